@@ -166,9 +166,7 @@ def run(
             return EXIT_SAVED
         if rank == 0:
             metric, lower = settings.metric, task.lower_is_better
-            summary = summarize(
-                name, progress, ranks=size, metric=metric, item=task.item, lower_is_better=lower
-            )
+            summary = summarize(name, progress, ranks=size, metric=metric, item=task.item, lower_is_better=lower)
             write_summary(directory, summary)
     return 0
 

@@ -61,7 +61,7 @@ from dgc.compression import (
     TernGradCompressor,
     ThresholdCompressor,
 )
-from dgc.engine.buckets import plan_buckets
+from dgc.engine.buckets import keep_states, plan_buckets
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.wire import RiceIndices, SignValues
 from dgc_models import resnet18
@@ -171,9 +171,7 @@ def measure(name: str, model: str, size: int, steps: int, warmup: int) -> Measur
     for rank in range(size):
         compressor = make()
         planned = plan_buckets(named, Route([Rule(compressor)]).compressor_for, 25.0, "bucket")
-        for plan in planned:
-            plan.compressor.plan(plan.bucket, size, rank)
-        ranks.append((compressor, planned))
+        ranks.append((keep_states(planned, size, rank, [compressor])[0], planned))
     world = LockstepWorld(size)
     gradients = Gradients([plan.bucket for plan in ranks[0][1]], size)
     found = Measured()
@@ -187,7 +185,7 @@ def measure(name: str, model: str, size: int, steps: int, warmup: int) -> Measur
                 bucket.flat.copy_(gradient)
             clocks = [clock, *(Clock() for _ in range(size - 1))]
             conversations = [
-                timed(planned[b].compressor.reduce(bucket), c)
+                timed(planned[b].states.reduce(bucket), c)
                 for (_, planned), bucket, c in zip(ranks, buckets, clocks, strict=True)
             ]
             result = world.converse(plan.bucket.name, conversations)[0]

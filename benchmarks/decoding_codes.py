@@ -43,6 +43,7 @@ from dgc.compression import (
     ThresholdCompressor,
 )
 from dgc.compression.error_feedback import ErrorFeedbackCompressor
+from dgc.engine.state import BucketStates
 
 METHODS: dict[str, Callable[[], ErrorFeedbackCompressor]] = {
     "2bit": lambda: ThresholdCompressor(2, 1.0, wire="gather"),
@@ -116,7 +117,7 @@ class Exchange:
     """The steps of one method."""
 
     model: Model
-    compressor: ErrorFeedbackCompressor
+    states: BucketStates
     replies: Replies
     clock: Callable[[], float]
 
@@ -126,7 +127,7 @@ class Exchange:
         for bucket in self.model.buckets:
             self.model.fill(bucket)
             start = self.clock()
-            conversation = self.compressor.reduce(bucket)
+            conversation = self.states.reduce(bucket)
             requests = next_requests(conversation)
             encoding += self.clock() - start
             for round_ in range(9):
@@ -166,10 +167,10 @@ class Floors:
 
 def row_of(model: Model, name: str, ranks: int, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Return medians in milliseconds, and ratios to the floors."""
-    compressor, replies = METHODS[name](), Replies(ranks)
+    states, replies = BucketStates(METHODS[name]()), Replies(ranks)
     for bucket in model.buckets:
-        compressor.plan(bucket, ranks, 0)
-    exchange, floors = Exchange(model, compressor, replies, clock), Floors(model, replies, clock)
+        states.add(bucket, ranks, 0)
+    exchange, floors = Exchange(model, states, replies, clock), Floors(model, replies, clock)
     times: dict[str, list[tuple[float, float]]] = {"method": [], "floor": []}
     steps = {"method": exchange.step, "floor": floors.step}
     for number in range(-2, rounds):

@@ -37,9 +37,7 @@ def count(step: Callable[[], object], device: torch.device) -> Counts:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
     events = {event.key: event.count for event in profiler.key_averages()}
-    return Counts(
-        waits, sum(events.get(name, 0) for name in LAUNCHES), sum(events.get(name, 0) for name in WAITS)
-    )
+    return Counts(waits, sum(events.get(name, 0) for name in LAUNCHES), sum(events.get(name, 0) for name in WAITS))
 
 
 def waits_of(step: Callable[[], object]) -> Counter[str]:

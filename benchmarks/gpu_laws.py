@@ -84,7 +84,7 @@ def results(compressor: Compressor, device: torch.device) -> list[Tensor]:
                 found += [result.indices, result.values]
             else:
                 found.append(bucket.flat.clone())
-    return [*found, *compressor.errors()]
+    return [*found, *whole.states.errors()]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -13,6 +13,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, Conversation, next_requests
 from dgc.compression import DGCCompressor
 from dgc.compression.protocol import Compressor, Result
+from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
@@ -81,12 +82,12 @@ class Whole:
     """A step of a compressor over all buckets: gradient in, mean and error state out."""
 
     def __init__(self, name: str, compressor: Compressor, buckets: Sequence[Shapes], device: torch.device):
-        self.name, self.compressor = name, compressor
+        self.name, self.states = name, BucketStates(compressor)
         self.buckets = [
             Bucket(f"bucket{b}", self._segments(shapes), torch.float32, device) for b, shapes in enumerate(buckets)
         ]
         for bucket in self.buckets:
-            compressor.plan(bucket, 1, 0)
+            self.states.add(bucket, 1, 0)
 
     @staticmethod
     def _segments(shapes: Shapes) -> tuple[Segment, ...]:
@@ -96,7 +97,7 @@ class Whole:
         for bucket, flat in zip(self.buckets, gradients, strict=True):
             for i, part in enumerate(flat.split([segment.numel for segment in bucket.segments])):
                 bucket.use_gradient(i, part)
-        return [alone(self.compressor.reduce(bucket)) for bucket in self.buckets]
+        return [alone(self.states.reduce(bucket)) for bucket in self.buckets]
 
 
 class Training:

@@ -31,7 +31,7 @@ from benchmarks.results import print_json
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import all_reduce_wire_bytes
 from dgc.compression import Route, Rule
-from dgc.engine.buckets import plan_buckets
+from dgc.engine.buckets import keep_states, plan_buckets
 from dgc_models import transformer_big
 from dgc_training.config import load
 
@@ -67,7 +67,7 @@ def measure(
         ranks = []
         for rank in range(size):
             (plan,) = plan_buckets(real, Route([Rule(METHODS[method]())]).compressor_for, 1e6, "bucket")
-            plan.compressor.plan(plan.bucket, size, rank)
+            keep_states([plan], size, rank)
             ranks.append(plan)
         world, gradients = LockstepWorld(size), Gradients([ranks[0].bucket], size)
         clocks = []
@@ -77,10 +77,7 @@ def measure(
             own = [Clock() for _ in ranks]
             world.converse(
                 "bucket",
-                [
-                    timed(plan.compressor.reduce(plan.bucket), clock)
-                    for plan, clock in zip(ranks, own, strict=True)
-                ],
+                [timed(plan.states.reduce(plan.bucket), clock) for plan, clock in zip(ranks, own, strict=True)],
             )
             clocks.append(own[0])
         found["payload_bytes"] += world.meters[0].payload_bytes / (warmup + steps)

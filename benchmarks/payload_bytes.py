@@ -20,7 +20,7 @@ from benchmarks.results import print_json
 from benchmarks.wire import INDICES, VALUES
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, Route, Rule
-from dgc.engine.buckets import plan_buckets
+from dgc.engine.buckets import keep_states, plan_buckets
 from dgc.memory import DGCSGDMemory
 from dgc.wire import IndexFormat, ValueFormat
 
@@ -57,14 +57,13 @@ def payload(
         memory = DGCSGDMemory(momentum=0.9)
         compressor = DGCCompressor(ratio, memory, values=values, indices=indices, **VECTORS[vectors])
         planned.append(plan_buckets(parameters, Route([Rule(compressor)]).compressor_for, 25.0, "bucket"))
-        for plan in planned[-1]:
-            plan.compressor.plan(plan.bucket, ranks, rank)
+        keep_states(planned[-1], ranks, rank)
     world = LockstepWorld(ranks)
     for plans in zip(*planned, strict=True):
         for plan in plans:
             for i in range(len(plan.parameters)):
                 plan.collect(i)
-        world.converse(plans[0].bucket.name, [plan.compressor.reduce(plan.bucket) for plan in plans])
+        world.converse(plans[0].bucket.name, [plan.states.reduce(plan.bucket) for plan in plans])
     return world.meters[0].payload_bytes
 
 

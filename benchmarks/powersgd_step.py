@@ -36,6 +36,7 @@ from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import Compressor, FP16Compressor, PowerSGDCompressor
 from dgc.compression.dense import DenseCompressor
 from dgc.engine.buckets import plan_buckets
+from dgc.engine.state import BucketStates
 
 OURS, RESIDUAL, DEFAULT, BATCHED = "ours, paper", "ours, residual", "torch", "torch, batched"
 OURS_FP16, TORCH_FP16 = "ours, fp16", "torch, fp16"
@@ -49,17 +50,17 @@ class Method(Protocol):
 
 class Ours:
     def __init__(self, buckets: Sequence[Bucket], compressor: Compressor):
-        self.compressor = compressor
+        self.states = BucketStates(compressor)
         self.buckets = [Bucket(b.name, b.segments, b.dtype, b.device) for b in buckets]
         for bucket in self.buckets:
-            self.compressor.plan(bucket, 1, 0)
+            self.states.add(bucket, 1, 0)
 
     def step(self, gradients: Sequence[Tensor]) -> float:
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.flat.copy_(gradient)
         start = time.perf_counter()
         for bucket in self.buckets:
-            conversation = self.compressor.reduce(bucket)
+            conversation = self.states.reduce(bucket)
             requests = next_requests(conversation)
             try:
                 while True:

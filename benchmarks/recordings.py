@@ -87,9 +87,7 @@ class Learner:
         """Do a DGC step with these gradients. Returns the sent elements of each bucket."""
         self.dense.step()
         sent = []
-        for bucket, plan, g, u, v in zip(
-            self.buckets, self.plans, self.gradients, self.u, self.v, strict=True
-        ):
+        for bucket, plan, g, u, v in zip(self.buckets, self.plans, self.gradients, self.u, self.v, strict=True):
             kernel = kernels.of(v).selection
             inputs = PassInputs(g, u, v, MOMENTUM)
             selection = kernel.accumulate_and_select_(inputs, plan.per_tensor, None).elements

@@ -39,6 +39,7 @@ WITH_SELECTOR = "dgc:"
 NAMES = (*METHODS, *(f"{WITH_SELECTOR}{name}" for name in SELECTORS))
 SHOWN = ["dense", "fp16", "dgc", "dgc-fp16-packed", "dgc-reduce-scatter", "powersgd", "sign", "2bit"]
 
+
 class Work:
     """A method on a model with random gradients, as `record_steps` calls it. Others replace them in every step."""
 
@@ -54,8 +55,6 @@ class Work:
         compressor = self._compressor()
         compressor.begin_epoch(0)
         self._planned = plan_buckets(self._named, Route([Rule(compressor)]).compressor_for, 25.0, "bucket")
-        for of_bucket in self._planned:
-            of_bucket.compressor.plan(of_bucket.bucket, size, rank)
         return [(of_bucket.bucket, of_bucket.compressor) for of_bucket in self._planned]
 
     def refill(self, planned: Planned, step: int) -> None:

@@ -61,9 +61,7 @@ def record_alone(name: str, model: str, ratio: float, sizes: Sequence[int]) -> l
         return recorded(name, model, ratio, sizes, max(sizes))
 
 
-def record_together(
-    pool: ProcessPoolExecutor, cores: int, *work: Any
-) -> list[tuple[Traffic, Compute]]:
+def record_together(pool: ProcessPoolExecutor, cores: int, *work: Any) -> list[tuple[Traffic, Compute]]:
     """The same with the seconds of the slowest process."""
     everyone = [future.result() for future in [pool.submit(record_alone, *work) for _ in range(cores)]]
     return [
@@ -94,9 +92,7 @@ def fitted(work: Work, measured: Times, noop: dict[int, float], ranks: int, core
         network = network_of(map(math.exp, logarithms), ranks, cores)
         found = predictions({name: work[name] for name in FITTED}, network, noop)
         return [
-            math.log(found[name][size] / seconds)
-            for name in FITTED
-            for size, seconds in measured[name].items()
+            math.log(found[name][size] / seconds) for name in FITTED for size, seconds in measured[name].items()
         ]
 
     bounds = [number - 7 for number in start], [number + 7 for number in start]
@@ -133,8 +129,10 @@ def main() -> None:
     sizes, most = sorted(noop), max(noop)
     settings = (lines[0]["model"], lines[0]["ratio"], sizes)
     with ProcessPoolExecutor(args.cores, get_context("spawn")) as pool:
-        work = {name: dict(zip(sizes, record_together(pool, args.cores, name, *settings), strict=True))
-                for name in names}
+        work = {
+            name: dict(zip(sizes, record_together(pool, args.cores, name, *settings), strict=True))
+            for name in names
+        }
     network = fitted(work, measured, noop, most, args.cores)
     predicted = predictions(work, network, noop)
     print(f"fitted to dense and fp16: {network}\n")

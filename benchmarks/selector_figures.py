@@ -111,5 +111,3 @@ def draw_steps(found: Mapping[str, Compared], path: Path) -> None:
 def largest_tensor(buckets: list[Tensor], sizes: list[list[int]]) -> Tensor:
     parts = [part for bucket, numels in zip(buckets, sizes, strict=True) for part in bucket.split(numels)]
     return max(parts, key=Tensor.numel).clone()
-
-

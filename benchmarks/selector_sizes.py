@@ -58,9 +58,7 @@ def one_tensor(size: int, options: Options) -> Plan:
     return plan_selection(segments, options.ratio, torch.device(options.device))
 
 
-def in_turns(
-    works: dict[str, Callable[[], object]], rounds: int, wait: Callable[[], object]
-) -> dict[str, float]:
+def in_turns(works: dict[str, Callable[[], object]], rounds: int, wait: Callable[[], object]) -> dict[str, float]:
     """Return the median milliseconds of each. Short ones are repeated within a measurement."""
     repeats: dict[str, int] = {}
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -85,5 +83,3 @@ def print_sizes(times: dict[str, dict[int, float]]) -> None:
     print(f"{'':<24}" + "".join(f"{size:>11,}" for size in sizes))
     for name, row in times.items():
         print(f"{name:<24}" + "".join(f"{row[size]:11.3f}" for size in sizes))
-
-

@@ -107,10 +107,20 @@ def print_training(found: dict[str, Compared], seconds: dict[str, float]) -> Non
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="models for the timing of steps",
-                        default=["resnet101", "densenet169", "resnet50", "densenet121"])
-    parser.add_argument("--fit-models", nargs="+", choices=MODELS, help="models for the fits of distributions",
-                        default=["alexnet", "vgg19_bn", "resnet50", "densenet121", "senet18"])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        help="models for the timing of steps",
+        default=["resnet101", "densenet169", "resnet50", "densenet121"],
+    )
+    parser.add_argument(
+        "--fit-models",
+        nargs="+",
+        choices=MODELS,
+        help="models for the fits of distributions",
+        default=["alexnet", "vgg19_bn", "resnet50", "densenet121", "senet18"],
+    )
     parser.add_argument("--ratio", type=float, default=0.001)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2)
@@ -144,8 +154,11 @@ def main() -> None:
     drawn = None
     for model in dict.fromkeys([*args.models, *args.fit_models]):
         recording = record(model, data, BATCH, args.ratio, args.steps, LR, args.device)
-        print(f"\n{model}: {recording.numel:,} elements in {len(recording.segments)} buckets, "
-              f"loss {recording.loss:.3f}, a pass of {recording.seconds:.2f} s", flush=True)
+        print(
+            f"\n{model}: {recording.numel:,} elements in {len(recording.segments)} buckets, "
+            f"loss {recording.loss:.3f}, a pass of {recording.seconds:.2f} s",
+            flush=True,
+        )
         if not math.isfinite(recording.loss):
             raise SystemExit(f"{model} did not learn: its results are not meaningful")
         fits[model], seconds[model] = fits_of(recording), recording.seconds
@@ -173,8 +186,10 @@ def main() -> None:
         figures.draw_curves(learned, args.figures / "curves.png")
     print(f"\nfigures in {args.figures}")
     for model, compared in found.items():
-        print(f"{model}: {compared.best} is fastest, {compared.over('exact', compared.best):.2f} times as fast as "
-              f"exact, {compared.over('laplace', compared.best):.2f} times as fast as laplace")
+        print(
+            f"{model}: {compared.best} is fastest, {compared.over('exact', compared.best):.2f} times as fast as "
+            f"exact, {compared.over('laplace', compared.best):.2f} times as fast as laplace"
+        )
     result: dict[str, Any] = {
         "models": {model: compared.summary() for model, compared in found.items()},
         "fit": {model: {kind: pair[0].ratio for kind, pair in row.items()} for model, row in fits.items()},

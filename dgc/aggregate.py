@@ -38,7 +38,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
-from dgc.engine.buckets import PlannedBucket
+from dgc.engine.buckets import PlannedBucket, keep_states
 from dgc.engine.loop import Engine
 from dgc.engine.options import unique_prefix
 from dgc.engine.state import Identity, compare_steps, identified, verified
@@ -126,6 +126,7 @@ class PowerSGD(Aggregator):
             raise ValueError("PowerSGD needs parameters")
         self.compressor = PowerSGDCompressor(**asdict(config))
         self._exchange = _Exchange(self.params, self.compressor, transport or default_transport())
+        self._states = self._exchange.planned[0].states
         self.transport, self.meter = self._exchange.transport, self._exchange.meter
         self.step_counter, self._compares_steps = 0, True
 
@@ -161,7 +162,7 @@ class PowerSGD(Aggregator):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. It differs between ranks: save it on each."""
-        return identified(self.compressor.state_dict(), self._identity())
+        return identified(self._states.state_dict(), self._identity())
 
     def load_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         """Load this rank's state. Call it on every rank: the next step compares the steps of all states.
@@ -176,9 +177,8 @@ class PowerSGD(Aggregator):
             ValueError: The state is that of another rank, compressor or model.
         """
         state, _ = verified(state, self._identity(), allow_other_rank)
-        self.compressor.load_state_dict(state)
-        steps = state["steps"]  # per parameter; older states have one number
-        self.step_counter = steps if isinstance(steps, int) else max(steps.values(), default=0)
+        self._states.load_state_dict(state)
+        self.step_counter = max(self._states[plan.bucket].steps for plan in self._exchange.planned)
         self._compares_steps = True
 
     def _identity(self) -> Identity:
@@ -206,7 +206,7 @@ class _Exchange:
     """Buckets for tensors with these shapes, in their order, and their exchange with one compressor."""
 
     def __init__(self, like: Sequence[Tensor], compressor: Compressor, transport: Transport):
-        self.compressor, self.transport, self.meter = compressor, transport, TrafficMeter()
+        self.transport, self.meter = transport, TrafficMeter()
         self._shapes = [tensor.shape for tensor in like]
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, tensor in enumerate(like):
@@ -216,8 +216,8 @@ class _Exchange:
         self.planned = []
         for b, members in enumerate(self._members):
             bucket = make_bucket(f"{prefix}.{b}", [(f"param{i}", like[i]) for i in members])
-            compressor.plan(bucket, transport.size, transport.rank)
             self.planned.append(PlannedBucket(bucket, compressor, tuple(like[i] for i in members)))
+        keep_states(self.planned, transport.size, transport.rank)
         self._engine = Engine([[plan] for plan in self.planned], transport, self.meter, prefix)
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ class Segment:
 
     def orders(self, tensor: Tensor) -> bool:
         """Whether the parameter still has the memory order that the segment was laid out for."""
-        return _stride_in_bucket(tensor) == self.stride
+        return tensor.stride() == self.stride or _stride_in_bucket(tensor) == self.stride
 
     def is_laid_out_as(self, tensor: Tensor) -> bool:
         """Whether the tensor has this segment's shape and strides. Strides of dimensions of size 1 are ignored."""
@@ -65,6 +65,12 @@ class Bucket:
     @cached_property
     def _flat(self) -> Tensor:
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """The first element of each segment, and numel, int64 [segments + 1]."""
+        bounds = [*(s.offset for s in self.segments), self.numel]
+        return torch.tensor(bounds, dtype=torch.int64, device=self.device)
 
     @property
     def flat(self) -> Tensor:

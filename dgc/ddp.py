@@ -32,7 +32,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import PlannedBucket, check_agreement, compressors_in_order, plan_buckets
+from dgc.engine.buckets import PlannedBucket, check_agreement, plan_buckets, states_in_order
 from dgc.engine.hierarchy import plan_compressors
 from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
 from dgc.engine.momentum import MomentumCheck
@@ -42,10 +42,9 @@ from dgc.engine.options import (
     check_not_wrapped,
     check_transport,
     claim,
-    register_compressors,
     unique_prefix,
 )
-from dgc.engine.state import CountsEpochs
+from dgc.engine.state import HasCompression, check_steps_per_epoch
 
 Named = list[tuple[str, Tensor]]
 
@@ -195,7 +194,7 @@ def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
                 p.grad.copy_(mean)
 
 
-class DDPExchange(CountsEpochs):
+class DDPExchange(HasCompression):
     """Exchanges the gradients of a DDP model with compression. `compress` is another name for this class.
 
     Construction is collective and registers a communication hook. Construct it before the first backward pass.
@@ -272,7 +271,7 @@ class DDPExchange(CountsEpochs):
                 f"the model's process group has {model.process_group.size()} ranks, but the exchange has "
                 f"{self.transport.size}: build DistributedDataParallel on the default group"
             )
-        self._count_epochs(steps_per_epoch)
+        check_steps_per_epoch(steps_per_epoch)
         check_settings(
             self.transport,
             "settings",
@@ -287,13 +286,11 @@ class DDPExchange(CountsEpochs):
         check_not_wrapped(named, "DDP")
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
-        compressors = compressors_in_order(self._planned, named)
-        super().__init__(compressors, self.transport)
         self._loss_scale = LossScale(grad_scaler, self._planned)
         self._check_momentum = momentum_check(optimizer, self._planned, self.transport)
         check_agreement(self._planned, self.transport)
-        register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)
+        super().__init__(states_in_order(self._planned, named), self.transport, steps_per_epoch)
         self.meter = TrafficMeter(self.transport.local_size)
         self.nonfinite, self.dropped_steps = nonfinite, 0
         self._model = weakref.ref(model)  # it refers to this exchange from C++

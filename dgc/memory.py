@@ -4,20 +4,22 @@ In each step a memory adds the gradient to its error state v. The compressor sen
 then subtracts from v what the other ranks receive, after rounding.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+import dgc.kernels as kernels
 from dgc.arguments import FLAG, NOTHING, NUMBER, checked, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.selection.reference import remove_nonfinite_
-from dgc.state import DeferredUpdate, FlatState, Snapshots, load_parts, parts_of
+from dgc.selection import Plan
+from dgc.state import State, Tables, check_mapping, zeros
 
 
 @runtime_checkable
@@ -67,116 +69,132 @@ class MomentumCorrection:
             self.nesterov = nesterov if self.nesterov is None else self.nesterov
 
 
-@runtime_checkable
-class Memory(Protocol):
-    """Error state of one compressor: one flat fp32 tensor per bucket, saved under parameter names."""
+@dataclass(eq=False, kw_only=True)
+class SparseState(State):
+    """The error state of a method that sends a few elements in each step.
+
+    What a step sends is only recorded. The pass of the next step, which reads and writes v anyway, removes it. A
+    dropped step is then the state without the record.
+
+    Attributes:
+        masking: Remove the sent elements from u as well.
+        sent: The elements that the other ranks have received, with their values after rounding.
+        returned: Parts of the ranks' sum that no rank has received. They are added to v as they are.
+        plan: Number of elements per tensor, and the history of the selector. None before the first step.
+        remembers: Whether the selector needs its history.
+        history: That of a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
+    """
+
+    masking: bool = False
+    sent: SparseVector | None = None
+    returned: SparseVector | None = None
+    plan: Plan | None = None
+    remembers: bool = False
+    history: dict[str, dict[str, Any]] = field(default_factory=dict)
+    partial: tuple[str, ...] = ("history",)
 
     @property
-    def correction(self) -> MomentumCorrection | None: ...
+    def u(self) -> Tensor | None:
+        """Momentum."""
+        return next(iter(self.local.values()), None)
 
     @property
-    def gradient_clipping(self) -> Clipping | None:
-        """The limit on gradients. It also applies to the mean of tensors that a fallback sends dense."""
+    def v(self) -> Tensor:
+        """Accumulated gradients that are not sent."""
+        return next(iter(self.errors.values()))
+
+    def after(self, sent: SparseVector, returned: SparseVector | None = None) -> "SparseState":
+        """Return the state that records what a step has sent, and what it has returned."""
+        return replace(self, sent=sent, returned=returned) if self.errors else self
+
+    def settle_(self) -> None:
+        """Remove the sent elements from u and v, and add the returned ones to v."""
+        kernel = kernels.of(self.v).selection
+        if self.sent is not None:
+            kernel.remove_sent_(self.sent, self.u if self.masking else None, self.v)
+        if self.returned is not None:
+            returned = self.returned
+            kernel.remove_sent_(SparseVector(returned.indices, -returned.values, returned.count), None, self.v)
+        self.sent = self.returned = None
+
+    def settled(self) -> "SparseState":
+        """Return a copy without a record."""
+        local, errors = (
+            {table: vector.clone() for table, vector in vectors.items()} for vectors in (self.local, self.errors)
+        )
+        copy = replace(self, local=local, errors=errors)
+        copy.settle_()
+        return copy
+
+    def unsent(self, bucket: Bucket) -> list[Tensor]:
+        return list(self.settled().errors.values()) if self.errors else []
+
+    def saved(self, bucket: Bucket) -> Tables:
+        settled, history = self.settled() if self.errors else self, self.history
+        if self.plan is not None and self.remembers:
+            history = self.plan.rows_of_history()
+        return {**State.saved(settled, bucket), "history": dict(history)}
+
+    def loaded(self, bucket: Bucket, tables: Tables) -> "SparseState":
+        saved = tables["history"]
+        history = {s.name: _checked_history(s.name, saved[s.name]) for s in bucket.segments if s.name in saved}
+        fresh = replace(self, sent=None, returned=None, plan=None, history=history)
+        return State.loaded(fresh, bucket, tables)
+
+
+def _checked_history(name: str, rows: Any) -> dict[str, Any]:
+    """Return a parameter's history. Raises ValueError if it is none, or has NaN."""
+    check_mapping(f"history of {name}", rows)
+    for key, row in rows.items():
+        what = f"history of {name}: {key}"
+        if key == "ratio":
+            require("a number", NUMBER, **{what: row})
+            continue
+        require("a tensor", (Tensor,), **{what: row})
+        if bool(row.isnan().any()):
+            raise ValueError(f"{what} has NaN")
+    return dict(rows)
+
+
+class Memory(ABC):
+    """What a compressor keeps of the gradients that it does not send: the settings of an error state.
+
+    Attributes:
+        correction: Momentum that the memory applies in place of the optimizer.
+        gradient_clipping: The limit on gradients. It also applies to the mean of tensors that a fallback sends
+            dense.
+    """
+
+    correction: MomentumCorrection | None = None
+    gradient_clipping: Clipping | None = None
+
+    @abstractmethod
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        """Return the state of a bucket before the first step."""
         ...
 
-    def plan(self, bucket: Bucket) -> None:
-        """Allocate the state of a bucket."""
+    @abstractmethod
+    def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
+        """Return the pass that removes the previous step's sent elements from the state and adds the gradient.
+
+        After the pass, `v` [n] fp32 holds all that is to be sent. The caller performs the pass exactly once.
+        """
         ...
 
-    def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
+    def clip(self, bucket: Bucket) -> Conversation[Tensor]:
         """Clip the bucket's local gradient in place. NaN and TOO_LARGE (`dgc.kernels`) count as zero.
 
         Returns:
-            The index of the first element that was either, or n if there is none. None if nothing is clipped.
+            The index of the first element that was either, or n if there is none.
         """
-        ...
-
-    def pass_inputs(self, bucket: Bucket) -> PassInputs:
-        """Return the pass that removes the previous step's sent elements from the state and adds the gradient.
-
-        After the pass, `v` [n] fp32 holds all that is to be sent. The caller performs the pass exactly once and
-        does not change v otherwise. `pass_inputs` is called only after the previous step is known to be valid.
-        """
-        ...
-
-    def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
-        """Record the elements that the other ranks receive, with their values after rounding.
-
-        `sent` is kept until the next pass. Its tensors must not be written to.
-        """
-        ...
-
-    def returned_(self, bucket: Bucket, returned: SparseVector) -> None:
-        """Record parts of the ranks' sum that no rank receives in this step, at most once per step.
-
-        They are added to the error state of this rank as they are, and are kept until the next pass, like those of
-        `sent_`. The momentum of these elements does not change.
-        """
-        ...
-
-    def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
-        """Record that all of v was sent. `values` [n] fp32 are the sent values, after rounding."""
-        ...
-
-    def rollback_(self, bucket: Bucket) -> None:
-        """Undo `sent_`, `returned_` or `sent_all_` of this step, bit for bit, because the step is dropped."""
-        ...
-
-    def errors(self) -> Iterable[Tensor]:
-        """Return the unsent elements, one flat tensor per bucket, read-only."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class DeferringMemory:
-    """Base class of memories with error feedback.
-
-    The sent elements are removed in the pass of the next step, which reads and writes v anyway. If all of v is
-    sent, the values are subtracted at once, and a snapshot keeps the old v for a dropped step.
-
-    Args:
-        v: Name of the accumulated gradients in errors.
-        masking: Remove the sent elements from the momentum as well.
-    """
-
-    gradient_clipping: Clipping | None = None
-
-    def __init__(self, v: str, masking: bool = False) -> None:
-        self._v = FlatState(v)
-        self._deferred, self._snapshots = DeferredUpdate(masking), Snapshots()
-
-    def plan(self, bucket: Bucket) -> None:
-        self._deferred.forget(bucket)
-        self._v.add(bucket)
-
-    def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
-        if self.gradient_clipping is None:
-            return None
         first = remove_nonfinite_(bucket.flat)
-        yield from self.gradient_clipping.clip(bucket)
+        if self.gradient_clipping is not None:
+            yield from self.gradient_clipping.clip(bucket)
         return first
-
-    def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
-        self._deferred.keep(bucket, sent)
-
-    def returned_(self, bucket: Bucket, returned: SparseVector) -> None:
-        self._deferred.keep_returned(bucket, returned)
-
-    def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
-        self._snapshots.subtract(self._v, bucket, values)
-
-    def rollback_(self, bucket: Bucket) -> None:
-        self._deferred.forget(bucket)
-        self._snapshots.rollback(bucket)
-
-    def errors(self) -> Iterable[Tensor]:
-        return self._deferred.errors(self._v)
 
 
 @checked
-class ResidualMemory(DeferringMemory):
+class ResidualMemory(Memory):
     """Error feedback without momentum: the unsent rest is added to the next gradient.
 
         v = decay v + g;  what is sent is subtracted from v
@@ -195,75 +213,33 @@ class ResidualMemory(DeferringMemory):
         compression = DGCCompressor(0.01, memory=ResidualMemory())
     """
 
-    correction: MomentumCorrection | None = None
-
     def __init__(self, decay: float = 1.0) -> None:
         if not 0 < decay <= 1:
             raise ValueError(f"decay must be in (0, 1], not {decay}: NoMemory() keeps nothing of the rest")
         self.decay = decay
-        super().__init__("residual")
 
-    def pass_inputs(self, bucket: Bucket) -> PassInputs:
-        self._snapshots.forget(bucket)
-        v = self._v[bucket]
-        if self.decay != 1:
-            self._deferred.apply_(bucket, None, v)  # what was sent must not decay with the rest
-            self._deferred.forget(bucket)
-            v.mul_(self.decay)
-        return PassInputs(bucket.gradients, None, v, sent=self._deferred.begin_pass_(bucket, None, v))
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        return SparseState(size, rank, errors={"residuals": zeros(bucket)})
 
-    def state_dict(self) -> dict[str, Any]:
-        residuals: dict[str, Tensor] = {}
-        for (bucket, _), error in zip(self._v.items(), self.errors(), strict=True):
-            residuals |= parts_of(bucket, error)
-        return {"residuals": residuals}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_parts({"residuals": self._v}, state)
-        self._deferred.clear()
+    def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
+        if self.decay != 1 or state.returned is not None:
+            state.settle_()  # what was sent must not decay with the rest
+            if self.decay != 1:
+                state.v.mul_(self.decay)
+        return PassInputs(bucket.gradients, None, state.v, sent=state.sent)
 
 
-class NoMemory:
+class NoMemory(Memory):
     """No error feedback: unsent elements are discarded."""
 
-    correction: MomentumCorrection | None = None
-    gradient_clipping: Clipping | None = None
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        return SparseState(size, rank)
 
-    def plan(self, bucket: Bucket) -> None:
-        pass
-
-    def clip(self, bucket: Bucket) -> Conversation[Tensor | None]:
-        yield from ()
-        return None
-
-    def pass_inputs(self, bucket: Bucket) -> PassInputs:
-        nothing = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
-        return PassInputs(bucket.gradients, None, nothing)
-
-    def sent_(self, bucket: Bucket, sent: SparseVector) -> None:
-        pass
-
-    def returned_(self, bucket: Bucket, returned: SparseVector) -> None:
-        pass
-
-    def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
-        pass
-
-    def rollback_(self, bucket: Bucket) -> None:
-        pass
-
-    def errors(self) -> Iterable[Tensor]:
-        return ()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise ValueError(f"state of another memory: {sorted(state)}")
+    def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
+        return PassInputs(bucket.gradients, None, zeros(bucket))
 
 
-class DGCSGDMemory(DeferringMemory):
+class DGCSGDMemory(Memory):
     """Error feedback with momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887,
     sections 3.1 to 3.3, Algorithm 1).
 
@@ -313,10 +289,10 @@ class DGCSGDMemory(DeferringMemory):
                 "gradient_clipping must be None or one of dgc.memory's ClipByNorm(...), ClipByValue(...), "
                 f"ClipByGlobalNorm(...) and ClipValueByGlobalNorm(), not {gradient_clipping!r}"
             )
-        super().__init__("velocity", momentum_masking)
-        self.correction = MomentumCorrection(momentum, nesterov if momentum is None else bool(nesterov))
+        self.correction: MomentumCorrection = MomentumCorrection(
+            momentum, nesterov if momentum is None else bool(nesterov)
+        )
         self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
-        self._momentums = FlatState("momentum")
 
     @property
     def momentum(self) -> float | None:
@@ -326,35 +302,21 @@ class DGCSGDMemory(DeferringMemory):
     def nesterov(self) -> bool | None:
         return self.correction.nesterov
 
-    def plan(self, bucket: Bucket) -> None:
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
         if self.momentum is None:
             raise ValueError(
                 "DGCSGDMemory() takes the momentum of an optimizer, and is used without one here: pass it, as in "
                 "DGCSGDMemory(momentum=0.9)"
             )
-        super().plan(bucket)
-        self._momentums.add(bucket)
+        u, v = {"momentums": zeros(bucket)}, {"velocities": zeros(bucket)}
+        return SparseState(size, rank, local=u, errors=v, masking=self.momentum_masking)
 
-    def pass_inputs(self, bucket: Bucket) -> PassInputs:
-        self._snapshots.forget(bucket)
-        u, v = self._momentums[bucket], self._v[bucket]
-        sent = self._deferred.begin_pass_(bucket, u, v)
-        momentum, nesterov = float(self.momentum or 0), bool(self.nesterov)
-        return PassInputs(bucket.gradients, u, v, momentum, nesterov, sent, self.momentum_masking)
-
-    def state_dict(self) -> dict[str, Any]:
-        momentums: dict[str, Tensor] = {}
-        velocities: dict[str, Tensor] = {}
-        for (bucket, u), v in zip(self._momentums.items(), self._v, strict=True):
-            u, v = u.clone(), v.clone()
-            self._deferred.apply_(bucket, u, v)
-            momentums |= parts_of(bucket, u)
-            velocities |= parts_of(bucket, v)
-        return {"momentums": momentums, "velocities": velocities}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_parts({"momentums": self._momentums, "velocities": self._v}, state)
-        self._deferred.clear()
+    def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
+        if state.returned is not None:
+            state.settle_()  # the pass itself removes only what was sent
+        u, v = state.local["momentums"], state.errors["velocities"]
+        momentum, nesterov = float(self.correction.momentum or 0), bool(self.correction.nesterov)
+        return PassInputs(bucket.gradients, u, v, momentum, nesterov, state.sent, self.momentum_masking)
 
 
 # --- clipping --------------------------------------------------------------------------------------

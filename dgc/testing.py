@@ -1,9 +1,9 @@
 """The laws of compressors, checked with simulated ranks in one process. docs/extending.md shows their use.
 
-    equal replicas    every rank gets the same mean gradient, bit for bit
-    nothing lost      mean over ranks of (gradient + old error) = mean gradient + mean over ranks of new error
-    state             a compressor that loads another one's state continues as that one, bit for bit
-    dropped steps     every rank reports a NaN by parameter and rank, and what a rank sent returns to its error
+equal replicas    every rank gets the same mean gradient, bit for bit
+nothing lost      mean over ranks of (gradient + old error) = mean gradient + mean over ranks of new error
+state             a compressor that loads another one's state continues as that one, bit for bit
+dropped steps     every rank reports a NaN by parameter and rank, and what a rank sent returns to its error
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dgc.bucket import make_bucket
+from dgc.bucket import Bucket, make_bucket
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression.protocol import Compressor, SparseResult, conversation_of
+from dgc.comm.requests import Conversation
+from dgc.compression.envelope import check_means
+from dgc.compression.protocol import Compressor, Result
+from dgc.engine.state import BucketStates
 
 Make = Callable[[], Compressor]
 SHAPES: tuple[tuple[int, ...], ...] = ((40, 25), (3, 3), (7, 11, 13), (1,), (2000,))
@@ -34,33 +37,37 @@ class Fleet:
 
     def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0, first: int = 0):
         self.world = LockstepWorld(size, seed=seed)
-        self.compressors = [make() for _ in range(size)]
+        self.states = [BucketStates(make()) for _ in range(size)]
         named = [(f"p{i}", tensor) for i, tensor in enumerate(like, first)]
         self.buckets = [make_bucket("bucket", named) for _ in range(size)]
         self.nonfinite: list[str | None] = []  # each rank's report of the last step
-        for rank, (compressor, bucket) in enumerate(zip(self.compressors, self.buckets, strict=True)):
-            compressor.plan(bucket, size, rank)
+        for rank, (states, bucket) in enumerate(zip(self.states, self.buckets, strict=True)):
+            states.add(bucket, size, rank)
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Each rank's list of gradients -> each rank's mean, flat and dense. A non-finite step is dropped."""
         for bucket, own in zip(self.buckets, gradients, strict=True):
             for segment, gradient in zip(bucket.segments, own, strict=True):
                 segment.of(bucket.flat).copy_(gradient)
-        conversations = [conversation_of(c, b) for c, b in zip(self.compressors, self.buckets, strict=True)]
-        results = self.world.converse("bucket", conversations)
-        self.nonfinite = [result.nonfinite for result in results]
-        for compressor, bucket, result in zip(self.compressors, self.buckets, results, strict=True):
-            if result.nonfinite is not None:
-                compressor.rollback(bucket)
-            if isinstance(result, SparseResult):
-                bucket.flat.zero_()
-                bucket.flat[result.indices] = result.values.to(bucket.flat.dtype)
+        ranks = list(zip(self.states, self.buckets, strict=True))
+        results = self.world.converse("bucket", [checked_mean(states, bucket) for states, bucket in ranks])
+        self.nonfinite = [nonfinite for _, nonfinite in results]
+        for (states, bucket), (result, nonfinite) in zip(ranks, results, strict=True):
+            if nonfinite is not None:
+                states.rollback(bucket)
+            result.write_to(bucket)
         return [bucket.flat.clone() for bucket in self.buckets]
 
     def errors(self) -> list[Tensor]:
         """Each rank's error state [n] in float64; zero if it has none."""
         zero = torch.zeros(self.buckets[0].numel, dtype=torch.float64)
-        return [sum((e.double() for e in c.errors()), zero) for c in self.compressors]
+        return [sum((e.double() for e in states.errors()), zero) for states in self.states]
+
+
+def checked_mean(states: BucketStates, bucket: Bucket) -> Conversation[tuple[Result, str | None]]:
+    """Average a bucket. Returns the mean, and why it must not be used, or None."""
+    result = yield from states.reduce(bucket)
+    return result, (yield from check_means([(bucket, result)]))
 
 
 def gradients(rank: int, step: int, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
@@ -116,7 +123,7 @@ def check_state(make: Make, size: int) -> None:
     fleet, other = Fleet(make, size), Fleet(make, size, seed=1)
     for step in range(4):
         fleet.step([gradients(rank, step) for rank in range(size)])
-    for old, new in zip(fleet.compressors, other.compressors, strict=True):
+    for old, new in zip(fleet.states, other.states, strict=True):
         new.load_state_dict(old.state_dict())
     for step in range(4, 8):
         own = [gradients(rank, step) for rank in range(size)]

@@ -51,9 +51,7 @@ def averaged_batch_norm(model: nn.Module, transport: Transport) -> Iterator[None
 
 def sum_over_ranks(meters: Mapping[str, Meter], transport: Transport, device: torch.device) -> None:
     """Replaces the sums of every meter by the sums over all ranks, with one collective."""
-    sums = {
-        (name, key): value for name in sorted(meters) for key, value in sorted(meters[name].data().items())
-    }
+    sums = {(name, key): value for name in sorted(meters) for key, value in sorted(meters[name].data().items())}
     if not sums:
         return
     total = all_reduce(

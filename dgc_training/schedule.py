@@ -146,9 +146,7 @@ class Schedule:
                 f"train.scheduler is a {type(self.scheduler).__name__}, not a learning-rate scheduler"
             )
         if type(self.scheduler).__name__ == "ReduceLROnPlateau":
-            raise ValueError(
-                "train.scheduler: ReduceLROnPlateau needs a metric at each step and is not supported"
-            )
+            raise ValueError("train.scheduler: ReduceLROnPlateau needs a metric at each step and is not supported")
         # The last epoch begun. A run resumed on more ranks continues at an earlier step, which may be step 0
         # again.
         self.epoch = -1
@@ -171,9 +169,7 @@ class Schedule:
         if epoch < self.warmup_epochs:
             # An asynchronous rank may take more steps than an epoch has.
             fraction = min(epoch + step / self.steps_per_epoch, self.warmup_epochs)
-            self._set(
-                [rate * warmup_factor(fraction, self.size, self.warmup_epochs) for rate in self.start_rates]
-            )
+            self._set([rate * warmup_factor(fraction, self.size, self.warmup_epochs) for rate in self.start_rates])
         elif epoch == self.warmup_epochs and step == 0:
             self._set(self.start_rates)
         elif self.scheduler is not None and (is_new_epoch or not self.per_epoch):

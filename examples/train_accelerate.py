@@ -1,6 +1,6 @@
 """Trains on handwritten digits with Accelerate and PowerSGD. Saves every epoch, and resumes from there.
 
-    torchrun --nproc-per-node 2 examples/train_accelerate.py FOLDER [EPOCHS]
+torchrun --nproc-per-node 2 examples/train_accelerate.py FOLDER [EPOCHS]
 """
 
 import sys

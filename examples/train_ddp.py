@@ -1,6 +1,6 @@
 """Trains on handwritten digits with DistributedDataParallel and Deep Gradient Compression. No Horovod, no MPI.
 
-    torchrun --nproc-per-node 2 examples/train_ddp.py [EPOCHS]
+torchrun --nproc-per-node 2 examples/train_ddp.py [EPOCHS]
 """
 
 import sys

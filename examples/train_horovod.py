@@ -1,6 +1,6 @@
 """Trains on handwritten digits with Horovod, and DGC, PowerSGD or MXNet's 2-bit compression.
 
-    horovodrun -np 2 python examples/train_horovod.py dgc|powersgd|2bit [EPOCHS]
+horovodrun -np 2 python examples/train_horovod.py dgc|powersgd|2bit [EPOCHS]
 """
 
 from argparse import ArgumentParser

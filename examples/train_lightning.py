@@ -1,6 +1,6 @@
 """Trains on handwritten digits with Lightning and PowerSGD. Saves every epoch, and resumes from there.
 
-    torchrun --nproc-per-node 2 examples/train_lightning.py FOLDER [EPOCHS]
+torchrun --nproc-per-node 2 examples/train_lightning.py FOLDER [EPOCHS]
 """
 
 import os

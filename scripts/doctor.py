@@ -62,9 +62,7 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
 
 def check_library(facts: Facts) -> Iterator[Finding]:
     if facts.dgc is None:
-        yield Finding(
-            "dgc is not installed: only scripts of this checkout can import it", "make setup", note=True
-        )
+        yield Finding("dgc is not installed: only scripts of this checkout can import it", "make setup", note=True)
     elif facts.dgc != facts.checkout:
         yield Finding(
             f"dgc comes from {facts.dgc}, not from this checkout ({facts.checkout})",
@@ -214,8 +212,18 @@ def check_surroundings(facts: Facts) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_python, check_packages, check_library, check_horovod, check_mpi, check_prefix, check_mpi4py, check_hello,
-    check_torchrun, check_kernels, check_torchvision, check_surroundings,
+    check_python,
+    check_packages,
+    check_library,
+    check_horovod,
+    check_mpi,
+    check_prefix,
+    check_mpi4py,
+    check_hello,
+    check_torchrun,
+    check_kernels,
+    check_torchvision,
+    check_surroundings,
 )
 
 

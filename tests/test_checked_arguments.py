@@ -130,7 +130,8 @@ def test_damaged_states_of_methods_are_named() -> None:
         refused(choco, "^graph must be a whole number, not", torch.ones(2), "graph")
         refused(choco, "^copies_valid must be True or False, not", torch.ones(2), "copies_valid")
 
-    refused(wrapped(), "^ratio of the history must be a number or None, not", torch.ones(2), "history", "ratio")
+    message = "^history of weight: ratio must be a number, not"
+    refused(wrapped(), message, {"ratio": torch.ones(2)}, "history", "weight")
     outer = with_gossip(OuterSteps(2, outer=Nesterov()))
     buffer = {name: {"momentum_buffer": "text"} for name in ("weight", "bias")}
     refused(outer, "^outer momentum_buffer of weight is text: 'text'", buffer, "outer")

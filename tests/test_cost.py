@@ -22,13 +22,7 @@ from dgc.compression import (
     PowerSGDCompressor,
     ScaledSignCompressor,
 )
-from dgc.compression.protocol import (
-    DenseResult,
-    Result,
-    StatelessCompressor,
-    conversation_of,
-    uses_point_to_point,
-)
+from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
 from dgc.cost import (
     BucketWork,
     Compute,
@@ -44,7 +38,9 @@ from dgc.cost import (
     typical,
 )
 from dgc.engine.hierarchy import HierarchicalCompressor
+from dgc.engine.state import BucketStates
 from dgc.memory import ResidualMemory
+from dgc.state import State
 from dgc.testing import LIKE, Fleet, gradients
 
 NETWORK = Network(latency=1e-3, bandwidth=1e6, inner_latency=1e-4, inner_bandwidth=1e7)
@@ -56,7 +52,6 @@ def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Sequence[tup
 
     def plan(size: int, rank: int) -> list[tuple[Bucket, Compressor]]:
         compressor, bucket = make(), Fleet(DenseCompressor, 1).buckets[0]
-        compressor.plan(bucket, size, rank)
         for segment, gradient in zip(bucket.segments, gradients(rank, 0), strict=True):
             segment.of(bucket.flat).copy_(gradient)
         return [(bucket, compressor)]
@@ -68,7 +63,7 @@ def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Sequence[tup
 def test_recorded_bytes_are_those_of_the_meter(row: Row, no_type_checks: None) -> None:
     for size in (2, 3, 4, 8):
         with case(size, "ranks"):
-            if size == 3 and uses_point_to_point(row.make()):
+            if size == 3 and row.make().point_to_point:
                 with pytest.raises(ValueError, match="record a power of two of ranks"):
                     record(planned(row.make), size)
                 continue
@@ -208,10 +203,10 @@ def test_steps_are_recorded_with_the_state_of_those_before(no_type_checks: None)
     seen: list[float] = []
 
     class Remembers(StatelessCompressor):
-        def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
             seen.append(float(bucket.flat[0]))
             yield (AllGather(torch.zeros(len(seen), dtype=torch.uint8)),)
-            return DenseResult()
+            return Reduced(DenseResult(), state)
 
     def plan(size: int, rank: int) -> list[tuple[Bucket, Compressor]]:
         return [(Fleet(DenseCompressor, 1, LIKE).buckets[0], Remembers())]
@@ -244,11 +239,11 @@ def test_more_ranks_take_longer_and_less_bandwidth_too(no_type_checks: None) -> 
 class Groups(StatelessCompressor):
     """Uses all groups."""
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         yield (AllReduce(torch.ones(4), group="local"),)
         yield (AllReduce(torch.ones(4)),)
         yield (AllGather(torch.ones(3), group="cross"),)
-        return DenseResult()
+        return Reduced(DenseResult(), state)
 
 
 def test_groups_are_those_of_the_meter() -> None:
@@ -256,7 +251,7 @@ def test_groups_are_those_of_the_meter() -> None:
     for meter in world.meters:
         meter.local_size = 3
     bucket = Fleet(DenseCompressor, 1, LIKE).buckets[0]
-    world.converse("groups", [Groups().reduce(bucket) for _ in range(6)])
+    world.converse("groups", [Groups().reduce(bucket, State(6, rank)) for rank in range(6)])
     traffic = record(lambda size, rank: [(bucket, Groups())], 6, 3)
     assert traffic.total("wire") == pytest.approx(world.meters[-1].wire_bytes)
     assert traffic.total("cross") == pytest.approx(world.meters[-1].cross_wire_bytes)
@@ -265,9 +260,9 @@ def test_groups_are_those_of_the_meter() -> None:
 class Trees(StatelessCompressor):
     """Broadcasts a tensor from each rank in turn."""
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         yield tuple(Broadcast(torch.empty(12_500_000, dtype=torch.uint8), root) for root in range(8))
-        return DenseResult()
+        return Reduced(DenseResult(), state)
 
 
 def test_a_broadcast_from_another_rank_takes_as_long_as_an_own_one() -> None:
@@ -290,7 +285,6 @@ def on_two_levels(make: Callable[[], Compressor], buckets: Sequence[Sequence[tor
     found = []
     for name, like in zip("ab", buckets, strict=False):
         bucket = make_bucket(name, [(f"{name}.{i}", tensor) for i, tensor in enumerate(like)])
-        compressor.plan(bucket, 16, rank)
         found.append((bucket, compressor))
     return found
 
@@ -317,13 +311,17 @@ def test_a_machine_sends_what_all_its_ranks_send(no_type_checks: None) -> None:
         with case(name, len(buckets)):
             plan = partial(on_two_levels, make, buckets)
             world, ranks = LockstepWorld(16, 8), [plan(rank) for rank in range(16)]
+            states = [BucketStates(of[0][1]) for of in ranks]
+            for rank, of in enumerate(ranks):
+                for bucket, _ in of:
+                    states[rank].add(bucket, 16, rank)
             for step in range(2):  # the first has more rounds
                 for meter in world.meters:
                     meter.cross_wire_bytes, meter.local_size = 0, 8
                 for planned in ranks:
                     fill_(planned, step)
                 for number in range(len(buckets)):
-                    conversations = [conversation_of(of[number][1], of[number][0]) for of in ranks]
+                    conversations = [s.reduce(of[number][0]) for s, of in zip(states, ranks, strict=True)]
                     world.converse(f"bucket.{number}", conversations)
             sent = sum(meter.cross_wire_bytes for meter in world.meters[8:])
             own = {meter.cross_wire_bytes for meter in world.meters[8:]}
@@ -357,9 +355,9 @@ def test_ranks_of_a_machine_are_joined_round_by_round() -> None:
 
 
 class Listener(StatelessCompressor):
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         yield (Exchange({}, {0: torch.empty(5)}),)
-        return DenseResult()
+        return Reduced(DenseResult(), state)
 
 
 def test_bad_input_is_refused() -> None:

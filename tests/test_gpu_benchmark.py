@@ -144,9 +144,7 @@ def test_training_needs_no_numpy() -> None:
         kernels.use("reference")
         Training(16, torch.device("cpu")).step()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -7,7 +7,7 @@ from benchmarks import large_models
 from benchmarks.compressors import METHODS, MIB, STEPS_PER_EPOCH, parameters_of
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Route, Rule
-from dgc.engine.buckets import plan_buckets
+from dgc.engine.buckets import keep_states, plan_buckets
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,10 @@ def test_an_epoch_of_the_lstm_has_the_published_bytes(method: str, published: in
     named = [(name, torch.zeros(p.shape, device="cpu")) for name, p in parameters_of("lstm")]
     world = LockstepWorld(1)
     with torch.no_grad():
-        for plan in plan_buckets(named, Route([Rule(compressor)]).compressor_for, 25.0, "bucket"):
-            plan.compressor.plan(plan.bucket, 1, 0)
-            world.converse(plan.bucket.name, [plan.compressor.reduce(plan.bucket)])
+        planned = plan_buckets(named, Route([Rule(compressor)]).compressor_for, 25.0, "bucket")
+        keep_states(planned, 1, 0)
+        for plan in planned:
+            world.converse(plan.bucket.name, [plan.states.reduce(plan.bucket)])
     assert round(world.meters[0].payload_bytes * STEPS_PER_EPOCH["lstm"] / MIB) == published
 
 

@@ -26,13 +26,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--task", choices=TASKS, default="digits")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--folds", "--seeds", type=int, dest="runs",
-                        help="folds of digits, of 5, or seeds of the other tasks; default: 5 folds, 3 seeds")
+    parser.add_argument(
+        "--folds",
+        "--seeds",
+        type=int,
+        dest="runs",
+        help="folds of digits, of 5, or seeds of the other tasks; default: 5 folds, 3 seeds",
+    )
     parser.add_argument("--epochs", type=int, help="default: that of the task")
     parser.add_argument("--batch-size", type=int, help="per rank; default: that of the task")
     parser.add_argument("--simulate", action="store_true", help="ranks in one process, without Horovod")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["dense", "dgc"],
-                        help="the others are compared with the first")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=["dense", "dgc"],
+        help="the others are compared with the first",
+    )
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw quality against bytes")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs; repeat no finished one")
     parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")

@@ -19,34 +19,33 @@ from dgc.compression import (
     ScaledSignCompressor,
     ThresholdCompressor,
 )
-from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, StatelessCompressor
 from dgc.gossip import DPSGD, SGP, Gossip, HalfPrecisionMessage
 from dgc.kernels import PassInputs
 from dgc.memory import DGCSGDMemory
+from dgc.state import State, zeros
 from dgc.wire import CastValues, PackedIndices, PlainIndices, RiceIndices, SignValues
 
 MODELS = ("resnet18", "resnet50", "vgg16")
 
 
 class Noop(StatelessCompressor):
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         yield from ()
-        return DenseResult()
+        return Reduced(DenseResult(is_finite=True), state)
 
 
-class Update(StatelessCompressor):
+class Update(Compressor):
     """The update of u and v of momentum correction, and nothing else: it sends nothing."""
 
-    def __init__(self) -> None:
-        self._state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        return State(size, rank, errors={"v": zeros(bucket)}, local={"u": zeros(bucket)})
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        if bucket.name not in self._state:
-            self._state[bucket.name] = torch.zeros(bucket.numel), torch.zeros(bucket.numel)
-        u, v = self._state[bucket.name]
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        u, v = state.local["u"], state.errors["v"]
         kernels.of(v).selection.accumulate_(PassInputs(bucket.gradients, u, v, 0.9))
         yield from ()
-        return DenseResult()
+        return Reduced(DenseResult(is_finite=True), state)
 
 
 def dgc(ratio: float, **settings: Any) -> Compressor:

@@ -102,7 +102,7 @@ def _mpirun(laboratory: Laboratory, each: int, words: Sequence[str], variables: 
         # Open MPI starts its daemons by `AGENT HOST COMMAND`, as if by ssh
         agent = Path(folder, "agent")
         cases = [
-            f"{address(host)}) exec {shlex.join(laboratory.inside(host, ['sh', '-c']))} \"$*\";;"
+            f'{address(host)}) exec {shlex.join(laboratory.inside(host, ["sh", "-c"]))} "$*";;'
             for host in range(laboratory.hosts)
         ]
         agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *cases, "esac", ""]))

@@ -50,8 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, help="H of all outer steps, instead of their own")
     parser.add_argument("--delay", type=int, default=5, help="of streaming, at most H divided by its 5 fragments")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="on this machine, without --hosts")
-    parser.add_argument("--launcher", choices=("mpirun", "torchrun"), default="mpirun",
-                        help="mpirun: Horovod and MPI; torchrun: torch.distributed and Gloo")
+    parser.add_argument(
+        "--launcher",
+        choices=("mpirun", "torchrun"),
+        default="mpirun",
+        help="mpirun: Horovod and MPI; torchrun: torch.distributed and Gloo",
+    )
     parser.add_argument("--hosts", type=int, nargs="+", help="of a laboratory: see docs/netlab.md")
     parser.add_argument("--rate", nargs="+", default=["100mbit"], help="of each host in each direction")
     parser.add_argument("--ranks-per-host", type=int, default=1)

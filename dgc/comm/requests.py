@@ -123,7 +123,7 @@ Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
     """Return the values of zero-dimensional tensors. Those on a device are read together, by one `Read`."""
     if not scalars or _is_on_host(scalars[0]):
-        return [int(scalar) for scalar in scalars]
+        return list(map(int, scalars))
     known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
     return known
 

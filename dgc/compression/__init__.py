@@ -13,10 +13,10 @@ from dgc.compression.powersgd import PowerSGDCompressor as PowerSGDCompressor
 from dgc.compression.protocol import Compressor as Compressor
 from dgc.compression.protocol import DenseResult as DenseResult
 from dgc.compression.protocol import NonFiniteGradientError as NonFiniteGradientError
+from dgc.compression.protocol import Reduced as Reduced
 from dgc.compression.protocol import Result as Result
 from dgc.compression.protocol import SparseResult as SparseResult
 from dgc.compression.protocol import StatelessCompressor as StatelessCompressor
-from dgc.compression.protocol import uses_point_to_point as uses_point_to_point
 from dgc.compression.random_k import RandomBlockCompressor as RandomBlockCompressor
 from dgc.compression.random_k import RandomKCompressor as RandomKCompressor
 from dgc.compression.route import Route as Route

@@ -6,6 +6,7 @@ stage a step is in. T_w is their `freeze_step`.
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +18,21 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import for_gradients
 from dgc.compression.dgc import DGCCompressor
-from dgc.compression.double_squeeze import DoubleSqueezeCompressor
-from dgc.compression.protocol import MomentumOwner, Preconditioner, Result, StatelessCompressor
+from dgc.compression.double_squeeze import DoubleSqueezeCompressor, ServerState
+from dgc.compression.protocol import MomentumOwner, Preconditioner, Reduced, StatelessCompressor
+from dgc.compression.sparse import SparseState
 from dgc.memory import DGCSGDMemory, MomentumCorrection
+from dgc.state import zeros
 
 CHECKS = 200  # of the momentum of a bucket after the warm-up: on a GPU each one waits for the device
 HEAD = 16  # elements of each tensor that are compared
+
+
+@dataclass(eq=False, kw_only=True)
+class MomentumState(ServerState):
+    """delivered: of the last step, the first momentum, its version, and the first elements of the next momenta."""
+
+    delivered: tuple[Tensor, int, Tensor] | None = None
 
 
 class OneBitAdamCompressor(DoubleSqueezeCompressor):
@@ -63,7 +73,6 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         self._gradients = for_gradients(gradients)
         self._owner: MomentumOwner | None = None
         self._parameters: dict[str, Tensor] = {}
-        self._delivered: dict[str, tuple[Tensor, int, Tensor]] = {}  # the first m, its version, heads of the next
         self._checks = CHECKS
 
     def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
@@ -80,52 +89,42 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         """1 until momentum is exchanged."""
         return super().compress_ratio if self._owner is None or self._owner.exchanges_momentum else 1.0
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+    def init(self, bucket: Bucket, size: int, rank: int) -> MomentumState:
         if self._owner is None:
             raise ValueError(
                 "OneBitAdamCompressor exchanges the momentum of a dgc.optim.OneBitAdam, and has none: wrap that "
                 "optimizer in DistributedOptimizer, or pass it to dgc.ddp.compress; without it, use "
                 "DoubleSqueezeCompressor"
             )
-        super().plan(bucket, size, rank)
+        return MomentumState(**vars(super().init(bucket, size, rank)))
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
         assert self._owner is not None
-        if self._owner.exchanges_momentum:
-            return (yield from super().reduce(bucket))
-        return (yield from self._gradients.reduce(bucket))
+        if not self._owner.exchanges_momentum:
+            return (yield from self._gradients.reduce(bucket, state))
+        reduced, delivered = (yield from super().reduce(bucket, state)), None
+        if self._checks > 0 and state.rank == 0:
+            ((_, m),) = self._owner.momentum_of([self._parameters[bucket.segments[0].name]])
+            delivered = m, m._version, _heads([s.of(bucket.flat) for s in bucket.segments])
+        new: MomentumState = reduced.state  # type: ignore[assignment]
+        return Reduced(reduced.result, replace(new, delivered=delivered), replace(state.next(), delivered=None))
 
-    def accumulate(self, bucket: Bucket) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
         """v = beta1 m + (1 - beta1) g + e, in a new tensor."""
         assert self._owner is not None
-        v = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
+        v = zeros(bucket)
         first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
         momenta = self._owner.momentum_of([self._parameters[s.name] for s in bucket.segments])
-        self._check_unchanged(bucket, [m for _, m in momenta])
+        self._check_unchanged(state, [m for _, m in momenta])
         for s, (beta1, m) in zip(bucket.segments, momenta, strict=True):
             s.of(v).lerp_(m.to(torch.float32), beta1)
-        return v.add_(self._error[bucket]), first
+        return v.add_(state.errors["errors"]), first
 
-    def exchange(
-        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        assert self._owner is not None
-        result = yield from super().exchange(bucket, v, first_nonfinite)
-        if self._checks > 0 and self.rank == 0:
-            ((_, m),) = self._owner.momentum_of([self._parameters[bucket.segments[0].name]])
-            heads = _heads([s.of(result[0]) for s in bucket.segments])
-            self._delivered[bucket.name] = m, m._version, heads
-        return result
-
-    def rollback(self, bucket: Bucket) -> None:
-        super().rollback(bucket)
-        self._delivered.pop(bucket.name, None)
-
-    def _check_unchanged(self, bucket: Bucket, momenta: Sequence[Tensor]) -> None:
+    def _check_unchanged(self, state: MomentumState, momenta: Sequence[Tensor]) -> None:
         """Warn if the optimizer did not get the momentum that the last exchange delivered."""
-        if self._checks <= 0 or bucket.name not in self._delivered:
+        if self._checks <= 0 or state.delivered is None:
             return
-        first, version, delivered = self._delivered.pop(bucket.name)
+        first, version, delivered = state.delivered
         if first is not momenta[0] or first._version == version:  # it was loaded, or there was no step
             return
         self._checks -= 1
@@ -210,21 +209,20 @@ class DGCAdamCompressor(DGCCompressor):
     def correction(self) -> MomentumCorrection | None:
         return None  # the optimizer knows that .grad is the mean of updates
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
         if self._owner is None:
             raise ValueError(
                 "DGCAdamCompressor divides by the second moment of a dgc.optim.DGCAdam, and has none: wrap that "
                 "optimizer in DistributedOptimizer, or pass it to dgc.ddp.compress; for other optimizers, use "
                 "DGCCompressor"
             )
-        super().plan(bucket, size, rank)
+        return super().init(bucket, size, rank)
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
         assert self._owner is not None
         if not self._owner.exchanges_momentum:
-            self._sent_dense[bucket.name] = bucket.numel
-            return (yield from self._gradients.reduce(bucket))
+            return (yield from self._gradients.reduce(bucket, replace(state, dense=True)))
         flat, parameters = bucket.flat, [self._parameters[s.name] for s in bucket.segments]
         for s, factor in zip(bucket.segments, self._owner.preconditioner_of(parameters), strict=True):
             s.of(flat).mul_(factor)
-        return (yield from super().reduce(bucket))
+        return (yield from super().reduce(bucket, state))

@@ -14,6 +14,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
+from dgc.state import State
 
 Codes = UInt8[Tensor, "nbytes"]
 
@@ -36,22 +37,22 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
         ...
 
     @abstractmethod
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
         """Returns (codes, v minus the decoded codes)."""
         ...
 
     @abstractmethod
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
         """Overwrites `mean` with the mean of the decoded codes of all ranks: added to zero in rank order."""
         ...
 
     def exchange(
-        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        codes, kept = self.encode(v, bucket)
+        codes, kept = self.encode(bucket, state, v)
         parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
         mean = place_of_mean(bucket)
-        self.mean_(parts, bucket, mean)
+        self.mean_(bucket, state, parts, mean)
         return mean, kept, nonfinite
 
 

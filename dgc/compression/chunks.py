@@ -23,7 +23,7 @@ undone. The paper has one pool of all gradients, here every bucket is one. Vecto
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float32, Int64
@@ -34,10 +34,10 @@ from dgc.arguments import WHOLE, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation, read
 from dgc.compression.envelope import first_nonfinite_message, probe, sparse_overflow_message
-from dgc.compression.protocol import DenseResult, Result, SparseResult
-from dgc.compression.sparse import SparseCompressor, Step
+from dgc.compression.protocol import DenseResult, Reduced, SparseResult
+from dgc.compression.sparse import SparseCompressor
 from dgc.kernels import SparseVector
-from dgc.memory import Memory
+from dgc.memory import Memory, SparseState
 from dgc.selection import Plan
 from dgc.selection.selector import share
 from dgc.wire import CastValues
@@ -115,44 +115,43 @@ class ChunkCompressor(SparseCompressor):
         super().__init__(
             compress_ratio, memory, values=self.cast, warmup_epochs=warmup_epochs, warmup_coeff=warmup_coeff
         )
-        self._bounds: dict[str, Int64[Tensor, "bounds"]] = {}
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        step = yield from self._begin(bucket)
-        if step.dense:
-            return (yield from self._reduce_dense(bucket, step))
-        v, chunks = step.inputs.v, divide(bucket.numel, self.chunk_size, step.plan.ratio)
-        first, norms = self._norms(bucket, step)
-        sums, nonfinite = yield from self._envelope(bucket, step).reduce(norms, first, "sum")
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        bounds = divide(bucket.numel, self.chunk_size, 1.0).bounds(bucket.device)
+        return replace(super().init(bucket, size, rank), constants={"bounds": bounds})
+
+    def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
+        replaced = None if self.memory.gradient_clipping is None else (yield from self.memory.clip(bucket))
+        inputs, state = self._begin(bucket, state)
+        v, tier = inputs.v, kernels.of(inputs.v)
+        first = tier.selection.accumulate_(inputs)
+        first = first if replaced is None else replaced.minimum(first)
+        if state.dense:
+            return (yield from self._reduce_dense(bucket, state, v, first))
+        assert state.plan is not None
+        bucket.release()  # the gradients are accumulated and need no copy
+        chunks = divide(bucket.numel, self.chunk_size, state.plan.ratio)
+        norms = tier.selection.moments(v, state.constants["bounds"]).magnitudes.float()
+        sums, nonfinite = yield from self._envelope(bucket, state.plan).reduce(norms, first, "sum")
         if invalid := first_nonfinite_message(bucket, nonfinite):
-            return DenseResult(invalid)  # nothing is sent in a step that every rank drops
+            return Reduced(DenseResult(invalid), state, dropped=state)  # every rank drops the step
         chosen = largest(sums, chunks.sent)
         elements = torch.cat([v[c * chunks.length :][: chunks.length] for c in chosen.tolist()])
         count = elements.numel()
         within = torch.arange(chunks.length, dtype=torch.int64, device=v.device)
         indices = (chosen.unsqueeze(1) * chunks.length + within).view(-1)[:count]  # a shorter chunk is the last
-        values = self.cast.quantize(elements, self._size, bucket.dtype)
+        values = self.cast.quantize(elements, state.size, bucket.dtype)
         message = torch.zeros(chunks.capacity, dtype=values.dtype, device=v.device)
         message[:count] = values
         number = torch.full((), count, dtype=torch.int32, device=v.device)
-        self.memory.sent_(bucket, SparseVector(indices.to(torch.int32), values.float(), number))
+        sent = SparseVector(indices.to(torch.int32), values.float(), number)
         (mean,) = yield (AllReduce(message),)
         means = mean[:count].float()
         (finite,) = yield from read([probe(means).isfinite()])
-        return SparseResult(indices, means, None if finite else sparse_overflow_message(bucket, indices, means))
+        overflow = None if finite else sparse_overflow_message(bucket, indices, means)
+        return Reduced(SparseResult(indices, means, overflow), state.after(sent), dropped=state)
 
-    def _norms(self, bucket: Bucket, step: Step) -> tuple[Int64[Tensor, ""], Float32[Tensor, "number"]]:
-        """The pass over the gradient. Returns its first non-finite element, and the L1 norms of v's chunks."""
-        v, tier = step.inputs.v, kernels.of(step.inputs.v)
-        first = step.first_nonfinite(tier.selection.accumulate_(step.inputs))
-        bucket.release()  # the gradients are accumulated and need no copy
-        return first, tier.selection.moments(v, self._bounds[bucket.name]).magnitudes.float()
-
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        super().plan(bucket, size, rank)
-        self._bounds[bucket.name] = divide(bucket.numel, self.chunk_size, 1.0).bounds(bucket.device)
-
-    def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
+    def _dense_is_cheaper(self, bucket: Bucket, size: int, plan: Plan) -> bool:
         chunks, itemsize = divide(bucket.numel, self.chunk_size, plan.ratio), self.cast.itemsize
         sparse = chunks.number * torch.float32.itemsize + chunks.capacity * itemsize
         return plan.ratio >= 1 or sparse >= bucket.numel * itemsize

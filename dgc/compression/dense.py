@@ -4,6 +4,7 @@ Payload bytes per element: Dense the size of the gradient's dtype; FP16 2; BF16 
 to 8. If a mean is not finite, one more round of 32 bytes determines the rank.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,21 +12,22 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.envelope import check_mean, envelope_of, probe
-from dgc.compression.protocol import Compressor, DenseResult, Result, StatelessCompressor
+from dgc.compression.envelope import check_means, envelope_of, probe
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, Result, StatelessCompressor
 from dgc.memory import Clipping
+from dgc.state import State
 from dgc.wire.payload import no_segments
 
 
 class DenseCompressor(StatelessCompressor):
     """All-reduce of the gradients in their own dtype. bf16 is sent as fp32, because no transport can sum bf16."""
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         own = probe(bucket.flat)
         wire = bucket.flat.float() if bucket.flat.dtype == torch.bfloat16 else bucket.flat
         (mean,) = yield (AllReduce(wire),)
         bucket.flat.copy_(mean)
-        return DenseResult((yield from check_mean(bucket, own)))
+        return Reduced(DenseResult(own=own), state)
 
 
 class FP16Compressor(StatelessCompressor):
@@ -34,17 +36,17 @@ class FP16Compressor(StatelessCompressor):
     The result then reports inf, and the optimizer drops the step.
     """
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         own = probe(bucket.flat)
         (mean,) = yield (AllReduce(bucket.flat.to(torch.float16)),)
         bucket.flat.copy_(mean)
-        return DenseResult((yield from check_mean(bucket, own)))
+        return Reduced(DenseResult(own=own), state)
 
 
 class BF16Compressor(StatelessCompressor):
     """All-gather of bf16 as bytes, summed in fp32 in rank order. Horovod cannot sum bf16."""
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         own = probe(bucket.flat)
         none, bounds = no_segments(bucket.device)  # the mean shows what is not finite
         envelope = envelope_of(bucket, bounds, 0.5, "BF16Compressor")
@@ -54,7 +56,7 @@ class BF16Compressor(StatelessCompressor):
         for payload in payloads:
             total += payload.view(torch.bfloat16)
         bucket.flat.copy_(total.div_(len(payloads)))
-        return DenseResult((yield from check_mean(bucket, own)))
+        return Reduced(DenseResult(own=own), state)
 
 
 def for_gradients(compressor: StatelessCompressor | None) -> StatelessCompressor:
@@ -81,11 +83,17 @@ class ClippedCompressor(StatelessCompressor):
     def __init__(self, base: StatelessCompressor, clipping: Clipping):
         self.base, self.clipping = base, clipping
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        result = yield from self.base.reduce(bucket)
-        if result.nonfinite is None:
-            self.clipping.clip_mean(bucket)
-        return result
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        reduced = yield from self.base.reduce(bucket, state)
+        return replace(reduced, result=(yield from clipped(bucket, reduced.result, self.clipping)))
+
+
+def clipped(bucket: Bucket, result: Result, clipping: Clipping) -> Conversation[DenseResult]:
+    """Clip a dense mean in place, unless it is not finite: a limit would hide that."""
+    message = yield from check_means([(bucket, result)])
+    if message is None:
+        clipping.clip_mean(bucket)
+    return DenseResult(message, is_finite=True)
 
 
 def average_alike(one: Compressor, other: Compressor) -> bool:
@@ -115,9 +123,9 @@ class CastCompressor(StatelessCompressor):
     def __init__(self, compression: HorovodCompression):
         self._compression = compression
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         own = probe(bucket.flat)
         tensor, ctx = self._compression.compress(bucket.flat)
         (mean,) = yield (AllReduce(tensor),)
         bucket.flat.copy_(self._compression.decompress(mean, ctx))
-        return DenseResult((yield from check_mean(bucket, own)))
+        return Reduced(DenseResult(own=own), state)

@@ -22,8 +22,8 @@ piece has its own scale, because tensors differ in magnitude. There is no separa
 as a negative one.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,8 +35,10 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.all_gather import Codes, join, split
-from dgc.compression.error_feedback import ErrorFeedbackCompressor
-from dgc.state import FlatState, load_parts
+from dgc.compression.dense import DenseCompressor
+from dgc.compression.envelope import envelope_of, first_nonfinite_message
+from dgc.compression.protocol import Compressor, DenseResult, Reduced
+from dgc.state import State, Tables, flat_from, parts_of, zeros
 
 WORD = 32  # elements; the signs of a piece fill whole words
 
@@ -89,7 +91,42 @@ def divide_into_chunks(bucket: Bucket, size: int, rank: int) -> _Chunks:
     )
 
 
-class DoubleSqueezeCompressor(ErrorFeedbackCompressor):
+@dataclass(eq=False, kw_only=True)
+class ServerState(State):
+    """The errors of a rank as a worker and as the server of its chunk.
+
+    served: d_r [chunk]. A checkpoint has it in whole tensors, with zeros in the chunks of other ranks.
+    """
+
+    chunks: _Chunks
+    served: Float32[Tensor, "chunk"]
+
+    @property
+    def own(self) -> slice:
+        """This rank's chunk."""
+        return slice(self.chunks.edges[self.rank], self.chunks.edges[self.rank + 1])
+
+    def unsent(self, bucket: Bucket) -> list[Tensor]:
+        return [self.errors["errors"] + self._everywhere(bucket)]
+
+    def saved(self, bucket: Bucket) -> Tables:
+        return {**super().saved(bucket), "server_errors": parts_of(bucket, self._everywhere(bucket))}
+
+    def loaded(self, bucket: Bucket, tables: Tables) -> "ServerState":
+        state, served = super().loaded(bucket, tables), flat_from("server_errors", bucket, tables["server_errors"])
+        own = served[self.own].clone()
+        served[self.own] = 0.0
+        state.errors["errors"].add_(served)
+        return replace(state, served=own)
+
+    def _everywhere(self, bucket: Bucket) -> Float32[Tensor, "n"]:
+        """d, with zeros in the chunks of other ranks."""
+        whole = zeros(bucket)
+        whole[self.own] = self.served
+        return whole
+
+
+class DoubleSqueezeCompressor(Compressor):
     """Scaled signs to the servers and back, with error feedback in both directions (Tang et al. 2019, arXiv
     1905.05957, Algorithm 1).
 
@@ -101,98 +138,60 @@ class DoubleSqueezeCompressor(ErrorFeedbackCompressor):
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), DoubleSqueezeCompressor())
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._chunks: dict[str, _Chunks] = {}
-        self._served: dict[str, tuple[Bucket, Tensor]] = {}  # d_r
-        self._replaced: dict[str, tuple[Bucket, Tensor]] = {}  # d_r before the last step
+    fallback: Compressor = DenseCompressor()
+    keeps_server_errors = True
 
     @property
     def compress_ratio(self) -> float:
         return 1 / 32
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        super().plan(bucket, size, rank)
-        chunks = self._chunks[bucket.name] = divide_into_chunks(bucket, size, rank)
+    def init(self, bucket: Bucket, size: int, rank: int) -> ServerState:
+        chunks = divide_into_chunks(bucket, size, rank)
         length = chunks.edges[rank + 1] - chunks.edges[rank]
-        self._served[bucket.name] = bucket, torch.zeros(length, dtype=torch.float32, device=bucket.device)
+        served = torch.zeros(length, dtype=torch.float32, device=bucket.device)
+        return ServerState(size, rank, errors={"errors": zeros(bucket)}, chunks=chunks, served=served)
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def exchange(
-        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        chunks = self._chunks[bucket.name]
-        self._replaced.pop(bucket.name, None)
+    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+        """Returns v, and the index of the gradient's first non-finite element, or n."""
+        v = state.errors["errors"]
+        return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+
+    def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
+        v, first = self.accumulate(bucket, state)
+        bucket.release()
+        chunks = state.chunks
+        envelope = envelope_of(bucket, bucket.bounds, self.compress_ratio, type(self).__qualname__)
         scales, signs, kept = squeeze(v, chunks.bounds)
-        envelope = self.envelope(bucket)
-        parts, nonfinite = yield from envelope.scatter(_codes(scales, signs, chunks), first_nonfinite)
-        answers, _ = yield from envelope.gather(self._serve(bucket, parts), self.bounds(bucket)[-1])
-        mean = self._mean(answers, chunks, torch.zeros_like(v))
-        return mean, kept, nonfinite
+        parts, nonfinite = yield from envelope.scatter(_codes(scales, signs, chunks), first)
+        answer, served = _serve(state, parts)
+        answers, _ = yield from envelope.gather(answer, bucket.bounds[-1])
+        bucket.flat.copy_(_mean(answers, state, torch.zeros_like(v)))
+        result = DenseResult(first_nonfinite_message(bucket, nonfinite))
+        return Reduced(result, state.next(errors={"errors": kept}, served=served), dropped=state.next())
 
-    def _serve(self, bucket: Bucket, parts: Sequence[Codes]) -> UInt8[Tensor, "nbytes"]:
-        """Add up this rank's chunk of all workers, in rank order, and compress the sum."""
-        chunks, (_, served) = self._chunks[bucket.name], self._served[bucket.name]
-        total = served.clone()
-        for part in parts:
-            scales, signs = split(part[: chunks.end(self.rank)], chunks.header(self.rank))
-            kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
-        scales, signs, rest = squeeze(total, chunks.own)
-        self._replaced[bucket.name] = self._served[bucket.name]
-        self._served[bucket.name] = bucket, rest
-        answer = torch.zeros(chunks.nbytes, dtype=torch.uint8, device=total.device)
-        answer[: chunks.end(self.rank)] = join(scales, signs)
-        return answer
 
-    def _mean(
-        self, answers: Sequence[Codes], chunks: _Chunks, mean: Float32[Tensor, "n"]
-    ) -> Float32[Tensor, "n"]:
-        """Decode the servers' chunks into `mean`, which is zero."""
-        parts = [split(answer[: chunks.end(r)], chunks.header(r)) for r, answer in enumerate(answers)]
-        scales, signs = (torch.cat(sections) for sections in zip(*parts, strict=True))
-        scales = scales / self.size
-        kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, -scales, scales, mean)
-        return mean
+def _serve(state: ServerState, parts: Sequence[Codes]) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "chunk"]]:
+    """Add up this rank's chunk of all workers, in rank order, and compress the sum. Returns its codes and d_r."""
+    chunks, rank, total = state.chunks, state.rank, state.served.clone()
+    for part in parts:
+        scales, signs = split(part[: chunks.end(rank)], chunks.header(rank))
+        kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
+    scales, signs, rest = squeeze(total, chunks.own)
+    answer = torch.zeros(chunks.nbytes, dtype=torch.uint8, device=total.device)
+    answer[: chunks.end(rank)] = join(scales, signs)
+    return answer, rest
 
-    def rollback(self, bucket: Bucket) -> None:
-        super().rollback(bucket)
-        if bucket.name in self._replaced:
-            self._served[bucket.name] = self._replaced.pop(bucket.name)
 
-    # --- state ------------------------------------------------------------------------------------
-
-    def errors(self) -> Iterator[Tensor]:
-        """e and d of each bucket together."""
-        served = self._served_everywhere()
-        return (error + served[bucket] for bucket, error in self._error.items())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "server_errors": self._served_everywhere().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"errors", "server_errors", "steps"}:
-            raise ValueError(f"state of another compressor: {sorted(state)}")
-        saved = self._served_everywhere()
-        load_parts({"server_errors": saved}, {"server_errors": state["server_errors"]})
-        super().load_state_dict({name: state[name] for name in ("errors", "steps")})
-        for bucket, whole in saved.items():
-            own = self._own(bucket)
-            self._served[bucket.name] = bucket, whole[own].clone()
-            whole[own] = 0.0
-            self._error[bucket].add_(whole)
-        self._replaced.clear()
-
-    def _own(self, bucket: Bucket) -> slice:
-        return slice(*self._chunks[bucket.name].edges[self.rank :][:2])
-
-    def _served_everywhere(self) -> FlatState:
-        """d, with zeros in the chunks of other ranks."""
-        state = FlatState("server error")
-        for bucket, served in self._served.values():
-            state.add(bucket)
-            state[bucket][self._own(bucket)] = served
-        return state
+def _mean(answers: Sequence[Codes], state: ServerState, mean: Float32[Tensor, "n"]) -> Float32[Tensor, "n"]:
+    """Decode the servers' chunks into `mean`, which is zero."""
+    chunks = state.chunks
+    parts = [split(answer[: chunks.end(r)], chunks.header(r)) for r, answer in enumerate(answers)]
+    scales, signs = (torch.cat(sections) for sections in zip(*parts, strict=True))
+    scales = scales / state.size
+    kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, -scales, scales, mean)
+    return mean
 
 
 def squeeze(

@@ -6,7 +6,7 @@ differs from what was sent gives an error that names the rank and the bucket.
 A sum of an all-reduce is formed on the way, so it has no checksum. An empty envelope travels beside it.
 `dgc.wire.payload` writes the same header before sparse payloads, in one call with their encoding.
 
-Checks whether a mean is finite, and finds the rank that caused it. A finite mean costs one read of the data.
+`check_means` checks once per step whether the means are finite, and finds the rank that caused it.
 """
 
 from bisect import bisect_right
@@ -21,6 +21,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, Op, read
+from dgc.compression.protocol import DenseResult, Result
 from dgc.kernels.codec.protocol import Terms
 from dgc.kernels.selection.reference import first_tensor_nonfinite
 from dgc.wire.payload import no_segments, open_sealed, seal, seal_each
@@ -110,21 +111,26 @@ def probe(flat: Tensor) -> Tensor:
     return flat.detach().sum(dtype=torch.promote_types(flat.dtype, torch.float32))
 
 
-def check_mean(bucket: Bucket, own: Tensor) -> Conversation[str | None]:
-    """None if the mean in `bucket.flat` is finite, else a message.
+def check_means(results: Sequence[tuple[Bucket, Result]]) -> Conversation[str | None]:
+    """Why the results of a step must not be used, or None. The same on every rank.
 
-    own: the probe of this rank's gradient before the exchange. The mean is the same on every rank. Therefore
-    either all ranks or none take part in the additional round that finds the rank.
+    A mean is the same on every rank. Either all ranks or none therefore take part in the additional round that
+    finds the rank whose gradient was not finite. The host waits once for the device.
     """
-    (finite,) = yield from read([probe(bucket.flat).isfinite()])
-    if finite:
-        return None
-    number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
-    if number == 0:
-        return None
-    (payloads,) = yield (AllGather(seal_numbers([not own.isfinite()], bucket.device)),)
-    flags = yield from open_numbers(f"bucket {bucket.name}", payloads, 1)
-    return nonfinite_message(bucket, number, [rank for rank, (flag,) in enumerate(flags) if flag])
+    for _, result in results:
+        if result.nonfinite is not None:
+            return result.nonfinite
+    dense = [(b, r) for b, r in results if isinstance(r, DenseResult) and not r.is_finite]
+    finite = yield from read([probe(bucket.flat).isfinite() for bucket, _ in dense])
+    for (bucket, result), is_finite in zip(dense, finite, strict=True):
+        number = 0 if is_finite else first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
+        if number and result.own is None:
+            return nonfinite_message(bucket, number, [])
+        if number and result.own is not None:
+            (payloads,) = yield (AllGather(seal_numbers([not result.own.isfinite()], bucket.device)),)
+            flags = yield from open_numbers(f"bucket {bucket.name}", payloads, 1)
+            return nonfinite_message(bucket, number, [rank for rank, (flag,) in enumerate(flags) if flag])
+    return None
 
 
 def nonfinite_message(bucket: Bucket, number: int, ranks: list[int]) -> str:
@@ -143,8 +149,10 @@ def first_nonfinite_message(bucket: Bucket, nonfinite: Iterable[int]) -> str | N
 
     nonfinite: for each rank, the position (from 1) of its first non-finite tensor, or 0.
     """
-    messages = (nonfinite_message(bucket, number, [rank]) for rank, number in enumerate(nonfinite) if number)
-    return next(messages, None)
+    for rank, number in enumerate(nonfinite):
+        if number:
+            return nonfinite_message(bucket, number, [rank])
+    return None
 
 
 def number_of(bucket: Bucket, first_nonfinite: int) -> int:
@@ -154,19 +162,7 @@ def number_of(bucket: Bucket, first_nonfinite: int) -> int:
     return bisect_right([s.offset for s in bucket.segments], first_nonfinite)
 
 
-def overflow(bucket: Bucket) -> Conversation[str | None]:
-    """A message if the mean in `bucket.flat` is not finite although every gradient was."""
-    (finite,) = yield from read([probe(bucket.flat).isfinite()])
-    return None if finite else overflow_message(bucket)
-
-
-def overflow_message(bucket: Bucket) -> str | None:
-    """Same as `overflow`. Reads all elements, and waits for the device."""
-    number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
-    return nonfinite_message(bucket, number, []) if number else None
-
-
 def sparse_overflow_message(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
-    """Same as `overflow_message`, for a mean that is zero except for `values` [k] at `indices` [k]."""
+    """The message for a mean that is zero except for `values` [k] at `indices` [k], if it is not finite."""
     bad = indices[values.isfinite().logical_not()].tolist()
     return nonfinite_message(bucket, number_of(bucket, bad[0]), []) if bad else None

@@ -10,7 +10,7 @@ Factors are stored in rows, P [B, r, n] and Q [B, r, m]: in this order both prod
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from math import isqrt, prod, sqrt
 from typing import Any
@@ -20,10 +20,9 @@ from jaxtyping import Bool, Float32, Float64, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.arguments import NOTHING, NUMBER, WHOLE, require
+from dgc.arguments import NUMBER, WHOLE, require
 from dgc.bucket import Bucket, Segment
 from dgc.state import check_mapping
-from dgc.wire.payload import read_scalars
 
 Factor = tuple[Float32[Tensor, "_ _ _"], ...]  # P or Q, by batch
 Products = list[tuple[Float32[Tensor, "_ _ _"], Float32[Tensor, "_ _ _"]]]  # (U, W) of U^T W, by batch
@@ -100,6 +99,20 @@ class Layout:
         # tensors that v holds in the order of the shape, not in memory order
         self._moved = {i for i in compressed if not square and memory_order(self.segments[i]) is None}
 
+    @cached_property
+    def floats(self) -> dict[str, int]:
+        """Numbers of all factors of a side, "P" or "Q"."""
+        return {side: sum(prod(batch.factor_shape(side)) for batch in self.batches) for side in ("P", "Q")}
+
+    def factors(self, flat: Float32[Tensor, "_"], side: str) -> Factor:
+        """The factors of the batches, as consecutive parts of a flat tensor."""
+        parts, start = [], 0
+        for batch in self.batches:
+            shape = batch.factor_shape(side)
+            parts.append(flat[start : start + prod(shape)].view(shape))
+            start += parts[-1].numel()
+        return tuple(parts)
+
     def names(self, batch: Batch) -> list[str]:
         """A name for each matrix of the batch. A square is named after the bucket's first and last tensors."""
         names = [self.segments[i].name for i in batch.members]
@@ -118,10 +131,11 @@ class Layout:
         pieces = self.bucket.gradients
         if len(pieces) != len(self.segments):
             pieces = pieces[0].split([s.numel for s in self.segments])
-        return [
-            g.as_strided(s.shape, s.stride).reshape(-1) if i in self._moved else g
-            for i, (g, s) in enumerate(zip(pieces, self.segments, strict=True))
-        ]
+        gradients = list(pieces)
+        for i in self._moved:
+            s = self.segments[i]
+            gradients[i] = gradients[i].as_strided(s.shape, s.stride).reshape(-1)
+        return gradients
 
     @cached_property
     def extents(self) -> Int64[Tensor, "2 parts"]:
@@ -165,17 +179,65 @@ class Layout:
             if rest:
                 outer(U[:, :, rows : rows + 1], W[:, :, :rest], [flat[rows * batch.m :].view(1, rest)])
         else:
-            segments = [self.segments[i] for i in batch.members]
-            outer(U, W, [flat[s.offset : s.offset + s.numel].view(batch.n, batch.m) for s in segments])
+            products = []
+            for i in batch.members:
+                start = self.segments[i].offset
+                products.append(flat[start : start + batch.n * batch.m].view(batch.n, batch.m))
+            outer(U, W, products)
 
     def write_dense(self, mean: Float32[Tensor, "D"]) -> None:
         """Writes the mean of the dense tensors into the bucket."""
-        segments = [self.segments[i] for i in self.dense]
-        for s, part in zip(segments, mean.split([s.numel for s in segments]), strict=True):
-            self.bucket.flat[s.offset : s.offset + s.numel].copy_(part)
+        start, flat = 0, self.bucket.flat
+        for i in self.dense:
+            offset, numel = self.segments[i].offset, self.segments[i].numel
+            flat[offset : offset + numel].copy_(mean[start : start + numel])
+            start += numel
 
 
-@dataclass
+@dataclass(frozen=True)
+class Regime:
+    """What Accordion knows of the tensors of a bucket.
+
+    Attributes:
+        epoch: The last one that began.
+        norms: Norm of each tensor in the last interval, by name.
+        ranks: Current rank of each tensor by name, once it is known.
+    """
+
+    epoch: int | None = None
+    norms: Mapping[str, float] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
+
+    def saved(self, bucket: Bucket) -> dict[str, Any]:
+        """By name, what a checkpoint has of each tensor."""
+        norms, ranks = self.norms, self.ranks
+        names = [s.name for s in bucket.segments]
+        return {n: {"epoch": self.epoch, "norm": norms.get(n), "rank": ranks.get(n)} for n in names}
+
+    @classmethod
+    def loaded(cls, bucket: Bucket, table: Mapping[str, Any]) -> "Regime":
+        """Inverse of `saved`. Raises ValueError if a value is out of range."""
+        own = {s.name: table[s.name] for s in bucket.segments if s.name in table}
+        for name, saved in own.items():
+            check_mapping(f"accordion of {name}", saved)
+            if saved.keys() != {"epoch", "norm", "rank"}:
+                raise ValueError(f"accordion of {name} must have epoch, norm and rank, not {sorted(saved)}")
+            for key, expected, kinds in (
+                ("epoch", "whole ", WHOLE),
+                ("norm", "", NUMBER),
+                ("rank", "whole ", WHOLE),
+            ):
+                if saved[key] is not None:
+                    what = {f"{key} in accordion of {name}": saved[key]}
+                    require(f"a {expected}number or None", kinds, least=0, **what)
+        norms, ranks, epochs = (
+            {name: saved[key] for name, saved in own.items() if saved[key] is not None}
+            for key in ("norm", "rank", "epoch")
+        )
+        return cls(max(epochs.values(), default=None), norms, ranks)
+
+
+@dataclass(frozen=True)
 class Accordion:
     """Accordion: the rank of each tensor, adapted during training (Agarwal, Wang, Lee, Venkataraman,
     Papailiopoulos 2020, arXiv 2010.16248, Algorithm 1).
@@ -195,9 +257,6 @@ class Accordion:
         high (int): rank in critical regimes, at least `low`.
         change (float): relative change of the norm at which a regime is critical.
         every (int): length of an interval in epochs.
-        epoch (int, optional): last epoch that began.
-        norms (dict): norm of each tensor in the last interval, by name.
-        ranks (dict): current rank of each tensor by name, once it is known.
 
     Raises:
         ValueError: if high < low, change is not positive or every is less than 1.
@@ -207,9 +266,6 @@ class Accordion:
     high: int
     change: float = 0.5
     every: int = 1
-    epoch: int | None = None
-    norms: dict[str, float] = field(default_factory=dict)
-    ranks: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.high < self.low:
@@ -219,38 +275,23 @@ class Accordion:
                 f"rank_change must be positive, not {self.change}, and rank_every at least 1, not {self.every}"
             )
 
-    def ends_interval(self, epoch: int) -> bool:
+    def ends_interval(self, last: int | None, epoch: int) -> bool:
         """Whether an interval ends before this epoch. After a resume the same epoch may begin again."""
-        last, self.epoch = self.epoch, epoch
         return last is not None and epoch // self.every > last // self.every
 
-    def choose(self, sums: Mapping[str, tuple[float, float]]) -> None:
+    def choose(self, regime: Regime, sums: Mapping[str, tuple[float, float]]) -> Regime:
         """Chooses the rank of each tensor.
 
         sums: by name, the sum of squared norms over an interval, and the number of its steps.
         """
+        norms, ranks = dict(regime.norms), dict(regime.ranks)
         for name, (squares, steps) in sums.items():
             if steps:
-                norm, before = sqrt(squares / steps), self.norms.get(name)
+                norm, before = sqrt(squares / steps), norms.get(name)
                 critical = before is None or abs(before - norm) >= self.change * before
-                self.ranks[name] = self.high if critical else self.low
-                self.norms[name] = norm
-
-    def rank(self, name: str) -> int:
-        return self.ranks.get(name, self.high)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "norms": dict(self.norms), "ranks": dict(self.ranks)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != self.state_dict().keys():
-            raise ValueError(f"accordion must have {sorted(self.state_dict())}, not {sorted(state)}")
-        require("a whole number or None", WHOLE + NOTHING, **{"epoch of accordion": state["epoch"]})
-        for part, expected, kinds in (("norms", "a number", NUMBER), ("ranks", "a whole number", WHOLE)):
-            check_mapping(f"{part} of accordion", state[part])
-            named = {f"{part} of accordion: {name}": value for name, value in state[part].items()}
-            require(expected, kinds, least=0, **named)
-        self.epoch, self.norms, self.ranks = state["epoch"], dict(state["norms"]), dict(state["ranks"])
+                ranks[name] = self.high if critical else self.low
+                norms[name] = norm
+        return Regime(regime.epoch, norms, ranks)
 
 
 @dataclass(frozen=True)
@@ -268,27 +309,28 @@ class CompressionRule:
     start: int = 0
     accordion: Accordion | None = None
 
-    def rank_of(self, name: str, numel: int, n: int, m: int) -> int:
+    def rank_of(self, name: str, numel: int, n: int, m: int, regime: Regime) -> int:
         """Rank of the matrix [n, m] with `numel` elements from gradients; 0: not compressed."""
-        for r in [self.rank] if self.accordion is None else [self.accordion.rank(name), self.rank]:
+        accordion = self.accordion
+        for r in [self.rank] if accordion is None else [regime.ranks.get(name, accordion.high), self.rank]:
             rho = min(r, n, m)
             if rho and numel > self.min_compression_rate * (rho * (n + m) * self.half_steps / 2):
                 return rho
         return 0
 
-    def layout(self, bucket: Bucket, steps: int) -> Layout:
+    def layout(self, bucket: Bucket, steps: int, regime: Regime) -> Layout:
         """The layout after this many steps."""
         if steps < self.start:
             return Layout(bucket, {})
         groups: dict[tuple[int, int, int], list[int]] = {}
         if self.square:
             side = isqrt(max(0, bucket.numel - 1)) + 1
-            rank = self.rank_of(bucket.name, bucket.numel, side, side)
+            rank = self.rank_of(bucket.name, bucket.numel, side, side, regime)
             groups[side, side, rank] = list(range(len(bucket.segments)))
         for i, s in enumerate(bucket.segments):
             if len(s.shape) > 1 and not self.square:
                 n, m = s.shape[0], prod(s.shape[1:])
-                groups.setdefault((n, m, self.rank_of(s.name, s.numel, n, m)), []).append(i)
+                groups.setdefault((n, m, self.rank_of(s.name, s.numel, n, m, regime)), []).append(i)
         compressed = {(n, m, rank): members for (n, m, rank), members in groups.items() if rank}
         return Layout(bucket, compressed, self.square)
 
@@ -296,12 +338,6 @@ class CompressionRule:
         """Numbers that a rank sends per step, averaged over two steps."""
         factors = sum(batch.count * batch.rank * (batch.n + batch.m) for batch in layout.batches)
         return factors * self.half_steps / 2 + layout.numel - layout.begin_dense
-
-
-def factor_views(flat: Float32[Tensor, "_"], shapes: Sequence[tuple[int, int, int]]) -> Factor:
-    """Consecutive parts of a flat tensor, with these shapes."""
-    parts = flat.split([prod(shape) for shape in shapes])
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
@@ -370,22 +406,29 @@ def orthonormalize(
         noise: Returns [B, r, d] fp32, the source of the random rows; it must be the same on all ranks. None:
             random numbers from a fixed seed.
     """
-    return orthonormalize_each([x], way, epsilon, [noise])[0]
+    return orthonormalize_each([x], way, epsilon, None if noise is None else lambda b: noise())[0]
 
 
 def orthonormalize_each(
     xs: Sequence[Float32[Tensor, "_ _ _"]],
     way: str,
     epsilon: float,
-    noises: Sequence[Callable[[], Tensor] | None],
+    noise: Callable[[int], Tensor] | None,
 ) -> list[Float32[Tensor, "_ _ _"]]:
-    """Applies `orthonormalize` to each. If all rows determine a direction, the host waits for a GPU only once."""
-    tried = [attempt(x, way, epsilon) for x in xs]
-    accepted = read_scalars([valid for _, valid in tried])
-    return [
-        basis if accept else completed(x, epsilon, noise)
-        for x, (basis, _), accept, noise in zip(xs, tried, accepted, noises, strict=True)
-    ]
+    """Applies `orthonormalize` to each. noise: as there, of the b-th.
+
+    If all rows determine a direction, the host waits for a GPU only once.
+    """
+    bases, valid = [], []
+    for x in xs:
+        basis, is_valid = attempt(x, way, epsilon)
+        bases.append(basis)
+        valid.append(is_valid)
+    accepted = torch.stack(valid).tolist() if valid else []
+    for b, accept in enumerate(accepted):
+        if not accept:
+            bases[b] = completed(xs[b], epsilon, None if noise is None else partial(noise, b))
+    return bases
 
 
 def attempt(

@@ -21,10 +21,9 @@ mean Q. Then only the mean of e over the ranks is bounded, and each e grows with
 data. In both cases, updates plus errors equal the sum of all gradients. Undetermined directions are random.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 from zlib import crc32
 
@@ -34,10 +33,10 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.arguments import checked
-from dgc.bucket import Bucket, Segment
+from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.envelope import Envelope, envelope_of, first_nonfinite_message, overflow
+from dgc.compression.envelope import Envelope, envelope_of, first_nonfinite_message
 from dgc.compression.matrices import (
     Accordion,
     Batch,
@@ -45,35 +44,19 @@ from dgc.compression.matrices import (
     Factor,
     Layout,
     Products,
+    Regime,
     append_,
     check_orthogonalization,
-    factor_views,
     orthonormalize,
     orthonormalize_each,
     square_norms,
 )
-from dgc.compression.protocol import Compressor, DenseResult, Result
-from dgc.memory import MomentumCorrection
-from dgc.state import FlatState, check_mapping, check_tensor, largest_count, parts_of
+from dgc.compression.protocol import Compressor, DenseResult, Reduced
+from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.wire import CastValues
 
 MODES = ("residual", "paper", "square")
-SIDES, COUNTS = ("P", "Q"), ("half_steps", "steps")
-
-
-@dataclass(frozen=True, eq=False)
-class Factors:
-    """State that is the same on every rank.
-
-    P [B, r, n] and Q [B, r, m] by batch. sums [B, 2] by batch: the sum of the squared norms of the applied
-    gradients since Accordion's last choice, and the number of steps. half_steps: h. steps: number of steps so far.
-    """
-
-    P: Factor
-    Q: Factor
-    sums: tuple[Float64[Tensor, "_ 2"], ...]
-    half_steps: int
-    steps: int
+NOTHING = torch.empty(0, dtype=torch.float32)
 
 
 @dataclass(eq=False)
@@ -84,58 +67,51 @@ class SentProducts:
     """
 
     products: Products = field(default_factory=list)
-    rounding_errors: Float32[Tensor, "D"] = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    rounding_errors: Float32[Tensor, "D"] = NOTHING
 
 
-class BucketState:
-    """State of this rank for one bucket.
+@dataclass(eq=False, kw_only=True)
+class PowerSGDState(State):
+    """State of one bucket.
 
-    Args:
-        layout (Layout): the positions of the tensors in v.
-        seed (int): seed of random factors.
-        saved (dict, optional): checkpoint to continue from. Factors and rows of factors that it does not have are
-            random. Excess rows are dropped.
-        error (Tensor, optional): [n], in the order of the bucket; default zero.
+    All but v and `deferred` is the same on every rank.
 
-    Raises:
-        ValueError: if a saved factor has another length.
+    Attributes:
+        layout: Positions of the tensors in v.
+        rule: Which tensors are compressed.
+        seed: Seed of random factors.
+        settings: What must be equal on every rank. envelope: of the payloads.
+        v: Gradient + error of the last step.
+        P, Q: [B, r, n] and [B, r, m], by batch.
+        sums: [B, 2] by batch: the sum of the squared norms of the applied gradients since Accordion's last choice,
+            and the number of steps.
+        half_steps: h. steps: without dropped ones.
+        regime: Of Accordion.
+        deferred: Not yet subtracted from v.
+        keeps: Whether there is error feedback.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        seed: int,
-        saved: Mapping[str, Any] | None = None,
-        error: Float32[Tensor, "n"] | None = None,
-    ):
-        self.layout, self.seed, device = layout, seed, layout.bucket.device
-        saved = saved or empty_checkpoint()
-        self.v = torch.zeros(layout.numel, dtype=torch.float32, device=device)  # gradient + error of the last step
-        if error is not None:
-            for i, s in enumerate(layout.segments):
-                layout.part_of(self.v, i).copy_(s.of(error))
-        P, Q = (tuple(self._restored(saved[side], batch, side) for batch in layout.batches) for side in SIDES)
-        zeros = torch.zeros(2, dtype=torch.float64)
-        sums = [[saved["sums"].get(name, zeros).to(device) for name in layout.names(b)] for b in layout.batches]
-        counts = (largest_count(saved[key], layout.bucket) for key in COUNTS)
-        self.factors = Factors(P, Q, tuple(map(torch.stack, sums)), *counts)
-        self.deferred: SentProducts | None = None  # not yet subtracted from v
-        self.previous: Factors | None = None  # before the last step, if it can be undone
-
-    def begin_step(self, error_feedback: bool) -> None:
-        """Keeps the factors for `rollback`. Without error feedback, discards the error."""
-        self.previous = self.factors
-        if not error_feedback:
-            self.v.zero_()
-            self.deferred = None
+    layout: Layout
+    rule: CompressionRule
+    seed: int
+    settings: str
+    envelope: Envelope
+    v: Float32[Tensor, "V"]
+    P: Factor
+    Q: Factor
+    sums: tuple[Float64[Tensor, "_ 2"], ...]
+    half_steps: int = 0
+    regime: Regime = Regime()
+    deferred: SentProducts | None = None
+    keeps: bool = True
+    partial: tuple[str, ...] = ("P", "Q", "sums", "accordion")
 
     def accumulate_(self, X: Factor, even: bool, Y: Factor) -> Int64[Tensor, ""]:
         """Subtracts the deferred update, adds the gradients, and multiplies each batch by its X into its Y.
 
         Returns the position in v of the first NaN or TOO_LARGE, or the length of v if there is none.
         """
-        deferred, self.deferred = self.deferred, None
-        layout, v = self.layout, self.v
+        layout, v, deferred = self.layout, self.v, self.deferred
         tier, gradients, found = kernels.of(v), layout.gradients(), []
         for b, batch in enumerate(layout.batches):
             g = [gradients[i] for i in batch.members]
@@ -160,10 +136,17 @@ class BucketState:
                 along, across = sent[b] if even else sent[b][::-1]
                 Y[b].baddbmm_(X[b].bmm(along.mT), across, alpha=-1)
 
-    def rollback(self) -> None:
-        """Undoes the last step."""
-        if self.previous is not None:
-            self.factors, self.deferred, self.previous = self.previous, None, None
+    def random(self, side: str) -> Factor:
+        """Random factors to begin a step with."""
+        return tuple(self.random_factor(batch, side, -1) for batch in self.layout.batches)
+
+    def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
+        """Random factors of a batch for the k-th half step of this step, the same on all ranks."""
+        _, r, length = batch.factor_shape(side)
+        keys = [f"{name} {side} {self.steps} {k}" for name in self.layout.names(batch)]
+        return stack(self.layout, batch, side, [draw(self.seed, key, r, length) for key in keys])
+
+    # --- state ------------------------------------------------------------------------------------
 
     def error(self) -> Float32[Tensor, "n"]:
         """A copy of the error after the last step, in the order of the bucket.
@@ -180,59 +163,115 @@ class BucketState:
             s.of(flat).copy_(layout.part_of(v, i))
         return flat
 
-    def pop_sums(self) -> dict[str, tuple[float, float]]:
-        """Returns the sums by name and sets them to zero. The last step can then no longer be undone."""
-        sums: dict[str, tuple[float, float]] = {}
-        for batch, rows in zip(self.layout.batches, self.factors.sums, strict=True):
-            for name, (squares, steps) in zip(self.layout.names(batch), rows.tolist(), strict=True):
-                sums[name] = squares, steps
-        self.factors = replace(self.factors, sums=tuple(map(torch.zeros_like, self.factors.sums)))
-        self.previous = None
-        return sums
+    def unsent(self, bucket: Bucket) -> list[Tensor]:
+        return [self.error()] if self.keeps else []
 
-    def random(self, side: str) -> Factor:
-        """Random factors to begin a step with."""
-        return tuple(self.random_factor(batch, side, -1) for batch in self.layout.batches)
+    def saved(self, bucket: Bucket) -> Tables:
+        """The tables, for any division into buckets:
 
-    def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
-        """Random factors of a batch for the k-th half step of this step, the same on all ranks."""
-        _, r, length = batch.factor_shape(side)
-        keys = [f"{name} {side} {self.factors.steps} {k}" for name in self.layout.names(batch)]
-        return self._stack(batch, side, [draw(self.seed, key, r, length) for key in keys])
-
-    def updated(self, rule: CompressionRule) -> "BucketState":
-        """This state, or a new one if `rule` now compresses other tensors or chooses other ranks."""
-        layout, saved = rule.layout(self.layout.bucket, self.factors.steps), empty_checkpoint()
-        if layout.batches == self.layout.batches:
-            return self
-        self.save(saved, with_error=False)
-        return BucketState(layout, self.seed, saved, self.error())
-
-    def save(self, saved: dict[str, Any], with_error: bool) -> None:
-        """Adds this bucket to a checkpoint."""
-        layout, factors = self.layout, self.factors
-        if with_error:
-            saved["errors"] |= parts_of(layout.bucket, self.error())
-        for batch, P, Q, sums in zip(layout.batches, factors.P, factors.Q, factors.sums, strict=True):
+        errors                 in the shape of the tensor
+        P, Q                   [n, r] and [m, r], with rows in the order of the shape
+        sums                   [2]
+        half_steps, steps      numbers
+        accordion              a regime
+        """
+        tables: Tables = {"P": {}, "Q": {}, "sums": {}, "accordion": {}}
+        layout = self.layout
+        for batch, P, Q, sums in zip(layout.batches, self.P, self.Q, self.sums, strict=True):
             rows = (P, layout.permute_columns(batch, list(Q), to_memory=False), sums)
             for name, p, q, pair in zip(layout.names(batch), *rows, strict=True):
-                saved["P"][name], saved["Q"][name] = p.T.contiguous(), q.T.contiguous()
-                saved["sums"][name] = pair.clone()
-        for key in COUNTS:
-            saved[key] |= dict.fromkeys((s.name for s in layout.segments), getattr(factors, key))
+                tables["P"][name], tables["Q"][name] = p.T.contiguous(), q.T.contiguous()
+                tables["sums"][name] = pair.clone()
+        if self.keeps:
+            tables["errors"] = parts_of(bucket, self.error())
+        if self.rule.accordion is not None:
+            tables["accordion"] = self.regime.saved(bucket)
+        for key, count in (("half_steps", self.half_steps), ("steps", self.steps)):
+            tables[key] = dict.fromkeys((s.name for s in bucket.segments), count)
+        return tables
 
-    def _restored(self, saved: Mapping[str, Tensor], batch: Batch, side: str) -> Float32[Tensor, "B r d"]:
-        """The factors of a batch from those of a checkpoint."""
-        _, r, length = batch.factor_shape(side)
-        names = self.layout.names(batch)
-        factors = [resize(saved.get(name), r, length, self.seed, f"{name} {side}") for name in names]
-        return self._stack(batch, side, [factor.to(self.v.device) for factor in factors])
+    def loaded(self, bucket: Bucket, tables: Tables) -> "PowerSGDState":
+        error = flat_from("errors", bucket, tables["errors"]) if self.keeps else zeros(bucket)
+        if bool(tables["accordion"]) != (self.rule.accordion is not None):
+            raise ValueError("state of a compressor with another high_rank: one of the two has none")
+        half_steps, steps = (largest_count(tables[key], bucket) for key in ("half_steps", "steps"))
+        regime = Regime.loaded(bucket, tables["accordion"])
+        return self.with_factors(replace(self, steps=steps, half_steps=half_steps, regime=regime), tables, error)
 
-    def _stack(self, batch: Batch, side: str, factors: list[Tensor]) -> Float32[Tensor, "B r d"]:
-        """Stacks the factors of a batch, each in the order of the shape."""
-        if side == "Q":
-            factors = self.layout.permute_columns(batch, factors, to_memory=True)
-        return torch.stack(factors).to(self.v.device)
+    def updated(self) -> "PowerSGDState":
+        """This state, or a new one if the rule now compresses other tensors or chooses other ranks."""
+        layout = self.rule.layout(self.layout.bucket, self.steps, self.regime)
+        if layout.batches == self.layout.batches:
+            return self
+        return self.with_factors(self, self.saved(layout.bucket), self.error())
+
+    @staticmethod
+    def with_factors(state: "PowerSGDState", tables: Tables, error: Float32[Tensor, "n"]) -> "PowerSGDState":
+        """The state with the layout of its steps and regime, and with this error.
+
+        Factors and rows of factors that `tables` does not have are random. Excess rows are dropped.
+        """
+        layout = state.rule.layout(state.layout.bucket, state.steps, state.regime)
+        v = torch.zeros(layout.numel, dtype=torch.float32, device=error.device)
+        for i, s in enumerate(layout.segments):
+            layout.part_of(v, i).copy_(s.of(error))
+        P, Q = (
+            tuple(restored(layout, batch, side, tables[side], state.seed) for batch in layout.batches)
+            for side in ("P", "Q")
+        )
+        sums = tuple(
+            torch.stack([saved_sums(tables, name).to(error.device) for name in layout.names(batch)])
+            for batch in layout.batches
+        )
+        ratio = state.rule.floats_sent(layout) / max(1, layout.bucket.numel)
+        envelope = envelope_of(layout.bucket, layout.bounds, ratio, state.settings)
+        return replace(state, layout=layout, envelope=envelope, v=v, P=P, Q=Q, sums=sums, deferred=None)
+
+    def chosen(self, epoch: int) -> "PowerSGDState":
+        """The state with which an epoch begins: Accordion chooses ranks at the end of an interval."""
+        accordion = self.rule.accordion
+        assert accordion is not None
+        if not accordion.ends_interval(self.regime.epoch, epoch):
+            return replace(self, regime=replace(self.regime, epoch=epoch))
+        sums: dict[str, tuple[float, float]] = {}
+        for batch, rows in zip(self.layout.batches, self.sums, strict=True):
+            for name, (squares, steps) in zip(self.layout.names(batch), rows.tolist(), strict=True):
+                sums[name] = squares, steps
+        regime = accordion.choose(replace(self.regime, epoch=epoch), sums)
+        return replace(self, regime=regime, sums=tuple(map(torch.zeros_like, self.sums))).updated()
+
+
+def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Float32[Tensor, "B r d"]:
+    """Stacks the factors of a batch, each in the order of the shape."""
+    if side == "Q":
+        factors = layout.permute_columns(batch, factors, to_memory=True)
+    return torch.stack(factors).to(layout.bucket.device)
+
+
+def restored(
+    layout: Layout, batch: Batch, side: str, saved: Mapping[str, Any], seed: int
+) -> Float32[Tensor, "B r d"]:
+    """The factors of a batch from those of a checkpoint.
+
+    Raises:
+        ValueError: A factor is no matrix, has another length, or NaN.
+    """
+    _, r, length = batch.factor_shape(side)
+    device, factors = layout.bucket.device, []
+    for name in layout.names(batch):
+        if name in saved:
+            check_tensor(f"{side} of {name}", saved[name])
+            if saved[name].dim() != 2:
+                raise ValueError(f"{side} of {name} has shape {tuple(saved[name].shape)}, not that of a matrix")
+        factors.append(resize(saved.get(name), r, length, seed, f"{name} {side}").to(device))
+    return stack(layout, batch, side, factors)
+
+
+def saved_sums(tables: Tables, name: str) -> Float64[Tensor, "2"]:
+    """The sums of a tensor, zero if there are none."""
+    pair = tables["sums"].get(name, torch.zeros(2, dtype=torch.float64))
+    check_tensor(f"sums of {name}", pair, (2,), torch.float64)
+    return pair
 
 
 def draw(seed: int, key: str, r: int, length: int) -> Float32[Tensor, "r length"]:
@@ -253,48 +292,6 @@ def resize(saved: Tensor | None, r: int, length: int, seed: int, key: str) -> Fl
     return orthonormalize(rows[None])[0]
 
 
-def empty_checkpoint() -> dict[str, Any]:
-    """A checkpoint without tensors. Checkpoints hold the state by tensor name, for any division into buckets.
-
-    They have these keys:
-
-        errors                 by name, in the shape of the tensor
-        P, Q                   by name, [n, r] and [m, r], with rows in the order of the shape
-        sums                   by name, [2]
-        half_steps, steps      by name, numbers; older ones have one number for all
-        accordion              state of `Accordion`, or empty
-    """
-    return {"errors": {}, "P": {}, "Q": {}, "sums": {}, "half_steps": {}, "steps": {}, "accordion": {}}
-
-
-def load_errors(saved: Mapping[str, Any], buckets: Sequence[Bucket], error_feedback: bool) -> FlatState:
-    """Checks a checkpoint and returns the error of each bucket, zero without error_feedback.
-
-    Raises:
-        ValueError: if it is of another compressor or model, or if a tensor has a wrong shape, type or NaN.
-    """
-    if saved.keys() != empty_checkpoint().keys():
-        raise ValueError(f"state of another compressor: {sorted(saved)}")
-    for key in (*SIDES, "sums", "accordion"):
-        check_mapping(key, saved[key])
-    for side in SIDES:
-        for name, factor in saved[side].items():
-            check_tensor(f"{side} of {name}", factor)
-            if factor.dim() != 2:
-                raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not that of a matrix")
-    for key in COUNTS:
-        if not isinstance(saved[key], Mapping | int):
-            raise ValueError(f"{key} must have a number for each parameter, not {saved[key]!r}")
-    for name, pair in saved["sums"].items():
-        check_tensor(f"sums of {name}", pair, (2,), torch.float64)
-    errors = FlatState("error")
-    for bucket in buckets:
-        errors.add(bucket)
-    if error_feedback:
-        errors.load_state_dict(saved["errors"])
-    return errors
-
-
 @dataclass(eq=False)
 class _Step:
     """Intermediate values of one step of a bucket.
@@ -310,7 +307,7 @@ class _Step:
 
 
 @checked
-class PowerSGDCompressor:
+class PowerSGDCompressor(Compressor):
     """PowerSGD with error feedback (Vogels et al. 2019, arXiv 1905.13727; 2020, arXiv 2008.01425, Algorithm 2).
 
     Args:
@@ -335,7 +332,6 @@ class PowerSGDCompressor:
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), PowerSGDCompressor(rank=4))
     """
 
-    correction: MomentumCorrection | None = None
     fallback: Compressor = DenseCompressor()
 
     def __init__(
@@ -374,49 +370,82 @@ class PowerSGDCompressor:
         self.mode, self.num_iters_per_step, self.warm_start = mode, num_iters_per_step, warm_start
         self.error_feedback, self.epsilon, self.orthogonalization = error_feedback, epsilon, orthogonalization
         self.start_compressing_after_num_steps = start = start_compressing_after_num_steps
-        self._accordion = None if high_rank is None else Accordion(rank, high_rank, rank_change, rank_every)
+        accordion = None if high_rank is None else Accordion(rank, high_rank, rank_change, rank_every)
         K, square = num_iters_per_step if mode == "residual" else 2, mode == "square"
-        self._rule = CompressionRule(rank, K, min_compression_rate, square, start, self._accordion)
+        self._rule = CompressionRule(rank, K, min_compression_rate, square, start, accordion)
         self._wire = CastValues(wire)
-        self._states: dict[str, BucketState] = {}
-        self._size = 1
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        state = self._states[bucket.name]
-        if state.factors.steps == self.start_compressing_after_num_steps:
-            state = self._states[bucket.name] = state.updated(self._rule)
-        step, old, residual = _Step(), state.factors, self.mode == "residual"
-        state.begin_step(self.error_feedback)
+    def init(self, bucket: Bucket, size: int, rank: int) -> PowerSGDState:
+        empty = PowerSGDState(
+            size,
+            rank,
+            layout=Layout(bucket, {}),
+            rule=self._rule,
+            seed=self.seed,
+            settings=f"PowerSGD {self.mode} {self.num_iters_per_step} {self._wire.dtype}",
+            envelope=envelope_of(bucket, bucket.bounds, 1.0, ""),
+            v=torch.empty(0, dtype=torch.float32),
+            P=(),
+            Q=(),
+            sums=(),
+            keeps=self.error_feedback,
+        )
+        return PowerSGDState.with_factors(empty, {"P": {}, "Q": {}, "sums": {}}, zeros(bucket))
+
+    def at_epoch(self, bucket: Bucket, state: PowerSGDState, epoch: int) -> PowerSGDState:
+        return state if self._rule.accordion is None else state.chosen(epoch)
+
+    def ratio(self, states: Sequence[tuple[Bucket, PowerSGDState]]) -> float:
+        numel = sum(bucket.numel for bucket, _ in states)
+        return sum(self._rule.floats_sent(state.layout) for _, state in states) / numel if numel else 1.0
+
+    @property
+    def compress_ratio(self) -> float:
+        """1, the largest ratio of a bucket. That of a run depends on the shapes of its tensors."""
+        return 1.0
+
+    def floats_per_step(self, bucket: Bucket) -> float:
+        """Numbers sent by a rank per compressed step of a bucket, averaged over two steps."""
+        return self._rule.floats_sent(self._rule.layout(bucket, self.start_compressing_after_num_steps, Regime()))
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket, state: PowerSGDState) -> Conversation[Reduced]:
+        if state.steps == self.start_compressing_after_num_steps:
+            state = state.updated()
+        if not self.error_feedback:
+            state.v.zero_()
+            state = replace(state, deferred=None)
+        step, residual = _Step(), self.mode == "residual"
         P, Q = yield from (self._residual if residual else self._paper)(state, step)
-        sums = old.sums
-        if self._accordion is not None:
+        sums = state.sums
+        if self._rule.accordion is not None:
             sums = tuple(s + square_norms(U, W) for s, (U, W) in zip(sums, step.mean, strict=True))
-        h = old.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
-        state.factors, state.deferred = Factors(P, Q, sums, h, old.steps + 1), step.sent
+        h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
         for b, (U, W) in enumerate(step.mean):
             state.layout.write_product(b, U, W)
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
         R = max((U.shape[1] for U, _ in step.mean), default=1)
-        in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)
-        message = None if in_range else (yield from overflow(bucket))
-        return DenseResult(step.nonfinite or message)
+        in_range = R * max(step.largest, default=0.0) < torch.finfo(bucket.dtype).max
+        new = state.next(P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
+        return Reduced(DenseResult(step.nonfinite, is_finite=in_range), new, dropped=replace(state, deferred=None))
 
-    def _residual(self, state: BucketState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
-        factors = {"P": state.factors.P, "Q": state.factors.Q}
+    def _residual(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
+        factors = {"P": state.P, "Q": state.Q}
         for k in range(self.num_iters_per_step if state.layout.batches else 1):
-            even = (state.factors.half_steps + k) % 2 == 0
+            even = (state.half_steps + k) % 2 == 0
             source, target = ("P", "Q") if even else ("Q", "P")
             X = factors[source]
             if k == 0 and not self.warm_start:
                 X = self._orthonormal(state, step, state.random(source), source)
-            elif state.factors.half_steps + k == 0 and self.orthogonalization == "authors":
+            elif state.half_steps + k == 0 and self.orthogonalization == "authors":
                 X = self._orthonormal(state, step, X, source)  # the first factors are of norm 1 each
             Y = yield from self._half_step(state, step, X, even, first=k == 0)
             factors[target] = self._orthonormal(state, step, Y, target, k)
         return factors["P"], factors["Q"]
 
-    def _paper(self, state: BucketState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
-        Q = state.factors.Q if self.warm_start else state.random("Q")
+    def _paper(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
+        Q = state.Q if self.warm_start else state.random("Q")
         P = yield from self._half_step(state, step, Q, even=False, first=True, subtract=False)
         if state.layout.batches:
             P = self._orthonormal(state, step, P, "P")
@@ -424,99 +453,48 @@ class PowerSGDCompressor:
         return P, Q
 
     def _half_step(
-        self, state: BucketState, step: _Step, X: Factor, even: bool, first: bool, subtract: bool = True
+        self, state: PowerSGDState, step: _Step, X: Factor, even: bool, first: bool, subtract: bool = True
     ) -> Conversation[Factor]:
         """Returns the mean of Y = M^T X over the ranks if even, else of Y = M X.
 
         first: read the gradients; send the uncompressed tensors and a flag too. subtract: X and Y join the update.
         """
         layout, bucket = state.layout, state.layout.bucket
-        shapes = [batch.factor_shape("Q" if even else "P") for batch in layout.batches]
-        flat = torch.empty(sum(map(prod, shapes)), dtype=torch.float32, device=bucket.device)
-        Y = factor_views(flat, shapes)
-        dense = []
+        side = "Q" if even else "P"
+        flat = torch.empty(layout.floats[side], dtype=torch.float32, device=bucket.device)
+        Y, dense = layout.factors(flat, side), []
         if first:
             position = state.accumulate_(X, even, Y)
             own = state.v[layout.begin_dense :]
-            dense = [self._wire.quantize(own, self._size, bucket.dtype)]
+            dense = [self._wire.quantize(own, state.size, bucket.dtype)]
             step.sent.rounding_errors = own - dense[0]
         else:
             state.multiply(step.sent.products, X, even, Y)
-        wire = self._wire.quantize(flat, self._size)
+        wire = self._wire.quantize(flat, state.size)
         message = torch.cat([wire, *dense])  # a copy, because the transport owns the message
         if first:
-            mean, nonfinite = yield from self._envelope(layout).reduce(message, position)
-            step.nonfinite = first_nonfinite_message(bucket, map(layout.number_of, nonfinite))
+            mean, nonfinite = yield from state.envelope.reduce(message, position)
+            if any(nonfinite):
+                step.nonfinite = first_nonfinite_message(bucket, map(layout.number_of, nonfinite))
         else:
             (mean,) = yield (AllReduce(message),)
         mean = mean.float()
-        Y_mean = factor_views(mean[: flat.numel()], shapes)
+        Y_mean = layout.factors(mean[: flat.numel()], side)
         if first:
             layout.write_dense(mean[flat.numel() :])
         if mean.numel():
             step.largest.append(float(mean.abs().max()))
         if subtract:
-            append_(step.sent.products, X, Y if wire is flat else factor_views(wire.float(), shapes), even)
+            append_(step.sent.products, X, Y if wire is flat else layout.factors(wire.float(), side), even)
             append_(step.mean, X, Y_mean, even)
         return Y_mean
 
-    def _envelope(self, layout: Layout) -> Envelope:
-        settings = f"PowerSGD {self.mode} {self.num_iters_per_step} {self._wire.dtype}"
-        ratio = self._rule.floats_sent(layout) / max(1, layout.bucket.numel)
-        return envelope_of(layout.bucket, layout.bounds, ratio, settings)
-
-    def _orthonormal(self, state: BucketState, step: _Step, Y: Factor, side: str, k: int = 0) -> Factor:
+    def _orthonormal(self, state: PowerSGDState, step: _Step, Y: Factor, side: str, k: int = 0) -> Factor:
         """Orthonormal rows with the span of Y. k: the half step, which determines the random rows."""
         if not all(map(isfinite, step.largest)):  # the result reports it; no rank may fail here
             Y = tuple(y.nan_to_num(0.0, 0.0, 0.0) for y in Y)
-        noises = [partial(state.random_factor, batch, side, k) for batch in state.layout.batches]
-        return tuple(orthonormalize_each(Y, self.orthogonalization, self.epsilon, noises))
 
-    def rollback(self, bucket: Bucket) -> None:
-        self._states[bucket.name].rollback()
+        def noise(b: int) -> Tensor:
+            return state.random_factor(state.layout.batches[b], side, k)
 
-    def accepts(self, segment: Segment) -> bool:
-        return True
-
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        self._size = size
-        self._states[bucket.name] = BucketState(self._rule.layout(bucket, 0), self.seed)
-
-    def begin_epoch(self, epoch: int) -> None:
-        if self._accordion is not None and self._accordion.ends_interval(epoch):
-            for name, state in self._states.items():
-                self._accordion.choose(state.pop_sums())
-                self._states[name] = state.updated(self._rule)
-
-    @property
-    def compress_ratio(self) -> float:
-        layouts = [state.layout for state in self._states.values()]
-        numel = sum(layout.bucket.numel for layout in layouts)
-        return sum(map(self._rule.floats_sent, layouts)) / numel if numel else 1.0
-
-    def floats_per_step(self, bucket: Bucket) -> float:
-        """Numbers sent by a rank per compressed step of a bucket, averaged over two steps."""
-        return self._rule.floats_sent(self._rule.layout(bucket, self.start_compressing_after_num_steps))
-
-    def errors(self) -> Iterator[Tensor]:
-        """Copies of the errors, in the order of the buckets."""
-        return (state.error() for state in self._states.values() if self.error_feedback)
-
-    def state_dict(self) -> dict[str, Any]:
-        saved = empty_checkpoint()
-        for state in self._states.values():
-            state.save(saved, self.error_feedback)
-        if self._accordion is not None:
-            saved["accordion"] = self._accordion.state_dict()
-        return saved
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        buckets = [own.layout.bucket for own in self._states.values()]
-        errors = load_errors(state, buckets, self.error_feedback)
-        if bool(state["accordion"]) != (self._accordion is not None):
-            raise ValueError("state of a compressor with another high_rank: one of the two has none")
-        if self._accordion is not None:
-            self._accordion.load_state_dict(state["accordion"])
-        for bucket in buckets:
-            layout = self._rule.layout(bucket, largest_count(state["steps"], bucket))
-            self._states[bucket.name] = BucketState(layout, self.seed, state, errors[bucket])
+        return tuple(orthonormalize_each(Y, self.orthogonalization, self.epsilon, noise))

@@ -1,7 +1,7 @@
 """The interface between the optimizer and a compressor, and the results of `Compressor.reduce`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -10,27 +10,34 @@ from torch import Tensor
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
 from dgc.memory import MomentumCorrection as MomentumCorrection
+from dgc.state import State, Tables
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseResult:
     """The mean gradient, stored in `bucket.flat`.
 
-    nonfinite: a message that names the parameter and the rank if a rank's gradient or the mean has NaN or inf. No
-    part of such a result may be applied. It is the same on every rank.
+    Attributes:
+        nonfinite: A message that names the parameter and the rank if a rank's gradient has NaN or inf. No part of
+            such a result may be applied. It is the same on every rank.
+        own: A number that is not finite if this rank's gradient is not (`probe`), where the ranks have not told
+            each other about their gradients.
+        is_finite: Whether the mean is known to be finite. Otherwise `check_means` finds out, once per step.
     """
 
     nonfinite: str | None = None
+    own: Tensor | None = None
+    is_finite: bool = False
 
     def write_to(self, bucket: Bucket) -> None:
         """Store the mean in `bucket.flat`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SparseResult:
     """A mean gradient that is zero except for `values` [k] fp32 at the unique ascending `indices` [k] int64.
 
-    nonfinite: as in DenseResult.
+    nonfinite: as in DenseResult, and also if the mean is not finite.
     """
 
     indices: Tensor
@@ -51,9 +58,45 @@ class NonFiniteGradientError(RuntimeError):
 Result: TypeAlias = DenseResult | SparseResult
 
 
-@runtime_checkable
-class Compressor(Protocol):
-    """Averages buckets over all ranks. The result is identical, bit for bit, on every rank."""
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """The end of `Compressor.reduce`.
+
+    Attributes:
+        result: The mean.
+        state: The state after the step.
+        dropped: The state if every rank drops the step: what this rank has sent is unsent again. None: that which
+            `reduce` was given.
+    """
+
+    result: Result
+    state: State
+    dropped: State | None = None
+
+
+class Compressor(ABC):
+    """Averages buckets over all ranks. The result is identical, bit for bit, on every rank.
+
+    It has settings. What it keeps of a bucket is in a `State`, which `dgc.engine.state.BucketStates` keeps, saves
+    and loads.
+
+    Attributes:
+        point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
+        keeps_server_errors: Whether a rank also keeps what it has not sent of the mean, for all ranks.
+    """
+
+    point_to_point: bool = False
+    keeps_server_errors: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the method in saved states."""
+        return type(self).__name__
+
+    @property
+    def correction(self) -> MomentumCorrection | None:
+        """Momentum that this compressor applies to its gradients in place of the optimizer."""
+        return None
 
     @property
     def compress_ratio(self) -> float:
@@ -61,91 +104,37 @@ class Compressor(Protocol):
 
         It is below 1 if less than 2 bytes per element are sent. Casts to fp16 and bf16 send every element: 1.
         """
-        ...
-
-    @property
-    def correction(self) -> MomentumCorrection | None:
-        """Momentum that this compressor applies to its gradients in place of the optimizer."""
-        ...
+        return 1.0
 
     @property
     def fallback(self) -> "Compressor":
         """The compressor for tensors that this one does not accept."""
-        ...
+        return self
 
     def accepts(self, segment: Segment) -> bool:
         """Whether this compressor handles the tensor."""
-        ...
+        return True
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        """Allocates the state of a bucket on rank `rank` of `size`. Called once per bucket."""
-        ...
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        """Return the state of a bucket before the first step, on rank `rank` of `size`."""
+        return State(size, rank)
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        """Averages a bucket in one step. The number of communication rounds is the same on every rank."""
-        ...
-
-    def rollback(self, bucket: Bucket) -> None:
-        """Undoes the last `reduce` of a dropped step: what this rank sent returns to its error state."""
+    @abstractmethod
+    def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
+        """Average a bucket in one step. The number of communication rounds is the same on every rank."""
         ...
 
     def begin_epoch(self, epoch: int) -> None:
         """Called before the first step of each epoch, counted from 0, with the same number on every rank."""
-        ...
+        return None
 
-    def errors(self) -> Iterable[Tensor]:
-        """The error state: tensors that are not yet sent."""
-        ...
+    def at_epoch(self, bucket: Bucket, state: Any, epoch: int) -> State:
+        """Return the state with which an epoch begins. Called after `begin_epoch`."""
+        return state
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors by parameter name, numbers and strings."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def conversation_of(compressor: Compressor, bucket: Bucket) -> Conversation[Result]:
-    """Runs `compressor.reduce(bucket)`.
-
-    Raises:
-        ValueError: if `reduce` is not a generator or does not return a result.
-    """
-    what = f"reduce of {type(compressor).__name__} must"
-    conversation = compressor.reduce(bucket)
-    if not isinstance(conversation, Generator):
-        raise ValueError(
-            f"{what} be a generator, which yields tuples of requests and returns a DenseResult or SparseResult, "
-            f"not {type(conversation).__name__}"
-        )
-    result = yield from conversation
-    if not isinstance(result, DenseResult | SparseResult):
-        raise ValueError(f"{what} return a DenseResult or SparseResult, not {result!r}")
-    return result
-
-
-@runtime_checkable
-class SparseOrDense(Protocol):
-    """A compressor that sends a bucket dense if a sparse message would cost more."""
-
-    @property
-    def dense_share(self) -> float:
-        """Fraction of the elements of its buckets that were sent dense in the last step; 0 before the first."""
-        ...
-
-
-@runtime_checkable
-class PointToPoint(Protocol):
-    """A compressor that can send messages from rank to rank (`Exchange`)."""
-
-    @property
-    def point_to_point(self) -> bool:
-        """Whether it does so with its settings. Not every transport can."""
-        ...
-
-
-def uses_point_to_point(compressor: Any) -> bool:
-    """Whether a compressor sends messages from rank to rank."""
-    return isinstance(compressor, PointToPoint) and compressor.point_to_point
+    def ratio(self, states: Sequence[tuple[Bucket, Any]]) -> float:
+        """`compress_ratio` for these buckets, if it depends on them."""
+        return self.compress_ratio
 
 
 @runtime_checkable
@@ -184,37 +173,18 @@ class ExchangesMomentum(Protocol):
         ...
 
 
-class StatelessCompressor(ABC):
-    """Base class of compressors that keep no state, accept every tensor and send every element."""
+class NoState(State):
+    """The state of a method that keeps nothing."""
 
-    compress_ratio: float = 1.0
-    correction: MomentumCorrection | None = None
-
-    @property
-    def fallback(self) -> "StatelessCompressor":
-        return self
-
-    def accepts(self, segment: Segment) -> bool:
-        return True
-
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        return None
-
-    @abstractmethod
-    def reduce(self, bucket: Bucket) -> Conversation[Result]: ...
-
-    def rollback(self, bucket: Bucket) -> None:
-        return None
-
-    def begin_epoch(self, epoch: int) -> None:
-        return None
-
-    def errors(self) -> Iterable[Tensor]:
-        return ()
-
-    def state_dict(self) -> dict[str, Any]:
+    def saved(self, bucket: Bucket) -> Tables:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise ValueError(f"state of another compressor: {sorted(state)}")
+    def loaded(self, bucket: Bucket, tables: Tables) -> "NoState":
+        return self
+
+
+class StatelessCompressor(Compressor):
+    """Base class of compressors that keep no state, accept every tensor and send every element."""
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> NoState:
+        return NoState(size, rank)

@@ -27,6 +27,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor
 from dgc.selection.selector import share
+from dgc.state import State
 from dgc.wire import CastValues
 
 
@@ -67,9 +68,9 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         return edges[:-1] + within.minimum(lengths - 1), lengths
 
     def exchange(
-        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        generator = torch.Generator().manual_seed(self.noise(bucket, shared=True))
+        generator = torch.Generator().manual_seed(self.noise(bucket, state, shared=True))
         parts, factors = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float32)]
         for s in bucket.segments:
             if s.numel:
@@ -78,7 +79,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
                 parts.append(chosen + s.offset)
                 factors.append(torch.ones(k, dtype=torch.float32) * (1 if self.error_feedback else factor))
         indices, scale = torch.cat(parts).to(v.device), torch.cat(factors).to(v.device)
-        values = self._cast.quantize(v[indices] * scale, self.size, bucket.dtype)
+        values = self._cast.quantize(v[indices] * scale, state.size, bucket.dtype)
         kept = v.clone()
         kept[indices] -= values.float()
         mean, nonfinite = yield from self.envelope(bucket).reduce(values, first_nonfinite)

@@ -8,7 +8,7 @@ from math import inf
 from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.compression.dense import average_alike
-from dgc.compression.protocol import Compressor, uses_point_to_point
+from dgc.compression.protocol import Compressor
 
 
 @checked
@@ -67,7 +67,7 @@ class Route:
     @property
     def point_to_point(self) -> bool:
         """Whether a compressor sends messages from rank to rank."""
-        return any(uses_point_to_point(rule.compressor) for rule in self.rules)
+        return any(rule.compressor.point_to_point for rule in self.rules)
 
     def compressor_for(self, segment: Segment) -> Compressor:
         for rule in self.rules:

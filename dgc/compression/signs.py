@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float32, Int64
@@ -11,6 +12,7 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
+from dgc.state import State
 
 
 class SignCompressor(AllGatherCompressor):
@@ -27,16 +29,16 @@ class SignCompressor(AllGatherCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
 
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        bounds = self.bounds(bucket)
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+        bounds = bucket.bounds
         scales = self.scales(v, bounds)
         codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
         return join(scales, codes), kept
 
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
         scales, signs = split_all(codes, len(bucket.segments))
         lows = [-own for own in scales]
-        kernels.of(mean).quantize.sign_mean_(signs, self.bounds(bucket), lows, scales, None, self.size, mean)
+        kernels.of(mean).quantize.sign_mean_(signs, bucket.bounds, lows, scales, None, state.size, mean)
 
 
 @checked
@@ -72,13 +74,13 @@ class SignSGDCompressor(SignCompressor):
     def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
         return (kernels.of(v).selection.moments(v, bounds).largest > 0).float()
 
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        codes, _ = super().encode(v, bucket)
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+        codes, _ = super().encode(bucket, state, v)
         return codes, v * self.momentum
 
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
         """Writes the majority, the sign of the sum."""
-        super().mean_(codes, bucket, mean)
+        super().mean_(bucket, state, codes, mean)
         mean.sign_()
 
 
@@ -123,18 +125,18 @@ class OneBitCompressor(AllGatherCompressor):
 
     def __init__(self, error_feedback: bool = True):
         super().__init__(error_feedback)
-        self._rows: dict[str, Int64[Tensor, "rows"]] = {}
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        super().plan(bucket, size, rank)
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        state = super().init(bucket, size, rank)
         edges = [s.offset + i * (s.numel // rows_of(s)) for s in bucket.segments for i in range(rows_of(s))]
-        self._rows[bucket.name] = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
+        rows = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
+        return replace(state, constants={"rows": rows})
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(rows_of(s) * (8 + 4 * -(-(s.numel // rows_of(s)) // 32)) for s in bucket.segments)
 
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        rows = self._rows[bucket.name]
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+        rows = state.constants["rows"]
         moments = kernels.of(v).selection.moments(v, rows)
         above = torch.cat([rows.new_zeros(1), (v > 0).cumsum(0)])[rows].diff()
         highs = (moments.magnitudes + moments.sums) / 2 / above.clamp(min=1)
@@ -144,11 +146,11 @@ class OneBitCompressor(AllGatherCompressor):
         codes, kept = kernels.of(v).quantize.sign_encode(v, rows, cuts, means[0], means[1])
         return join(means.view(-1), codes), kept
 
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
-        rows = self._rows[bucket.name]
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+        rows = state.constants["rows"]
         means, signs = split_all(codes, 2 * (rows.numel() - 1))
         lows, highs = zip(*(own.view(2, -1).unbind() for own in means), strict=True)
-        kernels.of(mean).quantize.sign_mean_(signs, rows, lows, highs, None, self.size, mean)
+        kernels.of(mean).quantize.sign_mean_(signs, rows, lows, highs, None, state.size, mean)
 
 
 def rows_of(segment: Segment) -> int:

@@ -21,7 +21,7 @@ costs more than a dense all-reduce, or D = 1: all of v, 4 bytes per element (2 f
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 from zlib import crc32
@@ -36,14 +36,14 @@ from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
 from dgc.compression.all_gather import AllGatherCompressor, Codes
-from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor
-from dgc.compression.envelope import Envelope, first_nonfinite_message, overflow
-from dgc.compression.protocol import Compressor, DenseResult, Result
+from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor, clipped
+from dgc.compression.envelope import Envelope, first_nonfinite_message
+from dgc.compression.protocol import Compressor, DenseResult, Reduced
 from dgc.compression.sparse_sum import Chosen, exchange_of
 from dgc.compression.uniform import BlockwiseCompressor
 from dgc.compression.warmup import RatioWarmup
 from dgc.kernels import PassInputs
-from dgc.memory import Clipping, DGCSGDMemory, Memory, MomentumCorrection, NoMemory, ResidualMemory
+from dgc.memory import Clipping, DGCSGDMemory, Memory, MomentumCorrection, NoMemory, ResidualMemory, SparseState
 from dgc.selection import (
     Bisection,
     Exact,
@@ -60,7 +60,7 @@ from dgc.selection import (
     Trimmed,
     plan_selection,
 )
-from dgc.state import StepCounts, check_mapping
+from dgc.state import State
 from dgc.wire import (
     CastValues,
     IndexFormat,
@@ -128,104 +128,7 @@ def named(what: str, given: Any, choices: Mapping[str, Callable[[], P]], kind: A
     return cast(P, given)
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """The inputs of one step of a bucket.
-
-    Attributes:
-        inputs: The pass over gradient and error state.
-        plan: Number of elements per tensor.
-        seed: Seed of the selector's random numbers.
-        clipped: Index of the first non-finite element that clipping has replaced, or n; None without clipping.
-        dense: Whether all of v is sent, because that costs less.
-    """
-
-    inputs: PassInputs
-    plan: Plan
-    seed: int
-    clipped: Tensor | None
-    dense: bool
-
-    def first_nonfinite(self, found: Tensor) -> Tensor:
-        """Index of the gradient's first non-finite element. found: that of the pass, which is after clipping."""
-        return found if self.clipped is None else self.clipped.minimum(found)
-
-
-class Plans:
-    """The number of elements that each bucket sends at one ratio, and the selector's history.
-
-    A history belongs to one ratio: another ratio begins without one.
-
-    Args:
-        vectors: "sparse" if tensors of less than two dimensions are compressed, or "dense".
-        vector_ratio: Ratio of these tensors; above 1 the factor saved. A larger ratio of the others, as in a
-            warm-up, is theirs too. None: that of the others.
-        compress_ratio: Ratio of the other tensors after a warm-up.
-
-    Raises:
-        ValueError: An argument is none of these, or `vector_ratio` is given for vectors that go dense, or is less
-            than `compress_ratio`.
-    """
-
-    def __init__(self, vectors: str, vector_ratio: float | None, compress_ratio: float) -> None:
-        if vectors not in VECTORS:
-            raise ValueError(f"vectors must be 'dense' or 'sparse', not {vectors!r}")
-        require("None or a number", NUMBER + NOTHING, vector_ratio=vector_ratio)
-        if vector_ratio is not None:
-            if vectors == "dense":
-                raise ValueError("vector_ratio has no effect on vectors that are sent dense: set vectors='sparse'")
-            if not 0 < vector_ratio < math.inf:
-                raise ValueError(f"vector_ratio must be positive and finite, not {vector_ratio}")
-            vector_ratio = min(vector_ratio, 1 / vector_ratio)
-            if vector_ratio < compress_ratio:
-                raise ValueError(
-                    f"vector_ratio is {vector_ratio:g}, less than the compress_ratio of {compress_ratio:g}: small "
-                    "tensors need the larger share"
-                )
-        self._vector_ratio = vector_ratio
-        self._plans: dict[str, Plan] = {}
-        self._history: dict[str, Any] = {"ratio": None, "tensors": {}}  # loaded rows by tensor name
-
-    def of(self, bucket: Bucket, ratio: float) -> Plan:
-        """Return the bucket's plan for this ratio."""
-        plan = self._plans.get(bucket.name)
-        if plan is None or plan.ratio != ratio:
-            plan = plan_selection(bucket.segments, ratio, bucket.device, self._vector_ratio)
-            if self._history["ratio"] != ratio:
-                self._history = {"ratio": None, "tensors": {}}
-            plan.take_history(self._history["tensors"])
-            self._plans[bucket.name] = plan
-        return plan
-
-    def state_dict(self, ratio: float, remembers: bool) -> dict[str, Any]:
-        """Return the history by tensor name. remembers: whether the selector needs its history."""
-        tensors = dict(self._history["tensors"]) if self._history["ratio"] == ratio else {}
-        if remembers:
-            for plan in self._plans.values():
-                tensors |= plan.rows_of_history()
-        return {"ratio": ratio, "tensors": tensors}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Load a history.
-
-        Raises:
-            ValueError: It is not one, or has NaN. The message names the tensor.
-        """
-        if not isinstance(state, dict) or state.keys() != {"ratio", "tensors"}:
-            raise ValueError("history is not a mapping of ratio and tensors")
-        require("a number or None", NUMBER + NOTHING, **{"ratio of the history": state["ratio"]})
-        check_mapping("tensors of the history", state["tensors"])
-        for name, rows in state["tensors"].items():
-            what = f"history of {name}"
-            check_mapping(what, rows)
-            require("a tensor", (Tensor,), **{f"{what}: {key}": row for key, row in rows.items()})
-            if bad := [key for key, row in rows.items() if bool(row.isnan().any())]:
-                raise ValueError(f"history of {name}: {bad[0]} has NaN")
-        self._plans.clear()
-        self._history = state
-
-
-class SparseCompressor:
+class SparseCompressor(Compressor):
     """Sends the elements that a selector chooses from the error state of a memory.
 
     Args:
@@ -262,6 +165,9 @@ class SparseCompressor:
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
+    compress_ratio: float = 1.0
+    fallback: Compressor = DenseCompressor()
+
     def __init__(
         self,
         compress_ratio: float,
@@ -282,7 +188,7 @@ class SparseCompressor:
         require("a whole number", WHOLE, seed=seed)
         if not 0 < compress_ratio < math.inf:
             raise ValueError(f"compress_ratio must be positive and finite, not {compress_ratio}")
-        self.compress_ratio = min(compress_ratio, 1 / compress_ratio)
+        fraction = min(compress_ratio, 1 / compress_ratio)
         self.memory = named("memory", memory, MEMORIES, Memory, "dgc.memory")
         chosen = "predicted" if selector is None else selector
         self.selector = named("selector", chosen, SELECTORS, Selector, "dgc.selection")
@@ -290,88 +196,19 @@ class SparseCompressor:
             named("values", "fp32" if values is None else values, VALUES, ValueFormat, "dgc.wire"),
             named("indices", "int64" if indices is None else indices, INDICES, IndexFormat, "dgc.wire"),
         )
-        self.warmup = RatioWarmup(self.compress_ratio, warmup_epochs, warmup_coeff)
+        self.warmup = RatioWarmup(fraction, warmup_epochs, warmup_coeff)
         self.compress_ratio = self.warmup.at(0)
         self.seed, self.dense_values = seed, dense_values
-        self._fallback = make_fallback(dense_values, self.format.values, self.memory.gradient_clipping)
+        self.fallback = make_fallback(dense_values, self.format.values, self.memory.gradient_clipping)
         self.exchange, self._exchange = exchange, exchange_of(exchange)
+        self.point_to_point = self._exchange.point_to_point
+        self.vectors, self.vector_ratio = vectors, checked_vector_ratio(vectors, vector_ratio, self.warmup.ratio)
         self._names: set[str] | None = None
-        self._steps = StepCounts()
-        self._sent_dense: dict[str, int] = {}  # per bucket: elements sent dense in the last step
-        self.vectors, self.vector_ratio = vectors, vector_ratio
-        self._plans = Plans(vectors, vector_ratio, self.warmup.ratio)
-        self._size, self._rank, self._numel = 1, 0, 0
         self._awaits_epoch = warmup_epochs > 0
-
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        step = yield from self._begin(bucket)
-        if step.dense:
-            return (yield from self._reduce_dense(bucket, step))
-        chosen = self.selector.select(step.inputs, step.plan, step.seed)
-        first = step.first_nonfinite(chosen.first_nonfinite)
-        place = (self.format, self.memory, self._size, self._rank)
-        return (yield from self._exchange.mean(Chosen(bucket, step.plan, chosen.elements, first, *place)))
-
-    def _reduce_dense(self, bucket: Bucket, step: Step) -> Conversation[Result]:
-        """Sends all of v."""
-        v = step.inputs.v
-        first = step.first_nonfinite(kernels.of(v).selection.accumulate_(step.inputs))
-        values = self.format.values.dense.quantize(v, self._size, bucket.dtype)
-        self.memory.sent_all_(bucket, values.float())
-        # The reply may overwrite its message. The memory needs v until the step is known to be valid.
-        bucket.release()  # the gradients are accumulated and need no copy
-        message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
-        mean, nonfinite = yield from self._envelope(bucket, step).reduce(message, first)
-        bucket.flat.copy_(mean)
-        return DenseResult(first_nonfinite_message(bucket, nonfinite) or (yield from overflow(bucket)))
-
-    def _envelope(self, bucket: Bucket, step: Step) -> Envelope:
-        terms = self.format.terms(step.plan.ratio)
-        return Envelope(f"bucket {bucket.name}", step.plan.per_tensor.bounds, terms)
-
-    def rollback(self, bucket: Bucket) -> None:
-        self.memory.rollback_(bucket)
-
-    # --- the plan of a step -----------------------------------------------------------------------
-
-    def _begin(self, bucket: Bucket) -> Conversation[Step]:
-        if self._awaits_epoch:
-            self._awaits_epoch = False
-            if self._rank == 0:
-                self.warmup.warn_of_no_epoch()
-        clipped = yield from self.memory.clip(bucket)
-        plan, count = self._plans.of(bucket, self.compress_ratio), self._steps[bucket]
-        # new for each bucket and step, and the same in a resumed run: dense steps count too
-        seed = crc32(f"{self.seed} {bucket.segments[0].name} {count}".encode())
-        dense = self._dense_is_cheaper(bucket, plan)
-        self._steps[bucket], self._sent_dense[bucket.name] = count + 1, bucket.numel * dense
-        return Step(self.memory.pass_inputs(bucket), plan, seed, clipped, dense)
-
-    def _dense_is_cheaper(self, bucket: Bucket, plan: Plan) -> bool:
-        size = max(2, self._size)  # one process uses the rule for two
-        sparse = self._exchange.wire_bytes(self.format, plan, bucket.numel, size)
-        dense = all_reduce_wire_bytes(bucket.numel * self.format.values.dense.itemsize, size)
-        return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
-
-    @property
-    def dense_share(self) -> float:
-        """Fraction of elements sent dense in the last step, because that costs less; 0 before the first."""
-        return sum(self._sent_dense.values()) / max(1, self._numel)
-
-    # --- setup and state --------------------------------------------------------------------------
 
     @property
     def correction(self) -> MomentumCorrection | None:
         return self.memory.correction
-
-    @property
-    def point_to_point(self) -> bool:
-        return self._exchange.point_to_point
-
-    @property
-    def fallback(self) -> Compressor:
-        """Sends vectors and all else that `accepts` refuses, and clips means by the memory's gradient_clipping."""
-        return self._fallback
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Compresses only these tensors. Without this call: those that `vectors` says."""
@@ -382,13 +219,6 @@ class SparseCompressor:
             return len(segment.shape) > 1 or self.vectors == "sparse"
         return segment.name in self._names
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices
-        self.memory.plan(bucket)
-        self._size, self._rank = size, rank
-        self._numel += bucket.numel
-        self._steps[bucket] = 0
-
     def begin_epoch(self, epoch: int) -> None:
         self.compress_ratio, self._awaits_epoch = self.warmup.at(epoch), False
 
@@ -396,22 +226,94 @@ class SparseCompressor:
         """Same as `begin_epoch`, under the original's name."""
         self.begin_epoch(epoch)
 
-    def errors(self) -> Iterable[Tensor]:
-        return self.memory.errors()
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices
+        state = self.memory.init(bucket, size, rank)
+        return replace(state, dense=False, remembers=self.selector.remembers)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "memory": self.memory.state_dict(),
-            "steps": self._steps.state_dict(),
-            "history": self._plans.state_dict(self.compress_ratio, self.selector.remembers),
-        }
+    # --- one step ---------------------------------------------------------------------------------
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"memory", "steps", "history"}:
-            raise ValueError(f"state of another compressor: {sorted(state)}")
-        self._plans.load_state_dict(state["history"])
-        self.memory.load_state_dict(state["memory"])
-        self._steps.load_state_dict(state["steps"])
+    def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
+        replaced = None if self.memory.gradient_clipping is None else (yield from self.memory.clip(bucket))
+        inputs, state = self._begin(bucket, state)
+        assert state.plan is not None
+        if state.dense:
+            first = kernels.of(inputs.v).selection.accumulate_(inputs)
+            first = first if replaced is None else replaced.minimum(first)
+            return (yield from self._reduce_dense(bucket, state, inputs.v, first))
+        # new for each bucket and step, and the same in a resumed run: dense steps count too
+        seed = crc32(f"{self.seed} {bucket.segments[0].name} {state.steps - 1}".encode())
+        selection = self.selector.select(inputs, state.plan, seed)
+        first = selection.first_nonfinite if replaced is None else replaced.minimum(selection.first_nonfinite)
+        wants_sparse = self.memory.correction is not None
+        chosen = Chosen(
+            bucket, state.plan, selection.elements, first, self.format, state.size, state.rank, wants_sparse
+        )
+        result, sent, returned = yield from self._exchange.mean(chosen)
+        return Reduced(result, state.after(sent, returned), dropped=state)
+
+    def _begin(self, bucket: Bucket, state: SparseState) -> tuple[PassInputs, SparseState]:
+        """Return the pass over the gradient, and the state after it, with the plan of this step."""
+        if self._awaits_epoch:
+            self._awaits_epoch = False
+            if state.rank == 0:
+                self.warmup.warn_of_no_epoch()
+        inputs, plan, ratio = self.memory.pass_inputs(bucket, state), state.plan, self.compress_ratio
+        if plan is not None and plan.ratio == ratio:
+            return inputs, state.next(sent=None, returned=None)
+        plan = plan_selection(bucket.segments, ratio, bucket.device, self.vector_ratio)
+        plan.take_history(state.history)
+        dense = self._dense_is_cheaper(bucket, state.size, plan)
+        return inputs, state.next(sent=None, returned=None, plan=plan, history={}, dense=dense)
+
+    def _reduce_dense(
+        self, bucket: Bucket, state: SparseState, v: Float32[Tensor, "n"], first: Int64[Tensor, ""]
+    ) -> Conversation[Reduced]:
+        """Sends all of v."""
+        assert state.plan is not None
+        values = self.format.values.dense.quantize(v, state.size, bucket.dtype)
+        errors = {table: v - values.float() for table in state.errors}
+        # The reply may overwrite its message. The state needs v until the step is known to be valid.
+        bucket.release()  # the gradients are accumulated and need no copy
+        message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
+        mean, nonfinite = yield from self._envelope(bucket, state.plan).reduce(message, first)
+        bucket.flat.copy_(mean)
+        result = DenseResult(first_nonfinite_message(bucket, nonfinite))
+        return Reduced(result, replace(state, errors=errors), dropped=state)
+
+    def _envelope(self, bucket: Bucket, plan: Plan) -> Envelope:
+        return Envelope(f"bucket {bucket.name}", bucket.bounds, self.format.terms(plan.ratio))
+
+    def _dense_is_cheaper(self, bucket: Bucket, size: int, plan: Plan) -> bool:
+        size = max(2, size)  # one process uses the rule for two
+        sparse = self._exchange.wire_bytes(self.format, plan, bucket.numel, size)
+        dense = all_reduce_wire_bytes(bucket.numel * self.format.values.dense.itemsize, size)
+        return self.compress_ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
+
+
+def checked_vector_ratio(vectors: str, vector_ratio: float | None, compress_ratio: float) -> float | None:
+    """Return the ratio of tensors of less than two dimensions as a fraction.
+
+    Raises:
+        ValueError: An argument is out of range, or `vector_ratio` is given for vectors that go dense, or is less
+            than `compress_ratio`.
+    """
+    if vectors not in VECTORS:
+        raise ValueError(f"vectors must be 'dense' or 'sparse', not {vectors!r}")
+    require("None or a number", NUMBER + NOTHING, vector_ratio=vector_ratio)
+    if vector_ratio is None:
+        return None
+    if vectors == "dense":
+        raise ValueError("vector_ratio has no effect on vectors that are sent dense: set vectors='sparse'")
+    if not 0 < vector_ratio < math.inf:
+        raise ValueError(f"vector_ratio must be positive and finite, not {vector_ratio}")
+    ratio = min(vector_ratio, 1 / vector_ratio)
+    if ratio < compress_ratio:
+        raise ValueError(
+            f"vector_ratio is {ratio:g}, less than the compress_ratio of {compress_ratio:g}: small tensors need "
+            "the larger share"
+        )
+    return ratio
 
 
 def make_fallback(dense_values: str | None, values: ValueFormat, clipping: Clipping | None) -> Compressor:
@@ -479,32 +381,34 @@ class DenseValuesCompressor(AllGatherCompressor):
         self.values, self.clipping = values, clipping
         self.bits = 8 if values == "int8" else 16
         self._blocks = BlockwiseCompressor(8, BLOCK, error_feedback=False)
-        self._gathers: dict[str, bool] = {}
 
     @property
     def compress_ratio(self) -> float:
-        return self.bits / 32 if self.values == "int8" and all(self._gathers.values()) else 1.0
+        return self.bits / 32 if self.values == "int8" else 1.0
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        super().plan(bucket, size, rank)
-        self._blocks.plan(bucket, size, rank)
-        ranks = max(2, size)  # one process uses the rule for two
+    def ratio(self, states: Sequence[tuple[Bucket, State]]) -> float:
+        return self.compress_ratio if all(self._gathers(bucket, state) for bucket, state in states) else 1.0
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        return replace(super().init(bucket, size, rank), constants=self._blocks.init(bucket, size, rank).constants)
+
+    def _gathers(self, bucket: Bucket, state: State) -> bool:
+        ranks = max(2, state.size)  # one process uses the rule for two
         gathered = all_gather_wire_bytes(self.nbytes(bucket), ranks)
-        reduced = all_reduce_wire_bytes(bucket.numel * self._reduced.itemsize, ranks)
-        self._gathers[bucket.name] = gathered <= reduced
+        return gathered <= all_reduce_wire_bytes(bucket.numel * self._reduced.itemsize, ranks)
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        result = yield from super().reduce(bucket)
-        if self.clipping is not None and result.nonfinite is None:
-            self.clipping.clip_mean(bucket)
-        return result
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        reduced = yield from super().reduce(bucket, state)
+        if self.clipping is None:
+            return reduced
+        return replace(reduced, result=(yield from clipped(bucket, reduced.result, self.clipping)))
 
     def exchange(
-        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        if self._gathers[bucket.name]:
-            return (yield from super().exchange(bucket, v, first_nonfinite))
-        sent = self._reduced.quantize(v, self.size, bucket.dtype)
+        if self._gathers(bucket, state):
+            return (yield from super().exchange(bucket, state, v, first_nonfinite))
+        sent = self._reduced.quantize(v, state.size, bucket.dtype)
         kept = v - sent.float()
         message = sent.clone()  # the reply may overwrite it
         mean, nonfinite = yield from self.envelope(bucket).reduce(message, first_nonfinite)
@@ -520,16 +424,16 @@ class DenseValuesCompressor(AllGatherCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return self._blocks.nbytes(bucket) if self.values == "int8" else 2 * bucket.numel
 
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
         if self.values == "int8":
-            return self._blocks.encode(v, bucket)
+            return self._blocks.encode(bucket, state, v)
         cast = CastValues(self.values).quantize(v, result=bucket.dtype)
         return cast.view(torch.uint8), v - cast.float()
 
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
         if self.values == "int8":
-            return self._blocks.mean_(codes, bucket, mean)
+            return self._blocks.mean_(bucket, state, codes, mean)
         mean.zero_()
         for own in codes:
             mean += own.view(CastValues(self.values).torch_dtype)
-        mean.div_(self.size)
+        mean.div_(state.size)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int64
@@ -31,13 +31,11 @@ from dgc.comm.requests import AllGather, AllToAll, Conversation, Exchange, read
 from dgc.compression.envelope import (
     Envelope,
     first_nonfinite_message,
-    overflow_message,
     probe,
     sparse_overflow_message,
 )
 from dgc.compression.protocol import DenseResult, Result, SparseResult
 from dgc.kernels import Budget, Merged, SparseVector
-from dgc.memory import Memory
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
 from dgc.wire.payload import Gathered, sealed_bytes, sections_of
@@ -53,9 +51,10 @@ class Chosen:
         elements: The elements, with the capacity of the plan.
         first_nonfinite: Index of the gradient's first non-finite element; n if there is none.
         form: Format of the payloads.
-        memory: Learns what has been sent.
         size: Number of ranks.
         rank: This rank.
+        wants_sparse: Whether a sparse mean saves the optimizer a pass. Only a memory with momentum correction
+            leaves it nothing to do but to subtract that.
     """
 
     bucket: Bucket
@@ -63,18 +62,9 @@ class Chosen:
     elements: SparseVector
     first_nonfinite: Tensor
     form: SparseFormat
-    memory: Memory
     size: int
     rank: int
-
-    @property
-    def kernels(self) -> kernels.Tier:
-        return kernels.of(self.elements.values)
-
-    @property
-    def what(self) -> str:
-        """Name of the payloads in errors."""
-        return f"bucket {self.bucket.name}"
+    wants_sparse: bool
 
     def encode(
         self,
@@ -94,7 +84,7 @@ class Chosen:
         plan, bucket = self.plan, self.bucket
         first = self.first_nonfinite if flagged else torch.full_like(self.first_nonfinite, bucket.numel)
         return self.form.encode(
-            self.kernels.codec,
+            kernels.of(self.elements.values).codec,
             self.elements if elements is None else elements,
             budget or plan.per_tensor,
             bucket.numel if numel is None else numel,
@@ -117,33 +107,28 @@ class Chosen:
         budget, numel: as in `encode`. bounds: the bounds of the tensors in each payload, if not those of `budget`.
         ranks: the senders, if not all ranks.
         """
-        settings = (budget, numel, self.plan.ratio, self.what, bounds, ranks)
-        decoding = self.form.decoding(self.kernels.codec, payloads, *settings)
+        settings = (budget, numel, self.plan.ratio, f"bucket {self.bucket.name}", bounds, ranks)
+        decoding = self.form.decoding(kernels.of(self.elements.values).codec, payloads, *settings)
         return decoding.checked((yield from read(decoding.scalars)))
 
     def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> Conversation[SparseResult]:
         """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
-        merged = self.kernels.selection.merge_mean(parts, self.size, self.bucket.numel)
+        merged = kernels.of(self.elements.values).selection.merge_mean(parts, self.size, self.bucket.numel)
         return (yield from self._result(merged, nonfinite))
 
     def mean_of(self, payloads: Sequence[Tensor]) -> Conversation[Result]:
-        """The mean of payloads of the whole plan, one from each rank.
-
-        It is written into the bucket at once where it is needed there anyway: only a memory with momentum
-        correction leaves the optimizer nothing to do but to subtract the sparse mean.
-        """
+        """The mean of payloads of the whole plan, one from each rank, in the bucket unless it `wants_sparse`."""
         bucket, planned = self.bucket, (self.plan.per_tensor, self.bucket.numel)
-        decoder, sections = self.kernels.decoder, sections_of(self.form, *planned)
+        decoder, sections = kernels.of(self.elements.values).decoder, sections_of(self.form, *planned)
         if decoder is None or sections is None:
             return (yield from self.mean(*(yield from self.decode(payloads, *planned))))
-        settings = (self.plan.per_tensor, self.size, self.plan.ratio, self.what)
+        settings = (self.plan.per_tensor, self.size, self.plan.ratio, f"bucket {self.bucket.name}")
         gathered = Gathered(payloads, self.form, sections, *settings)
-        if self.memory.correction is not None or bucket.dtype != torch.float32:
+        if self.wants_sparse or bucket.dtype != torch.float32:
             return (yield from self._result(*gathered.mean(decoder)))
         bucket.release()  # the gradients are accumulated and need no copy
         finite, nonfinite = gathered.mean_into_(bucket.flat, decoder)
-        message = first_nonfinite_message(bucket, nonfinite)
-        return DenseResult(message if finite else message or overflow_message(bucket))
+        return DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=finite)
 
     def _result(self, merged: Merged, nonfinite: Sequence[int]) -> Conversation[SparseResult]:
         # entries that are not valid are zero
@@ -153,6 +138,20 @@ class Chosen:
         if not finite and message is None:
             message = sparse_overflow_message(self.bucket, indices, values)
         return SparseResult(indices, values, message)
+
+
+class Exchanged(NamedTuple):
+    """The end of an exchange.
+
+    Attributes:
+        result: The mean.
+        sent: What of this rank's elements is in it, with the values that the other ranks have received.
+        returned: Parts of the ranks' sum that no rank has received, and this one keeps.
+    """
+
+    result: Result
+    sent: SparseVector
+    returned: SparseVector | None = None
 
 
 @runtime_checkable
@@ -171,8 +170,8 @@ class SparseExchange(Protocol):
         """
         ...
 
-    def mean(self, chosen: Chosen) -> Conversation[Result]:
-        """Exchange the selections. Tells the memory what has left this rank."""
+    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
+        """Exchange the selections."""
         ...
 
 
@@ -208,11 +207,10 @@ class AllGatherExchange:
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         return all_gather_wire_bytes(form.nbytes(plan.per_tensor, numel), size)
 
-    def mean(self, chosen: Chosen) -> Conversation[Result]:
+    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
         encoded = chosen.encode()
-        chosen.memory.sent_(chosen.bucket, encoded.sent)
         (payloads,) = yield (AllGather(encoded.payload),)
-        return (yield from chosen.mean_of(payloads))
+        return Exchanged((yield from chosen.mean_of(payloads)), encoded.sent)
 
 
 # --- sparse vectors of a few elements, without waiting for the device ------------------------------
@@ -412,7 +410,7 @@ class ReduceScatterExchange:
         budgets = [Budget(whole.bounds, whole.ks, capacity) for capacity in capacities(plan.capacity, numel, size)]
         return (size - 1) * sum(form.nbytes(budget, region) for budget in budgets)
 
-    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
+    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
         regions, rank = self._regions_of(chosen), chosen.rank
         send, keep = capacities(chosen.plan.capacity, chosen.bucket.numel, chosen.size)
 
@@ -434,9 +432,8 @@ class ReduceScatterExchange:
         result = regions.join(parts)
         rest = shared(subtract(total, encoded.sent), encoded.sent)
         indices = regions.index_of(rest.indices.long(), rank).to(torch.int32)
-        chosen.memory.sent_(chosen.bucket, shared(sent, result))
-        chosen.memory.returned_(chosen.bucket, SparseVector(indices, rest.values, rest.count))
-        return (yield from chosen.mean([result], nonfinite))
+        returned = SparseVector(indices, rest.values, rest.count)
+        return Exchanged((yield from chosen.mean([result], nonfinite)), shared(sent, result), returned)
 
     def _regions_of(self, chosen: Chosen) -> Regions:
         bucket, plan = chosen.bucket, chosen.plan
@@ -479,7 +476,7 @@ class AutoExchange:
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         return self.choose(form, plan, numel, size).wire_bytes(form, plan, numel, size)
 
-    def mean(self, chosen: Chosen) -> Conversation[Result]:
+    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
         planned = (chosen.form, chosen.plan, chosen.bucket.numel, chosen.size)
         return (yield from self.choose(*planned).mean(chosen))
 
@@ -536,7 +533,7 @@ class GTopKExchange:
             return header + (doublings + 1) * summed
         return header + (own + (doublings - 1) * summed if doublings else 0)
 
-    def mean(self, chosen: Chosen) -> Conversation[SparseResult]:
+    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
         held = _Held(chosen)
         nonfinite = yield from _all_flags(chosen)
         size, rank, power = chosen.size, chosen.rank, largest_power_of_two(chosen.size)
@@ -563,8 +560,7 @@ class GTopKExchange:
             else:
                 message = held.message(power)  # with or without a twin: x is now what the twins receive
                 yield from held.swap(dict.fromkeys(twins, message))
-        held.tell_memory()
-        return (yield from chosen.mean([held.x], nonfinite))
+        return Exchanged((yield from chosen.mean([held.x], nonfinite)), *held.record())
 
 
 class _Held:
@@ -607,13 +603,10 @@ class _Held:
         parts, _ = yield from chosen.decode([received[r] for r in sources], budget, bucket.numel, ranks=sources)
         return parts
 
-    def tell_memory(self) -> None:
-        """Tell the memory what of this rank's elements is in x, the result, and what this rank keeps of them."""
-        bucket, memory = self._chosen.bucket, self._chosen.memory
-        memory.sent_(bucket, shared(self._own, self.x))
-        if self._kept:
-            rest = total_of(self._kept, bucket.numel)
-            memory.returned_(bucket, shared(rest, self.x))
+    def record(self) -> tuple[SparseVector, SparseVector | None]:
+        """What of this rank's elements is in x, the result, and what this rank keeps of them."""
+        kept = shared(total_of(self._kept, self._chosen.bucket.numel), self.x) if self._kept else None
+        return shared(self._own, self.x), kept
 
     def _budget(self, sums: bool) -> Budget:
         return budget_of(self._chosen.plan, self._chosen.bucket.numel, sums)
@@ -638,6 +631,8 @@ def largest_power_of_two(size: int) -> int:
 def _all_flags(chosen: Chosen) -> Conversation[list[int]]:
     """For each rank, the position (from 1) of its first tensor with NaN or inf, or 0."""
     nothing = torch.empty(0, dtype=torch.uint8, device=chosen.bucket.device)
-    envelope = Envelope(chosen.what, chosen.plan.per_tensor.bounds, chosen.form.terms(chosen.plan.ratio))
+    envelope = Envelope(
+        f"bucket {chosen.bucket.name}", chosen.plan.per_tensor.bounds, chosen.form.terms(chosen.plan.ratio)
+    )
     _, nonfinite = yield from envelope.gather(nothing, chosen.first_nonfinite)
     return nonfinite

@@ -14,6 +14,7 @@ from torch import Tensor
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.compression.all_gather import AllGatherCompressor, Codes
+from dgc.state import State
 
 
 @checked
@@ -37,17 +38,15 @@ class SVDCompressor(AllGatherCompressor):
             raise ValueError(f"rank must be at least 1, not {rank}")
         super().__init__(error_feedback, seed)
         self.rank_limit = rank
-        self._planned: dict[str, tuple[int, int]] = {}  # per bucket: elements, bytes of the factors
 
     @property
     def compress_ratio(self) -> float:
-        """Numbers in the factors / elements, over all planned buckets; 1 before any is planned."""
-        elements = sum(numel for numel, _ in self._planned.values())
-        return sum(nbytes for _, nbytes in self._planned.values()) / (4 * elements) if elements else 1.0
+        """1, the largest ratio of a tensor. That of a run depends on the shapes of its tensors."""
+        return 1.0
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        super().plan(bucket, size, rank)
-        self._planned[bucket.name] = (bucket.numel, self.nbytes(bucket))
+    def ratio(self, states: Sequence[tuple[Bucket, State]]) -> float:
+        elements = sum(bucket.numel for bucket, _ in states)
+        return sum(self.nbytes(bucket) for bucket, _ in states) / (4 * elements) if elements else 1.0
 
     def accepts(self, segment: Segment) -> bool:
         n, m, r = self.sizes(segment)
@@ -62,8 +61,8 @@ class SVDCompressor(AllGatherCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return sum(4 * r * (n + m) for n, m, r in map(self.sizes, bucket.segments))
 
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        generator = torch.Generator().manual_seed(self.noise(bucket))
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+        generator = torch.Generator().manual_seed(self.noise(bucket, state))
         kept, factors = v.clone(), [v.new_empty(0)]
         for s in bucket.segments:
             n, m, r = self.sizes(s)
@@ -81,11 +80,11 @@ class SVDCompressor(AllGatherCompressor):
         U, _ = left_singular(M)
         return projected(M, U[:, :r])
 
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
         mean.zero_()
         for own in codes:
             self._add_(own, bucket, mean)
-        mean.div_(self.size)
+        mean.div_(state.size)
 
     def _add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
         factors, at = codes.clone().view(torch.float32), 0

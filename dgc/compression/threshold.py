@@ -40,6 +40,7 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
+from dgc.state import State
 
 WIRES = ("auto", "gather", "scatter", "server")
 WORD = 4
@@ -96,18 +97,18 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         return sum(WORD * -(-s.numel * self.bits // 32) for s in bucket.segments)
 
     def exchange(
-        self, bucket: Bucket, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
-        bounds = self.bounds(bucket)
+        bounds = bucket.bounds
         t = yield from self._thresholds(v, bounds)
         codes, kept = self._encode(v, bounds, t)
         unit = t.nan_to_num(0.0, posinf=0.0) if self.bits == 2 else torch.ones_like(t)
-        if self.wire == "gather" or (self.wire == "auto" and self.size <= 2):
+        if self.wire == "gather" or (self.wire == "auto" and state.size <= 2):
             parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)
-            self._mean_of_codes_(parts, bounds, unit, self.size, mean)
+            self._mean_of_codes_(parts, bounds, unit, state.size, mean)
         else:
-            mean, nonfinite = yield from self._scatter(bucket, codes, first_nonfinite, unit)
+            mean, nonfinite = yield from self._scatter(bucket, state.size, codes, first_nonfinite, unit)
         return mean, kept, nonfinite
 
     def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
@@ -148,20 +149,20 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         return self._wholes[key]
 
     def _scatter(
-        self, bucket: Bucket, codes: Tensor, first_nonfinite: Tensor, unit: Float32[Tensor, "S"]
+        self, bucket: Bucket, size: int, codes: Tensor, first_nonfinite: Tensor, unit: Float32[Tensor, "S"]
     ) -> Conversation[tuple[Float32[Tensor, "n"], list[int]]]:
-        share = WORD * -(-codes.numel() // (WORD * self.size))  # bytes per rank, padded at the end
-        padded = torch.zeros(self.size, share, dtype=torch.uint8, device=codes.device)
+        share = WORD * -(-codes.numel() // (WORD * size))  # bytes per rank, padded at the end
+        padded = torch.zeros(size, share, dtype=torch.uint8, device=codes.device)
         padded.view(-1)[: codes.numel()] = codes
-        envelope, finite = self.envelope(bucket), self.bounds(bucket)[-1]
+        envelope, finite = self.envelope(bucket), bucket.bounds[-1]
         parts, nonfinite = yield from envelope.scatter(padded, first_nonfinite)
-        fields, bits, quantizers = share * 8 // self.bits, self._sum_bits, kernels.of(codes).quantize
+        fields, bits, quantizers = share * 8 // self.bits, self._sum_bits(size), kernels.of(codes).quantize
         whole = self._whole(fields, codes.device)
         if self.wire != "server" and bits <= 8:
             sums = quantizers.pack_sums(parts, whole, self.bits, bits)
             packed, _ = yield from envelope.gather(sums, finite)
             mean = place_of_mean(bucket)
-            quantizers.sums_mean_(packed, fields, self.bits, bits, self.bounds(bucket), unit, mean)
+            quantizers.sums_mean_(packed, fields, self.bits, bits, bucket.bounds, unit, mean)
         else:
             own = torch.empty(fields, dtype=torch.float32, device=codes.device)
             self._mean_of_codes_(parts, whole, None, 1, own)
@@ -169,19 +170,19 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             shares, _ = yield from envelope.gather(own.to(kind).view(torch.uint8), finite)
             total = torch.cat([part.clone().view(kind) for part in shares])
             mean = place_of_mean(bucket)
-            self._mean_of_sums_(bucket, total.float(), unit, mean)
+            self._mean_of_sums_(bucket, size, total.float(), unit, mean)
         return mean, nonfinite
 
-    @property
-    def _sum_bits(self) -> int:
+    def _sum_bits(self, size: int) -> int:
         """Bits of a sum. Its range is -N .. N; with 1 bit only every second value occurs."""
-        values = 2 * self.size + 1 if self.bits == 2 else self.size + 1
+        values = 2 * size + 1 if self.bits == 2 else size + 1
         bits = math.ceil(math.log2(values))
         return bits if bits <= 8 else 16
 
     def _mean_of_sums_(
         self,
         bucket: Bucket,
+        size: int,
         sums: Float32[Tensor, "fields"],
         unit: Float32[Tensor, "S"],
         mean: Float32[Tensor, "n"],
@@ -192,4 +193,4 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             own = slice(segment.offset, segment.offset + segment.numel)
             torch.mul(sums[at : at + segment.numel], factor, out=mean[own])
             at += -(-segment.numel // word) * word
-        mean.div_(self.size)
+        mean.div_(size)

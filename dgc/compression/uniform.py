@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float32, Int64
@@ -12,6 +13,7 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
 from dgc.kernels import Moments
+from dgc.state import State
 
 NORMS = ("l2", "max")
 
@@ -49,19 +51,19 @@ class UniformCompressor(AllGatherCompressor):
             raise ValueError(f"block must be at least 1, not {block}")
         super().__init__(error_feedback, seed)
         self.bits, self.levels, self.block, self.random = bits, levels, block, random
-        self._blocks: dict[str, Int64[Tensor, "blocks"]] = {}
 
     @abstractmethod
     def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
         """The scale of each block. Larger magnitudes are clipped to it."""
         ...
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        super().plan(bucket, size, rank)
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        state = super().init(bucket, size, rank)
         edges: list[int] = []
         for s in bucket.segments:
             edges += range(s.offset, s.offset + s.numel, self.block or max(1, s.numel))
-        self._blocks[bucket.name] = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
+        blocks = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
+        return replace(state, constants={"blocks": blocks})
 
     def nbytes(self, bucket: Bucket) -> int:
         total = 0
@@ -71,19 +73,19 @@ class UniformCompressor(AllGatherCompressor):
             total += whole * (4 + -(-block * self.bits // 8)) + (4 + -(-rest * self.bits // 8) if rest else 0)
         return total
 
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        blocks = self._blocks[bucket.name]
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+        blocks = state.constants["blocks"]
         scales = self.scales(kernels.of(v).selection.moments(v, blocks), blocks.diff()).float()
-        seed = self.noise(bucket) if self.random else None
+        seed = self.noise(bucket, state) if self.random else None
         quantizers = kernels.of(v).quantize
         codes, kept = quantizers.uniform_encode(v, blocks, scales, self.levels, self.bits, seed)
         return join(scales, codes), kept
 
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
-        blocks = self._blocks[bucket.name]
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+        blocks = state.constants["blocks"]
         scales, fields = split_all(codes, blocks.numel() - 1)
         quantizers = kernels.of(mean).quantize
-        quantizers.uniform_mean_(fields, blocks, scales, self.levels, self.bits, self.size, mean)
+        quantizers.uniform_mean_(fields, blocks, scales, self.levels, self.bits, state.size, mean)
 
 
 @checked
@@ -221,8 +223,8 @@ class NaturalCompressor(AllGatherCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return 4 + bucket.numel
 
-    def encode(self, v: Float32[Tensor, "n"], bucket: Bucket) -> tuple[Codes, Float32[Tensor, "n"]]:
-        return kernels.of(v).quantize.natural_encode(v, self.noise(bucket) if self.random else None)
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+        return kernels.of(v).quantize.natural_encode(v, self.noise(bucket, state) if self.random else None)
 
-    def mean_(self, codes: Sequence[Codes], bucket: Bucket, mean: Float32[Tensor, "n"]) -> None:
-        kernels.of(mean).quantize.natural_mean_(codes, self.size, mean)
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+        kernels.of(mean).quantize.natural_mean_(codes, state.size, mean)

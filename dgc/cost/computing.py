@@ -26,10 +26,11 @@ from dgc.comm.requests import (
     next_requests,
 )
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, conversation_of
+from dgc.compression.protocol import Compressor
 from dgc.cost.alike import AlikeRanks
 from dgc.cost.machine import are_alike, machine_of
 from dgc.cost.model import Compute, Message, Traffic
+from dgc.engine.state import BucketStates
 
 REDUCED = {"AllReduce", "ReduceScatter", "Broadcast"}  # their replies do not grow with the number of ranks
 HALVES = (torch.float16, torch.bfloat16)
@@ -105,13 +106,16 @@ def _record_rank(
         reference = _record_rank(plan, fewer, steps, refill, decoded_bytes)[-1]
         ends = [tuple(message.kind for message in bucket) for bucket in reference.buckets]
     planned = plan(size, ranks.rank)
+    states = {id(compressor): BucketStates(compressor) for _, compressor in planned}
+    for bucket, compressor in planned:
+        states[id(compressor)].add(bucket, size, ranks.rank)
     found = []
     for step in range(steps):
         if refill is not None:
             refill(planned, step)
         recorders = [_Recorder(ranks, bucket) for bucket, _ in planned]
         for i, (recorder, (bucket, compressor)) in enumerate(zip(recorders, planned, strict=True)):
-            recorder.run(conversation_of(compressor, bucket), ends[i] if ends else (), decoded_bytes)
+            recorder.run(states[id(compressor)].reduce(bucket), ends[i] if ends else (), decoded_bytes)
             bucket.release()
         decode = [recorder.decode for recorder in recorders]
         late = None if any(seconds is None for seconds in decode) else sum(seconds or 0.0 for seconds in decode)

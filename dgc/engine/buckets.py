@@ -1,7 +1,7 @@
 """Assignment of gradients to buckets, each with its compressor and its parameters."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -14,6 +14,7 @@ from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, SparseResult
 from dgc.engine.agreement import first_difference
+from dgc.engine.state import BucketStates
 
 MEGABYTE = 1024 * 1024
 
@@ -34,11 +35,18 @@ class SparseUpdate:
 
 @dataclass(eq=False)
 class PlannedBucket:
-    """A bucket with its compressor and its parameters."""
+    """A bucket with its compressor and its parameters.
+
+    Attributes:
+        states: Those of all buckets of the compressor, from `keep_states` on.
+        is_attached: Whether each .grad was set to its view and has not been replaced since.
+    """
 
     bucket: Bucket
     compressor: Compressor
     parameters: tuple[Tensor, ...]
+    states: BucketStates = field(init=False)
+    is_attached: bool = False
 
     @cached_property
     def views(self) -> tuple[Tensor, ...]:
@@ -60,22 +68,26 @@ class PlannedBucket:
         """Use parameter i's .grad as its gradient, without a copy if the layout allows it. None means zero."""
         p, segment = self.parameters[i], self.bucket.segments[i]
         gradient = as_real(p.grad) if p.grad is not None and p.grad.is_complex() else p.grad
-        if self.is_view(i, p.grad):
+        if "views" in self.__dict__ and p.grad is self.views[i]:
             self.bucket.use_flat(i)
         elif gradient is not None and not gradient.is_sparse and segment.is_laid_out_as(gradient):
             self.bucket.use_gradient(i, gradient.detach())
+            self.is_attached = False
         else:
             self.bucket.use_flat(i)
             if p.grad is None:
                 self.views[i].zero_()
             else:
-                self.views[i].copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                own = p.grad.detach()
+                self.views[i].copy_(own.to_dense() if own.is_sparse else own)
             p.grad = self.views[i]
 
     def attach(self) -> None:
         """Set every .grad to its view of `bucket.flat`."""
-        for p, view in zip(self.parameters, self.views, strict=True):
-            p.grad = view
+        if not self.is_attached:
+            for p, view in zip(self.parameters, self.views, strict=True):
+                p.grad = view
+            self.is_attached = True
 
     def make_dense(self, result: SparseResult) -> None:
         """Write a sparse mean into the bucket and set every .grad to its view."""
@@ -89,17 +101,14 @@ class PlannedBucket:
         This requires that momentum is already applied and that the parameters have the memory order of the bucket.
         `model.to(memory_format=...)` after wrapping changes that order.
         """
-        ordered = all(s.orders(p) for s, p in zip(self.bucket.segments, self.parameters, strict=True))
-        return self.compressor.correction is not None and ordered
+        for segment, p in zip(self.bucket.segments, self.parameters, strict=True):
+            if not segment.orders(p):
+                return False
+        return self.compressor.correction is not None
 
     def sparse_update(self, indices: Tensor, values: Tensor) -> SparseUpdate:
         """Convert a sparse gradient of the bucket to an update of its parameters."""
-        return SparseUpdate(self.parameters, self._bounds, indices, values)
-
-    @cached_property
-    def _bounds(self) -> Tensor:
-        bounds = [*(s.offset for s in self.bucket.segments), self.bucket.numel]
-        return torch.tensor(bounds, dtype=torch.int64, device=self.bucket.device)
+        return SparseUpdate(self.parameters, self.bucket.bounds, indices, values)
 
 
 def plan_buckets(
@@ -146,15 +155,30 @@ def plan_buckets(
     return planned
 
 
-def compressors_in_order(
+def keep_states(
+    planned: Sequence[PlannedBucket], size: int, rank: int, compressors: Iterable[Compressor] = ()
+) -> list[BucketStates]:
+    """Begin with the initial states of the buckets, on rank `rank` of `size`.
+
+    Returns:
+        The states of `compressors`, and then those of other compressors of the buckets.
+    """
+    kept = {id(compressor): BucketStates(compressor) for compressor in compressors}
+    for plan in planned:
+        plan.states = kept.setdefault(id(plan.compressor), BucketStates(plan.compressor))
+        plan.states.add(plan.bucket, size, rank)
+    return list(kept.values())
+
+
+def states_in_order(
     planned: Sequence[PlannedBucket], named_parameters: Sequence[tuple[str, Tensor]]
-) -> list[Compressor]:
-    """Return the compressors in the order of the model's parameters.
+) -> list[BucketStates]:
+    """Return the states of the compressors in the order of the model's parameters.
 
     Positions in this list name the saved states, so they must not depend on the buckets.
     """
-    compressor_of = {p: plan.compressor for plan in planned for p in plan.parameters}
-    return list({id(compressor_of[p]): compressor_of[p] for _, p in named_parameters}.values())
+    states_of = {p: plan.states for plan in planned for p in plan.parameters}
+    return list({id(states_of[p]): states_of[p] for _, p in named_parameters}.values())
 
 
 def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tuple[int, ...]]]:

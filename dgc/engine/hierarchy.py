@@ -24,7 +24,7 @@ Differences from the original code: Deep Gradient Compression lists this on its 
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -48,47 +48,60 @@ from dgc.comm.requests import (
     between_machines,
 )
 from dgc.comm.transport import Transport
-from dgc.compression.envelope import nonfinite_message, open_numbers, probe, seal_numbers
-from dgc.compression.protocol import (
-    Compressor,
-    DenseResult,
-    Result,
-    SparseResult,
-    StatelessCompressor,
-    conversation_of,
-    uses_point_to_point,
-)
-from dgc.engine.buckets import PlannedBucket
+from dgc.compression.envelope import check_means, nonfinite_message, open_numbers, probe, seal_numbers
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, StatelessCompressor
+from dgc.engine.buckets import PlannedBucket, keep_states
+from dgc.engine.options import register_compressors
 from dgc.engine.state import ErrorStatePart
 from dgc.kernels.selection.reference import first_tensor_nonfinite
 from dgc.memory import MomentumCorrection
+from dgc.state import State, Tables
 from dgc.wire import PayloadError
 
 RUNNING = -1  # in place of a number of rounds
 
 
-@dataclass(eq=False)
-class _Share:
-    """The division of a bucket.
+@dataclass(eq=False, kw_only=True)
+class ShareState(State):
+    """The state of this rank's share of a bucket.
 
-    bounds: first element of each share, and n. first: number of this rank's first tensor. bucket: this rank's
-    share. rounds: rounds between machines that the longest share needed in the last step.
+    Attributes:
+        bounds: First element of each share, and n.
+        first: Number of this rank's first tensor.
+        share: This rank's share. It may have no tensors.
+        inner: The state of the compressor for the share.
+        rounds: Rounds between machines that the longest share needed in the last step.
     """
 
     bounds: tuple[int, ...]
     first: int
-    bucket: Bucket
+    share: Bucket
+    inner: Any
     rounds: int = 1
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the parameters with error state on this rank."""
+        return [s.name for s in self.share.segments]
+
+    def unsent(self, bucket: Bucket) -> list[Tensor]:
+        return self.inner.unsent(self.share) if self.tensors else []
+
+    def saved(self, bucket: Bucket) -> Tables:
+        return self.inner.saved(self.share) if self.tensors else {}
+
+    def loaded(self, bucket: Bucket, tables: Tables) -> "ShareState":
+        return replace(self, inner=self.inner.loaded(self.share, tables)) if self.tensors else self
 
 
 class _Conversation:
     """A conversation between machines, round by round. `requests` are those of the next round."""
 
-    def __init__(self, conversation: Conversation[Result]):
+    def __init__(self, conversation: Conversation[Reduced]):
         self._conversation = conversation
         self.requests: tuple[Request, ...] = ()
         self.rounds = 0
-        self.result: Result | None = None
+        self.result: Reduced | None = None
 
     def resume(self, replies: tuple[Reply, ...] | None) -> Conversation[None]:
         """Continue to the next round, or to the end. `replies`: None at first."""
@@ -107,7 +120,7 @@ class _Conversation:
             self.rounds += 1
 
 
-class HierarchicalCompressor:
+class HierarchicalCompressor(Compressor):
     """Averages densely inside each machine, and with another compressor between machines.
 
     `DistributedOptimizer(hierarchical=...)` makes it; its state is that of `inner`, for this rank's tensors.
@@ -129,24 +142,25 @@ class HierarchicalCompressor:
     """
 
     def __init__(self, inner: Compressor, place: MachineRank, loads: list[int] | None = None):
-        if uses_point_to_point(inner):
+        if inner.point_to_point:
             raise ValueError(
                 f"{type(inner).__name__} sends messages from rank to rank (exchange='gtopk'), and not "
                 "between machines alone: use exchange='reduce_scatter', or hierarchical='off'"
             )
         self.inner, self.place = inner, place
         self._loads = [0] * place.local_size if loads is None else loads
-        self._shares: dict[str, _Share] = {}
-
-    # --- setup and state --------------------------------------------------------------------------
 
     @property
-    def compress_ratio(self) -> float:
-        return self.inner.compress_ratio
+    def name(self) -> str:
+        return self.inner.name
 
     @property
     def correction(self) -> MomentumCorrection | None:
         return self.inner.correction
+
+    @property
+    def compress_ratio(self) -> float:
+        return self.inner.compress_ratio
 
     @cached_property
     def fallback(self) -> "HierarchicalCompressor":
@@ -156,7 +170,18 @@ class HierarchicalCompressor:
     def accepts(self, segment: Segment) -> bool:
         return self.inner.accepts(segment)
 
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
+    def begin_epoch(self, epoch: int) -> None:
+        self.inner.begin_epoch(epoch)
+
+    def at_epoch(self, bucket: Bucket, state: ShareState, epoch: int) -> ShareState:
+        return (
+            replace(state, inner=self.inner.at_epoch(state.share, state.inner, epoch)) if state.tensors else state
+        )
+
+    def ratio(self, states: Sequence[tuple[Bucket, ShareState]]) -> float:
+        return self.inner.ratio([(state.share, state.inner) for _, state in states if state.tensors])
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> ShareState:
         assert size == self.place.machines * self.place.local_size
         firsts = divide(bucket.segments, self._loads)
         offsets = [*(s.offset for s in bucket.segments), bucket.numel]
@@ -165,59 +190,44 @@ class HierarchicalCompressor:
             self._loads[local_rank] += end - start
         first, end = firsts[self.place.local_rank :][:2]
         own = [replace(s, offset=s.offset - offsets[first]) for s in bucket.segments[first:end]]
-        share = _Share(bounds, first, Bucket(f"{bucket.name}.share", own, bucket.dtype, bucket.device))
-        self._shares[bucket.name] = share
-        if own:
-            self.inner.plan(share.bucket, self.place.machines, self.place.machine)
-
-    def tensors(self) -> list[str]:
-        """Names of the parameters with error state on this rank."""
-        return [s.name for share in self._shares.values() for s in share.bucket.segments]
-
-    def begin_epoch(self, epoch: int) -> None:
-        self.inner.begin_epoch(epoch)
-
-    def errors(self) -> Iterable[Tensor]:
-        return self.inner.errors()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+        share = Bucket(f"{bucket.name}.share", own, bucket.dtype, bucket.device)
+        inner = self.inner.init(share, self.place.machines, self.place.machine) if own else None
+        dense, partial = (None, ()) if inner is None else (inner.dense, inner.partial)
+        return ShareState(
+            size, rank, bounds=bounds, first=first, share=share, inner=inner, dense=dense, partial=partial
+        )
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def rollback(self, bucket: Bucket) -> None:
-        if (share := self._shares[bucket.name].bucket).segments:
-            self.inner.rollback(share)
-
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        share, own = self._shares[bucket.name], probe(bucket.flat)
-        mean = yield from self._mean_inside(bucket, share)
-        between = _Conversation(self._between(share.bucket, mean))
+    def reduce(self, bucket: Bucket, state: ShareState) -> Conversation[Reduced]:
+        own = probe(bucket.flat)
+        mean = yield from self._mean_inside(bucket, state)
+        between = _Conversation(self._between(state, mean))
         yield from between.resume(None)
-        for _ in range(share.rounds):
+        for _ in range(state.rounds):
             yield from between.resume((yield between.requests))
         reports = [[RUNNING, 0]]
         while any(rounds == RUNNING for rounds, _ in reports):
             # equal places on all ranks of a group name equal requests: those of all ranks come first
-            shared = self._shared(bucket, share, between)
+            shared = self._shared(bucket, state, between)
             replies = yield (*shared, *between.requests)
             yield from between.resume(replies[len(shared) :])
             gathered, *parts = replies[: len(shared)]
             reports = yield from open_numbers(f"bucket {bucket.name} inside its machine", gathered, 2)
             for request, part in zip(shared[1:], parts, strict=True):
                 request.tensor.copy_(part)
-        share.rounds = max(rounds for rounds, _ in reports)
-        if any(nonfinite for _, nonfinite in reports):
-            return DenseResult((yield from self._explain(bucket, share, own, mean)))
-        return DenseResult()
+        rounds, reduced = max(rounds for rounds, _ in reports), between.result
+        assert reduced is not None
+        new = replace(state, rounds=rounds, inner=reduced.state, dense=reduced.state.dense)
+        old = replace(state, rounds=rounds, inner=state.inner if reduced.dropped is None else reduced.dropped)
+        bad = any(nonfinite for _, nonfinite in reports)
+        message = (yield from self._explain(bucket, state, own, mean)) if bad else None
+        return Reduced(DenseResult(message, is_finite=True), new, old)
 
-    def _mean_inside(self, bucket: Bucket, share: _Share) -> Conversation[Shaped[Tensor, "share"]]:
+    def _mean_inside(self, bucket: Bucket, state: ShareState) -> Conversation[Shaped[Tensor, "share"]]:
         """The mean over the machine's ranks of their gradients of this rank's share, in the bucket's dtype."""
         # as bytes, because not every transport sends bf16
-        edges = [bound * bucket.dtype.itemsize for bound in share.bounds]
+        edges = [bound * bucket.dtype.itemsize for bound in state.bounds]
         splits = tuple(end - start for start, end in pairwise(edges))
         own = (splits[self.place.local_rank],) * len(splits)
         (parts,) = yield (AllToAll(as_bytes(bucket.flat), splits, "local", own),)
@@ -227,41 +237,42 @@ class HierarchicalCompressor:
             total += other
         return total.div_(len(parts)).to(bucket.dtype)
 
-    def _between(self, bucket: Bucket, mean: Shaped[Tensor, "share"]) -> Conversation[Result]:
-        """The compressor's conversation about this rank's share."""
+    def _between(self, state: ShareState, mean: Shaped[Tensor, "share"]) -> Conversation[Reduced]:
+        """The compressor's conversation about this rank's share, and whether its mean is finite."""
+        bucket = state.share
         if not bucket.segments:
-            return DenseResult()
+            return Reduced(DenseResult(is_finite=True), state)
         for i, s in enumerate(bucket.segments):
             bucket.use_gradient(i, mean[s.offset : s.offset + s.numel])
-        return (yield from conversation_of(self.inner, bucket))
+        reduced = yield from self.inner.reduce(bucket, state.inner)
+        message = yield from check_means([(bucket, reduced.result)])
+        return replace(reduced, result=replace(reduced.result, nonfinite=message))
 
-    def _shared(self, bucket: Bucket, share: _Share, between: _Conversation) -> tuple[Any, ...]:
+    def _shared(self, bucket: Bucket, state: ShareState, between: _Conversation) -> tuple[Any, ...]:
         """The requests of the last round: a report, and every share that is not empty."""
-        result = between.result
-        own = bucket.flat[share.bounds[self.place.local_rank] :][: share.bucket.numel]
-        if isinstance(result, SparseResult):
-            share.bucket.release()
-            own.zero_()[result.indices] = result.values.to(bucket.dtype)
-        elif result is not None and share.bucket.segments:
-            own.copy_(share.bucket.flat)
+        result = None if between.result is None else between.result.result
+        own = bucket.flat[state.bounds[self.place.local_rank] :][: state.share.numel]
+        if result is not None and state.tensors:
+            result.write_to(state.share)
+            own.copy_(state.share.flat)
         report = [RUNNING, 0] if result is None else [between.rounds, int(result.nonfinite is not None)]
-        parts = [bucket.flat[start:end] for start, end in pairwise(share.bounds)]
+        parts = [bucket.flat[start:end] for start, end in pairwise(state.bounds)]
         return (
             AllGather(seal_numbers(report, bucket.device), "local"),
             *(Broadcast(as_bytes(part), root, "local") for root, part in enumerate(parts) if part.numel()),
         )
 
     def _explain(
-        self, bucket: Bucket, share: _Share, own: Tensor, mean: Shaped[Tensor, "share"]
+        self, bucket: Bucket, state: ShareState, own: Tensor, mean: Shaped[Tensor, "share"]
     ) -> Conversation[str]:
         """The message for a bucket that is not finite. All ranks know that it is not, so all take part.
 
         own: the probe of this rank's gradient. mean: the machine's, of this rank's share.
         """
         offsets = [s.offset for s in bucket.segments]
-        number = first_tensor_nonfinite(mean, [s.offset for s in share.bucket.segments])
+        number = first_tensor_nonfinite(mean, [s.offset for s in state.share.segments])
         if number:
-            number += share.first
+            number += state.first
         else:
             number = first_tensor_nonfinite(bucket.flat, offsets)
         found = [number, int(not own.isfinite())]
@@ -334,18 +345,19 @@ def plan_compressors(
         This rank's place among the machines, and the part of its machine's error state that it has. None if all
         ranks are treated alike.
     """
-    place = choose_place(transport, hierarchical, [plan.compressor for plan in planned])
+    compressors = list({id(plan.compressor): plan.compressor for plan in planned}.values())
+    register_compressors(compressors, transport)
+    place = choose_place(transport, hierarchical, compressors)
     two_levels: dict[int, HierarchicalCompressor] = {}
     if place is not None:
         loads = [0] * place.local_size
         for plan in planned:
             inner = plan.compressor
             plan.compressor = two_levels.setdefault(id(inner), HierarchicalCompressor(inner, place, loads))
-    for plan in planned:
-        plan.compressor.plan(plan.bucket, transport.size, transport.rank)
+    keep_states(planned, transport.size, transport.rank)
     if place is None:
         return None, None
-    tensors = {name for compressor in two_levels.values() for name in compressor.tensors()}
+    tensors = {name for plan in planned for name in plan.states[plan.bucket].tensors}
     others = {s.name for plan in planned for s in plan.bucket.segments} - tensors
     return place, ErrorStatePart(
         machine=place.machine, machines=place.machines, tensors=sorted(tensors), others=sorted(others)

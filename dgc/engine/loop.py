@@ -40,8 +40,10 @@ from dgc.comm.collectives import broadcast_object
 from dgc.comm.conversation import Intact, RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, Result, conversation_of
+from dgc.compression.envelope import check_means, probe
+from dgc.compression.protocol import DenseResult, Result
 from dgc.engine.buckets import PlannedBucket
+from dgc.engine.state import BucketStates
 
 LANES = 3  # few methods have more rounds. A lane of torch.distributed is a process group, with its connections.
 
@@ -61,7 +63,7 @@ class StartOrder:
     def __init__(self, sizes: Sequence[int], transport: Transport, name: str):
         self.groups = list(range(len(sizes)))  # in the order in which they start
         self._sizes, self._transport, self._name = sizes, transport, name
-        self._is_learned = False
+        self.is_learned = False
         self.reset()
 
     def reset(self) -> None:
@@ -87,11 +89,10 @@ class StartOrder:
             self._started += 1  # unless the caller has failed to start it
 
     def learn(self) -> None:
-        """Take over the order in which rank 0 has filled its groups, if that has not been done. Collective."""
-        if not self._is_learned:
-            filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")
-            self.groups = list(dict.fromkeys([*filled, *self.groups]))
-            self._is_learned = bool(filled)
+        """Take over the order in which rank 0 has filled its groups, unless it has filled none. Collective."""
+        filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")
+        self.groups = list(dict.fromkeys([*filled, *self.groups]))
+        self.is_learned = bool(filled)
 
 
 def is_used(grad_scaler: Any) -> bool:
@@ -159,30 +160,24 @@ class SideStream:
     """A stream next to the caller's current stream.
 
     Work inside `after_caller` waits for the work that the caller has queued so far. Work inside `concurrently`
-    does not. After `join`, the caller's stream waits for the side stream. The host never waits. On a CPU all three
-    do nothing.
+    does not. After `join`, the caller's stream waits for the side stream. The host never waits.
 
     Args:
-        device: Device of the stream.
-
-    Attributes:
-        stream: The stream; None on a CPU.
+        device: Device of the stream, a GPU.
     """
 
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device)
 
     def after_caller(self) -> AbstractContextManager[Any]:
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         return self.concurrently()
 
     def concurrently(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        return torch.cuda.stream(self.stream)
 
     def join(self) -> None:
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 class Running(NamedTuple):
@@ -190,9 +185,9 @@ class Running(NamedTuple):
 
     position: int
     plan: PlannedBucket
-    method: Compressor
+    states: BucketStates
     conversation: RunningConversation[Result]
-    side: SideStream
+    side: SideStream | None
 
 
 @dataclass(frozen=True)
@@ -225,6 +220,7 @@ class Engine:
 
     Attributes:
         order: Says which groups may start. Each gradient of a group must be added once.
+        in_flight: Whether a bucket of this step has started.
     """
 
     def __init__(
@@ -237,24 +233,21 @@ class Engine:
         loss_scale: LossScale | None = None,
         counts_dense: bool = True,
     ):
-        self.groups, self.meter = groups, meter
+        self.groups, self.meter, self._name = groups, meter, name
         planned = [plan for group in groups for plan in group]
         self.loss_scale = loss_scale or LossScale(None, planned)
         self.order = StartOrder([sum(len(p.parameters) for p in group) for group in groups], transport, name)
-        self.streams = {device: SideStream(device) for device in dict.fromkeys(p.bucket.device for p in planned)}
+        devices = dict.fromkeys(p.bucket.device for p in planned)
+        self._device = next(iter(devices), torch.device("cpu"))
+        self.streams = {device: SideStream(device) for device in devices if device.type == "cuda"}
         self._transport, self._begin_step, self._counts_dense = transport, begin_step, counts_dense
         self._position = {plan.bucket.name: i for i, plan in enumerate(planned)}
         self._lanes = [f"{name}.round{r}" for r in range(LANES)]
         for lane in self._lanes:
             transport.open_lane(lane)
-        self.intact = Intact()
+        self.intact, self.in_flight = Intact(), False
         self._started: list[Running] = []
         self._waiting: deque[Running] = deque()  # the last ones of them, not all of which are done
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a bucket of this step has started."""
-        return len(self._started) > 0
 
     def check_ended(self, where: str) -> None:
         """Raise RuntimeError if an exception has ended a step after buckets had started. where: in which call."""
@@ -265,34 +258,36 @@ class Engine:
     def reset(self) -> None:
         """Begin a step: no bucket has gradients or has started."""
         self.order.reset()
+        self.in_flight = False
         self._started.clear()
         self._waiting.clear()
 
-    def start(self, g: int, compressor: Compressor | None = None, suffix: str = "") -> None:
+    def start(self, g: int, states: BucketStates | None = None, suffix: str = "") -> None:
         """Start the buckets of a group.
 
         Args:
             g: The number of the group.
-            compressor: In place of those of the plan.
+            states: Of another compressor, in place of those of the plan.
             suffix: Added to the names of messages. Messages of one name must always have the same size.
         """
-        if not self._started:
+        if not self.in_flight:
             self._begin_step()
+            self.in_flight = True
         for plan in self.groups[g]:
             if self._counts_dense:
                 self.meter.count_dense(plan.bucket.numel, self._transport.size)
-            side, method = self.streams[plan.bucket.device], compressor or plan.compressor
-            with torch.no_grad(), side.after_caller(), self.intact:
+            side, own = self.streams.get(plan.bucket.device), states or plan.states
+            with torch.no_grad(), side.after_caller() if side else nullcontext(), self.intact:
                 if self.loss_scale.enabled:
                     self.loss_scale.divide_(plan.bucket.flat)
                 conversation = RunningConversation(
                     plan.bucket.name + suffix,
-                    conversation_of(method, plan.bucket),
+                    own.reduce(plan.bucket),
                     self._transport,
                     self.meter,
                     self._lanes,
                 )
-            running = Running(self._position[plan.bucket.name], plan, method, conversation, side)
+            running = Running(self._position[plan.bucket.name], plan, own, conversation, side)
             self._started.append(running)
             self._waiting.append(running)
 
@@ -304,7 +299,7 @@ class Engine:
         for running in self._waiting:
             conversation = running.conversation
             if not conversation.done:
-                with torch.no_grad(), self.intact, running.side.concurrently():
+                with torch.no_grad(), self.intact, running.side.concurrently() if running.side else nullcontext():
                     done = conversation.advance(limit)
                 limit = limit if done else min(limit, conversation.rounds)
                 if limit == 1:  # all others wait in their first round, and may not begin another one
@@ -320,32 +315,45 @@ class Engine:
         with torch.no_grad(), self.intact:
             self._wait()
             started = sorted(self._started)  # by position
-            if learn:
+            if learn and not self.order.is_learned:
                 self.order.learn()
             self.reset()
             for side in self.streams.values():
                 side.join()
-            results, reason = [], None
+            results: list[tuple[PlannedBucket, Result]] = []
+            reason, probes = None, []
             for running in started:
                 result = running.conversation.result
                 results.append((running.plan, result))
                 reason = reason or result.nonfinite
+                if isinstance(result, DenseResult) and not result.is_finite:
+                    probes.append(probe(running.plan.bucket.flat).to(self._device, torch.float64))
+            if reason is None and probes and not torch.stack(probes).sum().isfinite():
+                reason = self._explain(results)
             reason = reason if judge is None else judge(reason)
             if reason is not None:
                 for running in started:
-                    running.method.rollback(running.plan.bucket)
+                    running.states.rollback(running.plan.bucket)
             return Outcome(results, reason)
+
+    def _explain(self, results: list[tuple[PlannedBucket, Result]]) -> str | None:
+        """Return why the means must not be used; None if large finite elements have made their sum infinite."""
+        check = check_means([(plan.bucket, result) for plan, result in results])
+        name = f"{self._name}.means"
+        return RunningConversation(name, check, self._transport, self.meter, self._lanes).finish()
 
     def _wait(self) -> None:
         """Wait for all rounds of all conversations."""
         rounds, remaining = 1, list(self._waiting)
         while remaining:
-            for running in remaining:
+            waited, remaining = remaining, []
+            for running in waited:
                 if running.conversation.rounds == rounds:
-                    with running.side.concurrently():
+                    with running.side.concurrently() if running.side else nullcontext():
                         running.conversation.finish_round()
+                if not running.conversation.done:
+                    remaining.append(running)
             rounds += 1
-            remaining = [running for running in remaining if not running.conversation.done]
 
 
 def warn_of_drop(reason: str, effect: str, counter: str = "dropped_steps", stacklevel: int = 3) -> None:

@@ -14,7 +14,7 @@ from dgc.arguments import WHOLE, require
 from dgc.bucket import named_pairs
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import CastCompressor, DenseCompressor
-from dgc.compression.protocol import Compressor, StatelessCompressor, uses_point_to_point
+from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.route import Route, Rule
 
 # what schedulers and torch add to parameter groups
@@ -260,7 +260,7 @@ def register_compressors(compressors: Iterable[Compressor], transport: Transport
     """
     for compressor in compressors:
         check_unused(compressor)
-        if uses_point_to_point(compressor) and not transport.point_to_point:
+        if compressor.point_to_point and not transport.point_to_point:
             raise ValueError(
                 f"{type(compressor).__name__} sends messages from rank to rank (exchange='gtopk'), and this "
                 f"{type(transport).__name__} does not: connect with point_to_point=True, or use "

@@ -8,7 +8,7 @@ verifies it.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, sqrt
 from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 
 from dgc.arguments import FLAG, NUMBER, WHOLE, checked, require
+from dgc.bucket import Bucket
 from dgc.comm.collectives import all_gather_object, all_reduce
+from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
+from dgc.compression.protocol import Compressor, Reduced, Result
+from dgc.state import State, Tables, check_mapping
 
 
 def check_steps_per_epoch(steps: Any) -> None:
@@ -224,9 +228,163 @@ def compare_steps(transport: Transport, step: int) -> None:
     )
 
 
+class BucketStates:
+    """A compressor and the states of its buckets on this rank.
+
+    What methods have in common is here: states are kept from step to step, restored after a dropped step, saved
+    under parameter names, checked and loaded.
+
+    Args:
+        compressor: The method.
+
+    Example:
+        states = BucketStates(PowerSGDCompressor(rank=4))
+        states.add(bucket, size=2, rank=0)
+        conversation = states.reduce(bucket)  # its result is the mean
+        states.rollback(bucket)  # if every rank drops the step
+    """
+
+    def __init__(self, compressor: Compressor):
+        self.compressor = compressor
+        self._of: dict[str, tuple[Bucket, State]] = {}
+        self._dropped: dict[str, State] = {}  # what replaces a state if the last step is dropped
+
+    def add(self, bucket: Bucket, size: int, rank: int) -> None:
+        """Begin with the initial state of a bucket, on rank `rank` of `size`."""
+        self._of[bucket.name] = bucket, self.compressor.init(bucket, size, rank)
+
+    def __getitem__(self, bucket: Bucket) -> Any:
+        """The state of a bucket."""
+        return self._of[bucket.name][1]
+
+    def __setitem__(self, bucket: Bucket, state: State) -> None:
+        self._of[bucket.name] = bucket, state
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+        """Average a bucket, and keep its new state.
+
+        Raises:
+            ValueError: `reduce` of the compressor is not a generator or does not return a `Reduced`.
+        """
+        state = self._of[bucket.name][1]
+        conversation = self.compressor.reduce(bucket, state)
+        if not isinstance(conversation, Generator):
+            raise ValueError(
+                f"reduce of {self.compressor.name} must be a generator, which yields tuples of requests and "
+                f"returns a Reduced, not {type(conversation).__name__}"
+            )
+        reduced = yield from conversation
+        if not isinstance(reduced, Reduced):
+            raise ValueError(f"reduce of {self.compressor.name} must return a Reduced, not {reduced!r}")
+        self._of[bucket.name] = bucket, reduced.state
+        self._dropped[bucket.name] = state if reduced.dropped is None else reduced.dropped
+        return reduced.result
+
+    def rollback(self, bucket: Bucket) -> None:
+        """Undo the last step in the state: what this rank has sent is unsent again."""
+        self._of[bucket.name] = bucket, self._dropped[bucket.name]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the epoch, counted from 0."""
+        self.compressor.begin_epoch(epoch)
+        for bucket, state in self._of.values():
+            self[bucket] = self.compressor.at_epoch(bucket, state, epoch)
+        self._dropped.clear()
+
+    # --- what the states say ----------------------------------------------------------------------
+
+    @property
+    def compress_ratio(self) -> float:
+        """Current nominal fraction of elements sent."""
+        return self.compressor.ratio(list(self._of.values()))
+
+    @property
+    def dense_share(self) -> float | None:
+        """Fraction of the elements that were sent dense in the last step. None if the method does not decide."""
+        decided = [(bucket.numel, state.dense) for bucket, state in self._of.values() if state.dense is not None]
+        return sum(n for n, dense in decided if dense) / max(1, sum(n for n, _ in decided)) if decided else None
+
+    def errors(self) -> Iterator[Tensor]:
+        """The error state, bucket by bucket: tensors that are not yet sent."""
+        return (error for bucket, state in self._of.values() for error in state.unsent(bucket))
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> Tables:
+        """This rank's state: tables from the names of parameters to tensors, numbers and mappings."""
+        tables: Tables = {}
+        for bucket, state in self._of.values():
+            for table, values in state.saved(bucket).items():
+                tables.setdefault(table, {}).update(values)
+        return tables
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load a state. Nothing changes if it is refused.
+
+        Raises:
+            ValueError: It is that of another method or model, or damaged.
+        """
+        own, names = self.state_dict(), {s.name for bucket, _ in self._of.values() for s in bucket.segments}
+        tables = current_form(saved, names)
+        others = [table for table in tables.keys() ^ own.keys() if own.get(table) or tables.get(table)]
+        if others:
+            raise ValueError(f"state of another compressor: it has {sorted(saved)}, not {sorted(own)}")
+        tables = {table: tables.get(table, {}) for table in own}
+        partial = {table for _, state in self._of.values() for table in state.partial}
+        for table, values in tables.items():
+            check_mapping(table, values)
+            if table not in partial and own[table].keys() != values.keys():
+                missing, extra = sorted(names - values.keys()), sorted(values.keys() - names)
+                raise ValueError(f"{table} of another model: missing {missing}, unknown {extra}")
+        loaded = [(bucket, state.loaded(bucket, tables)) for bucket, state in self._of.values()]
+        self._of = {bucket.name: (bucket, state) for bucket, state in loaded}
+        self._dropped.clear()
+
+
+def current_form(saved: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the tables of a state that may be in one of the forms of earlier versions.
+
+    They had the tables of a memory in a table of its own, one number of steps for all parameters, one ratio for a
+    selector's history, and one epoch for Accordion.
+
+    Args:
+        saved: The state.
+        names: The parameters that it must have.
+
+    Raises:
+        ValueError: It is no mapping, or damaged.
+    """
+    check_mapping("state of a compressor", saved)
+    tables = dict(saved)
+    if "memory" in tables:
+        memory = tables.pop("memory")
+        check_mapping("state of a memory", memory)
+        tables = {**tables, **memory}
+    for key in ("steps", "half_steps"):
+        if isinstance(tables.get(key), int):
+            tables[key] = dict.fromkeys(names, tables[key])
+    history, accordion = tables.get("history"), tables.get("accordion")
+    if isinstance(history, Mapping) and history.keys() == {"ratio", "tensors"}:
+        check_mapping("tensors of the history", history["tensors"])
+        tables["history"] = {
+            name: {"ratio": history["ratio"], **rows} if isinstance(rows, Mapping) else rows
+            for name, rows in history["tensors"].items()
+        }
+    if isinstance(accordion, Mapping) and accordion.keys() == {"epoch", "norms", "ranks"}:
+        norms, ranks = accordion["norms"], accordion["ranks"]
+        check_mapping("norms of accordion", norms)
+        check_mapping("ranks of accordion", ranks)
+        tables["accordion"] = {
+            name: {"epoch": accordion["epoch"], "norm": norms.get(name), "rank": ranks.get(name)} for name in names
+        }
+    return tables
+
+
 @runtime_checkable
 class Method(Protocol):
-    """The common interface of compressors and gossip algorithms."""
+    """The common interface of compressors, with their states, and of gossip algorithms."""
 
     @property
     def compress_ratio(self) -> float: ...
@@ -247,21 +405,31 @@ class HasFixedSettings(Protocol):
         ...
 
 
+def named_methods(methods: Iterable[Any]) -> dict[str, Any]:
+    """Return methods by the names under which their states are saved."""
+    return {
+        f"{m.compressor.name if isinstance(m, BucketStates) else type(m).__name__}.{i}": m
+        for i, m in enumerate(methods)
+    }
+
+
 class HasCompression:
     """Base class of what exchanges gradients or models with compression methods.
 
     Args:
         methods: The compressors, or the gossip algorithm.
         transport: Connects all ranks.
+        steps_per_epoch: Count epochs by steps. None: the user calls `begin_epoch`.
     """
 
     part: ErrorStatePart | None = None  # None: the error state of this rank is its own
     _is_sharded = False  # whether the ranks of a machine have shards of one model
     _takes_common_steps = True  # whether all ranks take the same number of steps
 
-    def __init__(self, methods: Sequence[Method], transport: Transport):
+    def __init__(self, methods: Sequence[Method], transport: Transport, steps_per_epoch: int | None = None):
         self._methods, self._ranks = list(methods), transport
         self._steps, self._compares_steps = 0, True
+        self._epochs = EpochCount(steps_per_epoch, self._set_epoch)
 
     def _begin_step(self) -> None:
         """Count a step. Call it before the step sends anything. Collective in the first step and after a load."""
@@ -269,6 +437,8 @@ class HasCompression:
             compare_steps(self._ranks, self._steps)
         self._compares_steps = False
         self._steps += 1
+        if self._epochs.steps_per_epoch is not None:
+            self._epochs.begin_step()
 
     def _identity(self) -> Identity:
         ranks, named = self._ranks, self._named_methods()
@@ -287,14 +457,22 @@ class HasCompression:
         return Identity(machine, machines, step, shard, shards, settings)
 
     def _named_methods(self) -> dict[str, Method]:
-        return {f"{type(m).__name__}.{i}": m for i, m in enumerate(self._methods)}
+        return named_methods(self._methods)
 
     def begin_epoch(self, epoch: int) -> float:
         """Set the epoch, counted from 0, for the warm-up of the compressors. Returns the new compress_ratio."""
+        if self._epochs.steps_per_epoch is not None:
+            raise ValueError(
+                f"begin_epoch() was called, but steps_per_epoch={self._epochs.steps_per_epoch} counts the epochs: "
+                "keep one of the two"
+            )
+        self._set_epoch(epoch)
+        return self.compress_ratio
+
+    def _set_epoch(self, epoch: int) -> None:
         require("a whole number of at least 0", WHOLE, least=0, epoch=epoch)
         for method in self._methods:
             method.begin_epoch(epoch)
-        return self.compress_ratio
 
     @property
     def compress_ratio(self) -> float:
@@ -309,7 +487,8 @@ class HasCompression:
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's error state. Unlike `state_dict()` it differs between ranks: save it on each."""
         states: dict[str, Any] = {name: method.state_dict() for name, method in self._named_methods().items()}
-        return identified(states if self.part is None else {**states, "part": self.part}, self._identity())
+        part = {} if self.part is None else {"part": self.part}
+        return identified({**states, **part, **self._epochs.state_dict()}, self._identity())
 
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         """Load this rank's error state. Call it on every rank: the next step compares the steps of all states.
@@ -326,7 +505,8 @@ class HasCompression:
         """
         require("True or False", FLAG, allow_other_rank=allow_other_rank)
         state, step = verified(state, self._identity(), allow_other_rank)
-        saved = state.pop("part", None)
+        saved, epochs = state.pop("part", None), state.pop("epochs", None)
+        self._epochs.check(epochs)
         if _division(saved, allow_other_rank) != _division(self.part, allow_other_rank):
             raise ValueError(
                 f"this error state is {_describe(saved)}, and this rank needs {_describe(self.part)}: load it "
@@ -344,6 +524,7 @@ class HasCompression:
         for name in (name for name in methods if name in state):
             methods[name].load_state_dict(state[name])
         self._steps, self._compares_steps = self._steps if step is None else step, True
+        self._epochs.load(epochs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -361,34 +542,3 @@ def _describe(part: ErrorStatePart | None) -> str:
     if part is None:
         return "that of a rank of its own"
     return f"that of {len(part['tensors'])} tensors on machine {part['machine']} of {part['machines']}"
-
-
-class CountsEpochs(HasCompression):
-    """A HasCompression that can count epochs by steps. A subclass must call `_count_epochs` first."""
-
-    def _count_epochs(self, steps_per_epoch: int | None) -> None:
-        self._epochs = EpochCount(steps_per_epoch, super().begin_epoch)
-
-    def begin_epoch(self, epoch: int) -> float:
-        if self._epochs.steps_per_epoch is not None:
-            raise ValueError(
-                f"begin_epoch() was called, but steps_per_epoch={self._epochs.steps_per_epoch} counts the epochs: "
-                "keep one of the two"
-            )
-        return super().begin_epoch(epoch)
-
-    def _begin_step(self) -> None:
-        super()._begin_step()
-        if self._epochs.steps_per_epoch is not None:
-            self._epochs.begin_step()
-
-    def compression_state_dict(self) -> dict[str, Any]:
-        return {**super().compression_state_dict(), **self._epochs.state_dict()}
-
-    def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
-        check_is_state(state)
-        epochs = state.get("epochs")
-        self._epochs.check(epochs)
-        rest = {name: part for name, part in state.items() if name != "epochs"}
-        super().load_compression_state_dict(rest, allow_other_rank=allow_other_rank)
-        self._epochs.load(epochs)

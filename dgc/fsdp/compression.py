@@ -25,6 +25,7 @@ from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, ExchangesMomentum
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
+from dgc.engine.buckets import keep_states
 from dgc.engine.loop import LossScale, is_used
 from dgc.engine.options import as_route, check_nonfinite, register_compressors, unique_prefix
 from dgc.engine.state import check_steps_per_epoch
@@ -99,6 +100,5 @@ def compress(
     # in model order: positions name the saved states
     compressors = list(dict.fromkeys(c for plan in reversed(plans) for c in plan.compressors))
     register_compressors(compressors, cross)
-    for bucket in planned:
-        bucket.compressor.plan(bucket.bucket, cross.size, cross.rank)
-    return FSDPExchange(model, plans, compressors, transport, name, nonfinite, loss_scale, steps_per_epoch)
+    states = keep_states(planned, cross.size, cross.rank, compressors)
+    return FSDPExchange(model, plans, states, transport, name, nonfinite, loss_scale, steps_per_epoch)

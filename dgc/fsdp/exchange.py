@@ -19,6 +19,7 @@ The models of all machines are compared before the first step, because FSDP2 doe
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,7 +40,7 @@ from dgc.compression.route import Route
 from dgc.engine.buckets import PlannedBucket, check_equal_plans
 from dgc.engine.loop import Engine, LossScale, StartOrder, warn_of_drop
 from dgc.engine.momentum import MomentumCheck, observe_steps
-from dgc.engine.state import CountsEpochs, Method
+from dgc.engine.state import HasCompression, Method
 from dgc.fsdp.shards import ParameterGroup, Place, add_gradient, check_all_exchanged, machines, raise_not_exchanged
 
 
@@ -165,7 +166,7 @@ def _digest(tensor: Tensor) -> int:
     return crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
 
 
-class FSDPExchange(CountsEpochs):
+class FSDPExchange(HasCompression):
     """Exchanges the gradients of a sharded model between machines. `dgc.fsdp.compress` makes it.
 
     Save `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state of
@@ -199,8 +200,7 @@ class FSDPExchange(CountsEpochs):
         loss_scale: LossScale,
         steps_per_epoch: int | None,
     ):
-        self._count_epochs(steps_per_epoch)
-        super().__init__(methods, transport)
+        super().__init__(methods, transport, steps_per_epoch)
         self.meter, self.dropped_steps = TrafficMeter(), 0
         self._plans, self._transport, self._name = plans, transport, name
         self._planned = [bucket for plan in plans for bucket in plan.buckets]
@@ -218,9 +218,9 @@ class FSDPExchange(CountsEpochs):
         self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
         self._momentum: WeakKeyDictionary[Optimizer, MomentumCheck] = WeakKeyDictionary()
         self._handle = observe_steps(self.check_step)
-        self._side = self._engine.streams[plans[0].group.device]
+        self._side = side = self._engine.streams.get(plans[0].group.device)
         for g, plan in enumerate(plans):
-            plan.group.install(self._hook_of(g), self._side.stream)
+            plan.group.install(self._hook_of(g), side.stream if side else None)
             plan.group.claim(self)
         self._epochs.begin()
 
@@ -293,7 +293,7 @@ class FSDPExchange(CountsEpochs):
             is_first = self._expected is None
             if is_first:
                 check_equal_models([plan.group for plan in self._plans], self._transport, f"{self._name}.models")
-            with self._side.after_caller():
+            with self._side.after_caller() if self._side else nullcontext():
                 self._start(self._engine.order.start(only_full=False))
                 outcome = self._engine.finish(not is_first, self._reason)
                 if is_first:
@@ -301,7 +301,8 @@ class FSDPExchange(CountsEpochs):
                     self._engine.order = StartOrder(self._expected, self._transport, self._name)
                 if outcome.nonfinite is None:
                     self._deliver(outcome.results)
-            self._side.join()
+            if self._side:
+                self._side.join()
             if outcome.nonfinite is not None:
                 self._drop(outcome.nonfinite)
 

@@ -1,12 +1,15 @@
 """DistributedOptimizer: Horovod's interface with gradient compression.
 
-The exchange of a bucket starts during backward, once all its gradients are computed. `step()` waits for all
-exchanges and then steps the wrapped optimizer on the averages.
+Hooks fill the buckets during backward. The exchange of a full bucket starts at once, if all buckets before it have
+started. `step()` waits for all exchanges and then steps the wrapped optimizer on the averages. In each step every
+rank exchanges all buckets, in the same order. A parameter without a gradient counts as zero.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -22,9 +25,9 @@ from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import PlannedBucket, SparseUpdate, check_agreement, compressors_in_order, plan_buckets
+from dgc.engine.buckets import PlannedBucket, SparseUpdate, check_agreement, plan_buckets, states_in_order
 from dgc.engine.hierarchy import plan_compressors
-from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
+from dgc.engine.loop import Engine, LossScale, Outcome, is_used, warn_of_drop
 from dgc.engine.momentum import MomentumCheck, SupportsCorrectedGradients
 from dgc.engine.options import (
     as_route,
@@ -34,19 +37,19 @@ from dgc.engine.options import (
     check_not_sharded,
     check_not_wrapped,
     check_transport,
+    claim,
     loss_of,
     name_parameters,
     reduction_factor,
-    register_compressors,
+    release,
     unique_prefix,
 )
-from dgc.engine.state import CountsEpochs
+from dgc.engine.state import check_steps_per_epoch
 from dgc.optim.broadcast import create_state
-from dgc.optim.gradients import GradientExchange
 from dgc.optim.wrapper import Wrapper
 
 
-class DistributedOptimizer(CountsEpochs, Wrapper):
+class DistributedOptimizer(Wrapper):
     """Wraps an optimizer: averages its gradients over all ranks with compression, then steps it on the averages.
 
     Learning-rate schedulers, parameter groups and state are those of the wrapped optimizer. Parameters without
@@ -119,7 +122,7 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         check_not_wrapped(named, "DistributedOptimizer")
         self.route = as_route(compression)
         check_not_sharded(named, "DistributedOptimizer", "use dgc.fsdp.compress")
-        self._count_epochs(steps_per_epoch)
+        check_steps_per_epoch(steps_per_epoch)
         check_transport(transport)
         self.transport = transport or default_transport(point_to_point=self.route.point_to_point)
         self.meter = TrafficMeter(self.transport.local_size)
@@ -139,13 +142,11 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         )
         prefix = unique_prefix(self.transport)
         planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
-        compressors = compressors_in_order(planned, named)
-        Wrapper.__init__(self, optimizer, compressors, self.transport)
         self._loss_scale = LossScale(grad_scaler, planned)
         self._momentum = MomentumCheck(optimizer, planned, self.transport, self._factor)
         check_agreement(planned, self.transport)
-        register_compressors(compressors, self.transport)
         self.place, self.part = plan_compressors(planned, self.transport, hierarchical)
+        super().__init__(optimizer, states_in_order(planned, named), self.transport, steps_per_epoch)
         self._engine = Engine(
             [[plan] for plan in planned], self.transport, self.meter, prefix, self._begin_step, self._loss_scale
         )
@@ -176,13 +177,13 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
                 self._loss_scale.multiply_(flat)
         for plan in self.exchange.planned:
             plan.attach()
-        self._make_sparse()
+        if isinstance(self.inner, SparseAdam):
+            self._make_sparse()
 
     def _make_sparse(self) -> None:
         """Give SparseAdam the rows that are not zero. All other optimizers take dense gradients."""
-        if isinstance(self.inner, SparseAdam):
-            for p in self.exchange:
-                p.grad = None if p.grad is None else p.grad.to_sparse(1)
+        for p in self.exchange:
+            p.grad = None if p.grad is None else p.grad.to_sparse(1)
 
     def _finish(self) -> list[tuple[PlannedBucket, Result]]:
         """Finish the exchange. If a result is not finite, every rank drops the step or raises, by `nonfinite`."""
@@ -238,9 +239,10 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
         if self._momentum.watched:
             self._momentum.check(self.inner)
         loss = None if closure is None else loss_of(closure)
-        if self.exchange.is_state_initialisation():
+        if not self.exchange.had_backward and self.exchange.is_state_initialisation():
             if not self.inner.state:
-                self._make_sparse()
+                if isinstance(self.inner, SparseAdam):
+                    self._make_sparse()
                 create_state(self.inner, self.exchange)
                 self._created_state = self.inner.state
             return loss
@@ -301,3 +303,155 @@ class DistributedOptimizer(CountsEpochs, Wrapper):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, size={self.transport.size})"
+
+
+class GradientExchange:
+    """Exchanges the gradients of every step, always in the same buckets.
+
+    A bucket is full when each of its parameters has received `passes` gradients. It starts then, if all buckets
+    before it have started, or at `finish`. Hooks may run in several threads (one per device), so a lock guards the
+    state. A parameter's .grad may change between passes. It must not change between its last gradient and
+    `finish`, whether or not its bucket has started (RuntimeError).
+
+    After an exception in backward, `zero` begins the step again if no bucket has started. Otherwise `finish` must
+    be called, as on the other ranks: gradients that are missing count as zero. After an exception in the exchange
+    itself, `engine.intact` does not let it continue.
+
+    Args:
+        engine: Exchanges the buckets. Each is a group of its own.
+        passes: Backward passes per step.
+    """
+
+    def __init__(self, engine: Engine, passes: int):
+        self.engine, self.passes = engine, passes
+        self.planned = [plan for group in engine.groups for plan in group]
+        self.had_backward = False
+        self.averaged = False  # whether .grad holds the results of `finish`, with nothing added since
+        self._lock = threading.RLock()
+        self.slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}
+        self._handles: list[Any] = [
+            p.register_post_accumulate_grad_hook(partial(self._hook, b, i)) for p, (b, i) in self.slots.items()
+        ]
+        claim(self.slots, self, "DistributedOptimizer")
+        self._reset()
+
+    def _reset(self) -> None:
+        # of each parameter of each bucket: missing gradients, and the complete one with its version
+        self._passes_left: list[list[int]] = []
+        self._final_gradients: list[list[tuple[Tensor, int] | None]] = []
+        for plan in self.planned:
+            self._passes_left.append([self.passes] * len(plan.parameters))
+            self._final_gradients.append([None] * len(plan.parameters))
+        self.engine.reset()
+
+    def __contains__(self, p: object) -> bool:
+        return p in self.slots
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.slots)
+
+    def _hook(self, b: int, i: int, p: Tensor) -> None:
+        """Called when parameter i of bucket b has received a gradient."""
+        with self._lock:
+            self.had_backward, self.averaged = True, False
+            left = self._passes_left[b]
+            if left[i] == 0:
+                raise RuntimeError(
+                    f"{self.planned[b].bucket.segments[i].name} received more gradients than "
+                    f"backward_passes_per_step={self.passes} since the last step() or synchronize(). If an "
+                    "exception ended an earlier backward, call zero_grad() after it"
+                )
+            self.planned[b].collect(i)
+            left[i] -= 1
+            if left[i] == 0:
+                assert p.grad is not None
+                self._final_gradients[b][i] = p.grad, p.grad._version
+                if self.engine.order.add(b):
+                    for full in self.engine.order.start():
+                        self._start(full)
+                    self.engine.advance()
+
+    def _check_unchanged(self, b: int) -> None:
+        """Raise RuntimeError if a complete gradient has changed, as sent values would depend on timing."""
+        plan = self.planned[b]
+        for i, final in enumerate(self._final_gradients[b]):
+            if final is not None and (plan.parameters[i].grad is not final[0] or final[0]._version != final[1]):
+                name = plan.bucket.segments[i].name
+                raise RuntimeError(
+                    f"the gradient of {name} changed between backward and step() or synchronize(), while it is "
+                    "exchanged: call optimizer.synchronize() first, then clip, then step() inside "
+                    "optimizer.skip_synchronize()"
+                )
+
+    def _start(self, b: int) -> None:
+        plan = self.planned[b]
+        self._check_unchanged(b)
+        self.engine.start(b)
+        if plan.bucket.is_flat:
+            plan.attach()  # the gradients were copied: free the originals
+            for i, view in enumerate(plan.views):
+                self._final_gradients[b][i] = view, view._version
+
+    def finish(self) -> Outcome:
+        """Start the buckets that backward did not fill, and wait for all. There is one result per bucket."""
+        with self._lock, torch.no_grad():
+            for b in range(len(self.planned)):
+                self._check_unchanged(b)
+            with self.engine.intact:
+                for b in self.engine.order.start(only_full=False):
+                    plan = self.planned[b]
+                    for i in range(len(plan.parameters)):
+                        plan.collect(i)
+                    self._start(b)
+                outcome = self.engine.finish(learn=True)
+                for plan in self.planned:
+                    if plan.bucket.is_flat:
+                        plan.attach()
+                    plan.bucket.release()
+                self._reset()
+                self.averaged = True
+            return outcome
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop all gradients, or make them zero views into the buckets.
+
+        Dropping is faster: backward then stores a new gradient instead of adding to zeros.
+        """
+        self.engine.intact.check()
+        if self.engine.in_flight:
+            raise RuntimeError(
+                "zero_grad() between backward and step() or synchronize(), while gradients are in flight. After "
+                "an exception in backward call step() all the same, as other ranks do: what is missing is zero"
+            )
+        for plan in self.planned:
+            if set_to_none:
+                plan.is_attached = False
+                for p in plan.parameters:
+                    p.grad = None
+            else:
+                plan.bucket.flat.zero_()
+                plan.attach()
+        self._reset()
+        self.averaged = False
+
+    def is_state_initialisation(self) -> bool:
+        """Whether hvd.broadcast_optimizer_state called step() on zero gradients to create optimizer state.
+
+        Only the ranks without state do so. Nothing may be exchanged, and no weight may change.
+        """
+        gradients = [p.grad for p in self.slots]
+        foreign = [
+            p.grad
+            for plan in self.planned
+            for i, p in enumerate(plan.parameters)
+            if p.grad is not None and not plan.is_view(i, p.grad)
+        ]
+        if not foreign or len(foreign) < len(gradients):
+            return False
+        # small ones first: one of them usually ends the search
+        return not any(g.count_nonzero() for g in sorted(foreign, key=Tensor.numel))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        release(self.slots)

@@ -12,7 +12,7 @@ With decoupled_weight_decay, p = p - lr wd p for all parameters, without momentu
 2019, arXiv 1711.05101).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,17 +82,20 @@ class DGCSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any:
         """Update the parameters. `sparse` replaces the .grad of its parameters; frozen ones stay unchanged."""
-        loss = loss_of(closure)
-        updated = {p for update in sparse for p in update.parameters if p.requires_grad}
-        lrs = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        loss = None if closure is None else loss_of(closure)
+        updated: set[Tensor] = set()
+        for update in sparse:
+            updated.update(update.parameters)
+        lrs: dict[Tensor, float] = {}
         for group in self.param_groups:
             for p in group["params"]:
-                if p in updated:
+                lrs[p] = group["lr"]
+                if p in updated and p.requires_grad:
                     self._apply_dense(p, None, group)
                 elif p.grad is not None:
                     self._apply_dense(p, p.grad, group)
         for update in sparse:
-            _subtract(update, [lrs[p] for p in update.parameters])
+            _subtract(update, lrs)
         return loss
 
     def _apply_dense(self, p: Tensor, gradient: Tensor | None, group: dict[str, Any]) -> None:
@@ -122,7 +125,8 @@ class DGCSGD(Optimizer):
         elif buffer.stride() != p.stride():  # loaded from a checkpoint of another memory format
             buffer = self.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(buffer)
         settings = (group["lr"], group["weight_decay"], group["momentum"], group["nesterov"])
-        kernels.of(p).selection.decay_(_in_memory_order(p), _in_memory_order(buffer), *settings)
+        flat, momentum = p.as_strided((p.numel(),), (1,)), buffer.as_strided((p.numel(),), (1,))
+        kernels.of(p).selection.decay_(flat, momentum, *settings)
 
     def _with_momentum(self, p: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
         momentum = group["momentum"]
@@ -136,18 +140,17 @@ class DGCSGD(Optimizer):
         return direction.add(buffer, alpha=momentum) if group["nesterov"] else buffer
 
 
-def _subtract(update: SparseUpdate, lrs: Sequence[float]) -> None:
-    """p = p - lr * gradient, at the elements of the update."""
-    in_place = [p.requires_grad and fills_a_block(p) for p in update.parameters]
-    targets = [
-        _in_memory_order(p) if direct else torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
-        for p, direct in zip(update.parameters, in_place, strict=True)
-    ]
-    kernels.of(update.values).selection.subtract_at_(targets, update.bounds, update.indices, update.values, lrs)
-    for p, direct, target in zip(update.parameters, in_place, targets, strict=True):
-        if not direct and p.requires_grad:
-            p.add_(target.view(p.shape))
-
-
-def _in_memory_order(p: Tensor) -> Tensor:
-    return p.as_strided((p.numel(),), (1,))
+def _subtract(update: SparseUpdate, lrs: Mapping[Tensor, float]) -> None:
+    """p = p - lr * gradient, at the elements of the update. lrs: by parameter."""
+    targets, aside = [], []  # aside: differences of parameters that do not fill a block
+    for p in update.parameters:
+        if p.requires_grad and (p.is_contiguous() or fills_a_block(p)):
+            targets.append(p.as_strided((p.numel(),), (1,)))
+        else:
+            targets.append(torch.zeros(p.numel(), dtype=p.dtype, device=p.device))
+            aside.append((p, targets[-1]))
+    rates = list(map(lrs.__getitem__, update.parameters))
+    kernels.of(update.values).selection.subtract_at_(targets, update.bounds, update.indices, update.values, rates)
+    for p, difference in aside:
+        if p.requires_grad:
+            p.add_(difference.view(p.shape))

@@ -8,9 +8,8 @@ from torch.optim import Optimizer
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import SparseOrDense
 from dgc.engine.options import load_optimizer_state
-from dgc.engine.state import HasCompression, Method
+from dgc.engine.state import BucketStates, HasCompression, Method
 
 
 class Wrapper(HasCompression, Optimizer):
@@ -23,16 +22,23 @@ class Wrapper(HasCompression, Optimizer):
         inner: The wrapped optimizer.
         methods: Its compressors, or its gossip algorithm.
         transport: Connects all ranks.
+        steps_per_epoch: Count epochs by steps.
     """
 
     transport: Transport
     meter: TrafficMeter
     dropped_steps: int  # number of steps dropped because of NaN or inf in a gradient
 
-    def __init__(self, inner: Optimizer, methods: Sequence[Method], transport: Transport):
+    def __init__(
+        self,
+        inner: Optimizer,
+        methods: Sequence[Method],
+        transport: Transport,
+        steps_per_epoch: int | None = None,
+    ):
         # Optimizer.__init__ is not called: it would create its own groups and hooks
         self.inner: Any = inner
-        HasCompression.__init__(self, methods, transport)
+        HasCompression.__init__(self, methods, transport, steps_per_epoch)
 
     # --- the wrapped optimizer ---------------------------------------------------------------------
 
@@ -104,5 +110,6 @@ class Wrapper(HasCompression, Optimizer):
 
     def metrics(self) -> dict[str, float]:
         """Return further values of the last step, for logs."""
-        shares = [m.dense_share for m in self._methods if isinstance(m, SparseOrDense)]
+        states = [m for m in self._methods if isinstance(m, BucketStates)]
+        shares = [m.dense_share for m in states if m.dense_share is not None]
         return {"dense_share": max(shares)} if shares else {}

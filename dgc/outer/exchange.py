@@ -15,15 +15,15 @@ from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.engine.agreement import Agreement
-from dgc.engine.buckets import MEGABYTE, compressors_in_order, plan_buckets
+from dgc.engine.buckets import MEGABYTE, keep_states, plan_buckets, states_in_order
 from dgc.engine.loop import Engine, warn_of_drop
 from dgc.engine.options import register_compressors
+from dgc.engine.state import BucketStates, named_methods
 from dgc.gossip.model import FlatModel
 from dgc.outer.optimizers import OuterOptimizer
-from dgc.state import FlatState, check_count, check_mapping, check_tensor
+from dgc.state import check_count, check_mapping, check_tensor, zeros
 
 
 def divide(segments: Sequence[Segment], fragment_mb: float | None) -> list[list[Segment]]:
@@ -67,11 +67,9 @@ class Fragment:
         self.model, self.segments = model, segments
         named = [(s.name, s.of(model.z)) for s in segments]
         self.planned = plan_buckets(named, route.compressor_for, bucket_mb, name)
-        self._z0 = FlatState("z0")
-        for plan in self.planned:
-            self._z0.add(plan.bucket)
         buckets = [(plan.bucket, s) for plan in self.planned for s in plan.bucket.segments]
-        z0 = {s.name: s.of(self._z0[bucket]) for bucket, s in buckets}
+        flat = {plan.bucket.name: zeros(plan.bucket) for plan in self.planned}
+        z0 = {s.name: s.of(flat[bucket.name]) for bucket, s in buckets}
         mean = {s.name: s.of(bucket.flat) for bucket, s in buckets}
         self._tensors = [(s, z0[s.name], mean[s.name]) for s in segments]
         self.optimizer = outer(list(z0.values()))
@@ -153,14 +151,16 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         outer = {s.name: _copied(self.optimizer.state.get(z0, {})) for s, z0, _ in self._tensors}
-        return {"z0": self._z0.state_dict(), "outer": outer}
+        return {"z0": {s.name: z0.clone() for s, z0, _ in self._tensors}, "outer": outer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this fragment's part of a state of all fragments."""
-        names = {s.name for s in self.segments}
-        self._z0.load_state_dict({name: z0 for name, z0 in state["z0"].items() if name in names})
+        for segment, _, _ in self._tensors:
+            check_tensor(f"z0 of {segment.name}", state["z0"][segment.name], segment.shape)
+        for segment, z0, _ in self._tensors:
+            z0.copy_(state["z0"][segment.name])
         check_mapping("outer", state["outer"])
-        missing = sorted(names - state["outer"].keys())
+        missing = sorted({s.name for s in self.segments} - state["outer"].keys())
         if missing:
             raise ValueError(f"outer optimizer of another model: missing {missing}")
         for segment, z0, _ in self._tensors:
@@ -186,7 +186,6 @@ AGREE = (
     "every rank must step its optimizers in the same order, and SlowMo and 0/1 Adam need the same learning rate "
     "on all ranks: give a ReduceLROnPlateau the mean of their losses"
 )
-SERVER_ERRORS = "server_errors"  # what a rank has not sent of the mean: each rank has a part
 
 
 @checked
@@ -231,10 +230,9 @@ class OuterExchange:
             s.name: p for plan in planned for s, p in zip(plan.bucket.segments, plan.parameters, strict=True)
         }
         named = [(s.name, tensor_of[s.name]) for fragment in fragments for s in fragment.segments]
-        self.compressors = compressors_in_order(planned, named)
-        register_compressors(self.compressors, transport)
-        for plan in planned:
-            plan.compressor.plan(plan.bucket, transport.size, transport.rank)
+        register_compressors(dict.fromkeys(plan.compressor for plan in planned), transport)
+        keep_states(planned, transport.size, transport.rank)
+        self.states = states_in_order(planned, named)
         # GossipOptimizer counts the dense bytes of all steps
         self._engine = Engine([f.planned for f in fragments], transport, meter, name, counts_dense=False)
         self._agreement = Agreement(transport, optimizer_text(name, named), "an exchange of outer steps", AGREE)
@@ -326,14 +324,14 @@ class OuterExchange:
         return {
             "z0": {name: z0 for part in parts for name, z0 in part["z0"].items()},
             "outer": {name: outer for part in parts for name, outer in part["outer"].items()},
-            "compression": {name: compressor.state_dict() for name, compressor in self._named()},
+            "compression": {name: states.state_dict() for name, states in self._named().items()},
             "flight": None if self._flight is None else asdict(self._flight),
             "means": {name: mean for fragment in self._in_flight() for name, mean in fragment.means().items()},
             "dropped": self.dropped,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        compressors, saved = dict(self._named()), state["compression"]
+        compressors, saved = self._named(), state["compression"]
         for part in ("compression", "z0"):
             check_mapping(part, state[part])
         if compressors.keys() != saved.keys():
@@ -360,18 +358,18 @@ class OuterExchange:
 
     def join(self) -> None:
         """Forget the error state of the rank whose state was loaded, and continue from z0."""
-        for compressor in self.compressors:
-            compressor.load_state_dict(without_errors(compressor.state_dict()))
-            if any(bool(error.any()) for error in compressor.errors()):
+        for states in self.states:
+            states.load_state_dict(without_errors(states.state_dict()))
+            if any(bool(error.any()) for error in states.errors()):
                 raise ValueError(
-                    f"{type(compressor).__name__} cannot join: its state must have what is not sent under one of "
+                    f"{states.compressor.name} cannot join: its state must have what is not sent under one of "
                     f"the keys {', '.join(ERRORS)}, by parameter name"
                 )
         for fragment in self.fragments:
             fragment.merge(0.0)
 
-    def _named(self) -> list[tuple[str, Any]]:
-        return [(f"{type(c).__name__}.{i}", c) for i, c in enumerate(self.compressors)]
+    def _named(self) -> dict[str, BucketStates]:
+        return named_methods(self.states)
 
 
 def _flight_from(state: Any) -> Flight:
@@ -385,11 +383,6 @@ def _flight_from(state: Any) -> Flight:
 def optimizer_text(name: str, named: Sequence[tuple[str, Tensor]]) -> str:
     """The optimizer of a model, for errors."""
     return f"{name} (of {len(named)} tensors, the first {named[0][0]})"
-
-
-def keeps_own_errors(compressor: Compressor) -> bool:
-    """Whether the compressor has its error state on the rank whose pseudo-gradients it is of."""
-    return SERVER_ERRORS not in compressor.state_dict()
 
 
 def without_errors(state: Mapping[str, Any]) -> dict[str, Any]:

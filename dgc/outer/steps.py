@@ -50,9 +50,10 @@ from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_equal
 from dgc.engine.options import as_route
+from dgc.engine.state import BucketStates
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
-from dgc.outer.exchange import EXCHANGE_STATE, Fragment, OuterExchange, divide, keeps_own_errors
+from dgc.outer.exchange import EXCHANGE_STATE, Fragment, OuterExchange, divide
 from dgc.outer.optimizers import OuterOptimizer, average
 from dgc.state import check_count, check_tensor
 
@@ -140,12 +141,12 @@ def check_momentum(route: Route) -> None:
             )
 
 
-def check_alpha(alpha: float, compressors: Iterable[Compressor]) -> None:
+def check_alpha(alpha: float, methods: Iterable[BucketStates]) -> None:
     """Raise ValueError if what a compressor keeps for later would stay in the model as well, and be sent twice."""
-    for compressor in compressors:
-        if alpha and any(True for _ in compressor.errors()):
+    for states in methods:
+        if alpha and any(True for _ in states.errors()):
             raise ValueError(
-                f"alpha={alpha} keeps a share of the rank's own model, and {type(compressor).__name__} sends "
+                f"alpha={alpha} keeps a share of the rank's own model, and {states.compressor.name} sends "
                 "later what it has not sent of it, which would count twice: use alpha=0, or a compressor without "
                 "error state such as FP16Compressor()"
             )
@@ -259,13 +260,13 @@ class OuterSteps:
         check_momentum(self.compression)
         self.steps = 0
         self.island: int | None = None  # set by `start`
-        self._compressors: list[Compressor] = [rule.compressor for rule in self.compression.rules]
+        self._methods: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
         self.compress_ratio = self._ratio()
 
     def _ratio(self) -> float:
         if self.base is not None:
             return self.base.compress_ratio
-        return min(c.compress_ratio for c in self._compressors) / self.average_every
+        return min(c.compress_ratio for c in self._methods) / self.average_every
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -289,19 +290,21 @@ class OuterSteps:
             for fragment in fragments:
                 fragment.check_learning_rate()
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
-        self._compressors = self.exchange.compressors
-        check_alpha(self.alpha, self._compressors)
+        self._methods = self.exchange.states
+        check_alpha(self.alpha, self._methods)
         self.compress_ratio = self._ratio()
         # by the rules, because the ranks of a machine may have other tensors, and so other compressors
         chosen = [rule.compressor for rule in self.compression.rules]
-        can_join = self.base is None and all(keeps_own_errors(c) and keeps_own_errors(c.fallback) for c in chosen)
+        can_join = self.base is None and not any(
+            c.keeps_server_errors or c.fallback.keeps_server_errors for c in chosen
+        )
         self.island = transport.rank if can_join else None
 
     def begin_epoch(self, epoch: int) -> None:
         if self.base is not None:
             self.base.begin_epoch(epoch)
-        for compressor in self._compressors:
-            compressor.begin_epoch(epoch)
+        for method in self._methods:
+            method.begin_epoch(epoch)
         self.compress_ratio = self._ratio()
 
     def begin_step(self) -> None:
@@ -388,8 +391,8 @@ class OuterSteps:
     def errors(self) -> Iterable[Tensor]:
         if self.base is not None:
             yield from self.base.errors()
-        for compressor in self._compressors:
-            yield from compressor.errors()
+        for states in self.exchange.states:
+            yield from states.errors()
 
     def close(self) -> None:
         if self.base is not None:

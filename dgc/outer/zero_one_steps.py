@@ -46,9 +46,10 @@ from dgc.compression.double_squeeze import DoubleSqueezeCompressor
 from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.route import Route
 from dgc.engine.agreement import Agreement, check_equal, check_settings
-from dgc.engine.buckets import compressors_in_order, plan_buckets
+from dgc.engine.buckets import keep_states, plan_buckets, states_in_order
 from dgc.engine.loop import Engine, warn_of_drop
 from dgc.engine.options import as_route, register_compressors
+from dgc.engine.state import BucketStates, named_methods
 from dgc.gossip.model import FlatModel
 from dgc.outer.exchange import AGREE, optimizer_text
 from dgc.outer.steps import COMMON_START, check_momentum
@@ -84,13 +85,14 @@ class ZeroOneExchange:
     ):
         named = [(s.name, s.of(model.z)) for s in model.segments]
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, name)
-        self.compressors = compressors_in_order(self._planned, named)
-        register_compressors(self.compressors, transport)
-        for plan in self._planned:
-            plan.compressor.plan(plan.bucket, transport.size, transport.rank)
+        register_compressors(dict.fromkeys(plan.compressor for plan in self._planned), transport)
+        keep_states(self._planned, transport.size, transport.rank)
+        self.states = states_in_order(self._planned, named)
         self.parts = {s.name: s.of(plan.bucket.flat) for plan in self._planned for s in plan.bucket.segments}
         self.dropped = 0
-        self._gradients = gradients
+        self._gradients = BucketStates(gradients)
+        for plan in self._planned:
+            self._gradients.add(plan.bucket, transport.size, transport.rank)
         # GossipOptimizer counts the dense bytes of all steps
         self._engine = Engine([[p] for p in self._planned], transport, meter, name, counts_dense=False)
         self._agreement = Agreement(transport, optimizer_text(name, named), "an exchange of 0/1 Adam", AGREE)
@@ -112,9 +114,9 @@ class ZeroOneExchange:
         """
         with self._agreement.exchange():
             self._agreement.begin(are_gradients=are_gradients, **common)
-            method, suffix = (self._gradients, ".gradients") if are_gradients else (None, "")
+            states, suffix = (self._gradients, ".gradients") if are_gradients else (None, "")
             for b in range(len(self._planned)):
-                self._engine.start(b, method, suffix)
+                self._engine.start(b, states, suffix)
             self._agreement.end()
             outcome = self._engine.finish()
         if outcome.nonfinite is not None:
@@ -131,24 +133,21 @@ class ZeroOneExchange:
             warn_of_drop(f"in an exchange of 0/1 Adam, {reason}", effect, "dropped_exchanges")
 
     def errors(self) -> Iterable[Tensor]:
-        return (error for compressor in self.compressors for error in compressor.errors())
+        return (error for states in self.states for error in states.errors())
 
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        compression = {name: compressor.state_dict() for name, compressor in self._named()}
+        compression = {name: states.state_dict() for name, states in named_methods(self.states).items()}
         return {"compression": compression, "dropped": self.dropped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        compressors, saved = dict(self._named()), state["compression"]
+        compressors, saved = named_methods(self.states), state["compression"]
         if compressors.keys() != saved.keys():
             raise ValueError(f"state of other compressors: {sorted(saved)}, not {sorted(compressors)}")
         for name, compressor in compressors.items():
             compressor.load_state_dict(saved[name])
         self.dropped = state["dropped"]
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return [(f"{type(c).__name__}.{i}", c) for i, c in enumerate(self.compressors)]
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ class ZeroOneSteps:
         self.gradients = for_gradients(gradients)
         self.bucket_mb = bucket_mb
         self.local_steps = 0  # since the last exchange
-        self._compressors: list[Compressor] = [rule.compressor for rule in self.compression.rules]
+        self._methods: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
         self._adam: ZeroOneAdam | None = None
 
     @property
@@ -265,7 +264,7 @@ class ZeroOneSteps:
         t = 0 if self._adam is None else self._adam.steps
         if self.schedule.updates_variance(t):
             return 1.0
-        return min(c.compress_ratio for c in self._compressors) / self.schedule.interval(t)
+        return min(c.compress_ratio for c in self._methods) / self.schedule.interval(t)
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -286,7 +285,7 @@ class ZeroOneSteps:
         self.exchange = ZeroOneExchange(
             model, self.compression, self.gradients, self.bucket_mb, transport, meter, f"{name}.u"
         )
-        self._compressors = self.exchange.compressors
+        self._methods = self.exchange.states
         group_of = {p: g for g, group in enumerate(adam.param_groups) for p in group["params"]}
         check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
         self._z0 = model.z.clone()
@@ -308,8 +307,8 @@ class ZeroOneSteps:
         return self._adam
 
     def begin_epoch(self, epoch: int) -> None:
-        for compressor in self._compressors:
-            compressor.begin_epoch(epoch)
+        for method in self._methods:
+            method.begin_epoch(epoch)
 
     def begin_step(self) -> None:
         return None

@@ -27,14 +27,15 @@ from torch import Tensor
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllGather, Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import MomentumCorrection, Result, StatelessCompressor
+from dgc.compression.protocol import Compressor, MomentumCorrection, Reduced
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
+from dgc.state import State
 
 
 class DGC(ErrorFeedback):
     """compress_ratio: D. momentum: m. masking: of U. thr_G: local limit, N ** -0.5 of the global one, or None."""
 
-    letters = ("U", "V")
+    error, others = "V", ("U",)
 
     def __init__(
         self,
@@ -45,13 +46,12 @@ class DGC(ErrorFeedback):
         thr_G: float | None = None,
         warmup_epochs: int = 0,
     ):
-        super().__init__()
         self.D, self.m, self.nesterov, self.masking = compress_ratio, momentum, nesterov, masking
         self.thr_G, self.warmup, self.correction = thr_G, warmup_epochs, MomentumCorrection(momentum, nesterov)
         self.begin_epoch(0)
 
     @property
-    def fallback(self) -> StatelessCompressor:
+    def fallback(self) -> Compressor:
         return DenseCompressor()
 
     def accepts(self, segment: Segment) -> bool:
@@ -60,19 +60,20 @@ class DGC(ErrorFeedback):
     def begin_epoch(self, epoch: int) -> None:
         self.compress_ratio = max(0.25 ** (epoch + 1), self.D) if epoch < self.warmup else self.D
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        (G, bad), (U, V), m = gradient_of(bucket), self.state[bucket.name], self.m
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        (G, bad), U, V, m = gradient_of(bucket), state.local["U"], state.errors["V"], self.m
         if self.thr_G is not None:
             G = torch.cat([G_j * (self.thr_G / (G_j.norm() + 1e-6)).clamp(max=1) for G_j in parts_of(bucket, G)])
         U = m * (U + G) if self.nesterov else m * U + G
         V = V + U + G if self.nesterov else V + U  # momentum correction
-        self.unsent[bucket.name] = (U, V)
+        unsent = state.next(local={"U": U}, errors={"V": V})
         tensors = zip(bucket.segments, parts_of(bucket, V), strict=True)
         chosen = torch.cat([j.offset + self.largest(V_j) for j, V_j in tensors])
         Mask = (V != 0) & torch.zeros_like(V, dtype=torch.bool).index_fill(0, chosen, True)
-        self.state[bucket.name] = (U.masked_fill(Mask & self.masking, 0.0), V.masked_fill(Mask, 0.0))  # not Mask
+        U, rest = U.masked_fill(Mask & self.masking, 0.0), V.masked_fill(Mask, 0.0)  # not Mask
         indices, values, flags = yield (AllGather(chosen), AllGather(V[chosen]), AllGather(bad))
-        return result_of(bucket, sparse_sum(indices, values, V) / len(values), flags)
+        result = result_of(bucket, sparse_sum(indices, values, V) / len(values), flags)
+        return Reduced(result, state.next(local={"U": U}, errors={"V": rest}), dropped=unsent)
 
     def largest(self, V_j: Float32[Tensor, "n"]) -> Int64[Tensor, "k"]:
         """Indices of the k = ceil(D n) largest magnitudes, blind to the rounding of D n: 7% of 100 are 7."""

@@ -2,55 +2,28 @@
 NaN, inf and 2**64 or more in a gradient count as zero and are told to every rank; the caller drops the step."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.compression.envelope import first_nonfinite_message, overflow_message
-from dgc.compression.protocol import DenseResult, StatelessCompressor
+from dgc.compression.envelope import first_nonfinite_message
+from dgc.compression.protocol import Compressor, DenseResult, MomentumCorrection
+from dgc.state import State, zeros
 
 
-class ErrorFeedback(StatelessCompressor):
-    """letters: names of the state's vectors [n]; the last waits to be sent. unsent: that of a dropped step."""
+class ErrorFeedback(Compressor):
+    """error: name of what waits to be sent. others: names of further vectors [n] of the state."""
 
-    letters: tuple[str, ...] = ("e",)
+    compress_ratio: float = 1.0
+    correction: MomentumCorrection | None = None
+    error: str = "e"
+    others: tuple[str, ...] = ()
 
-    def __init__(self) -> None:
-        self._buckets: dict[str, Bucket] = {}
-        self.state: dict[str, tuple[Tensor, ...]] = {}
-        self.unsent: dict[str, tuple[Tensor, ...]] = {}
-
-    def plan(self, bucket: Bucket, size: int, rank: int) -> None:
-        zeros = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.device)
-        self._buckets[bucket.name], self.state[bucket.name] = bucket, (zeros,) * len(self.letters)
-
-    def rollback(self, bucket: Bucket) -> None:
-        self.state[bucket.name] = self.unsent[bucket.name]
-
-    def errors(self) -> Iterable[Tensor]:
-        return [vectors[-1] for vectors in self.state.values()]
-
-    def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {letter: {} for letter in self.letters}
-        for name, bucket in self._buckets.items():
-            for letter, vector in zip(self.letters, self.state[name], strict=True):
-                saved[letter] |= {s.name: s.of(vector).clone() for s in bucket.segments}
-        return saved
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if {a: set(state[a]) for a in state} != {a: set(own) for a, own in self.state_dict().items()}:
-            raise ValueError(f"state of another compressor or model: {sorted(state)}")
-        loaded = {name: tuple(torch.zeros_like(x) for x in vectors) for name, vectors in self.state.items()}
-        for name, bucket in self._buckets.items():
-            for letter, vector in zip(self.letters, loaded[name], strict=True):
-                for s, saved in ((s, state[letter][s.name]) for s in bucket.segments):
-                    if tuple(saved.shape) != s.shape or not bool(saved.isfinite().all()):
-                        raise ValueError(f"{letter} of {s.name} has NaN, inf or another shape than {s.shape}")
-                    s.of(vector).copy_(saved)
-        self.state = loaded
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        others = {name: zeros(bucket) for name in self.others}
+        return State(size, rank, errors={self.error: zeros(bucket)}, local=others)
 
 
 def parts_of(bucket: Bucket, vector: Shaped[Tensor, "n"]) -> Sequence[Tensor]:
@@ -77,5 +50,4 @@ def sparse_sum(indices: Sequence[Tensor], values: Sequence[Tensor], like: Tensor
 def result_of(bucket: Bucket, mean: Float32[Tensor, "n"], bad: Iterable[Tensor]) -> DenseResult:
     """bad: by rank, the second of `gradient_of`."""
     bucket.flat.copy_(mean)
-    nonfinite = first_nonfinite_message(bucket, [int(number) for number in bad])
-    return DenseResult(nonfinite or overflow_message(bucket))
+    return DenseResult(first_nonfinite_message(bucket, [int(number) for number in bad]))

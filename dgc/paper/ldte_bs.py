@@ -29,29 +29,29 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.protocol import Result
+from dgc.compression.protocol import Reduced
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
+from dgc.state import State
 
 
 class LDTEBS(ErrorFeedback):
     """compress_ratio: D. lower, upper: counts that are accepted, by k. passes: counts at most."""
 
     def __init__(self, compress_ratio: float, lower: float = 0.8, upper: float = 1.25, passes: int = 12):
-        super().__init__()
         self.compress_ratio, self.lower, self.upper, self.passes = compress_ratio, lower, upper, passes
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        (g, bad), (e,) = gradient_of(bucket), self.state[bucket.name]
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        (g, bad), e = gradient_of(bucket), state.errors["e"]
         v = e + g
-        self.unsent[bucket.name] = (v,)
         ks = [ceil(self.compress_ratio * s.numel * (1 - 1e-9)) for s in bucket.segments]
         indices, values = v.new_zeros(sum(ks), dtype=torch.int64), v.new_zeros(sum(ks))
         tensors = zip(bucket.segments, parts_of(bucket, v), ks, strict=True)
         chosen = torch.cat([s.offset + self.select(v_j.abs(), k) for s, v_j, k in tensors])
         indices[: len(chosen)], values[: len(chosen)] = chosen, v[chosen]
-        self.state[bucket.name] = (v.index_fill(0, chosen, 0.0),)
+        e = v.index_fill(0, chosen, 0.0)
         indices, values, flags = yield (AllGather(indices), AllGather(values), AllGather(bad))
-        return result_of(bucket, sparse_sum(indices, values, v) / len(values), flags)
+        result = result_of(bucket, sparse_sum(indices, values, v) / len(values), flags)
+        return Reduced(result, state.next(errors={"e": e}), state.next(errors={"e": v}))
 
     def select(self, a: Float32[Tensor, "n"], k: int) -> Int64[Tensor, "count"]:
         """Indices of at most k of one tensor's magnitudes that reach the threshold, the largest first."""

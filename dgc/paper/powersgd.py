@@ -9,10 +9,11 @@ At worker w, gradient g_w is a matrix [n, m] with an error e_w, at first 0, and 
     e_w = Delta_w - P^ Q_w^T                         the update is P^ Q^T
 
 Differences from the paper: r is at most n and m. Momentum, the end of Algorithm 2, is the optimizer's. Dependent
-columns of P, and NaN or inf in a gradient, are not handled. Of the compressor protocol there is `reduce` alone.
+columns of P, and NaN or inf in a gradient, are not handled. Factors are not saved.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.protocol import DenseResult, Result
+from dgc.compression.protocol import Compressor, DenseResult, Reduced
+from dgc.state import State
 
 Draw = Callable[[str, int, int, int], Tensor]
 
@@ -50,31 +52,38 @@ def decompress(P_hat: Float[Tensor, "n r"], Q: Float[Tensor, "m r"]) -> Float[Te
     return P_hat @ Q.T
 
 
-class PowerSGD:
+@dataclass(eq=False)
+class Factors(State):
+    """Q: of each matrix, by name. steps: t."""
+
+    Q: dict[str, Tensor] = field(default_factory=dict)
+
+
+class PowerSGD(Compressor):
     """Algorithm 2. rank: r. draw(name, t, m, r): a random Q [m, r] for step t, the same on all workers.
     warm_start: begin with the Q of the step before. error_feedback: keep e_w.
     """
 
     def __init__(self, rank: int, draw: Draw, warm_start: bool = True, error_feedback: bool = True):
         self.rank, self.draw, self.warm_start, self.error_feedback = rank, draw, warm_start, error_feedback
-        self.t = 0
-        self.e: dict[str, Tensor] = {}
-        self.Q: dict[str, Tensor] = {}
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
+    def init(self, bucket: Bucket, size: int, rank: int) -> Factors:
+        return Factors(size, rank, errors={"e": torch.zeros_like(bucket.flat)})
+
+    def reduce(self, bucket: Bucket, state: Factors) -> Conversation[Reduced]:
+        new = state.next(errors={"e": torch.zeros_like(state.errors["e"])}, Q=dict(state.Q))
         for s in bucket.segments:
             g_w = s.of(bucket.flat)
             if g_w.dim() < 2:  # vectors are aggregated uncompressed
                 (update,) = yield (AllReduce(g_w.clone()),)
             else:
-                delta_w = (g_w + self.e.get(s.name, 0)).flatten(1)
-                if not self.warm_start or s.name not in self.Q:
-                    n, m = delta_w.shape
-                    self.Q[s.name] = self.draw(s.name, self.t, m, min(self.rank, n, m)).to(delta_w)
-                P_hat, Q_w, self.Q[s.name] = yield from compress_aggregate(delta_w, self.Q[s.name])
+                delta_w = (g_w + s.of(state.errors["e"])).flatten(1)
+                (n, m), Q = delta_w.shape, state.Q.get(s.name)
+                if Q is None or not self.warm_start:
+                    Q = self.draw(s.name, state.steps, m, min(self.rank, n, m)).to(delta_w)
+                P_hat, Q_w, new.Q[s.name] = yield from compress_aggregate(delta_w, Q)
                 if self.error_feedback:
-                    self.e[s.name] = (delta_w - decompress(P_hat, Q_w)).view(s.shape)
-                update = decompress(P_hat, self.Q[s.name])
+                    s.of(new.errors["e"]).copy_((delta_w - decompress(P_hat, Q_w)).view(s.shape))
+                update = decompress(P_hat, new.Q[s.name])
             g_w.copy_(update.view(s.shape))
-        self.t += 1
-        return DenseResult()
+        return Reduced(DenseResult(), new)

@@ -26,30 +26,30 @@ from torch.nn.functional import pad
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.protocol import Result
+from dgc.compression.protocol import Reduced
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of
+from dgc.state import State
 
 
 class Threshold(ErrorFeedback):
     """bits: 2 or 1. threshold: t, with 2 bits positive."""
 
-    letters = ("residual",)
+    error = "residual"
 
     def __init__(self, bits: int = 2, threshold: float = 0.5):
-        super().__init__()
         self.bits, self.t, self.compress_ratio = bits, threshold, bits / 32
 
-    def reduce(self, bucket: Bucket) -> Conversation[Result]:
-        (g, bad), (residual,) = gradient_of(bucket), self.state[bucket.name]
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        (g, bad), residual = gradient_of(bucket), state.errors["residual"]
         v = residual + g
-        self.unsent[bucket.name] = (v,)
         codes = torch.cat([self.quantize(part) for part in parts_of(bucket, v)])
-        self.state[bucket.name] = (v - self.dequantize(codes, bucket),)
+        residual = v - self.dequantize(codes, bucket)
         codes, flags = yield (AllGather(codes), AllGather(bad))
         total = torch.zeros_like(v)
         for own in codes:
             total = total + self.dequantize(own, bucket)
-        return result_of(bucket, total / len(codes), flags)
+        result = result_of(bucket, total / len(codes), flags)
+        return Reduced(result, state.next(errors={"residual": residual}), state.next(errors={"residual": v}))
 
     def quantize(self, v: Float32[Tensor, "n"]) -> UInt8[Tensor, "nbytes"]:
         """The codes of one key: 4 ceil(bits n / 32) bytes."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Float32, Int64
@@ -80,15 +81,19 @@ class Plan:
         extra = surplus.where(requested <= free, free * surplus // requested.clamp(min=1))
         return Budget(self.per_tensor.bounds, kept + extra, self.capacity)
 
-    def rows_of_history(self) -> dict[str, dict[str, Tensor]]:
-        """The history by tensor name, independent of the division into buckets."""
-        return {name: {key: h[i].clone() for key, h in self.history.items()} for i, name in enumerate(self.names)}
+    def rows_of_history(self) -> dict[str, dict[str, Any]]:
+        """The history by tensor name, independent of the division into buckets. It belongs to this ratio."""
+        return {
+            name: {"ratio": self.ratio, **{key: h[i].clone() for key, h in self.history.items()}}
+            for i, name in enumerate(self.names)
+        }
 
-    def take_history(self, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads rows of `rows_of_history`, if there are rows for all tensors of this plan."""
+    def take_history(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Loads rows of `rows_of_history`, if there are rows of this ratio for all tensors of this plan."""
         own = [rows.get(name, {}) for name in self.names]
-        for key in own[0] if own and all(row.keys() == own[0].keys() for row in own) else ():
-            self.history[key] = torch.stack([row[key].to(self.device) for row in own])
+        if all(row.keys() == own[0].keys() and row.get("ratio") == self.ratio for row in own):
+            for key in (key for row in own[:1] for key in row if key != "ratio"):
+                self.history[key] = torch.stack([row[key].to(self.device) for row in own])
 
     def _budget(self, bounds: Sequence[int], ks: Sequence[int]) -> Budget:
         return Budget(

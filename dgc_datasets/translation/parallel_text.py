@@ -157,9 +157,7 @@ def find_files(folder: Path, languages: Sequence[str]) -> dict[str, list[Path]]:
 
 def digest(files: dict[str, list[Path]], *settings: float) -> str:
     """A short hash of everything that the encoded files depend on."""
-    facts = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for pair in files.values() for file in pair
-    ]
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for pair in files.values() for file in pair]
     return hashlib.sha256(repr((settings, facts)).encode()).hexdigest()[:12]
 
 

@@ -34,9 +34,7 @@ class TrainingProgress:
     best: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
 
-    def add_results(
-        self, results: dict[str, float], metric: str | None, *, lower_is_better: bool = False
-    ) -> bool:
+    def add_results(self, results: dict[str, float], metric: str | None, *, lower_is_better: bool = False) -> bool:
         """Stores the results of an evaluation after `epoch` epochs. Returns whether they are the best so far."""
         self.latest = dict(results)
         # A meter that has counted nothing gives NaN. Any later result counts as better than NaN.

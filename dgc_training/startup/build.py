@@ -12,7 +12,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from dgc.comm import Transport
-from dgc.compression import uses_point_to_point
 from dgc.launch import LaunchError
 from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
 from dgc_training.config import ConfigError, instantiate
@@ -58,7 +57,7 @@ def open_transport(settings: DictConfig, method: Any, connect: Callable[..., Tra
         return connect(
             hierarchical=method.needs_groups if is_gossip else levels,
             timeout=settings.timeout,
-            point_to_point=is_gossip or uses_point_to_point(method),
+            point_to_point=is_gossip or getattr(method, "point_to_point", False),
         )
 
 

@@ -38,9 +38,7 @@ class Translation(Task):
 
     item = "token"
 
-    def __init__(
-        self, setup: Setup, beams: int = 1, length_penalty: float = 0.6, num_samples: int = 8
-    ) -> None:
+    def __init__(self, setup: Setup, beams: int = 1, length_penalty: float = 0.6, num_samples: int = 8) -> None:
         if beams < 1:
             raise ValueError(f"task.beams is {beams}; it must be at least 1")
         if not length_penalty >= 0:

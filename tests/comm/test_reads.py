@@ -10,8 +10,8 @@ from dgc.comm import AllReduce, TrafficMeter
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.comm.requests import Read, next_requests, read
 from dgc.comm.staging import HostCopy
-from dgc.compression import DenseResult, StatelessCompressor
-from dgc.engine.buckets import PlannedBucket
+from dgc.compression import DenseResult, Reduced, StatelessCompressor
+from dgc.engine.buckets import PlannedBucket, keep_states
 from dgc.engine.loop import Engine
 
 
@@ -50,12 +50,9 @@ def reading(rank: int) -> Any:
 class Reading(StatelessCompressor):
     result: Any = None
 
-    def reduce(self, bucket: Any) -> Any:
-        self.result = yield from reading(self.rank)
-        return DenseResult()
-
-    def plan(self, bucket: Any, size: int, rank: int) -> None:
-        self.rank = rank
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        self.result = yield from reading(state.rank)
+        return Reduced(DenseResult(is_finite=True), state)
 
 
 def test_finish_waits_for_what_is_read_and_advance_does_not() -> None:
@@ -66,8 +63,8 @@ def test_finish_waits_for_what_is_read_and_advance_does_not() -> None:
         groups = []
         for name, method in zip("ab", methods, strict=True):
             bucket = make_bucket(name, [(name, torch.zeros(1))])
-            method.plan(bucket, transport.size, transport.rank)
             groups.append([PlannedBucket(bucket, method, (torch.zeros(1),))])
+        keep_states([plan for group in groups for plan in group], transport.size, transport.rank)
         engine = Engine(groups, transport, meter, "test")
         for g in range(2):
             engine.start(g)

@@ -1,5 +1,6 @@
-"""Some compressors and buckets, one for each simulated rank."""
+"""Some compressors and buckets, one for each simulated rank, with their states."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ import torch
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseResult
+from dgc.engine.state import BucketStates
+from dgc.testing import checked_mean
 
 
 class Ranks:
@@ -17,17 +20,21 @@ class Ranks:
             shapes = {f"p{i}": shape for i, shape in enumerate(shapes)}
         named = [(name, torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()]
         self.world = LockstepWorld(size, seed=seed)
-        self.compressors = [make() for _ in range(size)]
+        self.states = [BucketStates(make()) for _ in range(size)]
         self.buckets = [make_bucket("b", named) for _ in range(size)]
-        for rank, (compressor, bucket) in enumerate(zip(self.compressors, self.buckets, strict=True)):
-            compressor.plan(bucket, size, rank)
+        for rank, (states, bucket) in enumerate(zip(self.states, self.buckets, strict=True)):
+            states.add(bucket, size, rank)
+
+    @property
+    def compressors(self) -> Any:
+        return [states.compressor for states in self.states]
 
     def exchange(self, own: Any) -> Any:
         """own: each rank's gradient as a vector. Returns the results by rank, and the mean as a dense vector."""
         for bucket, gradient in zip(self.buckets, own, strict=True):
             bucket.flat.copy_(gradient)
-        conversations = [c.reduce(b) for c, b in zip(self.compressors, self.buckets, strict=True)]
-        results = self.world.converse("b", conversations)
+        conversations = [checked_mean(s, b) for s, b in zip(self.states, self.buckets, strict=True)]
+        results = [replace(r, nonfinite=message) for r, message in self.world.converse("b", conversations)]
         means = [dense(result, bucket) for result, bucket in zip(results, self.buckets, strict=True)]
         assert all(torch.equal(mean, means[0]) for mean in means)
         return results, means[0]
@@ -39,7 +46,7 @@ class Ranks:
         return mean
 
     def errors(self) -> Any:
-        return [next(iter(c.errors())) for c in self.compressors]
+        return [next(iter(states.errors())) for states in self.states]
 
 
 def dense(result: Any, bucket: Any) -> Any:

@@ -97,8 +97,8 @@ def test_the_momentum_of_sent_chunks_is_masked() -> None:
         for s in chunks_by_hand(own, 4):
             sent[s] = True
         assert torch.equal(ranks.exchange(own)[1], torch.where(sent, sum(own) / 2, 0.0))
-        for compressor, gradient in zip(ranks.compressors, own, strict=True):
-            state = compressor.memory.state_dict()
+        for states, gradient in zip(ranks.states, own, strict=True):
+            state = states.state_dict()
             momentum, velocity = (
                 torch.cat([part.reshape(-1) for part in state[name].values()])
                 for name in ("momentums", "velocities")
@@ -127,8 +127,8 @@ def test_a_sum_that_overflows_is_named_and_undone(monkeypatch: Any) -> None:
     results, _ = ranks.exchange(own)
     reason = "the mean gradient of second overflows the dtype that carries it (no rank has NaN or inf)"
     assert [result.nonfinite for result in results] == [reason] * 2
-    for compressor, bucket in zip(ranks.compressors, ranks.buckets, strict=True):
-        compressor.rollback(bucket)
+    for states, bucket in zip(ranks.states, ranks.buckets, strict=True):
+        states.rollback(bucket)
     assert all(map(torch.equal, ranks.errors(), own))
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_sent_after_a_rank_has_reported_nan(bad: Any) -> None:
         own[1][230] = bad
         for bucket, gradient in zip(ranks.buckets, own, strict=True):
             bucket.flat.copy_(gradient)
-        together = zip(ranks.compressors, ranks.buckets, strict=True)
+        together = zip(ranks.states, ranks.buckets, strict=True)
         results = ranks.world.converse("b", [c.reduce(b) for c, b in together])
         reason = "the gradient of second on rank 1 has NaN or inf, or is 2**64 or more"
         assert [result.nonfinite for result in results] == [reason] * 3
@@ -171,7 +171,7 @@ def test_warm_up_sends_more_and_then_the_planned_number() -> None:
         (result, *_), mean = ranks.exchange([torch.arange(NUMEL, 0, -1).float()] * 2)
         assert isinstance(result, DenseResult) == (epoch == 0)
         assert int(mean.count_nonzero()) == numbers
-        assert all(c.dense_share == float(epoch == 0) for c in ranks.compressors)
+        assert all(states.dense_share == float(epoch == 0) for states in ranks.states)
 
 
 def test_a_rank_in_another_epoch_is_named() -> None:

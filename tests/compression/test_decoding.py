@@ -69,12 +69,11 @@ def test_gradients_that_are_not_finite_are_named() -> None:
 
 def test_a_sum_that_overflows_is_named() -> None:
     """No gradients reach this through a memory, so the payloads are made by hand."""
-    bucket, memory, form = make_bucket("b", [("p", torch.zeros(10, 10))]), ResidualMemory(), SparseFormat()
-    memory.plan(bucket)
+    bucket, form = make_bucket("b", [("p", torch.zeros(10, 10))]), SparseFormat()
     plan, size = plan_selection(bucket.segments, 0.01), 2
     one, none = torch.ones((), dtype=torch.int32), torch.tensor(bucket.numel)
     elements = SparseVector(torch.full((1,), 7, dtype=torch.int32), torch.full((1,), 3e38), one)
-    chosen = Chosen(bucket, plan, elements, none, form, memory, size, 0)
+    chosen = Chosen(bucket, plan, elements, none, form, size, 0, wants_sparse=True)
     payload = chosen.encode().payload
     with pytest.raises(StopIteration) as ended:
         next_requests(chosen.mean_of([payload] * size))

@@ -18,7 +18,9 @@ from dgc.compression import (
     SVDCompressor,
 )
 from dgc.compression.dense import CastCompressor
+from dgc.engine.state import BucketStates
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.testing import checked_mean
 from dgc.wire.payload import sealed_bytes
 
 N = 301
@@ -28,10 +30,12 @@ def reduce_all(make: Any, own: Any, dtype: Any = torch.float32) -> Any:
     """The mean that every rank gets, and the meter of rank 0."""
     world = LockstepWorld(len(own))
     buckets = [make_bucket("b", [("w", torch.zeros(N, dtype=dtype))]) for _ in own]
-    for bucket, gradient in zip(buckets, own, strict=True):
+    states = [BucketStates(make()) for _ in own]
+    for rank, (bucket, gradient) in enumerate(zip(buckets, own, strict=True)):
         bucket.flat.copy_(gradient)
-    results = world.converse("b", [make().reduce(bucket) for bucket in buckets])
-    assert all(isinstance(result, DenseResult) for result in results)
+        states[rank].add(bucket, len(own), rank)
+    results = world.converse("b", [checked_mean(s, b) for s, b in zip(states, buckets, strict=True)])
+    assert all(isinstance(result, DenseResult) for result, _ in results)
     assert all(torch.equal(bucket.flat, buckets[0].flat) for bucket in buckets)
     assert buckets[0].flat.dtype == dtype
     return buckets[0].flat, world.meters[0]
@@ -87,18 +91,21 @@ def test_dense_leaves_nan_to_the_user() -> None:
     own[0][7] = float("nan")
     bucket = make_bucket("b", [("w", own[0])])
     bucket.flat.copy_(own[0])
-    LockstepWorld(1).converse("b", [DenseCompressor().reduce(bucket)])
+    states = BucketStates(DenseCompressor())
+    states.add(bucket, 1, 0)
+    LockstepWorld(1).converse("b", [states.reduce(bucket)])
     assert bucket.flat.isnan().nonzero().tolist() == [[7]]
 
 
 @pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
 def test_nothing_is_kept_between_steps(make: Any) -> None:
-    compressor = make()
-    assert compressor.state_dict() == {} and list(compressor.errors()) == []
-    assert compressor.compress_ratio == 1.0 and compressor.correction is None
-    compressor.load_state_dict({})
+    states = BucketStates(make())
+    states.add(make_bucket("b", [("w", torch.zeros(3))]), 1, 0)
+    assert states.state_dict() == {} and list(states.errors()) == []
+    assert states.compress_ratio == 1.0 and states.compressor.correction is None
+    states.load_state_dict({})
     with pytest.raises(ValueError, match="another compressor"):
-        compressor.load_state_dict({"memory": {}})
+        states.load_state_dict({"residuals": {"w": torch.zeros(3)}})
 
 
 class HalfLike:

@@ -1,5 +1,6 @@
 """DGCCompressor against its paper's algorithm in dgc/paper, bit for bit."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from dgc import paper
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseResult, DGCCompressor, SparseResult
-from dgc.memory import ClipByGlobalNorm, ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.engine.state import BucketStates
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory, SparseState
 from dgc.selection import Exact, Laplace, Predicted
+from dgc.testing import checked_mean
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues
 
 SHAPES = {"first": (20, 10), "second": (6, 5, 2), "third": (3, 1)}
@@ -73,7 +76,7 @@ def test_nothing_is_lost_by_a_plain_residual() -> None:
         own = gradients(3, step)
         given += sum(g.double() for g in own) / 3
         returned += ranks.exchange(own)[1].double()
-    waiting = sum(next(iter(c.errors())).double() for c in ranks.compressors) / 3
+    waiting = sum(error.double() for error in ranks.errors()) / 3
     torch.testing.assert_close(returned + waiting, given, rtol=0, atol=1e-5)
     assert waiting.norm() > 0.1 * given.norm()
 
@@ -83,7 +86,7 @@ def test_fp16_values_keep_what_they_round() -> None:
     own = gradients(2, 0, scale=1e5)
     mean = ranks.exchange(own)[1]
     assert mean.isfinite().all() and mean.abs().max() > 65504
-    waiting = sum(next(iter(c.errors())) for c in ranks.compressors) / 2
+    waiting = sum(ranks.errors()) / 2
     torch.testing.assert_close(mean + waiting, sum(own) / 2, rtol=1e-6, atol=1e-2)
 
 
@@ -119,7 +122,7 @@ def test_dense_steps_are_momentum_sgd(size: Any, nesterov: Any, ratio: Any) -> N
         results, mean = ranks.exchange(own)
         assert all(isinstance(result, DenseResult) for result in results)
         torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-5)
-    assert all(not error.any() for c in ranks.compressors for error in c.errors())
+    assert all(not error.any() for s in ranks.states for error in s.errors())
 
 
 @pytest.mark.parametrize(
@@ -151,8 +154,8 @@ def test_what_waits_leaves_with_a_dense_step() -> None:
     """Sparse first, then at ratio 1: all of v is sent."""
     ranks = ranks_of(2, lambda: DGCCompressor(0.01, DGCSGDMemory(0.9)))
     ranks.exchange(gradients(2, 0))
-    waiting = [next(iter(c.errors())).clone() for c in ranks.compressors]
-    momenta = [c.memory.state_dict()["momentums"] for c in ranks.compressors]
+    waiting = [error.clone() for error in ranks.errors()]
+    momenta = [s.state_dict()["momentums"] for s in ranks.states]
     assert all(w.any() for w in waiting)
     for compressor in ranks.compressors:
         compressor.compress_ratio = 1.0
@@ -163,6 +166,17 @@ def test_what_waits_leaves_with_a_dense_step() -> None:
     torch.testing.assert_close(mean, expected)
 
 
+@dataclass(eq=False, kw_only=True)
+class WatchedState(SparseState):
+    """Copies what is sent to `then`."""
+
+    then: list[Tensor]
+
+    def after(self, sent: Any, returned: Any = None) -> Any:
+        self.then[:] = [sent.indices.clone(), sent.values.clone(), sent.count.clone()]
+        return super().after(sent, returned)
+
+
 class Watching(DGCSGDMemory):
     """Whether what was sent is still the same when the next pass takes it out."""
 
@@ -171,12 +185,11 @@ class Watching(DGCSGDMemory):
         self.then: list[Tensor] = []
         self.kept: list[bool] = []
 
-    def sent_(self, bucket: Any, sent: Any) -> None:
-        self.then = [sent.indices.clone(), sent.values.clone(), sent.count.clone()]
-        super().sent_(bucket, sent)
+    def init(self, bucket: Any, size: Any, rank: Any) -> Any:
+        return WatchedState(**vars(super().init(bucket, size, rank)), then=self.then)
 
-    def pass_inputs(self, bucket: Any) -> Any:
-        inputs = super().pass_inputs(bucket)
+    def pass_inputs(self, bucket: Any, state: Any) -> Any:
+        inputs = super().pass_inputs(bucket, state)
         if inputs.sent is not None:
             now = inputs.sent.indices, inputs.sent.values, inputs.sent.count
             self.kept.append(all(torch.equal(a, b) for a, b in zip(self.then, now, strict=True)))
@@ -260,16 +273,17 @@ def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first() -> None:
         compressor = DGCCompressor(0.01, DGCSGDMemory(0.9), warmup_epochs=1, warmup_coeff=[0.3])
         compressor.begin_epoch(0)
         buckets = [make_bucket(f"b{i}", named) for i, named in enumerate((large, mixed))]
+        states = BucketStates(compressor)
         for bucket in buckets:
-            compressor.plan(bucket, 2, 0)
-        return compressor, buckets
+            states.add(bucket, 2, 0)
+        return states, buckets
 
-    def step(compressor: Any, buckets: Any, number: Any) -> Any:
+    def step(states: Any, buckets: Any, number: Any) -> Any:
         results = []
         for i, bucket in enumerate(buckets):
             generator = torch.Generator().manual_seed(10 * number + i)
             bucket.flat.copy_(torch.randn(bucket.numel, generator=generator))
-            results += LockstepWorld(1).converse("b", [compressor.reduce(bucket)])
+            results += LockstepWorld(1).converse("b", [states.reduce(bucket)])
         vectors = [dense(result, bucket) for result, bucket in zip(results, buckets, strict=True)]
         return [type(result) for result in results], torch.cat(vectors)
 
@@ -296,18 +310,19 @@ def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio() -
     def steps(ranks: Any, numbers: Any) -> Any:
         return [ranks.exchange(gradients(1, number))[1] for number in numbers]
 
-    def reloaded(compressor: Any, state: Any = None, **others: Any) -> Any:
+    def reloaded(states: Any, state: Any = None, **others: Any) -> Any:
         other = make(**others)
-        other.compressors[0].begin_epoch(0)
-        other.compressors[0].load_state_dict(state or compressor.state_dict())
+        other.states[0].begin_epoch(0)
+        other.states[0].load_state_dict(state or states.state_dict())
         return other
 
     whole = make()
     steps(whole, range(4))
-    state = whole.compressors[0].state_dict()
-    assert set(state["history"]["tensors"]) == set(SHAPES) and state["history"]["ratio"] == 0.1
-    forgetful = {**state, "history": {"ratio": 0.1, "tensors": {}}}
-    again = reloaded(reloaded(whole.compressors[0]).compressors[0])
+    state = whole.states[0].state_dict()
+    assert set(state["history"]) == set(SHAPES)
+    assert all(rows["ratio"] == 0.1 for rows in state["history"].values())
+    forgetful = {**state, "history": {}}
+    again = reloaded(reloaded(whole.states[0]).states[0])
     expected = steps(whole, range(4, 10))
     assert all(map(torch.equal, steps(again, range(4, 10)), expected))
     assert not all(map(torch.equal, steps(reloaded(None, forgetful), range(4, 10)), expected))
@@ -319,7 +334,7 @@ def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio() -
 
 def test_another_compressors_state() -> None:
     with pytest.raises(ValueError, match="another compressor"):
-        DGCCompressor(0.01, NoMemory()).load_state_dict({})
+        BucketStates(DGCCompressor(0.01, NoMemory())).load_state_dict({"steps": {"w": 1}})
 
 
 @pytest.mark.parametrize(
@@ -331,11 +346,11 @@ def test_a_nonfinite_gradient_is_named_on_every_rank(ratio: Any, culprit: Any, b
     own[culprit][230] = bad
     for bucket, gradient in zip(ranks.buckets, own, strict=True):
         bucket.flat.copy_(gradient)
-    together = zip(ranks.compressors, ranks.buckets, strict=True)
-    results = ranks.world.converse("b", [c.reduce(b) for c, b in together])
+    together = zip(ranks.states, ranks.buckets, strict=True)
+    results = ranks.world.converse("b", [s.reduce(b) for s, b in together])
     reason = f"the gradient of second on rank {culprit} has NaN or inf, or is 2**64 or more"
     assert [r.nonfinite for r in results] == [reason] * 3
-    assert all(error.isfinite().all() for c in ranks.compressors for error in c.errors())
+    assert all(error.isfinite().all() for s in ranks.states for error in s.errors())
 
 
 @pytest.mark.parametrize("ratio", [0.05, 1.0])
@@ -375,6 +390,6 @@ def test_finite_gradients_whose_mean_is_not_are_named(ratio: Any) -> None:
     ranks = ranks_of(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.0)))
     for bucket in ranks.buckets:
         bucket.flat.fill_(3e38)
-    reduced = [c.reduce(b) for c, b in zip(ranks.compressors, ranks.buckets, strict=True)]
-    for result in ranks.world.converse("b", reduced):
-        assert result.nonfinite is not None and "of first on rank 0 has" in result.nonfinite
+    reduced = [checked_mean(s, b) for s, b in zip(ranks.states, ranks.buckets, strict=True)]
+    for _, nonfinite in ranks.world.converse("b", reduced):
+        assert nonfinite is not None and "of first on rank 0 has" in nonfinite

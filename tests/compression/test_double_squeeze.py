@@ -52,13 +52,13 @@ def test_a_dropped_step_leaves_the_errors_of_both_directions() -> None:
     ranks = ranks_of(3)
     for step in range(3):
         ranks.step([normal(N, 10 * step + rank) for rank in range(3)])
-    before = [c.state_dict() for c in ranks.compressors]
+    before = [c.state_dict() for c in ranks.states]
     own = [normal(N, 90 + rank) for rank in range(3)]
     own[1][5] = float("inf")
     assert all("p0 on rank 1 has NaN" in str(result.nonfinite) for result in ranks.exchange(own)[0])
-    for compressor, bucket in zip(ranks.compressors, ranks.buckets, strict=True):
+    for compressor, bucket in zip(ranks.states, ranks.buckets, strict=True):
         compressor.rollback(bucket)
-    for rank, (compressor, old) in enumerate(zip(ranks.compressors, before, strict=True)):
+    for rank, (compressor, old) in enumerate(zip(ranks.states, before, strict=True)):
         new, given = compressor.state_dict(), own[rank].masked_fill(own[rank].isinf(), 0.0)
         assert all(torch.equal(new["server_errors"][name], e) for name, e in old["server_errors"].items())
         returned = flat(list(old["errors"].values())) + given
@@ -69,7 +69,7 @@ def state_of(size: Any) -> Any:
     ranks = ranks_of(size)
     for step in range(4):
         ranks.step([flat(gradients(rank, step, SHAPES)) for rank in range(size)])
-    return ranks, [c.state_dict() for c in ranks.compressors]
+    return ranks, [c.state_dict() for c in ranks.states]
 
 
 @pytest.mark.parametrize("new_size", [1, 2, 3, 4, 6])
@@ -78,10 +78,10 @@ def test_another_number_of_ranks_keeps_the_mean_of_the_errors(new_size: Any) -> 
     ranks, states = state_of(3)
     expected = torch.stack(ranks.errors()).double().mean(0)
     others = ranks_of(new_size)
-    for compressor, state in zip(others.compressors, redistribute(states, new_size), strict=True):
+    for compressor, state in zip(others.states, redistribute(states, new_size), strict=True):
         compressor.load_state_dict(state)
     torch.testing.assert_close(torch.stack(others.errors()).double().mean(0), expected, rtol=0, atol=1e-6)
-    for rank, compressor in enumerate(others.compressors):
+    for rank, compressor in enumerate(others.states):
         served = flat(list(compressor.state_dict()["server_errors"].values()))
         edges = divide_into_chunks(others.buckets[0], new_size, rank).edges
         served[slice(*edges[rank : rank + 2])] = 0.0
@@ -93,7 +93,7 @@ def test_other_buckets_keep_the_errors() -> None:
     ranks, states = state_of(2)
     shapes = {f"p{i}": shape for i, shape in enumerate(SHAPES)}
     other = Ranks(2, DoubleSqueezeCompressor, dict(reversed(shapes.items())))
-    for compressor, state in zip(other.compressors, states, strict=True):
+    for compressor, state in zip(other.states, states, strict=True):
         compressor.load_state_dict(state)
     for before, after, bucket in zip(ranks.errors(), other.errors(), other.buckets, strict=True):
         parts = {s.name: s.of(after).reshape(-1) for s in bucket.segments}
@@ -102,10 +102,10 @@ def test_other_buckets_keep_the_errors() -> None:
 
 def test_a_state_of_another_compressor_is_refused() -> None:
     _, (state,) = state_of(1)
-    compressor = ranks_of(1).compressors[0]
-    for wrong in ({**state, "more": {}}, {k: state[k] for k in ("errors", "steps")}):
+    compressor = ranks_of(1).states[0]
+    for wrong in ({**state, "more": {"p0": 1}}, {k: state[k] for k in ("errors", "steps")}):
         with pytest.raises(ValueError, match="state of another compressor"):
             compressor.load_state_dict(wrong)
     state["server_errors"].pop("p0")
-    with pytest.raises(ValueError, match=r"server error of another model: missing \['p0'\]"):
+    with pytest.raises(ValueError, match=r"server_errors of another model: missing \['p0'\]"):
         compressor.load_state_dict(state)

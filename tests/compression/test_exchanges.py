@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from compression.ranks import Ranks, normal
+from memory.held import Held
 
 from dgc.bucket import Segment, make_bucket
 from dgc.comm.lockstep import LockstepError, LockstepWorld
@@ -180,7 +181,7 @@ def test_the_meter_agrees_with_the_formula_of_the_doubling(size: Any) -> None:
 @pytest.mark.parametrize("masking", [True, False])
 def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank_sent(masking: Any) -> None:
     bucket = make_bucket("b", [("w", torch.zeros(6))])
-    memory = DGCSGDMemory(0.5, momentum_masking=masking)
+    memory = Held(DGCSGDMemory(0.5, momentum_masking=masking))
     memory.plan(bucket)
     sent, back = sparse([1, 2], [2.0, 3.0], 2), sparse([2, 4], [10.0, 20.0], 3)
     for dropped in (True, False):
@@ -189,15 +190,14 @@ def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank
         assert inputs.sent is None and inputs.u is not None
         inputs.u.copy_(torch.arange(6.0))
         inputs.v.copy_(torch.arange(6.0))
-        memory.sent_(bucket, sent)
-        memory.returned_(bucket, back)
+        memory.sent_(bucket, sent, back)
         (error,) = memory.errors()
         assert error.tolist() == [0, -1, 9, 3, 24, 5]
         state = memory.state_dict()
         assert state["velocities"]["w"].tolist() == [0, -1, 9, 3, 24, 5]
         assert state["momentums"]["w"].tolist() == ([0, 0, 0, 3, 4, 5] if masking else [0, 1, 2, 3, 4, 5])
         if dropped:
-            memory.rollback_(bucket)
+            memory.rollback(bucket)
             (error,) = memory.errors()
             assert error.tolist() == [0, 1, 2, 3, 4, 5]
     inputs = memory.pass_inputs(bucket)
@@ -296,8 +296,7 @@ def first_messages(settings: Any, exchange: Any = "reduce_scatter") -> Any:
     for rank, compressor in enumerate(ranks):
         bucket = make_bucket("b", [("w", torch.zeros(100, 100))])
         bucket.flat.copy_(normal(bucket.numel, rank))
-        compressor.plan(bucket, len(ranks), rank)
-        conversations.append(compressor.reduce(bucket))
+        conversations.append(compressor.reduce(bucket, compressor.init(bucket, len(ranks), rank)))
     return conversations, [next_requests(conversation)[0] for conversation in conversations]
 
 

@@ -79,7 +79,7 @@ def test_with_many_ranks_an_all_reduce_costs_less(name: str, most: int, reduced:
         rounded = name == "fp16" and not gathers  # the transport's sum
         torch.testing.assert_close(kept, lost, rtol=0, atol=2.0**-8 if rounded else 1e-5)
         assert any(e.any() for e in ranks.errors()) == (gathers or rounded)
-        assert (ranks.compressors[0].compress_ratio < 1) == (gathers and name == "int8")
+        assert (ranks.states[0].compress_ratio < 1) == (gathers and name == "int8")
 
 
 def test_a_large_element_makes_only_its_block_coarse() -> None:
@@ -191,7 +191,7 @@ def test_momentum_of_compressed_vectors_is_the_memory_s() -> None:
     compression = DGCCompressor(0.05, DGCSGDMemory(0.9), vectors="sparse", vector_ratio=0.5)
     state = LockstepWorld(1).run(lambda t: vectors(t, compression, 3)[1])[0]
     (only,) = (name for name in state if name.startswith(("DGC", "Dense")))
-    assert state[only]["memory"]["velocities"].keys() == {"w", "b"}
+    assert state[only]["velocities"].keys() == {"w", "b"}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from dgc.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_ste
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
-from dgc.compression.matrices import Accordion, CompressionRule
+from dgc.compression.matrices import Accordion, CompressionRule, Regime
 from dgc.engine.redistribute import blend, shares
+from dgc.engine.state import BucketStates
 from dgc.testing import Fleet
 from dgc_models import resnet18
 
@@ -163,12 +164,12 @@ def test_a_dropped_step_never_was(settings: Any) -> None:
     fleet = fleet_of(shapes, 2, **settings)
     for step in range(3):
         fleet.step([[normal(*s, seed=step + r) for s in shapes] for r in range(2)])
-    before = [c.state_dict() for c in fleet.compressors]
+    before = [c.state_dict() for c in fleet.states]
     zeros, bad = ([torch.zeros(s) for s in shapes] for _ in range(2))
     bad[2][3] = float("inf")
     fleet.step([zeros, bad])
     assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
-    for old, new in zip(before, [c.state_dict() for c in fleet.compressors], strict=True):
+    for old, new in zip(before, [c.state_dict() for c in fleet.states], strict=True):
         assert_same(old, new)
 
 
@@ -188,9 +189,9 @@ def assert_same(a: Any, b: Any, exactly: bool = True) -> None:
 
 def test_the_rule_counts_the_flattened_matrix() -> None:
     for rate, expected in ((230, 4), (231, 0)):
-        assert CompressionRule(4, 1, rate).rank_of("", 512 * 512 * 9, 512, 4608) == expected
+        assert CompressionRule(4, 1, rate).rank_of("", 512 * 512 * 9, 512, 4608, Regime()) == expected
     rule = CompressionRule(1, 2, 2)
-    assert (rule.rank_of("", 16, 4, 4), rule.rank_of("", 17, 4, 4)) == (0, 1), "strictly more"
+    assert [rule.rank_of("", numel, 4, 4, Regime()) for numel in (16, 17)] == [0, 1], "strictly more"
     powersgd = PowerSGD([torch.zeros(512, 512, 3, 3)], Config(rank=4, num_iters_per_step=1), alone())
     assert (powersgd.uncompressed_num_floats, powersgd.compressed_num_floats) == (2359296, 10240)
     assert int(powersgd.compression_rate) == 230
@@ -208,8 +209,7 @@ def test_bytes_of_resnet18_are_the_paper_s(rank: Any, mib: Any, settings: Any) -
     """Table 3 of the paper: MiB in an epoch of 24 steps, with all matrices compressed."""
     compressor = PowerSGDCompressor(rank, min_compression_rate=0, **settings)
     named = resnet18_on_paper()
-    compressor.plan(make_bucket("b", [(n, torch.zeros(p.shape, device="meta")) for n, p in named]), 1, 0)
-    total = compressor.compress_ratio * sum(p.numel() for _, p in named)
+    total = compressor.floats_per_step(make_bucket("b", [(n, torch.zeros_like(p)) for n, p in named]))
     assert round(24 * 4 * total / 2**20, 1) == mib
 
 
@@ -231,26 +231,26 @@ def test_it_resumes_in_other_buckets(settings: Any) -> None:
     shapes = [(30, 40), (8,), (30, 40), (16, 3, 3, 3)]
     named = [(f"p{i}", torch.zeros(s)) for i, s in enumerate(shapes)]
 
-    def run(compressor: Any, groups: Any, steps: Any) -> Any:
+    def run(states: Any, groups: Any) -> Any:
         buckets = [make_bucket(f"b{i}", [named[j] for j in group]) for i, group in enumerate(groups)]
         for bucket in buckets:
-            compressor.plan(bucket, 1, 0)
-        return buckets, compressor, steps
+            states.add(bucket, 1, 0)
+        return buckets
 
-    def step(buckets: Any, compressor: Any, number: Any) -> Any:
+    def step(buckets: Any, states: Any, number: Any) -> Any:
         found: dict[str, Tensor] = {}
         for bucket in buckets:
             for s in bucket.segments:
                 s.of(bucket.flat).copy_(normal(*s.shape, seed=10 * number + int(s.name[1:])))
-            LockstepWorld(1).converse(bucket.name, [compressor.reduce(bucket)])
+            LockstepWorld(1).converse(bucket.name, [states.reduce(bucket)])
             found |= {s.name: s.of(bucket.flat).clone() for s in bucket.segments}
         return found
 
-    one, two = PowerSGDCompressor(2, **settings), PowerSGDCompressor(2, seed=3, **settings)
-    first, *_ = run(one, [(0, 1, 2, 3)], 3)
+    one, two = (BucketStates(PowerSGDCompressor(2, seed=seed, **settings)) for seed in (0, 3))
+    first = run(one, [(0, 1, 2, 3)])
     for number in range(3):
         step(first, one, number)
-    second, *_ = run(two, [(3, 2), (1, 0)], 3)
+    second = run(two, [(3, 2), (1, 0)])
     state = one.state_dict()
     two.load_state_dict(state)
     again = two.state_dict()
@@ -266,30 +266,30 @@ def test_it_resumes_in_other_buckets(settings: Any) -> None:
 
 def test_state_of_another_model_is_refused() -> None:
     fleet, other = fleet_of([(30, 40)]), fleet_of([(30, 40), (5,)])
-    with pytest.raises(ValueError, match=r"error of another model: missing \['p1'\]"):
-        other.compressors[0].load_state_dict(fleet.compressors[0].state_dict())
-    with pytest.raises(ValueError, match=r"error of p0 has shape \(30, 40\), not \(40, 30\)"):
-        fleet_of([(40, 30)]).compressors[0].load_state_dict(fleet.compressors[0].state_dict())
+    with pytest.raises(ValueError, match=r"errors of another model: missing \['p1'\]"):
+        other.states[0].load_state_dict(fleet.states[0].state_dict())
+    with pytest.raises(ValueError, match=r"errors of p0 has shape \(30, 40\), not \(40, 30\)"):
+        fleet_of([(40, 30)]).states[0].load_state_dict(fleet.states[0].state_dict())
     with pytest.raises(ValueError, match="state of another compressor"):
-        other.compressors[0].load_state_dict({"errors": {}, "steps": 3})
+        other.states[0].load_state_dict({"errors": {}, "steps": 3})
     with pytest.raises(ValueError, match="another high_rank"):
-        fleet_of([(30, 40)], high_rank=4).compressors[0].load_state_dict(fleet.compressors[0].state_dict())
-    state = fleet.compressors[0].state_dict()
+        fleet_of([(30, 40)], high_rank=4).states[0].load_state_dict(fleet.states[0].state_dict())
+    state = fleet.states[0].state_dict()
     for side, length in (("P", 30), ("Q", 40)):
         damaged = {**state, side: {"p0": state[side]["p0"].reshape(1, -1)}}
         with pytest.raises(ValueError, match=rf"p0 {side} has shape \(1, \d+\), not \({length}, rank\)"):
-            fleet_of([(30, 40)]).compressors[0].load_state_dict(damaged)
+            fleet_of([(30, 40)]).states[0].load_state_dict(damaged)
 
 
 def test_a_resumed_run_may_have_another_rank() -> None:
     fleet = fleet_of([(30, 40)], rank=2, num_iters_per_step=2)
     fleet.step([[normal(30, 40)]])
-    state = fleet.compressors[0].state_dict()
+    state = fleet.states[0].state_dict()
     for rank in (1, 4):
         other = fleet_of([(30, 40)], rank=rank, num_iters_per_step=2)
-        other.compressors[0].load_state_dict(state)
-        assert other.compressors[0].state_dict()["P"]["p0"].shape == (30, rank)
-        P = other.compressors[0].state_dict()["P"]["p0"][:, :1]
+        other.states[0].load_state_dict(state)
+        assert other.states[0].state_dict()["P"]["p0"].shape == (30, rank)
+        P = other.states[0].state_dict()["P"]["p0"][:, :1]
         torch.testing.assert_close(P.abs(), state["P"]["p0"][:, :1].abs())
         assert other.step([[normal(30, 40, seed=1)]])[0].isfinite().all()
 
@@ -298,12 +298,12 @@ def test_another_number_of_ranks_keeps_the_mean_error() -> None:
     fleet = fleet_of([(30, 40), (7,)], 2, num_iters_per_step=2)
     for step in range(3):
         fleet.step([[normal(30, 40, seed=9 * step + r), normal(7)] for r in range(2)])
-    states = {r: c.state_dict() for r, c in enumerate(fleet.compressors)}
+    states = {r: c.state_dict() for r, c in enumerate(fleet.states)}
     larger = fleet_of([(30, 40), (7,)], 3, num_iters_per_step=2)
-    for r, compressor in enumerate(larger.compressors):
+    for r, compressor in enumerate(larger.states):
         compressor.load_state_dict(blend(states, shares(2, 3, r)))
     torch.testing.assert_close(sum(larger.errors()) / 3, sum(fleet.errors()) / 2, rtol=0, atol=1e-6)
-    assert_same(larger.compressors[2].state_dict()["P"], states[0]["P"])
+    assert_same(larger.states[2].state_dict()["P"], states[0]["P"])
     larger.step([[normal(30, 40), normal(7)]] * 3)
 
 
@@ -313,7 +313,7 @@ def test_everything_is_sent_until_compression_starts() -> None:
         own = [[normal(30, 40, seed=9 * step + r), normal(7, seed=r)] for r in range(2)]
         mean, expected = fleet.step(own)[0], sum(map(vector, own)) / 2
         assert torch.equal(mean, expected) == (step < 2)
-        assert (fleet.compressors[0].compress_ratio == 1) == (step < 2)
+        assert (fleet.states[0].compress_ratio == 1) == (step < 2)
     assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 24) + 2 * (4 * (2 * 70 + 7) + 24)
 
 
@@ -329,12 +329,12 @@ def test_global_random_numbers_stay_as_they_are() -> None:
 
 def test_accordion_chooses_by_the_change_of_the_norm() -> None:
     accordion = Accordion(1, 4, change=0.5, every=2)
-    ends = [e for i, e in enumerate((0, 0, 1, 2, 2, 3, 4)) if accordion.ends_interval(e)]
-    assert ends == [2, 4]
-    chosen = []
+    epochs = (None, 0, 0, 1, 2, 2, 3, 4)
+    assert [e for last, e in pairwise(epochs) if accordion.ends_interval(last, e or 0)] == [2, 4]
+    regime, chosen = Regime(), []
     for norm in (8.0, 3.0, 2.5, 2.4, 1.1, 4.0, 4.0, 7.0):
-        accordion.choose({"w": (3 * norm**2, 3)})
-        chosen.append(accordion.rank("w"))
+        regime = accordion.choose(regime, {"w": (3 * norm**2, 3)})
+        chosen.append(regime.ranks["w"])
     assert chosen == [4, 4, 1, 1, 4, 4, 1, 4]
     with pytest.raises(ValueError, match="high_rank must be at least rank = 4, not 2"):
         Accordion(4, 2)
@@ -345,20 +345,20 @@ def test_ranks_switch_at_the_ends_of_epochs() -> None:
     fleet, other = fleet_of([(30, 40), (40, 30)], 2, **make), fleet_of([(30, 40), (40, 30)], 2, **make)
     ranks = []
     for epoch in range(5):
-        for c in fleet.compressors:
+        for c in fleet.states:
             c.begin_epoch(epoch)
             c.begin_epoch(epoch)
         for step in range(3):
             seeds = [step + r for r in range(2)]
             fleet.step([[normal(30, 40, seed=s), 3.0**epoch * normal(40, 30, seed=s)] for s in seeds])
-        factors = fleet.compressors[0].state_dict()["P"]
+        factors = fleet.states[0].state_dict()["P"]
         ranks.append((factors["p0"].shape[1], factors["p1"].shape[1]))
     assert ranks[:2] == [(3, 3), (3, 3)] and ranks[4] == (1, 3)
-    for old, new in zip(fleet.compressors, other.compressors, strict=True):
+    for old, new in zip(fleet.states, other.states, strict=True):
         new.load_state_dict(old.state_dict())
         for c in (old, new):
             c.begin_epoch(5)
-    assert_same(fleet.compressors[0].state_dict(), other.compressors[0].state_dict())
+    assert_same(fleet.states[0].state_dict(), other.states[0].state_dict())
     own = [[normal(30, 40, seed=r), normal(40, 30, seed=r)] for r in range(2)]
     assert torch.equal(fleet.step(own)[0], other.step(own)[0])
 
@@ -499,16 +499,16 @@ def test_a_bucket_of_vectors_leaves_the_half_steps_of_matrices_in_the_saved_stat
     matrix, vector = torch.zeros(20, 30), torch.zeros(7)
 
     def fresh() -> Any:
-        compressor = PowerSGDCompressor(1)
+        states = BucketStates(PowerSGDCompressor(1))
         buckets = [make_bucket("0", [("w", matrix)]), make_bucket("1", [("b", vector)])]
         for bucket in buckets:
-            compressor.plan(bucket, 1, 0)
-        return compressor, buckets
+            states.add(bucket, 1, 0)
+        return states, buckets
 
-    def step(compressor: Any, buckets: Any, seed: int) -> Any:
+    def step(states: Any, buckets: Any, seed: int) -> Any:
         for bucket in buckets:
             bucket.flat.copy_(normal(bucket.numel, seed=seed))
-            LockstepWorld(1).converse("b", [compressor.reduce(bucket)])
+            LockstepWorld(1).converse("b", [states.reduce(bucket)])
         return buckets[0].flat.clone()
 
     (here, buckets), (there, others) = fresh(), fresh()

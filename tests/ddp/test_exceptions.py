@@ -58,12 +58,12 @@ class Net(nn.Module):
 class FailingCompressor(DenseCompressor):
     """Fails in the bucket of that name."""
 
-    name: str | None = None
+    fails_in: str | None = None
 
-    def reduce(self, bucket: Any) -> Any:
-        if self.name is not None and bucket.name.endswith(self.name):
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        if self.fails_in is not None and bucket.name.endswith(self.fails_in):
             raise KeyError("of the compressor")
-        return (yield from super().reduce(bucket))
+        return (yield from super().reduce(bucket, state))
 
 
 def build(compression: Any, **options: Any) -> tuple[Any, Any]:
@@ -128,10 +128,10 @@ def test_after_an_exception_of_a_compressor_its_reason_is_told() -> None:
         compressor = FailingCompressor()
         model, exchange = build(compressor)
         gradients(model)
-        compressor.name = name
+        compressor.fails_in = name
         with pytest.raises(KeyError):
             gradients(model)
-        compressor.name = None
+        compressor.fails_in = None
         for _ in range(2):
             model._update_process_group(model.process_group)
             with pytest.raises(RuntimeError, match=r"KeyError: 'of the compressor': ranks may have sent"):

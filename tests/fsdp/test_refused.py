@@ -169,8 +169,8 @@ def test_a_second_exchange(transport: Transport) -> None:
         "0.weight is sharded: ranks have different parts of it, which DistributedOptimizer": lambda: (
             DistributedOptimizer(sgd(compressed), named, top_k(), transport=transport)
         ),
-        "0.weight is sharded: ranks have different parts of it, which GossipOptimizer": lambda: (
-            GossipOptimizer(sgd(compressed), named, OuterSteps(2), transport=transport)
+        "0.weight is sharded: ranks have different parts of it, which GossipOptimizer": lambda: GossipOptimizer(
+            sgd(compressed), named, OuterSteps(2), transport=transport
         ),
     }
     refused(unsharded)

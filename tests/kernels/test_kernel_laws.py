@@ -254,6 +254,7 @@ def test_merge_mean(kernels: Any) -> None:
 
 def test_the_order_of_the_parts_is_the_order_of_addition(kernels: Any) -> None:
     """(1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1."""
+
     def part(value: Any) -> Any:
         return as_selection(torch.tensor([2]), torch.tensor([0, 0, value]), 1)
 

@@ -126,15 +126,11 @@ def dense_values(name: str, at: Callable[[Bucket, int], int], tolerance: float =
     def make() -> Compressor:
         return DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
 
-    return Row(
-        f"dense-values-{name}", make, lambda bucket: 0, payload_at=at, feedback=True, tolerance=tolerance
-    )
+    return Row(f"dense-values-{name}", make, lambda bucket: 0, payload_at=at, feedback=True, tolerance=tolerance)
 
 
 def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = None) -> Compressor:
-    return DGCCompressor(
-        ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio
-    )
+    return DGCCompressor(ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio)
 
 
 QUANTIZED = [

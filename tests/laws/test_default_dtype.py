@@ -76,12 +76,12 @@ def history(make: Callable[[], Compressor], size: int) -> list[Tensor]:
             own[0][2][1, 2, 3] = torch.nan
         means = fleet.step(own)
         assert all(torch.equal(means[0], mean) for mean in means) or step == 1
-        found += [error for compressor in fleet.compressors for error in compressor.errors()]
+        found += [error for compressor in fleet.states for error in compressor.errors()]
         if fleet.nonfinite[0] is None:
             found.append(means[0])
         if step == 2:
             other = Fleet(make, size, LIKE)
-            for old, new in zip(fleet.compressors, other.compressors, strict=True):
+            for old, new in zip(fleet.states, other.states, strict=True):
                 new.load_state_dict(old.state_dict())
             fleet = other
     assert len(found) > 2

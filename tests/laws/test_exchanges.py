@@ -39,6 +39,7 @@ def test_further_numbers_of_ranks_agree_on_nan(row: Row, size: int) -> None:
         own = [gradients(rank, tensor) for rank in range(size)]
         own[culprit][tensor].view(-1)[-1] = float("nan")
         fleet.step(own)
-        assert fleet.nonfinite == [
-            f"the gradient of p{tensor} on rank {culprit} has NaN or inf, or is 2**64 or more"
-        ] * size
+        assert (
+            fleet.nonfinite
+            == [f"the gradient of p{tensor} on rank {culprit} has NaN or inf, or is 2**64 or more"] * size
+        )

@@ -20,13 +20,13 @@ from dgc.bucket import Bucket, Segment, divide, make_bucket
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
-from dgc.compression import DenseCompressor, DenseResult, StatelessCompressor, uses_point_to_point
+from dgc.compression import DenseCompressor, DenseResult, Reduced, StatelessCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.engine.hierarchy import HierarchicalCompressor
 from dgc.testing import LIKE, Fleet, flat, gradients
 
 TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
-POINT_TO_POINT = [row for row in TABLE if uses_point_to_point(row.make())]
+POINT_TO_POINT = [row for row in TABLE if row.make().point_to_point]
 TABLE = [row for row in TABLE if row not in POINT_TO_POINT]
 # (machines, ranks of each)
 WORLDS = [(2, 2), (3, 2), (2, 3), (2, 1), (1, 2)]
@@ -58,13 +58,13 @@ class Machines(Fleet):
 
     def shares(self) -> list[Bucket]:
         """Each rank's share."""
-        return [compressor._shares["bucket"].bucket for compressor in self.hierarchical]
+        return [states[bucket].share for states, bucket in zip(self.states, self.buckets, strict=True)]
 
     def errors(self) -> list[Tensor]:
         """Each machine's error state [n] in float64, put together from its ranks'."""
         parts = [
-            sum((e.double() for e in compressor.errors()), torch.zeros(share.numel, dtype=torch.float64))
-            for compressor, share in zip(self.compressors, self.shares(), strict=True)
+            sum((e.double() for e in states.errors()), torch.zeros(share.numel, dtype=torch.float64))
+            for states, share in zip(self.states, self.shares(), strict=True)
         ]
         return [torch.cat(parts[m * self.local_size :][: self.local_size]) for m in range(self.machines)]
 
@@ -126,7 +126,7 @@ def test_a_reloaded_state_goes_on_bit_for_bit(row: Row) -> None:
     fleet, other = Machines(row.make, 2, 2), Machines(row.make, 2, 2, seed=1)
     for step in range(3):
         fleet.step([gradients(rank, step) for rank in range(4)])
-    for old, new in zip(fleet.compressors, other.compressors, strict=True):
+    for old, new in zip(fleet.states, other.states, strict=True):
         new.load_state_dict(old.state_dict())
     for step in range(3, 6):
         own = [gradients(rank, step) for rank in range(4)]
@@ -203,10 +203,10 @@ def test_machine_means_that_overflow_on_the_way_are_no_ranks_fault() -> None:
 
 def test_a_complaint_without_a_cause_is_reported_too() -> None:
     class Complains(StatelessCompressor):
-        def reduce(self, bucket: Any) -> Any:
+        def reduce(self, bucket: Any, state: Any) -> Any:
             (mean,) = yield (AllReduce(bucket.flat),)
             bucket.flat.copy_(mean)
-            return DenseResult("no")
+            return Reduced(DenseResult("no"), state)
 
     fleet = Machines(Complains, 2, 2)
     fleet.step([gradients(rank, 0) for rank in range(4)])
@@ -238,7 +238,7 @@ def test_groups_are_adjacent_and_balance_the_loads(
 def test_large_tensors_go_to_every_rank_in_turn() -> None:
     compressor = HierarchicalCompressor(DenseCompressor(), MachineRank(0, 2, 0, 4))
     for i in range(8):
-        compressor.plan(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)
+        compressor.init(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)
     assert compressor._loads == [200] * 4
 
 

@@ -88,15 +88,15 @@ def test_a_state_with_nan_is_refused(row: Row) -> None:
     fleet, other = Fleet(row.make, 2), Fleet(row.make, 2, seed=1)
     for step in range(2):
         fleet.step([gradients(rank, step) for rank in range(2)])
-    state = fleet.compressors[0].state_dict()
+    state = fleet.states[0].state_dict()
     for path, tensor in real_tensors(state):
         kept = tensor.clone()
         tensor.view(-1)[-1] = float("nan")
         with pytest.raises(ValueError, match="has NaN"):
-            other.compressors[0].load_state_dict(state)
+            other.states[0].load_state_dict(state)
             pytest.fail(f"{path} was taken")
         tensor.copy_(kept)
-    other.compressors[0].load_state_dict(state)
+    other.states[0].load_state_dict(state)
 
 
 @every_row
@@ -168,7 +168,7 @@ def test_half_precision_gradients(row: Row) -> None:
             with case(dtype, size):
                 assert means[0].dtype == dtype and bool(torch.isfinite(means[0]).all())
                 assert all(torch.equal(means[0], mean) for mean in means)
-        assert all(e.dtype == torch.float32 for c in fleet.compressors for e in c.errors()), dtype
+        assert all(e.dtype == torch.float32 for c in fleet.states for e in c.errors()), dtype
 
 
 @every_row
@@ -218,7 +218,7 @@ def test_the_ratio_tells_whether_bytes_are_saved(row: Row) -> None:
         for step in range(2):
             fleet.step([gradients(rank, step, shapes) for rank in range(size)])
         bytes_per_element = fleet.world.meters[0].payload_bytes / 2 / fleet.buckets[0].numel
-        ratio = fleet.compressors[0].compress_ratio
+        ratio = fleet.states[0].compress_ratio
         assert ratio < 1 or bytes_per_element >= 2
         assert ratio >= 1 or bytes_per_element < 4
 

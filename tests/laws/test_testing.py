@@ -1,10 +1,12 @@
 """dgc.testing finds each broken law by name, in a compressor that breaks only this one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dgc.compression import RandomKCompressor
+from dgc.state import State
 from dgc.testing import check_compressor
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -16,30 +18,36 @@ class Whole(RandomKCompressor):
 
 
 class OwnMean(Whole):
-    def exchange(self, bucket: Any, v: Any, first_nonfinite: Any) -> Any:
-        mean, kept, numbers = yield from super().exchange(bucket, v, first_nonfinite)
-        return mean + 1e-6 * self.rank, kept, numbers
+    def exchange(self, bucket: Any, state: Any, v: Any, first_nonfinite: Any) -> Any:
+        mean, kept, numbers = yield from super().exchange(bucket, state, v, first_nonfinite)
+        return mean + 1e-6 * state.rank, kept, numbers
 
 
 class Forgets(Whole):
-    def exchange(self, bucket: Any, v: Any, first_nonfinite: Any) -> Any:
-        mean, kept, numbers = yield from super().exchange(bucket, v, first_nonfinite)
+    def exchange(self, bucket: Any, state: Any, v: Any, first_nonfinite: Any) -> Any:
+        mean, kept, numbers = yield from super().exchange(bucket, state, v, first_nonfinite)
         return mean, 0.999 * kept, numbers
 
 
+class Restarted(State):
+    def loaded(self, bucket: Any, tables: Any) -> Any:
+        return replace(super().loaded(bucket, tables), steps=0)
+
+
 class Restarts(Whole):
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict({**state, "steps": dict.fromkeys(state["steps"], 0)})
+    def init(self, bucket: Any, size: int, rank: int) -> Restarted:
+        return Restarted(**vars(super().init(bucket, size, rank)))
 
 
 class KeepsDropped(Whole):
-    def rollback(self, bucket: Any) -> None:
-        return None
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        reduced = yield from super().reduce(bucket, state)
+        return replace(reduced, dropped=reduced.state)
 
 
 class Silent(Whole):
-    def exchange(self, bucket: Any, v: Any, first_nonfinite: Any) -> Any:
-        mean, kept, numbers = yield from super().exchange(bucket, v, first_nonfinite)
+    def exchange(self, bucket: Any, state: Any, v: Any, first_nonfinite: Any) -> Any:
+        mean, kept, numbers = yield from super().exchange(bucket, state, v, first_nonfinite)
         return mean, kept, [0] * len(numbers)
 
 

@@ -139,9 +139,7 @@ def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
 
         def body(model: Any, transport: Any) -> None:
             nn.init.ones_(model.weight)
-            optimizer = wrap(
-                model, transport, dgc_sgd, compression=compression(), backward_passes_per_step=passes
-            )
+            optimizer = wrap(model, transport, dgc_sgd, compression=compression(), backward_passes_per_step=passes)
             for _ in range(3):
                 optimizer.zero_grad()
                 for part in range(passes):

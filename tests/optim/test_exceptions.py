@@ -88,16 +88,16 @@ def test_a_step_that_is_refused_before_it_begins_does_not_count() -> None:
 
 
 class FailingCompressor(DenseCompressor):
-    def __init__(self, name: str):
-        self.name, self.fails = name, False
+    def __init__(self, where: str):
+        self.where, self.fails = where, False
 
-    def reduce(self, bucket: Any) -> Any:
-        if self.fails and bucket.name.endswith(self.name):
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        if self.fails and bucket.name.endswith(self.where):
             fail()
-        result = yield from super().reduce(bucket)
-        if self.fails and self.name == "later":
+        reduced = yield from super().reduce(bucket, state)
+        if self.fails and self.where == "later":
             fail()
-        return result
+        return reduced
 
 
 @pytest.mark.parametrize("name", [".0", ".1", "later", "optimizer"])

@@ -1,8 +1,10 @@
-"""States that an earlier version saved load, and training continues as it did there.
+"""States that earlier versions saved load, and training continues as it did there.
 
-older_states.pt.xz has, by case, the states of two ranks after 3 steps, and the models 3 steps later. The states
-have no identity, and one number of steps for all parameters. To write such a file for another version, call
-`write` in its checkout.
+The files have, by case, the states of two ranks after 3 steps, and the models 3 steps later. To write such a file
+for another version, call `write` in its checkout.
+
+    older_states.pt.xz     no identity, and one number of steps for all parameters
+    nested_states.pt.xz    the state of a memory, and the ratio of a history, in tables of their own
 """
 
 import copy
@@ -36,7 +38,7 @@ from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DGCAdam, DistributedOptimizer, GossipOptimizer, OneBitAdam
 from dgc.outer import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
 
-FILE = Path(__file__).with_name("older_states.pt.xz")
+OLDER, NESTED = (Path(__file__).with_name(f"{name}_states.pt.xz") for name in ("older", "nested"))
 SAVED, CONTINUED = range(3), range(3, 6)
 
 
@@ -151,7 +153,7 @@ CASES: dict[str, Any] = {
 }
 
 
-def write() -> None:
+def write(file: Path) -> None:
     found = {}
     for name, make in CASES.items():
 
@@ -162,22 +164,22 @@ def write() -> None:
         found[name] = LockstepWorld(2).run(body)
     whole = io.BytesIO()
     torch.save(found, whole, _use_new_zipfile_serialization=False)
-    FILE.write_bytes(lzma.compress(whole.getvalue(), preset=9))
+    file.write_bytes(lzma.compress(whole.getvalue(), preset=9))
 
 
-def read() -> Any:
-    return torch.load(io.BytesIO(lzma.decompress(FILE.read_bytes())), weights_only=True)
+def read(file: Path) -> Any:
+    return torch.load(io.BytesIO(lzma.decompress(file.read_bytes())), weights_only=True)
 
 
 @pytest.mark.filterwarnings("ignore:this state does not say whose it is")
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("name", CASES)
-def test_a_state_of_an_earlier_version_continues(name: str) -> None:
-    saved = read()[name]
+@pytest.mark.parametrize("file", [OLDER, NESTED], ids=["older", "nested"])
+def test_a_state_of_an_earlier_version_continues(file: Path, name: str) -> None:
+    saved = read(file)[name]
 
     def body(transport: Any) -> None:
         state, result = saved[transport.rank]
-        assert "identity" not in state[2]
         run = Run(transport, CASES[name]).load(state)
         # matrix products differ in the last bits between processors
         torch.testing.assert_close(run.train(CONTINUED).result(), result, rtol=1e-3, atol=1e-4)

@@ -52,11 +52,11 @@ class Own(StatelessCompressor):
     def __init__(self, speak: Any) -> None:
         self.speak = speak
 
-    def reduce(self, bucket: Any) -> Any:
-        return self.speak(bucket)
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        return self.speak(bucket, state)
 
 
-def no_result(bucket: Any) -> Any:
+def no_result(bucket: Any, state: Any) -> Any:
     (mean,) = yield (AllReduce(bucket.flat),)
     bucket.flat.copy_(mean)
 
@@ -64,9 +64,9 @@ def no_result(bucket: Any) -> Any:
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_custom_compressor_that_is_no_generator() -> None:
     for speak, words in (
-        (lambda bucket: None, "reduce of Own must be a generator.*yields.*not NoneType"),
-        (lambda bucket: DenseResult(), "reduce of Own must be a generator.*not DenseResult"),
-        (no_result, "reduce of Own must return a DenseResult or SparseResult, not None"),
+        (lambda bucket, state: None, "reduce of Own must be a generator.*yields.*not NoneType"),
+        (lambda bucket, state: DenseResult(), "reduce of Own must be a generator.*not DenseResult"),
+        (no_result, "reduce of Own must return a Reduced, not None"),
     ):
 
         def body(model: Any, transport: Any, speak: Any = speak) -> None:
@@ -254,4 +254,4 @@ def test_a_momentum_to_take_must_be_one_and_must_exist() -> None:
     with pytest.raises(ValueError, match=r"SGD would apply it again: use dgc.optim.DGCSGD"):
         DistributedOptimizer(momentum_sgd(model), None, DGCCompressor(0.1), transport=alone())
     with pytest.raises(ValueError, match=r"^DGCSGDMemory\(\) takes the momentum of an optimizer"):
-        DGCCompressor(0.1).plan(make_bucket("b", [("w", torch.zeros(4, 4))]), 1, 0)
+        DGCCompressor(0.1).init(make_bucket("b", [("w", torch.zeros(4, 4))]), 1, 0)

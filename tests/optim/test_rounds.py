@@ -6,15 +6,15 @@ import torch
 from optim.nets import alone, dgc_sgd, loss_of, net, wrap
 
 from dgc.comm import AllReduce
-from dgc.compression.protocol import DenseResult, StatelessCompressor
+from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
 
 
 class ThreeRounds(StatelessCompressor):
-    def reduce(self, bucket: Any) -> Any:
+    def reduce(self, bucket: Any, state: Any) -> Any:
         for _ in range(3):
             (mean,) = yield (AllReduce(bucket.flat.clone()),)
         bucket.flat.copy_(mean)
-        return DenseResult()
+        return Reduced(DenseResult(), state)
 
 
 class Slow:

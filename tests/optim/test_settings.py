@@ -35,7 +35,7 @@ class OfAUser(StatelessCompressor):
     def __init__(self, seed: Any, table: Any = (1.0,)) -> None:
         self._seed, self.table = seed, torch.tensor(table)
 
-    def reduce(self, bucket: Any) -> Any:
+    def reduce(self, bucket: Any, state: Any) -> Any:
         raise AssertionError
 
 

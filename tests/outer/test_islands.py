@@ -263,7 +263,7 @@ def test_who_cannot_join() -> None:
         """Only the first slice has tensors of the rule."""
         route = Route([Rule(DoubleSqueezeCompressor(), name="0.weight"), Rule(DenseCompressor())])
         own = Trained(transport, HierarchicalGossip(OuterSteps(2, compression=route)))
-        return own.optimizer.island, [type(c) for c in own.algorithm.base.exchange.compressors]
+        return own.optimizer.island, [type(states.compressor) for states in own.algorithm.base.exchange.states]
 
     found = LockstepWorld(4, 2).run(on_machines)
     assert [island for island, _ in found] == [None] * 4

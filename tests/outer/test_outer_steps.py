@@ -69,9 +69,9 @@ def named(own: Trained, flat: Tensor) -> dict[str, Tensor]:
 def errors(own: Trained) -> dict[str, Tensor]:
     """The error state of a rank by parameter name; zeros for tensors without one."""
     found = named(own, torch.zeros_like(own.z))
-    for compressor in own.algorithm.exchange.compressors:
-        state = compressor.state_dict()
-        for part in (state.get("errors"), state.get("memory", {}).get("residuals")):
+    for states in own.algorithm.exchange.states:
+        state = states.state_dict()
+        for part in (state.get("errors"), state.get("residuals")):
             found |= {name: error.double() for name, error in (part or {}).items()}
     return found
 
@@ -166,8 +166,10 @@ def test_the_outer_learning_rate_follows_its_schedule() -> None:
 
     found = on(2, body)
     (z0, *_), *_ = found
-    for locals_, ends, factor in (([f[1][3] for f in found], [f[2] for f in found], 0.64),
-                                  ([f[3][1] for f in found], [f[4] for f in found], 0.88)):
+    for locals_, ends, factor in (
+        ([f[1][3] for f in found], [f[2] for f in found], 0.64),
+        ([f[3][1] for f in found], [f[4] for f in found], 0.88),
+    ):
         z0 = z0 - 0.5 * factor * mean([z0 - z for z in locals_])
         assert all(float((end - z0).abs().max()) < 1e-5 for end in ends)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gossip.networks import Trained, on
+from memory.held import Held
 from torch import Tensor, nn
 
 from dgc.bucket import make_bucket
@@ -86,13 +87,15 @@ def test_bits_per_element(indices: Any, bits: float) -> None:
     sizes = {"a": 1 << 19, "b": 1 << 20}
     bucket = make_bucket("b", [(name, torch.zeros(n, dtype=torch.float32)) for name, n in sizes.items()])
     compressor = sparseloco(values=TwoBitValues(), indices=indices)
-    compressor.plan(bucket, 2, 0)
     bucket.flat.normal_(generator=torch.Generator().manual_seed(0))
-    (request,) = next_requests(compressor.reduce(bucket))
+    conversation = compressor.reduce(bucket, compressor.init(bucket, 2, 0))
+    (request,) = next_requests(conversation)
     assert isinstance(request, AllGather)
     payload = request.tensor.numel()
     k = bucket.numel // 64
-    sent = int(compressor.memory._deferred._sent["b"].count)  # type: ignore[attr-defined]
+    with pytest.raises(StopIteration) as ended:
+        next_requests(conversation, ((request.tensor, request.tensor),))
+    sent = int(ended.value.value.state.sent.count)
     less = 4 * bucket.numel / payload
     print(f"{indices}: {8 * payload / sent:.2f} bits per element, {less:.0f} times less than fp32")
     assert sent == k and 8 * payload / k <= bits
@@ -114,7 +117,7 @@ def test_islands_of_sparseloco_come_to_the_mean() -> None:
 def test_what_was_sent_does_not_decay() -> None:
     """The rest decays by beta in each step, also after a dropped step and a saved state."""
     bucket = make_bucket("b", [("p", torch.zeros(4, dtype=torch.float32))])
-    memory = ResidualMemory(decay=0.5)
+    memory = Held(ResidualMemory(decay=0.5))
     memory.plan(bucket)
 
     def step(values: list[float]) -> Tensor:
@@ -129,7 +132,7 @@ def test_what_was_sent_does_not_decay() -> None:
     assert memory.state_dict()["residuals"]["p"].tolist() == [0.0, 4.0, 0.0, 0.0]
     assert step([0.0, 0.0, 1.0, 0.0]).tolist() == [0.0, 2.0, 1.0, 0.0]
     memory.sent_(bucket, SparseVector(torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]), sent[2]))
-    memory.rollback_(bucket)
+    memory.rollback(bucket)
     assert step([0.0, 0.0, 0.0, 0.0]).tolist() == [0.0, 1.0, 0.5, 0.0]
     with pytest.raises(ValueError, match=r"decay must be in \(0, 1\]"):
         ResidualMemory(decay=0.0)

@@ -36,7 +36,7 @@ def heavy_tailed(shape: Any, generator: Any) -> Any:
 
 
 def errors(fleet: Any) -> Any:
-    return [torch.cat(list(compressor.errors())) for compressor in fleet.compressors]
+    return [torch.cat(list(compressor.errors())) for compressor in fleet.states]
 
 
 def same_bits(ours: Any, theirs: Any) -> Any:
@@ -60,7 +60,7 @@ def run(
         if step == DROPPED:
             own[-1][0].view(-1)[0] = float("nan")
         for fleet in fleets:
-            for compressor in fleet.compressors if step % EPOCH == 0 else ():
+            for compressor in fleet.states if step % EPOCH == 0 else ():
                 compressor.begin_epoch(step // EPOCH)
         means = [fleet.step(own) for fleet in fleets]
         assert fleets[0].nonfinite == fleets[1].nonfinite
@@ -83,7 +83,7 @@ def fast_dgc(
 
 
 def sparse_at_the_same_ratio(fast: Any, definition: Any) -> None:
-    for ours, theirs in zip(fast.compressors, definition.compressors, strict=True):
+    for ours, theirs in zip(fast.states, definition.states, strict=True):
         assert ours.dense_share == 0 and ours.compress_ratio == theirs.compress_ratio
 
 
@@ -100,8 +100,8 @@ def test_dgc() -> None:
 
 
 def same_momenta(fast: Any, definition: Any) -> None:
-    for ours, theirs in zip(fast.compressors, definition.compressors, strict=True):
-        momentums, expected = ours.memory.state_dict()["momentums"], theirs.state_dict()["U"]
+    for ours, theirs in zip(fast.states, definition.states, strict=True):
+        momentums, expected = ours.state_dict()["momentums"], theirs.state_dict()["U"]
         assert all(torch.equal(momentums[name], u) for name, u in expected.items())
 
 

@@ -45,7 +45,7 @@ def test_what_is_sent_loses_its_momentum() -> None:
         assert ranks.step([torch.tensor([4.0, 2.0, 1.0])]).tolist() == [4, 0, 0]
         assert ranks.step([torch.zeros(3)]).tolist() == [0, 3, 0]
         assert ranks.errors()[0].tolist() == waits
-        assert ranks.compressors[0].state_dict()["U"]["p0"].view(-1).tolist() == momenta
+        assert ranks.states[0].state_dict()["U"]["p0"].view(-1).tolist() == momenta
 
 
 def test_clipping_and_warm_up() -> None:
@@ -76,7 +76,7 @@ def test_the_worked_examples_of_mxnet() -> None:
     residual = torch.tensor([0.0, 0.125, -0.25, 0.375, 0.0, 0.0])
     two, one = (Ranks(1, partial(paper.Threshold, *s), [(6,)]) for s in ((2, 0.5), (1, 0.0)))
     for ranks in (two, one):
-        ranks.compressors[0].load_state_dict({"residual": {"p0": residual}})
+        ranks.states[0].load_state_dict({"residual": {"p0": residual}, "steps": {"p0": 0}})
     assert two.step([g]).tolist() == [0.5, 0.0, -0.5, 0.5, -0.5, 0.0]
     assert two.errors()[0].tolist() == [0.25, 0.375, -0.375, 0.0, 0.0, 0.375]
     following = torch.tensor([0.0, 0.125, -0.125, 0.0, 0.0, 0.5])

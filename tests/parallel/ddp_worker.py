@@ -466,11 +466,11 @@ class Failing(DenseCompressor):
 
     steps = 0
 
-    def reduce(self, bucket: Any) -> Any:
+    def reduce(self, bucket: Any, state: Any) -> Any:
         self.steps += bucket.name.endswith(".0")
         if self.steps == 3 and TRANSPORT.rank == TRANSPORT.size - 1:
             raise KeyError("the compressor's own")
-        return (yield from super().reduce(bucket))
+        return (yield from super().reduce(bucket, state))
 
 
 def failure() -> Finding:

@@ -34,11 +34,13 @@ from dgc.compression import (
     SparseCompressor,
     ThresholdCompressor,
 )
+from dgc.engine.state import BucketStates
 from dgc.fsdp import ShardedGossipOptimizer, compress, local_mesh
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps, ZeroOneSteps
+from dgc.testing import checked_mean
 
 Finding = dict[str, Any]
 FEATURES = 7
@@ -261,14 +263,14 @@ class Expected:
         names = [name for name, _ in self.plain.named_parameters()]
         layers = [(0,), (2, 3), (4, 5)]
         self.groups = [[n for n in names if int(n.split(".")[0]) in group] for group in layers]
-        self.compressors = [make(self.plain.named_parameters()) for _ in range(2)]
+        self.states = [BucketStates(make(self.plain.named_parameters())) for _ in range(2)]
         self.buckets: list[list[Any]] = []
         shapes = self.rows({name: torch.zeros_like(p) for name, p in self.plain.named_parameters()})
-        for machine, compressor in enumerate(self.compressors):
+        for machine, states in enumerate(self.states):
             self.buckets.append([])
             for g, group in enumerate(self.groups):
                 bucket = make_bucket(f"g{g}", [(n, shapes[n]) for n in group if n in shapes])
-                compressor.plan(bucket, 2, machine)
+                states.add(bucket, 2, machine)
                 self.buckets[machine].append(bucket)
 
     def rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -295,16 +297,16 @@ class Expected:
             for bucket, mean in zip(buckets, means, strict=True):
                 for segment in bucket.segments:
                     segment.of(bucket.flat).copy_(mean[segment.name])
-            conversations = [c.reduce(b) for c, b in zip(self.compressors, buckets, strict=True)]
-            result = self.world.converse(f"g{g}", conversations)[0]
-            is_dropped = is_dropped or result.nonfinite is not None
+            conversations = [checked_mean(s, b) for s, b in zip(self.states, buckets, strict=True)]
+            result, nonfinite = self.world.converse(f"g{g}", conversations)[0]
+            is_dropped = is_dropped or nonfinite is not None
             result.write_to(buckets[0])
             found |= {s.name: s.of(buckets[0].flat).clone() for s in buckets[0].segments}
         if not is_dropped:
             return found
-        for compressor, buckets in zip(self.compressors, self.buckets, strict=True):
+        for states, buckets in zip(self.states, self.buckets, strict=True):
             for bucket in buckets:
-                compressor.rollback(bucket)
+                states.rollback(bucket)
         return {}
 
 

@@ -18,15 +18,16 @@ WARM, STEPS = 20, 30
 
 
 class Counting(DGCSGDMemory):
-    """Keeps (elements planned, elements sent) of every bucket and step."""
+    """Keeps (elements planned, elements sent) of every bucket and step but the last."""
 
     def __init__(self) -> None:
         super().__init__(0.9)
         self.sent: list[tuple[int, int]] = []
 
-    def sent_(self, bucket: Any, sent: Any) -> None:
-        self.sent.append((sent.indices.numel(), int(sent.count)))
-        super().sent_(bucket, sent)
+    def pass_inputs(self, bucket: Any, state: Any) -> Any:
+        if state.sent is not None:
+            self.sent.append((state.sent.indices.numel(), int(state.sent.count)))
+        return super().pass_inputs(bucket, state)
 
 
 def counts(steps: Any, **settings: Any) -> Any:
@@ -41,7 +42,7 @@ def counts(steps: Any, **settings: Any) -> Any:
         compression = DGCCompressor(0.01, memory, **{k: make() for k, make in settings.items()})
         optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
         generator = torch.Generator().manual_seed(transport.rank)
-        for _ in range(steps):
+        for _ in range(steps + 1):
             chosen = torch.randint(len(data), (16,), generator=generator).tolist()
             images = torch.stack([data[i][0] for i in chosen])
             labels = torch.tensor([data[i][1] for i in chosen])

@@ -168,6 +168,7 @@ def test_a_rank_terminated_during_its_delay_prints_nothing(results: Any) -> None
 
 # --- launched runs -------------------------------------------------------------------------------------
 
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "launcher",

@@ -69,7 +69,7 @@ def test_the_summary_compares_wire_with_wire() -> None:
 def test_changed_settings_fit_the_line() -> None:
     lines = changed_settings(load(STACK, ["--configs.train.num_epochs=7", "--configs.seed=3"])).splitlines()
     words = " ".join(" ".join(lines).split())
-    assert "train.num_epochs 7" in words and "seed 3" in words and 'values=fp16' in words
+    assert "train.num_epochs 7" in words and "seed 3" in words and "values=fp16" in words
     assert "CosineAnnealingLR(T_max=2)" in words
     for absent in ("timeout", "log_every", "requires", "selector", "None"):
         assert absent not in words

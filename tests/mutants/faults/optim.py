@@ -33,16 +33,16 @@ OPTIM = [
     ),
     Fault(
         "gradients-changed-in-place-not-noticed",
-        "dgc/optim/gradients.py",
-        "(p.grad is not final[0] or final[0]._version != final[1])",
-        "p.grad is not final[0]",
+        "dgc/optim/distributed.py",
+        "(plan.parameters[i].grad is not final[0] or final[0]._version != final[1])",
+        "plan.parameters[i].grad is not final[0]",
         ["tests/optim/test_in_flight.py"],
     ),
     Fault(
         "bucket-starts-before-the-last-pass",
-        "dgc/optim/gradients.py",
-        "self._passes_left[p] -= 1",
-        "self._passes_left[p] = 0",
+        "dgc/optim/distributed.py",
+        "left[i] -= 1",
+        "left[i] = 0",
         ["tests/optim/test_distributed.py::test_gradient_accumulation"],
     ),
     Fault(
@@ -124,8 +124,8 @@ OPTIM = [
     Fault(
         "rate-of-the-first-group-for-all",
         "dgc/optim/sgd.py",
-        'lrs = {p: group["lr"] for group in self.param_groups for p in group["params"]}',
-        'lrs = {p: self.param_groups[0]["lr"] for group in self.param_groups for p in group["params"]}',
+        'lrs[p] = group["lr"]',
+        'lrs[p] = self.param_groups[0]["lr"]',
         ["tests/optim/test_sgd.py"],
     ),
     Fault(
@@ -176,7 +176,7 @@ OPTIM = [
     Fault(
         "no-rollback-in-a-dropped-step",
         "dgc/engine/loop.py",
-        "running.method.rollback(running.plan.bucket)",
+        "running.states.rollback(running.plan.bucket)",
         "running.plan.bucket.release()",
         ["tests/optim/test_nonfinite.py::test_what_was_sent_in_any_bucket_returns"],
     ),

@@ -27,8 +27,8 @@ OUTER = [
     Fault(
         "slow-momentum-not-divided-by-the-rate",
         "dgc/outer/optimizers.py",
-        "mul_(group[\"beta\"]).add_(z0.grad, alpha=1 / lr)",
-        "mul_(group[\"beta\"]).add_(z0.grad)",
+        'mul_(group["beta"]).add_(z0.grad, alpha=1 / lr)',
+        'mul_(group["beta"]).add_(z0.grad)',
         ["tests/gossip/test_training.py::test_slow_momentum_by_hand"],
     ),
     Fault(
@@ -55,7 +55,7 @@ OUTER = [
     Fault(
         "mean-in-flight-not-saved",
         "dgc/outer/exchange.py",
-        "fragment.load_means(state[\"means\"])",
+        'fragment.load_means(state["means"])',
         "pass",
         ["tests/outer/test_outer_steps.py::test_a_state_saved_in_flight_goes_on_bit_for_bit"],
     ),
@@ -153,8 +153,8 @@ OUTER = [
     Fault(
         "scheduled-rates-multiplied-up",
         "dgc/outer/exchange.py",
-        "group[\"lr\"] = factor * rate",
-        "group[\"lr\"] *= factor",
+        'group["lr"] = factor * rate',
+        'group["lr"] *= factor',
         ["tests/outer/test_outer_steps.py::test_the_outer_learning_rate_follows_its_schedule"],
     ),
     Fault(

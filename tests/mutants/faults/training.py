@@ -174,8 +174,8 @@ TRAINING = [
     Fault(
         "numbers-in-formulas-are-rounded",
         "dgc_training/config/formulas.py",
-        'else number(token[0])',
-        'else round(number(token[0]))',
+        "else number(token[0])",
+        "else round(number(token[0]))",
         ["tests/training/test_config.py::test_arithmetic"],
     ),
     Fault(
@@ -223,9 +223,9 @@ TRAINING = [
     Fault(
         "rates-of-the-old-ranks-in-gossip",
         "dgc_training/checkpoint/state.py",
-        "            self.schedule.load_state_dict(shared[\"schedule\"])\n",
-        "            self.schedule.load_state_dict(shared[\"schedule\"])\n"
-        "            self.optimizer.load_compression_state_dict(own[\"compression\"])\n",
+        '            self.schedule.load_state_dict(shared["schedule"])\n',
+        '            self.schedule.load_state_dict(shared["schedule"])\n'
+        '            self.optimizer.load_compression_state_dict(own["compression"])\n',
         ["tests/training/test_gossip.py::test_the_learning_rate_follows_the_number_of_ranks"],
     ),
     Fault(

@@ -1,0 +1,47 @@
+"""A memory with the states of its buckets, used as a compressor uses it."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from dgc.bucket import Bucket
+from dgc.comm.requests import Conversation
+from dgc.compression.protocol import Compressor, Reduced
+from dgc.engine.state import BucketStates
+from dgc.kernels import PassInputs, SparseVector
+from dgc.memory import Memory, SparseState
+
+
+class OfMemory(Compressor):
+    def __init__(self, memory: Memory):
+        self.memory = memory
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        return self.memory.init(bucket, size, rank)
+
+    def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
+        raise AssertionError("tests call the steps of a memory themselves")
+
+
+class Held(BucketStates):
+    """The steps of one rank. `rollback` undoes what was sent since the last pass."""
+
+    def __init__(self, memory: Memory):
+        super().__init__(OfMemory(memory))
+        self.memory = memory
+
+    def plan(self, bucket: Bucket) -> None:
+        self.add(bucket, 1, 0)
+
+    def pass_inputs(self, bucket: Bucket) -> PassInputs:
+        inputs = self.memory.pass_inputs(bucket, self[bucket])
+        self[bucket] = self._dropped[bucket.name] = self[bucket].next(sent=None, returned=None)
+        return inputs
+
+    def sent_(self, bucket: Bucket, sent: SparseVector, returned: SparseVector | None = None) -> None:
+        self[bucket] = self[bucket].after(sent, returned)
+
+    def sent_all_(self, bucket: Bucket, values: Tensor) -> None:
+        errors = {table: v - values for table, v in self[bucket].errors.items()}
+        self[bucket] = replace(self[bucket], errors=errors)
