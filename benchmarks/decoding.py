@@ -38,7 +38,7 @@ from dgc.kernels import SparseVector
 from dgc.kernels.codec.native import NativeMeanDecoder
 from dgc.selection import plan_selection
 from dgc.wire import SparseFormat
-from dgc.wire.payload import Gathered, sections_of
+from dgc.wire.payload import PayloadPlan
 
 FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2 bits rice")
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -73,8 +73,8 @@ class Recording:
         gathered = []
         for i, (bucket, plan) in enumerate(zip(self.buckets, self.plans, strict=True)):
             codec, end = kernels.of(bucket.flat).codec, torch.tensor(bucket.numel)
-            given = (plan.per_tensor, bucket.numel, end)
-            gathered.append(torch.stack([form.encode(codec, s[i], *given).payload for s in self.selections]))
+            payload = PayloadPlan(form, plan.per_tensor, bucket.numel)
+            gathered.append(torch.stack([payload.encode(codec, s[i], end).payload for s in self.selections]))
         return gathered
 
 
@@ -89,18 +89,18 @@ class Decoding:
 
     def dense(self) -> None:
         for i, bucket in enumerate(self.recording.buckets):
-            finite, _ = self._together(i).mean_into_(bucket.flat, DECODER)
+            finite, _ = self._plan(i).mean_into_(bucket.flat, DECODER, self._rows(i), self.ranks)
             assert finite
 
     def sparse(self) -> list[SparseResult]:
         """The mean of each bucket."""
-        found = [self._together(i).mean(DECODER) for i in range(len(self.gathered))]
+        found = [self._plan(i).mean(DECODER, self._rows(i), self.ranks) for i in range(len(self.gathered))]
         return [SparseResult(*merged.valid()) for merged, _ in found]
 
     def single(self) -> None:
         for i, bucket in enumerate(self.recording.buckets):
-            plan, tier = self.recording.plans[i], kernels.of(bucket.flat)
-            parts, _ = self.form.decode(tier.codec, self._rows(i), plan.per_tensor, bucket.numel)
+            tier = kernels.of(bucket.flat)
+            parts, _ = self._plan(i).decode(tier.codec, self._rows(i)).wait()
             merged = tier.selection.merge_mean(parts, self.ranks, bucket.numel)
             SparseResult(*merged.valid()).write_to(bucket)
 
@@ -112,11 +112,9 @@ class Decoding:
     def _rows(self, i: int) -> Sequence[Tensor]:
         return self.gathered[i][: self.ranks].unbind()
 
-    def _together(self, i: int) -> Gathered:
+    def _plan(self, i: int) -> PayloadPlan:
         budget, numel = self.recording.plans[i].per_tensor, self.recording.buckets[i].numel
-        sections = sections_of(self.form, budget, numel)
-        assert sections is not None
-        return Gathered(self._rows(i), self.form, sections, budget, self.ranks, 1.0, f"bucket{i}")
+        return PayloadPlan(self.form, budget, numel, what=f"bucket{i}")
 
 
 def measure(methods: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -19,6 +19,7 @@ from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import plan_selection
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
+from dgc.wire.payload import PayloadPlan
 
 FORMATS = {
     "fp16 values, int32 indices": SparseFormat(CastValues("fp16"), PlainIndices("int32")),
@@ -43,6 +44,7 @@ class Codec:
         self.codec = kernels.of(torch.empty(0, device=device)).codec
         self.plan = plan_selection(lay_out([("a", torch.empty(numel, device="meta"))]), density, device)
         self.none = torch.full((), numel, dtype=torch.int64, device=device)
+        self.payload = PayloadPlan(self.form, self.plan.per_tensor, numel)
         self.selections = [self._selection(rank, device) for rank in range(ranks)]
         self.payloads = [self._encode(selection) for selection in self.selections]
         self.parts = self.decode()
@@ -54,13 +56,13 @@ class Codec:
         return SparseVector(indices.to(device), values.to(device), count.to(device))
 
     def _encode(self, selection: SparseVector) -> Tensor:
-        return self.form.encode(self.codec, selection, self.plan.per_tensor, self.numel, self.none).payload
+        return self.payload.encode(self.codec, selection, self.none).payload
 
     def encode(self) -> Tensor:
         return self._encode(self.selections[0])
 
     def decode(self) -> list[SparseVector]:
-        return self.form.decode(self.codec, self.payloads, self.plan.per_tensor, self.numel)[0]
+        return self.payload.decode(self.codec, self.payloads).wait()[0]
 
     def merge(self) -> Merged:
         return kernels.of(self.parts[0].values).selection.merge_mean(self.parts, len(self.parts), self.numel)

@@ -24,6 +24,7 @@ from dgc.selection import (
     plan_selection,
 )
 from dgc.wire import CastValues, PlainIndices, SparseFormat
+from dgc.wire.payload import PayloadPlan
 
 SELECTORS: dict[str, Selector] = {
     "radix": Radix(),
@@ -87,9 +88,8 @@ class SelectorStep(Stateful):
 
     def send(self, i: int, selected: SelectorResult) -> None:
         v, plan = self.v[i], self.plans[i]
-        encoded = WIRE.encode(
-            kernels.of(v).codec, selected.elements, plan.per_tensor, v.numel(), selected.first_nonfinite
-        )
+        payload = PayloadPlan(WIRE, plan.per_tensor, v.numel())
+        encoded = payload.encode(kernels.of(v).codec, selected.elements, selected.first_nonfinite)
         self.sent[i] = encoded.sent
 
 

@@ -16,6 +16,7 @@ from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.build import compiler
 from dgc.selection import Exact, plan_selection
 from dgc.wire import SparseFormat
+from dgc.wire.payload import PayloadPlan
 
 Layout = Sequence[Sequence[Segment]]
 
@@ -81,8 +82,8 @@ class Ours(Stateful):
             pieces = g.split(self.sizes[b])
             inputs = PassInputs(pieces, u, v, self.momentum, sent=self.sent[b], masking=True)
             selected = self.engine.select(inputs, plan, 0)
-            budget = self.engine.budget(plan)
-            encoded = self.wire.encode(codec, selected.elements, budget, v.numel(), selected.first_nonfinite)
+            payload = PayloadPlan(self.wire, self.engine.budget(plan), v.numel())
+            encoded = payload.encode(codec, selected.elements, selected.first_nonfinite)
             self.sent[b] = encoded.sent
 
 

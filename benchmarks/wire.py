@@ -45,6 +45,7 @@ from dgc.wire import (
     TwoBitValues,
 )
 from dgc.wire.indices import IndexFormat
+from dgc.wire.payload import PayloadPlan
 from dgc.wire.values import ValueFormat
 from dgc_datasets import Digits
 
@@ -101,16 +102,17 @@ def rates(form: SparseFormat, codec: Codec, recordings: list[Recording], repeats
     inputs = [(selections[-1], budget, numel) for budget, numel, selections in recordings]
     firsts = [torch.tensor(numel) for _, _, numel in inputs]
     native = NativeCodec()
-    made = [form.encode(native, *given, first) for given, first in zip(inputs, firsts, strict=True)]
+    plans = [PayloadPlan(form, budget, numel) for _, budget, numel in inputs]
+    made = [plan.encode(native, given[0], first) for plan, given, first in zip(plans, inputs, firsts, strict=True)]
     total = sum(int(given[0].count) for given in inputs) / 1e6
 
     def encode() -> None:
-        for given, first in zip(inputs, firsts, strict=True):
-            form.encode(codec, *given, first)
+        for plan, given, first in zip(plans, inputs, firsts, strict=True):
+            plan.encode(codec, given[0], first)
 
     def decode() -> None:
-        for done, (_, budget, numel) in zip(made, inputs, strict=True):
-            form.decode(codec, [done.payload], budget, numel)
+        for done, plan in zip(made, plans, strict=True):
+            plan.decode(codec, [done.payload]).wait()
 
     return {"encode": total / seconds(encode, repeats), "decode": total / seconds(decode, repeats)}
 
@@ -131,7 +133,7 @@ def sizes(form: SparseFormat, codec: Codec, recordings: list[Recording]) -> dict
     planned = index = sent = capacity = 0
     for budget, numel, selections in recordings:
         for selection in selections:
-            done = form.encode(codec, selection, budget, numel, torch.tensor(numel))
+            done = PayloadPlan(form, budget, numel).encode(codec, selection, torch.tensor(numel))
             planned += 8 * done.payload.numel()
             index += 8 * (HEADER_BYTES + form.indices.plan(budget.capacity, numel).nbytes)
             sent += int(done.sent.count)

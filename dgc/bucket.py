@@ -80,6 +80,14 @@ class Bucket:
         self.release()
         return self._flat
 
+    def probe(self) -> Tensor:
+        """A number that is not finite if `flat` has NaN or inf. On a GPU, the host does not wait for it.
+
+        It may also be inf for very large finite elements.
+        """
+        flat = self.flat.detach()
+        return flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32))
+
     @property
     def is_flat(self) -> bool:
         """Whether `flat` holds all gradients already."""
@@ -105,9 +113,10 @@ class Bucket:
         """The gradients as one-dimensional tensors, in the order of the bucket."""
         if not self._elsewhere:
             return (self.flat,)
-        return tuple(
-            self._elsewhere[i] if i in self._elsewhere else self._slice(i) for i in range(len(self.segments))
-        )
+        gradients = []
+        for i in range(len(self.segments)):
+            gradients.append(self._elsewhere[i] if i in self._elsewhere else self._slice(i))
+        return tuple(gradients)
 
     def _slice(self, i: int) -> Tensor:
         offset = self.segments[i].offset

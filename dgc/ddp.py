@@ -35,8 +35,8 @@ from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, check_agreement, plan_buckets, states_in_order
 from dgc.engine.hierarchy import plan_compressors
 from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
-from dgc.engine.momentum import MomentumCheck
 from dgc.engine.options import (
+    MomentumCheck,
     as_route,
     check_nonfinite,
     check_not_wrapped,

@@ -20,6 +20,7 @@ from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.selection.reference import remove_nonfinite_
 from dgc.selection import Plan
 from dgc.state import State, Tables, check_mapping, zeros
+from dgc.wire.payload import PayloadPlan
 
 
 @runtime_checkable
@@ -81,6 +82,7 @@ class SparseState(State):
         sent: The elements that the other ranks have received, with their values after rounding.
         returned: Parts of the ranks' sum that no rank has received. They are added to v as they are.
         plan: Number of elements per tensor, and the history of the selector. None before the first step.
+        payload: Sizes and terms of the payloads that this gives.
         remembers: Whether the selector needs its history.
         history: That of a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
     """
@@ -89,6 +91,7 @@ class SparseState(State):
     sent: SparseVector | None = None
     returned: SparseVector | None = None
     plan: Plan | None = None
+    payload: PayloadPlan | None = None
     remembers: bool = False
     history: dict[str, dict[str, Any]] = field(default_factory=dict)
     partial: tuple[str, ...] = ("history",)

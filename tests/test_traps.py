@@ -20,6 +20,7 @@ from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import Sampled, plan_selection
 from dgc.wire import PayloadError, SparseFormat
+from dgc.wire.payload import PayloadPlan
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import ConfigError, instantiate, load
@@ -165,8 +166,8 @@ def test_trap_05_nan_is_not_swallowed(ratio: Any) -> None:
             model(torch.ones(2, 30)).square().sum().backward()
             optimizer.step()
         assert optimizer.dropped_steps == 1
-        memory = optimizer.compression_state_dict()["DGCCompressor.0"]["memory"]
-        return model.weight.detach().clone(), tensors(memory)
+        own = optimizer.compression_state_dict()["DGCCompressor.0"]
+        return model.weight.detach().clone(), [*own["momentums"].values(), *own["velocities"].values()]
 
     with pytest.warns(UserWarning, match="the gradient of weight on rank 1 has NaN or inf"):
         (one, state), (two, other) = train(2, body)
@@ -399,10 +400,10 @@ def test_trap_14_gathered_data_have_a_planned_size_and_are_checked() -> None:
 
     for sizes in train(3, body):
         assert len(set(sizes)) == 1
-    form = SparseFormat()
     codec, budget = kernels.of(torch.empty(0)).codec, Budget(torch.tensor([0, 10]), torch.tensor([4]), 4)
     selection = as_selection(torch.tensor([1, 5]), torch.ones(10), 4)
-    payload = form.encode(codec, selection, budget, 10, torch.tensor(10)).payload
+    plan = PayloadPlan(SparseFormat(), budget, 10)
+    payload = plan.encode(codec, selection, torch.tensor(10)).payload
     random = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(PayloadError, match="rank 2"):
-        form.decode(codec, [payload, payload, random], budget, 10)
+        plan.decode(codec, [payload, payload, random]).wait()

@@ -33,7 +33,7 @@ import dgc.kernels as kernels
 from dgc.arguments import WHOLE, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation, read
-from dgc.compression.envelope import first_nonfinite_message, probe, sparse_overflow_message
+from dgc.compression.nonfinite import first_nonfinite_message, sparse_overflow_message
 from dgc.compression.protocol import DenseResult, Reduced, SparseResult
 from dgc.compression.sparse import SparseCompressor
 from dgc.kernels import SparseVector
@@ -132,7 +132,7 @@ class ChunkCompressor(SparseCompressor):
         bucket.release()  # the gradients are accumulated and need no copy
         chunks = divide(bucket.numel, self.chunk_size, state.plan.ratio)
         norms = tier.selection.moments(v, state.constants["bounds"]).magnitudes.float()
-        sums, nonfinite = yield from self._envelope(bucket, state.plan).reduce(norms, first, "sum")
+        sums, nonfinite = yield from self._envelope(bucket, state).reduce(norms, first, "sum")
         if invalid := first_nonfinite_message(bucket, nonfinite):
             return Reduced(DenseResult(invalid), state, dropped=state)  # every rank drops the step
         chosen = largest(sums, chunks.sent)
@@ -147,7 +147,7 @@ class ChunkCompressor(SparseCompressor):
         sent = SparseVector(indices.to(torch.int32), values.float(), number)
         (mean,) = yield (AllReduce(message),)
         means = mean[:count].float()
-        (finite,) = yield from read([probe(means).isfinite()])
+        (finite,) = yield from read([means.isfinite().all()])
         overflow = None if finite else sparse_overflow_message(bucket, indices, means)
         return Reduced(SparseResult(indices, means, overflow), state.after(sent), dropped=state)
 

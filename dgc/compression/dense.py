@@ -12,18 +12,18 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.envelope import check_means, envelope_of, probe
+from dgc.compression.nonfinite import check_means
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, Result, StatelessCompressor
 from dgc.memory import Clipping
 from dgc.state import State
-from dgc.wire.payload import no_segments
+from dgc.wire.envelope import envelope_of, no_segments
 
 
 class DenseCompressor(StatelessCompressor):
     """All-reduce of the gradients in their own dtype. bf16 is sent as fp32, because no transport can sum bf16."""
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        own = probe(bucket.flat)
+        own = bucket.probe()
         wire = bucket.flat.float() if bucket.flat.dtype == torch.bfloat16 else bucket.flat
         (mean,) = yield (AllReduce(wire),)
         bucket.flat.copy_(mean)
@@ -37,7 +37,7 @@ class FP16Compressor(StatelessCompressor):
     """
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        own = probe(bucket.flat)
+        own = bucket.probe()
         (mean,) = yield (AllReduce(bucket.flat.to(torch.float16)),)
         bucket.flat.copy_(mean)
         return Reduced(DenseResult(own=own), state)
@@ -47,7 +47,7 @@ class BF16Compressor(StatelessCompressor):
     """All-gather of bf16 as bytes, summed in fp32 in rank order. Horovod cannot sum bf16."""
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        own = probe(bucket.flat)
+        own = bucket.probe()
         none, bounds = no_segments(bucket.device)  # the mean shows what is not finite
         envelope = envelope_of(bucket, bounds, 0.5, "BF16Compressor")
         codes = bucket.flat.to(torch.bfloat16).view(torch.uint8)
@@ -124,7 +124,7 @@ class CastCompressor(StatelessCompressor):
         self._compression = compression
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        own = probe(bucket.flat)
+        own = bucket.probe()
         tensor, ctx = self._compression.compress(bucket.flat)
         (mean,) = yield (AllReduce(tensor),)
         bucket.flat.copy_(self._compression.decompress(mean, ctx))

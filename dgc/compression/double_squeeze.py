@@ -36,9 +36,10 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.all_gather import Codes, join, split
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.envelope import envelope_of, first_nonfinite_message
+from dgc.compression.nonfinite import first_nonfinite_message
 from dgc.compression.protocol import Compressor, DenseResult, Reduced
 from dgc.state import State, Tables, flat_from, parts_of, zeros
+from dgc.wire.envelope import envelope_of
 
 WORD = 32  # elements; the signs of a piece fill whole words
 

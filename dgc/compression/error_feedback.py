@@ -16,9 +16,10 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.envelope import Envelope, envelope_of, first_nonfinite_message
+from dgc.compression.nonfinite import first_nonfinite_message
 from dgc.compression.protocol import Compressor, DenseResult, Reduced
 from dgc.state import State, zeros
+from dgc.wire.envelope import Envelope, envelope_of
 
 
 def place_of_mean(bucket: Bucket) -> Float32[Tensor, "n"]:

@@ -100,15 +100,14 @@ class Layout:
         self._moved = {i for i in compressed if not square and memory_order(self.segments[i]) is None}
 
     @cached_property
-    def floats(self) -> dict[str, int]:
-        """Numbers of all factors of a side, "P" or "Q"."""
-        return {side: sum(prod(batch.factor_shape(side)) for batch in self.batches) for side in ("P", "Q")}
+    def shapes(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Shapes of all factors of a side, "P" or "Q"."""
+        return {side: [batch.factor_shape(side) for batch in self.batches] for side in ("P", "Q")}
 
     def factors(self, flat: Float32[Tensor, "_"], side: str) -> Factor:
         """The factors of the batches, as consecutive parts of a flat tensor."""
         parts, start = [], 0
-        for batch in self.batches:
-            shape = batch.factor_shape(side)
+        for shape in self.shapes[side]:
             parts.append(flat[start : start + prod(shape)].view(shape))
             start += parts[-1].numel()
         return tuple(parts)

@@ -23,7 +23,7 @@ data. In both cases, updates plus errors equal the sum of all gradients. Undeter
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 from zlib import crc32
 
@@ -36,7 +36,6 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.envelope import Envelope, envelope_of, first_nonfinite_message
 from dgc.compression.matrices import (
     Accordion,
     Batch,
@@ -51,9 +50,11 @@ from dgc.compression.matrices import (
     orthonormalize_each,
     square_norms,
 )
+from dgc.compression.nonfinite import first_nonfinite_message
 from dgc.compression.protocol import Compressor, DenseResult, Reduced
 from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.wire import CastValues
+from dgc.wire.envelope import Envelope, envelope_of
 
 MODES = ("residual", "paper", "square")
 NOTHING = torch.empty(0, dtype=torch.float32)
@@ -114,14 +115,14 @@ class PowerSGDState(State):
         layout, v, deferred = self.layout, self.v, self.deferred
         tier, gradients, found = kernels.of(v), layout.gradients(), []
         for b, batch in enumerate(layout.batches):
-            g = [gradients[i] for i in batch.members]
+            g = list(map(gradients.__getitem__, batch.members))
             product = None if deferred is None else deferred.products[b]
             found.append(tier.lowrank.refresh_(batch.of(v), product, g, X[b], even, Y[b]))
         if layout.dense:
             dense = v[layout.begin_dense :]
             if deferred is not None:
                 dense.copy_(deferred.rounding_errors)
-            g = [gradients[i] for i in layout.dense]
+            g = list(map(gradients.__getitem__, layout.dense))
             found.append(tier.selection.accumulate_(kernels.PassInputs(tuple(g), None, dense)))
         layout.bucket.release()
         starts, counts = layout.extents
@@ -395,7 +396,7 @@ class PowerSGDCompressor(Compressor):
     def at_epoch(self, bucket: Bucket, state: PowerSGDState, epoch: int) -> PowerSGDState:
         return state if self._rule.accordion is None else state.chosen(epoch)
 
-    def ratio(self, states: Sequence[tuple[Bucket, PowerSGDState]]) -> float:
+    def ratio_of(self, states: Sequence[tuple[Bucket, PowerSGDState]]) -> float:
         numel = sum(bucket.numel for bucket, _ in states)
         return sum(self._rule.floats_sent(state.layout) for _, state in states) / numel if numel else 1.0
 
@@ -422,12 +423,13 @@ class PowerSGDCompressor(Compressor):
         if self._rule.accordion is not None:
             sums = tuple(s + square_norms(U, W) for s, (U, W) in zip(sums, step.mean, strict=True))
         h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
+        R = 1
         for b, (U, W) in enumerate(step.mean):
             state.layout.write_product(b, U, W)
+            R = max(R, U.shape[1])
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
-        R = max((U.shape[1] for U, _ in step.mean), default=1)
         in_range = R * max(step.largest, default=0.0) < torch.finfo(bucket.dtype).max
-        new = state.next(P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
+        new = replace(state, steps=state.steps + 1, P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
         return Reduced(DenseResult(step.nonfinite, is_finite=in_range), new, dropped=replace(state, deferred=None))
 
     def _residual(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
@@ -460,17 +462,17 @@ class PowerSGDCompressor(Compressor):
         first: read the gradients; send the uncompressed tensors and a flag too. subtract: X and Y join the update.
         """
         layout, bucket = state.layout, state.layout.bucket
-        side = "Q" if even else "P"
-        flat = torch.empty(layout.floats[side], dtype=torch.float32, device=bucket.device)
+        side, is_exact = "Q" if even else "P", self._wire.dtype == "fp32" and bucket.dtype == torch.float32
+        flat = torch.empty(sum(map(prod, layout.shapes[side])), dtype=torch.float32, device=bucket.device)
         Y, dense = layout.factors(flat, side), []
         if first:
             position = state.accumulate_(X, even, Y)
             own = state.v[layout.begin_dense :]
-            dense = [self._wire.quantize(own, state.size, bucket.dtype)]
+            dense = [own if is_exact else self._wire.quantize(own, state.size, bucket.dtype)]
             step.sent.rounding_errors = own - dense[0]
         else:
             state.multiply(step.sent.products, X, even, Y)
-        wire = self._wire.quantize(flat, state.size)
+        wire = flat if is_exact else self._wire.quantize(flat, state.size)
         message = torch.cat([wire, *dense])  # a copy, because the transport owns the message
         if first:
             mean, nonfinite = yield from state.envelope.reduce(message, position)

@@ -89,7 +89,7 @@ class Compressor(ABC):
     keeps_server_errors: bool = False
 
     @property
-    def name(self) -> str:
+    def class_name(self) -> str:
         """Name of the method in saved states."""
         return type(self).__name__
 
@@ -132,7 +132,7 @@ class Compressor(ABC):
         """Return the state with which an epoch begins. Called after `begin_epoch`."""
         return state
 
-    def ratio(self, states: Sequence[tuple[Bucket, Any]]) -> float:
+    def ratio_of(self, states: Sequence[tuple[Bucket, Any]]) -> float:
         """`compress_ratio` for these buckets, if it depends on them."""
         return self.compress_ratio
 

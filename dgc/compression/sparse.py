@@ -37,7 +37,7 @@ from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
 from dgc.compression.all_gather import AllGatherCompressor, Codes
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor, clipped
-from dgc.compression.envelope import Envelope, first_nonfinite_message
+from dgc.compression.nonfinite import first_nonfinite_message
 from dgc.compression.protocol import Compressor, DenseResult, Reduced
 from dgc.compression.sparse_sum import Chosen, exchange_of
 from dgc.compression.uniform import BlockwiseCompressor
@@ -73,7 +73,8 @@ from dgc.wire import (
     TwoBitValues,
     ValueFormat,
 )
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import Envelope, sealed_bytes
+from dgc.wire.payload import PayloadPlan
 
 VECTORS = ("dense", "sparse")
 DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
@@ -236,7 +237,7 @@ class SparseCompressor(Compressor):
     def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
         replaced = None if self.memory.gradient_clipping is None else (yield from self.memory.clip(bucket))
         inputs, state = self._begin(bucket, state)
-        assert state.plan is not None
+        assert state.plan is not None and state.payload is not None
         if state.dense:
             first = kernels.of(inputs.v).selection.accumulate_(inputs)
             first = first if replaced is None else replaced.minimum(first)
@@ -245,10 +246,8 @@ class SparseCompressor(Compressor):
         seed = crc32(f"{self.seed} {bucket.segments[0].name} {state.steps - 1}".encode())
         selection = self.selector.select(inputs, state.plan, seed)
         first = selection.first_nonfinite if replaced is None else replaced.minimum(selection.first_nonfinite)
-        wants_sparse = self.memory.correction is not None
-        chosen = Chosen(
-            bucket, state.plan, selection.elements, first, self.format, state.size, state.rank, wants_sparse
-        )
+        parts = (bucket, state.plan, state.payload, selection.elements, first)
+        chosen = Chosen(*parts, state.size, state.rank, wants_sparse=self.memory.correction is not None)
         result, sent, returned = yield from self._exchange.mean(chosen)
         return Reduced(result, state.after(sent, returned), dropped=state)
 
@@ -263,26 +262,28 @@ class SparseCompressor(Compressor):
             return inputs, state.next(sent=None, returned=None)
         plan = plan_selection(bucket.segments, ratio, bucket.device, self.vector_ratio)
         plan.take_history(state.history)
-        dense = self._dense_is_cheaper(bucket, state.size, plan)
-        return inputs, state.next(sent=None, returned=None, plan=plan, history={}, dense=dense)
+        what, dense = f"bucket {bucket.name}", self._dense_is_cheaper(bucket, state.size, plan)
+        payload = PayloadPlan(self.format, plan.per_tensor, bucket.numel, ratio, what, bucket.dtype)
+        new = {"plan": plan, "payload": payload, "history": {}, "dense": dense}
+        return inputs, state.next(sent=None, returned=None, **new)
 
     def _reduce_dense(
         self, bucket: Bucket, state: SparseState, v: Float32[Tensor, "n"], first: Int64[Tensor, ""]
     ) -> Conversation[Reduced]:
         """Sends all of v."""
-        assert state.plan is not None
         values = self.format.values.dense.quantize(v, state.size, bucket.dtype)
         errors = {table: v - values.float() for table in state.errors}
         # The reply may overwrite its message. The state needs v until the step is known to be valid.
         bucket.release()  # the gradients are accumulated and need no copy
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
-        mean, nonfinite = yield from self._envelope(bucket, state.plan).reduce(message, first)
+        mean, nonfinite = yield from self._envelope(bucket, state).reduce(message, first)
         bucket.flat.copy_(mean)
         result = DenseResult(first_nonfinite_message(bucket, nonfinite))
         return Reduced(result, replace(state, errors=errors), dropped=state)
 
-    def _envelope(self, bucket: Bucket, plan: Plan) -> Envelope:
-        return Envelope(f"bucket {bucket.name}", bucket.bounds, self.format.terms(plan.ratio))
+    def _envelope(self, bucket: Bucket, state: SparseState) -> Envelope:
+        assert state.payload is not None
+        return Envelope(state.payload.what, bucket.bounds, state.payload.terms)
 
     def _dense_is_cheaper(self, bucket: Bucket, size: int, plan: Plan) -> bool:
         size = max(2, size)  # one process uses the rule for two
@@ -386,7 +387,7 @@ class DenseValuesCompressor(AllGatherCompressor):
     def compress_ratio(self) -> float:
         return self.bits / 32 if self.values == "int8" else 1.0
 
-    def ratio(self, states: Sequence[tuple[Bucket, State]]) -> float:
+    def ratio_of(self, states: Sequence[tuple[Bucket, State]]) -> float:
         return self.compress_ratio if all(self._gathers(bucket, state) for bucket, state in states) else 1.0
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:

@@ -15,7 +15,7 @@ Headers carry each rank's flag, its first tensor with NaN or inf, so that every 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -28,17 +28,13 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import AllGather, AllToAll, Conversation, Exchange, read
-from dgc.compression.envelope import (
-    Envelope,
-    first_nonfinite_message,
-    probe,
-    sparse_overflow_message,
-)
+from dgc.compression.nonfinite import first_nonfinite_message, sparse_overflow_message
 from dgc.compression.protocol import DenseResult, Result, SparseResult
 from dgc.kernels import Budget, Merged, SparseVector
 from dgc.selection import Plan
 from dgc.wire import Encoded, SparseFormat
-from dgc.wire.payload import Gathered, sealed_bytes, sections_of
+from dgc.wire.envelope import Envelope, sealed_bytes
+from dgc.wire.payload import PayloadPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +44,9 @@ class Chosen:
     Attributes:
         bucket: The bucket.
         plan: Number of elements per tensor.
+        payload: The payload of the elements.
         elements: The elements, with the capacity of the plan.
         first_nonfinite: Index of the gradient's first non-finite element; n if there is none.
-        form: Format of the payloads.
         size: Number of ranks.
         rank: This rank.
         wants_sparse: Whether a sparse mean saves the optimizer a pass. Only a memory with momentum correction
@@ -59,57 +55,41 @@ class Chosen:
 
     bucket: Bucket
     plan: Plan
+    payload: PayloadPlan
     elements: SparseVector
     first_nonfinite: Tensor
-    form: SparseFormat
     size: int
     rank: int
     wants_sparse: bool
 
+    def part(self, budget: Budget, numel: int) -> PayloadPlan:
+        """The payloads of other elements: those of `numel` elements of the bucket, or of a sum."""
+        return replace(self.payload, budget=budget, numel=numel, tensors=self.bucket.bounds)
+
     def encode(
-        self,
-        elements: SparseVector | None = None,
-        budget: Budget | None = None,
-        numel: int | None = None,
-        flagged: bool = True,
+        self, elements: SparseVector | None = None, payload: PayloadPlan | None = None, flagged: bool = True
     ) -> Encoded:
         """Encode elements as one payload, by default the selection.
 
         Args:
-            elements: The elements, with the capacity of `budget`.
-            budget: Number of elements per tensor; default the plan's.
-            numel: Number of elements of the part of the bucket that they are from; default all.
+            elements: The elements.
+            payload: The plan of the payload. Default: that of the selection.
             flagged: Whether the header names the first tensor with NaN or inf.
         """
-        plan, bucket = self.plan, self.bucket
-        first = self.first_nonfinite if flagged else torch.full_like(self.first_nonfinite, bucket.numel)
-        return self.form.encode(
-            kernels.of(self.elements.values).codec,
-            self.elements if elements is None else elements,
-            budget or plan.per_tensor,
-            bucket.numel if numel is None else numel,
-            first,
-            bucket.dtype,
-            plan.ratio,
-            tensors=plan.per_tensor.bounds,
-        )
+        first = self.first_nonfinite if flagged else torch.full_like(self.first_nonfinite, self.bucket.numel)
+        codec = kernels.of(self.elements.values).codec
+        return (payload or self.payload).encode(codec, self.elements if elements is None else elements, first)
 
     def decode(
         self,
         payloads: Sequence[Tensor],
-        budget: Budget,
-        numel: int,
+        payload: PayloadPlan,
         bounds: Sequence[Tensor] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> Conversation[tuple[list[SparseVector], list[int]]]:
-        """Check and decode payloads. Returns the elements and the flag of each.
-
-        budget, numel: as in `encode`. bounds: the bounds of the tensors in each payload, if not those of `budget`.
-        ranks: the senders, if not all ranks.
-        """
-        settings = (budget, numel, self.plan.ratio, f"bucket {self.bucket.name}", bounds, ranks)
-        decoding = self.form.decoding(kernels.of(self.elements.values).codec, payloads, *settings)
-        return decoding.checked((yield from read(decoding.scalars)))
+        """Check and decode payloads. Returns the elements and the flag of each. See `PayloadPlan.decode`."""
+        decoded = payload.decode(kernels.of(self.elements.values).codec, payloads, bounds, ranks)
+        return decoded.contents, decoded.check((yield from read(decoded.scalars)))
 
     def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> Conversation[SparseResult]:
         """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
@@ -118,23 +98,20 @@ class Chosen:
 
     def mean_of(self, payloads: Sequence[Tensor]) -> Conversation[Result]:
         """The mean of payloads of the whole plan, one from each rank, in the bucket unless it `wants_sparse`."""
-        bucket, planned = self.bucket, (self.plan.per_tensor, self.bucket.numel)
-        decoder, sections = kernels.of(self.elements.values).decoder, sections_of(self.form, *planned)
-        if decoder is None or sections is None:
-            return (yield from self.mean(*(yield from self.decode(payloads, *planned))))
-        settings = (self.plan.per_tensor, self.size, self.plan.ratio, f"bucket {self.bucket.name}")
-        gathered = Gathered(payloads, self.form, sections, *settings)
+        bucket, plan, decoder = self.bucket, self.payload, kernels.of(self.elements.values).decoder
+        if decoder is None or plan.sections is None:
+            return (yield from self.mean(*(yield from self.decode(payloads, plan))))
         if self.wants_sparse or bucket.dtype != torch.float32:
-            return (yield from self._result(*gathered.mean(decoder)))
+            return (yield from self._result(*plan.mean(decoder, payloads, self.size)))
         bucket.release()  # the gradients are accumulated and need no copy
-        finite, nonfinite = gathered.mean_into_(bucket.flat, decoder)
+        finite, nonfinite = plan.mean_into_(bucket.flat, decoder, payloads, self.size)
         return DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=finite)
 
     def _result(self, merged: Merged, nonfinite: Sequence[int]) -> Conversation[SparseResult]:
         # entries that are not valid are zero
-        count, finite = yield from read([merged.count, probe(merged.values).isfinite()])
+        count, finite = yield from read([merged.count, merged.values.isfinite().all()])
         indices, values = merged.indices[:count], merged.values[:count]
-        message = first_nonfinite_message(self.bucket, nonfinite)
+        message = first_nonfinite_message(self.bucket, nonfinite) if any(nonfinite) else None
         if not finite and message is None:
             message = sparse_overflow_message(self.bucket, indices, values)
         return SparseResult(indices, values, message)
@@ -403,7 +380,7 @@ class ReduceScatterExchange:
     point_to_point = False
 
     def __init__(self) -> None:
-        self._regions: dict[str, tuple[Plan, Regions]] = {}  # by bucket
+        self._regions: dict[str, tuple[Plan, Regions, list[PayloadPlan], PayloadPlan]] = {}  # by bucket
 
     def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
         region, whole = largest_region(numel, size), plan.per_tensor
@@ -411,23 +388,20 @@ class ReduceScatterExchange:
         return (size - 1) * sum(form.nbytes(budget, region) for budget in budgets)
 
     def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
-        regions, rank = self._regions_of(chosen), chosen.rank
-        send, keep = capacities(chosen.plan.capacity, chosen.bucket.numel, chosen.size)
+        (_, regions, to, kept), rank = self._regions_of(chosen), chosen.rank
 
-        dealt = [
-            chosen.encode(part, regions.budget(r, send), regions.numel)
-            for r, part in enumerate(regions.deal(chosen.elements, send))
-        ]
+        parts = regions.deal(chosen.elements, to[rank].budget.capacity)
+        dealt = [chosen.encode(part, payload) for part, payload in zip(parts, to, strict=True)]
         sent = regions.join([encoded.sent for encoded in dealt])
         payloads = [encoded.payload for encoded in dealt]
         splits = tuple(payload.numel() for payload in payloads)
         (received,) = yield (AllToAll(torch.cat(payloads), splits),)
-        parts, nonfinite = yield from chosen.decode(received, regions.budget(rank, send), regions.numel)
+        parts, nonfinite = yield from chosen.decode(received, to[rank])
 
-        total, budget = total_of(parts, regions.numel), regions.budget(rank, keep)
-        encoded = chosen.encode(largest_of(total, keep), budget, regions.numel, flagged=False)
+        total = total_of(parts, regions.numel)
+        encoded = chosen.encode(largest_of(total, kept.budget.capacity), kept, flagged=False)
         (payloads,) = yield (AllGather(encoded.payload),)
-        parts, _ = yield from chosen.decode(payloads, budget, regions.numel, bounds=regions.bounds_of_each)
+        parts, _ = yield from chosen.decode(payloads, kept, bounds=regions.bounds_of_each)
 
         result = regions.join(parts)
         rest = shared(subtract(total, encoded.sent), encoded.sent)
@@ -435,13 +409,17 @@ class ReduceScatterExchange:
         returned = SparseVector(indices, rest.values, rest.count)
         return Exchanged((yield from chosen.mean([result], nonfinite)), shared(sent, result), returned)
 
-    def _regions_of(self, chosen: Chosen) -> Regions:
+    def _regions_of(self, chosen: Chosen) -> tuple[Plan, Regions, list[PayloadPlan], PayloadPlan]:
+        """The regions, the payloads to the owner of each in round 1, and that of round 2."""
         bucket, plan = chosen.bucket, chosen.plan
-        planned, regions = self._regions.get(bucket.name, (None, None))
-        if regions is None or planned is not plan:
+        known = self._regions.get(bucket.name)
+        if known is None or known[0] is not plan:
             regions = divide_into_regions(plan.per_tensor.bounds, bucket.numel, chosen.size)
-            self._regions[bucket.name] = plan, regions
-        return regions
+            send, keep = capacities(plan.capacity, bucket.numel, chosen.size)
+            to = [chosen.part(regions.budget(r, send), regions.numel) for r in range(chosen.size)]
+            kept = chosen.part(regions.budget(chosen.rank, keep), regions.numel)
+            known = self._regions[bucket.name] = plan, regions, to, kept
+        return known
 
 
 def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
@@ -477,7 +455,7 @@ class AutoExchange:
         return self.choose(form, plan, numel, size).wire_bytes(form, plan, numel, size)
 
     def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
-        planned = (chosen.form, chosen.plan, chosen.bucket.numel, chosen.size)
+        planned = (chosen.payload.form, chosen.plan, chosen.bucket.numel, chosen.size)
         return (yield from self.choose(*planned).mean(chosen))
 
     def choose(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> SparseExchange:
@@ -572,6 +550,8 @@ class _Held:
     def __init__(self, chosen: Chosen):
         self._chosen = chosen
         encoded = chosen.encode()
+        numel = chosen.bucket.numel
+        self._sums = chosen.part(budget_of(chosen.plan, numel, sums=True), numel)
         self.x = self._own = encoded.sent
         self._payload: Tensor | None = encoded.payload  # of x
         self._kept: list[SparseVector] = []
@@ -580,7 +560,7 @@ class _Held:
         """The payload of x, for one rank. x is then what it receives, and a member keeps the rounding."""
         chosen, payload = self._chosen, self._payload
         if payload is None:
-            encoded = chosen.encode(self.x, self._budget(sums=True), flagged=False)
+            encoded = chosen.encode(self.x, self._sums, flagged=False)
             self._keep(subtract(self.x, encoded.sent), members)
             self.x, payload = encoded.sent, encoded.payload
         self._payload = None
@@ -589,27 +569,24 @@ class _Held:
     def add(self, lower: SparseVector, upper: SparseVector, members: int) -> None:
         """Set x to the largest elements of the sum of two groups. `members`: of both together."""
         total = total_of([lower, upper], self._chosen.bucket.numel)
-        self.x, self._payload = largest_of(total, self._budget(sums=True).capacity), None
+        self.x, self._payload = largest_of(total, self._sums.budget.capacity), None
         self._keep(subtract(total, self.x), members)
 
     def swap(
         self, sends: dict[int, Tensor], sources: Sequence[int] = (), sums: bool = False
     ) -> Conversation[list[SparseVector]]:
         """Send payloads by rank, and return those of other ranks. sums: whether the sources send sums."""
-        chosen, budget, bucket = self._chosen, self._budget(sums), self._chosen.bucket
-        nbytes = chosen.form.nbytes(budget, bucket.numel)
-        receives = {r: torch.empty(nbytes, dtype=torch.uint8, device=bucket.device) for r in sources}
+        chosen, plan = self._chosen, self._sums if sums else self._chosen.payload
+        nbytes, device = plan.layout.nbytes, chosen.bucket.device
+        receives = {r: torch.empty(nbytes, dtype=torch.uint8, device=device) for r in sources}
         (received,) = yield (Exchange(sends, receives),)
-        parts, _ = yield from chosen.decode([received[r] for r in sources], budget, bucket.numel, ranks=sources)
+        parts, _ = yield from chosen.decode([received[r] for r in sources], plan, ranks=sources)
         return parts
 
     def record(self) -> tuple[SparseVector, SparseVector | None]:
         """What of this rank's elements is in x, the result, and what this rank keeps of them."""
         kept = shared(total_of(self._kept, self._chosen.bucket.numel), self.x) if self._kept else None
         return shared(self._own, self.x), kept
-
-    def _budget(self, sums: bool) -> Budget:
-        return budget_of(self._chosen.plan, self._chosen.bucket.numel, sums)
 
     def _keep(self, rest: SparseVector, members: int) -> None:
         own = rest.indices // BLOCK % members == self._chosen.rank % members
@@ -631,8 +608,6 @@ def largest_power_of_two(size: int) -> int:
 def _all_flags(chosen: Chosen) -> Conversation[list[int]]:
     """For each rank, the position (from 1) of its first tensor with NaN or inf, or 0."""
     nothing = torch.empty(0, dtype=torch.uint8, device=chosen.bucket.device)
-    envelope = Envelope(
-        f"bucket {chosen.bucket.name}", chosen.plan.per_tensor.bounds, chosen.form.terms(chosen.plan.ratio)
-    )
+    envelope = Envelope(chosen.payload.what, chosen.bucket.bounds, chosen.payload.terms)
     _, nonfinite = yield from envelope.gather(nothing, chosen.first_nonfinite)
     return nonfinite

@@ -44,7 +44,7 @@ class SVDCompressor(AllGatherCompressor):
         """1, the largest ratio of a tensor. That of a run depends on the shapes of its tensors."""
         return 1.0
 
-    def ratio(self, states: Sequence[tuple[Bucket, State]]) -> float:
+    def ratio_of(self, states: Sequence[tuple[Bucket, State]]) -> float:
         elements = sum(bucket.numel for bucket, _ in states)
         return sum(self.nbytes(bucket) for bucket, _ in states) / (4 * elements) if elements else 1.0
 

@@ -48,7 +48,7 @@ from dgc.comm.requests import (
     between_machines,
 )
 from dgc.comm.transport import Transport
-from dgc.compression.envelope import check_means, nonfinite_message, open_numbers, probe, seal_numbers
+from dgc.compression.nonfinite import check_means, nonfinite_message
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, StatelessCompressor
 from dgc.engine.buckets import PlannedBucket, keep_states
 from dgc.engine.options import register_compressors
@@ -56,7 +56,7 @@ from dgc.engine.state import ErrorStatePart
 from dgc.kernels.selection.reference import first_tensor_nonfinite
 from dgc.memory import MomentumCorrection
 from dgc.state import State, Tables
-from dgc.wire import PayloadError
+from dgc.wire.envelope import PayloadError, open_numbers, seal_numbers
 
 RUNNING = -1  # in place of a number of rounds
 
@@ -151,8 +151,8 @@ class HierarchicalCompressor(Compressor):
         self._loads = [0] * place.local_size if loads is None else loads
 
     @property
-    def name(self) -> str:
-        return self.inner.name
+    def class_name(self) -> str:
+        return self.inner.class_name
 
     @property
     def correction(self) -> MomentumCorrection | None:
@@ -178,8 +178,8 @@ class HierarchicalCompressor(Compressor):
             replace(state, inner=self.inner.at_epoch(state.share, state.inner, epoch)) if state.tensors else state
         )
 
-    def ratio(self, states: Sequence[tuple[Bucket, ShareState]]) -> float:
-        return self.inner.ratio([(state.share, state.inner) for _, state in states if state.tensors])
+    def ratio_of(self, states: Sequence[tuple[Bucket, ShareState]]) -> float:
+        return self.inner.ratio_of([(state.share, state.inner) for _, state in states if state.tensors])
 
     def init(self, bucket: Bucket, size: int, rank: int) -> ShareState:
         assert size == self.place.machines * self.place.local_size
@@ -200,7 +200,7 @@ class HierarchicalCompressor(Compressor):
     # --- one step ---------------------------------------------------------------------------------
 
     def reduce(self, bucket: Bucket, state: ShareState) -> Conversation[Reduced]:
-        own = probe(bucket.flat)
+        own = bucket.probe()
         mean = yield from self._mean_inside(bucket, state)
         between = _Conversation(self._between(state, mean))
         yield from between.resume(None)

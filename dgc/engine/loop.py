@@ -40,7 +40,7 @@ from dgc.comm.collectives import broadcast_object
 from dgc.comm.conversation import Intact, RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.envelope import check_means, probe
+from dgc.compression.nonfinite import check_means
 from dgc.compression.protocol import DenseResult, Result
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.state import BucketStates
@@ -327,7 +327,7 @@ class Engine:
                 results.append((running.plan, result))
                 reason = reason or result.nonfinite
                 if isinstance(result, DenseResult) and not result.is_finite:
-                    probes.append(probe(running.plan.bucket.flat).to(self._device, torch.float64))
+                    probes.append(running.plan.bucket.probe().to(self._device, torch.float64))
             if reason is None and probes and not torch.stack(probes).sum().isfinite():
                 reason = self._explain(results)
             reason = reason if judge is None else judge(reason)

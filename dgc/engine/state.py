@@ -236,12 +236,6 @@ class BucketStates:
 
     Args:
         compressor: The method.
-
-    Example:
-        states = BucketStates(PowerSGDCompressor(rank=4))
-        states.add(bucket, size=2, rank=0)
-        conversation = states.reduce(bucket)  # its result is the mean
-        states.rollback(bucket)  # if every rank drops the step
     """
 
     def __init__(self, compressor: Compressor):
@@ -272,12 +266,12 @@ class BucketStates:
         conversation = self.compressor.reduce(bucket, state)
         if not isinstance(conversation, Generator):
             raise ValueError(
-                f"reduce of {self.compressor.name} must be a generator, which yields tuples of requests and "
+                f"reduce of {self.compressor.class_name} must be a generator, which yields tuples of requests and "
                 f"returns a Reduced, not {type(conversation).__name__}"
             )
         reduced = yield from conversation
         if not isinstance(reduced, Reduced):
-            raise ValueError(f"reduce of {self.compressor.name} must return a Reduced, not {reduced!r}")
+            raise ValueError(f"reduce of {self.compressor.class_name} must return a Reduced, not {reduced!r}")
         self._of[bucket.name] = bucket, reduced.state
         self._dropped[bucket.name] = state if reduced.dropped is None else reduced.dropped
         return reduced.result
@@ -298,7 +292,7 @@ class BucketStates:
     @property
     def compress_ratio(self) -> float:
         """Current nominal fraction of elements sent."""
-        return self.compressor.ratio(list(self._of.values()))
+        return self.compressor.ratio_of(list(self._of.values()))
 
     @property
     def dense_share(self) -> float | None:
@@ -408,7 +402,7 @@ class HasFixedSettings(Protocol):
 def named_methods(methods: Iterable[Any]) -> dict[str, Any]:
     """Return methods by the names under which their states are saved."""
     return {
-        f"{m.compressor.name if isinstance(m, BucketStates) else type(m).__name__}.{i}": m
+        f"{m.compressor.class_name if isinstance(m, BucketStates) else type(m).__name__}.{i}": m
         for i, m in enumerate(methods)
     }
 
@@ -479,10 +473,13 @@ class HasCompression:
         """The smallest nominal fraction of elements that a compressor currently sends. 1.0 is dense."""
         return min((m.compress_ratio for m in self._methods), default=1.0)
 
+    def errors(self) -> Iterator[Tensor]:
+        """This rank's error state, the unsent part of its gradients: flat tensors, read-only."""
+        return (error for method in self._methods for error in method.errors())
+
     def error_norm(self) -> float:
-        """Return the L2 norm of this rank's error state, the unsent part of its gradients."""
-        squares = [float(e.norm(dtype=torch.float64)) ** 2 for m in self._methods for e in m.errors()]
-        return sqrt(sum(squares))
+        """Return the L2 norm of `errors`."""
+        return sqrt(sum(float(error.norm(dtype=torch.float64)) ** 2 for error in self.errors()))
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's error state. Unlike `state_dict()` it differs between ranks: save it on each."""

@@ -39,7 +39,7 @@ from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
 from dgc.compression.route import Route
 from dgc.engine.buckets import PlannedBucket, check_equal_plans
 from dgc.engine.loop import Engine, LossScale, StartOrder, warn_of_drop
-from dgc.engine.momentum import MomentumCheck, observe_steps
+from dgc.engine.options import MomentumCheck, observe_steps
 from dgc.engine.state import HasCompression, Method
 from dgc.fsdp.shards import ParameterGroup, Place, add_gradient, check_all_exchanged, machines, raise_not_exchanged
 

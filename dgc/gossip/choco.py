@@ -43,10 +43,11 @@ from dgc.gossip.graphs import two_way_ring
 from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, write_header_
 from dgc.gossip.topology import Graph, Mixing, Peers, Shares, Topology, metropolis
 from dgc.kernels import SparseVector
-from dgc.selection.selector import Plan, plan_selection
+from dgc.selection.selector import plan_selection
 from dgc.state import check_tensor
 from dgc.wire import CastValues, PlainIndices, SparseFormat
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import sealed_bytes
+from dgc.wire.payload import PayloadPlan
 
 DIFFERENCE = "a difference of CHOCO"
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)  # for compress_ratio before the model is known
@@ -116,33 +117,25 @@ class TopK:
 
     def plan(self, segments: Sequence[Segment], device: torch.device) -> Coder:
         form = SparseFormat(CastValues(self.values), PlainIndices("int32"))
-        return _Sparse(form, plan_selection(segments, self.ratio, device))
+        selection = plan_selection(segments, self.ratio, device)
+        return _Sparse(PayloadPlan(form, selection.per_tensor, sum(selection.numels), what=DIFFERENCE))
 
 
 @dataclass(frozen=True, eq=False)
 class _Sparse:
-    form: SparseFormat
-    selection: Plan
-
-    @property
-    def _numel(self) -> int:
-        return sum(self.selection.numels)
+    payload: PayloadPlan
 
     @property
     def nbytes(self) -> int:
-        return self.form.nbytes(self.selection.per_tensor, self._numel)
+        return self.payload.layout.nbytes
 
     def encode(self, v: Vector) -> tuple[Bytes, AddScaled]:
-        budget = self.selection.per_tensor
-        chosen = kernels.of(v).selection.select(v, budget)
-        encoded = self.form.encode(
-            kernels.of(v).codec, chosen.elements, budget, self._numel, chosen.first_nonfinite
-        )
+        chosen = kernels.of(v).selection.select(v, self.payload.budget)
+        encoded = self.payload.encode(kernels.of(v).codec, chosen.elements, chosen.first_nonfinite)
         return encoded.payload, self._add(encoded.sent)
 
     def decode(self, payload: Bytes, source: int) -> AddScaled:
-        codec, planned = kernels.of(payload).codec, (self.selection.per_tensor, self._numel)
-        (selection,), _ = self.form.decode(codec, (payload,), *planned, what=DIFFERENCE, ranks=(source,))
+        (selection,), _ = self.payload.decode(kernels.of(payload).codec, (payload,), ranks=(source,)).wait()
         return self._add(selection)
 
     def _add(self, sent: SparseVector) -> AddScaled:

@@ -19,7 +19,7 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
 from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
-from dgc.wire.payload import Unchecked, no_segments, open_sealed, seal_, sealed_bytes
+from dgc.wire.envelope import Envelope, Unchecked, no_segments, sealed_bytes
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LEVELS = 127
@@ -59,12 +59,13 @@ def weight_from_bytes(section: Bytes) -> Float64[Tensor, ""]:
 
 def write_header_(payload: Payload, what: str) -> None:
     """Seals a message. what: its kind, the same for sender and receiver."""
-    seal_(kernels.of(payload).codec, payload, *no_segments(payload.device), _terms(what))
+    nothing, _ = no_segments(payload.device)
+    _envelope(what, payload.device).seal_(payload, nothing)
 
 
 def opened(payload: Payload, nbytes: int, what: str, source: int) -> Unchecked[Bytes]:
     """Returns the content of a received message, not checked yet. source: rank of its sender."""
-    return open_sealed(kernels.of(payload).codec, [payload], nbytes, 1, _terms(what), what, [source])
+    return _envelope(what, payload.device).open([payload], nbytes, [source])
 
 
 def exchange(
@@ -88,12 +89,13 @@ def exchange(
     received = [opened(replies[source], nbytes, what, source) for source, nbytes in sizes.items()]
     words = yield from read([word for message in received for word in message.scalars])
     each = len(words) // max(1, len(received))
-    contents = [message.checked(words[each * i : each * (i + 1)])[0][0] for i, message in enumerate(received)]
-    return dict(zip(sizes, contents, strict=True))
+    for i, one in enumerate(received):
+        one.check(words[each * i : each * (i + 1)])
+    return {source: one.contents[0] for source, one in zip(sizes, received, strict=True)}
 
 
-def _terms(what: str) -> Terms:
-    return Terms(1.0, crc32(what.encode()))
+def _envelope(what: str, device: torch.device) -> Envelope:
+    return Envelope(what, no_segments(device)[1], Terms(1.0, crc32(what.encode())))
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ from dgc.gossip.messages import exchange, message_of
 from dgc.gossip.model import ModelSlice
 from dgc.gossip.topology import Graph, Mixing, Topology, metropolis
 from dgc.state import check_tensor
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import sealed_bytes
 
 NOISE = 1e-6  # of a factor's norm
 

@@ -6,6 +6,8 @@ import shutil
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import repeat
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -69,25 +71,28 @@ def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
         function.restype, function.argtypes = result, arguments
 
 
-def pointer(tensor: Tensor, dtype: torch.dtype) -> int:
+@overload
+def pointer(tensor: Tensor, dtype: torch.dtype) -> int: ...
+@overload
+def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None: ...
+def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
     """Return the address of the tensor's elements, for native code, which cannot check its arguments.
+
+    None gives None, a null pointer.
 
     Raises:
         TypeError: The tensor has another dtype, is not on the CPU, or is not contiguous.
     """
+    if tensor is None:
+        return None
     if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous():
         return tensor.data_ptr()
     raise TypeError(refusal(tensor, dtype, "cpu"))
 
 
-def pointer_or_none(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
-    """Return the address, or None (a null pointer) for None."""
-    return None if tensor is None else pointer(tensor, dtype)
-
-
 def pointers(tensors: Sequence[Tensor], dtype: torch.dtype) -> bytes:
     """Return an array of addresses, as bytes because ctypes fills its own arrays slowly."""
-    return array("Q", [pointer(tensor, dtype) for tensor in tensors]).tobytes()
+    return array("Q", map(pointer, tensors, repeat(dtype))).tobytes()
 
 
 def refusal(tensor: Tensor, dtype: torch.dtype, device: str) -> str:

@@ -28,8 +28,9 @@ from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, SparseUpdate, check_agreement, plan_buckets, states_in_order
 from dgc.engine.hierarchy import plan_compressors
 from dgc.engine.loop import Engine, LossScale, Outcome, is_used, warn_of_drop
-from dgc.engine.momentum import MomentumCheck, SupportsCorrectedGradients
 from dgc.engine.options import (
+    MomentumCheck,
+    SupportsCorrectedGradients,
     as_route,
     check_arguments,
     check_no_unfrozen,
@@ -235,7 +236,10 @@ class DistributedOptimizer(Wrapper):
         afterwards. Call synchronize() first if you need the average.
         """
         self._engine.intact.check()
-        check_no_unfrozen(self.inner.param_groups, self.exchange.slots, "DistributedOptimizer")
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p not in self.exchange.slots:
+                    check_no_unfrozen(self.inner.param_groups, self.exchange.slots, "DistributedOptimizer")
         if self._momentum.watched:
             self._momentum.check(self.inner)
         loss = None if closure is None else loss_of(closure)

@@ -362,8 +362,8 @@ class OuterExchange:
             states.load_state_dict(without_errors(states.state_dict()))
             if any(bool(error.any()) for error in states.errors()):
                 raise ValueError(
-                    f"{states.compressor.name} cannot join: its state must have what is not sent under one of "
-                    f"the keys {', '.join(ERRORS)}, by parameter name"
+                    f"{states.compressor.class_name} cannot join: its state must have what is not sent under one "
+                    f"of the keys {', '.join(ERRORS)}, by parameter name"
                 )
         for fragment in self.fragments:
             fragment.merge(0.0)

@@ -146,7 +146,7 @@ def check_alpha(alpha: float, methods: Iterable[BucketStates]) -> None:
     for states in methods:
         if alpha and any(True for _ in states.errors()):
             raise ValueError(
-                f"alpha={alpha} keeps a share of the rank's own model, and {states.compressor.name} sends "
+                f"alpha={alpha} keeps a share of the rank's own model, and {states.compressor.class_name} sends "
                 "later what it has not sent of it, which would count twice: use alpha=0, or a compressor without "
                 "error state such as FP16Compressor()"
             )

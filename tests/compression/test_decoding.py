@@ -15,6 +15,7 @@ from dgc.kernels import SparseVector
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.selection import plan_selection
 from dgc.wire import RiceIndices, SignValues, SparseFormat
+from dgc.wire.payload import PayloadPlan
 
 SHAPES = [(40, 30), (700, 10)]
 NUMEL = 8200
@@ -73,10 +74,11 @@ def test_a_sum_that_overflows_is_named() -> None:
     plan, size = plan_selection(bucket.segments, 0.01), 2
     one, none = torch.ones((), dtype=torch.int32), torch.tensor(bucket.numel)
     elements = SparseVector(torch.full((1,), 7, dtype=torch.int32), torch.full((1,), 3e38), one)
-    chosen = Chosen(bucket, plan, elements, none, form, size, 0, wants_sparse=True)
-    payload = chosen.encode().payload
+    payload = PayloadPlan(form, plan.per_tensor, bucket.numel, 0.01, "bucket b")
+    chosen = Chosen(bucket, plan, payload, elements, none, size, 0, wants_sparse=True)
+    sent = chosen.encode().payload
     with pytest.raises(StopIteration) as ended:
-        next_requests(chosen.mean_of([payload] * size))
+        next_requests(chosen.mean_of([sent] * size))
     assert ended.value.value.nonfinite == (
         "the mean gradient of p overflows the dtype that carries it (no rank has NaN or inf)"
     )

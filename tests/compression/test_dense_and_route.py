@@ -21,7 +21,7 @@ from dgc.compression.dense import CastCompressor
 from dgc.engine.state import BucketStates
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.testing import checked_mean
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import sealed_bytes
 
 N = 301
 

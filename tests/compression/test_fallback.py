@@ -24,7 +24,7 @@ from dgc.compression.sparse import DenseValuesCompressor
 from dgc.memory import ClipByNorm, ClipByValue, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import CastValues, Int8Values, SignValues, ValueFormat
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import sealed_bytes
 
 SHAPES = [(64,), (3000,), (7,)]
 N = 3071

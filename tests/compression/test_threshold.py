@@ -8,7 +8,7 @@ from compression.ranks import Ranks, normal
 
 import dgc.kernels as kernels
 from dgc.compression import ThresholdCompressor
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import sealed_bytes
 
 G = torch.tensor([0.75, 0.25, -0.625, 0.125, -0.5, 0.375])
 R = torch.tensor([0.0, 0.125, -0.25, 0.375, 0.0, 0.0])

@@ -57,9 +57,9 @@ def corrected(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "sgd", "files", "functions"),
     [
-        (DenseCompressor, plain, 13, 60),
-        (lambda: DGCCompressor(0.01), corrected, 28, 150),
-        (lambda: PowerSGDCompressor(2), plain, 22, 132),
+        (DenseCompressor, plain, 10, 45),
+        (lambda: DGCCompressor(0.01), corrected, 22, 100),
+        (lambda: PowerSGDCompressor(2), plain, 16, 75),
     ],
     ids=["dense", "dgc", "powersgd"],
 )

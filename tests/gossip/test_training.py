@@ -16,7 +16,7 @@ from dgc.engine.redistribute import redistribute
 from dgc.gossip import DPSGD, OSGP, SGP, Int8Message, TopologyError
 from dgc.optim import GossipOptimizer
 from dgc.outer import Nesterov, OuterSteps, SlowMo
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import sealed_bytes
 
 ROUNDING = 2e-6
 NEED_ZERO_GRAD = ("sgp", "osgp", "osgp, 2 steps", "osgp, 2 steps, after the step", "dpsgd", "choco", "slowmo")

@@ -26,6 +26,7 @@ from wire.payloads import (
 from dgc.kernels.codec.protocol import HEADER_BYTES, RICE_BLOCK, Terms
 from dgc.wire import PayloadError
 from dgc.wire.indices import plan_packed, plan_rice
+from dgc.wire.payload import PayloadPlan
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
@@ -258,7 +259,7 @@ def test_encoding_never_waits_and_decoding_does_once(name: Any) -> None:
     form, budget = FORMATS[name], budget_of(40, 0, 500, 5000)
     selection, first = selection_of(scattered(5000, 30), capacity=40), torch.tensor(5000)
     with Waits() as waits:
-        done = form.encode(CODECS["reference"], selection, budget, 5000, first)
+        done = PayloadPlan(form, budget, 5000).encode(CODECS["reference"], selection, first)
     assert len(waits.seen) > 5 and not waits.waiting
     with Waits() as waits:
         plan = form.indices.plan(40, 5000)

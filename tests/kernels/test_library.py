@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dgc.kernels.codec.native import NativeCodec
-from dgc.kernels.library import pointer, pointer_or_none, pointers
+from dgc.kernels.library import pointer, pointers
 from dgc.kernels.lowrank.native import NativeLowRank
 from dgc.kernels.quantize.native import NativeQuantizers
 from dgc.kernels.selection.native import Native
@@ -20,14 +20,14 @@ def test_a_pointer_is_of_a_contiguous_cpu_tensor_of_the_dtype() -> None:
     x = torch.arange(12.0).view(3, 4)
     assert pointer(x, torch.float32) == x.data_ptr()
     assert pointer(x[1], torch.float32) == x.data_ptr() + 16
-    assert pointer_or_none(None, torch.float32) is None
+    assert pointer(None, torch.float32) is None
     assert pointers([x, x[2]], torch.float32) == b"".join(t.data_ptr().to_bytes(8, "little") for t in (x, x[2]))
     for wrong, message in (
         (x.double(), r"torch.float32 tensor on cpu, not a contiguous torch.float64 tensor of shape \(3, 4\)"),
         (x.T, r"not a non-contiguous \(stride \(1, 4\)\) torch.float32 tensor of shape \(4, 3\) on cpu"),
         (x.to("meta"), "on cpu, not a contiguous torch.float32 tensor .* on meta"),
     ):
-        for check in (pointer, pointer_or_none, lambda t, dtype: pointers([x, t], dtype)):
+        for check in (pointer, lambda t, dtype: pointers([x, t], dtype)):
             with pytest.raises(TypeError, match=message):
                 check(wrong, torch.float32)
 

@@ -29,7 +29,7 @@ from dgc.compression import (
 from dgc.compression.all_gather import AllGatherCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, Memory, ResidualMemory
 from dgc.selection import Fixed, Sampled, Selector
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import sealed_bytes
 
 
 def coded(make: Callable[[], AllGatherCompressor]) -> Callable[[Bucket], int]:

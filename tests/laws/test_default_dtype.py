@@ -37,6 +37,7 @@ from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCS
 from dgc.optim import GossipOptimizer, OneBitAdam
 from dgc.outer import ZeroOneAdam, ZeroOneSteps
 from dgc.testing import LIKE, Fleet, gradients
+from dgc.wire.payload import PayloadPlan
 
 ROOT = Path(__file__).parents[2]
 CONSTRUCTORS = set(
@@ -128,7 +129,7 @@ def test_payloads() -> None:
         found = []
         for codec in CODECS.values():
             for form in FORMATS.values():
-                made = form.encode(codec, selection, budget, numel, sizes, torch.float32)
+                made = PayloadPlan(form, budget, numel).encode(codec, selection, sizes)
                 (got,), _ = decode(form, [made.payload], budget, numel, codec)
                 found += [made.payload, made.own, got.indices, got.values, got.count]
         return found

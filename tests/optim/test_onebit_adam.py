@@ -38,7 +38,7 @@ from dgc.memory import ResidualMemory
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
 from dgc.outer import ZeroOneSteps
 from dgc.testing import Fleet
-from dgc.wire.payload import sealed_bytes
+from dgc.wire.envelope import sealed_bytes
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 WARM_UP = 4

@@ -19,6 +19,7 @@ from dgc.optim import GossipOptimizer
 from dgc.outer import OuterSteps
 from dgc.selection import TopKPerChunk, plan_selection
 from dgc.wire import CastValues, ChunkIndices, PlainIndices, RiceIndices, SparseFormat, TwoBitValues
+from dgc.wire.payload import PayloadPlan
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -149,7 +150,8 @@ def test_indices_within_chunks(count: int) -> None:
     padded = torch.zeros(capacity, dtype=torch.int32)
     padded[: chosen.numel()] = chosen
     selection = SparseVector(padded, padded.float(), torch.tensor(chosen.numel(), dtype=torch.int32))
-    payload = form.encode(TorchCodec(), selection, plan.per_tensor, numel, torch.tensor(numel)).payload
+    planned = PayloadPlan(form, plan.per_tensor, numel)
+    payload = planned.encode(TorchCodec(), selection, torch.tensor(numel)).payload
     assert payload.numel() == form.nbytes(plan.per_tensor, numel)
-    (decoded,), _ = form.decode(TorchCodec(), [payload], plan.per_tensor, numel)
+    (decoded,), _ = planned.decode(TorchCodec(), [payload]).wait()
     assert torch.equal(decoded.indices, padded)

@@ -292,7 +292,7 @@ def conservation() -> Finding:
             went_in += torch.cat([g.flatten() for g in local])
             trainer.backward(step)
             delivered += torch.cat([p.grad.flatten() for p in matrices])
-        kept = torch.cat([e.flatten() for e in compression.errors()])
+        kept = torch.cat([e.flatten() for e in trainer.exchange.errors()])
         difference = all_reduce(TRANSPORT, went_in - kept, "mean") - delivered
         found[name] = {"difference": float(difference.abs().max()), "kept": float(kept.norm())}
     return found

@@ -19,6 +19,7 @@ from dgc.wire import (
     TwoBitValues,
     ValueFormat,
 )
+from dgc.wire.payload import PayloadPlan
 
 VALUES: dict[str, ValueFormat] = {
     "fp32": CastValues(),
@@ -93,11 +94,11 @@ def encode(
     result: Any = torch.float32,
 ) -> Any:
     first = torch.tensor(numel if first_nonfinite is None else first_nonfinite)
-    return form.encode(codec, selection, budget, numel, first, result)
+    return PayloadPlan(form, budget, numel, result=result).encode(codec, selection, first)
 
 
 def decode(form: Any, payloads: Any, budget: Any, numel: Any, codec: Any = CODEC) -> Any:
-    return form.decode(codec, payloads, budget, numel)
+    return PayloadPlan(form, budget, numel).decode(codec, payloads).wait()
 
 
 def seal_(payload: Any) -> None:

@@ -7,9 +7,8 @@ import torch
 from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, seal_, selection_of
 
 from dgc.kernels.codec.protocol import Terms
-from dgc.kernels.codec.reference import TorchCodec
 from dgc.wire import PayloadError
-from dgc.wire.payload import open_sealed, seal
+from dgc.wire.envelope import Envelope
 
 NUMEL = 5000
 every_format = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
@@ -45,24 +44,26 @@ def test_every_flipped_bit_is_noticed(form: Any) -> None:
 
 
 def test_every_flipped_bit_of_sealed_codes_is_noticed() -> None:
-    codec, terms, numel = TorchCodec(), Terms(1 / 32, 7), torch.tensor(40)
-    payload = seal(codec, torch.arange(5, dtype=torch.uint8), numel, torch.tensor([0, 40]), terms)
+    terms, numel = Terms(1 / 32, 7), torch.tensor(40)
+    envelope = Envelope("codes", torch.tensor([0, 40]), terms)
+    payload = envelope.seal(torch.arange(5, dtype=torch.uint8), numel)
     for byte in range(payload.numel()):
         for bit in range(8):
             other = payload.clone()
             other[byte] ^= 1 << bit
             with pytest.raises(PayloadError, match="rank 1 "):
-                open_sealed(codec, [payload, other], 5, 1, terms, "codes").wait()
+                envelope.open([payload, other], 5).wait()
 
 
 @pytest.mark.parametrize("change", [-40, -24, -8, -1, 8])
 def test_sealed_codes_of_another_size(change: int) -> None:
-    codec, terms, numel = TorchCodec(), Terms(1 / 32, 7), torch.tensor(40)
-    payload = seal(codec, torch.arange(5, dtype=torch.uint8), numel, torch.tensor([0, 40]), terms)
+    terms, numel = Terms(1 / 32, 7), torch.tensor(40)
+    envelope = Envelope("codes", torch.tensor([0, 40]), terms)
+    payload = envelope.seal(torch.arange(5, dtype=torch.uint8), numel)
     other = payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
     for rank, payloads in enumerate(([other, payload], [payload, other])):
         with pytest.raises(PayloadError, match=f"^rank {rank} sent {len(other)} bytes of codes instead of"):
-            open_sealed(codec, payloads, 5, 1, terms, "codes").wait()
+            envelope.open(payloads, 5).wait()
 
 
 @every_format

@@ -24,7 +24,7 @@ from dgc.kernels.codec.native import NativeMeanDecoder
 from dgc.kernels.codec.protocol import MeanDecoder
 from dgc.kernels.selection.reference import Reference
 from dgc.wire import PayloadError
-from dgc.wire.payload import Gathered, sections_of
+from dgc.wire.payload import PayloadPlan
 
 REFERENCE = Reference()
 BOUNDS = (0, 7, 7, 3000)
@@ -33,10 +33,17 @@ some_formats = pytest.mark.parametrize("form", SOME_ADDED.values(), ids=SOME_ADD
 native_tiers = pytest.mark.parametrize("name", [name for name in NAMES if name != "reference"])
 
 
-def gathered(form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> Gathered:
-    sections = sections_of(form, budget, numel)
-    assert sections is not None
-    return Gathered(payloads, form, sections, budget, len(payloads) if size is None else size, 1.0, "a payload")
+class Together:
+    """The payloads of all ranks."""
+
+    def __init__(self, form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> None:
+        self.plan, self.given = PayloadPlan(form, budget, numel), (payloads, size or len(payloads))
+
+    def mean(self, decoder: Any) -> Any:
+        return self.plan.mean(decoder, *self.given)
+
+    def mean_into_(self, dense: Any, decoder: Any) -> Any:
+        return self.plan.mean_into_(dense, decoder, *self.given)
 
 
 def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None) -> None:
@@ -44,7 +51,7 @@ def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None)
     payloads = [encode(form, selection, budget, numel).payload for selection in selections]
     parts, flags = decode(form, payloads, budget, numel)
     indices, values = REFERENCE.merge_mean(parts, size or len(payloads), numel).valid()
-    together, decoder = gathered(form, payloads, budget, numel, size), NativeMeanDecoder()
+    together, decoder = Together(form, payloads, budget, numel, size), NativeMeanDecoder()
     assert isinstance(decoder, MeanDecoder)
     found, numbers = together.mean(decoder)
     assert int(found.count) == indices.numel() and torch.equal(found.indices, indices) and numbers == flags
@@ -81,7 +88,7 @@ def test_a_large_bucket_at_any_address(name: Any) -> None:
     payloads = [encode(form, one, budget, numel).payload for one in made]
     with tier(name):
         for size in (3, 4):
-            together, decoder = gathered(form, payloads, budget, numel, size), NativeMeanDecoder()
+            together, decoder = Together(form, payloads, budget, numel, size), NativeMeanDecoder()
             indices, values = together.mean(decoder)[0].valid()
             expected = torch.zeros(numel).index_put_((indices,), values)
             for offset in (0, 1, 16):
@@ -119,7 +126,7 @@ def test_values_are_added_in_the_order_of_ranks(name: Any) -> None:
     def mean(*values: Any) -> Any:
         sent = [selection_of(torch.tensor([70]), torch.tensor([value])) for value in values]
         payloads, dense = [encode(form, one, budget, 100).payload for one in sent], torch.ones(100)
-        together, decoder = gathered(form, payloads, budget, 100, 1), NativeMeanDecoder()
+        together, decoder = Together(form, payloads, budget, 100, 1), NativeMeanDecoder()
         together.mean_into_(dense, decoder)
         return together.mean(decoder)[0].values.tolist(), dense[70].item()
 
@@ -149,7 +156,7 @@ def test_a_mean_that_is_not_finite_is_reported(name: Any) -> None:
             large = selection_of(torch.tensor([at]), torch.tensor([3e38]))
             payloads, dense = [encode(form, large, budget, numel).payload] * 3, torch.empty(numel)
             for count in (1, 3):
-                together = gathered(form, payloads[:count], budget, numel)
+                together = Together(form, payloads[:count], budget, numel)
                 finite, _ = together.mean_into_(dense, NativeMeanDecoder())
                 assert finite == (count == 1) == bool(dense.isfinite().all()), at
 
@@ -160,11 +167,11 @@ def test_payloads_behind_one_another_at_odd_addresses_and_with_gaps(form: Any) -
     budget = budget_of(13, *BOUNDS, numel)
     made = [selection_of(scattered(numel, 13, s), seed=s) for s in range(3)]
     payloads = torch.stack([encode(form, one, budget, numel).payload for one in made])
-    expected, _ = gathered(form, list(payloads), budget, numel).mean(NativeMeanDecoder())
+    expected, _ = Together(form, list(payloads), budget, numel).mean(NativeMeanDecoder())
     odd = torch.cat([torch.zeros(3, dtype=torch.uint8), payloads.view(-1)])[3:].chunk(3)
     gaps = payloads.t().contiguous().t().unbind()
     for others in (odd, gaps):
-        found, _ = gathered(form, others, budget, numel).mean(NativeMeanDecoder())
+        found, _ = Together(form, others, budget, numel).mean(NativeMeanDecoder())
         assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
 
 
@@ -186,7 +193,7 @@ def test_changed_payloads_raise_the_errors_of_one_at_a_time(form: Any) -> None:
         if trial % 10:
             seal_(bad)
         payloads = [good, bad[:-8] if trial % 13 == 0 else bad, good]
-        together, dense = gathered(form, payloads, budget, numel), torch.empty(numel)
+        together, dense = Together(form, payloads, budget, numel), torch.empty(numel)
         try:
             _, flags = decode(form, payloads, budget, numel)
         except PayloadError as error:
@@ -204,7 +211,7 @@ def test_the_first_tensor_that_is_not_finite_is_named() -> None:
     form, numel = FORMATS["sign rice"], 5000
     budget = budget_of(4, *BOUNDS, numel)
     payloads = [encode(form, selection_of(scattered(numel, 4)), budget, numel, n).payload for n in (7, numel)]
-    assert gathered(form, payloads, budget, numel).mean(NativeMeanDecoder())[1] == [3, 0]
+    assert Together(form, payloads, budget, numel).mean(NativeMeanDecoder())[1] == [3, 0]
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -216,4 +223,4 @@ def test_formats_of_users_have_no_sections() -> None:
     form = FORMATS["fp32 rice"]
     own = copy.copy(form)
     object.__setattr__(own, "values", Own())
-    assert sections_of(own, budget_of(3, 0, 100), 100) is None
+    assert PayloadPlan(own, budget_of(3, 0, 100), 100).sections is None

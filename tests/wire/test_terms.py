@@ -13,7 +13,8 @@ from dgc.kernels.codec.reference import TorchCodec
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import PayloadError
-from dgc.wire.payload import open_sealed, seal
+from dgc.wire.envelope import Envelope
+from dgc.wire.payload import PayloadPlan
 
 CODEC, NUMEL = TorchCodec(), 4000
 
@@ -24,7 +25,7 @@ def sent(form: Any, ratio: Any) -> Any:
     budget = budget_of(count, 0, 100, NUMEL)
     first = torch.tensor(NUMEL)
     selection = selection_of(scattered(NUMEL, count))
-    return form.encode(CODEC, selection, budget, NUMEL, first, ratio=ratio).payload, budget
+    return PayloadPlan(form, budget, NUMEL, ratio).encode(CODEC, selection, first).payload, budget
 
 
 def as_horovod_gathers(payloads: Any) -> Any:
@@ -34,7 +35,7 @@ def as_horovod_gathers(payloads: Any) -> Any:
 
 def told(form: Any, ratio: Any, budget: Any, payloads: Any) -> Any:
     with pytest.raises(PayloadError) as caught:
-        form.decode(CODEC, as_horovod_gathers(payloads), budget, NUMEL, ratio, "bucket b")
+        PayloadPlan(form, budget, NUMEL, ratio, "bucket b").decode(CODEC, as_horovod_gathers(payloads)).wait()
     return str(caught.value)
 
 
@@ -54,7 +55,7 @@ def test_where_the_sizes_are_the_same_too() -> None:
     form, (payload, budget) = SOME["fp32 int64"], sent(SOME["fp32 int64"], 0.1)
     words = told(form, 0.1001, budget, [payload, payload])
     assert words.startswith("rank 0 encoded bucket b at compress_ratio 0.1, this rank at 0.1001: call")
-    form.decode(CODEC, [payload, payload], budget, NUMEL, 0.1)
+    PayloadPlan(form, budget, NUMEL, 0.1).decode(CODEC, [payload, payload]).wait()
 
 
 def test_another_format_is_told_as_such() -> None:
@@ -71,22 +72,22 @@ def test_codes_are_sealed_on_terms_too() -> None:
     one, two = Terms(2 / 32, 7), Terms(1 / 32, 7)
 
     def sealed(nbytes: Any, terms: Any) -> Any:
-        return seal(CODEC, torch.ones(nbytes, dtype=torch.uint8), first, bounds, terms)
+        return Envelope("bucket b", bounds, terms).seal(torch.ones(nbytes, dtype=torch.uint8), first)
 
     for nbytes in (16, 48):
         gathered = as_horovod_gathers([sealed(16, one), sealed(nbytes, two)])
         with pytest.raises(PayloadError, match="rank 1 encoded bucket b at compress_ratio 0.03125"):
-            open_sealed(CODEC, gathered, 16, 1, one, "bucket b").wait()
+            Envelope("bucket b", bounds, one).open(gathered, 16).wait()
     with pytest.raises(PayloadError, match="rank 0 encoded bucket b in another format"):
-        open_sealed(CODEC, [sealed(16, one)], 16, 1, Terms(2 / 32, 8), "bucket b").wait()
+        Envelope("bucket b", bounds, Terms(2 / 32, 8)).open([sealed(16, one)], 16).wait()
 
 
 def test_defaults_agree() -> None:
     form, (payload, budget) = SOME["sign rice"], sent(SOME["sign rice"], 0.1)
     plain = encode(form, selection_of(scattered(NUMEL, 400)), budget, NUMEL).payload
-    form.decode(CODEC, [plain], budget, NUMEL)
+    PayloadPlan(form, budget, NUMEL).decode(CODEC, [plain]).wait()
     with pytest.raises(PayloadError, match="this rank at 1: call begin_epoch"):
-        form.decode(CODEC, [payload], budget, NUMEL)
+        PayloadPlan(form, budget, NUMEL).decode(CODEC, [payload]).wait()
 
 
 def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent() -> None:

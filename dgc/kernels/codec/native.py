@@ -22,7 +22,6 @@ from dgc.kernels.library import (
     declare,
     load,
     pointer,
-    pointer_or_none,
     pointers,
 )
 from dgc.kernels.selection.protocol import Merged, SparseVector
@@ -348,9 +347,9 @@ class NativeMeanDecoder:
             size,
             pointer(words, INT32),
             dense is not None,  # the address of an empty tensor is null
-            pointer_or_none(dense, FP32),
-            pointer_or_none(indices, INT64),
-            pointer_or_none(values, FP32),
+            pointer(dense, FP32),
+            pointer(indices, INT64),
+            pointer(values, FP32),
             torch.get_num_threads(),
         )
         return words, found

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from math import inf
 from typing import Protocol, runtime_checkable
 
@@ -85,7 +86,7 @@ class Terms:
     ratio: float
     form: int
 
-    @property
+    @cached_property
     def words(self) -> tuple[int, int]:
         """The words of the header: an fp32 and a uint32, both as int32."""
         ratio, form = struct.unpack("<ii", struct.pack("<fI", self.ratio, self.form))

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.kernels.library import FP32, Signatures, declare, load, pointer, pointer_or_none, pointers
+from dgc.kernels.library import FP32, Signatures, declare, load, pointer, pointers
 from dgc.kernels.lowrank.protocol import Factor, Left, Matrices, Right, TorchLowRank
 from dgc.kernels.selection.native import Native
 
@@ -45,9 +45,9 @@ class NativeLowRank(TorchLowRank):
     def refresh_(
         self, M: Matrices, taken: tuple[Left, Right] | None, g: Sequence[Tensor], X: Factor, even: bool, Y: Factor
     ) -> Int64[Tensor, ""]:
-        if len(g) != M.shape[0] or any(piece.numel() != M[0].numel() for piece in g):
+        if list(map(Tensor.numel, g)) != [M[0].numel()] * M.shape[0]:
             return super().refresh_(M, taken, g, X, even, Y)
-        first = self._pass(M, taken, [piece.to(torch.float32) for piece in g], X, even, Y)
+        first = self._pass(M, taken, list(map(Tensor.float, g)), X, even, Y)
         return torch.full((), first, dtype=torch.int64)
 
     def _pass(
@@ -59,18 +59,19 @@ class NativeLowRank(TorchLowRank):
         even: bool,
         Y: Factor | None,
     ) -> int:
-        U, W, X = (None if f is None else f.contiguous() for f in (*(taken or (None, None)), X))
+        U, W = (None, None) if taken is None else (taken[0].contiguous(), taken[1].contiguous())
+        X = None if X is None else X.contiguous()
         first: int = self._library.dgc_lowrank(
             pointer(M, FP32),
             *M.shape,
-            pointer_or_none(U, FP32),
-            pointer_or_none(W, FP32),
+            pointer(U, FP32),
+            pointer(W, FP32),
             0 if U is None else U.shape[1],
             pointers(g, FP32) if g else None,
-            pointer_or_none(X, FP32),
+            pointer(X, FP32),
             0 if X is None else X.shape[1],
             even,
-            pointer_or_none(Y, FP32),
+            pointer(Y, FP32),
             torch.get_num_threads(),
         )
         return first

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from dgc.kernels.library import FP32, INT64, UINT8, declare, load, pointer, pointer_or_none, pointers
+from dgc.kernels.library import FP32, INT64, UINT8, declare, load, pointer, pointers
 from dgc.kernels.quantize.protocol import (
     WORD,
     Bounds,
@@ -81,7 +81,7 @@ class NativeQuantizers:
     ) -> None:
         given = (*_by_rank(codes, lows, highs), *_ranges(bounds, 1, WORD))
         values = (pointers(lows, FP32), pointers(highs, FP32))
-        made = (pointer_or_none(factors, FP32), size, pointer(mean, FP32), torch.get_num_threads())
+        made = (pointer(factors, FP32), size, pointer(mean, FP32), torch.get_num_threads())
         self._library.dgc_mean_signs(*given, *values, *made)
 
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
@@ -107,7 +107,7 @@ class NativeQuantizers:
     ) -> None:
         sent = [thresholds_or(0.0, own) for own in thresholds]
         given = (*_by_rank(codes, sent), *_ranges(bounds, 2, WORD), pointers(sent, FP32))
-        made = (pointer_or_none(factors, FP32), size, pointer(mean, FP32), torch.get_num_threads())
+        made = (pointer(factors, FP32), size, pointer(mean, FP32), torch.get_num_threads())
         self._library.dgc_mean_ternary(*given, *made)
 
     def uniform_encode(

@@ -24,7 +24,6 @@ from dgc.kernels.library import (
     declare,
     load,
     pointer,
-    pointer_or_none,
     pointers,
 )
 from dgc.kernels.selection.protocol import Budget, Merged, Moments, PassInputs, SparseVector, Tail, TopKResult
@@ -70,8 +69,8 @@ class Native:
         return f"{self.name} ({self.isa})"
 
     def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
-        pieces, first = _fp32(inputs.g), torch.empty((), dtype=INT64)
-        self._library.dgc_update(*_pass_arguments(_form(inputs), pieces, inputs), pointer(first, INT64))
+        pieces, first = list(map(Tensor.float, inputs.g)), torch.empty((), dtype=INT64)
+        self._library.dgc_update(*_pass_arguments(None, pieces, inputs), pointer(first, INT64))
         return first
 
     def predicted_lower_bounds(
@@ -85,7 +84,7 @@ class Native:
     def accumulate_and_select_(
         self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
     ) -> TopKResult:
-        return self._choose(_form(inputs), inputs, budget, lower_bounds)
+        return self._choose(None, inputs, budget, lower_bounds)
 
     def select(
         self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
@@ -107,8 +106,10 @@ class Native:
         indices[count:], values[count:] = 0, 0.0  # segments with fewer elements have moved forward
         return SparseVector(indices, values, torch.full((), count, dtype=INT32))
 
-    def _choose(self, form: int, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | None) -> TopKResult:
-        segments, pieces = budget.ks.numel(), _fp32(inputs.g)
+    def _choose(
+        self, form: int | None, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | None
+    ) -> TopKResult:
+        segments, pieces = budget.ks.numel(), list(map(Tensor.float, inputs.g))
         indices = torch.empty(budget.capacity, dtype=INT32)
         values = torch.empty(budget.capacity, dtype=FP32)
         count, missed = torch.empty((), dtype=INT32), torch.empty((), dtype=INT32)
@@ -119,7 +120,7 @@ class Native:
             pointer(budget.bounds, INT64),
             pointer(budget.ks, INT64),
             segments,
-            pointer_or_none(lower_bounds, FP32),
+            pointer(lower_bounds, FP32),
             budget.capacity,
             pointer(indices, INT32),
             pointer(values, FP32),
@@ -162,7 +163,7 @@ class Native:
         return Tail(counts, sums)
 
     def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
-        places = (pointer_or_none(u, FP32), pointer(v, FP32))
+        places = (pointer(u, FP32), pointer(v, FP32))
         self._library.dgc_take(*_entries(sent), *places, torch.get_num_threads())
 
     def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
@@ -221,28 +222,22 @@ class Native:
         )
 
 
-def _form(inputs: PassInputs) -> int:
-    if inputs.u is None:
-        return RESIDUAL
-    return NESTEROV if inputs.nesterov else PLAIN
-
-
-def _fp32(pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the pieces, which share one dtype, as fp32."""
-    return pieces if not pieces or pieces[0].dtype is torch.float32 else [p.to(torch.float32) for p in pieces]
-
-
 def _entries(sent: SparseVector | None) -> tuple[int | None, int | None, int | None]:
     if sent is None:
         return None, None, None
     return pointer(sent.indices, INT32), pointer(sent.values, FP32), pointer(sent.count, INT32)
 
 
-def _pass_arguments(form: int, pieces: Sequence[Tensor], inputs: PassInputs) -> tuple[object, ...]:
+def _pass_arguments(form: int | None, pieces: Sequence[Tensor], inputs: PassInputs) -> tuple[object, ...]:
     """Return the first arguments of the library's functions for the pass.
 
-    `pieces` is inputs.g in fp32. It must stay alive until the call returns.
+    Args:
+        form: That of the update. None: the one of `inputs`.
+        pieces: inputs.g in fp32. It must stay alive until the call returns.
+        inputs: The pass.
     """
+    if form is None:
+        form = RESIDUAL if inputs.u is None else NESTEROV if inputs.nesterov else PLAIN
     begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
     n = inputs.v.numel()
     assert form == NONE or begins[-1] == n
@@ -251,16 +246,11 @@ def _pass_arguments(form: int, pieces: Sequence[Tensor], inputs: PassInputs) -> 
         pointers(pieces, FP32),
         begins.tobytes(),
         len(pieces),
-        pointer_or_none(inputs.u, FP32),
+        pointer(inputs.u, FP32),
         pointer(inputs.v, FP32),
         n,
         inputs.momentum,
         *_entries(inputs.sent),
         inputs.masking,
-        useful_threads(n),
+        min(torch.get_num_threads(), 1 + n // WORTH_A_THREAD),  # to wake a thread costs time too
     )
-
-
-def useful_threads(n: int) -> int:
-    """Return the number of threads for n elements. For few, waking threads costs more time than it saves."""
-    return min(torch.get_num_threads(), 1 + n // WORTH_A_THREAD)

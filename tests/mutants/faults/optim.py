@@ -199,7 +199,7 @@ OPTIM = [
     ),
     Fault(
         "momentum-of-a-scheduler-not-noticed",
-        "dgc/engine/momentum.py",
+        "dgc/engine/options.py",
         "            if not corrected.isdisjoint(group",
         "            if isinstance(optimizer, SupportsCorrectedGradients) and not corrected.isdisjoint(group",
         ["tests/optim/test_refused.py::test_momentum_that_a_scheduler_cycles_has_two_owners"],
