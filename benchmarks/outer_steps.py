@@ -25,29 +25,29 @@ from typing import Any
 from benchmarks.convergence.report import standard_error
 from benchmarks.convergence.runs import simulate, summary_of
 from benchmarks.results import print_json
-from dgc.outer import ZeroOneSteps
+from dgc.local import ZeroOneSteps
 from scripts.launch import usable_cores
 
 RANKS, EVALUATE_EVERY = 4, 1000
 BITS = "bits_per_character/test"
-GOSSIP = "--configs.train.gossip"
-SPARSE = f"{GOSSIP}.compression"
+LOCAL = "--configs.train.local"
+SPARSE = f"{LOCAL}.compression"
 
 
 def every(steps: int) -> str:
-    return f"{GOSSIP}.average_every={steps}"
+    return f"{LOCAL}.average_every={steps}"
 
 
 def sparse(of: int) -> tuple[str, ...]:
     """The 16 largest of each `of` elements, or 64 of each 4096."""
     chunk = 4096 if of == 64 else 16 * of
     ratio = f"{SPARSE}.compress_ratio={1 / of}"
-    return "configs/outer/sparseloco.py", ratio, f"{SPARSE}.selector.chunk_size={chunk}"
+    return "configs/local/sparseloco.py", ratio, f"{SPARSE}.selector.chunk_size={chunk}"
 
 
 def nesterov(lr: float, momentum: float) -> tuple[str, ...]:
-    outer = f"{GOSSIP}.outer"
-    return f"{outer}._target_=dgc.outer.Nesterov", f"{outer}.outer_lr={lr}", f"{outer}.momentum={momentum}"
+    outer = f"{LOCAL}.outer"
+    return f"{outer}._target_=dgc.local.Nesterov", f"{outer}.outer_lr={lr}", f"{outer}.momentum={momentum}"
 
 
 # The second moment is updated 37 and 23 times in 200 steps, in fp16. Gaps then double every 50 steps to 10 and 6.
@@ -59,28 +59,28 @@ ZERO_ONE: dict[str, dict[str, Any]] = {
 
 
 def zero_one(method: str) -> tuple[str, ...]:
-    settings = (f"{GOSSIP}.{name}={value}" for name, value in ZERO_ONE[method].items())
+    settings = (f"{LOCAL}.{name}={value}" for name, value in ZERO_ONE[method].items())
     return "configs/adam/zero_one_adam.py", "configs/adam/fp16.py", *settings
 
 
-STREAMING = ("configs/outer/streaming.py", every(10), f"{GOSSIP}.fragment_mb=0.13")
+STREAMING = ("configs/local/streaming.py", every(10), f"{LOCAL}.fragment_mb=0.13")
 METHODS: dict[str, tuple[str, ...]] = {
     "dense": (),
-    "local-h10": ("configs/outer/local_sgd.py", every(10)),
-    "diloco-h10": ("configs/outer/diloco.py", every(10)),
-    "diloco-h20": ("configs/outer/diloco.py", every(20)),
-    "diloco-h40": ("configs/outer/diloco.py", every(40)),
+    "local-h10": ("configs/local/local_sgd.py", every(10)),
+    "diloco-h10": ("configs/local/diloco.py", every(10)),
+    "diloco-h20": ("configs/local/diloco.py", every(20)),
+    "diloco-h40": ("configs/local/diloco.py", every(40)),
     "sparse4-h10": (*sparse(4), every(10)),
     "sparse16-h4": (*sparse(16), every(4)),
     "sparse16-h10": (*sparse(16), every(10)),
     "sparse16-h20": (*sparse(16), every(20)),
     "sparse64-h10": (*sparse(64), every(10)),
-    "powersgd4-h10": ("configs/outer/powersgd.py", every(10)),
-    "sign-h10": ("configs/outer/sign.py", every(10)),
-    "sign-h32-momentum": ("configs/outer/sign.py", every(32), *nesterov(0.7, 0.8)),
-    "2bit-h10": ("configs/outer/twobit.py", every(10)),
-    "streaming-1": (*STREAMING, f"{GOSSIP}.delay=1"),
-    "streaming-2": (*STREAMING, f"{GOSSIP}.delay=2"),
+    "powersgd4-h10": ("configs/local/powersgd.py", every(10)),
+    "sign-h10": ("configs/local/sign.py", every(10)),
+    "sign-h32-momentum": ("configs/local/sign.py", every(32), *nesterov(0.7, 0.8)),
+    "2bit-h10": ("configs/local/twobit.py", every(10)),
+    "streaming-1": (*STREAMING, f"{LOCAL}.delay=1"),
+    "streaming-2": (*STREAMING, f"{LOCAL}.delay=2"),
     **{method: zero_one(method) for method in ZERO_ONE},
 }
 

@@ -81,8 +81,8 @@ class Row(tuple[Any, ...]):
     """Values for all names of a `parametrize`, from `pytest.param`."""
 
 
-def parametrize(names: str, values: Any) -> Callable[[Any], Any]:
-    keys = [name.strip() for name in names.split(",")]
+def parametrize(names: str | tuple[str, ...], values: Any) -> Callable[[Any], Any]:
+    keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
 
     def mark(test: Any) -> Any:
         rows = [
@@ -115,11 +115,12 @@ def _import(name: str, reason: str = "") -> ModuleType:
 
 
 def load_tests(path: Path) -> ModuleType:
-    """Import a test file without pytest."""
+    """Import a test file without pytest. It may import helpers from the folder above its own, as with pytest."""
     spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
-    with patch.dict(sys.modules, {"pytest": _pytest()}):
+    folders = [*sys.path, str(path.parents[1])]
+    with patch.dict(sys.modules, {"pytest": _pytest()}), patch.object(sys, "path", folders):
         spec.loader.exec_module(module)
     return module
 

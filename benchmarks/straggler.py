@@ -24,7 +24,7 @@ from benchmarks.results import print_json
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.compression import DenseCompressor
 from dgc.gossip import ADPSGD, OSGP, SGP, Gossip
-from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
+from dgc.optim import DistributedOptimizer, LocalOptimizer, Wrapper
 from scripts.launch import replace_process
 
 Method = Callable[[], Gossip] | None
@@ -50,7 +50,7 @@ def make(method: Method, numel: int, transport: Transport) -> Wrapper:
     inner = torch.optim.SGD([p for _, p in named], lr=1e-3, momentum=0.9)
     if method is None:
         return DistributedOptimizer(inner, named, DenseCompressor(), transport=transport)
-    return GossipOptimizer(inner, named, method(), transport=transport)
+    return LocalOptimizer(inner, named, method(), transport=transport)
 
 
 def phase(method: Method, pause: float, args: argparse.Namespace, transport: Transport) -> Phase:

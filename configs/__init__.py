@@ -34,6 +34,8 @@ configs.train.dgc = Key(bool, False)  # True if a file of configs/dgc is stacked
 configs.train.compression = Key(Config, Config(DenseCompressor))
 # set by a file of configs/gossip: ranks average models with a few others
 configs.train.gossip = Key(Config | None)
+# set by a file of configs/local: ranks train alone or gossip, and all exchange models every so many steps
+configs.train.local = Key(Config | None)
 
 configs.train.precision = Key(str, "fp32")  # of the forward pass: "bf16" or, on a GPU, "fp16"
 configs.train.criterion = Key(Config, Config(torch.nn.CrossEntropyLoss))

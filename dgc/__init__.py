@@ -8,7 +8,7 @@
 
 The names of the list below are loaded when they are first used. All others are imported from the packages, which
 are, from the ground up (an import only ever points down): `kernels`, `comm`, `wire`, `selection`, `memory`,
-`compression`, `engine`, and the adapters `ddp`, `fsdp`, `aggregate`, `optim`, `outer`.
+`compression`, `engine`, and the adapters `ddp`, `fsdp`, `aggregate`, `optim`, `local`.
 """
 
 from importlib import import_module
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from dgc.gossip import ADPSGD as ADPSGD
     from dgc.gossip import OSGP as OSGP
     from dgc.gossip import SGP as SGP
+    from dgc.local import Nesterov as Nesterov
+    from dgc.local import OuterSteps as OuterSteps
     from dgc.memory import DGCSGDMemory as DGCSGDMemory
     from dgc.memory import ResidualMemory as ResidualMemory
     from dgc.optim import DGCSGD as DGCSGD
     from dgc.optim import DistributedOptimizer as DistributedOptimizer
-    from dgc.optim import GossipOptimizer as GossipOptimizer
+    from dgc.optim import LocalOptimizer as LocalOptimizer
     from dgc.optim import OneBitAdam as OneBitAdam
     from dgc.optim import broadcast_optimizer_state as broadcast_optimizer_state
     from dgc.optim import broadcast_parameters as broadcast_parameters
     from dgc.optim import redistribute as redistribute
-    from dgc.outer import Nesterov as Nesterov
-    from dgc.outer import OuterSteps as OuterSteps
 
 __version__ = "0.1.0"
 
@@ -55,15 +55,17 @@ _PACKAGES = {
     "dgc.gossip": "ADPSGD OSGP SGP",
     "dgc.memory": "DGCSGDMemory ResidualMemory",
     "dgc.optim": (
-        "DGCSGD DistributedOptimizer GossipOptimizer OneBitAdam broadcast_optimizer_state broadcast_parameters "
+        "DGCSGD DistributedOptimizer LocalOptimizer OneBitAdam broadcast_optimizer_state broadcast_parameters "
         "redistribute"
     ),
-    "dgc.outer": "Nesterov OuterSteps",
+    "dgc.local": "Nesterov OuterSteps",
 }
 _PACKAGE_OF = {name: package for package, names in _PACKAGES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("GossipOptimizer", "outer"):
+        raise AttributeError(f"dgc.{name} is now dgc.{'LocalOptimizer' if name == 'GossipOptimizer' else 'local'}")
     if name not in _PACKAGE_OF:
         raise AttributeError(f"module 'dgc' has no attribute {name!r}")
     return getattr(import_module(_PACKAGE_OF[name]), name)

@@ -21,7 +21,7 @@ def make_scaler(settings: DictConfig, device: torch.device) -> GradScaler | None
         device: of the model.
 
     Raises:
-        ValueError: if train.precision is unknown, or fp16 with gossip or on a CPU.
+        ValueError: if train.precision is unknown, or fp16 where ranks have models of their own, or on a CPU.
     """
     if settings.precision not in AUTOCAST:
         raise ValueError(f"train.precision is {settings.precision!r}; it must be one of {', '.join(AUTOCAST)}")
@@ -31,9 +31,9 @@ def make_scaler(settings: DictConfig, device: torch.device) -> GradScaler | None
         raise ValueError(
             f"train.precision is fp16, which needs a GPU, and the device is {device.type}: use bf16, or a GPU"
         )
-    if settings.gossip is not None:
+    if models := "local" if settings.local else "gossip" if settings.gossip else None:
         raise ValueError(
-            "train.precision is fp16, but with train.gossip every rank would have a loss scale of its own: "
+            f"train.precision is fp16, but with train.{models} every rank would have a loss scale of its own: "
             "use bf16"
         )
     return GradScaler(device.type)
@@ -73,7 +73,7 @@ class Stepping:
             raise ValueError(f"train.clip_norm is {settings.clip_norm}; it must be positive, or null for no limit")
         self.optimizer, self.model, self.clip_norm = optimizer, model, settings.clip_norm
         self.device_type, self.dtype, self.scaler = device.type, AUTOCAST[settings.precision], scaler
-        self.averages_gradients = settings.gossip is None
+        self.averages_gradients = not (settings.local or settings.gossip)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context manager for the forward pass and the loss."""

@@ -35,7 +35,7 @@ class Synchronization:
         self.size = optimizer.transport.size
         self.interruption = Interruption(optimizer.transport, optimizer.max_step_lag)
         self.stop_signal: signal.Signals | None = None  # equal on every rank
-        self._metric_group = "compression" if settings.gossip is None else "gossip"
+        self._metric_group = "local" if settings.local else "gossip" if settings.gossip else "compression"
 
     @property
     def max_step_lag(self) -> int | None:

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from dgc.comm import all_reduce
 from dgc.comm.connect import connect
 from dgc.gossip import SGP, n_peer_exponential
-from dgc.optim import GossipOptimizer, broadcast_parameters
+from dgc.optim import LocalOptimizer, broadcast_parameters
 from digits import Digits, network
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
@@ -23,7 +23,7 @@ data, model = Digits(transport.rank, transport.size), network()
 broadcast_parameters(model.state_dict(), transport=transport)
 
 sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-optimizer = GossipOptimizer(sgd, model.named_parameters(), SGP(n_peer_exponential), transport=transport)
+optimizer = LocalOptimizer(sgd, model.named_parameters(), SGP(n_peer_exponential), transport=transport)
 
 losses = []
 for epoch in range(epochs):

@@ -199,9 +199,9 @@ def setting_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def algorithm(config: Mapping[str, Any], directory: Path) -> str:
-    """The name of the algorithm, from train.gossip or, without gossip, from train.compression."""
+    """The name of the algorithm, from train.local, train.gossip or train.compression."""
     train = config.get("train") or {}
-    for key in ("gossip", "compression"):
+    for key in ("local", "gossip", "compression"):
         if (node := train.get(key)) and "_target_" in node:
             return _name(node)
     raise PlotError(f"{directory}/config.yaml has no algorithm; give the run a label: LABEL={directory}")

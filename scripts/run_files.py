@@ -15,7 +15,10 @@ LARGEST = 1e30  # larger counts are damage, and axes cannot show them
 MOST = 100_000  # values of a file, counting what YAML's aliases repeat
 Kinds = Mapping[str, str]  # what each key must be, by path; "*" is any name
 CONFIG: Kinds = {
-    **dict.fromkeys(("train", "train.meters", "train.meters.*", "train.gossip", "train.compression"), "a mapping"),
+    **dict.fromkeys(
+        ("train", "train.meters", "train.meters.*", "train.local", "train.gossip", "train.compression"),
+        "a mapping",
+    ),
     **{"train.metric": "text", "train.num_epochs": "a count or a formula"},
 }
 SUMMARY: Kinds = {

@@ -12,9 +12,9 @@ from torch.optim import SGD
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, PowerSGDCompressor, QSGDCompressor, Route, Rule
 from dgc.gossip import CHOCO, OSGP, SGP, FlatModel, TopK, from_weights, grid, ring
+from dgc.local import Nesterov, OuterSteps, ZeroOneAdam
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DistributedOptimizer, GossipOptimizer, redistribute
-from dgc.outer import Nesterov, OuterSteps, ZeroOneAdam
+from dgc.optim import DistributedOptimizer, LocalOptimizer, redistribute
 from dgc.selection import Sampled
 from dgc.wire import SparseFormat
 
@@ -105,11 +105,11 @@ def test_what_is_no_state_of_an_optimizer_and_no_closure(wrap: Any) -> None:
         wrap().step(3)
 
 
-def with_gossip(gossip: Any) -> GossipOptimizer:
+def with_gossip(gossip: Any) -> LocalOptimizer:
     model = nn.Linear(4, 4)
     sgd = SGD(model.parameters(), lr=0.1)
     transport = LockstepWorld(1).transports[0]
-    return GossipOptimizer(sgd, model.named_parameters(), gossip, transport=transport)
+    return LocalOptimizer(sgd, model.named_parameters(), gossip, transport=transport)
 
 
 def test_damaged_states_of_methods_are_named() -> None:
@@ -126,7 +126,7 @@ def test_damaged_states_of_methods_are_named() -> None:
         model = nn.Linear(4, 4)
         torch.nn.init.zeros_(model.weight)
         sgd = SGD(model.parameters(), lr=0.1)
-        choco = GossipOptimizer(sgd, model.named_parameters(), CHOCO(), transport=transport)
+        choco = LocalOptimizer(sgd, model.named_parameters(), CHOCO(), transport=transport)
         refused(choco, "^graph must be a whole number, not", torch.ones(2), "graph")
         refused(choco, "^copies_valid must be True or False, not", torch.ones(2), "copies_valid")
 
@@ -186,7 +186,7 @@ def test_damaged_states_of_the_wrapped_optimizer_are_named() -> None:
     model(torch.ones(2, 4)).sum().backward()
     adam.step()
     state = adam.state_dict()
-    gossip = GossipOptimizer(adam, model.named_parameters(), SGP(), transport=LockstepWorld(1).transports[0])
+    gossip = LocalOptimizer(adam, model.named_parameters(), SGP(), transport=LockstepWorld(1).transports[0])
     whole = gossip.compression_state_dict()
     for message, damage in (
         ("state of the optimizer's state must have a mapping for each parameter", {"state": {0: None}}),
@@ -206,7 +206,7 @@ def test_gossip_needs_an_algorithm_a_topology_and_shares() -> None:
             model = nn.Linear(4, 4)
             torch.nn.init.zeros_(model.weight)
             sgd = SGD(model.parameters(), lr=0.1)
-            GossipOptimizer(sgd, model.named_parameters(), gossip(), transport=transport)
+            LocalOptimizer(sgd, model.named_parameters(), gossip(), transport=transport)
 
         LockstepWorld(2).run(on_rank)
 

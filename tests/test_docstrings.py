@@ -18,9 +18,9 @@ import dgc.comm
 import dgc.compression
 import dgc.gossip
 import dgc.launch
+import dgc.local
 import dgc.memory
 import dgc.optim
-import dgc.outer
 import dgc.selection
 import dgc.wire
 from dgc.comm.channel import ChannelWorld
@@ -34,7 +34,7 @@ from dgc.testing import check_compressor
 
 DGC = Path(dgc.__path__[0])
 PACKAGES = (dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.memory, dgc.optim)
-OTHERS = (dgc.outer, dgc.selection, dgc.wire)
+OTHERS = (dgc.local, dgc.selection, dgc.wire)
 
 
 def examples() -> dict[str, tuple[str, str]]:

@@ -55,6 +55,7 @@ def test_a_missing_package_is_named_with_its_cure() -> None:
 
 TESTS = """
     import pytest
+    from a_helper import successor
 
     @pytest.fixture(autouse=True)
     def always(monkeypatch):
@@ -68,10 +69,10 @@ TESTS = """
     made = []
 
     @pytest.mark.parametrize("a, b", [(1, 2), pytest.param(3, 4, marks=pytest.mark.proof)])
-    @pytest.mark.parametrize("c", [5, 6])
-    def test_parameters(a, b, c, once):
+    @pytest.mark.parametrize(("c", "d"), [(5, 6), (6, 7)])
+    def test_parameters(a, b, c, d, once):
         import os
-        assert b == a + 1 and c in (5, 6) and os.environ["GPU_TEST"] == "set" and len(once) == 1
+        assert b == successor(a) and d == successor(c) and os.environ["GPU_TEST"] == "set" and len(once) == 1
 
     def test_raises():
         with pytest.raises(ValueError, match="bad"):
@@ -88,7 +89,9 @@ TESTS = """
 
 
 def test_tests_run_without_pytest(tmp_path: Path) -> None:
-    file = tmp_path / "test_some.py"
+    (tmp_path / "a_helper.py").write_text("successor = 1 .__add__")
+    file = tmp_path / "folder" / "test_some.py"
+    file.parent.mkdir()
     file.write_text(textwrap.dedent(TESTS))
     failed, names = [], []
     for name, case in cases(load_tests(file), {}):

@@ -179,7 +179,7 @@ SHOWN: dict[str, tuple[str, Damage]] = {
     "config: algorithm with markup": ("config.yaml", config(compression={"_target_": EVIL})),
     "config: parts that are no algorithms": (
         "config.yaml",
-        config(gossip={"_target_": "dgc.outer.OuterSteps", "base": 5, "outer": [EVIL], "compression": EVIL}),
+        config(local={"_target_": "dgc.local.OuterSteps", "base": 5, "outer": [EVIL], "compression": EVIL}),
     ),
     "config: keys that are no text": ("config.yaml", config() + b"5: {null: 1, 2.5: <b>}\n2001-01-01: 3\n"),
     "config: a binary and a set": ("config.yaml", config() + b"a: !!binary aGk=\nb: !!set {x, y}\n"),

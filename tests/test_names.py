@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import dgc
+import dgc.fsdp
+import dgc.optim
 
 
 def test_every_name_is_loaded_and_is_that_of_its_package() -> None:
@@ -17,6 +19,17 @@ def test_every_name_is_loaded_and_is_that_of_its_package() -> None:
         assert name in dir(dgc)
     with pytest.raises(AttributeError, match="module 'dgc' has no attribute 'DGCCompresor'"):
         _ = dgc.DGCCompresor
+
+
+def test_an_earlier_name_says_the_present_one() -> None:
+    for module, old, new in (
+        (dgc, "GossipOptimizer", "dgc.LocalOptimizer"),
+        (dgc, "outer", "dgc.local"),
+        (dgc.optim, "GossipOptimizer", "dgc.optim.LocalOptimizer"),
+        (dgc.fsdp, "ShardedGossipOptimizer", "dgc.fsdp.ShardedLocalOptimizer"),
+    ):
+        with pytest.raises(AttributeError, match=f"{old} is now {new}$"):
+            getattr(module, old)
 
 
 def test_type_checkers_see_the_same_names() -> None:

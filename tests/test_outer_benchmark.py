@@ -16,8 +16,8 @@ from benchmarks.train_step.models import Work
 from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import FP16Compressor
-from dgc.optim import GossipOptimizer
-from dgc.outer import ZeroOneSteps
+from dgc.local import ZeroOneSteps
+from dgc.optim import LocalOptimizer
 from dgc_training.config import instantiate, load
 from dgc_training.startup.arguments import parse_arguments
 
@@ -47,9 +47,9 @@ def test_every_method_starts_and_exchanges_as_often_as_its_row_says(method: str)
     args = argparse.Namespace(width=64, batch_size=8, steps=2000, overrides=[])
     parsed, overrides = parse_arguments(outer_steps.words(args, method, 1, Path("run")))
     tree = load(parsed.configs, overrides)
-    algorithm, model = instantiate(tree.train.gossip), instantiate(tree.model)
+    algorithm, model = instantiate(tree.train.local), instantiate(tree.model)
     optimizer = instantiate(tree.train.optimizer, model.parameters())
-    GossipOptimizer(optimizer, model.named_parameters(), algorithm, transport=LockstepWorld(1).transports[0])
+    LocalOptimizer(optimizer, model.named_parameters(), algorithm, transport=LockstepWorld(1).transports[0])
     if isinstance(algorithm, ZeroOneSteps):
         assert outer_steps.exchanges(method, 2000) == algorithm.schedule.exchanges(2000)
         assert isinstance(algorithm.gradients, FP16Compressor)
@@ -92,7 +92,7 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
     measure = outer_speed.seconds_per_step
 
     def seconds_per_step(trainer: Any, count: int, transport: Transport) -> float:
-        exchange = newest[transport.rank].optimizer.gossip.exchange
+        exchange = newest[transport.rank].optimizer.method.exchange
         flights.append((exchange.in_flight, len(exchange.fragments)))
         seconds = measure(trainer, count, transport)
         flights.append((exchange.in_flight, len(exchange.fragments)))

@@ -101,8 +101,8 @@ def test_a_rank_without_a_file_gives_a_warning(tmp_path: Path, capsys: pytest.Ca
         (
             {
                 "gossip": {
-                    "_target_": "dgc.outer.OuterSteps",
-                    "outer": {"_target_": "dgc.outer.Nesterov"},
+                    "_target_": "dgc.local.OuterSteps",
+                    "outer": {"_target_": "dgc.local.Nesterov"},
                     "compression": {"_target_": "dgc.compression.PowerSGDCompressor"},
                 }
             },

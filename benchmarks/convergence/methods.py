@@ -74,8 +74,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "osgp": ("configs/gossip/osgp.py",),
     "dpsgd": ("configs/gossip/dpsgd.py",),
     "adpsgd": ("configs/gossip/adpsgd.py",),  # under mpirun only
-    "pga": ("configs/gossip/sgp.py", "configs/average/pga.py"),
-    "slowmo": ("configs/gossip/sgp.py", "configs/average/slowmo.py"),
-    "local-sgd": ("configs/average/local_sgd.py",),
-    "diloco": ("configs/average/diloco.py",),
+    "pga": ("configs/gossip/sgp.py", "configs/local/pga.py"),
+    "slowmo": ("configs/gossip/sgp.py", "configs/local/slowmo.py"),
+    "local-sgd": ("configs/local/local_sgd.py",),
+    "diloco": ("configs/local/diloco.py",),
 }

@@ -13,7 +13,7 @@ from benchmarks.launches import settings_of_rank, write_result
 from benchmarks.step_times import Row, measured, merged
 from dgc.comm import Transport, all_gather_object
 from dgc.comm.meter import TrafficMeter, all_reduce_wire_bytes, nbytes
-from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
+from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
 
 GRADIENT_SETS = 3
 LR, MOMENTUM = 1e-3, 0.9
@@ -47,7 +47,7 @@ class Neighbours:
         named = parameters_of(settings["model"])
         self.parameters = [p for _, p in named]
         sgd = torch.optim.SGD(self.parameters, lr=LR, momentum=MOMENTUM)
-        self.optimizer = GossipOptimizer(sgd, named, GOSSIP[name](), transport=transport)
+        self.optimizer = LocalOptimizer(sgd, named, GOSSIP[name](), transport=transport)
         self.meter = self.optimizer.meter
 
     def step(self) -> None:

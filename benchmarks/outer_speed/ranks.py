@@ -12,9 +12,9 @@ from benchmarks.train_step.models import CONTEXT, Work, make
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.compression import DenseCompressor, FP16Compressor, SparseCompressor
 from dgc.compression.protocol import Compressor
+from dgc.local import Nesterov, OuterSteps
 from dgc.memory import ResidualMemory
-from dgc.optim import DistributedOptimizer, GossipOptimizer
-from dgc.outer import Nesterov, OuterSteps
+from dgc.optim import DistributedOptimizer, LocalOptimizer
 from dgc.selection import TopKPerChunk
 from dgc.wire import RiceIndices, TwoBitValues
 
@@ -38,7 +38,7 @@ def streaming(settings: dict[str, Any], compression: Compressor | None = None) -
 
 
 def sparse() -> SparseCompressor:
-    """The compressor of configs/outer/sparseloco."""
+    """The compressor of configs/local/sparseloco."""
     memory, selector = ResidualMemory(decay=0.95), TopKPerChunk(4096)
     return SparseCompressor(64 / 4096, memory, selector, TwoBitValues(), RiceIndices(), vectors="sparse")
 
@@ -61,7 +61,7 @@ class Trainer:
             self.optimizer = DistributedOptimizer(self.inner, named, DENSE[name](), transport=transport)
         elif name in OUTER:
             steps = OUTER[name](settings)
-            self.optimizer = GossipOptimizer(self.inner, named, steps, transport=transport)
+            self.optimizer = LocalOptimizer(self.inner, named, steps, transport=transport)
             # the exchange of the first fragment begins in the last of H steps, and ends `delay` steps later
             self.window, self.before = steps.average_every, steps.average_every + steps.delay
 

@@ -7,7 +7,7 @@
 The models are those of torchvision, with images; `lm`, a Transformer, and `lstm`, that of the PowerSGD study, with
 tokens.
 
-NAME             a method of benchmarks.exchange, in DistributedOptimizer or GossipOptimizer over Horovod
+NAME             a method of benchmarks.exchange, in DistributedOptimizer or LocalOptimizer over Horovod
 NAME@ddp         the same compressor as a communication hook of DistributedDataParallel (DDP), over Gloo
 noop, ddp-noop   nothing is exchanged: a lower bound for all methods over Horovod and for DDP
 horovod(-fp16)   horovod.torch.DistributedOptimizer, with its default fusion and cycle time

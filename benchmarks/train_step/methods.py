@@ -13,7 +13,7 @@ from benchmarks.exchange.methods import GOSSIP, HOROVOD, METHODS
 from benchmarks.train_step.models import Work
 from dgc.comm import Transport
 from dgc.comm.meter import TrafficMeter
-from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
+from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
 
 LR, MOMENTUM = 1e-4, 0.9
 AT_DDP = "@ddp"
@@ -75,7 +75,7 @@ def make(name: str, work: Work, ratio: float, transport: Transport) -> Method:
         ours = DistributedOptimizer(dgcsgd, named, METHODS[name](ratio), transport=transport)
         return Method(work, work.model, ours, ours.meter, counts_step=False)
     if name in GOSSIP:
-        gossip = GossipOptimizer(sgd, named, GOSSIP[name](), transport=transport)
+        gossip = LocalOptimizer(sgd, named, GOSSIP[name](), transport=transport)
         # the next zero_grad would wait otherwise, during the turn of another method
         finish = gossip.synchronize_messages
         return Method(work, work.model, gossip, gossip.meter, counts_step=False, finish=finish)

@@ -3,7 +3,7 @@
 from dgc.compression import FP16Compressor
 from dgc_training.config import Config, configs
 
-methods = (configs.train.gossip, configs.train.compression)
+methods = (configs.train.local, configs.train.compression)
 method = next((found for found in methods if "gradients" in (found or {})), None)
 if method is None:
     raise ValueError(

@@ -6,6 +6,6 @@ from dgc_training.config import Config, configs
 if "message" not in (configs.train.gossip or {}):
     raise ValueError(
         "the algorithm stacked before has no `message`: stack sgp, osgp or dpsgd of configs/gossip before this "
-        "file, and configs/gossip/machines and configs/average after it"
+        "file, and configs/gossip/machines after it"
     )
 configs.train.gossip.message = Config(Int8Message, block=2048)

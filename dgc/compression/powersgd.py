@@ -428,7 +428,7 @@ class PowerSGDCompressor(Compressor):
             state.layout.write_product(b, U, W)
             R = max(R, U.shape[1])
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
-        in_range = R * max(step.largest, default=0.0) < torch.finfo(bucket.dtype).max
+        in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)  # False for NaN
         new = replace(state, steps=state.steps + 1, P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
         return Reduced(DenseResult(step.nonfinite, is_finite=in_range), new, dropped=replace(state, deferred=None))
 

@@ -1,6 +1,14 @@
 """FSDP2: `fully_shard` inside a machine at full precision, the exchange between machines compressed."""
 
+from typing import Any
+
 from dgc.fsdp.compression import compress as compress
 from dgc.fsdp.exchange import FSDPExchange as FSDPExchange
-from dgc.fsdp.outer import ShardedGossipOptimizer as ShardedGossipOptimizer
+from dgc.fsdp.local import ShardedLocalOptimizer as ShardedLocalOptimizer
 from dgc.fsdp.shards import local_mesh as local_mesh
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ShardedGossipOptimizer":
+        raise AttributeError("dgc.fsdp.ShardedGossipOptimizer is now dgc.fsdp.ShardedLocalOptimizer")
+    raise AttributeError(f"module 'dgc.fsdp' has no attribute {name!r}")

@@ -79,7 +79,7 @@ class ADPSGD:
         ValueError: if averagings_per_step or timeout is not positive.
 
     Example:
-        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), ADPSGD(averagings_per_step=2))
+        >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), ADPSGD(averagings_per_step=2))
     """
 
     needs_groups = False

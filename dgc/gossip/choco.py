@@ -210,7 +210,7 @@ class CHOCO(DifferenceGossip):
         TopologyError: by `start`, if the graph or the weights are not valid.
 
     Example:
-        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), CHOCO(quantizer=TopK(0.01)))
+        >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), CHOCO(quantizer=TopK(0.01)))
     """
 
     static = True

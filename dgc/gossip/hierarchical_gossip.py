@@ -65,7 +65,7 @@ class HierarchicalGossip:
     Example:
         >>> transport = connect(hierarchical=True, point_to_point=True)
         >>> gossip = HierarchicalGossip(SGP())
-        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), gossip, transport=transport)
+        >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), gossip, transport=transport)
     """
 
     needs_groups = True

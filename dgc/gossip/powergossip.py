@@ -113,7 +113,7 @@ class PowerGossip(DifferenceGossip):
         TopologyError: by `start`, if the graph or the weights are not valid.
 
     Example:
-        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
+        >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The interface between `dgc.optim.GossipOptimizer` and gossip algorithms. Each rank has its own model."""
+"""The interface between `dgc.optim.LocalOptimizer` and gossip algorithms. Each rank has its own model."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable

@@ -82,7 +82,7 @@ class SGP:
 
     Example:
         >>> sgp = SGP(n_peer_exponential, message=HalfPrecisionMessage("bf16"))
-        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), sgp)
+        >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), sgp)
     """
 
     overlap = False
@@ -411,7 +411,7 @@ class OSGP(SGP):
         ValueError: if synch_freq is negative.
 
     Example:
-        >>> optimizer = GossipOptimizer(optimizer, model.named_parameters(), OSGP(ring, synch_freq=2))
+        >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), OSGP(ring, synch_freq=2))
     """
 
     overlap = True

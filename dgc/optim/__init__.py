@@ -1,12 +1,20 @@
 """The distributed optimizer, and DGC's SGD."""
 
+from typing import Any
+
 from dgc.engine.redistribute import redistribute as redistribute
 from dgc.engine.state import ErrorStatePart as ErrorStatePart
 from dgc.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
 from dgc.optim.broadcast import broadcast_parameters as broadcast_parameters
 from dgc.optim.dgc_adam import DGCAdam as DGCAdam
 from dgc.optim.distributed import DistributedOptimizer as DistributedOptimizer
-from dgc.optim.gossip import GossipOptimizer as GossipOptimizer
+from dgc.optim.local import LocalOptimizer as LocalOptimizer
 from dgc.optim.onebit_adam import OneBitAdam as OneBitAdam
 from dgc.optim.sgd import DGCSGD as DGCSGD
 from dgc.optim.wrapper import Wrapper as Wrapper
+
+
+def __getattr__(name: str) -> Any:
+    if name == "GossipOptimizer":
+        raise AttributeError("dgc.optim.GossipOptimizer is now dgc.optim.LocalOptimizer")
+    raise AttributeError(f"module 'dgc.optim' has no attribute {name!r}")

@@ -95,7 +95,7 @@ class Wrapper(HasCompression, Optimizer):
         another island and would be counted twice. Load that state with allow_other_rank=True. Call it on every
         rank of the island, before zero_grad().
         """
-        raise ValueError(f"no island can join in mid-run with {self!r}: use `dgc.outer.OuterSteps` without a base")
+        raise ValueError(f"no island can join in mid-run with {self!r}: use `dgc.local.OuterSteps` without a base")
 
     def close(self) -> None:
         """Release the parameters and the connection to the other ranks. Collective."""

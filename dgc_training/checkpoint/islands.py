@@ -1,4 +1,4 @@
-"""The states of islands that may be lost, join and return, each with a state of its own (`dgc.outer`).
+"""The states of islands that may be lost, join and return, each with a state of its own (`dgc.local`).
 
 An island is a rank, or the ranks of a machine that have one model together. An island that stays keeps the state
 that it has saved, unchanged. The state of an island that is lost is lost too. An island without a state, because

@@ -4,6 +4,12 @@ The results of an evaluation have the names of their meters in the config: acc/t
 """
 
 X_AXIS = "Horizontal axis: training samples seen by all ranks together (tokens in language tasks)."
+OF_MODELS = {
+    "weight": "Push-sum weight of rank 0's model; 1 in algorithms without one.",
+    "staleness": "Rounds by which the newest message that rank 0 has is late.",
+    "averagings": "Averagings that rank 0 has taken part in.",
+    "consensus_distance": "L2 distance of rank 0's model to the mean of all ranks' models.",
+}
 TAGS = {
     "train/loss": "Training loss, mean over all ranks and over the steps since the last point (train.log_every).",
     "train/lr": "Learning rate of the first parameter group.",
@@ -19,10 +25,7 @@ TAGS = {
     "bytes/wire_over_dense": "wire_per_step / dense_wire_per_step.",
     "bytes/wire": "Bytes that one rank has sent since the run's first start.",
     "bytes/dense_wire": "Bytes that one rank would have sent since then in dense fp32 all-reduces.",
-    "gossip/weight": "Push-sum weight of rank 0's model; 1 in algorithms without one.",
-    "gossip/staleness": "Rounds by which the newest message that rank 0 has is late.",
-    "gossip/averagings": "Averagings that rank 0 has taken part in.",
-    "gossip/consensus_distance": "L2 distance of rank 0's model to the mean of all ranks' models.",
+    **{f"{key}/{name}": text for key in ("gossip", "local") for name, text in OF_MODELS.items()},
     "time/samples_per_second": "Training samples per second of all ranks, without evaluation and checkpoints.",
     "time/tokens_per_second": "Training tokens per second of all ranks, without evaluation and checkpoints.",
     "time/elapsed": "Seconds of training since the run's first start, without evaluation and checkpoints.",

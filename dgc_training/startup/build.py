@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dgc.comm import Transport
 from dgc.launch import LaunchError
-from dgc.optim import DistributedOptimizer, GossipOptimizer, Wrapper
+from dgc.optim import DistributedOptimizer, LocalOptimizer, Wrapper
 from dgc_training.config import ConfigError, instantiate
 
 
@@ -45,19 +45,19 @@ def build(node: Any, *args: Any) -> Any:
 
 
 def build_method(settings: DictConfig) -> Any:
-    """The gossip algorithm of the config's `train`, or its compressor."""
-    return build(settings.compression if settings.gossip is None else settings.gossip)
+    """What the config's `train` exchanges models with, `local` or `gossip`, or its compressor of gradients."""
+    return build(settings.local or settings.gossip or settings.compression)
 
 
 def open_transport(settings: DictConfig, method: Any, connect: Callable[..., Transport]) -> Transport:
     """Calls `connect` with what the method of `build_method` needs."""
     with config_errors():
         levels = {"on": True, "off": False}.get(settings.hierarchical, settings.hierarchical)
-        is_gossip = settings.gossip is not None
+        models = bool(settings.local or settings.gossip)
         return connect(
-            hierarchical=method.needs_groups if is_gossip else levels,
+            hierarchical=method.needs_groups if models else levels,
             timeout=settings.timeout,
-            point_to_point=is_gossip or getattr(method, "point_to_point", False),
+            point_to_point=models or getattr(method, "point_to_point", False),
         )
 
 
@@ -69,21 +69,21 @@ def wrap_optimizer(
     scaler: GradScaler | None = None,
     method: Any = None,
 ) -> Wrapper:
-    """The distributed optimizer. It averages gradients over all ranks or, with gossip, models over a few ranks.
+    """The distributed optimizer. It averages gradients or, with train.gossip or train.local, models.
 
     Args:
-        scaler: scales the loss, if any. Gossip has none.
+        scaler: scales the loss, if any. Averages of models have none.
         method: that of `build_method`. None: it is built here.
     """
     method = build_method(settings) if method is None else method
-    if settings.gossip is not None:
+    if settings.local or settings.gossip:
         in_steps = not settings.schedule_lr_per_epoch or settings.checkpoint_every is not None
         if in_steps and not method.is_synchronous:
             raise ValueError(
                 f"with {type(method).__name__} ranks have no steps in common, only epochs: "
                 "train.schedule_lr_per_epoch must be True and train.checkpoint_every null"
             )
-        return GossipOptimizer(
+        return LocalOptimizer(
             optimizer, model.named_parameters(), method, transport=transport, nonfinite=settings.nonfinite
         )
     return DistributedOptimizer(

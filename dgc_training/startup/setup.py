@@ -31,19 +31,26 @@ def require_complete(tree: DictConfig, devices: str) -> None:
             )
     if tree.train.hierarchical not in ("auto", "on", "off", True, False):
         raise ConfigError(f"train.hierarchical is {tree.train.hierarchical!r}, not auto, on or off")
-    if tree.train.gossip is not None:
+    if tree.train.gossip is not None and tree.train.gossip._target_.startswith("dgc.local."):
+        raise ConfigError(
+            f"train.gossip is {tree.train.gossip._target_}, which belongs to train.local: stack a file of "
+            "configs/local"
+        )
+    if models := next((key for key in ("local", "gossip") if tree.train[key] is not None), None):
         if tree.train.hierarchical in ("on", True):
             raise ConfigError(
-                "train.hierarchical compresses gradients between machines; for gossip between machines set it to "
-                "auto or off and stack configs/gossip/machines.py"
+                "train.hierarchical compresses gradients between machines; for models set it to auto or off and "
+                f"stack configs/{models}/machines.py"
             )
         if tree.train.compression._target_ != "dgc.compression.DenseCompressor":
             raise ConfigError(
-                f"train.gossip exchanges models, so train.compression ({tree.train.compression._target_}) has no "
-                "gradients to compress; remove one of the two from the stack"
+                f"train.{models} exchanges models, so train.compression ({tree.train.compression._target_}) has "
+                "no gradients to compress; remove one of the two from the stack"
             )
         if tree.train.check_replicas_every:
-            raise ConfigError("train.check_replicas_every compares models, which differ with gossip: set it to 0")
+            raise ConfigError(
+                f"train.check_replicas_every compares models, which differ with train.{models}: set it to 0"
+            )
     if tree.train.dgc and tree.train.clip_norm is not None:
         raise ConfigError(
             "train.clip_norm limits averages, and DGC's contain gradients of many steps: leave it null and set "

@@ -82,8 +82,9 @@ def main(
 def check_experiment(tree: DictConfig) -> None:
     """Raises UsageError if the config compresses already: a method's files could not be stacked after it."""
     compression = tree.train.compression._target_
-    if compression != "dgc.compression.DenseCompressor" or tree.train.gossip is not None:
-        what = "train.gossip is set" if tree.train.gossip is not None else f"train.compression is {compression}"
+    models = [f"train.{key} is set" for key in ("local", "gossip") if tree.train[key] is not None]
+    if models or compression != "dgc.compression.DenseCompressor":
+        what = models[0] if models else f"train.compression is {compression}"
         raise UsageError(f"--configs is the experiment alone, without files of a method, but {what}")
 
 

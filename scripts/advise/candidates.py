@@ -74,7 +74,7 @@ def measure_candidate(
     Raises:
         ConfigError: The optimizer cannot be built with the method, or its replies cannot be made by one rank.
     """
-    if tree.train.gossip is not None:
+    if tree.train.local or tree.train.gossip:
         steps = record_gossip(tree, workload, size, local_size, WARMUP + repeats)
         return Candidate(method, steps[-1], compute_of(steps), (1.0,))
     model, settings = workload.model, tree.train

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from dgc.comm import Request
 from dgc.cost import AlikeRanks, Message, Traffic, message_of
 from dgc.cost.machine import cache_evictor
-from dgc.optim import GossipOptimizer, Wrapper
+from dgc.optim import LocalOptimizer, Wrapper
 from dgc_training.startup.build import config_errors, wrap_optimizer
 from scripts.advise.optimizers import build_inner
 from scripts.advise.workload import Workload
@@ -77,7 +77,7 @@ def record_gossip(tree: DictConfig, workload: Workload, size: int, local_size: i
 
 def leaving_share(optimizer: Wrapper, size: int, local_size: int) -> float | None:
     """The share of a machine's messages that leave it, over all rounds of the graph. None: there is no graph."""
-    topology = getattr(optimizer.gossip, "topology", None) if isinstance(optimizer, GossipOptimizer) else None
+    topology = getattr(optimizer.method, "topology", None) if isinstance(optimizer, LocalOptimizer) else None
     if topology is None:
         return None
     ranks = range(size - local_size, size)

@@ -1,7 +1,7 @@
 """The methods that the advisor compares, each as config files to stack after an experiment.
 
-To add one, add a row: its files set `train.compression` or a synchronous `train.gossip`. The advisor loads them,
-builds the optimizer and records what it sends, so nothing else depends on the method.
+To add one, add a row: its files set `train.compression`, or a synchronous `train.gossip` or `train.local`. The
+advisor loads them, builds the optimizer and records what it sends, so nothing else depends on the method.
 
 docs/methods.md says which optimizer goes with which method. Config files refuse what would be wrong, such as DGC
 with Adam. The table below has what only trains badly.

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
 from dgc.compression import DGCCompressor, SparseCompressor
-from dgc.fsdp import ShardedGossipOptimizer, compress, local_mesh
+from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
+from dgc.local import OuterSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD
-from dgc.outer import OuterSteps
 
 LAYERS, SIZE = 4, 8
 RESET = r"an exception has ended a backward pass, and FSDP2 has not been reset: call reset_iter_state\(\)"
@@ -153,7 +153,7 @@ def test_outer_steps_need_a_reset_too(transport: Transport) -> None:
     model = shard(transport)
     steps = OuterSteps(2, compression=SparseCompressor(0.2, ResidualMemory()))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = ShardedGossipOptimizer(sgd, model, steps, transport=transport)
+    optimizer = ShardedLocalOptimizer(sgd, model, steps, transport=transport)
     model.at, Failing.fails = 1, True
     with pytest.raises(MemoryError):
         model(torch.ones(2, SIZE)).backward()

@@ -15,10 +15,10 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
 from dgc.compression import DGCAdamCompressor, DGCCompressor, OneBitAdamCompressor, SparseCompressor
-from dgc.fsdp import ShardedGossipOptimizer, compress, local_mesh
+from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
+from dgc.local import OuterSteps
 from dgc.memory import ResidualMemory
-from dgc.optim import DistributedOptimizer, GossipOptimizer
-from dgc.outer import OuterSteps
+from dgc.optim import DistributedOptimizer, LocalOptimizer
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SIZE = 8
@@ -109,13 +109,13 @@ def test_arguments_of_outer_steps_are_named(transport: Transport) -> None:
     model, other = shard(transport, network()), shard(transport, network())
 
     def attempt(**options: Any) -> Act:
-        arguments = {"optimizer": sgd(model), "model": model, "gossip": OuterSteps(2), "transport": transport}
-        return lambda: ShardedGossipOptimizer(**{**arguments, **options})
+        arguments = {"optimizer": sgd(model), "model": model, "method": OuterSteps(2), "transport": transport}
+        return lambda: ShardedLocalOptimizer(**{**arguments, **options})
 
     refused(
         {
-            "gossip must be an algorithm such as dgc.gossip.SGP(), not None": attempt(gossip=None),
-            "gossip must be an algorithm such as dgc.gossip.SGP(), not <class": attempt(gossip=OuterSteps),
+            "method must be an algorithm such as dgc.gossip.SGP(), not None": attempt(method=None),
+            "method must be an algorithm such as dgc.gossip.SGP(), not <class": attempt(method=OuterSteps),
             "model must be a torch.nn.Module on which fully_shard was called, not None": attempt(model=None),
             "transport must be what dgc.comm connects": attempt(transport=None),
             "optimizer must be a torch.optim.Optimizer, not None": attempt(optimizer=None),
@@ -147,19 +147,19 @@ def test_a_forward_pass_before(transport: Transport) -> None:
             assert torch.equal(p.full_tensor(), q.full_tensor())
     optimizer = sgd(models[3])
     loss_of(models[3])
-    train(models[3], ShardedGossipOptimizer(optimizer, models[3], OuterSteps(2), transport=transport))
+    train(models[3], ShardedLocalOptimizer(optimizer, models[3], OuterSteps(2), transport=transport))
 
 
 def test_a_second_exchange(transport: Transport) -> None:
     compressed, outer, with_hook = (shard(transport, network()) for _ in range(3))
     exchange = compress(compressed, top_k(), transport=transport)
-    optimizer = ShardedGossipOptimizer(sgd(outer), outer, OuterSteps(2), transport=transport)
+    optimizer = ShardedLocalOptimizer(sgd(outer), outer, OuterSteps(2), transport=transport)
     with_hook.set_all_reduce_hook(lambda output: None)
 
     def wrap(model: Any) -> Act:
-        return lambda: ShardedGossipOptimizer(sgd(model), model, OuterSteps(2), transport=transport)
+        return lambda: ShardedLocalOptimizer(sgd(model), model, OuterSteps(2), transport=transport)
 
-    for again, owner in ((compressed, "FSDPExchange"), (outer, "ShardedGossipOptimizer")):
+    for again, owner in ((compressed, "FSDPExchange"), (outer, "ShardedLocalOptimizer")):
         message = f"the model has a {owner} already: close() it before another exchange"
         refused({message: partial(compress, again, top_k(), transport=transport)})
         refused({message: wrap(again)})
@@ -169,7 +169,7 @@ def test_a_second_exchange(transport: Transport) -> None:
         "0.weight is sharded: ranks have different parts of it, which DistributedOptimizer": lambda: (
             DistributedOptimizer(sgd(compressed), named, top_k(), transport=transport)
         ),
-        "0.weight is sharded: ranks have different parts of it, which GossipOptimizer": lambda: GossipOptimizer(
+        "0.weight is sharded: ranks have different parts of it, which LocalOptimizer": lambda: LocalOptimizer(
             sgd(compressed), named, OuterSteps(2), transport=transport
         ),
     }
@@ -227,17 +227,17 @@ def test_steps_on_scaled_gradients(transport: Transport) -> None:
 
 def test_parameters_that_outer_steps_would_not_find(transport: Transport) -> None:
     model = shard(transport, network())
-    optimizer = ShardedGossipOptimizer(sgd(model), model, OuterSteps(2), transport=transport)
+    optimizer = ShardedLocalOptimizer(sgd(model), model, OuterSteps(2), transport=transport)
     train(model, optimizer)
     model.load_state_dict(deepcopy(model.state_dict()), assign=True)
-    with pytest.raises(RuntimeError, match=r"were replaced after dgc.fsdp.ShardedGossipOptimizer, for example"):
+    with pytest.raises(RuntimeError, match=r"were replaced after dgc.fsdp.ShardedLocalOptimizer, for example"):
         train(model, optimizer)
 
 
 def test_optimizer_state_of_another_shape(transport: Transport) -> None:
     model = shard(transport, network())
     adam = torch.optim.AdamW(model.parameters())
-    optimizer = ShardedGossipOptimizer(adam, model, OuterSteps(2), transport=transport)
+    optimizer = ShardedLocalOptimizer(adam, model, OuterSteps(2), transport=transport)
     train(model, optimizer)
     state = deepcopy(optimizer.compression_state_dict())
     state["optimizer"]["state"][0]["exp_avg"] = torch.ones(3)

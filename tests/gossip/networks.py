@@ -21,9 +21,9 @@ from dgc.gossip import (
     PowerGossip,
     TopK,
 )
+from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.memory import ResidualMemory
-from dgc.optim import GossipOptimizer
-from dgc.outer import Nesterov, OuterSteps, Ramp, SlowMo
+from dgc.optim import LocalOptimizer
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Trained:
         self.model: Any = nn.Sequential(nn.Linear(6, 9, dtype=dtype), nn.Tanh(), nn.Linear(9, 3, dtype=dtype))
         for p in self.model.parameters():
             p.data.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float32))
-        self.optimizer = GossipOptimizer(
+        self.optimizer = LocalOptimizer(
             make_optimizer(self.model.parameters()), self.model.named_parameters(), algorithm, transport=transport
         )
         generator.manual_seed(100 + self.rank)
@@ -128,7 +128,7 @@ class Trained:
 
     @property
     def algorithm(self) -> Any:
-        return self.optimizer.gossip
+        return self.optimizer.method
 
     def scatter(self, seed: int = 0) -> "Trained":
         """Another model on every rank."""
@@ -150,8 +150,8 @@ class Trained:
         self.optimizer.step()
 
     def biased_parameters(self) -> Tensor:
-        self.optimizer.gossip.flush()
-        return self.optimizer.gossip.biased_parameters().double()
+        self.optimizer.method.flush()
+        return self.optimizer.method.biased_parameters().double()
 
 
 def on(size: int, body: Callable[[LockstepTransport], Any]) -> list[Any]:

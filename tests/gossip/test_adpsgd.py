@@ -18,7 +18,7 @@ from dgc.gossip import Topology, TopologyError
 from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError, MessageLink
 from dgc.gossip.graphs import bipartite_complete
 from dgc.gossip.topology import bipartite_subgraph, peer_schedule
-from dgc.optim import GossipOptimizer
+from dgc.optim import LocalOptimizer
 from dgc.wire import PayloadError
 
 
@@ -427,7 +427,7 @@ def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
         try:
             p = torch.nn.Parameter(torch.zeros(5))
             inner, transport = torch.optim.SGD([p], lr=1.0), AgreedTransport(world.channels[rank])
-            optimizer = GossipOptimizer(inner, [("p", p)], ADPSGD(timeout=patient(20)), transport=transport)
+            optimizer = LocalOptimizer(inner, [("p", p)], ADPSGD(timeout=patient(20)), transport=transport)
             for _ in range(10 * (rank + 1)):
                 optimizer.zero_grad()
                 p.grad = torch.full((5,), -1.0)
@@ -512,7 +512,7 @@ def test_no_rank_trains_before_all_are_connected() -> None:
     def on_rank(lockstep: Any) -> None:
         p = torch.nn.Parameter(torch.zeros(3))
         inner, transport = torch.optim.SGD([p], lr=0.1), WithChannel(lockstep._world, lockstep.rank)
-        optimizer = GossipOptimizer(inner, [("p", p)], ADPSGD(timeout=patient(20)), transport=transport)
+        optimizer = LocalOptimizer(inner, [("p", p)], ADPSGD(timeout=patient(20)), transport=transport)
         assert connected.is_set()
         optimizer.close()
 

@@ -14,7 +14,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.engine.redistribute import blend, shares
 from dgc.gossip import CHOCO, DPSGD, HierarchicalGossip, PowerGossip, Sign, TopK, TopologyError, two_way_ring
 from dgc.gossip.powergossip import as_matrix, orthonormal
-from dgc.outer import OuterSteps, SlowMo
+from dgc.local import OuterSteps, SlowMo
 from dgc.wire import PayloadError
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

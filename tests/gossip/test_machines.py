@@ -15,7 +15,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport
 from dgc.engine.options import unique_prefix
 from dgc.gossip import ADPSGD, CHOCO, DPSGD, OSGP, SGP, HierarchicalGossip, Int8Message
-from dgc.outer import OuterSteps, SlowMo
+from dgc.local import OuterSteps, SlowMo
 from dgc.wire.envelope import sealed_bytes
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

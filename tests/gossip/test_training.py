@@ -14,8 +14,8 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.engine.redistribute import redistribute
 from dgc.gossip import DPSGD, OSGP, SGP, Int8Message, TopologyError
-from dgc.optim import GossipOptimizer
-from dgc.outer import Nesterov, OuterSteps, SlowMo
+from dgc.local import Nesterov, OuterSteps, SlowMo
+from dgc.optim import LocalOptimizer
 from dgc.wire.envelope import sealed_bytes
 
 ROUNDING = 2e-6
@@ -158,7 +158,7 @@ def test_weight_decay_acts_on_z_for_every_weight(make: Any) -> None:
         start = decay.z.clone()
         for p in decay.model.parameters():
             p.grad = torch.zeros_like(p)
-        decay.optimizer.gossip.begin_step()
+        decay.optimizer.method.begin_step()
         w, z = decay.algorithm.w, decay.z.clone()
         decay.optimizer.step()
         return start, float((decay.z - z * (1 - 0.05 / (w if decay.algorithm.overlap else 1.0))).abs().max())
@@ -468,7 +468,7 @@ def test_a_gradient_that_is_not_finite_raises_if_asked() -> None:
     transport = LockstepWorld(1).transports[0]
     model = torch.nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = GossipOptimizer(inner, model.named_parameters(), SGP(), transport=transport, nonfinite="raise")
+    optimizer = LocalOptimizer(inner, model.named_parameters(), SGP(), transport=transport, nonfinite="raise")
     model(torch.full((1, 2), float("inf"))).sum().backward()
     with pytest.raises(NonFiniteGradientError, match="gradient of weight on rank 0"):
         optimizer.step()
@@ -538,7 +538,7 @@ def test_ranks_with_other_models_are_told_apart() -> None:
         other = 1 - transport.rank
         message = rf"rank {other} and rank {transport.rank} train different models: \('weight', \(1, {2 + other}\)"
         with pytest.raises(ValueError, match=message):
-            GossipOptimizer(inner, model.named_parameters(), SGP(), transport=transport)
+            LocalOptimizer(inner, model.named_parameters(), SGP(), transport=transport)
         raise ValueError("done")
 
     with pytest.raises(ValueError, match="done"):

@@ -33,9 +33,9 @@ from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import Compressor, DGCCompressor, OneBitAdamCompressor, QSGDCompressor
 from dgc.gossip import CHOCO, Gossip, HierarchicalGossip
 from dgc.gossip.graphs import bipartite_complete
+from dgc.local import ZeroOneAdam, ZeroOneSteps
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
-from dgc.optim import GossipOptimizer, OneBitAdam
-from dgc.outer import ZeroOneAdam, ZeroOneSteps
+from dgc.optim import LocalOptimizer, OneBitAdam
 from dgc.testing import LIKE, Fleet, gradients
 from dgc.wire.payload import PayloadPlan
 
@@ -201,7 +201,7 @@ def onebit_adam(model: torch.nn.Module, transport: LockstepTransport) -> Any:
 
 def zero_one_adam(model: torch.nn.Module, transport: LockstepTransport) -> Any:
     adam = ZeroOneAdam(model.parameters(), lr=0.01)
-    return GossipOptimizer(adam, model.named_parameters(), ZeroOneSteps(2, 1, 1, 2), transport=transport)
+    return LocalOptimizer(adam, model.named_parameters(), ZeroOneSteps(2, 1, 1, 2), transport=transport)
 
 
 TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {

@@ -10,9 +10,9 @@ from optim.nets import alone, dgc, dgc_sgd, loss_of, net, run, same, train, valu
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, SparseCompressor
+from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import ResidualMemory
-from dgc.optim import GossipOptimizer
-from dgc.outer import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
+from dgc.optim import LocalOptimizer
 
 SMALL = 1e-4  # MB: several buckets, of which some start during backward
 BROKEN = r"an earlier step ended with an exception, MemoryError: own: ranks may have sent"
@@ -136,7 +136,7 @@ def test_an_exception_in_a_step_with_an_outer_exchange(name: str, where: str) ->
     def body(transport: Any) -> None:
         model, algorithm = net(), ALGORITHMS[name]()
         adam = (ZeroOneAdam if name == "0/1 Adam" else torch.optim.Adam)(model.parameters(), lr=0.01)
-        optimizer = GossipOptimizer(adam, model.named_parameters(), algorithm, transport=transport)
+        optimizer = LocalOptimizer(adam, model.named_parameters(), algorithm, transport=transport)
         train(model, optimizer, range(5), transport.rank)
         owner, attribute = (adam, "step") if where == "optimizer" else (algorithm.exchange._engine, "start")
         setattr(owner, attribute, fail)

@@ -19,9 +19,9 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, SparseCompressor
 from dgc.ddp import compress
 from dgc.gossip import OSGP, SGP
+from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import GossipOptimizer, broadcast_optimizer_state, redistribute
-from dgc.outer import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
+from dgc.optim import LocalOptimizer, broadcast_optimizer_state, redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -334,7 +334,7 @@ def test_steps_of_asynchronous_ranks_are_not_compared() -> None:
     class Alone(SGP):
         is_synchronous = False
 
-    own = GossipOptimizer(sgd, model.named_parameters(), Alone(), transport=alone())
+    own = LocalOptimizer(sgd, model.named_parameters(), Alone(), transport=alone())
     assert own.compression_state_dict()["identity"]["step"] is None
 
 

@@ -34,9 +34,9 @@ from dgc.compression import (
     ThresholdCompressor,
 )
 from dgc.gossip import CHOCO, DPSGD, OSGP, SGP, PowerGossip, TopK
+from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, DGCAdam, DistributedOptimizer, GossipOptimizer, OneBitAdam
-from dgc.outer import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
+from dgc.optim import DGCSGD, DGCAdam, DistributedOptimizer, LocalOptimizer, OneBitAdam
 
 OLDER, NESTED = (Path(__file__).with_name(f"{name}_states.pt.xz") for name in ("older", "nested"))
 SAVED, CONTINUED = range(3), range(3, 6)
@@ -86,8 +86,8 @@ class Run:
         return self
 
     def result(self) -> list[Tensor]:
-        if isinstance(self.owner, GossipOptimizer):
-            self.owner.gossip.flush()
+        if isinstance(self.owner, LocalOptimizer):
+            self.owner.method.flush()
         return [p.detach().clone() for p in self.model.parameters()]
 
 
@@ -111,7 +111,7 @@ def exchanging(compression: Callable[[], Any], make: Any = sgd) -> Any:
 def mixing(algorithm: Callable[[], Any], make: Any = sgd) -> Any:
     def build(model: Any, transport: Any) -> Any:
         inner, named = make(model.parameters()), model.named_parameters()
-        optimizer = GossipOptimizer(inner, named, algorithm(), transport=transport)
+        optimizer = LocalOptimizer(inner, named, algorithm(), transport=transport)
         return optimizer, optimizer
 
     return build

@@ -34,9 +34,9 @@ from dgc.compression import (
     Route,
     Rule,
 )
+from dgc.local import ZeroOneSteps
 from dgc.memory import ResidualMemory
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
-from dgc.outer import ZeroOneSteps
 from dgc.testing import Fleet
 from dgc.wire.envelope import sealed_bytes
 

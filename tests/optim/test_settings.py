@@ -24,9 +24,9 @@ from dgc.compression import (
 from dgc.compression.protocol import StatelessCompressor
 from dgc.engine.agreement import describe
 from dgc.gossip import DPSGD, from_weights
+from dgc.local import OuterSteps
 from dgc.memory import ClipByNorm, DGCSGDMemory
-from dgc.optim import DGCSGD, DistributedOptimizer, GossipOptimizer
-from dgc.outer import OuterSteps
+from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
 from dgc.selection import Sampled
 from dgc.wire import CastValues, PackedIndices
 
@@ -138,16 +138,16 @@ def test_gossip_algorithms_too() -> None:
         return lambda size: from_weights([[[own, 1 - own], [1 - own, own]]])
 
     for path, make in {
-        "gossip": lambda rank: OuterSteps(2) if rank else DPSGD(),
-        "gossip.average_every": lambda rank: OuterSteps(2 + rank),
-        "gossip._graphs[0].own": lambda rank: DPSGD(weighted(0.5 + 0.1 * rank)),
+        "method": lambda rank: OuterSteps(2) if rank else DPSGD(),
+        "method.average_every": lambda rank: OuterSteps(2 + rank),
+        "method._graphs[0].own": lambda rank: DPSGD(weighted(0.5 + 0.1 * rank)),
     }.items():
 
         def body(transport: Any, path: Any = path, make: Any = make) -> None:
             model = nn.Linear(3, 3)
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             with pytest.raises(ValueError, match=rf"^{re.escape(path)} is .* on rank 0 and .* on rank 1: every"):
-                GossipOptimizer(sgd, model.named_parameters(), make(transport.rank), transport=transport)
+                LocalOptimizer(sgd, model.named_parameters(), make(transport.rank), transport=transport)
 
         LockstepWorld(2).run(body)
 

@@ -12,9 +12,9 @@ from torch import nn
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression.double_squeeze import divide_into_chunks
-from dgc.optim import GossipOptimizer
-from dgc.outer import ZeroOneAdam, ZeroOneSteps
-from dgc.outer.zero_one_steps import ZeroOneSchedule
+from dgc.local import ZeroOneAdam, ZeroOneSteps
+from dgc.local.zero_one_steps import ZeroOneSchedule
+from dgc.optim import LocalOptimizer
 from dgc.paper.zero_one_adam import synchronization_steps, variance_steps, zero_one_adam
 
 STEPS = 60
@@ -48,7 +48,7 @@ def fast(transport: Any) -> Any:
     adam = ZeroOneAdam(parts, gamma(0), BETAS, ETA, bias_correction=False, floor=0.0)
     # buckets are filled from the last tensor to the first: named in that order, they lie as in x
     named = [(f"p{i}", p) for i, p in reversed(list(enumerate(parts)))]
-    optimizer = GossipOptimizer(adam, named, ZeroOneSteps(F, KAPPA, SCALER, CLIPPER), transport=transport)
+    optimizer = LocalOptimizer(adam, named, ZeroOneSteps(F, KAPPA, SCALER, CLIPPER), transport=transport)
     gradient, models = gradient_of(transport.rank), []
     for t in range(STEPS):
         x = torch.cat([p.detach().view(-1) for p in parts])

@@ -16,7 +16,7 @@ from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import PowerSGDCompressor
 from dgc.gossip import CHOCO, OSGP, SGP, Sign, TopK, Topology
-from dgc.optim import GossipOptimizer
+from dgc.optim import LocalOptimizer
 from dgc.paper.choco import choco_sgd, scaled_sign, top_k
 from dgc.paper.powersgd import PowerSGD
 from dgc.paper.sgp import osgp, sgp
@@ -138,7 +138,7 @@ def trained(size: Any, make: Any) -> Any:
         parts = [nn.Parameter(part.view(s)) for part, s in zip(start().split(NUMELS), SHAPES, strict=True)]
         named = [(f"p{i}", p) for i, p in enumerate(parts)]
         sgd = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM)
-        optimizer = GossipOptimizer(sgd, named, make(), transport=transport)
+        optimizer = LocalOptimizer(sgd, named, make(), transport=transport)
         curvature, target = curvature_and_target(transport.rank)
         seen = []
         for _ in range(STEPS):

@@ -35,11 +35,11 @@ from dgc.compression import (
     ThresholdCompressor,
 )
 from dgc.engine.state import BucketStates
-from dgc.fsdp import ShardedGossipOptimizer, compress, local_mesh
+from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
 from dgc.gossip import SGP, HierarchicalGossip
+from dgc.local import Nesterov, OuterSteps, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, GossipOptimizer
-from dgc.outer import Nesterov, OuterSteps, ZeroOneSteps
+from dgc.optim import DGCSGD, LocalOptimizer
 from dgc.testing import checked_mean
 
 Finding = dict[str, Any]
@@ -421,7 +421,7 @@ def outer_steps(transport: Any) -> Finding:
     def on_machine(machine: Any, steps: int = 7) -> Tensor:
         """A plain model with the batches of both ranks."""
         model, ranks = network(), (2 * machine.rank, 2 * machine.rank + 1)
-        own = GossipOptimizer(adam(model), None, OuterSteps(3, outer=Nesterov()), transport=machine)
+        own = LocalOptimizer(adam(model), None, OuterSteps(3, outer=Nesterov()), transport=machine)
         both = [torch.cat(rows) for rows in zip(*(batches(7, rank) for rank in ranks), strict=True)]
         train_on(own, model, both[:steps], machine.rank == 1)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -430,12 +430,12 @@ def outer_steps(transport: Any) -> Finding:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model: Any = shard(network(), local_mesh(transport))
-        own = ShardedGossipOptimizer(adam(model), model, OuterSteps(3, outer=Nesterov()), transport=transport)
+        own = ShardedLocalOptimizer(adam(model), model, OuterSteps(3, outer=Nesterov()), transport=transport)
         train_on(own, model, inputs, transport.rank == 3)
         on_machines = LockstepWorld(2).run(on_machine)
         replica = DistributedDataParallel(network(), process_group=local_mesh(transport).get_group())
         islands = HierarchicalGossip(OuterSteps(3, outer=Nesterov()), averages_gradients=False)
-        replicas = GossipOptimizer(adam(replica), None, islands, transport=transport)
+        replicas = LocalOptimizer(adam(replica), None, islands, transport=transport)
         train(replica, replicas, inputs[:3])
         replicas.synchronize_messages()
         before = LockstepWorld(2).run(lambda machine: on_machine(machine, 3))[machine]
@@ -461,7 +461,7 @@ def outer_steps(transport: Any) -> Finding:
     def build(nonfinite: str = "skip") -> tuple[Any, Any]:
         model = shard(network(), local_mesh(transport))
         steps = OuterSteps(2, compression=SparseCompressor(0.2, ResidualMemory()))
-        return model, ShardedGossipOptimizer(adam(model), model, steps, transport=transport, nonfinite=nonfinite)
+        return model, ShardedLocalOptimizer(adam(model), model, steps, transport=transport, nonfinite=nonfinite)
 
     model, own = build()
     train(model, own, inputs[:3])
@@ -484,7 +484,7 @@ def outer_steps(transport: Any) -> Finding:
     own.close()
     other = OuterSteps(2 + (transport.rank == 3))
     for algorithm in (HierarchicalGossip(SGP()), ZeroOneSteps(1), other):
-        make = partial(ShardedGossipOptimizer, adam(model), model, algorithm, transport=transport)
+        make = partial(ShardedLocalOptimizer, adam(model), model, algorithm, transport=transport)
         found[type(algorithm).__name__] = told(make, ValueError)
     return found
 

@@ -26,8 +26,8 @@ METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "onebit": (("configs/quant/onebit.py",), ()),
     "osgp": (("configs/gossip/osgp.py",), ("--configs.train.check_replicas_every=0",)),
     "diloco": (
-        ("configs/average/diloco.py",),
-        ("--configs.train.check_replicas_every=0", "--configs.train.gossip.average_every=7"),
+        ("configs/local/diloco.py",),
+        ("--configs.train.check_replicas_every=0", "--configs.train.local.average_every=7"),
     ),
 }
 WORDS = [

@@ -34,15 +34,15 @@ EPOCHS, SEEDS = 40, 3
 BETWEEN_KILLS, UNTIL_RETURN = (2.0, 4.0), (0.3, 1.0)
 EXPERIMENT = "configs/pysource/gpt.py"
 METHOD = (
-    "configs/outer/sign.py",
+    "configs/local/sign.py",
     "--configs.model.width=32",
     "--configs.train.batch_size=8",
     "--configs.train.warmup_lr_epochs=0",
     "--configs.task.steps_per_epoch=100",
     "--configs.dataset.characters=300000",
 )
-OF_RANKS = ("--configs.train.gossip.average_every=5",)
-OF_MACHINES = ("configs/gossip/machines.py", "--configs.train.gossip.base.average_every=5")
+OF_RANKS = ("--configs.train.local.average_every=5",)
+OF_MACHINES = ("configs/local/machines.py", "--configs.train.local.base.average_every=5")
 BITS = "bits_per_character/test"
 
 

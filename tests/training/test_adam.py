@@ -84,7 +84,7 @@ def test_zero_one_adam_resumed_between_two_exchanges_ends_bit_identical(tmp_path
     """Step 8 is the third of four local steps."""
     numbers = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
     words = [*SHORT, "--configs.train.check_replicas_every=0"]
-    words += [f"--configs.train.gossip.{name}={number}" for name, number in numbers.items()]
+    words += [f"--configs.train.local.{name}={number}" for name, number in numbers.items()]
     stack = [*STACK[:2], "configs/adam/zero_one_adam.py"]
     whole, again = tmp_path / "run", tmp_path / "again"
     run(["--run-dir", str(whole), *words], 2, stack)
@@ -104,7 +104,7 @@ def test_zero_one_adam_resumed_between_two_exchanges_ends_bit_identical(tmp_path
 def test_what_does_not_stack() -> None:
     for stack, message in (
         (["configs/adam/zero_one_adam.py", "configs/quant/qsgd.py"], "train.compression._target_"),
-        (["configs/adam/zero_one_adam.py", "configs/outer/diloco.py"], "train.gossip._target_"),
+        (["configs/adam/zero_one_adam.py", "configs/local/diloco.py"], "train.local._target_"),
         (["configs/dgc/wm0.py", "configs/adam/onebit_adam.py"], "train.dgc"),
         (["configs/adam/dgc.py", "configs/dgc/wm0.py"], "train.optimizer is torch.optim.AdamW"),
         (["configs/adam/onebit_adam.py", "configs/quant/qsgd.py"], "train.compression._target_"),

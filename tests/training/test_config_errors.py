@@ -105,7 +105,7 @@ def test_gossip_files_in_the_wrong_order_say_what_to_stack() -> None:
         message = refusal(CNN, *(f"configs/gossip/{name}" for name in stack))
         assert "has no `message`: stack sgp, osgp or dpsgd" in message
     message = refusal(CNN, "configs/gossip/machines.py", "configs/topology/ring.py")
-    assert "configs/gossip/machines and configs/average after it" in message
+    assert "configs/gossip/machines after it" in message
 
 
 def test_another_constructor_alone_says_how_to_begin_anew() -> None:
@@ -157,10 +157,10 @@ def test_unknown_keys_on_the_command_line() -> None:
 
 def test_a_keyword_of_an_inner_constructor_is_found() -> None:
     dgc = (CNN, "configs/dgc/wm5.py")
-    machines = (CNN, "configs/outer/diloco.py", "configs/gossip/machines.py")
+    machines = (CNN, "configs/local/diloco.py", "configs/local/machines.py")
     for files, key, meant in (
         (dgc, "train.compression.momentum", "train.compression.memory.momentum"),
-        (machines, "train.gossip.average_every", "train.gossip.base.average_every"),
+        (machines, "train.local.average_every", "train.local.base.average_every"),
     ):
         message = refusal(*files, words=f"--configs.{key} 0.5")
         assert f"takes no keyword {key.rpartition('.')[2]!r}; there is {meant}" in message, message

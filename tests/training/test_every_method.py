@@ -30,7 +30,7 @@ BEFORE = {
     "gtopk": ["configs/dgc/wm0.py", "configs/dgc/int32.py"],
     "adam/fp16": ["configs/adam/zero_one_adam.py"],
 }
-ZERO_ONE = ["--configs.train.gossip.var_freeze_step=2", "--configs.train.check_replicas_every=0"]
+ZERO_ONE = ["--configs.train.local.var_freeze_step=2", "--configs.train.check_replicas_every=0"]
 # the small model is less than one chunk of the default size, and an epoch has four steps
 ALSO = {
     "chunks": ["--configs.train.compression.chunk_size=200"],

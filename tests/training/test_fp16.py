@@ -108,7 +108,7 @@ def test_a_resumed_run_has_its_scale_and_ends_bit_identical(
 
 
 def test_gradients_are_clipped_after_they_are_unscaled() -> None:
-    settings = OmegaConf.create({"precision": "fp16", "clip_norm": 0.01, "gossip": None})
+    settings = OmegaConf.create({"precision": "fp16", "clip_norm": 0.01, "gossip": None, "local": None})
     device, model = torch.device("cpu"), torch.nn.Linear(3, 1)
     before = [p.detach().clone() for p in model.parameters()]
     scaler = stepping.make_scaler(settings, device)

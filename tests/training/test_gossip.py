@@ -14,7 +14,7 @@ from omegaconf import open_dict, read_write
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.reading import read_tensors
-from dgc_training.config import ConfigError, load
+from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.faults.interruption import Interruption
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.setup import require_complete
@@ -32,13 +32,15 @@ QUICK = [
 ]
 WAYS = ["configs/gossip/ar.py", SGP, OSGP, "configs/gossip/dpsgd.py"]
 GRAPHS = [path for path in sorted((CONFIGS / "topology").glob("*.py")) if path.stem != "__init__"]
-AVERAGES = [path for path in sorted((CONFIGS / "average").glob("*.py")) if path.stem != "__init__"]
+AVERAGES = [
+    path for path in sorted((CONFIGS / "local").glob("*.py")) if path.stem not in ("__init__", "streaming")
+]
 STACKS = [
     *([way] for way in WAYS),
     *([SGP, f"configs/topology/{path.stem}.py"] for path in GRAPHS),
     *([SGP, f"configs/gossip/{message}.py"] for message in ("fp16", "bf16", "int8")),
-    *([OSGP, f"configs/average/{path.stem}.py"] for path in AVERAGES),
-    ["configs/average/slowmo.py"],
+    *([OSGP, f"configs/local/{path.stem}.py"] for path in AVERAGES),
+    ["configs/local/slowmo.py"],
     ["configs/gossip/choco.py"],
     ["configs/gossip/powergossip.py"],
     [SGP, "configs/gossip/machines.py"],
@@ -216,7 +218,7 @@ def test_a_signal_stops_all_ranks_some_steps_later(tmp_path: Path, monkeypatch: 
         (["configs/topology/ring.py"], [], "stack a file of configs/gossip before it"),
         (["configs/dgc/wm5.py", SGP], [], "DGCCompressor; leave out the one or the other"),
         ([SGP, "configs/dgc/wm5.py"], [], "gossip/__init__.py needs dgc.compression.DenseCompressor; leave"),
-        (["configs/average/local_sgd.py", "configs/dgc/wm5.py"], [], "no gradients to compress; remove one of"),
+        (["configs/local/local_sgd.py", "configs/dgc/wm5.py"], [], "local/__init__.py needs dgc.comp"),
         ([SGP], ["--configs.train.check_replicas_every=4"], "train.check_replicas_every is 4"),
         ([SGP], ["--configs.train.gossip.peers=2"], "takes no keyword 'peers'"),
         ([SGP, "configs/topology/star.py"], ["--configs.train.gossip.graph.hub=7"], "star with 2 ranks: hub"),
@@ -231,3 +233,16 @@ def test_errors(stack: Any, words: Any, match: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=match):
         run(stack, tmp_path / "run", *words, size=size)
     assert not (tmp_path / "run").exists()
+
+
+def test_local_steps_in_the_key_of_gossip_name_their_own_key(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("train: {gossip: {_target_: dgc.local.OuterSteps}}")
+    with pytest.raises(ConfigError, match=r"train.gossip is dgc.local.OuterSteps, which belongs to train.local"):
+        require_complete(load([CNN, mine], []), "cpu")
+
+
+def test_local_steps_are_over_the_gossip_of_the_stack_in_either_order() -> None:
+    for stack in (["configs/local/slowmo.py", SGP], [SGP, "configs/local/slowmo.py"]):
+        method = instantiate(load([CNN, *stack], ["--configs.train.gossip.blocking=true"]).train.local)
+        assert method.average_every == 48 and method.base.blocking

@@ -158,7 +158,7 @@ def test_files_in_the_original_form_train(place: Path) -> None:
 def test_replacement_names_exist() -> None:
     rows = table("there | here | what differs, and why |\n|---|---|---|\n| `GossipDataParallel", "migrating.md")
     here = re.findall("`([A-Za-z_]+)(?:`|\\()", " ".join(row[1] for row in rows))
-    names = {name for name in here if name not in ("GossipOptimizer", "graph_from_epoch")}
+    names = {name for name in here if name not in ("LocalOptimizer", "graph_from_epoch")}
     assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
     (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
     assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]

@@ -93,8 +93,8 @@ def test_scalars(finished: Any) -> None:
     tags = set(events.Tags()["scalars"])
     assert {"acc/test_top1", "acc/test_top5", "compression/dense_share"} <= tags
     assert tags - {"acc/test_top1", "acc/test_top5"} <= TAGS.keys()
-    of_gossip = {tag for tag in TAGS if tag.startswith("gossip/")}
-    assert TAGS.keys() - of_gossip - {"time/tokens_per_second"} <= tags
+    of_models = {tag for tag in TAGS if tag.startswith(("gossip/", "local/"))}
+    assert TAGS.keys() - of_models - {"time/tokens_per_second"} <= tags
     assert events.summary_metadata["train/lr"].summary_description == describe("train/lr")
     assert "samples seen" in describe("train/lr") and "train.meters" in describe("acc/test_top1")
     phases = ("data", "forward_backward", "compress", "launch", "wait", "decode", "step")

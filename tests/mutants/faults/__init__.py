@@ -8,10 +8,10 @@ from .ddp import DDP
 from .fsdp import FSDP
 from .gossip import GOSSIP
 from .kernels import KERNELS
+from .local import LOCAL
 from .memory import MEMORY
 from .native import NATIVE
 from .optim import OPTIM
-from .outer import OUTER
 from .selection import SELECTION
 from .tools import TOOLS
 from .training import TRAINING
@@ -28,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
     *GOSSIP,
     *COMM,
     *OPTIM,
-    *OUTER,
+    *LOCAL,
     *FSDP,
     *DDP,
     *TRAINING,

@@ -35,7 +35,7 @@ FSDP = [
     ),
     Fault(
         "one-rank-of-a-machine-drops-a-local-step",
-        "dgc/fsdp/outer.py",
+        "dgc/fsdp/local.py",
         '"min", group="local"',
         '"max", group="local"',
         PARALLEL,

@@ -5,10 +5,10 @@ from ..fault import Fault
 OPTIM = [
     Fault(
         "unfrozen-parameters-train-alone",
-        "dgc/optim/gossip.py",
+        "dgc/optim/local.py",
         "        check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)\n",
         "",
-        ["tests/optim/test_gossip_optimizer.py::test_a_parameter_that_is_unfrozen_after_wrapping_is_refused"],
+        ["tests/optim/test_local_optimizer.py::test_a_parameter_that_is_unfrozen_after_wrapping_is_refused"],
     ),
     Fault(
         "preconditioner-of-another-state-kept",
@@ -206,7 +206,7 @@ OPTIM = [
     ),
     Fault(
         "mean-of-the-models-kept-after-evaluation",
-        "dgc/optim/gossip.py",
+        "dgc/optim/local.py",
         "own = z.clone()",
         "own = z",
         ["tests/training/test_gossip.py::test_ranks_save_their_models_and_the_mean"],

@@ -233,14 +233,14 @@ TRAINING = [
         "dgc_training/checkpoint/state.py",
         "if is_other:",
         "if True:",
-        ["tests/outer/test_islands.py::test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none"],
+        ["tests/local/test_islands.py::test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none"],
     ),
     Fault(
         "file-of-an-earlier-checkpoint-of-that-name",
         "dgc_training/checkpoint/islands.py",
         "files.found - (files.stale & valid)",
         "files.found",
-        ["tests/outer/test_islands.py::test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken"],
+        ["tests/local/test_islands.py::test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken"],
     ),
     Fault(
         "every-machine-decides-what-is-kept",
@@ -248,7 +248,7 @@ TRAINING = [
         "self._remove_others(kept)",
         "self._remove_others({p.name for p in sorted(self.directory.iterdir(), key=_sort_key)[-3:]})",
         [
-            "tests/outer/test_islands.py"
+            "tests/local/test_islands.py"
             "::test_machines_with_disks_of_their_own_keep_the_checkpoint_that_was_just_written"
         ],
     ),

@@ -1,7 +1,0 @@
-"""DiLoCo (Douillard et al. 2023, arXiv 2311.08105): an outer step of Nesterov's momentum every 50 steps."""
-
-from dgc.outer import Nesterov, OuterSteps
-from dgc_training.config import Config, configs
-
-configs.train.gossip = Config(OuterSteps, average_every=50, base=None)
-configs.train.gossip.outer = Config(Nesterov, outer_lr=0.7, momentum=0.9)

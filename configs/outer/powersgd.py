@@ -1,9 +1,0 @@
-"""Pseudo-gradients by PowerSGD (Vogels et al. 2019, arXiv 1905.13727), with error feedback."""
-
-from dgc.compression import PowerSGDCompressor
-from dgc_training.config import Config, configs, derived
-
-configs.train.gossip.compression = Config(PowerSGDCompressor)
-configs.train.gossip.compression.rank = 4
-configs.train.gossip.compression.mode = "residual"  # as in configs/powersgd
-configs.train.gossip.compression.seed = derived("seed")

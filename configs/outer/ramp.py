@@ -1,7 +1,0 @@
-"""After another file: the outer learning rate rises from 0.4 to 1 times its value (SparseLoCo's alpha)."""
-
-from dgc.outer import Ramp
-from dgc_training.config import Config, configs
-
-configs.train.gossip.outer_schedule = Config(Ramp, first=0.4, last=1.0)
-configs.train.gossip.outer_schedule.steps = 1000  # inner steps until the last factor

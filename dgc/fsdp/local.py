@@ -1,0 +1,178 @@
+"""Outer steps of a sharded model: the ranks of a machine train one model with FSDP2, and machines exchange.
+
+    transport = connect(hierarchical=True)
+    mesh = local_mesh(transport)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = ShardedLocalOptimizer(adam, model, OuterSteps(30, outer=Nesterov()), transport=transport)
+
+Local rank l of a machine has shard l of each parameter. It exchanges the pseudo-gradient of this shard with local
+rank l of the other machines. A machine is thus one worker of the outer steps. Its ranks send at the same time.
+"""
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from dgc.comm.conversation import RunningConversation
+from dgc.comm.requests import AllReduce, Conversation
+from dgc.comm.transport import CrossMachineTransport, Transport
+from dgc.compression.protocol import NonFiniteGradientError
+from dgc.fsdp.shards import check_ended, check_ranks, machines, parameter_groups, sharded_like
+from dgc.gossip.model import local
+from dgc.gossip.protocol import Gossip, UsesOptimizer
+from dgc.optim.local import LocalOptimizer, check_method
+
+
+class ShardedLocalOptimizer(LocalOptimizer):
+    """A LocalOptimizer of a model that FSDP2 shards inside each machine. Machines take the place of ranks.
+
+    Create it after `fully_shard` with `local_mesh(transport)`, as above. The loop is that of a LocalOptimizer.
+    All machines must begin with the same parameters.
+
+    Args:
+        optimizer: The optimizer of the sharded parameters.
+        model: The model, on which `fully_shard` was called last.
+        method: `dgc.local.OuterSteps`, or another synchronous algorithm, but not `ZeroOneSteps`. A compressor that
+            needs a matrix gets this rank's rows of the parameter.
+        transport: Connects all ranks, with groups inside and between machines: `connect(hierarchical=True)`, and
+            `point_to_point=True` for algorithms that send to single neighbours.
+        nonfinite: Response of a machine to NaN or inf in a gradient of any of its ranks. "skip" leaves its model
+            unchanged in this step and increments `dropped_steps`; other machines are not affected. "raise" raises
+            NonFiniteGradientError on all its ranks.
+
+    Raises:
+        ValueError: An argument is invalid, settings or models differ between ranks, machines have different
+            numbers of ranks, or the model is sharded in another way.
+    """
+
+    _worker = "machine"
+    _is_sharded = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        method: Gossip,
+        *,
+        transport: Transport,
+        nonfinite: str = "skip",
+    ):
+        check_method(method)
+        check_ranks(transport)
+        if not method.is_synchronous or method.needs_groups or isinstance(method, UsesOptimizer):
+            raise ValueError(
+                f"{type(method).__name__} cannot exchange shards: use dgc.local.OuterSteps or another synchronous "
+                "algorithm, without HierarchicalGossip"
+            )
+        self._groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
+        self._every_rank, self._modules = transport, [m for m in model.modules() if isinstance(m, FSDPModule)]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        _check_optimizer(optimizer, {p for _, p in named})
+        super().__init__(optimizer, named, method, transport=CrossMachineTransport(transport), nonfinite=nonfinite)
+        for group in self._groups:
+            group.claim(self)
+
+    @property
+    def _all_ranks(self) -> Transport:
+        return self._every_rank
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._forget_unsharded()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        self._forget_unsharded()
+        try:
+            with super().consensus():
+                yield
+        finally:
+            self._forget_unsharded()
+
+    def _forget_unsharded(self) -> None:
+        """Let the next forward pass gather parameters again, after a change of the shards.
+
+        FSDP2 keeps the gathered parameters of the outermost module after a forward pass.
+        """
+        for module in self._modules:
+            module.reshard()
+
+    def _has_finite_gradients(self) -> bool:
+        if getattr(self, "grad_scale", None) is not None:
+            raise ValueError(
+                "a GradScaler has a loss scale for each rank, and the ranks of a machine need one together: train "
+                "in bf16, without a GradScaler"
+            )
+        check_ended(self._modules)
+        for group in self._groups:
+            group.check_not_replaced("ShardedLocalOptimizer")
+        raised: NonFiniteGradientError | None = None
+        try:
+            is_finite = super()._has_finite_gradients()
+        except NonFiniteGradientError as error:
+            is_finite, raised = False, error
+        conversation = _all_are(is_finite)
+        if RunningConversation("local.finite", conversation, self._all_ranks, self.meter).finish():
+            return True
+        if raised is not None:
+            raise raised
+        if self.nonfinite == "raise":
+            raise NonFiniteGradientError("a gradient on another rank of this machine has NaN or inf")
+        self.dropped_steps += is_finite
+        return False
+
+    def close(self) -> None:
+        super().close()
+        for group in self._groups:
+            group.release(self)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """Return this rank's shards, algorithm state and optimizer state, without DTensors. Collective."""
+        state = super().compression_state_dict()
+        optimizer = state["optimizer"]
+        plain = {
+            i: {key: local(value) if isinstance(value, Tensor) else value for key, value in own.items()}
+            for i, own in optimizer["state"].items()
+        }
+        return {**state, "optimizer": {**optimizer, "state": plain}}
+
+    def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
+        super().load_compression_state_dict(state, allow_other_rank=allow_other_rank)
+        self._forget_unsharded()
+        for p, own in self.inner.state.items():
+            for key, value in own.items():
+                if isinstance(value, Tensor) and value.dim():
+                    if value.shape != p.to_local().shape:
+                        raise ValueError(
+                            f"{key} of a parameter of shape {tuple(p.shape)} has shape {tuple(value.shape)}, and "
+                            f"this rank's rows of it {tuple(p.to_local().shape)}: load what this rank has saved"
+                        )
+                    own[key] = sharded_like(p, value)
+
+
+def _check_optimizer(optimizer: Any, own: Container[Tensor]) -> None:
+    """Raise ValueError for what is no optimizer, or that of other parameters."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if others := sum(p not in own for p in stepped):
+        raise ValueError(
+            f"{others} of the optimizer's {len(stepped)} parameters are not those of the sharded model: create "
+            "the optimizer after fully_shard and before a forward pass, from model.parameters()"
+        )
+
+
+def _all_are(own: bool) -> Conversation[bool]:
+    """Whether it holds on all ranks of the machine."""
+    (least,) = yield (AllReduce(torch.tensor([float(own)], dtype=torch.float32), "min", group="local"),)
+    return bool(least.item())

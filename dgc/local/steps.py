@@ -1,0 +1,419 @@
+"""Outer steps: every rank trains alone for H steps, then the ranks exchange how far they came. Local SGD (Stich
+2019, arXiv 1805.09767), post-local SGD (Lin et al.: ICLR 2020, arXiv 1808.07217), Gossip-PGA (Chen et al. 2021,
+arXiv 2105.09080), SlowMo (Wang et al.: ICLR 2020, arXiv 1910.00643, Algorithm 1), DiLoCo (Douillard et al. 2023,
+arXiv 2311.08105, Algorithm 1), Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), SparseLoCo (Sarfi et
+al. 2025, arXiv 2508.15706).
+
+z is the model of a rank, and z0 that of all ranks after the last exchange. Every H steps
+
+    d  = z0 - z                    pseudo-gradient of a rank, of H steps of any optimizer, or of gossip (`base`);
+                                   w (z0 - z) with the weight w of push-sum
+    D  = mean over ranks of C(d)   by any compressor C, which keeps what it does not send in its error state
+    z0 = outer(z0, D)              outer optimizer; z0 - D is the mean of the models
+    z  = alpha z + (1 - alpha) z0
+
+A fragment is a part of the model. The exchange of fragment i of P begins at step i H/P of each H steps, and D is
+used `delay` steps later. Training goes on meanwhile.
+
+Differences from the papers: Each rank keeps its own inner optimizer buffers, which are never reset. The learning
+rate of SlowMo is that of the first parameter group in the step of the exchange. In Streaming DiLoCo a fragment is
+made of transformer blocks, here of any tensors in the order of the model.
+
+If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was finite stays in the error state of the
+compressor, if it has one, and is sent later.
+
+Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
+
+Schedules of the outer learning rate: factors by the number of inner steps, as SparseLoCo's alpha from 0.4 to 1
+(Sarfi et al. 2025, arXiv 2508.15706).
+
+    z0 = outer(z0, D),   with the learning rate of `outer` times f(t)      t: step in which the exchange began
+
+f depends on t alone, so a run that resumes has the same rates.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dgc.arguments import NOTHING, NUMBER, WHOLE, require
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.transport import Transport
+from dgc.compression.dense import HorovodCompression
+from dgc.compression.protocol import Compressor
+from dgc.compression.route import Route
+from dgc.engine.agreement import check_equal
+from dgc.engine.options import as_route
+from dgc.engine.state import BucketStates
+from dgc.gossip.model import FlatModel
+from dgc.gossip.protocol import Gossip
+from dgc.local.exchange import EXCHANGE_STATE, Fragment, OuterExchange, divide
+from dgc.local.optimizers import OuterOptimizer, average
+from dgc.state import check_count, check_tensor
+
+COMMON_START = (
+    "call dgc.optim.broadcast_parameters(model.state_dict()) before LocalOptimizer, because ranks exchange only "
+    "changes"
+)
+
+
+def check_arguments(
+    average_every: int,
+    base: Gossip | None,
+    outer: object,
+    outer_schedule: object,
+    fragment_mb: float | None,
+    delay: int,
+    alpha: float,
+    warmup_steps: int,
+) -> None:
+    """Raise ValueError for an argument that is out of range, or arguments that do not fit together."""
+    require("a whole number of at least 1 step", WHOLE, least=1, average_every=average_every)
+    require("a whole number of 0 steps or more", WHOLE, least=0, delay=delay, warmup_steps=warmup_steps)
+    require("a number", NUMBER, alpha=alpha)
+    require("a number, or None for one fragment", NUMBER + NOTHING, fragment_mb=fragment_mb)
+    if base is not None and (isinstance(base, type) or not isinstance(base, Gossip)):
+        raise ValueError(f"base must be a gossip algorithm such as SGP(), or None, not {base!r}")
+    if base is not None and not base.is_synchronous:
+        raise ValueError(
+            f"{type(base).__name__} is asynchronous, so its ranks have no common step after which to average"
+        )
+    is_optimizer = isinstance(outer, type) and issubclass(outer, Optimizer)
+    if outer is not None and not is_optimizer and not _is_maker(outer):
+        raise ValueError(
+            f"outer must make an optimizer from a list of tensors, such as Nesterov() or partial(torch.optim.SGD, "
+            f"lr=1.0), not {outer!r}"
+        )
+    if outer_schedule is not None and not _is_maker(outer_schedule):
+        raise ValueError(
+            "outer_schedule must return a factor of the outer learning rate for a step, such as "
+            f"Ramp(0.4, 1.0, 3000), not {outer_schedule!r}"
+        )
+    if fragment_mb is not None and not fragment_mb > 0:
+        raise ValueError(f"fragment_mb must be positive, or None for one fragment, not {fragment_mb}")
+    if not 0 <= alpha < 1:
+        raise ValueError(f"alpha must be in [0, 1): at 1 a rank would never take over a mean. It is {alpha}")
+    if alpha == 0 and delay == average_every:
+        raise ValueError(
+            f"delay={delay} is all of average_every={average_every} steps, and with alpha=0 what a rank learns "
+            "in these steps is dropped: use a shorter delay, or alpha=0.5"
+        )
+    if base is not None and (fragment_mb is not None or delay or alpha):
+        raise ValueError(
+            f"{type(base).__name__} mixes whole models between exchanges: leave out fragment_mb, delay and alpha, "
+            "or the base"
+        )
+
+
+def outer_factor(schedule: Callable[[int], float], step: int) -> float:
+    """The factor of the outer learning rate. Raises ValueError if it is not a finite number of at least 0."""
+    value = schedule(step)
+    try:
+        factor = float(value)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not 0 <= factor < math.inf:
+        raise ValueError(
+            f"outer_schedule returned {value!r} at step {step}: it must return the factor of the outer learning "
+            "rate, a finite number of at least 0"
+        )
+    return factor
+
+
+def _is_maker(value: object) -> bool:
+    """Whether it can be called, and is no class whose instances are meant, such as Nesterov for Nesterov()."""
+    return callable(value) and not isinstance(value, type)
+
+
+def check_momentum(route: Route) -> None:
+    """Raise ValueError if a compressor applies momentum, which is the outer optimizer's."""
+    for rule in route.rules:
+        if rule.compressor.correction is not None:
+            raise ValueError(
+                f"{type(rule.compressor).__name__} applies momentum to pseudo-gradients, and the outer optimizer "
+                "does too: give it memory=ResidualMemory()"
+            )
+
+
+def check_alpha(alpha: float, methods: Iterable[BucketStates]) -> None:
+    """Raise ValueError if what a compressor keeps for later would stay in the model as well, and be sent twice."""
+    for states in methods:
+        if alpha and any(True for _ in states.errors()):
+            raise ValueError(
+                f"alpha={alpha} keeps a share of the rank's own model, and {states.compressor.class_name} sends "
+                "later what it has not sent of it, which would count twice: use alpha=0, or a compressor without "
+                "error state such as FP16Compressor()"
+            )
+
+
+def check_schedule(fragments: int, average_every: int, delay: int) -> None:
+    """Raise ValueError if the exchanges of two fragments would be in flight at once."""
+    if fragments > average_every:
+        raise ValueError(
+            f"the model has {fragments} fragments, but average_every={average_every} steps begin at most as many "
+            "exchanges: increase fragment_mb or average_every"
+        )
+    if delay > average_every // fragments:
+        raise ValueError(
+            f"delay={delay} is too long: with {fragments} fragments every {average_every} steps, an exchange "
+            f"begins {average_every // fragments} steps after the one before it, which must have ended"
+        )
+
+
+OuterSchedule: TypeAlias = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A factor of the outer learning rate that goes linearly from one value to another, and then stays.
+
+    Args:
+        first (float): factor at step 0, positive.
+        last (float): factor from step `steps` on, positive.
+        steps (int): inner steps until `last`, at least 1.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> sparseloco = OuterSteps(30, outer_schedule=Ramp(0.4, 1.0, steps=3000))
+    """
+
+    first: float = 0.4
+    last: float = 1.0
+    steps: int = 1000
+
+    def __post_init__(self) -> None:
+        require("a whole number of at least 1", WHOLE, least=1, steps=self.steps)
+        require("a number", NUMBER, first=self.first, last=self.last)
+        if not 0 < self.first < inf or not 0 < self.last < inf:
+            raise ValueError(f"Ramp needs first and last above 0 and finite, not {self.first} and {self.last}")
+
+    def __call__(self, step: int) -> float:
+        return self.first + (self.last - self.first) * min(1.0, step / self.steps)
+
+
+class OuterSteps:
+    """Trains without communication, and exchanges compressed pseudo-gradients every H steps.
+
+    This is local SGD without further arguments, DiLoCo with `outer=Nesterov()`, and SparseLoCo with the compressor
+    of `configs/local/sparseloco.py`.
+
+    Args:
+        average_every (int): steps between two exchanges, H.
+        base (Gossip, optional): synchronous gossip between exchanges; None for local steps.
+        outer (callable, optional): makes the outer optimizer of a list of tensors: `SlowMo()`, `Nesterov()` or
+            `partial(torch.optim.AdamW, lr=0.1)`. None continues from the mean of the models.
+        compression (Compressor, Route, optional): exchanges the pseudo-gradients; None sends them dense in fp32.
+            It must leave momentum to the outer optimizer, so not DGCSGDMemory.
+        fragment_mb (float, optional): largest size of a fragment in MB (2**20 bytes of fp32), unless a tensor is
+            larger. None: the model is one fragment.
+        delay (int): steps between the beginning of an exchange and the use of its result, at most H divided by
+            the number of fragments. With alpha 0 what a rank has learned in these steps is dropped.
+        alpha (float): share of this rank's own model that it keeps after an exchange, in [0, 1). Only 0 for a
+            compressor with error state, because a share of what is not sent would stay in the model, too.
+        warmup_steps (int): first steps, each of which ends with the mean of all models, without the outer
+            optimizer (post-local SGD).
+        bucket_mb (float): largest size of a message's tensors in MB.
+        outer_schedule (callable, optional): given the number of inner steps, returns the factor of the outer
+            optimizer's learning rate: `Ramp(0.4, 1.0, steps=3000)`. None: always 1.
+
+    Raises:
+        ValueError: if an argument is out of range, base is asynchronous, or by `start` if the model has more
+            fragments than `average_every` and `delay` allow, the outer optimizer has no learning rate for
+            `outer_schedule`, `alpha` is not 0 and a compressor keeps an error state, or the ranks begin with
+            different models.
+
+    Example:
+        >>> diloco = OuterSteps(average_every=500, outer=Nesterov())
+        >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), diloco)
+    """
+
+    is_synchronous = True
+
+    def __init__(
+        self,
+        average_every: int,
+        base: Gossip | None = None,
+        outer: OuterOptimizer | None = None,
+        compression: Compressor | Route | HorovodCompression | None = None,
+        *,
+        fragment_mb: float | None = None,
+        delay: int = 0,
+        alpha: float = 0.0,
+        warmup_steps: int = 0,
+        bucket_mb: float = 25.0,
+        outer_schedule: OuterSchedule | None = None,
+    ):
+        check_arguments(average_every, base, outer, outer_schedule, fragment_mb, delay, alpha, warmup_steps)
+        self.average_every, self.base, self.outer = average_every, base, outer
+        self.outer_schedule = outer_schedule
+        self.fragment_mb, self.delay, self.alpha = fragment_mb, delay, alpha
+        self.warmup_steps, self.bucket_mb = warmup_steps, bucket_mb
+        self.compression = as_route(compression)
+        check_momentum(self.compression)
+        self.steps = 0
+        self.island: int | None = None  # set by `start`
+        self._methods: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
+        self.compress_ratio = self._ratio()
+
+    def _ratio(self) -> float:
+        if self.base is not None:
+            return self.base.compress_ratio
+        return min(c.compress_ratio for c in self._methods) / self.average_every
+
+    @property
+    def fixed_settings(self) -> dict[str, Any]:
+        return {"average_every": self.average_every, "fragment_mb": self.fragment_mb}
+
+    @property
+    def needs_groups(self) -> bool:
+        return self.base is not None and self.base.needs_groups
+
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
+        self.model, self.z = model, model.z
+        if self.base is not None:
+            self.base.start(model, transport, meter, name)
+        parts = divide(model.segments, self.fragment_mb)
+        check_schedule(len(parts), self.average_every, self.delay)
+        check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
+        how = (self.compression, self.outer or average, self.bucket_mb)
+        fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
+        if self.outer_schedule is not None:
+            outer_factor(self.outer_schedule, self.average_every)
+            for fragment in fragments:
+                fragment.check_learning_rate()
+        self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
+        self._methods = self.exchange.states
+        check_alpha(self.alpha, self._methods)
+        self.compress_ratio = self._ratio()
+        # by the rules, because the ranks of a machine may have other tensors, and so other compressors
+        chosen = [rule.compressor for rule in self.compression.rules]
+        can_join = self.base is None and not any(
+            c.keeps_server_errors or c.fallback.keeps_server_errors for c in chosen
+        )
+        self.island = transport.rank if can_join else None
+
+    def begin_epoch(self, epoch: int) -> None:
+        if self.base is not None:
+            self.base.begin_epoch(epoch)
+        for method in self._methods:
+            method.begin_epoch(epoch)
+        self.compress_ratio = self._ratio()
+
+    def begin_step(self) -> None:
+        if self.base is not None:
+            self.base.begin_step()
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def update(self, step: Callable[[], object], lr: float) -> None:
+        if self.base is None:
+            step()
+            self.model.gather()
+        else:
+            self.base.update(step, lr)
+        self.steps += 1
+        with torch.no_grad():
+            self.exchange.advance()
+            if self.exchange.is_due(self.steps):
+                self._land()
+            if due := self._due():
+                self._launch(due, lr)
+
+    def _due(self) -> Sequence[int]:
+        """Numbers of the fragments whose exchange begins after this step."""
+        count, H = len(self.exchange.fragments), self.average_every
+        if self.steps <= self.warmup_steps:
+            return range(count)
+        return [i for i in range(count) if (self.steps - i * H // count) % H == 0]
+
+    def _launch(self, due: Sequence[int], lr: float) -> None:
+        is_warmup = self.steps <= self.warmup_steps
+        if self.base is not None:
+            self.base.synchronize_messages()
+        x = self.z if self.base is None else self.base.biased_parameters()
+        delay = 0 if is_warmup else self.delay
+        factor = None if self.outer_schedule is None else outer_factor(self.outer_schedule, self.steps)
+        self.exchange.begin(due, x, self.bias(), self.steps + delay, None if is_warmup else lr, factor)
+        if delay == 0:
+            self._land()
+
+    def _land(self) -> None:
+        self.exchange.land(self.alpha)
+        if self.base is not None:
+            self.base.restart()
+        self.model.scatter()
+
+    # --- the common model -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def synchronize_messages(self) -> None:
+        if self.base is not None:
+            self.base.synchronize_messages()
+        if self.exchange.in_flight:
+            self._land()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        if self.base is not None:
+            self.base.restart()
+        for fragment in self.exchange.fragments:
+            fragment.restart()
+
+    @torch.no_grad()
+    def join(self) -> None:
+        self.exchange.join()
+        self.model.scatter()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        if self.base is not None:
+            self.base.flush()
+        self.exchange.arrive()
+
+    def biased_parameters(self) -> Tensor:
+        return self.z.clone() if self.base is None else self.base.biased_parameters()
+
+    def bias(self) -> float | Tensor:
+        return 1.0 if self.base is None else self.base.bias()
+
+    def metrics(self) -> dict[str, float]:
+        own = {"dropped_outer_steps": float(self.exchange.dropped)}
+        return own if self.base is None else {**self.base.metrics(), **own}
+
+    def errors(self) -> Iterable[Tensor]:
+        if self.base is not None:
+            yield from self.base.errors()
+        for states in self.exchange.states:
+            yield from states.errors()
+
+    def close(self) -> None:
+        if self.base is not None:
+            self.base.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"z": self.z.clone()} if self.base is None else {"base": self.base.state_dict()}
+        return {"steps": self.steps, **own, **self.exchange.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = "z" if self.base is None else "base"
+        if state.keys() != {"steps", own, *EXCHANGE_STATE}:
+            wanted = sorted(("steps", own, *EXCHANGE_STATE))
+            raise ValueError(f"state of another algorithm: it has {sorted(state)}, not {wanted}")
+        check_count("steps", state["steps"])
+        if self.base is None:
+            check_tensor("z", state["z"], self.z.shape)
+            self.z.copy_(state["z"])
+            self.model.scatter()
+        else:
+            self.base.load_state_dict(state["base"])
+        self.steps = state["steps"]
+        self.exchange.load_state_dict({name: state[name] for name in EXCHANGE_STATE})

@@ -1,0 +1,285 @@
+"""LocalOptimizer: each rank steps on its own gradients, and ranks exchange models (`dgc.gossip`, `dgc.local`)."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import isnan
+from time import perf_counter
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dgc.comm.collectives import all_gather_object, all_reduce, barrier
+from dgc.comm.connect import default_transport
+from dgc.comm.conversation import Intact
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.transport import Transport
+from dgc.compression.protocol import NonFiniteGradientError
+from dgc.engine.agreement import check_settings, first_difference
+from dgc.engine.options import (
+    check_no_unfrozen,
+    check_not_sharded,
+    check_optimizer_state,
+    check_transport,
+    load_optimizer_state,
+    loss_of,
+    name_parameters,
+    unique_prefix,
+)
+from dgc.engine.state import check_is_state
+from dgc.gossip.model import FlatModel, local
+from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
+from dgc.optim.wrapper import Wrapper
+
+MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
+
+
+class LocalOptimizer(Wrapper):
+    """Wraps a torch optimizer for ranks that step on their own gradients and exchange models.
+
+    Parameters and optimizer state differ between ranks. The model of the run is the mean of the parameters, which
+    `consensus` loads. All ranks must start with the same parameters: see broadcast_parameters. With a
+    torch.amp.GradScaler call `scaler.step(optimizer)`. Each rank has its own scale.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        named_parameters: `model.named_parameters()`. None: names are made from groups and positions.
+        method: How models are exchanged: an algorithm of `dgc.gossip` or `dgc.local`.
+        transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries the
+            messages between two ranks.
+        nonfinite: Response to NaN or inf in this rank's gradient. "skip" leaves this rank's model unchanged in
+            this step and increments `dropped_steps`; other ranks are not affected. "raise" raises
+            NonFiniteGradientError.
+
+    Raises:
+        ValueError: An argument is invalid, or settings or models differ between ranks.
+
+    Example:
+        optimizer = LocalOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), SGP())
+        optimizer.zero_grad()  # also adds messages of neighbours: call it before each forward pass
+        loss_fn(model(inputs)).backward()  # repeat to accumulate gradients
+        optimizer.step()
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then leaves the check for inf to step()
+    _worker = "rank"  # what has one model, for messages
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        method: Gossip,
+        *,
+        transport: Transport | None = None,
+        nonfinite: str = "skip",
+    ):
+        if nonfinite not in ("skip", "raise"):
+            raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+        check_method(method)
+        check_transport(transport)
+        self.transport = transport or default_transport(point_to_point=True)
+        super().__init__(optimizer, [method], self._all_ranks)
+        self._takes_common_steps = method.is_synchronous
+        self.method, self.nonfinite = method, nonfinite
+        # HierarchicalGossip's algorithm between machines counts these as its ranks
+        self.meter = TrafficMeter(1 if method.needs_groups else self.transport.local_size)
+        self.dropped_steps = 0
+        self._intact = Intact()
+        self.consensus_distance = float("nan")
+        named = name_parameters(optimizer, named_parameters)
+        if not self._is_sharded:
+            check_not_sharded(named, "LocalOptimizer", "use dgc.fsdp.ShardedLocalOptimizer")
+        check_settings(self._all_ranks, "local.settings", nonfinite=nonfinite, method=method)
+        _check_agreement(named, self._all_ranks)
+        self.model, self._trained = FlatModel(named), {p for _, p in named}
+        if isinstance(method, UsesOptimizer):
+            method.use_optimizer(optimizer)
+        method.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.local")
+        if not method.is_synchronous:  # a rank could train alone, and end, before the others are connected to it
+            barrier(self.transport, "local.started")
+
+    @property
+    def _all_ranks(self) -> Transport:
+        """Connects all ranks of the run, by whose numbers messages name them."""
+        return self.transport
+
+    @property
+    def max_step_lag(self) -> int | None:  # type: ignore[override]
+        """Largest number of steps by which a rank should be ahead of another. A lower limit causes extra waits."""
+        return MAX_STEP_LAG if self.method.is_synchronous else None
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients and add the messages of neighbours. Call it before the forward pass of each step."""
+        self.inner.zero_grad(set_to_none)
+        self._timed("wait", self.method.begin_step)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = loss_of(closure)
+        check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
+        self.meter.count_dense(self.model.z.numel(), self.transport.size)
+        self._begin_step()  # collective in the first step: before what may raise an error on some ranks only
+        step = self.inner.step if self._has_finite_gradients() else _no_step
+        self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
+        return loss
+
+    def _timed(self, phase: str, work: Callable[[], object]) -> None:
+        before, start = dict(self.meter.seconds), perf_counter()
+        with self._intact:
+            work()
+        # time that a conversation has already counted is subtracted
+        counted = sum(self.meter.seconds[name] - before[name] for name in before)
+        self.meter.seconds[phase] += max(0.0, perf_counter() - start - counted)
+
+    def _has_finite_gradients(self) -> bool:
+        """Whether this rank's gradients are finite. If a GradScaler has scaled them, they are unscaled first."""
+        gradients = [local(p.grad) for p in self.model.parameters if p.grad is not None]
+        if not gradients:
+            return True
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            torch._foreach_mul_(gradients, float(1 / scale.double()))
+        if found_inf is not None:
+            is_finite = not float(found_inf)
+            self.dropped_steps += not is_finite
+            return is_finite
+        named = self._named_values()
+        if not named:
+            return True
+        # sums take a tenth of the time of a look at each element, but may overflow
+        sums = torch.stack([values.sum(dtype=torch.float32) for _, values in named])
+        if bool(sums.isfinite().all()):
+            return True
+        first = next((name for name, values in named if not bool(values.isfinite().all())), None)
+        if first is not None:
+            self._warn_nonfinite(first)
+        return first is None
+
+    def _named_values(self) -> list[tuple[str, Tensor]]:
+        """Return (name, values) of this rank's gradients, without empty ones."""
+        named = zip(self.model.segments, self.model.parameters, strict=True)
+        gradients = [(segment.name, local(p.grad)) for segment, p in named if p.grad is not None]
+        values = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients]
+        return [(name, v) for name, v in values if v.numel()]
+
+    def _warn_nonfinite(self, name: str) -> None:
+        """Count a dropped step and warn once, or raise, by `nonfinite`."""
+        reason = f"the gradient of {name} on rank {self._all_ranks.rank} has NaN or inf"
+        if self.nonfinite == "raise":
+            raise NonFiniteGradientError(reason)
+        self.dropped_steps += 1
+        if self.dropped_steps == 1:
+            warnings.warn(
+                f"{reason}: this {self._worker} drops its step. Further dropped steps are only counted, in "
+                "dropped_steps; nonfinite='raise' raises an error instead",
+                stacklevel=4,
+            )
+
+    # --- the common model -------------------------------------------------------------------------
+
+    def more_steps(self, total: int) -> Callable[[], bool] | None:
+        if self.method.is_synchronous:
+            return None
+        method = cast(Asynchronous, self.method)
+        return lambda: method.progress < total
+
+    def synchronize_messages(self) -> None:
+        """Receive all messages in flight and add them to the model. Collective."""
+        self._intact.check()
+        self.method.synchronize_messages()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Context in which every rank's parameters are the mean over all ranks. They are restored afterwards.
+
+        Messages in flight are received first and are part of the mean. Sets `consensus_distance`, the L2 distance
+        of this rank's parameters from the mean. Collective.
+        """
+        self._intact.check()
+        self.method.flush()
+        z = self.model.z
+        mean = all_reduce(self.transport, self.method.biased_parameters(), "mean", "consensus")
+        own = z.clone()
+        self.consensus_distance = float((own - mean).norm())
+        with torch.no_grad():
+            z.copy_(mean)
+        self.model.scatter()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                z.copy_(own)
+            self.model.scatter()
+
+    def metrics(self) -> dict[str, float]:
+        """Return values for logs: those of the algorithm, and consensus_distance once measured."""
+        measured = {} if isnan(self.consensus_distance) else {"consensus_distance": self.consensus_distance}
+        return {**self.method.metrics(), **measured}
+
+    def close(self) -> None:
+        """Receive all messages in flight, then stop sending and receiving. Collective.
+
+        Call it before the program ends. When the first rank exits, Horovod ends MPI on all ranks, even if some of
+        them are still training.
+        """
+        if not self.method.is_synchronous and cast(Asynchronous, self.method).is_running:
+            self.synchronize_messages()
+        self.method.close()
+        barrier(self.transport, "local.closed")
+
+    @property
+    def island(self) -> int | None:  # type: ignore[override]
+        return self.method.island if isinstance(self.method, Joinable) else None
+
+    def join(self) -> None:
+        if self.island is None:
+            super().join()
+        cast(Joinable, self.method).join()
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""
+        self._intact.check()
+        self.method.flush()
+        return {**super().compression_state_dict(), "optimizer": self.inner.state_dict()}
+
+    def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
+        check_is_state(state)
+        algorithm = dict(state)
+        if "optimizer" not in algorithm:
+            raise ValueError("the state is not that of a LocalOptimizer: it has no optimizer state of this rank")
+        optimizer = algorithm.pop("optimizer")
+        check_optimizer_state(self.inner, optimizer)
+        # before the optimizer, because it refuses other algorithms
+        super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
+        load_optimizer_state(self.inner, optimizer)
+
+    def __repr__(self) -> str:
+        return f"LocalOptimizer({self.inner!r}, {type(self.method).__name__}, size={self.transport.size})"
+
+
+def check_method(method: Any) -> None:
+    """Raise ValueError if `method` is no algorithm that exchanges models."""
+    if isinstance(method, type) or not isinstance(method, Gossip):
+        raise ValueError(f"method must be an algorithm such as dgc.gossip.SGP(), not {method!r}")
+
+
+def _no_step() -> None:
+    """Replaces the optimizer's step if the step is dropped."""
+
+
+def _check_agreement(named: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
+    """Raise ValueError on every rank if the ranks have different parameters. Collective."""
+    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
+    digest = crc32(repr(own).encode())
+    both = torch.tensor([digest, -digest], dtype=torch.int64)
+    largest = all_reduce(transport, both, "max", "local.digest").tolist()
+    if largest == [digest, -digest]:
+        return
+    for rank, other in enumerate(all_gather_object(transport, own, "local.model")):
+        if other != own:
+            difference = first_difference(other, own, "parameters")
+            raise ValueError(f"rank {rank} and rank {transport.rank} train different models: {difference}")

@@ -1,0 +1,139 @@
+"""Exchanges in flight: states that are loaded meanwhile, ranks that drift apart, models in another order."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gossip.networks import IN_TWO_PARTS, Trained, on, top_k
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import FP16Compressor, PowerSGDCompressor, QSGDCompressor, RandomKCompressor
+from dgc.gossip import HierarchicalGossip
+from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+
+PERIOD = 6
+STREAMING: dict[str, Callable[[], Any]] = {
+    "alpha": lambda: OuterSteps(PERIOD, outer=Nesterov(), **IN_TWO_PARTS, delay=2, alpha=0.5),
+    "top-k": lambda: OuterSteps(PERIOD, compression=top_k(), **IN_TWO_PARTS, delay=2),
+    "stochastic": lambda: OuterSteps(PERIOD, compression=QSGDCompressor(), **IN_TWO_PARTS, delay=2),
+    "random k": lambda: OuterSteps(PERIOD, compression=RandomKCompressor(0.2), **IN_TWO_PARTS, delay=1),
+    "rank 1": lambda: OuterSteps(PERIOD, compression=PowerSGDCompressor(rank=1), **IN_TWO_PARTS, delay=3),
+    "whole": lambda: OuterSteps(PERIOD, outer=Nesterov(), compression=FP16Compressor(), delay=5),
+    "islands": lambda: HierarchicalGossip(OuterSteps(PERIOD, compression=top_k(), **IN_TWO_PARTS, delay=2)),
+}
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_loaded_at_any_position_goes_on_bit_for_bit(name: str) -> None:
+    """The exchange in flight, if any, is received and given up. It changes nothing of what was loaded."""
+
+    def body(transport: Any) -> None:
+        own = Trained(transport, STREAMING[name]())
+        saved, models = [], []
+        for step in range(3 * PERIOD):
+            if PERIOD <= step < 2 * PERIOD:
+                saved.append((step, copy.deepcopy(own.optimizer.compression_state_dict())))
+            own.step()
+            models.append(own.z.clone())
+        for position in range(PERIOD):
+            other = Trained(transport, STREAMING[name]()).scatter(3)
+            for _ in range(PERIOD + position):
+                other.step()
+            for step, state in saved:  # the next state is loaded at another position
+                other.optimizer.load_compression_state_dict(copy.deepcopy(state))
+                found = []
+                for _ in range(PERIOD + 1):
+                    other.step()
+                    found.append(other.z.clone())
+                expected = models[step : step + PERIOD + 1]
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (position, step)
+
+    LockstepWorld(2, 1).run(body)
+
+
+# --- ranks that drift apart -----------------------------------------------------------------------
+
+
+def zero_one(transport: Any) -> Trained:
+    return Trained(transport, ZeroOneSteps(2, local_step_scaler=2, local_step_clipper=4), ZeroOneAdam)
+
+
+DRIFTING: dict[str, tuple[Callable[[Any], Trained], str]] = {
+    "slowmo": (lambda transport: Trained(transport, OuterSteps(4, outer=SlowMo())), "lr"),
+    "slowmo, streaming": (
+        lambda transport: Trained(transport, OuterSteps(6, outer=SlowMo(), **IN_TWO_PARTS, delay=2)),
+        "lr",
+    ),
+    "0/1 adam": (zero_one, r"param_groups\[0\]\['lr'\]"),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_a_learning_rate_that_drifts_on_one_rank_is_an_error_of_every_rank(name: str) -> None:
+    """As a ReduceLROnPlateau does that sees the losses of its own rank. Nothing else is exchanged afterwards."""
+    make, path = DRIFTING[name]
+
+    def body(transport: Any) -> None:
+        own = make(transport)
+        for _ in range(8):
+            own.step()
+        before = own.optimizer.param_groups[0]["lr"]
+        if transport.rank == 1:
+            own.optimizer.param_groups[0]["lr"] = before / 10
+        words = rf"{path} is {before} on rank 0 and {before / 10} on rank 1: .*Plateau"
+        with pytest.raises(ValueError, match=words):
+            for _ in range(8):
+                own.step()
+        with pytest.raises(RuntimeError, match=f"ended with an exception.*{path} is {before}.*checkpoint"):
+            for _ in range(8):
+                own.step()
+
+    on(3, body)
+
+
+@pytest.mark.parametrize("outer", [None, Nesterov])
+def test_ranks_may_have_their_own_learning_rate_if_no_outer_step_reads_it(outer: Any) -> None:
+    def body(transport: Any) -> Any:
+        own = Trained(transport, OuterSteps(4, outer=outer and outer()))
+        for step in range(8):
+            own.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step + transport.rank)
+            own.step()
+        return own.z.clone()
+
+    first, second = on(2, body)
+    assert torch.equal(first, second)
+
+
+ORDERS: dict[str, Callable[[Any], Trained]] = {
+    "local sgd": lambda transport: Trained(transport, OuterSteps(2, compression=top_k())),
+    "streaming": lambda transport: Trained(transport, OuterSteps(2, delay=1, alpha=0.5)),
+    "0/1 adam": zero_one,
+    "one streaming": lambda transport: Trained(transport, OuterSteps(2, delay=streams(transport), alpha=0.5)),
+    "islands": lambda transport: Trained(transport, HierarchicalGossip(OuterSteps(2, compression=top_k()))),
+}
+
+
+def streams(transport: Any) -> int:
+    """1 for every second optimizer of a rank, else 0."""
+    transport.optimizers = getattr(transport, "optimizers", -1) + 1
+    return transport.optimizers % 2
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("strict", [True, False], ids=["matched by order", "matched by name"])
+def test_two_models_stepped_in_another_order_are_an_error_of_every_rank(name: str, strict: bool) -> None:
+    def body(transport: Any) -> None:
+        models = [ORDERS[name](transport) for _ in range(2)]
+        for _ in range(4):
+            for model in models:
+                model.step()
+        with pytest.raises(ValueError, match="optimizer is dgc0.* on rank 0 and dgc1.* on rank 1: .* same order"):
+            for _ in range(4):
+                for model in models if transport.rank != 1 else reversed(models):
+                    model.step()
+
+    LockstepWorld(2, 1, strict=strict).run(body)

@@ -1,0 +1,349 @@
+"""Ranks that are lost, join and return: the others keep their error state, and nothing of it is lost."""
+
+import copy
+import json
+import random
+import shutil
+import signal
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gossip.networks import IN_TWO_PARTS, Trained, on, top_k
+from local.test_outer_steps import COMPRESSIONS, errors, mean, named, recorded, two_bits, z0_of
+
+import train
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DoubleSqueezeCompressor, Route, Rule
+from dgc.gossip import SGP, HierarchicalGossip
+from dgc.local import Nesterov, OuterSteps
+from dgc_training.checkpoint.files import Checkpoints
+from dgc_training.checkpoint.islands import Islands, assign
+from dgc_training.config import load
+from dgc_training.faults.failure import UsageError
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.synchronization import Synchronization
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+WITH_ERRORS = sorted(set(COMPRESSIONS) - {"dense"})
+
+
+def save(own: Trained, transport: Any, directory: Path) -> None:
+    part = {"compression": copy.deepcopy(own.optimizer.compression_state_dict()), "random": transport.rank}
+    Checkpoints(directory, transport).save("e0001", {}, part, island=own.optimizer.island)
+
+
+def resume(own: Trained, transport: Any, directory: Path) -> Any:
+    """As `RunState` does. Returns what was loaded."""
+    loaded = Checkpoints(directory, transport).load("e0001", island=own.optimizer.island)
+    own.optimizer.load_compression_state_dict(loaded.own["compression"], allow_other_rank=True)
+    assert loaded.islands is not None
+    if transport.rank in loaded.islands.joined:
+        own.optimizer.join()
+    return loaded
+
+
+def run_on(own: Trained, steps: int) -> Trained:
+    for _ in range(steps):
+        own.step()
+    return own
+
+
+@pytest.mark.parametrize("name", WITH_ERRORS)
+@pytest.mark.parametrize("new", [3, 6])
+def test_others_keep_their_state_and_who_joins_has_the_common_model(tmp_path: Path, name: str, new: int) -> None:
+    """In the middle of local steps, with an exchange in flight."""
+
+    def make() -> OuterSteps:
+        return OuterSteps(6, None, Nesterov(), COMPRESSIONS[name](), **IN_TWO_PARTS, delay=2)
+
+    def before(transport: Any) -> Any:
+        own = run_on(Trained(transport, make()), 10)
+        save(own, transport, tmp_path)
+        return errors(own), own.z.clone(), z0_of(own)
+
+    def after(transport: Any) -> Any:
+        own = Trained(transport, make())
+        loaded = resume(own, transport, tmp_path)
+        found = errors(own), own.z.clone(), named(own, own.z)
+        return *found, loaded, run_on(own, 4).z.clone()[:63]
+
+    old, found = on(4, before), on(new, after)
+    for rank, (unsent, z, tensors, loaded, end) in enumerate(found):
+        if rank < 4:
+            assert all(torch.equal(unsent[of], old[rank][0][of]) for of in unsent)
+            assert torch.equal(z, old[rank][1])
+        else:
+            assert not any(bool(error.any()) for error in unsent.values())
+            assert all(torch.equal(tensors[of], z0.double()) for of, z0 in old[0][2].items())
+        assert loaded.islands == Islands((0, 1, 2, 3, None, None)[:new], 4)
+        assert torch.equal(end, found[0][4])
+
+
+@pytest.mark.parametrize("name", WITH_ERRORS)
+@pytest.mark.parametrize("new", [3, 5])
+def test_nothing_of_those_that_stay_is_lost(tmp_path: Path, name: str, new: int) -> None:
+    """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error, in the next exchange."""
+
+    def body(transport: Any, resumes: bool) -> Any:
+        own = Trained(transport, OuterSteps(2, compression=COMPRESSIONS[name]()))
+        if not resumes:
+            return save(run_on(own, 3), transport, tmp_path)
+        resume(own, transport, tmp_path)
+        z0, unsent, local = z0_of(own), errors(own), recorded(own)
+        own.step()
+        return z0, named(own, local[0]), unsent, named(own, own.z), errors(own)
+
+    on(4, partial(body, resumes=False))
+    found = on(new, partial(body, resumes=True))
+    for tensor, z0 in found[0][0].items():
+        d = mean([z0.double() - local[tensor] for _, local, *_ in found])
+        was, now = mean([f[2][tensor] for f in found]), mean([f[4][tensor] for f in found])
+        torch.testing.assert_close(d + was, z0.double() - found[0][3][tensor] + now, rtol=0, atol=2e-6)
+
+
+def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) -> None:
+    """No disk is shared: the state comes from another rank."""
+
+    def body(transport: Any, resumes: bool) -> Any:
+        own = Trained(transport, OuterSteps(2, compression=top_k()))
+        disk = tmp_path / f"disk{transport.rank}"
+        if not resumes:
+            save(run_on(own, 3), transport, disk)
+            return errors(own), own.z.clone()
+        loaded = resume(own, transport, disk)
+        return errors(own), own.z.clone(), loaded.own, (named(own, own.z), z0_of(own))
+
+    old = on(3, partial(body, resumes=False))
+    (tmp_path / "disk1/e0001/rank1.pt").unlink()
+    found = on(3, partial(body, resumes=True))
+    assert all(torch.equal(found[r][0][of], old[r][0][of]) for r in (0, 2) for of in old[r][0])
+    assert all(torch.equal(found[r][1], old[r][1]) for r in (0, 2))
+    assert ["random" in part for _, _, part, _ in found] == [True, False, True]
+    assert not any(bool(error.any()) for error in found[1][0].values())
+    z, z0 = found[1][3]
+    assert all(torch.equal(z[of], z0[of].double()) for of in z0)
+
+
+@pytest.mark.parametrize("new", [2, 3])
+def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
+    """Islands of two ranks. On 3 machines again, machine 1 has lost one of its two files, and returns."""
+
+    def make(transport: Any) -> Trained:
+        return Trained(transport, HierarchicalGossip(OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)))
+
+    def between(own: Trained) -> list[torch.Tensor]:
+        return [error.clone() for error in own.algorithm.errors()]
+
+    def before(transport: Any) -> Any:
+        own = run_on(make(transport), 6)
+        save(own, transport, tmp_path)
+        return between(own), own.z.clone(), own.optimizer.inner.state_dict()["state"]
+
+    def after(transport: Any) -> Any:
+        own = make(transport)
+        islands = resume(own, transport, tmp_path).islands
+        z0 = own.algorithm.base.exchange.state_dict()["z0"]
+        own.optimizer.zero_grad()
+        found = between(own), own.z.clone(), copy.deepcopy(own.optimizer.inner.state_dict()["state"])
+        slices = own.algorithm.base.z.clone(), torch.cat([z0[s.name] for s in own.algorithm.base.model.segments])
+        run_on(own, 2).optimizer.synchronize_messages()
+        return *found, slices, islands, own.z.clone()
+
+    old = LockstepWorld(6, 2).run(before)
+    if new == 3:
+        (tmp_path / "e0001/rank3.pt").unlink()
+    found = LockstepWorld(2 * new, 2).run(after)
+    continues = (0, 1, 2, 3) if new == 2 else (0, 1, None, None, 4, 5)
+    for rank, (unsent, z, state, (part, z0), islands, end) in enumerate(found):
+        assert islands == Islands(continues, 6)
+        own = continues[rank]
+        if own is not None:
+            assert all(torch.equal(a, b) for a, b in zip(unsent, old[own][0], strict=True)) and any(
+                bool(error.any()) for error in unsent
+            )
+            assert torch.equal(z, old[own][1])
+        else:
+            assert not any(bool(error.any()) for error in unsent)
+            assert torch.equal(part, z0)
+        giver = old[rank % 2 if own is None else own][2]
+        assert all(torch.equal(state[i]["momentum_buffer"], giver[i]["momentum_buffer"]) for i in giver)
+        assert torch.equal(z, found[rank // 2 * 2][1]) and torch.equal(end, found[0][5])
+    with pytest.raises(UsageError, match="islands of 2, 2, 2 ranks and cannot be resumed by islands of 1, 1"):
+        LockstepWorld(2, 1).run(lambda transport: resume(make(transport), transport, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("readable", "old", "continues", "lost", "says"),
+    [
+        ([{0, 1, 2}] * 3, "012", (0, 1, 2), [], "all others keep their own model and error state"),
+        ([{0, 1, 2, 3}] * 3, "0123", (0, 1, 2), [3], "old ranks 3 are lost"),
+        ([{0, 1}] * 4, "01", (0, 1, None, None), [], "ranks 2, 3 join"),
+        # machines with disks of their own: that of rank 1 is lost, and the ranks after it have new numbers
+        ([{0}, {2}, {3}], "0123", (0, 2, 3), [1], "old ranks 1 are lost"),
+        ([set(), {1}, {0, 1}], "012", (None, 1, 0), [2], "ranks 0 join .* old ranks 2 are lost"),
+        # machines of two ranks: the first is lost, the second has another number, and one joins
+        ([{2, 3}, {2, 3}, set(), set()], "0011", (2, 3, None, None), [0, 1], "ranks 2, 3 join .* ranks 0, 1 are"),
+        # one of two files is not enough; ranks were numbered across the machines
+        ([{0, 1}, {0, 1}, {1, 3}, {1, 3}], "0101", (None, None, 1, 3), [0, 2], "ranks 0, 1 join"),
+    ],
+)
+def test_which_rank_continues_which(
+    readable: Sequence[set[int]], old: str, continues: tuple[int | None, ...], lost: list[int], says: str
+) -> None:
+    of_two = len(set(old)) < len(old)
+    islands = assign(readable, [int(island) for island in old], [0, 0, 1, 1] if of_two else None)
+    assert (islands.continues, islands.lost) == (continues, lost)
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(str(islands))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    def body(transport: Any, resumes: bool) -> Any:
+        own = Trained(transport, OuterSteps(2, compression=top_k()))
+        return resume(own, transport, tmp_path) if resumes else save(own, transport, tmp_path)
+
+    on(2, partial(body, resumes=False))
+    (tmp_path / "e0001/rank0.pt").write_bytes(b"damaged")
+    for size in (2, 3):
+        with pytest.raises(UsageError, match=r"is damaged: .*rank0.pt is not the file"):
+            on(size, partial(body, resumes=True))
+    for rank in range(2):
+        (tmp_path / f"e0001/rank{rank}.pt").unlink()
+    with pytest.raises(UsageError, match="is incomplete: no machine has the file of a rank"):
+        on(2, partial(body, resumes=True))
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.proof)])
+def test_islands_are_lost_and_return(kills: int) -> None:
+    """One of four is lost at a time, and returns some steps later. The others' mean error stays, and all learn."""
+    H, ranks = 3, 4
+
+    def body(transport: Any, states: Any, steps: int) -> Any:
+        own = Trained(transport, OuterSteps(H, compression=two_bits()))
+        if states is not None:
+            state, joins = states[transport.rank]
+            own.optimizer.load_compression_state_dict(copy.deepcopy(state), allow_other_rank=True)
+            if joins:
+                own.optimizer.join()
+        unsent, losses = errors(own), [own.step() for _ in range(steps)]
+        return unsent, errors(own), own.optimizer.compression_state_dict(), losses[-1]
+
+    draw, states = random.Random(0), None
+    for _ in range(kills):
+        found = on(ranks, partial(body, states=states, steps=draw.randrange(1, 5)))
+        lost = draw.randrange(ranks)
+        stay = [found[rank] for rank in range(ranks) if rank != lost]
+        three = on(ranks - 1, partial(body, states=[(own[2], False) for own in stay], steps=draw.randrange(1, 5)))
+        for name in stay[0][1]:
+            assert torch.equal(mean([own[0][name] for own in three]), mean([own[1][name] for own in stay]))
+        states = [*((own[2], False) for own in three), (three[0][2], True)]
+    disturbed = on(ranks, partial(body, states=states, steps=60))
+    steps = disturbed[0][2]["OuterSteps.0"]["steps"]
+    undisturbed = on(ranks, partial(body, states=None, steps=steps))
+    assert mean([own[3] for own in disturbed]) < 4 * mean([own[3] for own in undisturbed])
+
+
+def test_who_cannot_join() -> None:
+    def body(transport: Any) -> None:
+        for algorithm in (OuterSteps(2, SGP()), SGP(), HierarchicalGossip(SGP())):
+            own = Trained(transport, algorithm)
+            assert own.optimizer.island is None
+            with pytest.raises(ValueError, match="use `dgc.local.OuterSteps` without a base"):
+                own.optimizer.join()
+        own = Trained(transport, OuterSteps(2, compression=DoubleSqueezeCompressor()))
+        assert own.optimizer.island is None
+
+    on(1, body)
+
+    def on_machines(transport: Any) -> Any:
+        """Only the first slice has tensors of the rule."""
+        route = Route([Rule(DoubleSqueezeCompressor(), name="0.weight"), Rule(DenseCompressor())])
+        own = Trained(transport, HierarchicalGossip(OuterSteps(2, compression=route)))
+        return own.optimizer.island, [type(states.compressor) for states in own.algorithm.base.exchange.states]
+
+    found = LockstepWorld(4, 2).run(on_machines)
+    assert [island for island, _ in found] == [None] * 4
+    assert found[0][1] != found[1][1]
+
+
+def test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
+    """Rank 1 was lost, rank 2 came to the same step as rank 1, and rank 1 returns with its old disk."""
+    old_disk, others = tmp_path / "old", tmp_path / "others"
+
+    def body(transport: Any, steps: int, disk: Path) -> Any:
+        own = run_on(Trained(transport, OuterSteps(2, compression=top_k())), steps)
+        save(own, transport, disk)
+        return own.z.clone()
+
+    on(3, partial(body, steps=1, disk=old_disk))
+    expected = on(2, partial(body, steps=3, disk=others))
+
+    def resumed(transport: Any) -> Any:
+        disk = tmp_path / f"disk{transport.rank}"
+        shutil.copytree(old_disk if transport.rank == 1 else others, disk)
+        for rank in {0, 1} - {{0: 0, 2: 1}.get(transport.rank, 1)}:
+            (disk / f"e0001/rank{rank}.pt").unlink()
+        own = Trained(transport, OuterSteps(2, compression=top_k()))
+        return resume(own, transport, disk).islands.continues, own.z.clone()
+
+    found = on(3, resumed)
+    assert found[0][0] == (0, None, 1)
+    assert torch.equal(found[0][1], expected[0]) and torch.equal(found[2][1], expected[1])
+
+
+def test_machines_with_disks_of_their_own_keep_the_checkpoint_that_was_just_written(tmp_path: Path) -> None:
+    """After a run has grown, its steps have lower numbers. Only rank 0 has names and manifests."""
+
+    def body(transport: Any, names: Sequence[str]) -> None:
+        for name in names:
+            Checkpoints(tmp_path / f"disk{transport.rank}", transport).save(name, {}, {"compression": {}})
+
+    LockstepWorld(2, 1).run(partial(body, names=["e0000s00500", "e0000s00550", "e0000s00600"]))
+    LockstepWorld(3, 1).run(partial(body, names=["e0000s00410"]))
+    assert all((tmp_path / f"disk{rank}/e0000s00410/rank{rank}.pt").exists() for rank in range(3))
+
+
+def run_trainer(tmp_path: Path, ranks: int, *words: str) -> None:
+    quick = ["--configs.model.width=8", "--configs.train.batch_size=180", "--configs.train.num_epochs=1"]
+    quick += ["--configs.data.num_threads_per_worker=1", "--configs.train.checkpoint_every=3", "--devices", "cpu"]
+    files = ["configs/digits/cnn.py", *(word for word in words if word.endswith(".py"))]
+    settings = [*quick, *(word for word in words if not word.endswith(".py"))]
+    args, overrides = parse_arguments(["--configs", *files, "--run-dir", str(tmp_path / "run"), *settings])
+    tree = load(args.configs, overrides)
+    LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
+
+
+def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["configs/local/local_sgd.py", "--configs.train.num_epochs=2"]
+    steps = {"taken": 0}
+
+    def end_step(own: Any) -> None:
+        steps["taken"] += 1
+        own.stop_signal = signal.SIGTERM if steps["taken"] > 2 * 3 else None  # both ranks, after the fourth step
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Synchronization, "end_step", end_step)
+        run_trainer(tmp_path, 2, *words)
+    (tmp_path / "run/checkpoints/e0000s00004/rank1.pt").unlink()
+    with pytest.warns(UserWarning, match="ranks 1 join"):
+        run_trainer(tmp_path, 2, *words)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 2
+
+
+def test_a_run_of_the_trainer_goes_on(tmp_path: Path) -> None:
+    """On more ranks, with one file lost."""
+    words = ["configs/local/sparseloco.py", "--configs.train.local.average_every=2"]
+    run_trainer(tmp_path, 2, *words)
+    checkpoints = tmp_path / "run/checkpoints"
+    (checkpoints / "latest.json").write_text(json.dumps({"checkpoint": "e0000s00003"}))
+    (checkpoints / "e0000s00003/rank1.pt").unlink()
+    with pytest.warns(UserWarning, match="ranks 1, 2 join .*; the models and error states .* 1 are lost"):
+        run_trainer(tmp_path, 3, *words)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["ranks"] == 3 and summary["epochs"] == 1

@@ -1,0 +1,366 @@
+"""0/1 Adam: its dense steps, its local steps, what a checkpoint keeps, what NaN changes, what is refused."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from gossip.networks import Trained, on
+from optim.nets import alone, net
+
+from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
+from dgc.engine.redistribute import redistribute
+from dgc.local import OuterSteps, ZeroOneAdam, ZeroOneSteps
+from dgc.local.zero_one_steps import ZeroOneSchedule
+from dgc.optim import DistributedOptimizer, LocalOptimizer
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+# T_v = {0, 1, 2, 4}; the gap is 1 up to step 7, then 2 for two steps, then 3: T_u has 0 to 7, 9, 12, 15, ..
+NUMBERS = (6, 2, 2, 3)
+
+
+def adam(parameters: Any, **options: Any) -> Any:
+    return ZeroOneAdam(parameters, **{"lr": 0.02, "betas": (0.9, 0.99), **options})
+
+
+def trained(transport: Any, numbers: Any = NUMBERS, dtype: Any = torch.float32, **options: Any) -> Trained:
+    return Trained(transport, ZeroOneSteps(*numbers), partial(adam, **options), dtype)
+
+
+def moments(own: Trained, name: str) -> Any:
+    return [own.optimizer.state[p][name].clone() for p in own.model.parameters()]
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_with_a_dense_mean_in_every_step_it_is_adamw_bit_for_bit() -> None:
+    settings: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+    def body(transport: Any) -> Any:
+        own = trained(transport, (8, 8, 1, 1), floor=0.0, **settings)
+        model = copy.deepcopy(own.model)
+        adamw = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
+        dense = DistributedOptimizer(adamw, model.named_parameters(), transport=transport)
+        for _ in range(8):
+            own.step()
+            dense.zero_grad()
+            ((model(own.inputs) - own.targets) ** 2).mean().backward()
+            dense.step()
+        return same(own.model.parameters(), model.parameters())
+
+    assert all(on(2, body))
+
+
+def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
+    def body(transport: Any) -> Any:
+        own, found = trained(transport), []
+        for _ in range(15):
+            ratio, before = own.optimizer.compress_ratio, own.optimizer.meter.payload_bytes
+            own.step()
+            found.append((ratio, own.optimizer.meter.payload_bytes - before))
+        return found
+
+    (found,) = {tuple(ranks) for ranks in on(2, body)}
+    n = 6 * 9 + 9 + 9 * 3 + 3
+    sent = [nbytes for _, nbytes in found]
+    assert [t for t in range(15) if sent[t] == 4 * n] == [0, 1, 2, 4]
+    assert [t for t in range(15) if sent[t] == 0] == [8, 10, 11, 13, 14]
+    counts = [ZeroOneSchedule(*NUMBERS).exchanges(steps) for steps in range(16)]
+    assert counts == [sum(nbytes > 0 for nbytes in sent[:steps]) for steps in range(16)]
+    # two chunks of 64 and 29: the larger has 3 pieces of 3, 27, 9 and 25 elements or so, in whole words
+    assert {sent[t] for t in (3, 5, 6, 7, 9, 12)} == {sent[3]} and 0 < sent[3] < 4 * n / 2
+    ratios = [ratio for ratio, _ in found]
+    assert ratios[:5] == [1.0, 1.0, 1.0, 1 / 32, 1.0]
+    assert ratios[5:] == [1 / 32] * 3 + [1 / 64] * 2 + [1 / 96] * 5
+
+
+def test_gradients_of_the_second_moment_in_half_the_bytes() -> None:
+    def body(transport: Any) -> Any:
+        own = Trained(transport, ZeroOneSteps(*NUMBERS, gradients=FP16Compressor()), adam)
+        own.step()
+        gradients = [p.grad for p in own.model.parameters()]
+        return own.optimizer.meter.payload_bytes, same(gradients, [g.half().float() for g in gradients])
+
+    n = 6 * 9 + 9 + 9 * 3 + 3
+    assert on(2, body) == [(2 * n, True)] * 2
+
+
+def test_it_learns_as_adamw_does_and_the_second_moment_stays() -> None:
+    def body(transport: Any, numbers: Any) -> Any:
+        own, losses = trained(transport, numbers), []
+        for step in range(120):
+            losses.append(own.step())
+            if step == 24:
+                frozen = moments(own, "exp_avg_sq")
+        assert same(frozen, moments(own, "exp_avg_sq")) == (numbers[0] == 25)
+        return losses[0], losses[-1]
+
+    def mean(numbers: Any) -> Any:
+        first, last = zip(*on(3, lambda t: body(t, numbers)), strict=True)
+        return sum(first) / 3, sum(last) / 3
+
+    first, dense = mean((1000, 1000, 1, 1))
+    _, local = mean((25, 8, 30, 4))
+    assert dense < 0.3 * first and local < dense + 0.1 * first
+
+
+@pytest.mark.parametrize("stop", [3, 9, 11])
+def test_it_goes_on_from_a_saved_state_bit_for_bit(stop: int) -> None:
+    """In both stages, and in the middle of an interval."""
+
+    def body(transport: Any, resumes: bool) -> Any:
+        own = trained(transport, weight_decay=0.1)
+        for step in range(15):
+            if step == stop:
+                state = copy.deepcopy(own.optimizer.compression_state_dict())
+                if resumes:
+                    own = trained(transport, weight_decay=0.1).scatter(3)
+                    own.optimizer.load_compression_state_dict(state)
+            own.step()
+        return own.z.clone()
+
+    straight, stopped = on(3, lambda t: body(t, False)), on(3, lambda t: body(t, True))
+    assert same(straight, stopped) and not torch.equal(straight[0], straight[1])
+
+
+@pytest.mark.parametrize("new", [2, 6])
+def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
+    def before(transport: Any) -> Any:
+        own = trained(transport)
+        for _ in range(11):
+            own.step()
+        return copy.deepcopy(own.optimizer.compression_state_dict()), own.z.double()
+
+    states, models = zip(*on(4, before), strict=True)
+
+    def after(transport: Any) -> Any:
+        own = trained(transport)
+        own.optimizer.load_compression_state_dict(redistribute(states, new)[transport.rank])
+        loaded = own.z.double()
+        for _ in range(2):  # to the step after which all ranks have one model
+            own.step()
+        return loaded, own.z.clone()
+
+    loaded, ends = zip(*on(new, after), strict=True)
+    torch.testing.assert_close(sum(loaded) / new, sum(models) / 4, rtol=0, atol=1e-6)
+    assert all(torch.equal(z, ends[0]) and bool(z.isfinite().all()) for z in ends)
+
+
+def test_weight_decay_goes_on_between_exchanges() -> None:
+    """Without gradients, nothing but it moves a parameter. At each exchange x' is what x is."""
+
+    def body(transport: Any) -> Any:
+        own = trained(transport, weight_decay=0.5)
+        start = own.z.clone()
+        for step in range(1, 16):
+            own.optimizer.zero_grad()
+            sum(p.sum() * 0 for p in own.model.parameters()).backward()
+            own.optimizer.step()
+            assert torch.equal(own.z, start.mul_(1 - 0.02 * 0.5)), step
+
+    on(2, body)
+
+
+def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> None:
+    def groups(parameters: Any) -> Any:
+        first, second, *others = parameters
+        still = {"params": [first, second], "lr": 0.0}
+        return adam([still, {"params": others, "betas": (0.5, 0.9)}])
+
+    def body(transport: Any) -> Any:
+        own = Trained(transport, ZeroOneSteps(*NUMBERS), groups)
+        start = [p.detach().clone() for p in own.model.parameters()]
+        for _ in range(8):
+            own.step()
+        moved = [not torch.equal(p, q) for p, q in zip(own.model.parameters(), start, strict=True)]
+        assert moved == [False, False, True, True] and not moments(own, "exp_avg")[0].any()
+        return moments(own, "exp_avg")[2]
+
+    first, second = on(2, body)
+    assert torch.equal(first, second) and bool(first.any())
+
+
+def test_a_parameter_without_elements_is_left_out() -> None:
+    model = torch.nn.ModuleList([net(), torch.nn.ParameterList([torch.zeros(0, 3)])])
+    optimizer = LocalOptimizer(
+        adam(model.parameters()), model.named_parameters(), ZeroOneSteps(1), transport=alone()
+    )
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.cat([p.flatten() for p in model.parameters()]).sum().backward()
+        optimizer.step()
+    assert all(bool((p != old).all()) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_parameters_of_half_precision() -> None:
+    dtype = torch.bfloat16
+
+    def body(transport: Any) -> Any:
+        own = trained(transport, dtype=dtype)
+        losses = [own.step() for _ in range(46)]
+        assert own.z.dtype == torch.float32 and all(p.dtype == dtype for p in own.model.parameters())
+        return losses[0], losses[-1], own.z.clone()
+
+    found = on(2, body)
+    assert torch.equal(found[0][2], found[1][2])
+    assert sum(last for _, last, _ in found) < 0.6 * sum(first for first, *_ in found)
+
+
+# --- faults ------------------------------------------------------------------------------------------
+
+
+def poison(own: Trained) -> None:
+    """A step whose gradient has NaN."""
+    own.optimizer.zero_grad()
+    (own.model(own.inputs).sum() * float("nan")).backward()
+    own.optimizer.step()
+
+
+def test_a_gradient_that_is_not_finite() -> None:
+    """In a step of T_v nobody moves. In another step its rank alone leaves out its part."""
+    for steps, in_variance_step in ((4, True), (8, False), (10, False)):
+
+        def body(transport: Any, steps: Any = steps, alike: Any = in_variance_step) -> Any:
+            own = trained(transport)
+            for _ in range(steps):
+                own.step()
+            before = [own.z.clone(), *moments(own, "exp_avg"), *moments(own, "exp_avg_sq")]
+            (poison if transport.rank == 1 else Trained.step)(own)
+            after = [own.z.clone(), *moments(own, "exp_avg"), *moments(own, "exp_avg_sq")]
+            assert same(before, after) == (alike or transport.rank == 1)
+            assert own.optimizer.metrics()["dropped_exchanges"] == float(alike)
+            while own.algorithm.adam.steps < 13:
+                own.step()
+            return own.z.clone()
+
+        with case(steps), pytest.warns(UserWarning, match="rank 1 has NaN"):
+            first, second = on(2, body)
+            assert torch.equal(first, second) and bool(first.isfinite().all())
+
+
+def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
+    def body(transport: Any) -> Any:
+        own = trained(transport)
+        for _ in range(8):
+            own.step()
+        common = own.z.clone()
+        own.step()
+        if transport.rank == 1:
+            own.algorithm.exchange.parts["0.bias"][2] = float("inf")
+        own.step()
+        assert torch.equal(own.z, common) and not any(m.any() for m in moments(own, "exp_avg"))
+        assert own.optimizer.metrics()["dropped_exchanges"] == 1.0
+        for _ in range(3):
+            own.step()
+        return own.z.clone()
+
+    with pytest.warns(UserWarning, match=r"0.bias on rank 1 has NaN or inf.*dropped_exchanges"):
+        first, second = on(2, body)
+    assert torch.equal(first, second) and bool(first.isfinite().all())
+
+
+# --- what cannot be ----------------------------------------------------------------------------------
+
+
+def wrapped(optimizer: Any, algorithm: Any) -> Any:
+    model = net()
+    return LocalOptimizer(optimizer(model.parameters()), model.named_parameters(), algorithm, transport=alone())
+
+
+HALF: Any = 1.5
+REFUSED = {
+    "another optimizer": (lambda: wrapped(torch.optim.AdamW, ZeroOneSteps(1)), "AdamW does not share its own"),
+    "as a base": (lambda: wrapped(adam, OuterSteps(2, ZeroOneSteps(1))), "ZeroOneSteps needs a ZeroOneAdam"),
+    "momentum twice": (lambda: ZeroOneSteps(1, compression=DGCCompressor(0.1)), "ResidualMemory"),
+    "no first steps": (lambda: ZeroOneSteps(0), "var_freeze_step must be a whole number of at least 1, not 0"),
+    "half a step": (lambda: ZeroOneSteps(1, local_step_clipper=HALF), "local_step_clipper must be a whole number"),
+    "rate": (lambda: adam(net().parameters(), lr=-1.0), "lr must be 0 or more, not -1.0"),
+    "betas": (lambda: adam(net().parameters(), betas=(0.9, 1.0)), "betas must be two numbers from 0 to below 1"),
+    "floor": (lambda: adam(net().parameters(), floor=2.0), "floor must be a fraction from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name: str) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_without_its_exchange_it_does_not_step() -> None:
+    model = net()
+    optimizer = adam(model.parameters())
+    with pytest.raises(ValueError, match="ZeroOneAdam steps only within ZeroOneSteps"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="ZeroOneAdam does not share its own"):
+        DistributedOptimizer(
+            adam(model.parameters()), model.named_parameters(), OneBitAdamCompressor(), transport=alone()
+        )
+
+
+def test_ranks_with_other_settings_are_named() -> None:
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['floor'\] is 0.0 on rank 0 and 0.1 on rank 1"):
+        on(2, lambda transport: trained(transport, floor=0.1 * transport.rank))
+    with pytest.raises(ValueError, match="var_update_scaler is 1 on rank 0 and 2 on rank 1"):
+        on(2, lambda transport: trained(transport, (1, 1 + transport.rank)))
+
+
+def test_states_of_others_are_refused() -> None:
+    own = trained(alone())
+    own.step()
+    state = own.optimizer.compression_state_dict()["ZeroOneSteps.0"]
+    for change, words in (
+        ({"z": {}}, "z of another model"),
+        ({"rates": []}, "state of 0 parameter groups, not 1"),
+        ({"compression": {}}, "state of other compressors"),
+        ({"other": 1}, "state of another algorithm"),
+        ({"u": {name: u.fill_(torch.nan) for name, u in copy.deepcopy(state["u"]).items()}}, "has NaN or inf"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            own.algorithm.load_state_dict({**state, **change})
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = LocalOptimizer(
+        adam(embedding.parameters()), embedding.named_parameters(), ZeroOneSteps(1), transport=alone()
+    )
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="ZeroOneAdam takes dense gradients: set sparse=False"):
+        optimizer.step()
+
+
+def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> None:
+    """In both directions, alone and with the algorithm. A step would otherwise fail with KeyError."""
+
+    def outer() -> Trained:
+        return Trained(alone(), OuterSteps(2), partial(torch.optim.AdamW, lr=0.02))
+
+    for make, other in ((outer, lambda: trained(alone())), (lambda: trained(alone()), outer)):
+        own, saved = make(), other()
+        saved.step()
+        for load, state, words in (
+            (own.optimizer.load_state_dict, saved.optimizer.state_dict(), "that of another optimizer than"),
+            (own.optimizer.load_compression_state_dict, saved.optimizer.compression_state_dict(), "state"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                load(state)
+        own.step()
+        groups = own.optimizer.param_groups
+        assert len(groups) == 1 and groups[0].keys() == make().optimizer.param_groups[0].keys()
+
+
+def test_a_state_of_the_same_optimizer_with_a_scheduler_is_loaded() -> None:
+    own, saved = (Trained(alone(), OuterSteps(2)) for _ in range(2))
+    torch.optim.lr_scheduler.OneCycleLR(saved.optimizer, max_lr=0.1, total_steps=9, cycle_momentum=False)
+    saved.step()
+    older = saved.optimizer.state_dict()
+    for group in older["param_groups"]:
+        del group["foreach"]  # as an earlier version of torch saves it
+    own.optimizer.load_state_dict(older)
+    own.step()

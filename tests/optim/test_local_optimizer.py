@@ -1,0 +1,74 @@
+"""LocalOptimizer with gradients that are sparse, empty or not finite."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression.protocol import NonFiniteGradientError
+from dgc.gossip import SGP
+from dgc.optim import LocalOptimizer
+
+
+def optimizer_of(model: Any, **options: Any) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    transport = LockstepWorld(1).transports[0]
+    optimizer = LocalOptimizer(inner, model.named_parameters(), SGP(), transport=transport, **options)
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_sparse_gradient_that_is_not_finite_is_dropped_and_named(value: Any) -> None:
+    model = torch.nn.Embedding(10, 4, sparse=True)
+    before = model.weight.detach().clone()
+    optimizer = optimizer_of(model)
+    (model(torch.tensor([1, 2, 1])) * value).sum().backward()
+    with pytest.warns(UserWarning, match="the gradient of weight on rank 0 has NaN or inf"):
+        optimizer.step()
+    assert optimizer.dropped_steps == 1 and torch.equal(model.weight, before)
+    strict = optimizer_of(model, nonfinite="raise")
+    (model(torch.tensor([3])) * value).sum().backward()
+    with pytest.raises(NonFiniteGradientError, match="the gradient of weight on rank 0"):
+        strict.step()
+
+
+def test_finite_gradients_whose_sum_overflows_are_not_dropped() -> None:
+    model = torch.nn.Linear(4, 2, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = optimizer_of(model)
+    model.weight.grad = torch.full((2, 4), 3e38)
+    optimizer.step()
+    assert optimizer.dropped_steps == 0 and not torch.equal(model.weight, before)
+
+
+def test_a_sparse_gradient_of_no_rows_is_finite() -> None:
+    model = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = optimizer_of(model)
+    model(torch.empty(0, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    assert optimizer.dropped_steps == 0
+
+
+def test_an_empty_parameter_beside_others() -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.ones(3))])
+    optimizer = optimizer_of(model)
+    (model[0].sum() + model[1].sum()).backward()
+    optimizer.step()
+    assert optimizer.dropped_steps == 0 and model[1].tolist() == pytest.approx([0.9] * 3)
+    optimizer.zero_grad()
+    (model[0].sum() + model[1].sum() * float("nan")).backward()
+    with pytest.warns(UserWarning, match="the gradient of 1 on rank 0"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused() -> None:
+    """Each rank would train it alone."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    optimizer = optimizer_of(model)
+    model[0].requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="requires a gradient now but did not when LocalOptimizer was built"):
+        optimizer.step()
