@@ -1,4 +1,4 @@
-"""Communication graphs of gossip, as functions of the number of ranks.
+"""Communication graphs of gossip, as functions of the number of ranks, `size`.
 
 `n_peer_exponential` to `ring` are the graphs of Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML
 2019, arXiv 1811.10792). With n ranks, rank r cycles through a schedule of peers r + offset (mod n), `peers` of
@@ -39,7 +39,6 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
     """The n-peer exponential graph of SGP (arXiv 1811.10792), in which each round uses one power of peers + 1.
 
     Args:
-        size (int): number of ranks, at least 2.
         peers (int): peers per round, m. With size = (m + 1)^p, the mean is exact after p rounds.
 
     Raises:
@@ -65,7 +64,6 @@ def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The exponential graph of SGP (arXiv 1811.10792): offsets +2^i and -2^i in turn.
 
     Args:
-        size (int): number of ranks, at least 2.
         peers (int): peers per round.
         order (str): "paper" or "later"; see the module's description.
 
@@ -80,7 +78,6 @@ def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> To
     """The bipartite exponential graph of SGP (arXiv 1811.10792): offsets +-1, then +-(1 + 2^i).
 
     Args:
-        size (int): number of ranks, even.
         peers, order: see `exponential`.
 
     Raises:
@@ -113,7 +110,6 @@ def ring(size: int, peers: int = 1) -> Topology:
     """A ring, the same in all rounds.
 
     Args:
-        size (int): number of ranks, at least 2.
         peers (int): 1 for a directed ring, 2 for both neighbours.
 
     Raises:
@@ -126,20 +122,13 @@ def ring(size: int, peers: int = 1) -> Topology:
 
 @checked
 def full(size: int) -> Topology:
-    """Every rank sends to every other rank: the exact mean in one round.
-
-    Args:
-        size (int): number of ranks.
-    """
+    """Every rank sends to every other rank: the exact mean in one round."""
     return Topology("full", size, 1, lambda rank, _: (r for r in range(size) if r != rank))
 
 
 @checked
 def two_way_ring(size: int) -> Topology:
     """A ring in which each rank exchanges with both neighbours. With two ranks, there is one neighbour.
-
-    Args:
-        size (int): number of ranks, at least 2.
 
     Raises:
         TopologyError: if size is less than 2.
@@ -149,11 +138,7 @@ def two_way_ring(size: int) -> Topology:
 
 @checked
 def static_exponential(size: int) -> Topology:
-    """Rank r sends to r + 1, r + 2, r + 4, .. in every round (Ying et al. 2021, arXiv 2110.13363).
-
-    Args:
-        size (int): number of ranks.
-    """
+    """Rank r sends to r + 1, r + 2, r + 4, .. in every round (Ying et al. 2021, arXiv 2110.13363)."""
     return Topology(
         "static_exponential", size, 1, lambda rank, _: ((rank + p) % size for p in powers(2, size - 1))
     )
@@ -164,7 +149,6 @@ def star(size: int, hub: int = 0) -> Topology:
     """Every rank exchanges with the hub, and the hub with every rank.
 
     Args:
-        size (int): number of ranks.
         hub (int): rank of the hub.
 
     Raises:
@@ -198,7 +182,6 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
     """Random pairs, with new pairs in each round. If the number of ranks is odd, one rank has no peer in a round.
 
     Args:
-        size (int): number of ranks.
         seed (int): seed of the pairs, the same on all ranks.
         rounds (int): number of different rounds, after which they repeat.
 
@@ -218,9 +201,6 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
 @checked
 def bipartite_complete(size: int) -> Topology:
     """Every odd rank with every even one in turn: in round t the i-th odd with the (i + t)-th even rank.
-
-    Args:
-        size (int): number of ranks.
 
     Example:
         >>> peer_schedule(bipartite_complete(6), rank=1)
@@ -245,7 +225,6 @@ def hierarchical(size: int, local_size: int) -> Topology:
     its local rank on one other machine, as in `n_peer_exponential` with one peer.
 
     Args:
-        size (int): number of ranks.
         local_size (int): ranks per machine. Ranks of a machine are consecutive.
 
     Raises:

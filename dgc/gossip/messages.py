@@ -19,7 +19,7 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
 from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
-from dgc.wire.payload import Unchecked, no_segments, open_sealed, seal_, sealed_bytes
+from dgc.wire.payload import Unchecked, no_segments, open_sealed, seal, seal_, sealed_bytes
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LEVELS = 127
@@ -30,31 +30,18 @@ Bytes = UInt8[Tensor, "nbytes"]
 Payload = UInt8[Tensor, "total"]  # a message with its header
 
 
-def blank(nbytes: int, like: Tensor) -> Payload:
-    """Returns a message for `nbytes` bytes of content, on the device of `like`. It is zero."""
-    return kernels.of(like).codec.blank(sealed_bytes(nbytes), like)
-
-
-def content(payload: Payload, nbytes: int) -> Bytes:
-    """Returns the part of a message behind the header."""
-    return payload[HEADER_BYTES : HEADER_BYTES + nbytes]
+def blank(nbytes: int, like: Tensor) -> tuple[Payload, Bytes]:
+    """Returns a message for `nbytes` bytes of content, on the device of `like`, and its content. Both are zero."""
+    payload = kernels.of(like).codec.blank(sealed_bytes(nbytes), like)
+    return payload, payload[HEADER_BYTES : HEADER_BYTES + nbytes]
 
 
 def message_of(tensor: Tensor) -> Payload:
     """Returns a message with the bytes of a contiguous tensor."""
     data = as_bytes(tensor)
-    payload = blank(data.numel(), data)
-    content(payload, data.numel()).copy_(data)
+    payload, content = blank(data.numel(), data)
+    content.copy_(data)
     return payload
-
-
-def weight_to_bytes(w: Float64[Tensor, ""]) -> Bytes:
-    return w.view(1).view(torch.uint8)
-
-
-def weight_from_bytes(section: Bytes) -> Float64[Tensor, ""]:
-    """Returns the push-sum weight at the end of a content. The bytes are copied: they may be unaligned."""
-    return section[-WEIGHT_NBYTES:].cpu().clone().view(torch.float64)[0]
 
 
 def write_header_(payload: Payload, what: str) -> None:
@@ -62,9 +49,18 @@ def write_header_(payload: Payload, what: str) -> None:
     seal_(kernels.of(payload).codec, payload, *no_segments(payload.device), _terms(what))
 
 
+def sealed(codes: Bytes, what: str) -> Payload:
+    """Returns a sealed message with these bytes."""
+    return seal(kernels.of(codes).codec, codes, *no_segments(codes.device), _terms(what))
+
+
 def opened(payload: Payload, nbytes: int, what: str, source: int) -> Unchecked[Bytes]:
     """Returns the content of a received message, not checked yet. source: rank of its sender."""
     return open_sealed(kernels.of(payload).codec, [payload], nbytes, 1, _terms(what), what, [source])
+
+
+def _terms(what: str) -> Terms:
+    return Terms(1.0, crc32(what.encode()))
 
 
 def exchange(
@@ -83,17 +79,18 @@ def exchange(
     """
     for message in {id(message): message for message in messages.values()}.values():
         write_header_(message, what)
-    receives = {source: blank(nbytes, like) for source, nbytes in sizes.items()}
+    receives = {source: blank(nbytes, like)[0] for source, nbytes in sizes.items()}
     (replies,) = yield (Exchange(dict(messages), receives),)
     received = [opened(replies[source], nbytes, what, source) for source, nbytes in sizes.items()]
-    words = yield from read([word for message in received for word in message.scalars])
+    words = yield from read([word for part in received for word in part.scalars])
     each = len(words) // max(1, len(received))
-    contents = [message.checked(words[each * i : each * (i + 1)])[0][0] for i, message in enumerate(received)]
+    contents = [part.checked(words[each * i : each * (i + 1)])[0][0] for i, part in enumerate(received)]
     return dict(zip(sizes, contents, strict=True))
 
 
-def _terms(what: str) -> Terms:
-    return Terms(1.0, crc32(what.encode()))
+def weight_of(content: Bytes) -> Float64[Tensor, ""]:
+    """Returns the push-sum weight at the end of a content. The bytes are copied: they may be unaligned."""
+    return content[-WEIGHT_NBYTES:].cpu().clone().view(torch.float64)[0]
 
 
 @runtime_checkable

@@ -19,19 +19,18 @@ rounded up to a multiple of 8.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import AllReduce, Conversation
-from dgc.comm.transport import Transport
+from dgc.comm.requests import AllReduce, Conversation, as_bytes
 from dgc.gossip.graphs import n_peer_exponential
 from dgc.gossip.messages import (
     WEIGHT_NBYTES,
@@ -40,15 +39,11 @@ from dgc.gossip.messages import (
     Message,
     Vector,
     blank,
-    content,
     exchange,
-    weight_from_bytes,
-    weight_to_bytes,
+    weight_of,
 )
-from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import MISSING_ZERO_GRAD
+from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, check_state
 from dgc.gossip.topology import Graph, Mixing, Topology, build_topology, check_mixing, uniform
-from dgc.state import check_count, check_tensor
 
 POLL_INTERVAL = 5e-4  # seconds
 
@@ -62,7 +57,7 @@ class ReceivedShare:
 
 
 @checked
-class SGP:
+class SGP(Gossip):
     """Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, Algorithm 1).
 
     With gradients g at z and the direction O of any optimizer:
@@ -87,8 +82,6 @@ class SGP:
 
     overlap = False
     weighted = True
-    needs_groups = False
-    is_synchronous = True
 
     def __init__(
         self,
@@ -113,10 +106,7 @@ class SGP:
         self._in_step = False
         self._graph_epoch = 0  # first epoch of the current graph
 
-    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
-        self.name, self.model, self.z = name, model, model.z
-        self.rank, self.size = transport.rank, transport.size
-        self._transport, self._meter = transport, meter
+    def _prepare(self) -> None:
         self._topologies: dict[int, Topology | None] = {}
         for epoch, graph in self._graphs.items():
             topology = None if graph is None or self.size == 1 else build_topology(graph, self.size)
@@ -295,18 +285,17 @@ class SGP:
     def _encode(self, factor: float) -> tuple[Bytes, Vector]:
         """Returns a message with factor * z, and factor as the share of w; and the decoded factor * z."""
         end, nbytes = self.message.nbytes(self.z.numel()), self._nbytes
-        message = blank(nbytes, self.z)
-        section = content(message, nbytes)
+        message, section = blank(nbytes, self.z)
         decoded = self.message.encode_(self.z, factor, section[:end])
         if self.weighted:
-            section[end:].copy_(weight_to_bytes(torch.tensor(factor, dtype=torch.float64)))
+            section[end:].copy_(as_bytes(fp64(factor)))
         return message, decoded
 
     def _decode(self, section: Bytes, w: float | None) -> ReceivedShare:
         """Decodes the content of a message. w: the weight, if the message has none."""
         n = self.z.numel()
         x = self.message.decode(section[: self.message.nbytes(n)], n)
-        return ReceivedShare(x, float(weight_from_bytes(section)) if w is None else w)
+        return ReceivedShare(x, float(weight_of(section)) if w is None else w)
 
     def _all_reduce(self) -> Conversation[dict[int, ReceivedShare]]:
         x, w = self.z * self.w, torch.tensor([self.w], dtype=torch.float64)
@@ -316,8 +305,11 @@ class SGP:
 
     # --- state ------------------------------------------------------------------------------------
 
-    def biased_parameters(self) -> Tensor:
+    def _check_flushed(self) -> None:
         assert self._conversation is None, "flush() must be called first"
+
+    def biased_parameters(self) -> Tensor:
+        self._check_flushed()
         x = self.z * self.w
         for share in (self._received or {}).values():
             x += share.x
@@ -329,50 +321,21 @@ class SGP:
     def metrics(self) -> dict[str, float]:
         return {"weight": self._gradient_weight, "staleness": float(self.staleness)}
 
-    def errors(self) -> Iterable[Tensor]:
-        return ()
-
-    def close(self) -> None:
-        self.synchronize_messages()
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self._conversation is None, "flush() must be called first"
+    def _state(self) -> dict[str, Any]:
         # Received shares by distance from the sender: on most graphs the distances are the same on all ranks, so
         # that another number of ranks can load the state.
         received = {
-            str((source - self.rank) % self.size): {
-                "x": share.x.clone(),
-                "w": torch.tensor(share.w, dtype=torch.float64),
-            }
+            str((source - self.rank) % self.size): {"x": share.x.clone(), "w": fp64(share.w)}
             for source, share in (self._received or {}).items()
         }
-        return {
-            "z": self.z.clone(),
-            "x": self.z * self.w,
-            "size": self.size,
-            "w": torch.tensor(self.w, dtype=torch.float64),
-            "received": received,
-            "round": self.round,
-            "graph_epoch": self._graph_epoch,
-        }
+        state = {"z": self.z, "x": self.z * self.w, "size": self.size, "w": fp64(self.w), "received": received}
+        return {**state, "round": self.round, "graph_epoch": self._graph_epoch}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the state. Raises ValueError, before any change, if it is not finite or of another model."""
-        if state.keys() != {"z", "x", "size", "w", "round", "graph_epoch", "received"}:
-            raise ValueError(f"state of another algorithm: it has {sorted(state)}")
+    def _load(self, state: Mapping[str, Any]) -> None:
         if (epoch := state["graph_epoch"]) not in self._graphs:
             raise ValueError(f"state of another graph_from_epoch: its graph begins with epoch {epoch}")
-        check_count("round", state["round"])
-        for name in ("z", "x"):
-            check_tensor(name, state[name], self.z.shape)
-        check_tensor("w", state["w"], (), torch.float64)
-        check_count("size", state["size"])
-        for distance, share in state["received"].items():
-            if share.keys() != {"x", "w"}:
-                raise ValueError(f"received {distance} has {sorted(share)}, not ['w', 'x']")
-            check_tensor("received x", share["x"], self.z.shape)
-            check_tensor("received w", share["w"], (), torch.float64)
+        for share in state["received"].values():
+            check_state(share, {"x": self.z, "w": fp64(self.w)}, prefix="received ")
         received = {
             (self.rank + int(distance)) % self.size: ReceivedShare(share["x"].to(self.z.device), float(share["w"]))
             for distance, share in state["received"].items()
@@ -384,6 +347,10 @@ class SGP:
         self._received = received or None
         self.round, self.staleness = state["round"], 0
         self._graph_epoch, self._conversation, self._in_step = state["graph_epoch"], None, False
+
+
+def fp64(w: float) -> Float64[Tensor, ""]:
+    return torch.tensor(w, dtype=torch.float64)
 
 
 @checked
