@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dgc.bucket import Bucket
-from dgc.comm.meter import cross_wire_bytes, nbytes, payload_bytes, wire_bytes
+from dgc.comm.meter import bytes_of, nbytes
 from dgc.comm.requests import (
     AllReduce,
     AllToAll,
@@ -174,7 +174,8 @@ def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
     """
     size, rank, local = ranks.group_size(request.group), ranks.group_rank(request.group), ranks.local_size
     inner = 1 if request.group == "cross" else local
-    payload, peers = payload_bytes(request, rank), 0
+    payload, wire, cross = bytes_of(request, rank, size, local)
+    peers = 0
     half = isinstance(request, AllReduce | ReduceScatter) and request.tensor.dtype in HALVES
     if isinstance(request, Broadcast):
         awaited = nbytes(request.tensor)
@@ -183,8 +184,6 @@ def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
         peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
     if isinstance(request, Exchange):
         peers = sum(to != rank for to in request.sends)
-    wire = wire_bytes(request, rank, size)
-    cross = cross_wire_bytes(request, rank, size, local)
     return Message(type(request).__name__, size, inner, payload, wire, cross, half, peers, awaited)
 
 

@@ -57,9 +57,9 @@ def corrected(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "sgd", "files", "functions"),
     [
-        (DenseCompressor, plain, 13, 60),
-        (lambda: DGCCompressor(0.01), corrected, 28, 150),
-        (lambda: PowerSGDCompressor(2), plain, 22, 132),
+        (DenseCompressor, plain, 13, 55),
+        (lambda: DGCCompressor(0.01), corrected, 28, 144),
+        (lambda: PowerSGDCompressor(2), plain, 22, 126),
     ],
     ids=["dense", "dgc", "powersgd"],
 )
