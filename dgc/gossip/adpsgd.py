@@ -92,11 +92,13 @@ class ADPSGD(Gossip):
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, in seconds, not {timeout}")
         self.timeout = timeout
-        self._thread: GossipThread | None = None
-        self._in_step = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the thread
+        self._in_step = self._closing = False
+        self._is_paused, self._cycle = True, 0
 
     def _prepare(self) -> None:
-        """Gossip begins with `begin_epoch` or `begin_step`."""
+        """Starts the gossip thread, which is paused until `begin_epoch` or `begin_step`."""
         if self._thread is not None:
             raise RuntimeError("this ADPSGD has been started already")
         pairs = bipartite_subgraph(build_topology(self.graph, self.size))
@@ -104,7 +106,23 @@ class ADPSGD(Gossip):
         x = self.z.to("cpu", copy=True)
         self._protocol = AveragingProtocol(x, self.rank, pairs, self.averagings_per_step)
         channel = open_channel(self._transport)
-        self._thread = GossipThread(MessageLink(self._protocol, channel, self.timeout, self._meter.local_size))
+        self._link = MessageLink(self._protocol, channel, self.timeout, self._meter.local_size)
+        self._changed = threading.Condition(self._protocol.lock)  # notified of each change that the thread awaits
+        self._thread = threading.Thread(target=self._run, name="AD-PSGD gossip", daemon=True)
+        self._thread.start()
+        # MPI is also finalized at exit, and this thread must stop calling it before
+        atexit.register(self.close)
+
+    def _check(self) -> None:
+        """Raises GossipError if the thread has failed."""
+        if self._thread is None:
+            raise RuntimeError("gossip has not been started")
+        if self._closing:
+            raise RuntimeError("gossip was closed")
+        if isinstance(self._error, GossipError):
+            raise GossipError(str(self._error)) from self._error
+        if self._error is not None:
+            raise GossipError(f"gossip has ended on this rank: {self._error!r}") from self._error
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -127,8 +145,8 @@ class ADPSGD(Gossip):
     @torch.no_grad()
     def update(self, step: Callable[[], object], lr: float = 0.0) -> None:
         """Runs `step`, in which any optimizer moves z. x moves by the same difference."""
-        thread = self._checked_thread()
-        if thread.is_paused or not self._in_step:
+        self._check()
+        if self._is_paused or not self._in_step:
             raise RuntimeError(MISSING_ZERO_GRAD)
         self._in_step = False
         before = self._buffer.copy_(self.z)
@@ -136,10 +154,10 @@ class ADPSGD(Gossip):
             step()
         self.model.gather()
         difference = torch.sub(self.z, before, out=before).cpu()
-        with thread.changed:
+        with self._changed:
             self._protocol.x.add_(difference)
             self._protocol.count_step()
-            thread.changed.notify_all()
+            self._changed.notify_all()
         self._update_meter()
 
     @property
@@ -150,7 +168,7 @@ class ADPSGD(Gossip):
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_running
+        return not (self._is_paused or self._closing or self._error is not None)
 
     @property
     def averagings(self) -> int:
@@ -161,13 +179,19 @@ class ADPSGD(Gossip):
 
     def synchronize_messages(self) -> None:
         """Waits until no rank averages and no message is in flight, then sets z = x. Collective."""
-        self._checked_thread().pause()
+        self._check()
+        with self._changed:
+            self._protocol.is_draining = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_paused or self._error is not None)
+        self._check()
         self._update_z()
         self._update_meter()
 
     def flush(self) -> None:
         """Same as `synchronize_messages`, because messages in flight cannot be separated from completed ones."""
-        if not self._checked_thread().is_paused:
+        self._check()
+        if not self._is_paused:
             self.synchronize_messages()
 
     def restart(self) -> None:
@@ -181,16 +205,30 @@ class ADPSGD(Gossip):
 
     def resume(self) -> None:
         """Continues gossip if it is paused. Collective, within `timeout` of the first rank's call."""
-        self._checked_thread().resume()
+        self._check()
+        with self._changed:
+            if self._is_paused:
+                self._protocol.begin()
+                self._cycle += 1
+                self._is_paused = False
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Ends the gossip thread. Without `synchronize_messages` before, other ranks raise GossipError."""
-        if self._thread is not None:
-            self._thread.close()
+        if self._thread is None:
+            return
+        atexit.unregister(self.close)
+        with self._changed:
+            was_closing, self._closing = self._closing, True
+            self._changed.notify_all()
+        self._thread.join()
+        if not self._is_paused and not was_closing:
+            _abandoned.append(self._link)
 
     def _state(self) -> dict[str, Any]:
         """This rank's model, and the number of steps of all ranks."""
-        if not self._checked_thread().is_paused:
+        self._check()
+        if not self._is_paused:
             raise RuntimeError("averages are in progress: call synchronize_messages() before saving or loading")
         return {"x": self._protocol.x, "steps": self.progress}
 
@@ -201,20 +239,59 @@ class ADPSGD(Gossip):
         self._protocol.step_counts[0] = state["steps"]
         self._update_z()
 
-    def _checked_thread(self) -> "GossipThread":
-        if self._thread is None:
-            raise RuntimeError("gossip has not been started")
-        self._thread.check()
-        return self._thread
-
     def _update_meter(self) -> None:
         """Copies the byte counts to the training thread's meter, which no other thread may change."""
-        assert self._thread is not None
-        sent, cross = self._thread.link.sent_bytes, self._thread.link.cross_bytes
+        sent, cross = self._link.sent_bytes, self._link.cross_bytes
         self._meter.payload_bytes += sent - self._counted[0]
         self._meter.wire_bytes += sent - self._counted[0]
         self._meter.cross_wire_bytes += cross - self._counted[1]
         self._counted = sent, cross
+
+    # --- the gossip thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._run_cycle()
+        except BaseException as error:
+            # First try to inform the other ranks: the training thread may end the process when it gets the error.
+            with suppress(Exception):
+                self._abort(error)
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _run_cycle(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_paused or self._closing)
+        if self._closing:
+            return
+        self._link.begin(self._cycle % TAGS, time.monotonic())
+        last_progress = time.monotonic()
+        while not self._link.is_over:
+            if self._closing:
+                return
+            now = time.monotonic()
+            if self._link.poll(now):
+                last_progress = now
+            if self._link.is_idle:
+                with self._changed:
+                    seconds = min(IDLE_SLEEP, self.timeout / 10)
+                    if self._changed.wait_for(lambda: self._protocol.can_send or self._closing, seconds):
+                        last_progress = time.monotonic()
+            elif not self._link.is_over:
+                time.sleep(min(max(MIN_SLEEP, SLEEP_FRACTION * (now - last_progress)), MAX_SLEEP))
+        with self._changed:
+            self._is_paused = True
+            self._changed.notify_all()
+
+    def _abort(self, error: BaseException) -> None:
+        if not isinstance(error, GossipError):
+            self._link.abort(self._protocol.rank)
+        end = time.monotonic() + ABORT_TIMEOUT
+        while self._link.is_aborting and time.monotonic() < end:
+            self._link.complete_sends()
+            time.sleep(MAX_SLEEP)
 
 
 class Kind(IntEnum):
@@ -581,106 +658,3 @@ class MessageLink:
 
 
 _abandoned: list[MessageLink] = []  # the network may still read and write their messages
-
-
-class GossipThread:
-    """Runs a `MessageLink` in its own thread. It is paused at first, and uses little CPU time while it waits.
-
-    To change the link's protocol, hold the lock `changed` and notify.
-
-    Args:
-        link (MessageLink): messages of this rank.
-    """
-
-    def __init__(self, link: MessageLink):
-        self.link = link
-        self.changed = threading.Condition(link.protocol.lock)
-        self.is_paused = True
-        self._closing, self._cycle = False, 0
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="AD-PSGD gossip", daemon=True)
-        self._thread.start()
-        # MPI is also finalized at exit, and this thread must stop calling it before
-        atexit.register(self.close)
-
-    def check(self) -> None:
-        """Raises GossipError if the thread has failed."""
-        if self._closing:
-            raise RuntimeError("gossip was closed")
-        if isinstance(self._error, GossipError):
-            raise GossipError(str(self._error)) from self._error
-        if self._error is not None:
-            raise GossipError(f"gossip has ended on this rank: {self._error!r}") from self._error
-
-    @property
-    def is_running(self) -> bool:
-        return not (self.is_paused or self._closing or self._error is not None)
-
-    def pause(self) -> None:
-        """Waits until the messages of all ranks are drained. Collective."""
-        with self.changed:
-            self.link.protocol.is_draining = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.is_paused or self._error is not None)
-        self.check()
-
-    def resume(self) -> None:
-        with self.changed:
-            if self.is_paused:
-                self.link.protocol.begin()
-                self._cycle += 1
-                self.is_paused = False
-                self.changed.notify_all()
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        with self.changed:
-            was_closing, self._closing = self._closing, True
-            self.changed.notify_all()
-        self._thread.join()
-        if not self.is_paused and not was_closing:
-            _abandoned.append(self.link)
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._run_cycle()
-        except BaseException as error:
-            # First try to inform the other ranks: the training thread may end the process when it gets the error.
-            with suppress(Exception):
-                self._abort(error)
-            with self.changed:
-                self._error = error
-                self.changed.notify_all()
-
-    def _run_cycle(self) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: not self.is_paused or self._closing)
-        if self._closing:
-            return
-        self.link.begin(self._cycle % TAGS, time.monotonic())
-        last_progress = time.monotonic()
-        while not self.link.is_over:
-            if self._closing:
-                return
-            now = time.monotonic()
-            if self.link.poll(now):
-                last_progress = now
-            if self.link.is_idle:
-                with self.changed:
-                    seconds = min(IDLE_SLEEP, self.link.timeout / 10)
-                    if self.changed.wait_for(lambda: self.link.protocol.can_send or self._closing, seconds):
-                        last_progress = time.monotonic()
-            elif not self.link.is_over:
-                time.sleep(min(max(MIN_SLEEP, SLEEP_FRACTION * (now - last_progress)), MAX_SLEEP))
-        with self.changed:
-            self.is_paused = True
-            self.changed.notify_all()
-
-    def _abort(self, error: BaseException) -> None:
-        if not isinstance(error, GossipError):
-            self.link.abort(self.link.protocol.rank)
-        end = time.monotonic() + ABORT_TIMEOUT
-        while self.link.is_aborting and time.monotonic() < end:
-            self.link.complete_sends()
-            time.sleep(MAX_SLEEP)

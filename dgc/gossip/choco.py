@@ -27,6 +27,7 @@ for each element 4 and the bytes of a value. Sign: 24, and 4 + 4 ceil(d/32) for 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 from zlib import crc32
 
@@ -108,7 +109,7 @@ class TopK:
     def gamma(self) -> float:
         return min(1.0, 2 * self.ratio)
 
-    @property
+    @cached_property
     def _format(self) -> SparseFormat:
         return SparseFormat(CastValues(self.values), PlainIndices("int32"))
 

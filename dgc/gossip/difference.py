@@ -15,7 +15,17 @@ from typing import Any
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import Conversation
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
-from dgc.gossip.topology import ROUNDING, Graph, Mixing, Peers, Shares, Topology, build_topology, check_mixing
+from dgc.gossip.topology import (
+    ROUNDING,
+    Graph,
+    Mixing,
+    Peers,
+    Shares,
+    Topology,
+    build_topology,
+    check_mixing,
+    mixing_matrix,
+)
 
 
 class DifferenceGossip(Gossip):
@@ -57,8 +67,8 @@ class DifferenceGossip(Gossip):
             raise topology.error(f"{needs} edges in both directions, but some have only one: {cure}")
         check_mixing(topology, self.mixing, doubly_stochastic=True)
         for t in range(topology.period):
-            shares = [self.mixing(topology, rank, t) for rank in range(self.size)]
-            if any(abs(shares[j][i] - w) > ROUNDING for i, row in enumerate(shares) for j, w in row.items()):
+            W = mixing_matrix(topology, self.mixing, t)
+            if (W - W.T).abs().max() > ROUNDING:
                 raise topology.error(f"{needs} the same weight at both ends of an edge: use the mixing metropolis")
 
     def neighbours(self, round: int) -> tuple[Peers, Shares]:

@@ -27,7 +27,7 @@ between machines.
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -39,7 +39,7 @@ from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllGather, AllReduce, Conversation, Request, as_bytes
 from dgc.comm.transport import CrossMachineTransport
 from dgc.gossip.model import ModelSlice
-from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, Joinable
+from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
 from dgc.gossip.sgp import SGP
 
 
@@ -201,14 +201,14 @@ class HierarchicalGossip(Gossip):
         return factor
 
     @property
-    def island(self) -> int | None:
+    def island(self) -> int | None:  # type: ignore[override]
         """The machine, if the algorithm between machines lets islands join."""
-        return self.base.island if isinstance(self.base, Joinable) else None
+        return self.base.island
 
     def join(self) -> None:
         if self.island is None:
-            raise ValueError(f"no machine can join in mid-run with {type(self.base).__name__}")
-        cast(Joinable, self.base).join()
+            super().join()
+        self.base.join()
         self._is_stale = self._local_size > 1  # the slices are gathered by all machines at the same moment
 
     def metrics(self) -> dict[str, float]:

@@ -31,11 +31,15 @@ class Gossip(ABC):
         compress_ratio: Bytes of a message / bytes of the model in fp32.
         is_synchronous: Whether every rank takes the same number of steps.
         needs_groups: Whether the transport must have the groups `local` and `cross`.
+        island: After `start`, the number of this rank's island. Islands may be lost and join while the others keep
+            their states. An island is a rank, or the ranks of a machine that have one model together. None: no
+            island can join with these settings.
     """
 
     compress_ratio: float = 1.0
     is_synchronous: bool = True
     needs_groups: bool = False
+    island: int | None = None
     _resizable: tuple[str, ...] = ()  # tensors of the state whose shape `_load` checks
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
@@ -68,6 +72,13 @@ class Gossip(ABC):
     @abstractmethod
     def restart(self) -> None:
         """Restarts from equal parameters on all ranks. Call it after `synchronize_messages`."""
+
+    def join(self) -> None:
+        """Continues from the common model and without errors, after the state of another island has been loaded.
+
+        Called on every rank of the island, before the next `begin_step`.
+        """
+        raise ValueError(f"no machine can join in mid-run with {type(self).__name__}")
 
     def flush(self) -> None:
         """Completes all messages in flight without adding them, so that training is not affected. Collective."""
@@ -172,24 +183,4 @@ class UsesOptimizer(Protocol):
 
     def use_optimizer(self, optimizer: Optimizer) -> None:
         """Called once, before `start`, with the wrapped optimizer. Raises ValueError if it is of another kind."""
-        ...
-
-
-@runtime_checkable
-class Joinable(Protocol):
-    """A gossip algorithm in which islands may be lost and join while the others keep their states.
-
-    An island is a rank, or the ranks of a machine that have one model together.
-    """
-
-    @property
-    def island(self) -> int | None:
-        """The number of this rank's island, after `start`. None: no island can join with these settings."""
-        ...
-
-    def join(self) -> None:
-        """Continues from the common model and without errors, after the state of another island has been loaded.
-
-        Called on every rank of the island, before the next `begin_step`.
-        """
         ...

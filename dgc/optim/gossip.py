@@ -31,7 +31,7 @@ from dgc.engine.options import (
 )
 from dgc.engine.state import check_is_state
 from dgc.gossip.model import FlatModel, local
-from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
+from dgc.gossip.protocol import Asynchronous, Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
 
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
@@ -233,12 +233,12 @@ class GossipOptimizer(Wrapper):
 
     @property
     def island(self) -> int | None:  # type: ignore[override]
-        return self.gossip.island if isinstance(self.gossip, Joinable) else None
+        return self.gossip.island
 
     def join(self) -> None:
         if self.island is None:
             super().join()
-        cast(Joinable, self.gossip).join()
+        self.gossip.join()
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from channels import ChannelWorld
 from environment import patient
 
 from dgc import gossip
 from dgc.comm import TrafficMeter
-from dgc.comm.channel import ChannelWorld
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.gossip import Topology, TopologyError
 from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError, MessageLink
@@ -491,7 +491,7 @@ def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:
             raise OSError("the cable is cut")
 
         if rank == 1:
-            own._thread.link.channel.isend = fail
+            own._link.channel.isend = fail
         try:
             for _ in range(100_000):
                 steps(own, z, 1)

@@ -125,8 +125,8 @@ COMM = [
     Fault(
         "record-ends-at-any-all-gather",
         "dgc/cost/computing.py",
-        'if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in self.messages):',
-        'if ends and "AllGather" in (message.kind for message in self.messages):',
+        'if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in messages):',
+        'if ends and "AllGather" in (message.kind for message in messages):',
         ["tests/test_cost.py"],
     ),
     Fault(
