@@ -19,9 +19,8 @@ MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
 @dataclass(eq=False)
 class PointToPointFlight:
-    """Either the inner transport's flight, or pending receives and the replies that they fill."""
+    """Pending receives, and the replies that they fill. Other requests have a flight of the inner transport."""
 
-    inner: Any
     replies: tuple[Reply, ...]
     receives: list[Any]
 
@@ -58,10 +57,10 @@ class PointToPointTransport(WrappingTransport):
     def channel(self) -> Channel:
         return MPIChannel()
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> PointToPointFlight:
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
         if not any(isinstance(request, Exchange) for request in requests):
-            return PointToPointFlight(self.inner.launch(name, requests, lane), (), [])
-        flight = PointToPointFlight(None, tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
+            return self.inner.launch(name, requests, lane)
+        flight = PointToPointFlight(tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
         self._pending_sends = [(sending, tensor) for sending, tensor in self._pending_sends if not sending.Test()]
         for i, request in enumerate(requests):
             if not isinstance(request, Exchange):
@@ -75,14 +74,14 @@ class PointToPointTransport(WrappingTransport):
                 self._pending_sends.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
         return flight
 
-    def poll(self, flight: PointToPointFlight) -> bool:
-        if flight.inner is not None:
-            return self.inner.poll(flight.inner)
+    def poll(self, flight: Any) -> bool:
+        if not isinstance(flight, PointToPointFlight):
+            return bool(self.inner.poll(flight))
         return bool(self._MPI.Request.Testall(flight.receives))
 
-    def wait(self, flight: PointToPointFlight) -> tuple[Reply, ...]:
-        if flight.inner is not None:
-            return self.inner.wait(flight.inner)
+    def wait(self, flight: Any) -> tuple[Reply, ...]:
+        if not isinstance(flight, PointToPointFlight):
+            return tuple(self.inner.wait(flight))
         self._MPI.Request.Waitall(flight.receives)
         return flight.replies
 

@@ -84,23 +84,17 @@ class StagedFlight:
 
 
 class StagedTransport(WrappingTransport):
-    """A transport that sends GPU tensors through host memory over another transport. CPU tensors are not copied.
+    """A transport that sends GPU tensors through host memory over another one. CPU tensors are not copied."""
 
-    Args:
-        inner: Transport for tensors in host memory.
-        needs_copy: Whether a tensor must be copied to the host. Tests without a GPU replace it.
-        make_event: Returns a new event. Tests without a GPU replace it.
-    """
+    _make_event: Callable[[], Event] = torch.cuda.Event
 
-    def __init__(
-        self,
-        inner: Transport,
-        needs_copy: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda,
-        make_event: Callable[[], Event] = torch.cuda.Event,
-    ):
+    def __init__(self, inner: Transport):
         super().__init__(inner)
-        self._needs_copy, self._make_event = needs_copy, make_event
         self._pending: list[StagedFlight] = []  # not launched on the inner transport yet
+
+    @staticmethod
+    def _needs_copy(tensor: Tensor) -> bool:
+        return tensor.is_cuda
 
     def channel(self) -> Channel:
         """Open a channel of the inner transport, for tensors in host memory."""

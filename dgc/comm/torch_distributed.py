@@ -113,7 +113,7 @@ class TorchTransport(GroupedTransport):
         self._lanes: dict[tuple[str, Group], Any] = {}  # process groups
         self.open_lane("")
         self._threads = WaitingThreads()
-        self._neighbors = Neighbors(self._threads)
+        self._neighbors = GlooChannel(self._threads)
         self._tags = MessageTags(MAX_TAG)
         self._unfinished: set[TorchFlight] = set()
         _open.append(self)
@@ -205,12 +205,16 @@ class TorchTransport(GroupedTransport):
         return [work], output
 
     def _start_exchange(self, name: str, request: Exchange) -> tuple[list[Any], Reply]:
-        members = self.members(request.group)
+        """Messages are matched by name (the tag) and, under one name, in the order of sending."""
+        members, tag = self.members(request.group), self._tags.of(name)
         sends = {members[to]: as_bytes(tensor) for to, tensor in request.sends.items()}
         receives = {members[source]: as_bytes(tensor) for source, tensor in request.receives.items()}
         if self.rank in receives:  # Gloo has no connection of a rank to itself
             receives.pop(self.rank).copy_(sends.pop(self.rank))
-        return self._neighbors.start(self._tags.of(name), sends, receives), request.receives
+        works = [self._neighbors.irecv(buffer, tag, source) for source, buffer in receives.items()]
+        for to, message in sends.items():
+            self._neighbors.isend(to, message, tag)
+        return works, request.receives
 
 
 _open: list[TorchTransport] = []  # the process groups of a transport exist until they are destroyed
@@ -259,7 +263,7 @@ class WaitingThreads:
     """
 
     def __init__(self) -> None:
-        self.groups: list[MessageGroup] = []
+        self.channels: list[GlooChannel] = []
         self._queue: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
         self._idle = Semaphore(0)
         self._threads: list[Thread] = []
@@ -291,8 +295,8 @@ class WaitingThreads:
         receive from any rank does not: its thread stays inside Gloo, where no message can arrive any more.
         """
         wait(list(self.sends), SEND_TIME)
-        groups = [group.close() for group in self.groups]
-        self.groups.clear()
+        groups = [channel.close() for channel in self.channels]
+        self.channels.clear()
         for _ in self._threads:
             self._queue.put(None)
         end = time.monotonic() + END_TIME
@@ -313,14 +317,14 @@ class WaitingThreads:
             self._idle.release()
 
 
-class MessageGroup:
-    """A process group for messages alone. Construction is collective."""
+class GlooChannel:
+    """A `Channel` over a process group of its own. Construction is collective."""
 
     def __init__(self, threads: WaitingThreads) -> None:
         self._group: Any = dist.new_group(timeout=FOREVER, backend="gloo")
         self._threads = threads
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        threads.groups.append(self)
+        threads.channels.append(self)
 
     def close(self) -> Any:
         """Close the connections, and return the process group."""
@@ -332,34 +336,15 @@ class MessageGroup:
                 receive.wait(timedelta(milliseconds=1))
         return group
 
-
-class GlooChannel(MessageGroup):
-    """A `Channel` over a process group of its own."""
-
     def isend(self, to: int, message: Tensor, tag: int) -> Future[None]:
         return self._threads.wait_for(dist.isend(message, to, self._group, tag), self._threads.sends)
 
-    def irecv(self, buffer: Tensor, tag: int) -> Future[None]:
-        return self._threads.wait_for(dist.irecv(buffer, None, self._group, tag), self._threads.from_any)
+    def irecv(self, buffer: Tensor, tag: int, source: int | None = None) -> Future[None]:
+        """source: the only rank whose message is received. None: any rank."""
+        kind = self._threads.from_any if source is None else None
+        return self._threads.wait_for(dist.irecv(buffer, source, self._group, tag), kind)
 
     def test(self, handle: Future[None]) -> bool:
         if handle.done():
             handle.result()  # raises the exception of a message that failed
         return handle.done()
-
-
-class Neighbors(MessageGroup):
-    """The messages of `Exchange` requests.
-
-    Messages are matched by name (the tag) and, under one name, in the order of sending.
-    """
-
-    def start(self, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[Future[None]]:
-        """Start sending and receiving, by world rank. Return one future for each receive."""
-        futures = [
-            self._threads.wait_for(dist.irecv(buffer, source, self._group, tag))
-            for source, buffer in receives.items()
-        ]
-        for to, message in sends.items():
-            self._threads.wait_for(dist.isend(message, to, self._group, tag), self._threads.sends)
-        return futures

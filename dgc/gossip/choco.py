@@ -217,13 +217,11 @@ class CHOCO(DifferenceGossip):
         ratio = self.quantizer.nbytes(plan) / (4 << 20)
         self.compress_ratio = min(1.0, ratio) / average_every
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> float:
         self._plan = self.quantizer.plan(self.model.segments, self.z.device)
         self.xhat, self.d = self.z.clone(), torch.zeros_like(self.z)
         self._copies_valid = True
         self._digest = 0 if self.topology is None else digest(self.topology, self.mixing)
-
-    def _nbytes(self) -> int:
         return self.quantizer.nbytes(self._plan)
 
     @torch.no_grad()
@@ -266,12 +264,12 @@ class CHOCO(DifferenceGossip):
         copies = {"xhat": self.xhat, "d": self.d}
         return {**copies, "copies_valid": self._copies_valid, "graph": self._digest}
 
-    def _load_neighbours(self, state: Mapping[str, Any]) -> None:
+    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
+        if state is None:
+            self._copies_valid = False
+            return
         if state["graph"] != self._digest:
             raise ValueError("state of another graph or mixing, in which d is a sum over other neighbours")
         self.xhat.copy_(state["xhat"])
         self.d.copy_(state["d"])
         self._copies_valid = state["copies_valid"]
-
-    def _reset_neighbours(self) -> None:
-        self._copies_valid = False

@@ -24,7 +24,6 @@ from dgc.gossip.topology import (
     Topology,
     build_topology,
     check_mixing,
-    mixing_matrix,
 )
 
 
@@ -48,14 +47,12 @@ class DifferenceGossip(Gossip):
             raise ValueError(f"average_every must be at least 1 step, not {average_every}")
         self.graph, self.mixing, self.average_every = graph, mixing, average_every
         self.steps = self.round = 0
-        self._conversation: RunningConversation[None] | None = None
 
     def _prepare(self) -> None:
         self.topology = None if self.size == 1 else build_topology(self.graph, self.size)
         if self.topology is not None:
             self._check(self.topology)
-        self._allocate()
-        self.compress_ratio = min(1.0, self._nbytes() / (4 * self.z.numel())) / self.average_every
+        self.compress_ratio = min(1.0, self._allocate() / (4 * self.z.numel())) / self.average_every
 
     def _check(self, topology: Topology) -> None:
         needs = f"{type(self).__name__} needs"
@@ -67,8 +64,8 @@ class DifferenceGossip(Gossip):
             raise topology.error(f"{needs} edges in both directions, but some have only one: {cure}")
         check_mixing(topology, self.mixing, doubly_stochastic=True)
         for t in range(topology.period):
-            W = mixing_matrix(topology, self.mixing, t)
-            if (W - W.T).abs().max() > ROUNDING:
+            shares = [self.mixing(topology, rank, t) for rank in range(self.size)]
+            if any(abs(shares[j][i] - w) > ROUNDING for i, row in enumerate(shares) for j, w in row.items()):
                 raise topology.error(f"{needs} the same weight at both ends of an edge: use the mixing metropolis")
 
     def neighbours(self, round: int) -> tuple[Peers, Shares]:
@@ -77,12 +74,8 @@ class DifferenceGossip(Gossip):
         return self.topology.in_peers(self.rank, round), self.mixing(self.topology, self.rank, round)
 
     @abstractmethod
-    def _allocate(self) -> None:
-        """Allocates state when the model is known."""
-
-    @abstractmethod
-    def _nbytes(self) -> float:
-        """Bytes sent to a neighbour in a step."""
+    def _allocate(self) -> float:
+        """Allocates state when the model is known. Returns the bytes sent to a neighbour in a step."""
 
     @abstractmethod
     def _average(self) -> Conversation[None]:
@@ -108,12 +101,6 @@ class DifferenceGossip(Gossip):
             self._conversation = None
             self.model.scatter()
 
-    def _check_flushed(self) -> None:
-        assert self._conversation is None, "flush() must be called first"
-
-    def restart(self) -> None:
-        self._check_flushed()
-
     # --- state ------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
@@ -121,10 +108,7 @@ class DifferenceGossip(Gossip):
         return {**state, **self._neighbour_state()}
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        if state["size"] == self.size:
-            self._load_neighbours(state)
-        else:
-            self._reset_neighbours()
+        self._load_neighbours(state if state["size"] == self.size else None)
         self.z.copy_(state["z"])
         self.model.scatter()
         self.steps, self.round, self._conversation = state["steps"], state["round"], None
@@ -134,9 +118,8 @@ class DifferenceGossip(Gossip):
         """What is stored about neighbours."""
 
     @abstractmethod
-    def _load_neighbours(self, state: Mapping[str, Any]) -> None:
-        """Loads it. Raises ValueError, before any change, if it is of another model or graph."""
+    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
+        """Loads it, or resets it if the state is of another number of ranks, which is None.
 
-    @abstractmethod
-    def _reset_neighbours(self) -> None:
-        """Resets it, after a state of another number of ranks was loaded."""
+        Raises ValueError, before any change, if it is of another model or graph.
+        """

@@ -131,11 +131,9 @@ class HierarchicalGossip(Gossip):
         for p in self.model.parameters:
             if p.grad is not None:
                 digest = crc32(as_bytes(p.grad.to_dense().cpu().contiguous()).numpy().tobytes(), digest)
-        both = [digest, -digest]
-        largest = self._run_locally(
-            "digest", AllReduce(torch.tensor(both, dtype=torch.int64), "max", group="local")
-        )
-        if largest.tolist() != both:
+        both = torch.tensor([digest, -digest], dtype=torch.int64)
+        # a copy, in which the transport may store the reply
+        if not torch.equal(self._run_locally("digest", AllReduce(both.clone(), "max", group="local")), both):
             raise ValueError(
                 "the ranks of a machine have different gradients, and averages_gradients=False: wrap the model in "
                 "DistributedDataParallel with the ranks of the machine as its process_group, or leave it True"

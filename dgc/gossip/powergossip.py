@@ -133,7 +133,7 @@ class PowerGossip(DifferenceGossip):
         super().__init__(graph, mixing, average_every)
         self.factor_rank, self.num_iters_per_step, self.seed = rank, num_iters_per_step, seed
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> float:
         if isinstance(self.model, ModelSlice):
             raise ValueError(
                 "PowerGossip compresses matrices, but HierarchicalGossip averages slices of a model, which have no"
@@ -161,8 +161,6 @@ class PowerGossip(DifferenceGossip):
         self._edges: dict[int, Edge] = {}
         peers_of_all = all_peers(self.topology)
         self._peers, self._max_edges = peers_of_all[self.rank], max(map(len, peers_of_all))
-
-    def _nbytes(self) -> float:
         first = sum(part.numel() for part in self._uncompressed)
         factors = [sum(matrix.r * matrix.sizes(even)[1] for matrix in self.matrices) for even in (True, False)]
 
@@ -229,10 +227,10 @@ class PowerGossip(DifferenceGossip):
         """The peer, from 1; whether an even half step is next; space for the larger factor of each matrix."""
         return 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)
 
-    def _reset_neighbours(self) -> None:
-        self._edges = {}
-
-    def _load_neighbours(self, state: Mapping[str, Any]) -> None:
+    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
+        if state is None:
+            self._edges = {}
+            return
         rows = state["edges"].to(self.z)
         if rows.dim() != 2 or rows.shape[1] != self._row_length:
             raise ValueError("state of another model, or of PowerGossip with another rank")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.arguments import FLAG, require
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
@@ -40,6 +41,7 @@ class Gossip(ABC):
     is_synchronous: bool = True
     needs_groups: bool = False
     island: int | None = None
+    _conversation: RunningConversation[Any] | None = None  # in flight
     _resizable: tuple[str, ...] = ()  # tensors of the state whose shape `_load` checks
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
@@ -69,9 +71,9 @@ class Gossip(ABC):
     def synchronize_messages(self) -> None:
         """Completes all messages in flight and adds them to the model. Collective."""
 
-    @abstractmethod
     def restart(self) -> None:
         """Restarts from equal parameters on all ranks. Call it after `synchronize_messages`."""
+        assert self._conversation is None, "synchronize_messages() must be called first"
 
     def join(self) -> None:
         """Continues from the common model and without errors, after the state of another island has been loaded.
@@ -85,8 +87,7 @@ class Gossip(ABC):
         self.synchronize_messages()
 
     def _check_flushed(self) -> None:
-        """Raises an error if messages are in flight."""
-        return None
+        assert self._conversation is None, "flush() must be called first"
 
     def biased_parameters(self) -> Tensor:
         """[n] fp32, after `flush`: x of push-sum, with all received messages. Its mean over ranks is the model.

@@ -94,7 +94,6 @@ class SGP(Gossip):
         self.staleness = 0  # steps since the last round was added
         self._gradient_weight = 1.0  # weight of the model at the last gradient
         self._received: dict[int, Share] | None = None  # shares by sender, not added yet
-        self._conversation: RunningConversation[dict[int, Share]] | None = None
         self._in_step = False
         self._graph_epoch = 0  # first epoch of the current graph
 
@@ -281,9 +280,6 @@ class SGP(Gossip):
         return {self.rank: (x, float(w))}
 
     # --- state ------------------------------------------------------------------------------------
-
-    def _check_flushed(self) -> None:
-        assert self._conversation is None, "flush() must be called first"
 
     def biased_parameters(self) -> Tensor:
         self._check_flushed()
