@@ -124,8 +124,7 @@ class HorovodTransport(GroupedTransport):
     """A transport over Horovod. It initialises Horovod unless that has been done.
 
     Args:
-        hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
-            of them has several ranks. Must be the same on every rank.
+        hierarchical: As in `dgc.comm.connect.connect`.
         timeout: Seconds after which an operation that some ranks never joined ends the run. None: never. It has no
             effect if Horovod is already initialised.
         process_set: The hvd.ProcessSet of the ranks to connect, this one among them. They are numbered from 0, and

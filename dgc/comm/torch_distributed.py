@@ -84,8 +84,7 @@ class TorchTransport(GroupedTransport):
     """A transport over torch.distributed. It initialises the default process group unless that has been done.
 
     Args:
-        hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
-            of them has several ranks. Must be the same on every rank.
+        hierarchical: As in `dgc.comm.connect.connect`.
         timeout: Seconds after which an operation that some ranks never joined fails. None: 1800.
         backend: Backend of the process groups: "gloo" or "cpu:gloo,cuda:nccl".
 

@@ -320,18 +320,17 @@ def machine_of(ranks: Sequence[Traffic]) -> Traffic:
         ranks: The same exchange, recorded as each rank of the machine.
     """
     decode = [traffic.decode for traffic in ranks]
+    buckets = []
+    for messages in zip(*(traffic.buckets for traffic in ranks), strict=True):
+        by_place = [_places(of) for of in messages]
+        places = sorted({place for of in by_place for place in of})
+        buckets.append(tuple(_together([of[place] for of in by_place if place in of]) for place in places))
     return replace(
         ranks[0],
-        buckets=tuple(_joined(of) for of in zip(*(traffic.buckets for traffic in ranks), strict=True)),
+        buckets=tuple(buckets),
         encode=max(traffic.encode for traffic in ranks),
         decode=None if None in decode else max(seconds or 0.0 for seconds in decode),
     )
-
-
-def _joined(ranks: Sequence[tuple[Message, ...]]) -> tuple[Message, ...]:
-    by_place = [_places(messages) for messages in ranks]
-    places = sorted({place for of in by_place for place in of})
-    return tuple(_together([of[place] for of in by_place if place in of]) for place in places)
 
 
 def _places(messages: Sequence[Message]) -> dict[tuple[int, int], Message]:

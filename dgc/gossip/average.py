@@ -20,7 +20,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.comm.requests import Conversation, as_bytes
-from dgc.gossip.messages import WEIGHT_NBYTES, exchange, message_of, weight_of
+from dgc.gossip.messages import WEIGHT_NBYTES, blank, exchange, weight_of
 from dgc.gossip.topology import Mixing, Topology, uniform
 
 
@@ -57,15 +57,21 @@ def push_sum_round(
         weighted (bool): send w as well. False: a round of push-pull, in which w has no meaning.
     """
     parts = {to: PushSum(state.x * share, state.w * share) for to, share in mixing(topology, rank, round).items()}
-    nbytes = state.x.numel() * state.x.element_size() + (WEIGHT_NBYTES if weighted else 0)
-    messages = {to: _message(part, weighted) for to, part in parts.items() if to != rank}
+    end = state.x.numel() * state.x.element_size()
+    nbytes = end + (WEIGHT_NBYTES if weighted else 0)
+    messages = {}
+    for to, part in parts.items():
+        if to != rank:
+            messages[to], content = blank(nbytes, state.x)
+            content[:end].copy_(as_bytes(part.x.contiguous()))
+            if weighted:
+                content[end:].copy_(as_bytes(part.w))
     sizes = dict.fromkeys(topology.in_peers(rank, round), nbytes)
     contents = yield from exchange(messages, sizes, "a message of an average", state.x)
     parts = {rank: parts[rank]}
     for source, content in contents.items():
-        x = content[: nbytes - WEIGHT_NBYTES] if weighted else content
-        w = weight_of(content) if weighted else state.w
-        parts[source] = PushSum(x.clone().view(state.x.dtype).view(state.x.shape), w)
+        x = content[:end].clone().view(state.x.dtype).view(state.x.shape)
+        parts[source] = PushSum(x, weight_of(content) if weighted else state.w)
     first, *rest = (parts[source] for source in sorted(parts))
     x, w = first.x.clone(), first.w.clone()
     for part in rest:
@@ -108,8 +114,3 @@ def push_pull_average(
     for round in range(first, first + rounds):
         state = yield from push_sum_round(state, rank, round, topology, mixing, weighted=False)
     return state.x
-
-
-def _message(part: PushSum, weighted: bool) -> Tensor:
-    data = as_bytes(part.x.contiguous())
-    return message_of(torch.cat([data, as_bytes(part.w).to(data.device)]) if weighted else data)

@@ -55,6 +55,16 @@ class Gossip(ABC):
         """Called by `start`, when the model and the number of ranks are known."""
         return None
 
+    @property
+    def progress(self) -> int:
+        """Number of steps of all ranks together, as far as this rank has been informed. Only if asynchronous."""
+        raise NotImplementedError
+
+    @property
+    def is_running(self) -> bool:
+        """Whether other ranks may send messages at any time: not if gossip is paused, failed or closed."""
+        return False
+
     def begin_epoch(self, epoch: int) -> None:
         """Called before each epoch, counted from 0. Collective if it changes anything."""
         return None
@@ -162,20 +172,6 @@ def check_state(
             check_count(what, found)
         elif isinstance(value, dict):
             check_mapping(what, found)
-
-
-class Asynchronous(Protocol):
-    """A gossip algorithm in which ranks take different numbers of steps."""
-
-    @property
-    def progress(self) -> int:
-        """Number of steps of all ranks together, as far as this rank has been informed."""
-        ...
-
-    @property
-    def is_running(self) -> bool:
-        """Whether other ranks may send messages to this one: not while it is paused, failed or closed."""
-        ...
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import isnan
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -31,7 +31,7 @@ from dgc.engine.options import (
 )
 from dgc.engine.state import check_is_state
 from dgc.gossip.model import FlatModel, local
-from dgc.gossip.protocol import Asynchronous, Gossip, UsesOptimizer
+from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
 
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
@@ -184,8 +184,7 @@ class GossipOptimizer(Wrapper):
     def more_steps(self, total: int) -> Callable[[], bool] | None:
         if self.gossip.is_synchronous:
             return None
-        gossip = cast(Asynchronous, self.gossip)
-        return lambda: gossip.progress < total
+        return lambda: self.gossip.progress < total
 
     def synchronize_messages(self) -> None:
         """Receive all messages in flight and add them to the model. Collective."""
@@ -226,7 +225,7 @@ class GossipOptimizer(Wrapper):
         Call it before the program ends. When the first rank exits, Horovod ends MPI on all ranks, even if some of
         them are still training.
         """
-        if not self.gossip.is_synchronous and cast(Asynchronous, self.gossip).is_running:
+        if self.gossip.is_running:
             self.synchronize_messages()
         self.gossip.close()
         barrier(self.transport, "gossip.closed")
