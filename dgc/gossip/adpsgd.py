@@ -78,6 +78,7 @@ class ADPSGD(Gossip):
     """
 
     is_synchronous = False
+    compress_ratio = 1.0
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class DifferenceGossip(Gossip):
         if average_every < 1:
             raise ValueError(f"average_every must be at least 1 step, not {average_every}")
         self.graph, self.mixing, self.average_every = graph, mixing, average_every
+        self.compress_ratio = 1.0
         self.steps = self.round = 0
 
     def _prepare(self) -> None:

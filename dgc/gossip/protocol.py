@@ -37,7 +37,7 @@ class Gossip(ABC):
             island can join with these settings.
     """
 
-    compress_ratio: float = 1.0
+    compress_ratio: float
     is_synchronous: bool = True
     needs_groups: bool = False
     island: int | None = None
