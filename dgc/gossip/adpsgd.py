@@ -412,7 +412,11 @@ class AveragingProtocol:
         """Messages that this rank initiates. Call it only when all earlier messages have been sent."""
         with self.lock:
             if self._can_average:
-                return [self._average()]
+                self.awaited_rank = self.peers[self._next_peer]
+                self._next_peer = (self._next_peer + 1) % len(self.peers)
+                self._number += 1
+                self.credit -= 1
+                return [(self.awaited_rank, self._write(self._free_buffers[0], Kind.AVERAGE, self._number))]
             if not self._can_finish:
                 return []
             self.is_done = True
@@ -439,7 +443,11 @@ class AveragingProtocol:
         with self.lock:
             torch.maximum(self.step_counts, message[COUNTS : self._header], out=self.step_counts)
             if kind == Kind.AVERAGE and sender in self._active_peers:
-                return [self._reply(message, sender, number)]
+                buffer = self._free_buffers.pop() if self._free_buffers else self.buffer()
+                reply = self._write(buffer, Kind.REPLY, number)
+                self.x += self._x_of(message).sub_(self._x_of(reply)).mul_(0.5)
+                self.averagings += 1
+                return [(sender, reply)]
             if kind == Kind.COUNTS_REQUEST and sender in self._active_peers:
                 return [self.header_only(Kind.COUNTS_REPLY, sender, number)]
             is_awaited = (sender, number) == (self.awaited_rank, self._number)
@@ -477,7 +485,7 @@ class AveragingProtocol:
 
     def header_only(self, kind: Kind, to: int, number: int = 0) -> Outgoing:
         """A message without x."""
-        return to, self._write_header(torch.empty(self._header, dtype=torch.int64), kind, number)
+        return to, self._write(torch.empty(self._header, dtype=torch.int64), kind, number)
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -494,27 +502,12 @@ class AveragingProtocol:
         is_waiting = self.awaited_rank is not None or self._active_peers or self._not_done
         return self.is_draining and not self.is_done and not is_waiting
 
-    def _average(self) -> Outgoing:
-        self.awaited_rank = self.peers[self._next_peer]
-        self._next_peer = (self._next_peer + 1) % len(self.peers)
-        self._number += 1
-        self.credit -= 1
-        return self.awaited_rank, self._write(self._free_buffers[0], Kind.AVERAGE, self._number)
-
-    def _reply(self, message: Tensor, sender: int, number: int) -> Outgoing:
-        buffer = self._free_buffers.pop() if self._free_buffers else self.buffer()
-        reply = self._write(buffer, Kind.REPLY, number)
-        self.x += self._x_of(message).sub_(self._x_of(reply)).mul_(0.5)
-        self.averagings += 1
-        return sender, reply
-
     def _write(self, message: Tensor, kind: Kind, number: int) -> Tensor:
-        self._x_of(message).copy_(self.x)
-        return self._write_header(message, kind, number)
-
-    def _write_header(self, message: Tensor, kind: Kind, number: int) -> Tensor:
+        """Writes a message, with x if it has room for x."""
         message[KIND:COUNTS] = torch.tensor([kind, self.rank, number], dtype=message.dtype)
         message[COUNTS : self._header] = self.step_counts
+        if message.numel() > self._header:
+            self._x_of(message).copy_(self.x)
         return message
 
     def _x_of(self, message: Tensor) -> Tensor:
