@@ -85,7 +85,7 @@ class RunningConversation(Generic[T]):
         """Continue with these replies, and launch the next round."""
         start = perf_counter()
         if self._meter.trace is not None and replies is not None and self._awaited is self._transport:
-            self._meter.trace_message(self.name, self._launched, start)
+            self._meter.trace.add("in flight", self.name, self._launched, start, network=True)
         try:
             requests = next(self._conversation) if replies is None else self._conversation.send(replies)
         except StopIteration as stop:

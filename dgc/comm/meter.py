@@ -25,18 +25,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Request
 from dgc.comm.transport import Transport
 
 PHASES = ("compress", "launch", "wait", "decode", "step")
 BYTES = ("payload_bytes", "wire_bytes", "cross_wire_bytes", "dense_wire_bytes", "dense_cross_wire_bytes")
 TOTALS = (*BYTES, "rounds")
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def all_reduce_wire_bytes(payload: int, size: int) -> float:
@@ -58,10 +52,10 @@ def bytes_of(request: Request, rank: int, size: int, local_size: int = 1) -> tup
     """
     parts: dict[int, int] | None = None  # bytes for each other rank, if they differ
     if isinstance(request, Exchange):
-        parts = {to: nbytes(tensor) for to, tensor in request.sends.items() if to != rank}
+        parts = {to: tensor.nbytes for to, tensor in request.sends.items() if to != rank}
         payload = sum(parts.values())
     else:
-        payload = nbytes(request.tensor)
+        payload = request.tensor.nbytes
     wire: float
     match request:
         case AllReduce():
@@ -187,11 +181,6 @@ class TrafficMeter:
         self.seconds[phase] += end - start
         if self.trace is not None:
             self.trace.add(phase, row, start, end)
-
-    def trace_message(self, row: str, launched: float, used: float) -> None:
-        """Trace a message from its launch until its reply is used. Times: time.perf_counter(), in seconds."""
-        if self.trace is not None:
-            self.trace.add("in flight", row, launched, used, network=True)
 
     def state_dict(self) -> dict[str, float]:
         """Return the totals, without the seconds."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.comm.meter import bytes_of, nbytes
+from dgc.comm.meter import bytes_of
 from dgc.comm.requests import (
     AllGather,
     AllReduce,
@@ -254,7 +254,7 @@ def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
     peers = 0
     half = isinstance(request, AllReduce | ReduceScatter) and request.tensor.dtype in HALVES
     if isinstance(request, Broadcast):
-        awaited = nbytes(request.tensor)
+        awaited = request.tensor.nbytes
     if isinstance(request, AllToAll):
         awaited = (sum(request.expected) - request.expected[rank]) * request.tensor.element_size()
         peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
