@@ -26,8 +26,7 @@ from benchmarks.selector_methods import SELECTORS
 from dgc.compression import Route, Rule
 from dgc.compression.protocol import Compressor
 from dgc.cost import Compute, Network, Traffic, fit_computing, predict, record_steps, typical
-from dgc.cost.computing import Planned
-from dgc.cost.machine import cache_evictor
+from dgc.cost.computing import Planned, cache_evictor
 from dgc.engine.buckets import plan_buckets
 from dgc.wire import CastValues, PackedIndices
 

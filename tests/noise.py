@@ -1,13 +1,12 @@
 """Simulated ranks with a network that changes a message."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.lockstep import LockstepFlight, LockstepTransport, LockstepWorld
 from dgc.comm.requests import AllGather, AllToAll, Exchange, Request
 
 
@@ -23,13 +22,9 @@ class Noisy(LockstepWorld):
     ):
         super().__init__(size, local_size)
         self.change, self.number, self.messages = change, number, list[int]()
+        self.transports[1] = NoisyTransport(self, 1)
 
-    def launch(self, rank: int, name: str, requests: tuple[Request, ...], lane: str = "") -> Any:
-        if rank == 1:
-            requests = tuple(map(self._through_noise, requests))
-        return super().launch(rank, name, requests, lane)
-
-    def _through_noise(self, request: Request) -> Request:
+    def through_noise(self, request: Request) -> Request:
         match request:
             case AllGather(tensor):
                 return replace(request, tensor=self._one(tensor))
@@ -42,6 +37,15 @@ class Noisy(LockstepWorld):
     def _one(self, message: Tensor) -> Tensor:
         self.messages.append(message.numel() * message.element_size())
         return self.change(message) if len(self.messages) - 1 == self.number else message
+
+
+class NoisyTransport(LockstepTransport):
+    """The end of the rank whose messages change."""
+
+    _world: Noisy
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> LockstepFlight:
+        return super().launch(name, tuple(map(self._world.through_noise, requests)), lane)
 
 
 def flip(byte: int) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,7 @@ from dgc.comm.collectives import with_checksum
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
-from dgc.cost.machine import last_level_cache
+from dgc.cost.computing import last_level_cache
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.build import wrap_optimizer

@@ -33,7 +33,6 @@ from dgc.cost import (
     machine_of,
     overlapped,
     predict,
-    record,
     record_steps,
     typical,
 )
@@ -45,6 +44,11 @@ from dgc.testing import LIKE, Fleet, gradients
 
 NETWORK = Network(latency=1e-3, bandwidth=1e6, inner_latency=1e-4, inner_bandwidth=1e7)
 ALONE = replace(NETWORK, ranks_per_machine=1)
+
+
+def record(plan: Any, size: int, local_size: int = 1, decoded_bytes: int = 2**24) -> Traffic:
+    """One exchange."""
+    return record_steps(plan, size, local_size, decoded_bytes=decoded_bytes)[0]
 
 
 def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Sequence[tuple[Bucket, Compressor]]]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from channels import ChannelWorld
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,6 @@ import dgc.memory
 import dgc.optim
 import dgc.selection
 import dgc.wire
-from dgc.comm.channel import ChannelWorld
 from dgc.comm.collectives import all_reduce
 from dgc.comm.connect import choose_transport
 from dgc.comm.lockstep import LockstepWorld
@@ -65,7 +65,6 @@ def names() -> dict[str, Any]:
     return public | {
         "torch": torch,
         "dgc": dgc,
-        "ChannelWorld": ChannelWorld,
         "FlatModel": FlatModel,
         "DistributedDataParallel": DistributedDataParallel,
         "compress": compress,
@@ -94,7 +93,7 @@ def process_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_group")
 def test_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("distributed", "gossip"):
+    for module in ("distributed", "local"):
         name = f"dgc.optim.{module}.default_transport"
         monkeypatch.setattr(name, lambda **options: one_rank())
     found = examples()

@@ -231,13 +231,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.gossip",
         "dgc.optim",
     ),
-    "dgc.optim.__init__": (
-        "dgc.engine",
-        "dgc.optim",
-        "dgc.optim.sgd",
-        "dgc.optim.distributed",
-        "dgc.optim.local",
-    ),
+    "dgc.optim.__init__": ("dgc.engine", "dgc.optim", "dgc.optim.sgd", "dgc.optim.distributed", "dgc.optim.local"),
     "dgc.local": (
         "dgc.bucket",
         "dgc.arguments",

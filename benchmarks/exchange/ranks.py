@@ -12,7 +12,7 @@ from benchmarks.exchange.methods import GOSSIP, HOROVOD, METHODS, parameters_of
 from benchmarks.launches import settings_of_rank, write_result
 from benchmarks.step_times import Row, measured, merged
 from dgc.comm import Transport, all_gather_object
-from dgc.comm.meter import TrafficMeter, all_reduce_wire_bytes, nbytes
+from dgc.comm.meter import TrafficMeter, all_reduce_wire_bytes
 from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
 
 GRADIENT_SETS = 3
@@ -71,7 +71,7 @@ class OfHorovod:
         launched = []
         for i, p in reversed(list(enumerate(self.parameters))):
             tensor, context = self.compression.compress(p.grad)
-            self._count(nbytes(tensor))
+            self._count(tensor.nbytes)
             handle = self.hvd.allreduce_async_(tensor, name=f"{self.name}.{i}", op=self.hvd.Average)
             launched.append((p, handle, context))
         for p, handle, context in launched:

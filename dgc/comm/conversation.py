@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Generic
 
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import Conversation, Read, Request, T
+from dgc.comm.requests import Conversation, Read, T
 from dgc.comm.staging import HostCopy
 from dgc.comm.transport import Transport
 
@@ -49,8 +49,8 @@ class RunningConversation(Generic[T]):
         self._transport = transport
         self._meter = meter
         self._lanes = lanes
+        self._awaited: Transport | HostCopy = transport  # of a Read: its copy
         self._flight: Any = None
-        self._copy: HostCopy | None = None  # of a Read
         self._launched = 0.0
         self.result: T
         self._resume(None)
@@ -61,8 +61,8 @@ class RunningConversation(Generic[T]):
         Args:
             max_rounds: Largest number of rounds that may have been launched afterwards.
         """
-        while not self.done and self.rounds < max_rounds and self._poll():
-            self._resume(self._wait())
+        while not self.done and self.rounds < max_rounds and self._awaited.poll(self._flight):
+            self._resume(self._awaited.wait(self._flight))
         return self.done
 
     def finish_round(self) -> bool:
@@ -70,7 +70,7 @@ class RunningConversation(Generic[T]):
         rounds = self.rounds
         while not self.done and self.rounds == rounds:
             start = perf_counter()
-            replies = self._wait()
+            replies = self._awaited.wait(self._flight)
             self._meter.add_time("wait", self.name, start, perf_counter())
             self._resume(replies)
         return self.done
@@ -81,36 +81,27 @@ class RunningConversation(Generic[T]):
             pass
         return self.result
 
-    def _poll(self) -> bool:
-        return self._transport.poll(self._flight) if self._copy is None else self._copy.poll()
-
-    def _wait(self) -> Any:
-        return self._transport.wait(self._flight) if self._copy is None else self._copy.wait()
-
     def _resume(self, replies: Any) -> None:
+        """Continue with these replies, and launch the next round."""
         start = perf_counter()
-        if self._meter.trace is not None and replies is not None and self._copy is None:
-            self._meter.trace_message(self.name, self._launched, start)
-        self._copy = None
+        if self._meter.trace is not None and replies is not None and self._awaited is self._transport:
+            self._meter.trace.add("in flight", self.name, self._launched, start, network=True)
         try:
             requests = next(self._conversation) if replies is None else self._conversation.send(replies)
         except StopIteration as stop:
             self.done, self.result, self._flight = True, stop.value, None
             self._meter.add_time("decode", self.name, start, perf_counter())
-        else:
-            self._meter.add_time("compress", self.name, start, perf_counter())
-            if isinstance(requests, Read):
-                self._copy = HostCopy(requests.numbers)
-            else:
-                self._launch(requests)
-
-    def _launch(self, requests: Sequence[Request]) -> None:
+            return
         self._launched = perf_counter()
+        self._meter.add_time("compress", self.name, start, self._launched)
+        if isinstance(requests, Read):
+            self._awaited = HostCopy(requests.numbers)
+            return
         for request in requests:
-            size = self._transport.group_size(request.group)
-            self._meter.count(request, self._transport.group_rank(request.group), size)
+            self._meter.count(request, self._transport)
         self._meter.rounds += 1
         lane = self._lanes[self.rounds if self.rounds < len(self._lanes) else 0]
+        self._awaited = self._transport
         self._flight = self._transport.launch(f"{self.name}.{self.rounds}", requests, lane)
         self.rounds += 1
         self._meter.add_time("launch", self.name, self._launched, perf_counter())

@@ -36,7 +36,7 @@ from dgc.comm.requests import (
     as_bytes,
 )
 from dgc.comm.staging import StagedTransport
-from dgc.comm.transport import Transport
+from dgc.comm.transport import GroupedTransport, Groups, Transport
 from dgc.launch import check_launcher, may_span_machines
 
 
@@ -100,14 +100,12 @@ def connect(
 ) -> Transport:
     """Return a HorovodTransport. If Horovod has no GPU operations, GPU tensors go through pinned host memory.
 
+    Arguments and errors are those of HorovodTransport, and besides:
+
     Args:
-        hierarchical: As in HorovodTransport.
-        timeout: As in HorovodTransport, in seconds.
-        process_set: As in HorovodTransport.
         point_to_point: Send an Exchange directly from rank to rank, over the MPI that Horovod uses.
 
     Raises:
-        LaunchError: As in HorovodTransport.
         ValueError: `point_to_point` is True, and MPI or mpi4py is not usable.
     """
     horovod = HorovodTransport(hierarchical, timeout, process_set)
@@ -122,12 +120,11 @@ def connect(
     return transport
 
 
-class HorovodTransport:
+class HorovodTransport(GroupedTransport):
     """A transport over Horovod. It initialises Horovod unless that has been done.
 
     Args:
-        hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
-            of them has several ranks. Must be the same on every rank.
+        hierarchical: As in `dgc.comm.connect.connect`.
         timeout: Seconds after which an operation that some ranks never joined ends the run. None: never. It has no
             effect if Horovod is already initialised.
         process_set: The hvd.ProcessSet of the ranks to connect, this one among them. They are numbered from 0, and
@@ -182,43 +179,32 @@ class HorovodTransport:
         sizes = {machine: local_size for machine, local_rank, local_size in found if local_rank == 0}
         if only_if_useful and (len(sizes) == 1 or max(sizes.values()) == 1):
             return
-        # a cross rank counts only the machines that have a rank with this local rank
-        places = [
-            ([machine for machine in sorted(sizes) if sizes[machine] > local_rank][cross_rank], local_rank)
-            for cross_rank, local_rank, _ in found
-        ]
-        by_machine = [[r for r, (m, _) in enumerate(places) if m == machine] for machine in sorted(sizes)]
-        by_local_rank = [
-            [r for r, (_, local) in enumerate(places) if local == wanted]
-            for wanted in sorted({local for _, local in places})
-        ]
+        machines: dict[int, list[int]] = {machine: [] for machine in sorted(sizes)}
+        for rank, (cross_rank, local_rank, _) in enumerate(found):
+            # a cross rank counts only the machines that have a rank with this local rank
+            counted = [machine for machine in machines if sizes[machine] > local_rank]
+            machines[counted[cross_rank]].append(rank)
+        groups = Groups(self.rank, list(machines.values()))
         process_sets: dict[tuple[int, ...], Any] = {tuple(range(self.size)): hvd.global_process_set}
-        kinds: tuple[tuple[Group, list[list[int]]], ...] = (("local", by_machine), ("cross", by_local_rank))
-        for kind, groups in kinds:
-            for members in groups:
+        for kind in ("local", "cross"):
+            for members in groups.partition[kind]:
                 if tuple(members) not in process_sets:
                     process_sets[tuple(members)] = hvd.add_process_set(members)
-                if self.rank in members:
-                    self._process_sets[kind] = (process_sets[tuple(members)], members)
+            own_members = groups.members[kind]
+            self._process_sets[kind] = (process_sets[tuple(own_members)], own_members)
         meet_at_exit()
-
-    def group_size(self, group: Group) -> int:
-        return len(self.members(group))
-
-    def group_rank(self, group: Group) -> int:
-        return self.members(group).index(hvd.rank())
 
     def members(self, group: Group) -> list[int]:
         """The ranks of this rank's group of that kind, counted among all of Horovod's."""
         return self._members(group)[1]
 
+    def group_rank(self, group: Group) -> int:
+        return self.members(group).index(hvd.rank())
+
     def _members(self, group: Group) -> tuple[Any, list[int]]:
         if group not in self._process_sets:
             raise ValueError(f"group {group!r} does not exist: use HorovodTransport(hierarchical=True)")
         return self._process_sets[group]
-
-    def open_lane(self, lane: str) -> None:
-        """Lanes have no effect: Horovod matches requests by name."""
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> HorovodFlight:
         handles = tuple(self._start(f"{name}.{i}", request) for i, request in enumerate(requests))

@@ -32,6 +32,7 @@ from dgc.comm.requests import (
     Request,
     T,
 )
+from dgc.comm.transport import GroupedTransport
 
 HINT = "; give every rank the same settings, and call begin_epoch(epoch) with the same epoch on every rank"
 
@@ -49,7 +50,15 @@ class LockstepFlight:
     replies: list[tuple[Reply, ...]] | None = None
 
 
-class LockstepTransport:
+@dataclass(eq=False)
+class Lane:
+    """The names of the collectives that ranks have launched, in order, and how many each rank has launched."""
+
+    names: list[str] = field(default_factory=list)
+    launched: dict[int, int] = field(default_factory=dict)
+
+
+class LockstepTransport(GroupedTransport):
     """One rank's end of a `LockstepWorld`."""
 
     point_to_point = True
@@ -60,23 +69,55 @@ class LockstepTransport:
         self.local_size = world.local_size
         self.local_rank = rank % world.local_size
 
-    def group_size(self, group: Group) -> int:
-        return len(self._world.members(group, self.rank))
-
-    def group_rank(self, group: Group) -> int:
-        return self._world.members(group, self.rank).index(self.rank)
+    def members(self, group: Group) -> list[int]:
+        return self._world.members(group, self.rank)
 
     def open_lane(self, lane: str) -> None:
-        self._world.open_lane(self.rank, lane)
+        with self._world.lock:
+            self._world.lanes.setdefault(lane, Lane()).launched.setdefault(self.rank, 0)
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> LockstepFlight:
-        return self._world.launch(self.rank, name, tuple(requests), lane)
+        world, rank = self._world, self.rank
+        with world.lock:
+            # ranks of a machine may have no request in a round
+            if world.strict and not (requests and all(isinstance(request, Exchange) for request in requests)):
+                if lane == "":
+                    self.open_lane(lane)
+                elif lane not in world.lanes or rank not in world.lanes[lane].launched:
+                    raise LockstepError(f"{name}: rank {rank} has not opened the lane {lane!r}")
+                check_order(lane, world.lanes[lane], rank, name)
+            queue = world.incomplete.setdefault(name, [])
+            flight = next((f for f in queue if rank not in f.requests), None)
+            if flight is None:
+                flight = LockstepFlight(name)
+                queue.append(flight)
+            flight.requests[rank] = tuple(requests)
+            if len(flight.requests) == self.size:
+                queue.remove(flight)
+                flight.replies = world.execute(name, [flight.requests[r] for r in range(self.size)])
+            return flight
 
     def poll(self, flight: LockstepFlight) -> bool:
-        return self._world.poll(self.rank, flight)
+        """Whether the replies are available. If not, the other ranks run first, so that a polling loop ends."""
+        world = self._world
+        with world.lock:
+            if flight.replies is None and world.turn is not None:
+                world.let_others_run(self.rank)
+                if world.failed is not None:
+                    raise LockstepError(f"{flight.name}: rank {world.failed} has failed")
+            return flight.replies is not None
 
     def wait(self, flight: LockstepFlight) -> tuple[Reply, ...]:
-        return self._world.wait(self.rank, flight)
+        world, rank = self._world, self.rank
+        with world.lock:
+            if flight.replies is None and world.turn is not None:
+                world.waiting[rank] = flight
+                world.let_others_run(rank)
+                del world.waiting[rank]
+            if flight.replies is None:
+                missing = sorted(set(range(self.size)) - set(flight.requests))
+                raise LockstepError(f"{flight.name}: rank {rank} waits for ranks {missing}")
+            return flight.replies[rank]
 
 
 class LockstepWorld:
@@ -99,20 +140,20 @@ class LockstepWorld:
 
     def __init__(self, size: int, local_size: int | None = None, seed: int = 0, strict: bool = True):
         self.size, self.local_size = size, local_size or size
-        self._strict = strict
+        self.strict = strict
         if size % self.local_size:
             raise ValueError(f"local_size must divide the number of ranks, {size}, but it is {self.local_size}")
         self.transports = [LockstepTransport(self, rank) for rank in range(size)]
         self.meters = [TrafficMeter() for _ in range(size)]
         self._random = random.Random(seed)
-        self._open: dict[str, list[LockstepFlight]] = {}  # flights that some ranks have not launched, by name
-        self._orders: dict[str, LaunchOrder] = {}
-        self._lock = threading.RLock()
-        self._turns = [threading.Condition(self._lock) for _ in range(size)]
-        self._turn: int | None = None  # the rank that runs now, inside `run`
-        self._failed: int | None = None
+        self.incomplete: dict[str, list[LockstepFlight]] = {}  # flights that some ranks have not launched, by name
+        self.lanes: dict[str, Lane] = {}
+        self.lock = threading.RLock()
+        self._turns = [threading.Condition(self.lock) for _ in range(size)]
+        self.turn: int | None = None  # the rank that runs now, inside `run`
+        self.failed: int | None = None
         self._ended: set[int] = set()
-        self._waiting: dict[int, LockstepFlight] = {}
+        self.waiting: dict[int, LockstepFlight] = {}
 
     def members(self, group: Group, rank: int) -> list[int]:
         if group == "world":
@@ -146,96 +187,52 @@ class LockstepWorld:
         errors: dict[int, BaseException] = {}
 
         def work(rank: int) -> None:
-            with self._lock:
+            with self.lock:
                 self._await_turn(rank)
             try:
                 results[rank] = body(self.transports[rank])
             except BaseException as error:
                 errors[rank] = error
-                self._failed = rank if self._failed is None else self._failed
-            with self._lock:
+                self.failed = rank if self.failed is None else self.failed
+            with self.lock:
                 self._ended.add(rank)
                 self._pass_turn(rank)
 
-        self._turn, self._failed = 0, None
+        self.turn, self.failed = 0, None
         self._ended.clear()
-        self._waiting.clear()
-        self._open.clear()
-        self._orders.clear()
+        self.waiting.clear()
+        self.incomplete.clear()
+        self.lanes.clear()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        self._turn = None
-        if self._failed is not None:
-            raise errors[self._failed]
+        self.turn = None
+        if self.failed is not None:
+            raise errors[self.failed]
         return results
 
     def _await_turn(self, rank: int) -> None:
-        while self._turn != rank:
+        while self.turn != rank:
             self._turns[rank].wait()
 
     def _pass_turn(self, rank: int) -> None:
         """Let the next rank run that can continue, because its replies are available or it must raise an error."""
         after = ((rank + i) % self.size for i in range(1, self.size + 1))
         running = [r for r in after if r not in self._ended]
-        free = (r for r in running if r not in self._waiting or self._waiting[r].replies is not None)
+        free = (r for r in running if r not in self.waiting or self.waiting[r].replies is not None)
         first = running[0] if running else rank
-        self._turn = first if self._failed is not None else next(free, first)
-        self._turns[self._turn].notify()
+        self.turn = first if self.failed is not None else next(free, first)
+        self._turns[self.turn].notify()
 
-    def _let_others_run(self, rank: int) -> None:
+    def let_others_run(self, rank: int) -> None:
         random_state = torch.get_rng_state()
         self._pass_turn(rank)
         self._await_turn(rank)
         torch.set_rng_state(random_state)
 
-    def open_lane(self, rank: int, lane: str) -> None:
-        with self._lock:
-            self._orders.setdefault(lane, LaunchOrder(lane)).open(rank)
-
-    def launch(self, rank: int, name: str, requests: tuple[Request, ...], lane: str = "") -> LockstepFlight:
-        with self._lock:
-            # ranks of a machine may have no request in a round
-            if self._strict and not (requests and all(isinstance(request, Exchange) for request in requests)):
-                if lane == "":
-                    self.open_lane(rank, lane)
-                elif lane not in self._orders or not self._orders[lane].is_open(rank):
-                    raise LockstepError(f"{name}: rank {rank} has not opened the lane {lane!r}")
-                self._orders[lane].launch(rank, name)
-            queue = self._open.setdefault(name, [])
-            flight = next((f for f in queue if rank not in f.requests), None)
-            if flight is None:
-                flight = LockstepFlight(name)
-                queue.append(flight)
-            flight.requests[rank] = requests
-            if len(flight.requests) == self.size:
-                queue.remove(flight)
-                flight.replies = self._execute(name, [flight.requests[r] for r in range(self.size)])
-            return flight
-
-    def poll(self, rank: int, flight: LockstepFlight) -> bool:
-        """Whether the replies are available. If not, the other ranks run first, so that a polling loop ends."""
-        with self._lock:
-            if flight.replies is None and self._turn is not None:
-                self._let_others_run(rank)
-                if self._failed is not None:
-                    raise LockstepError(f"{flight.name}: rank {self._failed} has failed")
-            return flight.replies is not None
-
-    def wait(self, rank: int, flight: LockstepFlight) -> tuple[Reply, ...]:
-        with self._lock:
-            if flight.replies is None and self._turn is not None:
-                self._waiting[rank] = flight
-                self._let_others_run(rank)
-                del self._waiting[rank]
-            if flight.replies is None:
-                missing = sorted(set(range(self.size)) - set(flight.requests))
-                raise LockstepError(f"{flight.name}: rank {rank} waits for ranks {missing}")
-            return flight.replies[rank]
-
-    def _execute(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
+    def execute(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
         replies: list[dict[int, Reply]] = [{} for _ in range(self.size)]
         for group in get_args(Group):
             for members in dict.fromkeys(tuple(self.members(group, rank)) for rank in range(self.size)):
@@ -250,48 +247,23 @@ class LockstepWorld:
         return [tuple(r[i] for i in sorted(r)) for r in replies]
 
 
-class LaunchOrder:
-    """Checks that all ranks launch the collectives of one lane in the same order.
-
-    Args:
-        lane: Name of the lane, for error messages.
-    """
-
-    def __init__(self, lane: str):
-        self._lane = lane
-        self._names: list[str] = []  # in the order of the first rank that launched each
-        self._launched: dict[int, int] = {}  # number of launches by rank
-
-    def open(self, rank: int) -> None:
-        self._launched.setdefault(rank, 0)
-
-    def is_open(self, rank: int) -> bool:
-        return rank in self._launched
-
-    def launch(self, rank: int, name: str) -> None:
-        """Record a launch.
-
-        Raises:
-            LockstepError: Another rank has launched another collective in this place.
-        """
-        place = self._launched[rank]
-        self._launched[rank] += 1
-        if place == len(self._names):
-            self._names.append(name)
-        elif self._names[place] != name:
-            raise LockstepError(
-                f"rank {rank} launches {name} as number {place} of lane {self._lane!r}, where another rank has "
-                f"launched {self._names[place]}: a transport that matches by order would mix up their tensors"
-            )
+def check_order(lane: str, order: Lane, rank: int, name: str) -> None:
+    """Raise LockstepError if another rank has launched another collective in this place of a lane."""
+    place = order.launched[rank]
+    order.launched[rank] += 1
+    if place == len(order.names):
+        order.names.append(name)
+    elif order.names[place] != name:
+        raise LockstepError(
+            f"rank {rank} launches {name} as number {place} of lane {lane!r}, where another rank has launched "
+            f"{order.names[place]}: a transport that matches by order would mix up their tensors"
+        )
 
 
 def check_places(name: str, group: str, places: Mapping[int, Sequence[int]]) -> None:
-    """Check that the ranks of a group have sent their requests to it at the same places among all requests.
+    """Raise LockstepError if the requests of two ranks to a group are not at the same places among all requests.
 
     Transports name a request by its place.
-
-    Raises:
-        LockstepError: A place differs. The message names both ranks.
     """
     (first, expected), *others = places.items()
     for rank, own in others:
@@ -308,13 +280,7 @@ def check_places(name: str, group: str, places: Mapping[int, Sequence[int]]) -> 
 
 
 def check_agreement(name: str, requests: Mapping[int, Request]) -> None:
-    """Check that the requests of a group's ranks match.
-
-    Kind, dtype, operation and root must be equal, and the shape if the kind requires it.
-
-    Raises:
-        LockstepError: A request differs. The message names both ranks.
-    """
+    """Raise LockstepError if the requests of two ranks differ in kind, dtype, operation, root or shape."""
     (first, expected), *others = ((rank, _signature(request)) for rank, request in requests.items())
     for rank, signature in others:
         if signature != expected:

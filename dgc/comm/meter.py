@@ -25,26 +25,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Request
+from dgc.comm.transport import Transport
 
 PHASES = ("compress", "launch", "wait", "decode", "step")
 BYTES = ("payload_bytes", "wire_bytes", "cross_wire_bytes", "dense_wire_bytes", "dense_cross_wire_bytes")
 TOTALS = (*BYTES, "rounds")
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def payload_bytes(request: Request, rank: int) -> int:
-    """Bytes that this rank contributes to the request. `rank` counts within the group."""
-    if isinstance(request, Exchange):
-        return sum(nbytes(t) for to, t in request.sends.items() if to != rank)
-    if isinstance(request, Broadcast):
-        return nbytes(request.tensor) if request.root == rank else 0
-    return nbytes(request.tensor)
 
 
 def all_reduce_wire_bytes(payload: int, size: int) -> float:
@@ -55,34 +41,43 @@ def all_gather_wire_bytes(payload: int, size: int) -> float:
     return payload * (size - 1)
 
 
-def wire_bytes(request: Request, rank: int, size: int) -> float:
-    """Bytes that this rank sends for the request in a group of `size` ranks. `rank` counts within the group."""
+def bytes_of(request: Request, rank: int, size: int, local_size: int = 1) -> tuple[int, float, float]:
+    """Return the payload bytes, wire bytes and cross wire bytes of this rank for the request.
+
+    Args:
+        request: The request.
+        rank: This rank, within the group.
+        size: Number of ranks of the group.
+        local_size: Ranks of each machine.
+    """
+    parts: dict[int, int] | None = None  # bytes for each other rank, if they differ
+    if isinstance(request, Exchange):
+        parts = {to: tensor.nbytes for to, tensor in request.sends.items() if to != rank}
+        payload = sum(parts.values())
+    else:
+        payload = request.tensor.nbytes
+    wire: float
     match request:
-        case AllReduce(tensor):
-            return all_reduce_wire_bytes(nbytes(tensor), size)
-        case AllGather(tensor):
-            return all_gather_wire_bytes(nbytes(tensor), size)
-        case ReduceScatter(tensor) | Broadcast(tensor):
-            return nbytes(tensor) * (size - 1) / size
+        case AllReduce():
+            wire = all_reduce_wire_bytes(payload, size)
+        case AllGather():
+            wire = all_gather_wire_bytes(payload, size)
+        case ReduceScatter():
+            wire = payload * (size - 1) / size
+        case Broadcast():
+            wire = payload * (size - 1) / size
+            payload = payload if request.root == rank else 0
         case AllToAll(tensor, splits):
-            return (sum(splits) - splits[rank]) * tensor.element_size()
-        case Exchange():
-            return payload_bytes(request, rank)
-
-
-def cross_wire_bytes(request: Request, rank: int, size: int, local_size: int) -> float:
-    """The part of `wire_bytes` that goes to other machines, of `local_size` ranks each."""
+            parts = {to: n * tensor.element_size() for to, n in enumerate(splits) if to != rank}
+    if parts is not None:
+        wire = sum(parts.values())
     if request.group == "cross":
-        return wire_bytes(request, rank, size)
+        return payload, wire, wire
     if request.group == "local" or size <= local_size:
-        return 0
-    machine = rank // local_size
-    match request:
-        case AllToAll(tensor, splits):
-            return sum(n for to, n in enumerate(splits) if to // local_size != machine) * tensor.element_size()
-        case Exchange(sends):
-            return sum(nbytes(tensor) for to, tensor in sends.items() if to // local_size != machine)
-    return wire_bytes(request, rank, size) / local_size
+        return payload, wire, 0
+    if parts is None:
+        return payload, wire, wire / local_size
+    return payload, wire, sum(n for to, n in parts.items() if to // local_size != rank // local_size)
 
 
 class Trace:
@@ -159,16 +154,16 @@ class TrafficMeter:
     trace: Trace | None = None
     _costs: dict[Any, tuple[int, float, float]] = field(default_factory=dict, repr=False, compare=False)
 
-    def count(self, request: Request, rank: int, size: int) -> None:
-        """Count the bytes that this rank sends for a request among `size` ranks."""
+    def count(self, request: Request, transport: Transport) -> None:
+        """Count the bytes that this rank sends for a request."""
         alike: Any = None  # messages of one size cost the same in every step
         if type(request) in (AllReduce, AllGather):
             tensor = request.tensor  # type: ignore[union-attr]
-            alike = type(request), request.group, tensor.numel(), tensor.dtype, rank, size
+            alike = transport, type(request), request.group, tensor.numel(), tensor.dtype
         costs = self._costs.get(alike)
         if costs is None:
-            cross = cross_wire_bytes(request, rank, size, self.local_size)
-            costs = payload_bytes(request, rank), wire_bytes(request, rank, size), cross
+            rank, size = transport.group_rank(request.group), transport.group_size(request.group)
+            costs = bytes_of(request, rank, size, self.local_size)
             if alike is not None:
                 self._costs[alike] = costs
         self.payload_bytes += costs[0]
@@ -186,11 +181,6 @@ class TrafficMeter:
         self.seconds[phase] += end - start
         if self.trace is not None:
             self.trace.add(phase, row, start, end)
-
-    def trace_message(self, row: str, launched: float, used: float) -> None:
-        """Trace a message from its launch until its reply is used. Times: time.perf_counter(), in seconds."""
-        if self.trace is not None:
-            self.trace.add("in flight", row, launched, used, network=True)
 
     def state_dict(self) -> dict[str, float]:
         """Return the totals, without the seconds."""

@@ -6,36 +6,26 @@ communicator of its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
 from dgc.comm.channel import Channel, MessageTags
-from dgc.comm.requests import Exchange, Group, Reply, Request, as_bytes
-from dgc.comm.transport import Transport
+from dgc.comm.requests import Exchange, Reply, Request, as_bytes
+from dgc.comm.transport import Transport, WrappingTransport
 
 MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
 
-@runtime_checkable
-class GroupedTransport(Transport, Protocol):
-    """A transport that lists the members of its groups."""
-
-    def members(self, group: Group) -> list[int]:
-        """World ranks of this rank's group of that kind."""
-        ...
-
-
 @dataclass(eq=False)
 class PointToPointFlight:
-    """Either the inner transport's flight, or pending receives and the replies that they fill."""
+    """Pending receives, and the replies that they fill. Other requests have a flight of the inner transport."""
 
-    inner: Any
     replies: tuple[Reply, ...]
     receives: list[Any]
 
 
-class PointToPointTransport:
+class PointToPointTransport(WrappingTransport):
     """A transport that sends Exchange requests over MPI and all others over `inner`. Construction is collective.
 
     Messages are matched by name (the tag) and, under one name, in the order of sending, as MPI guarantees. A
@@ -49,13 +39,12 @@ class PointToPointTransport:
         ValueError: `inner` does not run on MPI, or MPI has no threads, or the rank numbers differ.
     """
 
-    point_to_point = True
+    inner: Any  # its `members` lists the ranks of a group
 
-    def __init__(self, inner: GroupedTransport):
+    def __init__(self, inner: Transport):
         MPI = running_mpi()
-        self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
-        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        super().__init__(inner)
+        self.point_to_point = True
         self._MPI, self._communicator = MPI, MPI.COMM_WORLD.Dup()
         if (self._communicator.rank, self._communicator.size) != (self.rank, self.size):
             raise ValueError(
@@ -65,22 +54,13 @@ class PointToPointTransport:
         self._tags = MessageTags(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
         self._pending_sends: list[tuple[Any, Tensor]] = []  # MPI may still read their tensors
 
-    def group_size(self, group: Group) -> int:
-        return self.inner.group_size(group)
-
-    def group_rank(self, group: Group) -> int:
-        return self.inner.group_rank(group)
-
     def channel(self) -> Channel:
         return MPIChannel()
 
-    def open_lane(self, lane: str) -> None:
-        self.inner.open_lane(lane)
-
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> PointToPointFlight:
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
         if not any(isinstance(request, Exchange) for request in requests):
-            return PointToPointFlight(self.inner.launch(name, requests, lane), (), [])
-        flight = PointToPointFlight(None, tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
+            return self.inner.launch(name, requests, lane)
+        flight = PointToPointFlight(tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
         self._pending_sends = [(sending, tensor) for sending, tensor in self._pending_sends if not sending.Test()]
         for i, request in enumerate(requests):
             if not isinstance(request, Exchange):
@@ -94,14 +74,14 @@ class PointToPointTransport:
                 self._pending_sends.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
         return flight
 
-    def poll(self, flight: PointToPointFlight) -> bool:
-        if flight.inner is not None:
-            return self.inner.poll(flight.inner)
+    def poll(self, flight: Any) -> bool:
+        if not isinstance(flight, PointToPointFlight):
+            return bool(self.inner.poll(flight))
         return bool(self._MPI.Request.Testall(flight.receives))
 
-    def wait(self, flight: PointToPointFlight) -> tuple[Reply, ...]:
-        if flight.inner is not None:
-            return self.inner.wait(flight.inner)
+    def wait(self, flight: Any) -> tuple[Reply, ...]:
+        if not isinstance(flight, PointToPointFlight):
+            return tuple(self.inner.wait(flight))
         self._MPI.Request.Waitall(flight.receives)
         return flight.replies
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 Group = Literal["world", "local", "cross"]
 Op = Literal["mean", "sum", "min", "max"]
+HOST = "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,14 +123,10 @@ Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 
 def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
     """Return the values of zero-dimensional tensors. Those on a device are read together, by one `Read`."""
-    if not scalars or _is_on_host(scalars[0]):
+    if not scalars or scalars[0].device.type == HOST:
         return list(map(int, scalars))
     known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
     return known
-
-
-def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.is_cpu
 
 
 def next_requests(

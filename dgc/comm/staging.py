@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dgc.comm.channel import Channel, open_channel
-from dgc.comm.requests import Exchange, Group, Reply, Request
-from dgc.comm.transport import Transport
+from dgc.comm.requests import Exchange, Reply, Request
+from dgc.comm.transport import Transport, WrappingTransport
 
 
 @runtime_checkable
@@ -31,6 +31,8 @@ class Event(Protocol):
 class HostCopy:
     """A copy of numbers to the host, made after the work that is already queued on their device.
 
+    It is polled and awaited like a transport. It has no flights.
+
     Args:
         numbers: One-dimensional tensor.
     """
@@ -43,11 +45,11 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def poll(self) -> bool:
+    def poll(self, flight: Any = None) -> bool:
         """Whether `wait` would return without blocking."""
         return self._event is None or self._event.query()
 
-    def wait(self) -> list[int]:
+    def wait(self, flight: Any = None) -> list[int]:
         """Block until the copy is complete and return the numbers."""
         if self._event is not None:
             self._event.synchronize()
@@ -81,39 +83,22 @@ class StagedFlight:
     inner: Any = None
 
 
-class StagedTransport:
-    """A transport that sends GPU tensors through host memory over another transport. CPU tensors are not copied.
+class StagedTransport(WrappingTransport):
+    """A transport that sends GPU tensors through host memory over another one. CPU tensors are not copied."""
 
-    Args:
-        inner: Transport for tensors in host memory.
-        needs_copy: Whether a tensor must be copied to the host. Tests without a GPU replace it.
-        make_event: Returns a new event. Tests without a GPU replace it.
-    """
+    _make_event: Callable[[], Event] = torch.cuda.Event
 
-    def __init__(
-        self,
-        inner: Transport,
-        needs_copy: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda,
-        make_event: Callable[[], Event] = torch.cuda.Event,
-    ):
-        self._inner, self._needs_copy, self._make_event = inner, needs_copy, make_event
+    def __init__(self, inner: Transport):
+        super().__init__(inner)
         self._pending: list[StagedFlight] = []  # not launched on the inner transport yet
-        self.rank, self.size = inner.rank, inner.size
-        self.local_rank, self.local_size = inner.local_rank, inner.local_size
-        self.point_to_point = inner.point_to_point
 
-    def group_size(self, group: Group) -> int:
-        return self._inner.group_size(group)
-
-    def group_rank(self, group: Group) -> int:
-        return self._inner.group_rank(group)
+    @staticmethod
+    def _needs_copy(tensor: Tensor) -> bool:
+        return tensor.is_cuda
 
     def channel(self) -> Channel:
         """Open a channel of the inner transport, for tensors in host memory."""
-        return open_channel(self._inner)
-
-    def open_lane(self, lane: str) -> None:
-        self._inner.open_lane(lane)
+        return open_channel(self.inner)
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> StagedFlight:
         tensors = [tensor for request in requests for tensor in _tensors(request)]
@@ -131,7 +116,7 @@ class StagedTransport:
 
     def poll(self, flight: StagedFlight) -> bool:
         self._launch_ready()
-        return flight.inner is not None and self._inner.poll(flight.inner)
+        return flight.inner is not None and self.inner.poll(flight.inner)
 
     def wait(self, flight: StagedFlight) -> tuple[Reply, ...]:
         # launch everything pending: two ranks could each wait for a message that is pending on the other
@@ -139,7 +124,7 @@ class StagedTransport:
             if other.ready is not None:
                 other.ready.synchronize()
         self._launch_ready()
-        replies = self._inner.wait(flight.inner)
+        replies = self.inner.wait(flight.inner)
         return replies if flight.ready is None else tuple(_to_device(reply, flight.device) for reply in replies)
 
     def _launch_ready(self) -> None:
@@ -150,7 +135,7 @@ class StagedTransport:
             if is_behind or not (flight.ready is None or flight.ready.query()):
                 waiting.append(flight)
             else:
-                flight.inner = self._inner.launch(flight.name, flight.requests, flight.lane)
+                flight.inner = self.inner.launch(flight.name, flight.requests, flight.lane)
         self._pending = waiting
 
 

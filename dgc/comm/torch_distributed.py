@@ -42,7 +42,7 @@ from dgc.comm.requests import (
     as_bytes,
 )
 from dgc.comm.staging import StagedTransport
-from dgc.comm.transport import Transport
+from dgc.comm.transport import GroupedTransport, Groups, Transport
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # The names before torch 2.13 are deprecated there.
@@ -61,8 +61,7 @@ def connect(
     """Return a TorchTransport. GPU tensors go through pinned host memory if there is no NCCL, or for gossip.
 
     Args:
-        hierarchical: As in TorchTransport.
-        timeout: As in TorchTransport, in seconds.
+        hierarchical, timeout: As in TorchTransport.
         point_to_point: The transport must carry messages between two ranks. NCCL's messages can deadlock beside
             its collectives, so all messages use Gloo.
     """
@@ -81,12 +80,11 @@ class TorchFlight:
     outputs: tuple[Reply, ...]
 
 
-class TorchTransport:
+class TorchTransport(GroupedTransport):
     """A transport over torch.distributed. It initialises the default process group unless that has been done.
 
     Args:
-        hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
-            of them has several ranks. Must be the same on every rank.
+        hierarchical: As in `dgc.comm.connect.connect`.
         timeout: Seconds after which an operation that some ranks never joined fails. None: 1800.
         backend: Backend of the process groups: "gloo" or "cpu:gloo,cuda:nccl".
 
@@ -104,35 +102,36 @@ class TorchTransport:
                 dist.init_process_group(backend, timeout=duration, rank=0, world_size=1, store=dist.HashStore())
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.point_to_point = "nccl" not in backend  # an Exchange uses Gloo
-        self._place = Place()
-        machine = self._place.members("local")
+        self._place = find_groups()
+        machine = self._place.members["local"]
         self.local_rank, self.local_size = machine.index(self.rank), len(machine)
         if hierarchical == "auto":
-            hierarchical = len(self._place.machines) > 1 and len(self._place.across) > 1
+            hierarchical = len(self._place.partition["local"]) > 1 and len(self._place.partition["cross"]) > 1
         kinds: tuple[Group, ...] = ("world", "local", "cross") if hierarchical else ("world",)
-        self._lanes = Lanes(self._place, kinds, backend, duration)
+        self._kinds, self._backend, self._timeout = kinds, backend, duration
+        self._lanes: dict[tuple[str, Group], Any] = {}  # process groups
+        self.open_lane("")
         self._threads = WaitingThreads()
-        self._neighbors = Neighbors(self._threads)
+        self._neighbors = GlooChannel(self._threads)
         self._tags = MessageTags(MAX_TAG)
         self._unfinished: set[TorchFlight] = set()
         _open.append(self)
 
-    def group_size(self, group: Group) -> int:
-        return len(self.members(group))
-
-    def group_rank(self, group: Group) -> int:
-        return self.members(group).index(self.rank)
-
     def members(self, group: Group) -> list[int]:
-        """World ranks of this rank's group of that kind."""
-        return self._place.members(group)
+        return self._place.members[group]
 
     def channel(self) -> Channel:
         """Open a channel over Gloo. Collective."""
         return GlooChannel(self._threads)
 
     def open_lane(self, lane: str) -> None:
-        self._lanes.open(lane)
+        """Create the process groups of a lane, at the same point of the program on every rank. Collective."""
+        own: dict[tuple[int, ...], Any] = {}  # two kinds with the same ranks share a group
+        for kind in self._kinds:
+            for ranks in self._place.partition[kind]:
+                if tuple(ranks) not in own:
+                    own[tuple(ranks)] = dist.new_group(ranks, self._timeout, self._backend)
+            self._lanes[lane, kind] = own[tuple(self._place.members[kind])]
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> TorchFlight:
         started = [self._start(f"{name}.{i}", request, lane) for i, request in enumerate(requests)]
@@ -142,10 +141,12 @@ class TorchTransport:
         return flight
 
     def poll(self, flight: TorchFlight) -> bool:
-        return all(
-            _uses_stream(request) or all(map(_is_complete, works))
-            for request, works in zip(flight.requests, flight.works, strict=True)
-        )
+        for request, works in zip(flight.requests, flight.works, strict=True):
+            if not isinstance(request, Exchange) and request.tensor.is_cuda:
+                continue  # `wait` makes only the current stream wait, not the host
+            if not all(work.done() if isinstance(work, Future) else work.is_completed() for work in works):
+                return False
+        return True
 
     def wait(self, flight: TorchFlight) -> tuple[Reply, ...]:
         replies = []
@@ -169,7 +170,8 @@ class TorchTransport:
         groups = self._threads.close()
         if self._unfinished:
             return
-        groups += self._lanes.close()
+        groups += self._lanes.values()
+        self._lanes.clear()
         if self._owns_default_group and dist.is_initialized():
             groups.append(dist.group.WORLD)
         destroy(groups)
@@ -178,7 +180,9 @@ class TorchTransport:
         """Start a request. Return its operations and its output."""
         if isinstance(request, Exchange):
             return self._start_exchange(name, request)
-        group, members = self._lanes.group(lane, request.group), self.members(request.group)
+        if request.group not in self._kinds:
+            raise ValueError(f"group {request.group!r} does not exist: use TorchTransport(hierarchical=True)")
+        group, members = self._lanes[lane, request.group], self.members(request.group)
         tensor, output = request.tensor, cast(Reply, request.tensor)
         match request:
             case AllReduce(_, op):
@@ -200,12 +204,16 @@ class TorchTransport:
         return [work], output
 
     def _start_exchange(self, name: str, request: Exchange) -> tuple[list[Any], Reply]:
-        members = self.members(request.group)
+        """Messages are matched by name (the tag) and, under one name, in the order of sending."""
+        members, tag = self.members(request.group), self._tags.of(name)
         sends = {members[to]: as_bytes(tensor) for to, tensor in request.sends.items()}
         receives = {members[source]: as_bytes(tensor) for source, tensor in request.receives.items()}
         if self.rank in receives:  # Gloo has no connection of a rank to itself
             receives.pop(self.rank).copy_(sends.pop(self.rank))
-        return self._neighbors.start(self._tags.of(name), sends, receives), request.receives
+        works = [self._neighbors.irecv(buffer, tag, source) for source, buffer in receives.items()]
+        for to, message in sends.items():
+            self._neighbors.isend(to, message, tag)
+        return works, request.receives
 
 
 _open: list[TorchTransport] = []  # the process groups of a transport exist until they are destroyed
@@ -217,84 +225,15 @@ def _close_all() -> None:
         _open.pop().close()
 
 
-def _uses_stream(request: Request) -> bool:
-    """Whether `wait` makes only the current stream wait, not the host."""
-    return not isinstance(request, Exchange) and request.tensor.is_cuda
-
-
-def _is_complete(work: Any) -> bool:
-    if isinstance(work, Future):
-        return work.done()
-    return bool(work.is_completed())
-
-
-class Place:
-    """The machine and the local rank of each rank. Construction is collective.
+def find_groups() -> Groups:
+    """Return the groups of all ranks. Collective.
 
     A machine is a host, or one agent of torchrun on a host. The local rank counts within the machine.
     """
-
-    def __init__(self) -> None:
-        machines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(machines, (socket.gethostname(), os.environ.get("GROUP_RANK", "")))
-        names = list(dict.fromkeys(machines))
-        self._rank = dist.get_rank()
-        self.machines = [[r for r, machine in enumerate(machines) if machine == name] for name in names]
-        local_ranks = range(max(map(len, self.machines)))
-        self.across = [[ranks[i] for ranks in self.machines if i < len(ranks)] for i in local_ranks]
-
-    def members(self, group: Group) -> list[int]:
-        """Ranks of this rank's group of that kind."""
-        return next(ranks for ranks in self.partition(group) if self._rank in ranks)
-
-    def partition(self, group: Group) -> list[list[int]]:
-        """Ranks of all groups of that kind."""
-        if group == "world":
-            return [list(range(dist.get_world_size()))]
-        return self.machines if group == "local" else self.across
-
-
-class Lanes:
-    """The process groups of a transport: one per lane and group of ranks.
-
-    All groups are created at the same point of the program on every rank, as torch.distributed requires.
-
-    Args:
-        place: The groups of ranks.
-        kinds: The kinds of groups that requests may name.
-        backend: Backend of torch.distributed, such as "gloo" or "cpu:gloo,cuda:nccl".
-        timeout: Time after which an operation that some ranks never joined fails.
-    """
-
-    def __init__(self, place: Place, kinds: tuple[Group, ...], backend: str, timeout: timedelta):
-        self._place, self._kinds, self._backend, self._timeout = place, kinds, backend, timeout
-        self._groups: dict[tuple[str, Group], Any] = {}
-        self.open("")
-
-    def open(self, lane: str) -> None:
-        """Create the groups of a lane. Collective."""
-        own: dict[tuple[int, ...], Any] = {}  # two kinds with the same ranks share a group
-        for kind in self._kinds:
-            for ranks in self._place.partition(kind):
-                if tuple(ranks) not in own:
-                    own[tuple(ranks)] = dist.new_group(ranks, self._timeout, self._backend)
-            self._groups[lane, kind] = own[tuple(self._place.members(kind))]
-
-    def close(self) -> list[Any]:
-        """Return the groups, for `destroy`, and give them up."""
-        groups = list(self._groups.values())
-        self._groups.clear()
-        return groups
-
-    def group(self, lane: str, kind: Group) -> Any:
-        """The process group.
-
-        Raises:
-            ValueError: The transport was created without groups of that kind.
-        """
-        if kind not in self._kinds:
-            raise ValueError(f"group {kind!r} does not exist: use TorchTransport(hierarchical=True)")
-        return self._groups[lane, kind]
+    machines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(machines, (socket.gethostname(), os.environ.get("GROUP_RANK", "")))
+    names = dict.fromkeys(machines)
+    return Groups(dist.get_rank(), [[r for r, other in enumerate(machines) if other == name] for name in names])
 
 
 def destroy(groups: list[Any]) -> None:
@@ -323,25 +262,30 @@ class WaitingThreads:
     """
 
     def __init__(self) -> None:
-        self.groups: list[MessageGroup] = []
+        self.channels: list[GlooChannel] = []
         self._queue: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
         self._idle = Semaphore(0)
         self._threads: list[Thread] = []
-        self._sends: set[Future[None]] = set()
-        self._from_any: set[Future[None]] = set()
+        self.sends: set[Future[None]] = set()
+        self.from_any: set[Future[None]] = set()
 
-    def wait_for_receive(self, work: Any, from_any: bool = False) -> Future[None]:
+    def wait_for(self, work: Any, kind: set[Future[None]] | None = None) -> Future[None]:
         """Wait for a message in another thread. The future has its exception if it failed.
 
         Args:
-            work: The receive.
-            from_any: The message may come from any rank.
+            work: The send or receive.
+            kind: `sends`, or `from_any` for a receive from any rank.
         """
-        return self._wait_for(work, self._from_any if from_any else set())
-
-    def wait_for_send(self, work: Any) -> Future[None]:
-        """Wait in another thread until a message is sent. The future has its exception if that failed."""
-        return self._wait_for(work, self._sends)
+        future: Future[None] = Future()
+        if kind is not None:
+            kind.add(future)
+            future.add_done_callback(kind.discard)
+        self._queue.put((work, future))
+        if not self._idle.acquire(blocking=False):
+            # a daemon: otherwise Python would wait for it before `close` is called
+            self._threads.append(Thread(target=self._run, name="dgc-messages", daemon=True))
+            self._threads[-1].start()
+        return future
 
     def close(self) -> list[Any]:
         """Wait until all messages are sent, end the threads, and return the process groups, for `destroy`.
@@ -349,26 +293,15 @@ class WaitingThreads:
         It waits for sends at most `SEND_TIME`: another rank may have stopped. Receives that are left fail. Only a
         receive from any rank does not: its thread stays inside Gloo, where no message can arrive any more.
         """
-        wait(list(self._sends), SEND_TIME)
-        groups = [group.close() for group in self.groups]
-        self.groups.clear()
+        wait(list(self.sends), SEND_TIME)
+        groups = [channel.close() for channel in self.channels]
+        self.channels.clear()
         for _ in self._threads:
             self._queue.put(None)
         end = time.monotonic() + END_TIME
-        while sum(thread.is_alive() for thread in self._threads) > len(self._from_any) and time.monotonic() < end:
+        while sum(thread.is_alive() for thread in self._threads) > len(self.from_any) and time.monotonic() < end:
             time.sleep(0.001)
         return groups
-
-    def _wait_for(self, work: Any, kind: set[Future[None]]) -> Future[None]:
-        future: Future[None] = Future()
-        kind.add(future)
-        future.add_done_callback(kind.discard)
-        self._queue.put((work, future))
-        if not self._idle.acquire(blocking=False):
-            # a daemon: otherwise Python would wait for it before `close` is called
-            self._threads.append(Thread(target=self._run, name="dgc-messages", daemon=True))
-            self._threads[-1].start()
-        return future
 
     def _run(self) -> None:
         while (waiting := self._queue.get()) is not None:
@@ -383,14 +316,14 @@ class WaitingThreads:
             self._idle.release()
 
 
-class MessageGroup:
-    """A process group for messages alone. Construction is collective."""
+class GlooChannel:
+    """A `Channel` over a process group of its own. Construction is collective."""
 
     def __init__(self, threads: WaitingThreads) -> None:
         self._group: Any = dist.new_group(timeout=FOREVER, backend="gloo")
         self._threads = threads
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        threads.groups.append(self)
+        threads.channels.append(self)
 
     def close(self) -> Any:
         """Close the connections, and return the process group."""
@@ -402,34 +335,15 @@ class MessageGroup:
                 receive.wait(timedelta(milliseconds=1))
         return group
 
-
-class GlooChannel(MessageGroup):
-    """A `Channel` over a process group of its own."""
-
     def isend(self, to: int, message: Tensor, tag: int) -> Future[None]:
-        return self._threads.wait_for_send(dist.isend(message, to, self._group, tag))
+        return self._threads.wait_for(dist.isend(message, to, self._group, tag), self._threads.sends)
 
-    def irecv(self, buffer: Tensor, tag: int) -> Future[None]:
-        return self._threads.wait_for_receive(dist.irecv(buffer, None, self._group, tag), from_any=True)
+    def irecv(self, buffer: Tensor, tag: int, source: int | None = None) -> Future[None]:
+        """source: the only rank whose message is received. None: any rank."""
+        kind = self._threads.from_any if source is None else None
+        return self._threads.wait_for(dist.irecv(buffer, source, self._group, tag), kind)
 
     def test(self, handle: Future[None]) -> bool:
         if handle.done():
             handle.result()  # raises the exception of a message that failed
         return handle.done()
-
-
-class Neighbors(MessageGroup):
-    """The messages of `Exchange` requests.
-
-    Messages are matched by name (the tag) and, under one name, in the order of sending.
-    """
-
-    def start(self, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[Future[None]]:
-        """Start sending and receiving, by world rank. Return one future for each receive."""
-        futures = [
-            self._threads.wait_for_receive(dist.irecv(buffer, source, self._group, tag))
-            for source, buffer in receives.items()
-        ]
-        for to, message in sends.items():
-            self._threads.wait_for_send(dist.isend(message, to, self._group, tag))
-        return futures

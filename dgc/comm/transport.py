@@ -61,28 +61,81 @@ class Transport(Protocol):
         ...
 
 
-class CrossMachineTransport:
+class GroupedTransport:
+    """Base class of transports that list the ranks of each group, and need no preparation of lanes."""
+
+    rank: int
+
+    def members(self, group: Group) -> list[int]:
+        """World ranks of this rank's group of that kind."""
+        raise NotImplementedError
+
+    def group_size(self, group: Group) -> int:
+        return len(self.members(group))
+
+    def group_rank(self, group: Group) -> int:
+        return self.members(group).index(self.rank)
+
+    def open_lane(self, lane: str) -> None:
+        """Lanes have no effect where requests are matched by name."""
+
+
+class Groups:
+    """The ranks of each group. Machines may have different numbers of ranks.
+
+    Args:
+        rank: This rank.
+        machines: The ranks of each machine.
+    """
+
+    def __init__(self, rank: int, machines: list[list[int]]):
+        local_ranks = range(max(map(len, machines)))
+        across = [[ranks[i] for ranks in machines if i < len(ranks)] for i in local_ranks]
+        world = [sorted(rank for ranks in machines for rank in ranks)]
+        self.partition: dict[Group, list[list[int]]] = {"world": world, "local": machines, "cross": across}
+        self.members = {kind: next(ranks for ranks in of if rank in ranks) for kind, of in self.partition.items()}
+
+
+class WrappingTransport:
+    """Base class of transports that send over another one.
+
+    Args:
+        inner: The other transport.
+    """
+
+    def __init__(self, inner: Transport):
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self.local_rank, self.local_size = inner.local_rank, inner.local_size
+        self.point_to_point = inner.point_to_point
+
+    def group_size(self, group: Group) -> int:
+        return self.inner.group_size(group)
+
+    def group_rank(self, group: Group) -> int:
+        return self.inner.group_rank(group)
+
+    def open_lane(self, lane: str) -> None:
+        self.inner.open_lane(lane)
+
+
+class CrossMachineTransport(WrappingTransport):
     """A transport between the ranks of one local rank, one on each machine. They are its world.
 
     Args:
         inner: Connects all ranks, with groups between machines. They share its lanes.
     """
 
-    local_rank, local_size = 0, 1
-
     def __init__(self, inner: Transport):
-        self.inner = inner
+        super().__init__(inner)
         self.rank, self.size = inner.group_rank("cross"), inner.group_size("cross")
-        self.point_to_point = inner.point_to_point
+        self.local_rank, self.local_size = 0, 1
 
     def group_size(self, group: Group) -> int:
         return self.size
 
     def group_rank(self, group: Group) -> int:
         return self.rank
-
-    def open_lane(self, lane: str) -> None:
-        self.inner.open_lane(lane)
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
         return self.inner.launch(name, [between_machines(request) for request in requests], lane)

@@ -2,38 +2,44 @@
 
 The conversation of the last rank gets replies as if every rank sent what this one sends (`AlikeRanks`). One
 process can thus record what a rank of 4096 sends: replies are not copied, and of many ranks the last all-gather is
-not decoded. If ranks of a machine differ, each of the last machine's is recorded, one after another.
+not decoded. If ranks of a machine differ, each of the last machine's is recorded, one after another:
+on two levels, each rank of a machine has a share of every bucket (dgc/engine/hierarchy.py). Shares hold whole
+tensors, so one rank may have most of a bucket and another nothing.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.comm.meter import cross_wire_bytes, nbytes, payload_bytes, wire_bytes
+from dgc.comm.meter import bytes_of
 from dgc.comm.requests import (
+    AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
     Conversation,
     Exchange,
+    Group,
     ReduceScatter,
+    Reply,
     Request,
     next_requests,
 )
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor
-from dgc.cost.alike import AlikeRanks
-from dgc.cost.machine import are_alike, machine_of
 from dgc.cost.model import Compute, Message, Traffic
 from dgc.engine.state import BucketStates
 
 REDUCED = {"AllReduce", "ReduceScatter", "Broadcast"}  # their replies do not grow with the number of ranks
 HALVES = (torch.float16, torch.bfloat16)
+CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 REFERENCE_SIZE = 4  # machines of the run that tells which all-gather is the last round
 
 Planned = Sequence[tuple[Bucket, Compressor]]
@@ -41,24 +47,88 @@ Plan = Callable[[int, int], Planned]
 Refill = Callable[[Planned, int], None]
 
 
-def record(plan: Plan, size: int, local_size: int = 1, decoded_bytes: int = 2**24) -> Traffic:
-    """Record what the last of `size` ranks sends in one exchange, and the others of its machine if they differ.
+class AlikeRanks:
+    """A transport without a network. It plans and records what a rank of a cluster would do.
 
-    A conversation on more than 8 machines is ended at an all-gather if on 4 machines it made the same requests, of
-    which this was the last: the replies grow with the number of ranks.
+    Replies are not copied: one tensor stands for that of all ranks. A sum is the mean.
 
     Args:
-        plan: Given the number of ranks and the rank, returns the buckets, with gradients, and their compressors.
-            It is called once or twice for each recorded rank, and must make new compressors each time.
-        size: Number of ranks. For a compressor that sends from rank to rank, a power of two.
+        size: Number of ranks.
         local_size: Ranks of each machine. It must divide `size`.
-        decoded_bytes: Largest size of the replies to such an all-gather that are decoded nevertheless.
+        local_rank: Number of the rank on the last machine. None: the last one.
 
     Raises:
-        ValueError: `local_size` does not divide `size`, or no reply to a request can be made.
+        ValueError: `local_size` does not divide `size`, or no rank has the number `local_rank`.
+
+    Example:
+        >>> from dgc.cost import AlikeRanks
+        >>> AlikeRanks(size=4096, local_size=8).group_size("cross")
+        512
     """
-    (traffic,) = record_steps(plan, size, local_size, decoded_bytes=decoded_bytes)
-    return traffic
+
+    point_to_point = True
+
+    def __init__(self, size: int, local_size: int = 1, local_rank: int | None = None):
+        if size < 1 or local_size < 1 or size % local_size:
+            raise ValueError(f"local_size must divide the number of ranks, {size}, but it is {local_size}")
+        self.size, self.local_size = size, local_size
+        self.local_rank = local_size - 1 if local_rank is None else local_rank
+        if not 0 <= self.local_rank < local_size:
+            raise ValueError(f"local_rank must be from 0 to {local_size - 1}, not {local_rank}")
+        self.rank = size - local_size + self.local_rank
+        self._sent: dict[int, Tensor] = {}  # the last message from rank to rank, by length
+
+    def group_size(self, group: Group) -> int:
+        return {"world": self.size, "local": self.local_size, "cross": self.size // self.local_size}[group]
+
+    def group_rank(self, group: Group) -> int:
+        return {"world": self.rank, "local": self.local_rank, "cross": self.group_size("cross") - 1}[group]
+
+    def open_lane(self, lane: str) -> None:
+        """There is no order to keep."""
+
+    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
+        return tuple(self.reply(request) for request in requests)
+
+    def poll(self, flight: Any) -> bool:
+        return True
+
+    def wait(self, flight: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        return flight
+
+    @property
+    def awaited(self) -> int:
+        """Bytes of the longest message from rank to rank so far."""
+        return max((tensor.nbytes for tensor in self._sent.values()), default=0)
+
+    def reply(self, request: Request) -> Reply:
+        """The reply of ranks that all contribute what this rank does.
+
+        Raises:
+            ValueError: It is not known, as this rank sends nothing like what it receives.
+        """
+        size, rank = self.group_size(request.group), self.group_rank(request.group)
+        match request:
+            case AllReduce(tensor) | Broadcast(tensor):
+                return tensor
+            case AllGather(tensor):
+                return (tensor,) * size
+            case ReduceScatter(tensor):
+                return tensor[tensor.numel() // size * rank :][: tensor.numel() // size]
+            case AllToAll(tensor, splits):
+                own = tensor[sum(splits[:rank]) :][: splits[rank]]
+                if any(n != splits[rank] for n in request.expected):
+                    raise ValueError("an all-to-all whose parts differ in length cannot be recorded by one rank")
+                return (own,) * size
+            case Exchange(sends, receives):
+                self._sent |= {t.numel(): t for to, t in sends.items() if to != rank}
+                missing = sorted(n for n in {t.numel() for t in receives.values()} if n not in self._sent)
+                if missing:
+                    raise ValueError(
+                        f"no message of {missing} elements was sent, so that the reply cannot be made: "
+                        "record a power of two of ranks"
+                    )
+                return {source: self._sent[tensor.numel()] for source, tensor in receives.items()}
 
 
 def record_steps(
@@ -69,19 +139,25 @@ def record_steps(
     refill: Refill | None = None,
     decoded_bytes: int = 2**24,
 ) -> list[Traffic]:
-    """Record several exchanges of the same compressors, so that their state becomes that of training.
+    """Record what the last of `size` ranks sends, and the others of its machine if they differ.
+
+    Several exchanges of the same compressors bring their state to that of training. A conversation on more than 8
+    machines is ended at an all-gather if on 4 machines it made the same requests, of which this was the last: the
+    replies grow with the number of ranks.
 
     Args:
-        plan: As for `record`.
-        size: As for `record`.
-        local_size: As for `record`.
+        plan: Given the number of ranks and the rank, returns the buckets, with gradients, and their compressors.
+            It is called once or twice for each recorded rank, and must make new compressors each time.
+        size: Number of ranks. For a compressor that sends from rank to rank, a power of two.
+        local_size: Ranks of each machine. It must divide `size`.
         steps: Number of exchanges.
         refill: Sets the gradients of the planned buckets before exchange number 0, 1, ... None: a single exchange
             of what `plan` has set.
-        decoded_bytes: As for `record`.
+        decoded_bytes: Largest size of the replies to such an all-gather that are decoded nevertheless.
 
     Raises:
-        ValueError: As for `record`, or several steps without `refill`, which would exchange their own means.
+        ValueError: `local_size` does not divide `size`, no reply to a request can be made, or there are several
+            steps without `refill`, which would exchange their own means.
     """
     if steps < 1 or (steps > 1 and refill is None):
         raise ValueError(f"record_steps: {steps} steps need a function `refill` that sets the gradients of each")
@@ -113,59 +189,59 @@ def _record_rank(
     for step in range(steps):
         if refill is not None:
             refill(planned, step)
-        recorders = [_Recorder(ranks, bucket) for bucket, _ in planned]
-        for i, (recorder, (bucket, compressor)) in enumerate(zip(recorders, planned, strict=True)):
-            recorder.run(states[id(compressor)].reduce(bucket), ends[i] if ends else (), decoded_bytes)
+        recorded = []
+        for i, (bucket, compressor) in enumerate(planned):
+            conversation = states[id(compressor)].reduce(bucket)
+            recorded.append(_record(conversation, ranks, bucket.device, ends[i] if ends else (), decoded_bytes))
             bucket.release()
-        decode = [recorder.decode for recorder in recorders]
-        late = None if any(seconds is None for seconds in decode) else sum(seconds or 0.0 for seconds in decode)
-        early = sum(recorder.encode for recorder in recorders)
-        messages = tuple(tuple(recorder.messages) for recorder in recorders)
-        found.append(Traffic(size, local_size, messages, early, late, tuple(b.numel for b, _ in planned)))
+        messages, elements = tuple(of for of, _, _ in recorded), tuple(bucket.numel for bucket, _ in planned)
+        later = [seconds for _, _, seconds in recorded if seconds is not None]
+        decode = sum(later) if len(later) == len(recorded) else None
+        found.append(
+            Traffic(size, local_size, messages, sum(encode for _, encode, _ in recorded), decode, elements)
+        )
     return found
 
 
-class _Recorder:
-    """The messages of one conversation of a rank, and its seconds. `decode`: None if it was ended early."""
+def _record(
+    conversation: Conversation[Any],
+    ranks: AlikeRanks,
+    device: torch.device,
+    ends: tuple[str, ...],
+    decoded_bytes: int,
+) -> tuple[tuple[Message, ...], float, float | None]:
+    """The messages of one conversation of a rank, and its seconds before and after the first one.
 
-    def __init__(self, ranks: AlikeRanks, bucket: Bucket):
-        self.messages: list[Message] = []
-        self.encode = 0.0
-        self.decode: float | None = 0.0
-        self._ranks, self._device = ranks, bucket.device
+    The last number is None if the conversation was ended early.
+    """
+    messages: list[Message] = []
 
-    def run(self, conversation: Conversation[Any], ends: tuple[str, ...], decoded_bytes: int) -> None:
-        start = self._now()
-        requests = self._next(conversation, None)
-        self.encode = self._now() - start
-        later = 0.0
-        while requests is not None:
-            replies = tuple(self._ranks.reply(request) for request in requests)
-            self.messages += [self._message(request) for request in requests]
-            if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in self.messages):
-                if self.messages[-1].size * self.messages[-1].payload > decoded_bytes:
-                    conversation.close()
-                    self.decode = None
-                    return
-            start = self._now()
-            requests = self._next(conversation, replies)
-            later += self._now() - start
-        self.decode = later
-
-    @staticmethod
-    def _next(conversation: Conversation[Any], replies: tuple[Any, ...] | None) -> tuple[Request, ...] | None:
+    def next_or_none(replies: tuple[Reply, ...] | None) -> tuple[tuple[Request, ...] | None, float]:
+        start = _now(device)
         try:
-            return next_requests(conversation, replies)
+            requests = next_requests(conversation, replies)
         except StopIteration:
-            return None
+            requests = None
+        return requests, _now(device) - start
 
-    def _message(self, request: Request) -> Message:
-        return message_of(request, self._ranks, self._ranks.awaited if isinstance(request, Exchange) else 0)
+    requests, encode = next_or_none(None)
+    later = 0.0
+    while requests is not None:
+        replies = tuple(ranks.reply(request) for request in requests)
+        messages += [message_of(of, ranks, ranks.awaited if isinstance(of, Exchange) else 0) for of in requests]
+        if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in messages):
+            if messages[-1].size * messages[-1].payload > decoded_bytes:
+                conversation.close()
+                return tuple(messages), encode, None
+        requests, seconds = next_or_none(replies)
+        later += seconds
+    return tuple(messages), encode, later
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return perf_counter()
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
 
 
 def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
@@ -178,17 +254,16 @@ def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
     """
     size, rank, local = ranks.group_size(request.group), ranks.group_rank(request.group), ranks.local_size
     inner = 1 if request.group == "cross" else local
-    payload, peers = payload_bytes(request, rank), 0
+    payload, wire, cross = bytes_of(request, rank, size, local)
+    peers = 0
     half = isinstance(request, AllReduce | ReduceScatter) and request.tensor.dtype in HALVES
     if isinstance(request, Broadcast):
-        awaited = nbytes(request.tensor)
+        awaited = request.tensor.nbytes
     if isinstance(request, AllToAll):
         awaited = (sum(request.expected) - request.expected[rank]) * request.tensor.element_size()
         peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
     if isinstance(request, Exchange):
         peers = sum(to != rank for to in request.sends)
-    wire = wire_bytes(request, rank, size)
-    cross = cross_wire_bytes(request, rank, size, local)
     return Message(type(request).__name__, size, inner, payload, wire, cross, half, peers, awaited)
 
 
@@ -230,3 +305,68 @@ def fit_computing(traffics: Sequence[Traffic]) -> Compute:
     if kinds and kinds <= REDUCED:
         slope = 0.0
     return Compute(median(traffic.encode for traffic in traffics), y - slope * x, slope)
+
+
+def are_alike(traffic: Traffic) -> bool:
+    """Whether all ranks of a machine send as this one: every message is a collective of all ranks."""
+    messages = [message for bucket in traffic.buckets for message in bucket]
+    return traffic.local_size == 1 or all(of.size == traffic.size and of.kind != "Exchange" for of in messages)
+
+
+def machine_of(ranks: Sequence[Traffic]) -> Traffic:
+    """The traffic of a machine whose ranks were recorded one by one, with the computing of the slowest.
+
+    Messages to all ranks, or to those of the machine, are the same on all of its ranks, in number and order. Those
+    in between go to the rank's own group on other machines. They share the network card, and ranks may differ in
+    their number.
+
+    Args:
+        ranks: The same exchange, recorded as each rank of the machine.
+    """
+    decode = [traffic.decode for traffic in ranks]
+    buckets = []
+    for messages in zip(*(traffic.buckets for traffic in ranks), strict=True):
+        by_place = [_places(of) for of in messages]
+        places = sorted({place for of in by_place for place in of})
+        buckets.append(tuple(_together([of[place] for of in by_place if place in of]) for place in places))
+    return replace(
+        ranks[0],
+        buckets=tuple(buckets),
+        encode=max(traffic.encode for traffic in ranks),
+        decode=None if None in decode else max(seconds or 0.0 for seconds in decode),
+    )
+
+
+def _places(messages: Sequence[Message]) -> dict[tuple[int, int], Message]:
+    """By number of messages with the machine's other ranks so far, and of those without since the last one."""
+    found, shared, own = {}, 0, 0
+    for message in messages:
+        shared, own = (shared, own + 1) if message.inner == 1 else (shared + 1, 0)
+        found[shared, own] = message
+    return found
+
+
+def _together(messages: Sequence[Message]) -> Message:
+    """What ranks of a machine send at the same time: the largest message, and the bytes of all on the card."""
+    return replace(
+        max(messages, key=lambda message: message.wire),
+        awaited=max(message.awaited for message in messages),
+        machine=sum(message.cross for message in messages),
+    )
+
+
+def cache_evictor() -> Callable[[], None]:
+    """A function that replaces the content of this machine's caches, as a step of a large model does."""
+    data = torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32)
+
+    def evict() -> None:
+        data.add_(1.0)
+
+    return evict
+
+
+def last_level_cache(folder: Path = CACHE) -> int:
+    """Bytes of the largest cache of a core, as Linux reports it; 64 MiB if it does not."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    sizes = [file.read_text().strip() for file in folder.glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=2**26)

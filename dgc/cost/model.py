@@ -1,6 +1,6 @@
 """A cost model of an exchange: bytes and seconds per rank, for any compressor and up to thousands of ranks.
 
-`record` lists the requests of one rank (computing.py). `predict` gives each a time, with N ranks in the group,
+`record_steps` lists the requests of one rank (computing.py). `predict` gives each a time, with N ranks in a group,
 b payload bytes, latency a (seconds per message) and bandwidth B (bytes per second):
 
     all-reduce      min(l (a + b/B), 2 l a + 2 b (N-1)/(N B)) + b (N-1)/N r        recursive doubling, Rabenseifner

@@ -20,12 +20,11 @@ Host memory on each rank: x, two messages of its size (even ranks: one more for 
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float32, Int64
@@ -33,15 +32,11 @@ from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.comm.channel import Channel, open_channel
-from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import Exchange, as_bytes
-from dgc.comm.transport import Transport
+from dgc.comm.requests import as_bytes
 from dgc.gossip.graphs import bipartite_complete
 from dgc.gossip.messages import opened, write_header_
-from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import MISSING_ZERO_GRAD
+from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
 from dgc.gossip.topology import Graph, Topology, bipartite_subgraph, build_topology, peer_schedule
-from dgc.state import check_tensor
 
 KIND, COUNTS = 3, 6  # words before the kind, and before the steps
 MESSAGE = "a message of AD-PSGD"
@@ -61,7 +56,7 @@ class GossipError(RuntimeError):
 
 
 @checked
-class ADPSGD:
+class ADPSGD(Gossip):
     """AD-PSGD: asynchronous averaging of pairs of ranks (Lian et al. 2018, arXiv 1710.06952, Algorithm 1).
 
     `synchronize_messages`, `resume` and `start` are collective: every rank calls them in the same order, at any
@@ -82,7 +77,6 @@ class ADPSGD:
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), ADPSGD(averagings_per_step=2))
     """
 
-    needs_groups = False
     is_synchronous = False
     compress_ratio = 1.0
 
@@ -99,72 +93,72 @@ class ADPSGD:
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, in seconds, not {timeout}")
         self.timeout = timeout
-        self._model: FlatModel | None = None
-        self._thread: GossipThread | None = None
-        self._in_step = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the thread
+        self._in_step = self._closing = False
+        self._is_paused, self._cycle = True, 0
 
-    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
-        """Initializes a model that is equal on all ranks. Gossip begins with `begin_epoch` or `begin_step`."""
-        self._model = model
-        self._create_thread(model.z, open_channel(transport), meter)
-
-    def start_on_channel(self, z: Tensor, channel: Channel, meter: TrafficMeter) -> None:
-        """Starts gossip at once. z: [n] fp32, the model of forward and backward, equal on all ranks."""
-        self._create_thread(z, channel, meter)
-        self.resume()
-
-    def _create_thread(self, z: Tensor, channel: Channel, meter: TrafficMeter) -> None:
+    def _prepare(self) -> None:
+        """Starts the gossip thread, which is paused until `begin_epoch` or `begin_step`."""
         if self._thread is not None:
             raise RuntimeError("this ADPSGD has been started already")
-        if z.dtype != torch.float32 or z.dim() != 1 or z.numel() == 0 or not z.is_contiguous():
-            raise ValueError(f"z must be a contiguous fp32 vector, not {z.dtype} of shape {tuple(z.shape)}")
-        graph = build_topology(self.graph, channel.size)
-        self._z, self._meter, self._counted = z.detach(), meter, (0, 0.0)
-        self._buffer = torch.empty_like(self._z)
-        x = self._z.to("cpu", copy=True)
-        self._protocol = AveragingProtocol(x, channel.rank, bipartite_subgraph(graph), self.averagings_per_step)
-        self._thread = GossipThread(MessageLink(self._protocol, channel, self.timeout, meter.local_size))
+        pairs = bipartite_subgraph(build_topology(self.graph, self.size))
+        self._counted, self._buffer = (0, 0), torch.empty_like(self.z)
+        x = self.z.to("cpu", copy=True)
+        self._protocol = AveragingProtocol(x, self.rank, pairs, self.averagings_per_step)
+        channel = open_channel(self._transport)
+        self._link = MessageLink(self._protocol, channel, self.timeout, self._meter.local_size)
+        self._changed = threading.Condition(self._protocol.lock)  # notified of each change that the thread awaits
+        self._thread = threading.Thread(target=self._run, name="AD-PSGD gossip", daemon=True)
+        self._thread.start()
+        # MPI is also finalized at exit, and this thread must stop calling it before
+        atexit.register(self.close)
+
+    def _check(self) -> None:
+        """Raises GossipError if the thread has failed."""
+        if self._thread is None:
+            raise RuntimeError("gossip has not been started")
+        if self._closing:
+            raise RuntimeError("gossip was closed")
+        if isinstance(self._error, GossipError):
+            raise GossipError(str(self._error)) from self._error
+        if self._error is not None:
+            raise GossipError(f"gossip has ended on this rank: {self._error!r}") from self._error
 
     # --- training ---------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int) -> None:
         """Resumes gossip: even a rank without steps in this epoch must reply to the others."""
-        self._resume_if_paused()
+        self.resume()
 
     def begin_step(self) -> None:
         """Resumes gossip if it is paused, and sets z = x, which includes all averages so far."""
-        self._resume_if_paused()
+        self.resume()
         self._update_z()
         self._in_step = True
-
-    def _resume_if_paused(self) -> None:
-        if self._checked_thread().is_paused:
-            self.resume()
 
     @torch.no_grad()
     def _update_z(self) -> None:
         with self._protocol.lock:
-            self._z.copy_(self._protocol.x)
-        if self._model is not None:
-            self._model.scatter()
+            self.z.copy_(self._protocol.x)
+        self.model.scatter()
 
     @torch.no_grad()
     def update(self, step: Callable[[], object], lr: float = 0.0) -> None:
         """Runs `step`, in which any optimizer moves z. x moves by the same difference."""
-        thread = self._checked_thread()
-        if thread.is_paused or not self._in_step:
+        self._check()
+        if self._is_paused or not self._in_step:
             raise RuntimeError(MISSING_ZERO_GRAD)
         self._in_step = False
-        before = self._buffer.copy_(self._z)
+        before = self._buffer.copy_(self.z)
         with torch.enable_grad():
             step()
-        if self._model is not None:
-            self._model.gather()
-        difference = torch.sub(self._z, before, out=before).cpu()
-        with thread.changed:
+        self.model.gather()
+        difference = torch.sub(self.z, before, out=before).cpu()
+        with self._changed:
             self._protocol.x.add_(difference)
             self._protocol.count_step()
-            thread.changed.notify_all()
+            self._changed.notify_all()
         self._update_meter()
 
     @property
@@ -175,7 +169,7 @@ class ADPSGD:
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_running
+        return not (self._is_paused or self._closing or self._error is not None)
 
     @property
     def averagings(self) -> int:
@@ -186,76 +180,119 @@ class ADPSGD:
 
     def synchronize_messages(self) -> None:
         """Waits until no rank averages and no message is in flight, then sets z = x. Collective."""
-        self._checked_thread().pause()
+        self._check()
+        with self._changed:
+            self._protocol.is_draining = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_paused or self._error is not None)
+        self._check()
         self._update_z()
         self._update_meter()
 
     def flush(self) -> None:
         """Same as `synchronize_messages`, because messages in flight cannot be separated from completed ones."""
-        if not self._checked_thread().is_paused:
+        self._check()
+        if not self._is_paused:
             self.synchronize_messages()
 
     def restart(self) -> None:
         raise RuntimeError("ADPSGD is asynchronous and cannot restart from a common model")
 
     def biased_parameters(self) -> Tensor:
-        return self._protocol.x.to(self._z.device, copy=True)
-
-    def bias(self) -> float:
-        return 1.0
+        return self._protocol.x.to(self.z.device, copy=True)
 
     def metrics(self) -> dict[str, float]:
         return {"averagings": float(self.averagings)}
 
-    def errors(self) -> Iterable[Tensor]:
-        return ()
-
     def resume(self) -> None:
-        """Continues gossip after `synchronize_messages`. Collective, within `timeout` of the first rank's call."""
-        self._checked_thread().resume()
+        """Continues gossip if it is paused. Collective, within `timeout` of the first rank's call."""
+        self._check()
+        with self._changed:
+            if self._is_paused:
+                self._protocol.begin()
+                self._cycle += 1
+                self._is_paused = False
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Ends the gossip thread. Without `synchronize_messages` before, other ranks raise GossipError."""
-        if self._thread is not None:
-            self._thread.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's model, and the number of steps of all ranks. Call it after `synchronize_messages`."""
-        self._check_paused("state_dict()")
-        return {"x": self._protocol.x.clone(), "steps": self.progress}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Call it after `synchronize_messages`, or before the first epoch."""
-        self._check_paused("load_state_dict()")
-        protocol = self._protocol
-        if state.keys() != {"x", "steps"}:
-            raise ValueError(f"state of another algorithm: it has {sorted(state)}, not ['steps', 'x']")
-        check_tensor("x", state["x"], protocol.x.shape)
-        protocol.x.copy_(state["x"])
-        # only the sum is used from here on, for any number of ranks
-        protocol.step_counts.zero_()
-        protocol.step_counts[0] = state["steps"]
-        self._update_z()
-
-    def _check_paused(self, method: str) -> None:
-        if not self._checked_thread().is_paused:
-            raise RuntimeError(f"averages are in progress: call synchronize_messages() before {method}")
-
-    def _checked_thread(self) -> "GossipThread":
         if self._thread is None:
-            raise RuntimeError("gossip has not been started")
-        self._thread.check()
-        return self._thread
+            return
+        atexit.unregister(self.close)
+        with self._changed:
+            was_closing, self._closing = self._closing, True
+            self._changed.notify_all()
+        self._thread.join()
+        if not self._is_paused and not was_closing:
+            _abandoned.append(self._link)
+
+    def _state(self) -> dict[str, Any]:
+        """This rank's model, and the number of steps of all ranks."""
+        self._check()
+        if not self._is_paused:
+            raise RuntimeError("averages are in progress: call synchronize_messages() before saving or loading")
+        return {"x": self._protocol.x, "steps": self.progress}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._protocol.x.copy_(state["x"])
+        # only the sum is used from here on, for any number of ranks
+        self._protocol.step_counts.zero_()
+        self._protocol.step_counts[0] = state["steps"]
+        self._update_z()
 
     def _update_meter(self) -> None:
         """Copies the byte counts to the training thread's meter, which no other thread may change."""
-        assert self._thread is not None
-        sent = self._thread.link.meter
-        payload, cross = sent.payload_bytes - self._counted[0], sent.cross_wire_bytes - self._counted[1]
-        self._meter.payload_bytes += payload
-        self._meter.wire_bytes += payload
-        self._meter.cross_wire_bytes += cross
-        self._counted = (self._counted[0] + payload, self._counted[1] + cross)
+        sent, cross = self._link.sent_bytes, self._link.cross_bytes
+        self._meter.payload_bytes += sent - self._counted[0]
+        self._meter.wire_bytes += sent - self._counted[0]
+        self._meter.cross_wire_bytes += cross - self._counted[1]
+        self._counted = sent, cross
+
+    # --- the gossip thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._run_cycle()
+        except BaseException as error:
+            # First try to inform the other ranks: the training thread may end the process when it gets the error.
+            with suppress(Exception):
+                self._abort(error)
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _run_cycle(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_paused or self._closing)
+        if self._closing:
+            return
+        self._link.begin(self._cycle % TAGS, time.monotonic())
+        last_progress = time.monotonic()
+        while not self._link.is_over:
+            if self._closing:
+                return
+            now = time.monotonic()
+            if self._link.poll(now):
+                last_progress = now
+            if self._link.is_idle:
+                with self._changed:
+                    seconds = min(IDLE_SLEEP, self.timeout / 10)
+                    if self._changed.wait_for(lambda: self._protocol.can_send or self._closing, seconds):
+                        last_progress = time.monotonic()
+            elif not self._link.is_over:
+                time.sleep(min(max(MIN_SLEEP, SLEEP_FRACTION * (now - last_progress)), MAX_SLEEP))
+        with self._changed:
+            self._is_paused = True
+            self._changed.notify_all()
+
+    def _abort(self, error: BaseException) -> None:
+        if not isinstance(error, GossipError):
+            self._link.abort(self._protocol.rank)
+        end = time.monotonic() + ABORT_TIMEOUT
+        while self._link.is_aborting and time.monotonic() < end:
+            self._link.complete_sends()
+            time.sleep(MAX_SLEEP)
 
 
 class Kind(IntEnum):
@@ -272,16 +309,9 @@ class Kind(IntEnum):
     ABORT = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Outgoing:
-    """A message and its receiver.
-
-    message: int64 words: 3 for the header (`dgc.gossip.messages`), kind, sender, number, the steps of all ranks;
-    then x.
-    """
-
-    to: int
-    message: Int64[Tensor, "words"]
+# The receiver, and int64 words: 3 for the header (`dgc.gossip.messages`), kind, sender, number, the steps of all
+# ranks; then x.
+Outgoing: TypeAlias = tuple[int, Int64[Tensor, "words"]]
 
 
 class AveragingProtocol:
@@ -382,7 +412,11 @@ class AveragingProtocol:
         """Messages that this rank initiates. Call it only when all earlier messages have been sent."""
         with self.lock:
             if self._can_average:
-                return [self._average()]
+                self.awaited_rank = self.peers[self._next_peer]
+                self._next_peer = (self._next_peer + 1) % len(self.peers)
+                self._number += 1
+                self.credit -= 1
+                return [(self.awaited_rank, self._write(self._free_buffers[0], Kind.AVERAGE, self._number))]
             if not self._can_finish:
                 return []
             self.is_done = True
@@ -409,7 +443,11 @@ class AveragingProtocol:
         with self.lock:
             torch.maximum(self.step_counts, message[COUNTS : self._header], out=self.step_counts)
             if kind == Kind.AVERAGE and sender in self._active_peers:
-                return [self._reply(message, sender, number)]
+                buffer = self._free_buffers.pop() if self._free_buffers else self.buffer()
+                reply = self._write(buffer, Kind.REPLY, number)
+                self.x += self._x_of(message).sub_(self._x_of(reply)).mul_(0.5)
+                self.averagings += 1
+                return [(sender, reply)]
             if kind == Kind.COUNTS_REQUEST and sender in self._active_peers:
                 return [self.header_only(Kind.COUNTS_REPLY, sender, number)]
             is_awaited = (sender, number) == (self.awaited_rank, self._number)
@@ -447,7 +485,7 @@ class AveragingProtocol:
 
     def header_only(self, kind: Kind, to: int, number: int = 0) -> Outgoing:
         """A message without x."""
-        return Outgoing(to, self._write_header(torch.empty(self._header, dtype=torch.int64), kind, number))
+        return to, self._write(torch.empty(self._header, dtype=torch.int64), kind, number)
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -464,27 +502,12 @@ class AveragingProtocol:
         is_waiting = self.awaited_rank is not None or self._active_peers or self._not_done
         return self.is_draining and not self.is_done and not is_waiting
 
-    def _average(self) -> Outgoing:
-        self.awaited_rank = self.peers[self._next_peer]
-        self._next_peer = (self._next_peer + 1) % len(self.peers)
-        self._number += 1
-        self.credit -= 1
-        return Outgoing(self.awaited_rank, self._write(self._free_buffers[0], Kind.AVERAGE, self._number))
-
-    def _reply(self, message: Tensor, sender: int, number: int) -> Outgoing:
-        buffer = self._free_buffers.pop() if self._free_buffers else self.buffer()
-        reply = self._write(buffer, Kind.REPLY, number)
-        self.x += self._x_of(message).sub_(self._x_of(reply)).mul_(0.5)
-        self.averagings += 1
-        return Outgoing(sender, reply)
-
     def _write(self, message: Tensor, kind: Kind, number: int) -> Tensor:
-        self._x_of(message).copy_(self.x)
-        return self._write_header(message, kind, number)
-
-    def _write_header(self, message: Tensor, kind: Kind, number: int) -> Tensor:
+        """Writes a message, with x if it has room for x."""
         message[KIND:COUNTS] = torch.tensor([kind, self.rank, number], dtype=message.dtype)
         message[COUNTS : self._header] = self.step_counts
+        if message.numel() > self._header:
+            self._x_of(message).copy_(self.x)
         return message
 
     def _x_of(self, message: Tensor) -> Tensor:
@@ -509,7 +532,8 @@ class MessageLink:
 
     def __init__(self, protocol: AveragingProtocol, channel: Channel, timeout: float, local_size: int = 1):
         self.protocol, self.channel, self.timeout = protocol, channel, timeout
-        self.meter = TrafficMeter(local_size)
+        self._local_size = local_size
+        self.sent_bytes = self.cross_bytes = 0  # since the start; those between machines
         self._buffer = protocol.buffer()
         self._receive: Any = None
         self._sends: list[tuple[Any, Tensor]] = []
@@ -595,10 +619,12 @@ class MessageLink:
         self._send([self.protocol.header_only(Kind.ABORT, to, fault) for to in others])
 
     def _send(self, messages: list[Outgoing]) -> None:
-        for out in messages:
-            write_header_(as_bytes(out.message), MESSAGE)
-            self.meter.count(Exchange({out.to: out.message}, {}), self.protocol.rank, self.protocol.size)
-            self._sends.append((self.channel.isend(out.to, out.message, self._tag), out.message))
+        for to, message in messages:
+            write_header_(as_bytes(message), MESSAGE)
+            self.sent_bytes += message.nbytes
+            if to // self._local_size != self.protocol.rank // self._local_size:
+                self.cross_bytes += message.nbytes
+            self._sends.append((self.channel.isend(to, message, self._tag), message))
 
     def _start_receive(self) -> None:
         if self.protocol.can_receive:
@@ -626,106 +652,3 @@ class MessageLink:
 
 
 _abandoned: list[MessageLink] = []  # the network may still read and write their messages
-
-
-class GossipThread:
-    """Runs a `MessageLink` in its own thread. It is paused at first, and uses little CPU time while it waits.
-
-    To change the link's protocol, hold the lock `changed` and notify.
-
-    Args:
-        link (MessageLink): messages of this rank.
-    """
-
-    def __init__(self, link: MessageLink):
-        self.link = link
-        self.changed = threading.Condition(link.protocol.lock)
-        self.is_paused = True
-        self._closing, self._cycle = False, 0
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="AD-PSGD gossip", daemon=True)
-        self._thread.start()
-        # MPI is also finalized at exit, and this thread must stop calling it before
-        atexit.register(self.close)
-
-    def check(self) -> None:
-        """Raises GossipError if the thread has failed."""
-        if self._closing:
-            raise RuntimeError("gossip was closed")
-        if isinstance(self._error, GossipError):
-            raise GossipError(str(self._error)) from self._error
-        if self._error is not None:
-            raise GossipError(f"gossip has ended on this rank: {self._error!r}") from self._error
-
-    @property
-    def is_running(self) -> bool:
-        return not (self.is_paused or self._closing or self._error is not None)
-
-    def pause(self) -> None:
-        """Waits until the messages of all ranks are drained. Collective."""
-        with self.changed:
-            self.link.protocol.is_draining = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.is_paused or self._error is not None)
-        self.check()
-
-    def resume(self) -> None:
-        with self.changed:
-            if self.is_paused:
-                self.link.protocol.begin()
-                self._cycle += 1
-                self.is_paused = False
-                self.changed.notify_all()
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        with self.changed:
-            was_closing, self._closing = self._closing, True
-            self.changed.notify_all()
-        self._thread.join()
-        if not self.is_paused and not was_closing:
-            _abandoned.append(self.link)
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._run_cycle()
-        except BaseException as error:
-            # First try to inform the other ranks: the training thread may end the process when it gets the error.
-            with suppress(Exception):
-                self._abort(error)
-            with self.changed:
-                self._error = error
-                self.changed.notify_all()
-
-    def _run_cycle(self) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: not self.is_paused or self._closing)
-        if self._closing:
-            return
-        self.link.begin(self._cycle % TAGS, time.monotonic())
-        last_progress = time.monotonic()
-        while not self.link.is_over:
-            if self._closing:
-                return
-            now = time.monotonic()
-            if self.link.poll(now):
-                last_progress = now
-            if self.link.is_idle:
-                with self.changed:
-                    seconds = min(IDLE_SLEEP, self.link.timeout / 10)
-                    if self.changed.wait_for(lambda: self.link.protocol.can_send or self._closing, seconds):
-                        last_progress = time.monotonic()
-            elif not self.link.is_over:
-                time.sleep(min(max(MIN_SLEEP, SLEEP_FRACTION * (now - last_progress)), MAX_SLEEP))
-        with self.changed:
-            self.is_paused = True
-            self.changed.notify_all()
-
-    def _abort(self, error: BaseException) -> None:
-        if not isinstance(error, GossipError):
-            self.link.abort(self.link.protocol.rank)
-        end = time.monotonic() + ABORT_TIMEOUT
-        while self.link.is_aborting and time.monotonic() < end:
-            self.link.complete_sends()
-            time.sleep(MAX_SLEEP)

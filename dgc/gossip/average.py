@@ -20,7 +20,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.comm.requests import Conversation, as_bytes
-from dgc.gossip.messages import WEIGHT_NBYTES, exchange, message_of, weight_from_bytes, weight_to_bytes
+from dgc.gossip.messages import WEIGHT_NBYTES, blank, exchange, weight_of
 from dgc.gossip.topology import Mixing, Topology, uniform
 
 
@@ -37,17 +37,14 @@ class PushSum(NamedTuple):
 
 
 def initial_state(x: Tensor) -> PushSum:
-    check_floating_point(x)
+    """Returns the state before the first round. Raises ValueError if x is not of a floating-point dtype."""
+    if not x.is_floating_point():
+        raise ValueError(f"gossip averages floating-point numbers, not {x.dtype}: their shares would be rounded")
     return PushSum(x, torch.ones((), dtype=torch.float64))
 
 
-def check_floating_point(x: Tensor) -> None:
-    if not x.is_floating_point():
-        raise ValueError(f"gossip averages floating-point numbers, not {x.dtype}: their shares would be rounded")
-
-
 def push_sum_round(
-    state: PushSum, rank: int, round: int, topology: Topology, mixing: Mixing = uniform
+    state: PushSum, rank: int, round: int, topology: Topology, mixing: Mixing = uniform, weighted: bool = True
 ) -> Conversation[PushSum]:
     """One round of push-sum. `state` is not changed. Values are added in rank order, including this rank's.
 
@@ -57,13 +54,24 @@ def push_sum_round(
         round (int): number of the round.
         topology (Topology): graph.
         mixing (Mixing): shares; default `uniform`.
+        weighted (bool): send w as well. False: a round of push-pull, in which w has no meaning.
     """
-    shares = mixing(topology, rank, round)
-    sent = {to: PushSum(state.x * share, state.w * share) for to, share in shares.items()}
-    packed = {to: _pack(part) for to, part in sent.items()}
-    sends = {to: message for to, message in packed.items() if to != rank}
-    received = yield from _exchange(sends, packed[rank], topology, rank, round)
-    parts = {source: _unpack(message, state.x) for source, message in received.items()} | {rank: sent[rank]}
+    parts = {to: PushSum(state.x * share, state.w * share) for to, share in mixing(topology, rank, round).items()}
+    end = state.x.numel() * state.x.element_size()
+    nbytes = end + (WEIGHT_NBYTES if weighted else 0)
+    messages = {}
+    for to, part in parts.items():
+        if to != rank:
+            messages[to], content = blank(nbytes, state.x)
+            content[:end].copy_(as_bytes(part.x.contiguous()))
+            if weighted:
+                content[end:].copy_(as_bytes(part.w))
+    sizes = dict.fromkeys(topology.in_peers(rank, round), nbytes)
+    contents = yield from exchange(messages, sizes, "a message of an average", state.x)
+    parts = {rank: parts[rank]}
+    for source, content in contents.items():
+        x = content[:end].clone().view(state.x.dtype).view(state.x.shape)
+        parts[source] = PushSum(x, weight_of(content) if weighted else state.w)
     first, *rest = (parts[source] for source in sorted(parts))
     x, w = first.x.clone(), first.w.clone()
     for part in rest:
@@ -102,32 +110,7 @@ def push_pull_average(
 
     Args and errors are those of `push_sum_average`.
     """
-    check_floating_point(x)
+    state = initial_state(x)
     for round in range(first, first + rounds):
-        shares = mixing(topology, rank, round)
-        sends = {to: (x * share).reshape(-1) for to, share in shares.items() if to != rank}
-        received = yield from _exchange(sends, x.reshape(-1), topology, rank, round)
-        others = {source: message.clone().view(x.dtype).view(x.shape) for source, message in received.items()}
-        parts = others | {rank: x * shares[rank]}
-        parts_in_order = [parts[source] for source in sorted(parts)]
-        x = parts_in_order[0].clone()
-        for part in parts_in_order[1:]:
-            x += part
-    return x
-
-
-def _exchange(
-    sends: dict[int, Tensor], like: Tensor, topology: Topology, rank: int, round: int
-) -> Conversation[dict[int, Tensor]]:
-    """Returns the bytes of the received tensors by sender. like: a tensor of their size and dtype."""
-    messages = {to: message_of(tensor) for to, tensor in sends.items()}
-    sizes = dict.fromkeys(topology.in_peers(rank, round), like.numel() * like.element_size())
-    return (yield from exchange(messages, sizes, "a message of an average", like))
-
-
-def _pack(part: PushSum) -> Tensor:
-    return torch.cat([as_bytes(part.x.contiguous()), weight_to_bytes(part.w).to(part.x.device)])
-
-
-def _unpack(message: Tensor, like: Tensor) -> PushSum:
-    return PushSum(message[:-WEIGHT_NBYTES].clone().view(like.dtype).view(like.shape), weight_from_bytes(message))
+        state = yield from push_sum_round(state, rank, round, topology, mixing, weighted=False)
+    return state.x

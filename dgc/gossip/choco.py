@@ -25,7 +25,7 @@ Payload per exchange and rank in bytes: for each neighbour that of Q, rounded up
 for each element 4 and the bytes of a value. Sign: 24, and 4 + 4 ceil(d/32) for each tensor.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 from zlib import crc32
@@ -35,16 +35,15 @@ from jaxtyping import Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.arguments import FLAG, WHOLE, checked, require
+from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange, as_bytes
 from dgc.gossip.difference import DifferenceGossip
 from dgc.gossip.graphs import two_way_ring
-from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, write_header_
+from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, sealed
 from dgc.gossip.topology import Graph, Mixing, Peers, Shares, Topology, metropolis
 from dgc.kernels import SparseVector
 from dgc.selection.selector import plan_selection
-from dgc.state import check_tensor
 from dgc.wire import CastValues, PlainIndices, SparseFormat
 from dgc.wire.envelope import sealed_bytes
 from dgc.wire.payload import PayloadPlan
@@ -52,35 +51,30 @@ from dgc.wire.payload import PayloadPlan
 DIFFERENCE = "a difference of CHOCO"
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)  # for compress_ratio before the model is known
 
+Bounds = Int64[Tensor, "bounds"]
 AddScaled = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a vector
 
 
 @runtime_checkable
-class Coder(Protocol):
-    """Q for one model."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def encode(self, v: Vector) -> tuple[Bytes, AddScaled]:
-        """Returns the payload and its decoded value."""
-        ...
-
-    def decode(self, payload: Bytes, source: int) -> AddScaled:
-        """Decodes a payload. Raises PayloadError, which names the rank `source`, if the payload is not valid."""
-        ...
-
-
-@runtime_checkable
 class Quantizer(Protocol):
-    """A compression operator."""
+    """A compression operator Q. `plan` prepares it for a model; the other methods need what it returns."""
 
     @property
     def gamma(self) -> float:
         """The default consensus step size."""
         ...
 
-    def plan(self, segments: Sequence[Segment], device: torch.device) -> Coder: ...
+    def plan(self, segments: Sequence[Segment], device: torch.device) -> Any: ...
+
+    def nbytes(self, plan: Any) -> int: ...
+
+    def encode(self, plan: Any, v: Vector) -> tuple[Bytes, AddScaled]:
+        """Returns the payload and its decoded value."""
+        ...
+
+    def decode(self, plan: Any, payload: Bytes, source: int) -> AddScaled:
+        """Decodes a payload. Raises PayloadError, which names the rank `source`, if the payload is not valid."""
+        ...
 
 
 @checked
@@ -115,28 +109,22 @@ class TopK:
     def gamma(self) -> float:
         return min(1.0, 2 * self.ratio)
 
-    def plan(self, segments: Sequence[Segment], device: torch.device) -> Coder:
+    def plan(self, segments: Sequence[Segment], device: torch.device) -> PayloadPlan:
         form = SparseFormat(CastValues(self.values), PlainIndices("int32"))
         selection = plan_selection(segments, self.ratio, device)
-        return _Sparse(PayloadPlan(form, selection.per_tensor, sum(selection.numels), what=DIFFERENCE))
+        return PayloadPlan(form, selection.per_tensor, sum(selection.numels), what=DIFFERENCE)
 
+    def nbytes(self, plan: PayloadPlan) -> int:
+        return plan.layout.nbytes
 
-@dataclass(frozen=True, eq=False)
-class _Sparse:
-    payload: PayloadPlan
-
-    @property
-    def nbytes(self) -> int:
-        return self.payload.layout.nbytes
-
-    def encode(self, v: Vector) -> tuple[Bytes, AddScaled]:
-        chosen = kernels.of(v).selection.select(v, self.payload.budget)
-        encoded = self.payload.encode(kernels.of(v).codec, chosen.elements, chosen.first_nonfinite)
+    def encode(self, plan: PayloadPlan, v: Vector) -> tuple[Bytes, AddScaled]:
+        chosen = kernels.of(v).selection.select(v, plan.budget)
+        encoded = plan.encode(kernels.of(v).codec, chosen.elements, chosen.first_nonfinite)
         return encoded.payload, self._add(encoded.sent)
 
-    def decode(self, payload: Bytes, source: int) -> AddScaled:
-        (selection,), _ = self.payload.decode(kernels.of(payload).codec, (payload,), ranks=(source,)).wait()
-        return self._add(selection)
+    def decode(self, plan: PayloadPlan, payload: Bytes, source: int) -> AddScaled:
+        (sent,), _ = plan.decode(kernels.of(payload).codec, (payload,), ranks=(source,)).wait()
+        return self._add(sent)
 
     def _add(self, sent: SparseVector) -> AddScaled:
         return lambda target, factor: target.index_add_(0, sent.indices, sent.values, alpha=factor)
@@ -152,39 +140,32 @@ class Sign:
 
     gamma = 0.3
 
-    def plan(self, segments: Sequence[Segment], device: torch.device) -> Coder:
+    def plan(self, segments: Sequence[Segment], device: torch.device) -> tuple[Bounds, int]:
+        """Returns the bounds of the tensors, and the bytes of scales and signs."""
         bounds = [0, *(segment.offset + segment.numel for segment in segments)]
         codes = sum(FP32 + FP32 * -(-segment.numel // 32) for segment in segments)
-        return _Signs(torch.tensor(bounds, dtype=torch.int64, device=device), codes)
+        return torch.tensor(bounds, dtype=torch.int64, device=device), codes
 
+    def nbytes(self, plan: tuple[Bounds, int]) -> int:
+        return sealed_bytes(plan[1])
 
-@dataclass(frozen=True, eq=False)
-class _Signs:
-    bounds: Int64[Tensor, "bounds"]
-    codes: int  # bytes
-
-    @property
-    def nbytes(self) -> int:
-        return sealed_bytes(self.codes)
-
-    def encode(self, v: Vector) -> tuple[Bytes, AddScaled]:
-        sums = kernels.of(v).selection.moments(v, self.bounds).magnitudes
-        scales = (sums / self.bounds.diff().clamp(min=1)).float()
-        codes, _ = kernels.of(v).quantize.sign_encode(v, self.bounds, torch.zeros_like(scales), -scales, scales)
+    def encode(self, plan: tuple[Bounds, int], v: Vector) -> tuple[Bytes, AddScaled]:
+        bounds, _ = plan
+        sums = kernels.of(v).selection.moments(v, bounds).magnitudes
+        scales = (sums / bounds.diff().clamp(min=1)).float()
+        codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
         both = torch.cat([as_bytes(scales), codes])
-        payload = message_of(both)
-        write_header_(payload, DIFFERENCE)
-        return payload, self._add(both)
+        return sealed(both, DIFFERENCE), self._add(bounds, both)
 
-    def decode(self, payload: Bytes, source: int) -> AddScaled:
-        (both,), _ = opened(payload, self.codes, DIFFERENCE, source).wait()
-        return self._add(both)
+    def decode(self, plan: tuple[Bounds, int], payload: Bytes, source: int) -> AddScaled:
+        bounds, nbytes = plan
+        (both,), _ = opened(payload, nbytes, DIFFERENCE, source).wait()
+        return self._add(bounds, both)
 
-    def _add(self, both: Bytes) -> AddScaled:
-        scales = both[: FP32 * (self.bounds.numel() - 1)].clone().view(torch.float32)
-        q = torch.zeros(int(self.bounds[-1]), dtype=torch.float32, device=both.device)
-        codes = both[FP32 * scales.numel() :].clone()
-        kernels.of(q).quantize.sign_add_(codes, self.bounds, -scales, scales, q)
+    def _add(self, bounds: Bounds, both: Bytes) -> AddScaled:
+        scales = both[: FP32 * (bounds.numel() - 1)].clone().view(torch.float32)
+        q = torch.zeros(int(bounds[-1]), dtype=torch.float32, device=both.device)
+        kernels.of(q).quantize.sign_add_(both[FP32 * scales.numel() :].clone(), bounds, -scales, scales, q)
         return lambda target, factor: target.add_(q, alpha=factor)
 
 
@@ -228,31 +209,30 @@ class CHOCO(DifferenceGossip):
         super().__init__(graph, mixing, average_every)
         self.quantizer = quantizer or TopK()
         self.gamma = self.quantizer.gamma if gamma is None else gamma
-        ratio = self.quantizer.plan(NOMINAL, torch.device("cpu")).nbytes / (4 << 20)
+        plan = self.quantizer.plan(NOMINAL, torch.device("cpu"))
+        ratio = self.quantizer.nbytes(plan) / (4 << 20)
         self.compress_ratio = min(1.0, ratio) / average_every
 
-    def _prepare(self) -> None:
-        self._coder = self.quantizer.plan(self.model.segments, self.z.device)
+    def _allocate(self) -> float:
+        self._plan = self.quantizer.plan(self.model.segments, self.z.device)
         self.xhat, self.d = self.z.clone(), torch.zeros_like(self.z)
         self._copies_valid = True
         self._digest = 0 if self.topology is None else digest(self.topology, self.mixing)
-
-    def _nbytes(self) -> int:
-        return self._coder.nbytes
+        return self.quantizer.nbytes(self._plan)
 
     @torch.no_grad()
     def _average(self) -> Conversation[None]:
         peers, weights = self.neighbours(0)
         if not self._copies_valid:
             yield from self._send_models(peers, weights)
-        payload, q = self._coder.encode(self.z - self.xhat)
+        payload, q = self.quantizer.encode(self._plan, self.z - self.xhat)
         q(self.xhat, 1.0)
         q(self.d, -sum(weights[peer] for peer in peers))
         self.round += 1
         empty = {source: torch.empty_like(payload) for source in peers}
         (replies,) = yield (Exchange(dict.fromkeys(peers, payload), empty),)
         for source in peers:
-            self._coder.decode(replies[source], source)(self.d, weights[source])
+            self.quantizer.decode(self._plan, replies[source], source)(self.d, weights[source])
         self.z.add_(self.d, alpha=self.gamma)
 
     def _send_models(self, peers: Peers, weights: Shares) -> Conversation[None]:
@@ -276,24 +256,16 @@ class CHOCO(DifferenceGossip):
     def errors(self) -> Iterable[Tensor]:
         yield self.z - self.xhat
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "xhat": self.xhat.clone(),
-            "d": self.d.clone(),
-            "copies_valid": self._copies_valid,
-            "graph": self._digest,
-        }
+    def _neighbour_state(self) -> dict[str, Any]:
+        copies = {"xhat": self.xhat, "d": self.d}
+        return {**copies, "copies_valid": self._copies_valid, "graph": self._digest}
 
-    def _reset_neighbours(self) -> None:
-        self._copies_valid = False
-
-    def _load(self, state: dict[str, Any]) -> None:
-        require("a whole number", WHOLE, graph=state["graph"])
-        require("True or False", FLAG, copies_valid=state["copies_valid"])
+    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
+        if state is None:
+            self._copies_valid = False
+            return
         if state["graph"] != self._digest:
             raise ValueError("state of another graph or mixing, in which d is a sum over other neighbours")
-        for name in ("xhat", "d"):
-            check_tensor(name, state[name], self.z.shape)
         self.xhat.copy_(state["xhat"])
         self.d.copy_(state["d"])
         self._copies_valid = state["copies_valid"]

@@ -8,24 +8,26 @@ Weights W are symmetric, and rows sum to one. If x_i moves by the sum over neigh
 -e_ji, the mean over ranks is preserved for any compression of e.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation
-from dgc.comm.transport import Transport
-from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import MISSING_ZERO_GRAD
-from dgc.gossip.topology import ROUNDING, Graph, Mixing, Peers, Shares, Topology, build_topology, check_mixing
-from dgc.state import check_count, check_tensor
+from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
+from dgc.gossip.topology import (
+    ROUNDING,
+    Graph,
+    Mixing,
+    Peers,
+    Shares,
+    Topology,
+    build_topology,
+    check_mixing,
+)
 
 
-class DifferenceGossip(ABC):
+class DifferenceGossip(Gossip):
     """Base class of gossip with differences of models.
 
     Args:
@@ -38,8 +40,6 @@ class DifferenceGossip(ABC):
         TopologyError: by `start`, if the graph or the weights are not valid.
     """
 
-    needs_groups = False
-    is_synchronous = True
     static = False  # whether neighbours must be the same in all rounds
 
     def __init__(self, graph: Graph, mixing: Mixing, average_every: int):
@@ -48,17 +48,12 @@ class DifferenceGossip(ABC):
         self.graph, self.mixing, self.average_every = graph, mixing, average_every
         self.compress_ratio = 1.0
         self.steps = self.round = 0
-        self._conversation: RunningConversation[None] | None = None
 
-    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
-        self.name, self.model, self.z = name, model, model.z
-        self.rank, self.size = transport.rank, transport.size
-        self._transport, self._meter = transport, meter
+    def _prepare(self) -> None:
         self.topology = None if self.size == 1 else build_topology(self.graph, self.size)
         if self.topology is not None:
             self._check(self.topology)
-        self._prepare()
-        self.compress_ratio = min(1.0, self._nbytes() / (4 * self.z.numel())) / self.average_every
+        self.compress_ratio = min(1.0, self._allocate() / (4 * self.z.numel())) / self.average_every
 
     def _check(self, topology: Topology) -> None:
         needs = f"{type(self).__name__} needs"
@@ -80,21 +75,14 @@ class DifferenceGossip(ABC):
         return self.topology.in_peers(self.rank, round), self.mixing(self.topology, self.rank, round)
 
     @abstractmethod
-    def _prepare(self) -> None:
-        """Allocates state when the model is known."""
-
-    @abstractmethod
-    def _nbytes(self) -> float:
-        """Bytes sent to a neighbour in a step."""
+    def _allocate(self) -> float:
+        """Allocates state when the model is known. Returns the bytes sent to a neighbour in a step."""
 
     @abstractmethod
     def _average(self) -> Conversation[None]:
         """Exchanges with the neighbours in one step and moves z."""
 
     # --- one step ---------------------------------------------------------------------------------
-
-    def begin_epoch(self, epoch: int) -> None:
-        return None
 
     def begin_step(self) -> None:
         self.synchronize_messages()
@@ -114,57 +102,25 @@ class DifferenceGossip(ABC):
             self._conversation = None
             self.model.scatter()
 
-    def flush(self) -> None:
-        """Same as `synchronize_messages`: messages of a step are always added before the next step."""
-        self.synchronize_messages()
-
-    def restart(self) -> None:
-        assert self._conversation is None, "synchronize_messages() must be called first"
-
     # --- state ------------------------------------------------------------------------------------
 
-    def biased_parameters(self) -> Tensor:
-        assert self._conversation is None, "flush() must be called first"
-        return self.z.clone()
+    def _state(self) -> dict[str, Any]:
+        state = {"z": self.z, "steps": self.steps, "round": self.round, "size": self.size}
+        return {**state, **self._neighbour_state()}
 
-    def bias(self) -> float:
-        return 1.0
-
-    def metrics(self) -> dict[str, float]:
-        return {"weight": 1.0, "staleness": 0.0}
-
-    def errors(self) -> Iterable[Tensor]:
-        return ()
-
-    def close(self) -> None:
-        self.synchronize_messages()
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self._conversation is None, "flush() must be called first"
-        return {"z": self.z.clone(), "steps": self.steps, "round": self.round, "size": self.size, **self._state()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"z", "steps", "round", "size", *self._state()}:
-            raise ValueError(f"state of another algorithm: it has {sorted(state)}")
-        check_tensor("z", state["z"], self.z.shape)
-        for name in ("steps", "round", "size"):
-            check_count(name, state[name])
-        if state["size"] == self.size:
-            self._load(state)
-        else:
-            self._reset_neighbours()
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._load_neighbours(state if state["size"] == self.size else None)
         self.z.copy_(state["z"])
         self.model.scatter()
         self.steps, self.round, self._conversation = state["steps"], state["round"], None
 
     @abstractmethod
-    def _state(self) -> dict[str, Any]: ...
+    def _neighbour_state(self) -> dict[str, Any]:
+        """What is stored about neighbours."""
 
     @abstractmethod
-    def _reset_neighbours(self) -> None:
-        """Resets what is stored about neighbours, after a state of another number of ranks was loaded."""
+    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
+        """Loads it, or resets it if the state is of another number of ranks, which is None.
 
-    @abstractmethod
-    def _load(self, state: dict[str, Any]) -> None:
-        """Loads the state. Raises ValueError, before any change, if it is of another model or graph."""
+        Raises ValueError, before any change, if it is of another model or graph.
+        """

@@ -1,4 +1,4 @@
-"""Communication graphs of gossip, as functions of the number of ranks.
+"""Communication graphs of gossip, as functions of the number of ranks, `size`.
 
 `n_peer_exponential` to `ring` are the graphs of Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML
 2019, arXiv 1811.10792). With n ranks, rank r cycles through a schedule of peers r + offset (mod n), `peers` of
@@ -19,12 +19,14 @@ peer once, and passive ranks take -offset first, so that every round of a bipart
 "later" keeps repeated peers and uses the same order for all ranks, so that rounds of bipartite graphs are
 one-directional shifts.
 
+All raise TopologyError if an argument is out of range, or if the graph is not valid for gossip (`Topology`).
+
 Differences from both versions: Logarithms are computed with integers, so 3^5 ranks have 5 rounds, not 4. A graph
 in which a rank would send to itself or to one rank twice is rejected.
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import isqrt
 from typing import Literal, get_args
 
@@ -39,11 +41,7 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
     """The n-peer exponential graph of SGP (arXiv 1811.10792), in which each round uses one power of peers + 1.
 
     Args:
-        size (int): number of ranks, at least 2.
         peers (int): peers per round, m. With size = (m + 1)^p, the mean is exact after p rounds.
-
-    Raises:
-        TopologyError: if size or peers is out of range, or a rank would send to one rank twice.
 
     Example:
         >>> n_peer_exponential(8).out_peers(0, 2)
@@ -65,12 +63,8 @@ def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The exponential graph of SGP (arXiv 1811.10792): offsets +2^i and -2^i in turn.
 
     Args:
-        size (int): number of ranks, at least 2.
         peers (int): peers per round.
         order (str): "paper" or "later"; see the module's description.
-
-    Raises:
-        TopologyError: if an argument is out of range, or a rank would send to one rank twice.
     """
     return _two_directions("exponential", size, peers, order, powers(2, size - 1), False)
 
@@ -79,12 +73,7 @@ def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
 def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The bipartite exponential graph of SGP (arXiv 1811.10792): offsets +-1, then +-(1 + 2^i).
 
-    Args:
-        size (int): number of ranks, even.
-        peers, order: see `exponential`.
-
-    Raises:
-        TopologyError: if an argument is out of range, or a rank would send to one rank twice.
+    Args are those of `exponential`. The number of ranks must be even.
     """
     offsets = [1, *(1 + power for power in powers(2, size - 1)[1:])]
     return _two_directions("bipartite_exponential", size, peers, order, offsets, True)
@@ -94,7 +83,7 @@ def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> To
 def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The linear graph of SGP (arXiv 1811.10792): offsets +i and -i for odd i.
 
-    Args and errors are those of `exponential`.
+    Args are those of `exponential`.
     """
     return _two_directions("linear", size, peers, order, range(1, size, 2), False)
 
@@ -103,7 +92,7 @@ def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
 def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
     """The bipartite linear graph: the offsets of `linear`, between ranks of opposite parity.
 
-    Args and errors are those of `bipartite_exponential`.
+    Args are those of `exponential`. The number of ranks must be even.
     """
     return _two_directions("bipartite_linear", size, peers, order, range(1, size, 2), True)
 
@@ -113,47 +102,28 @@ def ring(size: int, peers: int = 1) -> Topology:
     """A ring, the same in all rounds.
 
     Args:
-        size (int): number of ranks, at least 2.
         peers (int): 1 for a directed ring, 2 for both neighbours.
-
-    Raises:
-        TopologyError: if size or peers is out of range.
     """
     _check_size("ring", size)
-    schedules = [_unique([(rank + 1) % size, (rank - 1) % size]) for rank in range(size)]
+    schedules = [list(dict.fromkeys([(rank + 1) % size, (rank - 1) % size])) for rank in range(size)]
     return from_schedules("ring", schedules, peers, dynamic=False)
 
 
 @checked
 def full(size: int) -> Topology:
-    """Every rank sends to every other rank: the exact mean in one round.
-
-    Args:
-        size (int): number of ranks.
-    """
+    """Every rank sends to every other rank: the exact mean in one round."""
     return Topology("full", size, 1, lambda rank, _: (r for r in range(size) if r != rank))
 
 
 @checked
 def two_way_ring(size: int) -> Topology:
-    """A ring in which each rank exchanges with both neighbours. With two ranks, there is one neighbour.
-
-    Args:
-        size (int): number of ranks, at least 2.
-
-    Raises:
-        TopologyError: if size is less than 2.
-    """
+    """A ring in which each rank exchanges with both neighbours. With two ranks, there is one neighbour."""
     return ring(size, min(2, size - 1))
 
 
 @checked
 def static_exponential(size: int) -> Topology:
-    """Rank r sends to r + 1, r + 2, r + 4, .. in every round (Ying et al. 2021, arXiv 2110.13363).
-
-    Args:
-        size (int): number of ranks.
-    """
+    """Rank r sends to r + 1, r + 2, r + 4, .. in every round (Ying et al. 2021, arXiv 2110.13363)."""
     return Topology(
         "static_exponential", size, 1, lambda rank, _: ((rank + p) % size for p in powers(2, size - 1))
     )
@@ -164,11 +134,7 @@ def star(size: int, hub: int = 0) -> Topology:
     """Every rank exchanges with the hub, and the hub with every rank.
 
     Args:
-        size (int): number of ranks.
         hub (int): rank of the hub.
-
-    Raises:
-        TopologyError: if hub is not a rank.
     """
     if not 0 <= hub < size:
         raise TopologyError(f"star with {size} ranks: hub must be a rank from 0 to {size - 1}, not {hub}")
@@ -198,7 +164,6 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
     """Random pairs, with new pairs in each round. If the number of ranks is odd, one rank has no peer in a round.
 
     Args:
-        size (int): number of ranks.
         seed (int): seed of the pairs, the same on all ranks.
         rounds (int): number of different rounds, after which they repeat.
 
@@ -218,9 +183,6 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
 @checked
 def bipartite_complete(size: int) -> Topology:
     """Every odd rank with every even one in turn: in round t the i-th odd with the (i + t)-th even rank.
-
-    Args:
-        size (int): number of ranks.
 
     Example:
         >>> peer_schedule(bipartite_complete(6), rank=1)
@@ -245,11 +207,7 @@ def hierarchical(size: int, local_size: int) -> Topology:
     its local rank on one other machine, as in `n_peer_exponential` with one peer.
 
     Args:
-        size (int): number of ranks.
         local_size (int): ranks per machine. Ranks of a machine are consecutive.
-
-    Raises:
-        TopologyError: if local_size is less than 1 or does not divide size.
     """
     if local_size < 1 or size % local_size:
         raise TopologyError(f"hierarchical with {size} ranks: local_size must divide them, but it is {local_size}")
@@ -315,12 +273,8 @@ def _two_directions(
         passive = bipartite and rank % 2 == 0 and order == "paper"
         signs = (-1, 1) if passive else (1, -1)
         schedule = [(rank + sign * offset) % size for offset in offsets for sign in signs]
-        schedules.append(_unique(schedule) if order == "paper" else schedule)
+        schedules.append(list(dict.fromkeys(schedule)) if order == "paper" else schedule)
     return from_schedules(name, schedules, peers)
-
-
-def _unique(peers: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(peers))
 
 
 def _check_size(name: str, size: int) -> None:

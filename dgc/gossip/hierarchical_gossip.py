@@ -25,29 +25,26 @@ tensors) for gradients, unless DDP averages them, and 4 ceil(n/L) for slices. co
 between machines.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32
 from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.comm.collectives import find_machine_rank
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import AllGather, AllReduce, Conversation, as_bytes
-from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.gossip.model import FlatModel, ModelSlice
-from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, Joinable
+from dgc.comm.requests import AllGather, AllReduce, Conversation, Request, as_bytes
+from dgc.comm.transport import CrossMachineTransport
+from dgc.gossip.model import ModelSlice
+from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
 from dgc.gossip.sgp import SGP
-from dgc.state import check_tensor
 
 
 @checked
-class HierarchicalGossip:
+class HierarchicalGossip(Gossip):
     """Gossip between machines, with all-reduce inside each machine (arXiv 1811.10792, section 5).
 
     The transport must have the groups `local` and `cross`: `connect(hierarchical=True, point_to_point=True)`.
@@ -69,7 +66,6 @@ class HierarchicalGossip:
     """
 
     needs_groups = True
-    is_synchronous = True
 
     def __init__(self, base: Gossip | None = None, *, averages_gradients: bool = True):
         base = base or SGP()
@@ -83,23 +79,18 @@ class HierarchicalGossip:
         self._in_step = self._is_stale = False
         self._must_compare = not averages_gradients
 
-    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
-        self.name, self.model, self._transport, self._meter = name, model, transport, meter
-        place = find_machine_rank(transport, "HierarchicalGossip")
-        L, local, n = place.local_size, place.local_rank, model.z.numel()
+    def _prepare(self) -> None:
+        place = find_machine_rank(self._transport, "HierarchicalGossip")
+        L, local, n = place.local_size, place.local_rank, self.z.numel()
         if n < L:
             raise ValueError(
                 f"a model of {n} elements cannot be divided into {L} slices, one for each rank of a machine"
             )
         self._bounds = [i * n // L for i in range(L + 1)]
-        self._slice = slice(self._bounds[local], self._bounds[local + 1])
         self._local_size = L
-        self.base.start(
-            ModelSlice(model, self._slice.start, self._slice.stop),
-            CrossMachineTransport(transport),
-            meter,
-            f"{name}.cross",
-        )
+        self._slice = slice(self._bounds[local], self._bounds[local + 1])
+        part = ModelSlice(self.model, self._slice.start, self._slice.stop)
+        self.base.start(part, CrossMachineTransport(self._transport), self._meter, f"{self.name}.cross")
         self.compress_ratio = self.base.compress_ratio
 
     def begin_epoch(self, epoch: int) -> None:
@@ -126,16 +117,23 @@ class HierarchicalGossip:
 
     # --- inside the machine -----------------------------------------------------------------------
 
-    def _run_locally(self, label: str, conversation: Conversation[Tensor]) -> Tensor:
-        return RunningConversation(f"{self.name}.{label}", conversation, self._transport, self._meter).finish()
+    def _run_locally(self, label: str, request: Request) -> Any:
+        """Returns the reply to a request to the ranks of the machine."""
+
+        def conversation() -> Conversation[Any]:
+            (reply,) = yield (request,)
+            return reply
+
+        return RunningConversation(f"{self.name}.{label}", conversation(), self._transport, self._meter).finish()
 
     def _compare_gradients(self) -> None:
         digest = 0
         for p in self.model.parameters:
             if p.grad is not None:
                 digest = crc32(as_bytes(p.grad.to_dense().cpu().contiguous()).numpy().tobytes(), digest)
-        own = torch.tensor([digest, -digest], dtype=torch.int64)
-        if self._run_locally("digest", _largest(own)).tolist() != own.tolist():
+        both = torch.tensor([digest, -digest], dtype=torch.int64)
+        # a copy, in which the transport may store the reply
+        if not torch.equal(self._run_locally("digest", AllReduce(both.clone(), "max", group="local")), both):
             raise ValueError(
                 "the ranks of a machine have different gradients, and averages_gradients=False: wrap the model in "
                 "DistributedDataParallel with the ranks of the machine as its process_group, or leave it True"
@@ -147,42 +145,34 @@ class HierarchicalGossip:
         """Returns whether the mean is finite, which is the same on all ranks of the machine."""
         if self._local_size == 1:
             return True
-        mean = self._run_locally("gradients", self._all_reduce_gradients())
+        n = self.z.numel()
+        # [n] gradients, then for each parameter the fraction of ranks that have a gradient for it
+        flat = torch.zeros(n + len(self.model.parameters), dtype=torch.float32, device=self.z.device)
+        for i, (p, segment) in enumerate(zip(self.model.parameters, self.model.segments, strict=True)):
+            if p.grad is not None:
+                segment.of(flat[:n]).copy_(p.grad.to_dense())
+                flat[n + i] = 1.0
+        mean = self._run_locally("gradients", AllReduce(flat, group="local"))
         if not bool(mean.isfinite().all()):
             return False
-        n = self.model.z.numel()
         fractions = mean[n:].tolist()
         for p, segment, fraction in zip(self.model.parameters, self.model.segments, fractions, strict=True):
             if fraction:
                 p.grad = segment.of(mean[:n]).to(p.dtype)
         return True
 
-    def _all_reduce_gradients(self) -> Conversation[Float32[Tensor, "n_and_tensors"]]:
-        """[n] gradients, then for each parameter the fraction of ranks that have a gradient for it."""
-        n = self.model.z.numel()
-        flat = torch.zeros(n + len(self.model.parameters), dtype=torch.float32, device=self.model.z.device)
-        for i, (p, segment) in enumerate(zip(self.model.parameters, self.model.segments, strict=True)):
-            if p.grad is not None:
-                segment.of(flat[:n]).copy_(p.grad.to_dense())
-                flat[n + i] = 1.0
-        (mean,) = yield (AllReduce(flat, group="local"),)
-        return mean
-
     @torch.no_grad()
     def _gather_slices(self) -> None:
-        if self._local_size > 1:
-            self._run_locally("slices", self._all_gather_slices())
-            self.model.scatter()
-            self._is_stale = False
-
-    def _all_gather_slices(self) -> Conversation[Tensor]:
-        z, bounds = self.model.z, self._bounds
-        padded = z.new_zeros(-(-z.numel() // self._local_size))
-        padded[: self._slice.stop - self._slice.start] = z[self._slice]
-        (parts,) = yield (AllGather(padded, group="local"),)
-        for part, first, end in zip(parts, bounds, bounds[1:], strict=False):
-            z[first:end] = part[: end - first]
-        return z
+        if self._local_size == 1:
+            return
+        own = self.z[self._slice]
+        padded = own.new_zeros(-(-self.z.numel() // self._local_size))
+        padded[: own.numel()] = own
+        parts = self._run_locally("slices", AllGather(padded, group="local"))
+        for part, first, end in zip(parts, self._bounds, self._bounds[1:], strict=False):
+            self.z[first:end] = part[: end - first]
+        self.model.scatter()
+        self._is_stale = False
 
     # --- the common model -------------------------------------------------------------------------
 
@@ -199,24 +189,24 @@ class HierarchicalGossip:
 
     def biased_parameters(self) -> Tensor:
         """L times this rank's slice, and zeros elsewhere. The mean over all ranks is the mean over machines."""
-        x = torch.zeros_like(self.model.z)
+        x = torch.zeros_like(self.z)
         x[self._slice] = self.base.biased_parameters() * self._local_size
         return x
 
     def bias(self) -> Tensor:
-        factor = torch.zeros_like(self.model.z)
+        factor = torch.zeros_like(self.z)
         factor[self._slice] = self.base.bias() * self._local_size
         return factor
 
     @property
-    def island(self) -> int | None:
+    def island(self) -> int | None:  # type: ignore[override]
         """The machine, if the algorithm between machines lets islands join."""
-        return self.base.island if isinstance(self.base, Joinable) else None
+        return self.base.island
 
     def join(self) -> None:
         if self.island is None:
-            raise ValueError(f"no machine can join in mid-run with {type(self.base).__name__}")
-        cast(Joinable, self.base).join()
+            super().join()
+        self.base.join()
         self._is_stale = self._local_size > 1  # the slices are gathered by all machines at the same moment
 
     def metrics(self) -> dict[str, float]:
@@ -226,30 +216,23 @@ class HierarchicalGossip:
         return self.base.errors()
 
     def close(self) -> None:
-        self.synchronize_messages()
+        super().close()
         self.base.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        bounds = [self._slice.start, self._slice.stop]  # prevents sums of slices from different local ranks
-        return {"z": self.model.z.clone(), "slice": bounds, "base": self.base.state_dict()}
+    def _state(self) -> dict[str, Any]:
+        # the slice prevents sums of slices from different local ranks
+        return {"z": self.z, "slice": [self._slice.start, self._slice.stop], "base": {}}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != {"z", "slice", "base"}:
-            raise ValueError(f"state of another algorithm: it has {sorted(state)}, not ['base', 'slice', 'z']")
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "base": self.base.state_dict()}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         if list(state["slice"]) != [self._slice.start, self._slice.stop]:
             raise ValueError(
                 "state of another slice of the model: HierarchicalGossip resumes only with the same number "
                 "of ranks on each machine"
             )
-        check_tensor("z", state["z"], self.model.z.shape)
-        self.model.z.copy_(state["z"])
+        self.z.copy_(state["z"])
         self.base.load_state_dict(state["base"])
         self.model.scatter()
         self._in_step = self._is_stale = False
-
-
-def _largest(own: Tensor) -> Conversation[Tensor]:
-    """The largest values of the ranks of a machine."""
-    (largest,) = yield (AllReduce(own, "max", group="local"),)
-    return largest

@@ -30,37 +30,30 @@ Bytes = UInt8[Tensor, "nbytes"]
 Payload = UInt8[Tensor, "total"]  # a message with its header
 
 
-def blank(nbytes: int, like: Tensor) -> Payload:
-    """Returns a message for `nbytes` bytes of content, on the device of `like`. It is zero."""
-    return kernels.of(like).codec.blank(sealed_bytes(nbytes), like)
-
-
-def content(payload: Payload, nbytes: int) -> Bytes:
-    """Returns the part of a message behind the header."""
-    return payload[HEADER_BYTES : HEADER_BYTES + nbytes]
+def blank(nbytes: int, like: Tensor) -> tuple[Payload, Bytes]:
+    """Returns a message for `nbytes` bytes of content, on the device of `like`, and its content. Both are zero."""
+    payload = kernels.of(like).codec.blank(sealed_bytes(nbytes), like)
+    return payload, payload[HEADER_BYTES : HEADER_BYTES + nbytes]
 
 
 def message_of(tensor: Tensor) -> Payload:
     """Returns a message with the bytes of a contiguous tensor."""
     data = as_bytes(tensor)
-    payload = blank(data.numel(), data)
-    content(payload, data.numel()).copy_(data)
+    payload, content = blank(data.numel(), data)
+    content.copy_(data)
     return payload
-
-
-def weight_to_bytes(w: Float64[Tensor, ""]) -> Bytes:
-    return w.view(1).view(torch.uint8)
-
-
-def weight_from_bytes(section: Bytes) -> Float64[Tensor, ""]:
-    """Returns the push-sum weight at the end of a content. The bytes are copied: they may be unaligned."""
-    return section[-WEIGHT_NBYTES:].cpu().clone().view(torch.float64)[0]
 
 
 def write_header_(payload: Payload, what: str) -> None:
     """Seals a message. what: its kind, the same for sender and receiver."""
     nothing, _ = no_segments(payload.device)
     _envelope(what, payload.device).seal_(payload, nothing)
+
+
+def sealed(codes: Bytes, what: str) -> Payload:
+    """Returns a sealed message with these bytes."""
+    nothing, _ = no_segments(codes.device)
+    return _envelope(what, codes.device).seal(codes, nothing)
 
 
 def opened(payload: Payload, nbytes: int, what: str, source: int) -> Unchecked[Bytes]:
@@ -84,7 +77,7 @@ def exchange(
     """
     for message in {id(message): message for message in messages.values()}.values():
         write_header_(message, what)
-    receives = {source: blank(nbytes, like) for source, nbytes in sizes.items()}
+    receives = {source: blank(nbytes, like)[0] for source, nbytes in sizes.items()}
     (replies,) = yield (Exchange(dict(messages), receives),)
     received = [opened(replies[source], nbytes, what, source) for source, nbytes in sizes.items()]
     words = yield from read([word for message in received for word in message.scalars])
@@ -96,6 +89,11 @@ def exchange(
 
 def _envelope(what: str, device: torch.device) -> Envelope:
     return Envelope(what, no_segments(device)[1], Terms(1.0, crc32(what.encode())))
+
+
+def weight_of(content: Bytes) -> Float64[Tensor, ""]:
+    """Returns the push-sum weight at the end of a content. The bytes are copied: they may be unaligned."""
+    return content[-WEIGHT_NBYTES:].cpu().clone().view(torch.float64)[0]
 
 
 @runtime_checkable

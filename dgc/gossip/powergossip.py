@@ -20,7 +20,7 @@ Payload per step and neighbour in bytes: 4 for each uncompressed element, and in
 other matrix 4 r n or 4 r m, r = min(rank, n, m), rounded up to a multiple of 8.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ from dgc.gossip.graphs import two_way_ring
 from dgc.gossip.messages import exchange, message_of
 from dgc.gossip.model import ModelSlice
 from dgc.gossip.topology import Graph, Mixing, Topology, metropolis
-from dgc.state import check_tensor
 from dgc.wire.envelope import sealed_bytes
 
 NOISE = 1e-6  # of a factor's norm
@@ -116,6 +115,8 @@ class PowerGossip(DifferenceGossip):
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
     """
 
+    _resizable = ("edges",)
+
     def __init__(
         self,
         graph: Graph = two_way_ring,
@@ -132,7 +133,7 @@ class PowerGossip(DifferenceGossip):
         super().__init__(graph, mixing, average_every)
         self.factor_rank, self.num_iters_per_step, self.seed = rank, num_iters_per_step, seed
 
-    def _prepare(self) -> None:
+    def _allocate(self) -> float:
         if isinstance(self.model, ModelSlice):
             raise ValueError(
                 "PowerGossip compresses matrices, but HierarchicalGossip averages slices of a model, which have no"
@@ -160,8 +161,6 @@ class PowerGossip(DifferenceGossip):
         self._edges: dict[int, Edge] = {}
         peers_of_all = all_peers(self.topology)
         self._peers, self._max_edges = peers_of_all[self.rank], max(map(len, peers_of_all))
-
-    def _nbytes(self) -> float:
         first = sum(part.numel() for part in self._uncompressed)
         factors = [sum(matrix.r * matrix.sizes(even)[1] for matrix in self.matrices) for even in (True, False)]
 
@@ -214,7 +213,7 @@ class PowerGossip(DifferenceGossip):
             edge.factors[i] = orthonormal(Y * sign, self._random_factors[not edge.even][i])
         edge.even = not edge.even
 
-    def _state(self) -> dict[str, Any]:
+    def _neighbour_state(self) -> dict[str, Any]:
         """One row per edge, of equal length on all ranks, so that another number of ranks can sum such states."""
         rows = self.z.new_zeros(self._max_edges, self._row_length)
         for row, (peer, edge) in zip(rows, self._edges.items(), strict=False):
@@ -228,11 +227,10 @@ class PowerGossip(DifferenceGossip):
         """The peer, from 1; whether an even half step is next; space for the larger factor of each matrix."""
         return 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)
 
-    def _reset_neighbours(self) -> None:
-        self._edges = {}
-
-    def _load(self, state: dict[str, Any]) -> None:
-        check_tensor("edges", state["edges"])
+    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
+        if state is None:
+            self._edges = {}
+            return
         rows = state["edges"].to(self.z)
         if rows.dim() != 2 or rows.shape[1] != self._row_length:
             raise ValueError("state of another model, or of PowerGossip with another rank")

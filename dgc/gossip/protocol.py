@@ -1,14 +1,19 @@
-"""The interface between `dgc.optim.LocalOptimizer` and gossip algorithms. Each rank has its own model."""
+"""The base class of algorithms that exchange models, for `dgc.optim.LocalOptimizer`. Each rank has its own model."""
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.arguments import FLAG, require
+from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
+from dgc.state import check_count, check_mapping, check_tensor
 
 MISSING_ZERO_GRAD = (
     "messages of neighbours have not been added to the model: call the optimizer's zero_grad() before the forward "
@@ -16,126 +21,163 @@ MISSING_ZERO_GRAD = (
 )
 
 
-@runtime_checkable
-class Gossip(Protocol):
+class Gossip(ABC):
     """A gossip algorithm. Each step calls `begin_step`, runs forward and backward with the model's parameters, and
     calls `update`.
+
+    The defaults are those of a synchronous algorithm without push-sum weights, which receives all messages of a
+    step before the next one.
+
+    Attributes:
+        compress_ratio: Bytes of a message / bytes of the model in fp32.
+        is_synchronous: Whether every rank takes the same number of steps.
+        needs_groups: Whether the transport must have the groups `local` and `cross`.
+        island: After `start`, the number of this rank's island. Islands may be lost and join while the others keep
+            their states. An island is a rank, or the ranks of a machine that have one model together. None: no
+            island can join with these settings.
     """
 
-    @property
-    def compress_ratio(self) -> float:
-        """Bytes of a message / bytes of the model in fp32."""
-        ...
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether every rank takes the same number of steps."""
-        ...
-
-    @property
-    def needs_groups(self) -> bool:
-        """Whether the transport must have the groups `local` and `cross`."""
-        ...
+    compress_ratio: float
+    is_synchronous: bool = True
+    needs_groups: bool = False
+    island: int | None = None
+    _conversation: RunningConversation[Any] | None = None  # in flight
+    _resizable: tuple[str, ...] = ()  # tensors of the state whose shape `_load` checks
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         """Initializes gossip with a model that is equal on all ranks. Collective. name: prefix of messages."""
-        ...
+        self.name, self.model, self.z = name, model, model.z
+        self.rank, self.size = transport.rank, transport.size
+        self._transport, self._meter = transport, meter
+        self._prepare()
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Called before each epoch, counted from 0. Collective if it changes anything."""
-        ...
-
-    def begin_step(self) -> None:
-        """Adds received messages to the model. The gradient may be computed afterwards."""
-        ...
-
-    def update(self, step: Callable[[], object], lr: float) -> None:
-        """Calls `step`, in which the wrapped optimizer updates the parameters with learning rate lr, or skips."""
-        ...
-
-    def synchronize_messages(self) -> None:
-        """Completes all messages in flight and adds them to the model. Collective."""
-        ...
-
-    def restart(self) -> None:
-        """Restarts from equal parameters on all ranks. Call it after `synchronize_messages`."""
-        ...
-
-    def flush(self) -> None:
-        """Completes all messages in flight without adding them, so that training is not affected. Collective."""
-        ...
-
-    def biased_parameters(self) -> Tensor:
-        """[n] fp32, after `flush`: x of push-sum, with all received messages. Its mean over ranks is the model.
-
-        Without push-sum weights, these are the parameters.
-        """
-        ...
-
-    def bias(self) -> float | Tensor:
-        """The factor between the parameters and `biased_parameters`, after `flush`: w of push-sum, or 1.
-
-        [n] if elements differ. Its mean over ranks is 1.
-        """
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Values of the last step for logs: weight, staleness."""
-        ...
-
-    def errors(self) -> Iterable[Tensor]:
-        """Tensors that are not sent yet."""
-        ...
-
-    def close(self) -> None:
-        """Ends gossip. Nothing is sent or received afterwards."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """After `flush`: this rank's part of the state that determines the next step, including the model."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Asynchronous(Gossip, Protocol):
-    """A gossip algorithm in which ranks take different numbers of steps."""
+    def _prepare(self) -> None:
+        """Called by `start`, when the model and the number of ranks are known."""
+        return None
 
     @property
     def progress(self) -> int:
-        """Number of steps of all ranks together, as far as this rank has been informed."""
-        ...
+        """Number of steps of all ranks together, as far as this rank has been informed. Only if asynchronous."""
+        raise NotImplementedError
 
     @property
     def is_running(self) -> bool:
-        """Whether other ranks may send messages to this one: not while it is paused, failed or closed."""
-        ...
+        """Whether other ranks may send messages at any time: not if gossip is paused, failed or closed."""
+        return False
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Called before each epoch, counted from 0. Collective if it changes anything."""
+        return None
 
-@runtime_checkable
-class UsesOptimizer(Gossip, Protocol):
-    """A gossip algorithm that works with the state of one kind of optimizer."""
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Adds received messages to the model. The gradient may be computed afterwards."""
 
-    def use_optimizer(self, optimizer: Optimizer) -> None:
-        """Called once, before `start`, with the wrapped optimizer. Raises ValueError if it is of another kind."""
-        ...
+    @abstractmethod
+    def update(self, step: Callable[[], object], lr: float) -> None:
+        """Calls `step`, in which the wrapped optimizer updates the parameters with learning rate lr, or skips."""
 
+    @abstractmethod
+    def synchronize_messages(self) -> None:
+        """Completes all messages in flight and adds them to the model. Collective."""
 
-@runtime_checkable
-class Joinable(Gossip, Protocol):
-    """A gossip algorithm in which islands may be lost and join while the others keep their states.
-
-    An island is a rank, or the ranks of a machine that have one model together.
-    """
-
-    @property
-    def island(self) -> int | None:
-        """The number of this rank's island, after `start`. None: no island can join with these settings."""
-        ...
+    def restart(self) -> None:
+        """Restarts from equal parameters on all ranks. Call it after `synchronize_messages`."""
+        assert self._conversation is None, "synchronize_messages() must be called first"
 
     def join(self) -> None:
         """Continues from the common model and without errors, after the state of another island has been loaded.
 
         Called on every rank of the island, before the next `begin_step`.
         """
+        raise ValueError(f"no machine can join in mid-run with {type(self).__name__}")
+
+    def flush(self) -> None:
+        """Completes all messages in flight without adding them, so that training is not affected. Collective."""
+        self.synchronize_messages()
+
+    def _check_flushed(self) -> None:
+        assert self._conversation is None, "flush() must be called first"
+
+    def biased_parameters(self) -> Tensor:
+        """[n] fp32, after `flush`: x of push-sum, with all received messages. Its mean over ranks is the model.
+
+        Without push-sum weights, these are the parameters.
+        """
+        self._check_flushed()
+        return self.z.clone()
+
+    def bias(self) -> float | Tensor:
+        """The factor between the parameters and `biased_parameters`, after `flush`: w of push-sum, or 1.
+
+        [n] if elements differ. Its mean over ranks is 1.
+        """
+        return 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """Values of the last step for logs: weight, staleness."""
+        return {"weight": 1.0, "staleness": 0.0}
+
+    def errors(self) -> Iterable[Tensor]:
+        """Tensors that are not sent yet."""
+        return ()
+
+    def close(self) -> None:
+        """Ends gossip. Nothing is sent or received afterwards."""
+        self.synchronize_messages()
+
+    def _state(self) -> dict[str, Any]:
+        """What `state_dict` copies: tensors, numbers, flags and mappings by name."""
+        raise NotImplementedError
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Takes over a state with the entries of `_state`. Raises ValueError before any change."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """After `flush`: this rank's part of the state that determines the next step, including the model."""
+        self._check_flushed()
+        return {name: v.clone() if isinstance(v, Tensor) else v for name, v in self._state().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads the state. Raises ValueError, before any change, if it is not finite or of another model."""
+        check_state(state, self._state(), self._resizable)
+        self._load(state)
+
+
+def check_state(
+    saved: Mapping[str, Any], own: Mapping[str, Any], resizable: Container[str] = (), prefix: str = ""
+) -> None:
+    """Checks a saved state: finite tensors, whole numbers, flags, and mappings, whose content is not checked.
+
+    Args:
+        saved (mapping): the saved state.
+        own (mapping): a state of this rank, with the same names, shapes and types.
+        resizable (container): names of tensors that may have any shape.
+        prefix (str): of the names in errors.
+
+    Raises:
+        ValueError: if a value is missing or not valid, or there are others.
+    """
+    if saved.keys() != own.keys():
+        raise ValueError(f"state of another algorithm: it has {sorted(saved)}, not {sorted(own)}")
+    for name, value in own.items():
+        what, found = f"{prefix}{name}", saved[name]
+        if isinstance(value, Tensor):
+            check_tensor(what, found, None if name in resizable else value.shape, value.dtype)
+        elif isinstance(value, bool):
+            require("True or False", FLAG, **{what: found})
+        elif isinstance(value, int):
+            check_count(what, found)
+        elif isinstance(value, dict):
+            check_mapping(what, found)
+
+
+@runtime_checkable
+class UsesOptimizer(Protocol):
+    """A gossip algorithm that works with the state of one kind of optimizer."""
+
+    def use_optimizer(self, optimizer: Optimizer) -> None:
+        """Called once, before `start`, with the wrapped optimizer. Raises ValueError if it is of another kind."""
         ...

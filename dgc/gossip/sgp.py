@@ -19,50 +19,37 @@ rounded up to a multiple of 8.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
-from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import AllReduce, Conversation
-from dgc.comm.transport import Transport
+from dgc.comm.requests import AllReduce, Conversation, as_bytes
 from dgc.gossip.graphs import n_peer_exponential
 from dgc.gossip.messages import (
     WEIGHT_NBYTES,
-    Bytes,
     FP32Message,
     Message,
-    Vector,
     blank,
-    content,
     exchange,
-    weight_from_bytes,
-    weight_to_bytes,
+    weight_of,
 )
-from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import MISSING_ZERO_GRAD
+from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, check_state
 from dgc.gossip.topology import Graph, Mixing, Topology, build_topology, check_mixing, uniform
-from dgc.state import check_count, check_tensor
 
 POLL_INTERVAL = 5e-4  # seconds
 
 
-@dataclass(frozen=True, eq=False)
-class ReceivedShare:
-    """A neighbour's share of its x and w."""
-
-    x: Tensor
-    w: float
+Share = tuple[Tensor, float]  # of x and of w
 
 
 @checked
-class SGP:
+class SGP(Gossip):
     """Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, Algorithm 1).
 
     With gradients g at z and the direction O of any optimizer:
@@ -87,8 +74,6 @@ class SGP:
 
     overlap = False
     weighted = True
-    needs_groups = False
-    is_synchronous = True
 
     def __init__(
         self,
@@ -108,15 +93,11 @@ class SGP:
         self.round = 0
         self.staleness = 0  # steps since the last round was added
         self._gradient_weight = 1.0  # weight of the model at the last gradient
-        self._received: dict[int, ReceivedShare] | None = None  # shares by sender, not added yet
-        self._conversation: RunningConversation[dict[int, ReceivedShare]] | None = None
+        self._received: dict[int, Share] | None = None  # shares by sender, not added yet
         self._in_step = False
         self._graph_epoch = 0  # first epoch of the current graph
 
-    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
-        self.name, self.model, self.z = name, model, model.z
-        self.rank, self.size = transport.rank, transport.size
-        self._transport, self._meter = transport, meter
+    def _prepare(self) -> None:
         self._topologies: dict[int, Topology | None] = {}
         for epoch, graph in self._graphs.items():
             topology = None if graph is None or self.size == 1 else build_topology(graph, self.size)
@@ -186,34 +167,34 @@ class SGP:
             conversation = self._exchange() if self.topology is not None else self._all_reduce()
             self._conversation = RunningConversation(self.name, conversation, self._transport, self._meter)
 
+    @torch.no_grad()
     def _receive(self, wait: bool) -> None:
+        """Adds the shares of a round in rank order, so that ranks with the same shares get the same result.
+
+        wait: for the end of the round.
+        """
         if not self._is_pending:
             return
         if self._conversation is not None and not wait and not self._conversation.advance():
             self.staleness += 1
             return
         self._complete_round()
-        self._add_received()
-        self.staleness = 0
-
-    def _complete_round(self) -> None:
-        if self._conversation is not None:
-            self._received, self._conversation = self._conversation.finish(), None
-
-    @torch.no_grad()
-    def _add_received(self) -> None:
-        """Adds the received shares in rank order, so that ranks with the same shares get the same result."""
         assert self._received is not None
         shares, self._received = self._received, None
-        w = self.w + sum(shares[source].w for source in sorted(shares))
+        w = self.w + sum(shares[source][1] for source in sorted(shares))
         if self.rank not in shares:
-            shares[self.rank] = ReceivedShare(self.z.mul_(self.w), self.w)
-        x, *others = (shares[source].x for source in sorted(shares))
+            shares[self.rank] = self.z.mul_(self.w), self.w
+        x, *others = (shares[source][0] for source in sorted(shares))
         for other in others:
             x.add_(other)
         self.w = self._divisor(w)
         torch.div(x, self.w, out=self.z)
         self.model.scatter()
+        self.staleness = 0
+
+    def _complete_round(self) -> None:
+        if self._conversation is not None:
+            self._received, self._conversation = self._conversation.finish(), None
 
     def _divisor(self, w: float) -> float:
         """The divisor of x after a round, and the new weight. w: the sum of all shares of w."""
@@ -257,124 +238,79 @@ class SGP:
     # --- one round --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _exchange(self) -> Conversation[dict[int, ReceivedShare]]:
-        topology, k = self.topology, self.round
+    def _exchange(self) -> Conversation[dict[int, Share]]:
+        """Sends shares of x and w to the peers, and keeps the rest. Returns the received shares."""
+        topology, k, n = self.topology, self.round, self.z.numel()
         assert topology is not None
         shares = self.mixing(topology, self.rank, k)
         to_peers = {to: share for to, share in shares.items() if to != self.rank}
-        sends = self._encode_shares(to_peers, shares[self.rank])
-        sources = topology.in_peers(self.rank, k)
-        self.round += 1
-        sizes = dict.fromkeys(sources, self._nbytes)
-        replies = yield from exchange(sends, sizes, f"a message of {self.name}", self.z)
-        weights = {s: None if self.weighted else self.mixing(topology, s, k)[self.rank] for s in sources}
-        return {s: self._decode(replies[s], weights[s]) for s in sources}
-
-    def _encode_shares(self, shares: dict[int, float], kept: float) -> dict[int, Tensor]:
-        """Returns the message for each peer. x and w are reduced to the kept share."""
-        encoded = {share: self._encode(self.w * share) for share in {*shares.values()}}
-        rounding = torch.zeros_like(self.z) if not self.message.exact else None  # errors of all messages
+        end = self.message.nbytes(n)
+        nbytes = end + (WEIGHT_NBYTES if self.weighted else 0)
+        encoded, decoded = {}, {}  # by share
+        for share in {*to_peers.values()}:
+            encoded[share], content = blank(nbytes, self.z)
+            decoded[share] = self.message.encode_(self.z, self.w * share, content[:end])
+            if self.weighted:
+                content[end:].copy_(as_bytes(fp64(self.w * share)))
+        rounding = None if self.message.exact else torch.zeros_like(self.z)  # errors of all messages
         if rounding is not None:
-            for share in shares.values():
-                rounding += self.z * (self.w * share) - encoded[share][1]
-        self._scale(kept)
+            for share in to_peers.values():
+                rounding += self.z * (self.w * share) - decoded[share]
+        self._scale(shares[self.rank])
         if rounding is not None:
             self.z.add_(rounding, alpha=1 / self.w)
             self.model.scatter()
-        return {to: encoded[share][0] for to, share in shares.items()}
+        self.round += 1
+        sends = {to: encoded[share] for to, share in to_peers.items()}
+        sizes = dict.fromkeys(topology.in_peers(self.rank, k), nbytes)
+        received = {}
+        for source, content in (yield from exchange(sends, sizes, f"a message of {self.name}", self.z)).items():
+            w = float(weight_of(content)) if self.weighted else self.mixing(topology, source, k)[self.rank]
+            received[source] = self.message.decode(content[:end], n), w
+        return received
 
     def _scale(self, share: float) -> None:
         """Multiplies x and w by share. z does not change."""
         self.w *= share
 
-    @property
-    def _nbytes(self) -> int:
-        """Bytes of the content of a message."""
-        return self.message.nbytes(self.z.numel()) + (WEIGHT_NBYTES if self.weighted else 0)
-
-    def _encode(self, factor: float) -> tuple[Bytes, Vector]:
-        """Returns a message with factor * z, and factor as the share of w; and the decoded factor * z."""
-        end, nbytes = self.message.nbytes(self.z.numel()), self._nbytes
-        message = blank(nbytes, self.z)
-        section = content(message, nbytes)
-        decoded = self.message.encode_(self.z, factor, section[:end])
-        if self.weighted:
-            section[end:].copy_(weight_to_bytes(torch.tensor(factor, dtype=torch.float64)))
-        return message, decoded
-
-    def _decode(self, section: Bytes, w: float | None) -> ReceivedShare:
-        """Decodes the content of a message. w: the weight, if the message has none."""
-        n = self.z.numel()
-        x = self.message.decode(section[: self.message.nbytes(n)], n)
-        return ReceivedShare(x, float(weight_from_bytes(section)) if w is None else w)
-
-    def _all_reduce(self) -> Conversation[dict[int, ReceivedShare]]:
+    def _all_reduce(self) -> Conversation[dict[int, Share]]:
         x, w = self.z * self.w, torch.tensor([self.w], dtype=torch.float64)
         self._scale(0.0)
         (x, w) = yield (AllReduce(x), AllReduce(w))
-        return {self.rank: ReceivedShare(x, float(w))}
+        return {self.rank: (x, float(w))}
 
     # --- state ------------------------------------------------------------------------------------
 
     def biased_parameters(self) -> Tensor:
-        assert self._conversation is None, "flush() must be called first"
+        self._check_flushed()
         x = self.z * self.w
-        for share in (self._received or {}).values():
-            x += share.x
+        for share, _ in (self._received or {}).values():
+            x += share
         return x
 
     def bias(self) -> float:
-        return self.w + sum(share.w for share in (self._received or {}).values())
+        return self.w + sum(w for _, w in (self._received or {}).values())
 
     def metrics(self) -> dict[str, float]:
         return {"weight": self._gradient_weight, "staleness": float(self.staleness)}
 
-    def errors(self) -> Iterable[Tensor]:
-        return ()
-
-    def close(self) -> None:
-        self.synchronize_messages()
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self._conversation is None, "flush() must be called first"
+    def _state(self) -> dict[str, Any]:
         # Received shares by distance from the sender: on most graphs the distances are the same on all ranks, so
         # that another number of ranks can load the state.
         received = {
-            str((source - self.rank) % self.size): {
-                "x": share.x.clone(),
-                "w": torch.tensor(share.w, dtype=torch.float64),
-            }
-            for source, share in (self._received or {}).items()
+            str((source - self.rank) % self.size): {"x": x.clone(), "w": fp64(w)}
+            for source, (x, w) in (self._received or {}).items()
         }
-        return {
-            "z": self.z.clone(),
-            "x": self.z * self.w,
-            "size": self.size,
-            "w": torch.tensor(self.w, dtype=torch.float64),
-            "received": received,
-            "round": self.round,
-            "graph_epoch": self._graph_epoch,
-        }
+        state = {"z": self.z, "x": self.z * self.w, "size": self.size, "w": fp64(self.w), "received": received}
+        return {**state, "round": self.round, "graph_epoch": self._graph_epoch}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the state. Raises ValueError, before any change, if it is not finite or of another model."""
-        if state.keys() != {"z", "x", "size", "w", "round", "graph_epoch", "received"}:
-            raise ValueError(f"state of another algorithm: it has {sorted(state)}")
+    def _load(self, state: Mapping[str, Any]) -> None:
         if (epoch := state["graph_epoch"]) not in self._graphs:
             raise ValueError(f"state of another graph_from_epoch: its graph begins with epoch {epoch}")
-        check_count("round", state["round"])
-        for name in ("z", "x"):
-            check_tensor(name, state[name], self.z.shape)
-        check_tensor("w", state["w"], (), torch.float64)
-        check_count("size", state["size"])
-        for distance, share in state["received"].items():
-            if share.keys() != {"x", "w"}:
-                raise ValueError(f"received {distance} has {sorted(share)}, not ['w', 'x']")
-            check_tensor("received x", share["x"], self.z.shape)
-            check_tensor("received w", share["w"], (), torch.float64)
+        for share in state["received"].values():
+            check_state(share, {"x": self.z, "w": fp64(self.w)}, prefix="received ")
         received = {
-            (self.rank + int(distance)) % self.size: ReceivedShare(share["x"].to(self.z.device), float(share["w"]))
+            (self.rank + int(distance)) % self.size: (share["x"].to(self.z.device), float(share["w"]))
             for distance, share in state["received"].items()
         }
         self.w = float(state["w"])
@@ -384,6 +320,10 @@ class SGP:
         self._received = received or None
         self.round, self.staleness = state["round"], 0
         self._graph_epoch, self._conversation, self._in_step = state["graph_epoch"], None, False
+
+
+def fp64(w: float) -> Float64[Tensor, ""]:
+    return torch.tensor(w, dtype=torch.float64)
 
 
 @checked

@@ -199,7 +199,7 @@ class Ramp:
         return self.first + (self.last - self.first) * min(1.0, step / self.steps)
 
 
-class OuterSteps:
+class OuterSteps(Gossip):
     """Trains without communication, and exchanges compressed pseudo-gradients every H steps.
 
     This is local SGD without further arguments, DiLoCo with `outer=Nesterov()`, and SparseLoCo with the compressor
@@ -273,7 +273,7 @@ class OuterSteps:
         return {"average_every": self.average_every, "fragment_mb": self.fragment_mb}
 
     @property
-    def needs_groups(self) -> bool:
+    def needs_groups(self) -> bool:  # type: ignore[override]
         return self.base is not None and self.base.needs_groups
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:

@@ -51,6 +51,7 @@ from dgc.engine.loop import Engine, warn_of_drop
 from dgc.engine.options import as_route, register_compressors
 from dgc.engine.state import BucketStates, named_methods
 from dgc.gossip.model import FlatModel
+from dgc.gossip.protocol import Gossip
 from dgc.local.exchange import AGREE, optimizer_text
 from dgc.local.steps import COMMON_START, check_momentum
 from dgc.local.zero_one_adam import ZeroOneAdam, dense
@@ -207,7 +208,7 @@ class _Tensor:
     u: Tensor
 
 
-class ZeroOneSteps:
+class ZeroOneSteps(Gossip):
     """0/1 Adam: the mean gradient at growing intervals, and local steps whose sum the ranks exchange in 1 bit per
     element (Lu et al. 2022, arXiv 2202.06009, Algorithm 1).
 
@@ -259,7 +260,7 @@ class ZeroOneSteps:
         self._adam: ZeroOneAdam | None = None
 
     @property
-    def compress_ratio(self) -> float:
+    def compress_ratio(self) -> float:  # type: ignore[override]
         """Of the next step; 1 in a step of T_v."""
         t = 0 if self._adam is None else self._adam.steps
         if self.schedule.updates_variance(t):
@@ -388,9 +389,6 @@ class ZeroOneSteps:
 
     def biased_parameters(self) -> Tensor:
         return self.model.z.clone()
-
-    def bias(self) -> float:
-        return 1.0
 
     def metrics(self) -> dict[str, float]:
         interval = self.schedule.interval(self.adam.steps)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import isnan
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -31,7 +31,7 @@ from dgc.engine.options import (
 )
 from dgc.engine.state import check_is_state
 from dgc.gossip.model import FlatModel, local
-from dgc.gossip.protocol import Asynchronous, Gossip, Joinable, UsesOptimizer
+from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
 
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
@@ -184,8 +184,7 @@ class LocalOptimizer(Wrapper):
     def more_steps(self, total: int) -> Callable[[], bool] | None:
         if self.method.is_synchronous:
             return None
-        method = cast(Asynchronous, self.method)
-        return lambda: method.progress < total
+        return lambda: self.method.progress < total
 
     def synchronize_messages(self) -> None:
         """Receive all messages in flight and add them to the model. Collective."""
@@ -226,19 +225,19 @@ class LocalOptimizer(Wrapper):
         Call it before the program ends. When the first rank exits, Horovod ends MPI on all ranks, even if some of
         them are still training.
         """
-        if not self.method.is_synchronous and cast(Asynchronous, self.method).is_running:
+        if self.method.is_running:
             self.synchronize_messages()
         self.method.close()
         barrier(self.transport, "local.closed")
 
     @property
     def island(self) -> int | None:  # type: ignore[override]
-        return self.method.island if isinstance(self.method, Joinable) else None
+        return self.method.island
 
     def join(self) -> None:
         if self.island is None:
             super().join()
-        cast(Joinable, self.method).join()
+        self.method.join()
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""

@@ -25,8 +25,7 @@ from dgc.cost import (
     record_steps,
     typical,
 )
-from dgc.cost.computing import Planned
-from dgc.cost.machine import cache_evictor
+from dgc.cost.computing import Planned, cache_evictor
 from dgc_training.config import ConfigError
 from dgc_training.startup.build import config_errors, wrap_optimizer
 from scripts.advise.gossip import record_gossip

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from dgc.comm import Request
 from dgc.cost import AlikeRanks, Message, Traffic, message_of
-from dgc.cost.machine import cache_evictor
+from dgc.cost.computing import cache_evictor
 from dgc.optim import LocalOptimizer, Wrapper
 from dgc_training.startup.build import config_errors, wrap_optimizer
 from scripts.advise.optimizers import build_inner

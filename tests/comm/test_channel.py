@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from channels import ChannelWorld
 from environment import patient
 
-from dgc.comm.channel import Channel, ChannelWorld
+from dgc.comm.channel import Channel
 
 
 def received(world: Any, rank: Any, tag: Any, tests: int = 200, room: int = 3) -> Any:

@@ -48,8 +48,18 @@ def _forget() -> None:
     Copying.made.clear()
 
 
+class OfADevice(StagedTransport):
+    """Takes every tensor for one of a GPU."""
+
+    _make_event = Copying
+
+    @staticmethod
+    def _needs_copy(tensor: Any) -> bool:
+        return True
+
+
 def staged(transport: Any, remote: bool = True) -> Any:
-    return StagedTransport(transport, needs_copy=lambda tensor: remote, make_event=Copying)
+    return OfADevice(transport) if remote else StagedTransport(transport)
 
 
 LANES_OF = {"a": "", "b": "", "c": "other"}

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from channels import ChannelWorld
 from environment import patient
 
 from dgc import gossip
 from dgc.comm import TrafficMeter
-from dgc.comm.channel import ChannelWorld
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.gossip import Topology, TopologyError
 from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError, MessageLink
 from dgc.gossip.graphs import bipartite_complete
+from dgc.gossip.model import FlatModel
 from dgc.gossip.topology import bipartite_subgraph, peer_schedule
 from dgc.optim import LocalOptimizer
 from dgc.wire import PayloadError
@@ -251,7 +252,7 @@ def test_messages_are_as_long_as_documented() -> None:
     for protocol, link in zip(simulation.protocols, simulation.links, strict=True):
         header, averages = 8 * (6 + 4), protocol.averagings
         without_x = {0: 3, 1: 3, 2: 1, 3: 3}[protocol.rank]  # messages of header size
-        assert link.meter.payload_bytes == averages * (header + 8 * 51) + without_x * header
+        assert link.sent_bytes == averages * (header + 8 * 51) + without_x * header
 
 
 def noisy(world: ChannelWorld, number: int, byte: int) -> Any:
@@ -310,14 +311,34 @@ def test_graphs_without_a_path_of_odd_even_pairs_are_refused(graph: Any) -> None
 # --- threads -----------------------------------------------------------------------------------------------------
 
 
+class AgreedTransport:
+    """A rank's end of a world of channels, for an optimizer that has nothing else to ask the other ranks."""
+
+    def __init__(self, channel: Any) -> None:
+        self._alone, self._channel = LockstepWorld(1).transports[0], channel
+        self.rank, self.size = channel.rank, channel.size
+
+    def __getattr__(self, name: Any) -> Any:
+        return getattr(self._alone, name)
+
+    def channel(self) -> Any:
+        return self._channel
+
+
+def begin(own: Any, z: Any, channel: Any) -> None:
+    """Start gossip of a vector, and do not wait for a step."""
+    own.start(FlatModel([("z", z)]), AgreedTransport(channel), TrafficMeter())
+    own.resume()
+
+
 def together(size: Any, body: Any, **options: Any) -> Any:
     """Run body(rank, gossip, z) in one thread per rank and return the results."""
     world = ChannelWorld(size)
     results, errors = [None] * size, []
 
     def work(rank: Any) -> None:
-        own, z, meter = ADPSGD(**options), torch.zeros(11), TrafficMeter()
-        own.start_on_channel(z, world.channels[rank], meter)
+        own, z = ADPSGD(**options), torch.zeros(11)
+        begin(own, z, world.channels[rank])
         try:
             results[rank] = body(rank, own, z)
         except BaseException as error:
@@ -405,20 +426,6 @@ def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
     assert together(2, body, timeout=patient(30))[0] == [12, 12]
 
 
-class AgreedTransport:
-    """A rank's end of a world of channels, for an optimizer that has nothing else to ask the other ranks."""
-
-    def __init__(self, channel: Any) -> None:
-        self._alone, self._channel = LockstepWorld(1).transports[0], channel
-        self.rank, self.size = channel.rank, channel.size
-
-    def __getattr__(self, name: Any) -> Any:
-        return getattr(self._alone, name)
-
-    def channel(self) -> Any:
-        return self._channel
-
-
 def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
     """Also on ranks that close long before others do. Each step adds one to its rank's model."""
     world, models, errors = ChannelWorld(3), {}, []
@@ -455,16 +462,14 @@ def test_errors_of_the_user() -> None:
     with pytest.raises(ValueError, match="timeout"):
         ADPSGD(timeout=0)
     (channel,) = ChannelWorld(1).channels
-    with pytest.raises(ValueError, match="fp32"):
-        ADPSGD().start_on_channel(torch.zeros(3, dtype=torch.float64), channel, TrafficMeter())
     with pytest.raises(TopologyError, match="for 2 ranks, not for 1"):
-        ADPSGD(lambda size: gossip.full(2)).start_on_channel(torch.zeros(3), channel, TrafficMeter())
+        begin(ADPSGD(lambda size: gossip.full(2)), torch.zeros(3), channel)
     own, z = ADPSGD(), torch.zeros(3)
     with pytest.raises(RuntimeError, match="not been started"):
         own.synchronize_messages()
-    own.start_on_channel(z, channel, TrafficMeter())
+    begin(own, z, channel)
     with pytest.raises(RuntimeError, match="started"):
-        own.start_on_channel(z, channel, TrafficMeter())
+        begin(own, z, channel)
     for forbidden in (own.state_dict, lambda: own.load_state_dict({})):
         with pytest.raises(RuntimeError, match="synchronize_messages"):
             forbidden()
@@ -486,7 +491,7 @@ def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:
             raise OSError("the cable is cut")
 
         if rank == 1:
-            own._thread.link.channel.isend = fail
+            own._link.channel.isend = fail
         try:
             for _ in range(100_000):
                 steps(own, z, 1)

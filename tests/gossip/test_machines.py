@@ -10,8 +10,9 @@ import torch
 from gossip.networks import Trained
 
 from dgc import gossip
-from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.lockstep import LockstepFlight, LockstepTransport, LockstepWorld
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.requests import AllReduce
 from dgc.comm.transport import CrossMachineTransport
 from dgc.engine.options import unique_prefix
 from dgc.gossip import ADPSGD, CHOCO, DPSGD, OSGP, SGP, HierarchicalGossip, Int8Message
@@ -248,9 +249,25 @@ def test_optimizers_between_machines_have_names_of_their_own() -> None:
     assert LockstepWorld(2, 1).run(prefixes) == [["dgc0", "dgc1", "dgc2"]] * 2
 
 
-def test_gradients_that_nobody_averages_are_refused() -> None:
+class InPlaceTransport(LockstepTransport):
+    """Stores the reply to an all-reduce in the tensor of the request, as Horovod and torch.distributed do."""
+
+    def wait(self, flight: LockstepFlight) -> tuple[Any, ...]:
+        replies = super().wait(flight)
+        for request, reply in zip(flight.requests[self.rank], replies, strict=True):
+            if isinstance(request, AllReduce):
+                request.tensor.copy_(reply)
+        return replies
+
+
+@pytest.mark.parametrize("kind", [LockstepTransport, InPlaceTransport])
+def test_gradients_that_nobody_averages_are_refused(kind: Any) -> None:
+    def body(transport: Any) -> None:
+        own = Trained(kind(transport._world, transport.rank), HierarchicalGossip(SGP(), averages_gradients=False))
+        own.step()
+
     with pytest.raises(ValueError, match="the ranks of a machine have different gradients"):
-        LockstepWorld(4, 2).run(lambda t: Trained(t, HierarchicalGossip(SGP(), averages_gradients=False)).step())
+        LockstepWorld(4, 2).run(body)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -18,9 +18,9 @@ import torch
 from environment import patient
 
 from dgc.comm import TrafficMeter, all_gather_object, all_reduce, barrier
-from dgc.comm.channel import open_channel
 from dgc.comm.connect import connect
 from dgc.gossip.adpsgd import ADPSGD, GossipError
+from dgc.gossip.model import FlatModel
 
 Finding = dict[str, Any]
 
@@ -28,7 +28,8 @@ Finding = dict[str, Any]
 def begun(transport: Any, numel: int, **options: Any) -> tuple[ADPSGD, torch.Tensor, TrafficMeter]:
     z, meter = torch.zeros(numel), TrafficMeter()
     gossip = ADPSGD(**options)
-    gossip.start_on_channel(z, open_channel(transport), meter)
+    gossip.start(FlatModel([("z", z)]), transport, meter)
+    gossip.resume()
     return gossip, z, meter
 
 

@@ -34,8 +34,8 @@ COMM = [
     Fault(
         "advance-waits-for-a-device",
         "dgc/comm/conversation.py",
-        "self._transport.poll(self._flight) if self._copy is None else self._copy.poll()",
-        "self._transport.poll(self._flight) if self._copy is None else True",
+        "self._awaited.poll(self._flight):",
+        "(self._awaited is not self._transport or self._awaited.poll(self._flight)):",
         ["tests/comm/test_reads.py"],
     ),
     Fault(
@@ -55,7 +55,7 @@ COMM = [
     Fault(
         "threads-of-process-groups-outlive-the-program",
         "dgc/comm/torch_distributed.py",
-        "        groups += self._lanes.close()\n",
+        "        groups += self._lanes.values()\n",
         "",
         ["tests/comm/test_torch_distributed.py"],
     ),
@@ -125,8 +125,8 @@ COMM = [
     Fault(
         "record-ends-at-any-all-gather",
         "dgc/cost/computing.py",
-        'if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in self.messages):',
-        'if ends and "AllGather" in (message.kind for message in self.messages):',
+        'if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in messages):',
+        'if ends and "AllGather" in (message.kind for message in messages):',
         ["tests/test_cost.py"],
     ),
     Fault(

@@ -41,8 +41,8 @@ GOSSIP = [
     Fault(
         "shares-added-in-order-of-arrival",
         "dgc/gossip/sgp.py",
-        "x, *others = (shares[source].x for source in sorted(shares))",
-        "x, *others = (shares[source].x for source in shares)",
+        "x, *others = (shares[source][0] for source in sorted(shares))",
+        "x, *others = (shares[source][0] for source in shares)",
         ["tests/gossip/test_training.py::test_a_complete_graph_is_parameter_averaging"],
     ),
     Fault(
@@ -147,5 +147,12 @@ GOSSIP = [
         "x[self._slice] = self.base.biased_parameters() * self._local_size",
         "x[self._slice] = self.base.biased_parameters()",
         ["tests/gossip/test_machines.py::test_without_gradients_the_mean_over_machines_is_kept"],
+    ),
+    Fault(
+        "gradients-compared-with-what-the-transport-stored",
+        "dgc/gossip/hierarchical_gossip.py",
+        "AllReduce(both.clone(),",
+        "AllReduce(both,",
+        ["tests/gossip/test_machines.py::test_gradients_that_nobody_averages_are_refused"],
     ),
 ]
