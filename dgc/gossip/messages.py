@@ -82,9 +82,9 @@ def exchange(
     receives = {source: blank(nbytes, like)[0] for source, nbytes in sizes.items()}
     (replies,) = yield (Exchange(dict(messages), receives),)
     received = [opened(replies[source], nbytes, what, source) for source, nbytes in sizes.items()]
-    words = yield from read([word for part in received for word in part.scalars])
+    words = yield from read([word for message in received for word in message.scalars])
     each = len(words) // max(1, len(received))
-    contents = [part.checked(words[each * i : each * (i + 1)])[0][0] for i, part in enumerate(received)]
+    contents = [message.checked(words[each * i : each * (i + 1)])[0][0] for i, message in enumerate(received)]
     return dict(zip(sizes, contents, strict=True))
 
 
