@@ -1,4 +1,4 @@
-"""The base class of algorithms that exchange models, for `dgc.optim.LocalOptimizer`. Each rank has its own model."""
+"""The base class of algorithms that exchange models, for `dgc.optim.LocalOptimizer`. Each rank has its model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
