@@ -127,7 +127,7 @@ def test_damaged_states_of_methods_are_named() -> None:
         torch.nn.init.zeros_(model.weight)
         sgd = SGD(model.parameters(), lr=0.1)
         choco = LocalOptimizer(sgd, model.named_parameters(), CHOCO(), transport=transport)
-        refused(choco, "^graph must be a whole number, not", torch.ones(2), "graph")
+        refused(choco, "^graph must be a whole number of 0 or more, not", torch.ones(2), "graph")
         refused(choco, "^copies_valid must be True or False, not", torch.ones(2), "copies_valid")
 
     message = "^history of weight: ratio must be a number, not"
@@ -211,7 +211,7 @@ def test_gossip_needs_an_algorithm_a_topology_and_shares() -> None:
         LockstepWorld(2).run(on_rank)
 
     for gossip, message in (
-        (lambda: SGP, "gossip must be an algorithm"),
+        (lambda: SGP, "method must be an algorithm"),
         (lambda: SGP(graph=lambda size: None), "graph must return a Topology"),  # type: ignore[arg-type,return-value]
         (lambda: SGP(mixing=lambda *_: None), "mixing must return a share"),  # type: ignore[arg-type]
     ):

@@ -105,8 +105,8 @@ def test_trap_02_every_config_and_script_is_complete() -> None:
         **dict.fromkeys(("fp16", "bf16", "int8"), ["configs/cifar/resnet20.py", "configs/gossip/sgp.py"]),
         **dict.fromkeys(
             (
-                *("chunks", "powersgd", "threshold", "quant", "sparse", "route", "gossip", "average", "adam"),
-                *("dense", "outer"),
+                *("chunks", "powersgd", "threshold", "quant", "sparse", "route", "gossip", "local", "adam"),
+                *("dense",),
             ),
             ["configs/cifar/resnet20.py"],
         ),
