@@ -8,6 +8,7 @@ the collectives of a lane in the same order. A lane is a sequence of requests wi
 whose place among the others depends on timing is launched on a separate lane. An Exchange is matched by name.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,14 +62,14 @@ class Transport(Protocol):
         ...
 
 
-class GroupedTransport:
+class GroupedTransport(ABC):
     """Base class of transports that list the ranks of each group, and need no preparation of lanes."""
 
     rank: int
 
+    @abstractmethod
     def members(self, group: Group) -> list[int]:
         """World ranks of this rank's group of that kind."""
-        raise NotImplementedError
 
     def group_size(self, group: Group) -> int:
         return len(self.members(group))
@@ -78,6 +79,7 @@ class GroupedTransport:
 
     def open_lane(self, lane: str) -> None:
         """Lanes have no effect where requests are matched by name."""
+        return None
 
 
 class Groups:
