@@ -179,6 +179,17 @@ def load_optimizer_state(optimizer: Optimizer, state: Any) -> None:
         ) from error
 
 
+def check_adam(betas: Sequence[float], floor: float, **others: float) -> None:
+    """Raise ValueError if an argument of an Adam is out of range. others: numbers of 0 or more, by name."""
+    for name, value in others.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must be 0 or more, not {value}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas}")
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor must be a fraction from 0 to 1, not {floor}")
+
+
 def loss_of(closure: Callable[[], Any] | None) -> Any:
     """Return the loss of the closure of an optimizer's step, evaluated with gradients. None without a closure.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.arguments import checked
-from dgc.engine.options import loss_of
+from dgc.engine.options import check_adam, loss_of
 
 
 @checked
@@ -58,13 +58,7 @@ class ZeroOneAdam(Optimizer):
         bias_correction: bool = True,
         floor: float = 0.01,
     ):
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} must be 0 or more, not {value}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas}")
-        if not 0 <= floor <= 1:
-            raise ValueError(f"floor must be a fraction from 0 to 1, not {floor}")
+        check_adam(betas, floor, lr=lr, eps=eps, weight_decay=weight_decay)
         self._buffers: Mapping[Tensor, Tensor] | None = None
         self._updates_variance = False
         defaults = dict(

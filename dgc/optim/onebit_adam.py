@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.engine.options import loss_of
+from dgc.engine.options import check_adam, loss_of
 
 
 class OneBitAdam(Optimizer):
@@ -69,15 +69,9 @@ class OneBitAdam(Optimizer):
         bias_correction: bool = True,
         floor: float = 0.01,
     ):
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} must be 0 or more, not {value}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas}")
+        check_adam(betas, floor, lr=lr, eps=eps, weight_decay=weight_decay)
         if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
             raise ValueError(f"freeze_step must be a whole number of at least 1, not {freeze_step!r}")
-        if not 0 <= floor <= 1:
-            raise ValueError(f"floor must be a fraction from 0 to 1, not {floor}")
         self._receives_momentum: frozenset[Tensor] = frozenset()
         defaults = dict(
             lr=lr,
