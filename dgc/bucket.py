@@ -67,6 +67,14 @@ class Bucket:
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
     @cached_property
+    def _slices(self) -> tuple[Tensor, ...]:
+        return self._flat.split([segment.numel for segment in self.segments])
+
+    @cached_property
+    def _dtype_of_sums(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @cached_property
     def bounds(self) -> Tensor:
         """The first element of each segment, and numel, int64 [segments + 1]."""
         bounds = [*(s.offset for s in self.segments), self.numel]
@@ -75,9 +83,10 @@ class Bucket:
     @property
     def flat(self) -> Tensor:
         """All gradients [numel]. Gradients that lie elsewhere are copied in first."""
-        for i, gradient in self._elsewhere.items():
-            self._slice(i).copy_(gradient)
-        self.release()
+        if self._elsewhere:
+            for i, gradient in self._elsewhere.items():
+                self._slices[i].copy_(gradient)
+            self.release()
         return self._flat
 
     def probe(self) -> Tensor:
@@ -85,8 +94,7 @@ class Bucket:
 
         It may also be inf for very large finite elements.
         """
-        flat = self.flat.detach()
-        return flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32))
+        return self.flat.sum(dtype=self._dtype_of_sums)
 
     @property
     def is_flat(self) -> bool:
@@ -103,8 +111,8 @@ class Bucket:
 
     def release(self) -> None:
         """Drop the references to gradients that lie elsewhere."""
-        for gradient in self._elsewhere.values():
-            if gradient.is_cuda:  # this stream may still read memory that belongs to the stream of backward
+        if self.device.type == "cuda":  # this stream may still read memory that belongs to the stream of backward
+            for gradient in self._elsewhere.values():
                 gradient.record_stream(torch.cuda.current_stream(gradient.device))
         self._elsewhere.clear()
 
@@ -115,12 +123,8 @@ class Bucket:
             return (self.flat,)
         gradients = []
         for i in range(len(self.segments)):
-            gradients.append(self._elsewhere[i] if i in self._elsewhere else self._slice(i))
+            gradients.append(self._elsewhere[i] if i in self._elsewhere else self._slices[i])
         return tuple(gradients)
-
-    def _slice(self, i: int) -> Tensor:
-        offset = self.segments[i].offset
-        return self._flat[offset : offset + self.segments[i].numel]
 
 
 def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:

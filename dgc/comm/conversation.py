@@ -6,6 +6,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Generic
 
+import torch
+
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation, Read, T
 from dgc.comm.staging import HostCopy
@@ -108,13 +110,14 @@ class RunningConversation(Generic[T]):
 
 
 class Intact:
-    """Context of work with other ranks. If an exception ends it, it cannot be entered again.
+    """Context of work with other ranks, without gradients. If an exception ends it, it cannot be entered again.
 
     What was sent, and the state of the methods, is unknown then: it may differ from that of the other ranks.
     """
 
     def __init__(self) -> None:
         self._reason = ""
+        self._grad_modes: list[bool] = []  # of the caller, for each entry
 
     def fail(self, reason: str) -> None:
         """Let `check` raise from here on. The first reason remains."""
@@ -131,9 +134,12 @@ class Intact:
     def __enter__(self) -> None:
         if self._reason:
             self.check()
+        self._grad_modes.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        torch.set_grad_enabled(self._grad_modes.pop())
         if error is not None:
             self.fail(f"{type(error).__name__}: {error}")

@@ -144,8 +144,9 @@ class TorchTransport(GroupedTransport):
         for request, works in zip(flight.requests, flight.works, strict=True):
             if not isinstance(request, Exchange) and request.tensor.is_cuda:
                 continue  # `wait` makes only the current stream wait, not the host
-            if not all(work.done() if isinstance(work, Future) else work.is_completed() for work in works):
-                return False
+            for work in works:
+                if not (work.done() if isinstance(work, Future) else work.is_completed()):
+                    return False
         return True
 
     def wait(self, flight: TorchFlight) -> tuple[Reply, ...]:
@@ -153,8 +154,9 @@ class TorchTransport(GroupedTransport):
         for request, works, output in zip(flight.requests, flight.works, flight.outputs, strict=True):
             for work in works:
                 work.result() if isinstance(work, Future) else work.wait()
-            if isinstance(request, AllReduce | ReduceScatter) and request.op == "mean":
-                output = output.div_(self.group_size(request.group))
+            if isinstance(request, (AllReduce, ReduceScatter)) and request.op == "mean":
+                size = self.group_size(request.group)
+                output = output.div_(size) if size > 1 else output
             replies.append(output)
         self._unfinished.discard(flight)
         return tuple(replies)
@@ -186,7 +188,7 @@ class TorchTransport(GroupedTransport):
         tensor, output = request.tensor, cast(Reply, request.tensor)
         match request:
             case AllReduce(_, op):
-                work = dist.all_reduce(tensor, _OPS[op], group, async_op=True)
+                work = group.allreduce([tensor], _OPS[op])  # not dist.all_reduce, which takes twice the time
             case AllGather():
                 output = tensor.new_empty(len(members) * tensor.numel())
                 work = _all_gather(output, tensor, group, async_op=True)

@@ -26,7 +26,8 @@ class DenseCompressor(StatelessCompressor):
         own = bucket.probe()
         wire = bucket.flat.float() if bucket.flat.dtype == torch.bfloat16 else bucket.flat
         (mean,) = yield (AllReduce(wire),)
-        bucket.flat.copy_(mean)
+        if mean is not bucket.flat:
+            bucket.flat.copy_(mean)
         return Reduced(DenseResult(own=own), state)
 
 

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -238,7 +239,6 @@ class Engine:
         self.loss_scale = loss_scale or LossScale(None, planned)
         self.order = StartOrder([sum(len(p.parameters) for p in group) for group in groups], transport, name)
         devices = dict.fromkeys(p.bucket.device for p in planned)
-        self._device = next(iter(devices), torch.device("cpu"))
         self.streams = {device: SideStream(device) for device in devices if device.type == "cuda"}
         self._transport, self._begin_step, self._counts_dense = transport, begin_step, counts_dense
         self._position = {plan.bucket.name: i for i, plan in enumerate(planned)}
@@ -277,7 +277,7 @@ class Engine:
             if self._counts_dense:
                 self.meter.count_dense(plan.bucket.numel, self._transport.size)
             side, own = self.streams.get(plan.bucket.device), states or plan.states
-            with torch.no_grad(), side.after_caller() if side else nullcontext(), self.intact:
+            with side.after_caller() if side else nullcontext(), self.intact:
                 if self.loss_scale.enabled:
                     self.loss_scale.divide_(plan.bucket.flat)
                 conversation = RunningConversation(
@@ -299,7 +299,7 @@ class Engine:
         for running in self._waiting:
             conversation = running.conversation
             if not conversation.done:
-                with torch.no_grad(), self.intact, running.side.concurrently() if running.side else nullcontext():
+                with self.intact, running.side.concurrently() if running.side else nullcontext():
                     done = conversation.advance(limit)
                 limit = limit if done else min(limit, conversation.rounds)
                 if limit == 1:  # all others wait in their first round, and may not begin another one
@@ -312,7 +312,7 @@ class Engine:
             learn: Let the order in which rank 0 has filled its buckets be that of all later steps. Collective.
             judge: Given why the results of this rank cannot be used, or None, returns why those of all cannot.
         """
-        with torch.no_grad(), self.intact:
+        with self.intact:
             self._wait()
             started = sorted(self._started)  # by position
             if learn and not self.order.is_learned:
@@ -321,14 +321,21 @@ class Engine:
             for side in self.streams.values():
                 side.join()
             results: list[tuple[PlannedBucket, Result]] = []
-            reason, probes = None, []
+            reason, probes, is_finite = None, [], True
             for running in started:
                 result = running.conversation.result
                 results.append((running.plan, result))
                 reason = reason or result.nonfinite
                 if isinstance(result, DenseResult) and not result.is_finite:
-                    probes.append(running.plan.bucket.probe().to(self._device, torch.float64))
-            if reason is None and probes and not torch.stack(probes).sum().isfinite():
+                    probe = running.plan.bucket.probe()
+                    if probe.is_cpu:
+                        is_finite = is_finite and isfinite(probe.item())
+                    else:
+                        probes.append(probe)
+            if probes:  # the host waits once
+                together = [probe.to(probes[0].device, torch.float64) for probe in probes]
+                is_finite = is_finite and isfinite(torch.stack(together).sum().item())
+            if reason is None and not is_finite:
                 reason = self._explain(results)
             reason = reason if judge is None else judge(reason)
             if reason is not None:

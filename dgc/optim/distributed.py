@@ -398,7 +398,7 @@ class GradientExchange:
 
     def finish(self) -> Outcome:
         """Start the buckets that backward did not fill, and wait for all. There is one result per bucket."""
-        with self._lock, torch.no_grad():
+        with self._lock:
             for b in range(len(self.planned)):
                 self._check_unchanged(b)
             with self.engine.intact:
