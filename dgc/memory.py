@@ -108,7 +108,7 @@ class SparseState(State):
 
     def after(self, sent: SparseVector, returned: SparseVector | None = None) -> "SparseState":
         """Return the state that records what a step has sent, and what it has returned."""
-        return replace(self, sent=sent, returned=returned) if self.errors else self
+        return self.changed(sent=sent, returned=returned) if self.errors else self
 
     def settle_(self) -> None:
         """Remove the sent elements from u and v, and add the returned ones to v."""

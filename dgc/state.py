@@ -47,7 +47,13 @@ class State:
 
     def next(self: S, **changes: Any) -> S:
         """Return the state after one more step, with these attributes changed."""
-        return replace(self, steps=self.steps + 1, **changes)
+        return self.changed(steps=self.steps + 1, **changes)
+
+    def changed(self: S, **changes: Any) -> S:
+        """Return the state with these attributes changed. `dataclasses.replace` takes ten times as long."""
+        state = object.__new__(type(self))
+        state.__dict__.update(self.__dict__, **changes)
+        return state
 
     def unsent(self, bucket: Bucket) -> list[Tensor]:
         """Return tensors [numel], read-only. Their sum is what is not sent."""

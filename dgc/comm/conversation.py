@@ -135,11 +135,13 @@ class Intact:
         if self._reason:
             self.check()
         self._grad_modes.append(torch.is_grad_enabled())
-        torch.set_grad_enabled(False)
+        if self._grad_modes[-1]:  # not during backward
+            torch.set_grad_enabled(False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        torch.set_grad_enabled(self._grad_modes.pop())
+        if self._grad_modes.pop():
+            torch.set_grad_enabled(True)
         if error is not None:
             self.fail(f"{type(error).__name__}: {error}")

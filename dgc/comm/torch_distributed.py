@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Semaphore, Thread
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from dgc.comm.transport import GroupedTransport, Groups, Transport
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # The names before torch 2.13 are deprecated there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"  # of a group
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 DEFAULT_TIMEOUT = 1800.0  # seconds: that of torch.distributed
 MAX_TAG = 2**31 - 1
@@ -185,14 +185,15 @@ class TorchTransport(GroupedTransport):
         if request.group not in self._kinds:
             raise ValueError(f"group {request.group!r} does not exist: use TorchTransport(hierarchical=True)")
         group, members = self._lanes[lane, request.group], self.members(request.group)
-        tensor, output = request.tensor, cast(Reply, request.tensor)
+        tensor = request.tensor
+        output: Reply = tensor
         match request:
             case AllReduce(_, op):
                 work = group.allreduce([tensor], _OPS[op])  # not dist.all_reduce, which takes twice the time
             case AllGather():
                 output = tensor.new_empty(len(members) * tensor.numel())
-                work = _all_gather(output, tensor, group, async_op=True)
-                output = tuple(output.view(len(members), tensor.numel()))
+                work = getattr(group, _ALL_GATHER)(output, tensor)
+                output = output.view(len(members), tensor.numel()).unbind()
             case ReduceScatter(_, op):
                 output = tensor.new_empty(tensor.numel() // len(members))
                 work = _reduce_scatter(output, tensor, _OPS[op], group, async_op=True)

@@ -279,7 +279,7 @@ class SparseCompressor(Compressor):
         mean, nonfinite = yield from self._envelope(bucket, state).reduce(message, first)
         bucket.flat.copy_(mean)
         result = DenseResult(first_nonfinite_message(bucket, nonfinite))
-        return Reduced(result, replace(state, errors=errors), dropped=state)
+        return Reduced(result, state.changed(errors=errors), dropped=state)
 
     def _envelope(self, bucket: Bucket, state: SparseState) -> Envelope:
         assert state.payload is not None

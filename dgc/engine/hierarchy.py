@@ -218,8 +218,8 @@ class HierarchicalCompressor(Compressor):
                 request.tensor.copy_(part)
         rounds, reduced = max(rounds for rounds, _ in reports), between.result
         assert reduced is not None
-        new = replace(state, rounds=rounds, inner=reduced.state, dense=reduced.state.dense)
-        old = replace(state, rounds=rounds, inner=state.inner if reduced.dropped is None else reduced.dropped)
+        new = state.changed(rounds=rounds, inner=reduced.state, dense=reduced.state.dense)
+        old = state.changed(rounds=rounds, inner=state.inner if reduced.dropped is None else reduced.dropped)
         bad = any(nonfinite for _, nonfinite in reports)
         message = (yield from self._explain(bucket, state, own, mean)) if bad else None
         return Reduced(DenseResult(message, is_finite=True), new, old)

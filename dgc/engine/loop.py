@@ -46,6 +46,7 @@ from dgc.compression.protocol import DenseResult, Result
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.state import BucketStates
 
+NO_STREAM = nullcontext()
 LANES = 3  # few methods have more rounds. A lane of torch.distributed is a process group, with its connections.
 
 
@@ -277,7 +278,7 @@ class Engine:
             if self._counts_dense:
                 self.meter.count_dense(plan.bucket.numel, self._transport.size)
             side, own = self.streams.get(plan.bucket.device), states or plan.states
-            with side.after_caller() if side else nullcontext(), self.intact:
+            with side.after_caller() if side else NO_STREAM, self.intact:
                 if self.loss_scale.enabled:
                     self.loss_scale.divide_(plan.bucket.flat)
                 conversation = RunningConversation(
@@ -299,7 +300,7 @@ class Engine:
         for running in self._waiting:
             conversation = running.conversation
             if not conversation.done:
-                with self.intact, running.side.concurrently() if running.side else nullcontext():
+                with self.intact, running.side.concurrently() if running.side else NO_STREAM:
                     done = conversation.advance(limit)
                 limit = limit if done else min(limit, conversation.rounds)
                 if limit == 1:  # all others wait in their first round, and may not begin another one
@@ -356,7 +357,7 @@ class Engine:
             waited, remaining = remaining, []
             for running in waited:
                 if running.conversation.rounds == rounds:
-                    with running.side.concurrently() if running.side else nullcontext():
+                    with running.side.concurrently() if running.side else NO_STREAM:
                         running.conversation.finish_round()
                 if not running.conversation.done:
                     remaining.append(running)

@@ -8,9 +8,10 @@ verifies it.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, sqrt
+from types import GeneratorType
 from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
 import torch
@@ -264,7 +265,7 @@ class BucketStates:
         """
         state = self._of[bucket.name][1]
         conversation = self.compressor.reduce(bucket, state)
-        if not isinstance(conversation, Generator):
+        if not isinstance(conversation, GeneratorType):
             raise ValueError(
                 f"reduce of {self.compressor.class_name} must be a generator, which yields tuples of requests and "
                 f"returns a Reduced, not {type(conversation).__name__}"
