@@ -1,29 +1,46 @@
 """How much of the library one step runs: files and functions of `dgc`, without the simulator."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import dgc
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor
+from dgc.ddp import compress
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 ROOT = Path(dgc.__file__).parent
 SIMULATOR = "comm/lockstep.py"
 
 
-def run_by_one_step(make: Callable[[], Compressor], sgd: Callable[[Any], Any]) -> set[tuple[str, str]]:
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of one rank, which DDP needs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run_by_one_step(
+    make: Callable[[], Compressor], sgd: Callable[[Any], Any], with_ddp: bool = False
+) -> set[tuple[str, str]]:
     """(file, function) of all functions that the fourth step of a small network calls."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     transport = LockstepWorld(1).transports[0]
-    inner = sgd(model.parameters())
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), make(), transport=transport)
+    optimizer = sgd(model.parameters())
+    if with_ddp:
+        model = DistributedDataParallel(model)
+        compress(model, make(), optimizer, transport=transport)
+    else:
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), make(), transport=transport)
     seen: set[tuple[str, str]] = set()
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
@@ -53,7 +70,7 @@ def corrected(parameters: Any) -> torch.optim.Optimizer:
     return DGCSGD(parameters, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.usefixtures("no_type_checks", "one_rank")
 @pytest.mark.parametrize(
     ("make", "sgd", "files", "functions"),
     [
@@ -68,3 +85,6 @@ def test_a_step_runs_few_files_and_functions(make: Any, sgd: Any, files: int, fu
     found = sorted({file for file, _ in seen})
     assert len(found) <= files, found
     assert len(seen) <= functions, sorted(seen)
+    through_ddp = {file for file, _ in run_by_one_step(make, sgd, with_ddp=True)}
+    assert "ddp.py" in through_ddp
+    assert len(through_ddp) <= len(found) + 3, sorted(through_ddp ^ set(found))
