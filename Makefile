@@ -39,6 +39,7 @@ demo: setup
 
 lint: setup
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 types: setup
 	@$(BIN)/mypy
@@ -68,5 +69,5 @@ doctor:
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m scripts.doctor
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
