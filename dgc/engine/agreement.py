@@ -51,14 +51,9 @@ def describe(**settings: object) -> dict[str, str]:
 def check_equal(tensor: Tensor, transport: Transport, name: str, what: str, cure: str) -> None:
     """Raise ValueError on every rank if a tensor has other values on another rank. Collective.
 
-    Args:
-        tensor: Contiguous.
-        transport: Connects the ranks.
-        name: Name of the messages.
-        what, cure: The tensor, and what to do, for the message.
+    name: of the messages. what, cure: the tensor, and what to do, for the error.
     """
-    digest = crc32(as_bytes(tensor.detach().cpu()).numpy().data)
-    digests = all_gather_object(transport, digest, name)
+    digests = all_gather_object(transport, _checksum(tensor), name)
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise ValueError(f"rank {rank} has another {what} than rank 0: {cure}")
@@ -216,7 +211,9 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
     if isinstance(obj, partial):
         return [(".func", obj.func), (".args", obj.args), (".keywords", obj.keywords)]
     kinds = type(obj).__mro__
-    slots = [name for kind in kinds for name in _names(vars(kind).get("__slots__", ()))]
+    declared = [vars(kind).get("__slots__", ()) for kind in kinds]
+    slots = [name for names in declared for name in ((names,) if isinstance(names, str) else names)]
+    slots = [name for name in slots if name[:2] != "__"]
     if not hasattr(obj, "__dict__") and not slots:
         return None
     own = dict(getattr(obj, "__dict__", {}))
@@ -232,11 +229,7 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return crc32(as_bytes(tensor.cpu().contiguous()).numpy().tobytes())
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if name[:2] != "__")
+    return crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
 
 
 def _repr(obj: object) -> str:

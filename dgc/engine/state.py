@@ -379,7 +379,11 @@ def current_form(saved: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
 
 @runtime_checkable
 class Method(Protocol):
-    """The common interface of compressors, with their states, and of gossip algorithms."""
+    """The common interface of compressors, with their states, and of gossip algorithms.
+
+    If a state has another meaning with other settings, the attribute `fixed_settings` has these, as plain values by
+    name.
+    """
 
     @property
     def compress_ratio(self) -> float: ...
@@ -388,16 +392,6 @@ class Method(Protocol):
     def errors(self) -> Iterable[Tensor]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class HasFixedSettings(Protocol):
-    """A method whose state has another meaning with other settings."""
-
-    @property
-    def fixed_settings(self) -> dict[str, Any]:
-        """These settings, as plain values by name."""
-        ...
 
 
 def named_methods(methods: Iterable[Any]) -> dict[str, Any]:
@@ -441,8 +435,7 @@ class HasCompression:
         settings = {
             f"{name}.{key}": value
             for name, method in named.items()
-            if isinstance(method, HasFixedSettings)
-            for key, value in method.fixed_settings.items()
+            for key, value in getattr(method, "fixed_settings", {}).items()
         }
         if not self._is_sharded:
             return Identity(ranks.rank, ranks.size, step, settings=settings)
