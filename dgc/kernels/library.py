@@ -1,20 +1,45 @@
-"""Loading of the native library, once per process, and helpers to call its functions."""
+"""Loading of the native library, once per process, and the types of its arguments."""
 
 import ctypes
 import os
 import shutil
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from itertools import repeat
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
-FP32, FP64, INT32, INT64, UINT8 = torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8
+as_pointer = ctypes.c_void_p.from_param  # faster than the construction of a c_void_p
 
-Signatures = Mapping[str, tuple[type | None, tuple[type, ...]]]  # by function name: types of result and arguments
+
+class Address:
+    """Type of an argument: the address of a contiguous CPU tensor of one dtype. None is a null pointer.
+
+    Native code cannot check its arguments. Another tensor is a ctypes.ArgumentError, which says what it is.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def from_param(self, tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if tensor.dtype is self.dtype and tensor.is_cpu and tensor.is_contiguous():
+            return as_pointer(tensor.data_ptr())
+        raise TypeError(refusal(tensor, self.dtype, "cpu"))
+
+
+class Addresses(Address):
+    """Type of an argument: an array of addresses of tensors. None is a null pointer."""
+
+    def from_param(self, tensors: Any) -> Any:
+        if tensors is None:
+            return None
+        for tensor in tensors:
+            super().from_param(tensor)  # the check
+        return array("Q", map(Tensor.data_ptr, tensors)).tobytes()  # ctypes fills its own arrays slowly
 
 
 class KernelsMissing(RuntimeError):
@@ -24,8 +49,12 @@ class KernelsMissing(RuntimeError):
 ISAS = ("portable", "avx2", "avx512")
 
 
-def load() -> ctypes.CDLL:
+def load(signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> ctypes.CDLL:
     """Load the library. DGC_KERNELS_ISA names the instruction set; the default is the best that the CPU supports.
+
+    Args:
+        signatures: Types of the result and the arguments, by function name. By default ctypes uses C int, which is
+            too short for addresses.
 
     Raises:
         KernelsMissing: The library is not built, was built from other sources, does not load on this machine, or
@@ -35,6 +64,9 @@ def load() -> ctypes.CDLL:
     refusal = library.dgc_choose_isa(os.environ.get("DGC_KERNELS_ISA", "").encode())
     if refusal is not None:
         raise KernelsMissing(refusal.decode())
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -62,37 +94,6 @@ def _open() -> ctypes.CDLL:
         raise KernelsMissing(f"the native kernels were built from other sources: {cure}")
     library.dgc_choose_isa.restype, library.dgc_choose_isa.argtypes = ctypes.c_char_p, (ctypes.c_char_p,)
     return library
-
-
-def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
-    """Declare argument and result types. By default ctypes uses C int, which is too short for addresses."""
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-
-
-@overload
-def pointer(tensor: Tensor, dtype: torch.dtype) -> int: ...
-@overload
-def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None: ...
-def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
-    """Return the address of the tensor's elements, for native code, which cannot check its arguments.
-
-    None gives None, a null pointer.
-
-    Raises:
-        TypeError: The tensor has another dtype, is not on the CPU, or is not contiguous.
-    """
-    if tensor is None:
-        return None
-    if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous():
-        return tensor.data_ptr()
-    raise TypeError(refusal(tensor, dtype, "cpu"))
-
-
-def pointers(tensors: Sequence[Tensor], dtype: torch.dtype) -> bytes:
-    """Return an array of addresses, as bytes because ctypes fills its own arrays slowly."""
-    return array("Q", map(pointer, tensors, repeat(dtype))).tobytes()
 
 
 def refusal(tensor: Tensor, dtype: torch.dtype, device: str) -> str:

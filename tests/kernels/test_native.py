@@ -18,11 +18,10 @@ from kernels.tiers import NAMES, tier
 
 from dgc.kernels import _tier, build, library
 from dgc.kernels.library import KernelsMissing, supported_isas
-from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import TOO_LARGE, Budget, PassInputs, TopKResult
-from dgc.kernels.selection.reference import Reference, as_selection
+from dgc.kernels.native import NativeSelection
+from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SelectionKernels, TopKResult, as_selection
 
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 ISAS = supported_isas()
 
 
@@ -259,9 +258,9 @@ def test_a_child_of_fork_has_threads_of_its_own() -> None:
         """
 import os, torch
 torch.set_num_threads(3)
-from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import Budget
-native, v = Native(), torch.randn(400_000)
+from dgc.kernels.native import NativeSelection
+from dgc.kernels.selection import Budget
+native, v = NativeSelection(), torch.randn(400_000)
 budget = Budget(torch.tensor([0, 400_000]), torch.tensor([400]), 400)
 before = native.select(v, budget).elements.indices
 child = os.fork()
@@ -278,15 +277,15 @@ print("done")
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_environment_names_the_instructions(monkeypatch: pytest.MonkeyPatch, isa: Any) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", isa)
-    assert Native().isa == isa and isa in str(Native())
+    assert NativeSelection().isa == isa and isa in str(NativeSelection())
     monkeypatch.delenv("DGC_KERNELS_ISA")
-    assert Native().isa == ISAS[-1]
+    assert NativeSelection().isa == ISAS[-1]
 
 
 def test_instructions_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", "mmx")
     with pytest.raises(KernelsMissing, match="DGC_KERNELS_ISA=mmx: expected portable, avx2 or avx512"):
-        Native()
+        NativeSelection()
 
 
 def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +295,7 @@ def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyP
     try:
         assert supported_isas() == ("portable",)
         with pytest.raises(KernelsMissing, match="this CPU has only portable"):
-            Native()
+            NativeSelection()
     finally:
         limited(2)
 
