@@ -69,8 +69,8 @@ LOCAL = [
     Fault(
         "chunks-that-leave-the-end-of-a-tensor-to-the-last",
         "dgc/selection/selector.py",
-        "offset + start * numel // k",
-        "offset + start * (numel // k)",
+        "segment.offset + start * segment.numel // k",
+        "segment.offset + start * (segment.numel // k)",
         ["tests/selection/test_per_chunk.py::test_the_largest_of_each_chunk"],
     ),
     Fault(
