@@ -121,9 +121,9 @@ def index_rates(indices: IndexFormat, codec: Codec, recordings: list[Recording],
     budget, numel, selections = max(recordings, key=lambda recording: recording[1])
     plan, selection = indices.plan(budget.capacity, numel), selections[-1]
     section = torch.zeros(plan.nbytes, dtype=torch.uint8)
-    sent = plan.encode_(codec, selection, section)
-    encode = seconds(lambda: plan.encode_(codec, selection, section.zero_()), repeats)
-    decode = seconds(lambda: plan.decode(codec, section, sent.count), repeats)
+    sent = codec.indices_encode_(selection, plan, section)
+    encode = seconds(lambda: codec.indices_encode_(selection, plan, section.zero_()), repeats)
+    decode = seconds(lambda: codec.indices_decode(section, sent.count, plan), repeats)
     total = int(selection.count) / 1e6
     return {"encode": total / encode, "decode": total / decode}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dgc.kernels.codec import Codec as Codec
-from dgc.kernels.library import KernelsMissing
+from dgc.kernels.library import KernelsUnavailable as KernelsUnavailable
 from dgc.kernels.lowrank import LowRank as LowRank
 from dgc.kernels.native import NativeCodec, NativeLowRank, NativeMeanDecoder, NativeQuantizers, NativeSelection
 from dgc.kernels.quantize import Quantizers as Quantizers
@@ -43,10 +43,6 @@ class Tier:
     quantize: Quantizers
     lowrank: LowRank
     decoder: NativeMeanDecoder | None = None
-
-
-class KernelsUnavailable(ValueError):
-    """The requested tier cannot run on this machine or device."""
 
 
 def use(name: str) -> None:
@@ -100,10 +96,7 @@ def _tier(asked: str, device: torch.device) -> Tier:
 def _native(device: str) -> Tier:
     if device != "cpu":
         raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
-    try:
-        native = NativeSelection()
-    except KernelsMissing as error:
-        raise KernelsUnavailable(str(error)) from error
+    native = NativeSelection()
     return Tier(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
 
 

@@ -46,6 +46,9 @@ PACKED_SHARES = (127, 125, 122, 117, 109, 96)
 # Numbers of a decoded payload, as int32: count, number, ratio, form, sealed, indices valid, values valid.
 WORDS = 7
 
+CHUNK_BITS = 12
+CHUNK = 1 << CHUNK_BITS
+
 LOW = 0xFFFFFFFF
 SPARE_WORDS = 2
 SMALLEST = 2.0**-149  # of fp32
@@ -83,7 +86,7 @@ class IndexCode:
 
     Attributes:
         kind: The code.
-        parameter: PACKED: number of elements that fit for any indices. RICE: b*.
+        parameter: PACKED: number of elements that fit for any indices. RICE: b*. CHUNKS: number of chunks.
     """
 
     kind: IndexKind
@@ -91,16 +94,6 @@ class IndexCode:
     numel: int
     nbytes: int
     parameter: int = 0
-
-    def encode_(self, codec: "Codec", selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
-        """Write the indices into a section of zeros. Returns the sent part of the selection: as much as fits."""
-        return codec.indices_encode_(selection, self, section)
-
-    def decode(
-        self, codec: "Codec", section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (indices, whether they ascend and are below numel). Any bytes and any count are safe."""
-        return codec.indices_decode(section, count, self)
 
 
 @dataclass(frozen=True)
@@ -210,7 +203,9 @@ class Codec:
     def indices_encode_(
         self, selection: SparseVector, code: IndexCode, section: UInt8[Tensor, "nbytes"]
     ) -> SparseVector:
-        """See `IndexCode.encode_`."""
+        """Write the indices. Returns the sent part of the selection: all of it, or as much as fits."""
+        if code.kind == IndexKind.CHUNKS:
+            return chunks_encode_(selection, code, section)
         if code.kind in PLAIN:
             section.view(PLAIN[code.kind]).copy_(selection.indices)
             return selection
@@ -233,7 +228,9 @@ class Codec:
     def indices_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: IndexCode
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """See `IndexCode.decode`."""
+        """Return (indices, valid)."""
+        if code.kind == IndexKind.CHUNKS:
+            return chunks_decode(section, count, code)
         if code.kind in PLAIN:
             return ascending(section.view(PLAIN[code.kind]), count, code.numel)
         m = count.long().clamp(0, code.capacity)
@@ -437,6 +434,43 @@ def ascending(
     ordered[1:] &= given[1:] > given[:-1]
     valid = (ordered | ~live).all() & (count >= 0) & (count <= given.numel())
     return torch.where(live & ordered, given, 0).to(torch.int32), valid
+
+
+def chunk_parts_of(
+    section: UInt8[Tensor, "nbytes"], code: IndexCode
+) -> tuple[UInt8[Tensor, "counts"], UInt8[Tensor, "pairs 3"]]:
+    """Return views of a code in chunks: numbers of elements by chunk, and indices within chunks."""
+    middle, pairs = 2 * code.parameter, (code.capacity + 1) // 2
+    return section[:middle], section[middle : middle + 3 * pairs].view(pairs, 3)
+
+
+def chunks_encode_(selection: SparseVector, code: IndexCode, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
+    sizes, within = chunk_parts_of(section, code)
+    live = numbers(section, code.capacity) < selection.count
+    chunk = torch.where(live, selection.indices >> CHUNK_BITS, code.parameter).long()  # the last one: not sent
+    counts = torch.zeros(code.parameter + 1, dtype=torch.int16, device=section.device)
+    counts.index_add_(0, chunk, torch.ones_like(chunk, dtype=torch.int16))
+    sizes.copy_(counts[: code.parameter].view(torch.uint8))
+    low = torch.zeros(2 * within.shape[0], dtype=torch.int32, device=section.device)
+    low[: code.capacity] = torch.where(live, selection.indices & (CHUNK - 1), 0)
+    pair = low[0::2] | (low[1::2] << CHUNK_BITS)
+    for byte in range(3):
+        within[:, byte] = ((pair >> (8 * byte)) & 255).to(torch.uint8)
+    return selection
+
+
+def chunks_decode(
+    section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: IndexCode
+) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+    sizes, within = chunk_parts_of(section, code)
+    counts, within = sizes.view(torch.int16).long(), within.long()
+    ends = counts.clamp(0, CHUNK).cumsum(0)
+    pair = within[:, 0] | (within[:, 1] << 8) | (within[:, 2] << 16)
+    low = torch.stack((pair & (CHUNK - 1), pair >> CHUNK_BITS), 1).view(-1)[: code.capacity]
+    position = numbers(section, code.capacity)
+    chunk = torch.searchsorted(ends, position, right=True)
+    indices, valid = ascending(chunk * CHUNK + low, count, code.numel)
+    return indices, valid & (counts >= 0).all() & (counts <= CHUNK).all() & (ends[-1] == count)
 
 
 def add_up(

@@ -42,8 +42,8 @@ class Addresses(Address):
         return array("Q", map(Tensor.data_ptr, tensors)).tobytes()  # ctypes fills its own arrays slowly
 
 
-class KernelsMissing(RuntimeError):
-    """The native kernels cannot be used. The message names the fix."""
+class KernelsUnavailable(ValueError):
+    """A tier cannot run on this machine or device. The message names the fix."""
 
 
 ISAS = ("portable", "avx2", "avx512")
@@ -57,13 +57,13 @@ def load(signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> ctypes.CDLL:
             too short for addresses.
 
     Raises:
-        KernelsMissing: The library is not built, was built from other sources, does not load on this machine, or
-            the CPU does not support DGC_KERNELS_ISA.
+        KernelsUnavailable: The library is not built, was built from other sources, does not load on this machine,
+            or the CPU does not support DGC_KERNELS_ISA.
     """
     library = _open()
     refusal = library.dgc_choose_isa(os.environ.get("DGC_KERNELS_ISA", "").encode())
     if refusal is not None:
-        raise KernelsMissing(refusal.decode())
+        raise KernelsUnavailable(refusal.decode())
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -71,7 +71,7 @@ def load(signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> ctypes.CDLL:
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Return the instruction sets that this CPU supports, simplest first. Raises KernelsMissing like `load`."""
+    """Return the instruction sets that this CPU supports, simplest first. Raises the errors of `load`."""
     return ISAS[: _open().dgc_best_isa() + 1]
 
 
@@ -83,15 +83,15 @@ def _open() -> ctypes.CDLL:
     if shutil.which(build.compiler()[0]) is None:
         cure = f"install a C++ compiler (Debian, Ubuntu: apt install g++) or set CXX, then {cure}"
     if not build.LIBRARY.exists():
-        raise KernelsMissing(f"the native kernels are not built: {cure}")
+        raise KernelsUnavailable(f"the native kernels are not built: {cure}")
     try:
         library = ctypes.CDLL(str(build.LIBRARY))
         built_from = library.dgc_stamp
     except (OSError, AttributeError) as error:
-        raise KernelsMissing(f"the native kernels do not load ({error}): {cure}") from error
+        raise KernelsUnavailable(f"the native kernels do not load ({error}): {cure}") from error
     built_from.restype = ctypes.c_char_p
     if not built_from().decode().startswith(build.stamp(build.sources_digest())):
-        raise KernelsMissing(f"the native kernels were built from other sources: {cure}")
+        raise KernelsUnavailable(f"the native kernels were built from other sources: {cure}")
     library.dgc_choose_isa.restype, library.dgc_choose_isa.argtypes = ctypes.c_char_p, (ctypes.c_char_p,)
     return library
 

@@ -1,7 +1,7 @@
 """The native tier: C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch.
 
 Kernels run on torch.get_num_threads() threads; the codec runs on one. The number of threads does not change the
-result. The construction of a class raises `library.KernelsMissing` if the library cannot be used.
+result. The construction of a class raises `library.KernelsUnavailable` if the library cannot be used.
 """
 
 from array import array
@@ -337,6 +337,8 @@ class NativeCodec(Native, Codec):
     def indices_encode_(
         self, selection: SparseVector, code: IndexCode, section: UInt8[Tensor, "nbytes"]
     ) -> SparseVector:
+        if code.kind == IndexKind.CHUNKS:
+            return super().indices_encode_(selection, code, section)
         encode, indices = self._code_encoders[code.kind], selection.indices
         if code.kind in PLAIN:
             encode(indices, code.capacity, PLAIN[code.kind].itemsize, section)
@@ -355,6 +357,8 @@ class NativeCodec(Native, Codec):
     def indices_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: IndexCode
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        if code.kind == IndexKind.CHUNKS:
+            return super().indices_decode(section, count, code)
         indices = torch.zeros(code.capacity, dtype=INT32)
         sizes = (section.numel(), count.item(), code.capacity, code.numel)
         return indices, _FLAGS[self._code_decoders[code.kind](section, *sizes, indices)]

@@ -51,12 +51,6 @@ SIZES = ["n_tiles", "n_segments"]
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 SUMS = 1024  # tiles that are summed at a time
 
-# --- the dense pass --------------------------------------------------------------------------------
-
-TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of selection.TOO_LARGE
-# Added to a segment's count of candidates when a tile has too many. No sum of real counts can cancel it.
-OVERFULL = tl.constexpr(-(1 << 40))
-
 
 @triton.jit
 @no_type_check
@@ -76,6 +70,13 @@ def read(source, length, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     x = tl.load(source + lane, mask=lane < length, other=0.0)
     return lane, x, x.to(tl.int32, bitcast=True) & MAGNITUDE
+
+
+# --- the dense pass --------------------------------------------------------------------------------
+
+TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of selection.TOO_LARGE
+# Added to a segment's count of candidates when a tile has too many. No sum of real counts can cancel it.
+OVERFULL = tl.constexpr(-(1 << 40))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -298,9 +299,10 @@ def write(
     tiles, n_tiles, first_tiles, v, ks, counts, n_segments, held, slot_values, slot_lanes, limits, wanted, tallies,
     places, indices, values, TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    t, start, length, s = tile_at(tiles, n_tiles)
+    t = tl.program_id(0)
     before = tl.load(tallies + t)
     if tl.load(tallies + t + 1) > before:
+        _, start, length, s = tile_at(tiles, n_tiles)
         limit = tl.load(limits + s)
         # within the segment; low halves never carry into high ones: a bucket has fewer than 2**31 elements
         before -= tl.load(tallies + tl.load(first_tiles + s))

@@ -33,19 +33,14 @@ from decimal import Context, Decimal, localcontext
 from functools import cache
 
 import torch
-from jaxtyping import Bool, Int32, UInt8
-from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec import BLOCKS, LARGEST_PARAMETER, PLAIN, Codec, IndexCode, IndexKind, ascending, block_count
-from dgc.kernels.selection import SparseVector
+from dgc.kernels.codec import BLOCKS, CHUNK, LARGEST_PARAMETER, PLAIN, IndexCode, IndexKind, block_count
 
 INT32_MAX = torch.iinfo(torch.int32).max
 PACKED_BLOCK, RICE_BLOCK = BLOCKS[IndexKind.PACKED], BLOCKS[IndexKind.RICE]
 FURTHER_BITS = 32
 ARITHMETIC = Context(prec=50)
-CHUNK_BITS = 12
-CHUNK = 1 << CHUNK_BITS
 
 
 class IndexFormat(ABC):
@@ -128,49 +123,11 @@ class ChunkIndices(IndexFormat):
         return or_plain(plan_chunks, capacity, numel)
 
 
-@dataclass(frozen=True)
-class ChunkCode(IndexCode):
-    """Numbers of elements by chunk, then indices within chunks. parameter: the number of chunks."""
-
-    def _parts(self, section: UInt8[Tensor, "nbytes"]) -> tuple[UInt8[Tensor, "counts"], UInt8[Tensor, "pairs 3"]]:
-        """Return views of both parts of a section."""
-        middle, pairs = 2 * self.parameter, (self.capacity + 1) // 2
-        return section[:middle], section[middle : middle + 3 * pairs].view(pairs, 3)
-
-    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
-        sizes, within = self._parts(section)
-        position = torch.arange(self.capacity, dtype=torch.int32, device=section.device)
-        live = position < selection.count
-        chunk = torch.where(live, selection.indices >> CHUNK_BITS, self.parameter).long()  # the last one: not sent
-        counts = torch.zeros(self.parameter + 1, dtype=torch.int16, device=section.device)
-        counts.index_add_(0, chunk, torch.ones_like(chunk, dtype=torch.int16))
-        sizes.copy_(counts[: self.parameter].view(torch.uint8))
-        low = torch.zeros(2 * within.shape[0], dtype=torch.int32, device=section.device)
-        low[: self.capacity] = torch.where(live, selection.indices & (CHUNK - 1), 0)
-        pair = low[0::2] | (low[1::2] << CHUNK_BITS)
-        for byte in range(3):
-            within[:, byte] = ((pair >> (8 * byte)) & 255).to(torch.uint8)
-        return selection
-
-    def decode(
-        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        sizes, within = self._parts(section)
-        counts, within = sizes.view(torch.int16).long(), within.long()
-        ends = counts.clamp(0, CHUNK).cumsum(0)
-        pair = within[:, 0] | (within[:, 1] << 8) | (within[:, 2] << 16)
-        low = torch.stack((pair & (CHUNK - 1), pair >> CHUNK_BITS), 1).view(-1)[: self.capacity]
-        position = torch.arange(self.capacity, dtype=torch.int64, device=section.device)
-        chunk = torch.searchsorted(ends, position, right=True)
-        indices, valid = ascending(chunk * CHUNK + low, count, self.numel)
-        return indices, valid & (counts >= 0).all() & (counts <= CHUNK).all() & (ends[-1] == count)
-
-
-def plan_chunks(capacity: int, numel: int) -> ChunkCode:
+def plan_chunks(capacity: int, numel: int) -> IndexCode:
     """Plan a code in chunks. Requires capacity >= 1."""
     chunks = -(-numel // CHUNK)
     nbytes = _nbytes(16 * chunks + 24 * ((capacity + 1) // 2))
-    return ChunkCode(IndexKind.CHUNKS, capacity, numel, nbytes, chunks)
+    return IndexCode(IndexKind.CHUNKS, capacity, numel, nbytes, chunks)
 
 
 def or_plain(code: Callable[[int, int], IndexCode], capacity: int, numel: int) -> IndexCode:

@@ -139,7 +139,7 @@ class PayloadPlan:
             payload, values = codec.encode_plain(selection, *how)
             return Encoded(payload, SparseVector(selection.indices, values, selection.count), selection.values)
         payload = codec.blank(layout.nbytes, selection.values)
-        own = layout.indices.encode_(codec, selection, payload[layout.index_bytes])
+        own = codec.indices_encode_(selection, layout.indices, payload[layout.index_bytes])
         section = payload[layout.value_bytes]
         values, scale = self.form.values.encode_(codec, own, self.budget.bounds, section, self.result)
         codec.seal_(payload, own.count, first_nonfinite, tensors, scale, self.terms)
@@ -172,7 +172,7 @@ class PayloadPlan:
         for given, edges in zip(payloads, bounds, strict=True):
             payload = given if given.is_contiguous() and given.storage_offset() % 8 == 0 else given.clone()
             header = codec.unseal(payload)
-            indices, valid = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
+            indices, valid = codec.indices_decode(payload[layout.index_bytes], header.count, layout.indices)
             section = payload[layout.value_bytes]
             values, finite = self.form.values.decode(codec, section, indices, header, edges)
             selections.append(SparseVector(indices, values, header.count))

@@ -100,11 +100,11 @@ def test_any_parameter_and_count_is_safe(codec: Any, form: Any) -> None:
         noise = torch.randint(0, 256, (section.nbytes,), dtype=torch.uint8, generator=generator)
         count = torch.randint(-3, 705, (), generator=generator).to(torch.int32)
         noise[:8] = torch.randint(0, 34, (8,), generator=generator).to(torch.uint8)
-        indices, valid = section.decode(codec, noise, count)
+        indices, valid = codec.indices_decode(noise, count, section)
         used = indices[: max(0, int(count))].long()
         assert not valid or ((torch.diff(used) > 0).all() and (used >= 0).all() and (used < 5000).all())
         for extreme in (-(2**31), 2**31 - 1):
-            assert not section.decode(codec, noise, torch.tensor(extreme, dtype=torch.int32))[1]
+            assert not codec.indices_decode(noise, torch.tensor(extreme, dtype=torch.int32), section)[1]
 
 
 @every_codec
@@ -267,7 +267,7 @@ def test_encoding_never_waits_and_decoding_does_once(name: Any) -> None:
         plan = form.indices.plan(40, 5000)
         header = CODECS["reference"].unseal(done.payload)
         section = done.payload[HEADER_BYTES : HEADER_BYTES + plan.nbytes]
-        indices, _ = plan.decode(CODECS["reference"], section, header.count)
+        indices, _ = CODECS["reference"].indices_decode(section, header.count, plan)
         assert indices.numel() == 40
     assert not waits.waiting
 

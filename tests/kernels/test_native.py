@@ -17,7 +17,7 @@ from environment import patient
 from kernels.tiers import NAMES, tier
 
 from dgc.kernels import _tier, build, library
-from dgc.kernels.library import KernelsMissing, supported_isas
+from dgc.kernels.library import KernelsUnavailable, supported_isas
 from dgc.kernels.native import NativeSelection
 from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SelectionKernels, TopKResult, as_selection
 
@@ -284,7 +284,7 @@ def test_the_environment_names_the_instructions(monkeypatch: pytest.MonkeyPatch,
 
 def test_instructions_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", "mmx")
-    with pytest.raises(KernelsMissing, match="DGC_KERNELS_ISA=mmx: expected portable, avx2 or avx512"):
+    with pytest.raises(KernelsUnavailable, match="DGC_KERNELS_ISA=mmx: expected portable, avx2 or avx512"):
         NativeSelection()
 
 
@@ -294,7 +294,7 @@ def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyP
     limited(0)
     try:
         assert supported_isas() == ("portable",)
-        with pytest.raises(KernelsMissing, match="this CPU has only portable"):
+        with pytest.raises(KernelsUnavailable, match="this CPU has only portable"):
             NativeSelection()
     finally:
         limited(2)
@@ -302,10 +302,10 @@ def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyP
 
 def test_a_library_that_was_never_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
-    with pytest.raises(KernelsMissing, match=r"not built: run `python -m dgc\.kernels\.build`"):
+    with pytest.raises(KernelsUnavailable, match=r"not built: run `python -m dgc\.kernels\.build`"):
         library._open.__wrapped__()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(KernelsMissing, match=r"install a C\+\+ compiler .* or set CXX, then run `"):
+    with pytest.raises(KernelsUnavailable, match=r"install a C\+\+ compiler .* or set CXX, then run `"):
         library._open.__wrapped__()
 
 
@@ -332,14 +332,14 @@ def test_the_command_that_builds_says_nothing_of_itself() -> None:
 
 def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "sources_digest", lambda: "0" * 20)
-    with pytest.raises(KernelsMissing, match=r"from other sources: run `python -m dgc\.kernels\.build`"):
+    with pytest.raises(KernelsUnavailable, match=r"from other sources: run `python -m dgc\.kernels\.build`"):
         library._open.__wrapped__()
 
 
 def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "libdgc_kernels.so").write_bytes(b"nothing of the kind")
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
-    with pytest.raises(KernelsMissing, match="do not load"):
+    with pytest.raises(KernelsUnavailable, match="do not load"):
         library._open.__wrapped__()
 
 

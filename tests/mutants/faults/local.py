@@ -75,7 +75,7 @@ LOCAL = [
     ),
     Fault(
         "last-element-of-a-chunk-in-the-next",
-        "dgc/wire/indices.py",
+        "dgc/kernels/codec.py",
         "torch.searchsorted(ends, position, right=True)",
         "torch.searchsorted(ends, position + 1, right=True)",
         ["tests/local/test_sparseloco.py::test_indices_within_chunks"],
