@@ -6,12 +6,19 @@ import shutil
 from array import array
 from collections.abc import Mapping
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 as_pointer = ctypes.c_void_p.from_param  # faster than the construction of a c_void_p
+
+
+def address(tensor: Tensor, dtype: torch.dtype) -> int:
+    if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous():
+        return tensor.data_ptr()
+    raise TypeError(refusal(tensor, dtype, "cpu"))
 
 
 class Address:
@@ -24,22 +31,15 @@ class Address:
         self.dtype = dtype
 
     def from_param(self, tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        if tensor.dtype is self.dtype and tensor.is_cpu and tensor.is_contiguous():
-            return as_pointer(tensor.data_ptr())
-        raise TypeError(refusal(tensor, self.dtype, "cpu"))
+        return None if tensor is None else as_pointer(address(tensor, self.dtype))
 
 
 class Addresses(Address):
     """Type of an argument: an array of addresses of tensors. None is a null pointer."""
 
     def from_param(self, tensors: Any) -> Any:
-        if tensors is None:
-            return None
-        for tensor in tensors:
-            super().from_param(tensor)  # the check
-        return array("Q", map(Tensor.data_ptr, tensors)).tobytes()  # ctypes fills its own arrays slowly
+        # as bytes, because ctypes fills its own arrays slowly
+        return None if tensors is None else array("Q", map(address, tensors, repeat(self.dtype))).tobytes()
 
 
 class KernelsUnavailable(ValueError):

@@ -110,11 +110,11 @@ class Envelope:
 
     def seal(self, codes: UInt8[Tensor, "nbytes"], first_nonfinite: Int64[Tensor, ""]) -> UInt8[Tensor, "total"]:
         """Return the payload for `codes`."""
-        nbytes = codes.numel()
-        payload = kernels.of(codes).codec.blank(sealed_bytes(nbytes), codes)
+        nbytes, codec, (none, one) = codes.numel(), kernels.of(codes).codec, _count_and_scale(codes.device)
+        payload = codec.blank(sealed_bytes(nbytes), codes)
         if nbytes:
             payload[HEADER_BYTES : HEADER_BYTES + nbytes] = codes
-        self.seal_(payload, first_nonfinite)
+        codec.seal_(payload, none, first_nonfinite, self.bounds, one, self.terms)
         return payload
 
     def seal_(self, payload: UInt8[Tensor, "total"], first_nonfinite: Int64[Tensor, ""]) -> None:
