@@ -35,7 +35,7 @@ from benchmarks.wire import INDICES, VALUES
 from dgc.bucket import Bucket, Segment
 from dgc.compression.protocol import SparseResult
 from dgc.kernels import SparseVector
-from dgc.kernels.codec.native import NativeMeanDecoder
+from dgc.kernels.native import NativeMeanDecoder
 from dgc.selection import plan_selection
 from dgc.wire import SparseFormat
 from dgc.wire.payload import PayloadPlan

@@ -17,7 +17,7 @@ from dgc.arguments import FLAG, NOTHING, NUMBER, checked, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.kernels import PassInputs, SparseVector
-from dgc.kernels.selection.reference import remove_nonfinite_
+from dgc.kernels.selection import remove_nonfinite_
 from dgc.selection import Plan
 from dgc.state import State, Tables, check_mapping, zeros
 from dgc.wire.payload import PayloadPlan

@@ -8,7 +8,7 @@ from torch import Tensor
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation, read
 from dgc.compression.protocol import DenseResult, Result
-from dgc.kernels.selection.reference import first_tensor_nonfinite
+from dgc.kernels.selection import first_tensor_nonfinite
 from dgc.wire.envelope import open_numbers, seal_numbers
 
 

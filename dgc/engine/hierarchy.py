@@ -53,7 +53,7 @@ from dgc.compression.protocol import Compressor, DenseResult, Reduced, Stateless
 from dgc.engine.buckets import PlannedBucket, keep_states
 from dgc.engine.options import register_compressors
 from dgc.engine.state import ErrorStatePart
-from dgc.kernels.selection.reference import first_tensor_nonfinite
+from dgc.kernels.selection import first_tensor_nonfinite
 from dgc.memory import MomentumCorrection
 from dgc.state import State, Tables
 from dgc.wire.envelope import PayloadError, open_numbers, seal_numbers

@@ -112,7 +112,8 @@ class TopK:
     def plan(self, segments: Sequence[Segment], device: torch.device) -> PayloadPlan:
         form = SparseFormat(CastValues(self.values), PlainIndices("int32"))
         selection = plan_selection(segments, self.ratio, device)
-        return PayloadPlan(form, selection.per_tensor, sum(selection.numels), what=DIFFERENCE)
+        numel = sum(segment.numel for segment in segments)
+        return PayloadPlan(form, selection.per_tensor, numel, what=DIFFERENCE)
 
     def nbytes(self, plan: PayloadPlan) -> int:
         return plan.layout.nbytes

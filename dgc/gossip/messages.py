@@ -18,7 +18,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
-from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
+from dgc.kernels.codec import HEADER_BYTES, Terms
 from dgc.wire.envelope import Envelope, Unchecked, no_segments, sealed_bytes
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

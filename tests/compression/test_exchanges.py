@@ -15,7 +15,7 @@ from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import next_requests
 from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseCompressor, SparseResult
 from dgc.compression.sparse_sum import BLOCK, divide_into_regions, exchange_of, largest_region
-from dgc.kernels.selection.protocol import SparseVector
+from dgc.kernels.selection import SparseVector
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DistributedOptimizer
 from dgc.selection import plan_selection

@@ -12,10 +12,9 @@ from kernels.tiers import NAMES, tier
 from torch import Tensor
 
 from dgc.kernels import Budget, PassInputs, TopKResult
-from dgc.kernels.selection.protocol import TOO_LARGE
-from dgc.kernels.selection.reference import Reference, as_selection
+from dgc.kernels.selection import TOO_LARGE, SelectionKernels, as_selection
 
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 
 
 @pytest.fixture(params=NAMES[1:], scope="module")

@@ -10,10 +10,9 @@ import torch
 from cases import case
 from kernels.tiers import NAMES, tier
 
-from dgc.kernels.lowrank.native import NativeLowRank
-from dgc.kernels.lowrank.protocol import TorchLowRank
-from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import TOO_LARGE
+from dgc.kernels.lowrank import LowRank
+from dgc.kernels.native import NativeLowRank, NativeSelection
+from dgc.kernels.selection import TOO_LARGE
 
 # B, n, m, R, r: one row, one column, ends that fill no vector and no block of rows, ranks beyond the registers
 SHAPES = [
@@ -35,7 +34,7 @@ def kernels(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def products(kernels: Any) -> Any:
-    return NativeLowRank(kernels) if isinstance(kernels, Native) else TorchLowRank(kernels)
+    return NativeLowRank(kernels) if isinstance(kernels, NativeSelection) else LowRank(kernels)
 
 
 class Given:

@@ -11,7 +11,7 @@ from memory.held import Held
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.kernels import PassInputs
-from dgc.kernels.selection.reference import Reference, as_selection
+from dgc.kernels.selection import SelectionKernels, as_selection
 from dgc.memory import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -23,7 +23,7 @@ from dgc.memory import (
 )
 
 DGC = partial(DGCSGDMemory, 0.9)
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 
 
 def rng(seed: Any) -> Any:

@@ -8,15 +8,14 @@ from wire.payloads import FORMATS, SOME, budget_of, encode, scattered, selection
 
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.compression import DGCCompressor
-from dgc.kernels.codec.protocol import Terms
-from dgc.kernels.codec.reference import TorchCodec
+from dgc.kernels.codec import Codec, Terms
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import PayloadError
 from dgc.wire.envelope import Envelope
 from dgc.wire.payload import PayloadPlan
 
-CODEC, NUMEL = TorchCodec(), 4000
+CODEC, NUMEL = Codec(), 4000
 
 
 def sent(form: Any, ratio: Any) -> Any:

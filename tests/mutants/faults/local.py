@@ -69,13 +69,13 @@ LOCAL = [
     Fault(
         "chunks-that-leave-the-end-of-a-tensor-to-the-last",
         "dgc/selection/selector.py",
-        "offset + start * numel // k",
-        "offset + start * (numel // k)",
+        "segment.offset + start * segment.numel // k",
+        "segment.offset + start * (segment.numel // k)",
         ["tests/selection/test_per_chunk.py::test_the_largest_of_each_chunk"],
     ),
     Fault(
         "last-element-of-a-chunk-in-the-next",
-        "dgc/wire/chunks.py",
+        "dgc/kernels/codec.py",
         "torch.searchsorted(ends, position, right=True)",
         "torch.searchsorted(ends, position + 1, right=True)",
         ["tests/local/test_sparseloco.py::test_indices_within_chunks"],
