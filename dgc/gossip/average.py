@@ -37,7 +37,7 @@ class PushSum(NamedTuple):
 
 
 def initial_state(x: Tensor) -> PushSum:
-    """Returns the state before the first round. Raises ValueError if x is not of a floating-point dtype."""
+    """The state before the first round."""
     if not x.is_floating_point():
         raise ValueError(f"gossip averages floating-point numbers, not {x.dtype}: their shares would be rounded")
     return PushSum(x, torch.ones((), dtype=torch.float64))
@@ -59,16 +59,15 @@ def push_sum_round(
     parts = {to: PushSum(state.x * share, state.w * share) for to, share in mixing(topology, rank, round).items()}
     end = state.x.numel() * state.x.element_size()
     nbytes = end + (WEIGHT_NBYTES if weighted else 0)
-    messages = {}
+    own, messages = parts.pop(rank), {}
     for to, part in parts.items():
-        if to != rank:
-            messages[to], content = blank(nbytes, state.x)
-            content[:end].copy_(as_bytes(part.x.contiguous()))
-            if weighted:
-                content[end:].copy_(as_bytes(part.w))
+        messages[to], content = blank(nbytes, state.x)
+        content[:end].copy_(as_bytes(part.x.contiguous()))
+        if weighted:
+            content[end:].copy_(as_bytes(part.w))
     sizes = dict.fromkeys(topology.in_peers(rank, round), nbytes)
     contents = yield from exchange(messages, sizes, "a message of an average", state.x)
-    parts = {rank: parts[rank]}
+    parts = {rank: own}
     for source, content in contents.items():
         x = content[:end].clone().view(state.x.dtype).view(state.x.shape)
         parts[source] = PushSum(x, weight_of(content) if weighted else state.w)
@@ -105,10 +104,9 @@ def push_sum_average(
 def push_pull_average(
     x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
 ) -> Conversation[Tensor]:
-    """Returns x after some rounds of push-pull. It converges to the mean if
-    `check_mixing(topology, mixing, doubly_stochastic=True)` passes.
+    """Returns x after some rounds of push-pull. Args and errors are those of `push_sum_average`.
 
-    Args and errors are those of `push_sum_average`.
+    It converges to the mean if `check_mixing(topology, mixing, doubly_stochastic=True)` passes.
     """
     state = initial_state(x)
     for round in range(first, first + rounds):

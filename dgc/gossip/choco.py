@@ -9,12 +9,10 @@ symmetric, rows summing to one, and a compression operator Q:
     d_i = d_i + sum over j of W_ij (q_j - q_i)         so that d_i = sum over j of W_ij (xhat_j - xhat_i)
     x_i = x_i + gamma d_i
 
-The part that Q drops stays in x_i - xhat_i and is sent later. The d_i of all ranks sum to zero, so the mean of the
-models is preserved.
+The part that Q drops stays in x_i - xhat_i and is sent later. The d_i of all ranks sum to zero.
 
 Differences from the papers: d replaces s = d + xhat, the weighted sum of public copies (the memory-efficient
-form). As models converge, d and its rounding errors become small. In s the rounding errors would be those of x and
-would accumulate. Public copies begin as the initial model, which is the same on all ranks, not as zeros.
+form), in which the rounding errors of x would accumulate. Public copies begin as the initial model, not as zeros.
 
 Compression operators, each with a payload of fixed size:
 
@@ -40,8 +38,8 @@ from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange, as_bytes
 from dgc.gossip.difference import DifferenceGossip
 from dgc.gossip.graphs import two_way_ring
-from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, sealed
-from dgc.gossip.topology import Graph, Mixing, Peers, Shares, Topology, metropolis
+from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, write_header_
+from dgc.gossip.topology import Graph, Mixing, Peers, Shares, metropolis
 from dgc.kernels import SparseVector
 from dgc.selection.selector import plan_selection
 from dgc.wire import CastValues, PlainIndices, SparseFormat
@@ -141,7 +139,6 @@ class Sign:
     gamma = 0.3
 
     def plan(self, segments: Sequence[Segment], device: torch.device) -> tuple[Bounds, int]:
-        """Returns the bounds of the tensors, and the bytes of scales and signs."""
         bounds = [0, *(segment.offset + segment.numel for segment in segments)]
         codes = sum(FP32 + FP32 * -(-segment.numel // 32) for segment in segments)
         return torch.tensor(bounds, dtype=torch.int64, device=device), codes
@@ -155,7 +152,9 @@ class Sign:
         scales = (sums / bounds.diff().clamp(min=1)).float()
         codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
         both = torch.cat([as_bytes(scales), codes])
-        return sealed(both, DIFFERENCE), self._add(bounds, both)
+        payload = message_of(both)
+        write_header_(payload, DIFFERENCE)
+        return payload, self._add(bounds, both)
 
     def decode(self, plan: tuple[Bounds, int], payload: Bytes, source: int) -> AddScaled:
         bounds, nbytes = plan
@@ -167,11 +166,6 @@ class Sign:
         q = torch.zeros(int(bounds[-1]), dtype=torch.float32, device=both.device)
         kernels.of(q).quantize.sign_add_(both[FP32 * scales.numel() :].clone(), bounds, -scales, scales, q)
         return lambda target, factor: target.add_(q, alpha=factor)
-
-
-def digest(topology: Topology, mixing: Mixing) -> int:
-    """A checksum of W, the same on every rank."""
-    return crc32(repr([sorted(mixing(topology, rank, 0).items()) for rank in range(topology.size)]).encode())
 
 
 @checked
@@ -217,7 +211,10 @@ class CHOCO(DifferenceGossip):
         self._plan = self.quantizer.plan(self.model.segments, self.z.device)
         self.xhat, self.d = self.z.clone(), torch.zeros_like(self.z)
         self._copies_valid = True
-        self._digest = 0 if self.topology is None else digest(self.topology, self.mixing)
+        self._digest = 0
+        if self.topology is not None:
+            W = [sorted(self.mixing(self.topology, rank, 0).items()) for rank in range(self.size)]
+            self._digest = crc32(repr(W).encode())
         return self.quantizer.nbytes(self._plan)
 
     @torch.no_grad()
@@ -236,7 +233,7 @@ class CHOCO(DifferenceGossip):
         self.z.add_(self.d, alpha=self.gamma)
 
     def _send_models(self, peers: Peers, weights: Shares) -> Conversation[None]:
-        """Sends whole models to make the public copies valid."""
+        """Makes the public copies valid."""
         self.xhat.copy_(self.z)
         self.d.zero_()
         sizes = dict.fromkeys(peers, self.z.numel() * self.z.element_size())
@@ -247,7 +244,6 @@ class CHOCO(DifferenceGossip):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Resets the public copies: all models are equal now."""
         super().restart()
         self.xhat.copy_(self.z)
         self.d.zero_()
@@ -256,16 +252,15 @@ class CHOCO(DifferenceGossip):
     def errors(self) -> Iterable[Tensor]:
         yield self.z - self.xhat
 
-    def _neighbour_state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         copies = {"xhat": self.xhat, "d": self.d}
-        return {**copies, "copies_valid": self._copies_valid, "graph": self._digest}
+        return {**super()._state(), **copies, "copies_valid": self._copies_valid, "graph": self._digest}
 
-    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
-        if state is None:
-            self._copies_valid = False
-            return
-        if state["graph"] != self._digest:
+    def _load(self, state: Mapping[str, Any]) -> None:
+        is_of_these_ranks = state["size"] == self.size
+        if is_of_these_ranks and state["graph"] != self._digest:
             raise ValueError("state of another graph or mixing, in which d is a sum over other neighbours")
+        super()._load(state)
         self.xhat.copy_(state["xhat"])
         self.d.copy_(state["d"])
-        self._copies_valid = state["copies_valid"]
+        self._copies_valid = is_of_these_ranks and state["copies_valid"]

@@ -1,12 +1,4 @@
-"""Base class of gossip with differences of models (`dgc.gossip.choco`, `dgc.gossip.powergossip`).
-
-After every `average_every` steps, a rank exchanges with its neighbours, in both directions of every edge. The
-exchange completes before the next forward pass. With more than one step between exchanges these are local steps
-(Koloskova et al.: ICML 2020, arXiv 2003.10422): what is compressed is then the progress of all of them.
-
-Weights W are symmetric, and rows sum to one. If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is
--e_ji, the mean over ranks is preserved for any compression of e.
-"""
+"""Base class of gossip with differences of models (`dgc.gossip.choco`, `dgc.gossip.powergossip`)."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,20 +7,17 @@ from typing import Any
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import Conversation
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
-from dgc.gossip.topology import (
-    ROUNDING,
-    Graph,
-    Mixing,
-    Peers,
-    Shares,
-    Topology,
-    build_topology,
-    check_mixing,
-)
+from dgc.gossip.topology import ROUNDING, Graph, Mixing, Peers, Shares, Topology, build_topology, check_mixing
 
 
 class DifferenceGossip(Gossip):
-    """Base class of gossip with differences of models.
+    """Every `average_every` steps, a rank exchanges with its neighbours, in both directions of every edge.
+
+    The exchange completes before the next forward pass. With more than one step between exchanges these are local
+    steps (Koloskova et al.: ICML 2020, arXiv 2003.10422): what is compressed is the progress of all of them.
+
+    If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is -e_ji, the mean over ranks is preserved for
+    any compression of e.
 
     Args:
         graph (callable): returns the topology for a number of ranks.
@@ -70,7 +59,6 @@ class DifferenceGossip(Gossip):
                 raise topology.error(f"{needs} the same weight at both ends of an edge: use the mixing metropolis")
 
     def neighbours(self, round: int) -> tuple[Peers, Shares]:
-        """This rank's neighbours, ascending, and its weights."""
         assert self.topology is not None
         return self.topology.in_peers(self.rank, round), self.mixing(self.topology, self.rank, round)
 
@@ -81,8 +69,6 @@ class DifferenceGossip(Gossip):
     @abstractmethod
     def _average(self) -> Conversation[None]:
         """Exchanges with the neighbours in one step and moves z."""
-
-    # --- one step ---------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self.synchronize_messages()
@@ -102,25 +88,10 @@ class DifferenceGossip(Gossip):
             self._conversation = None
             self.model.scatter()
 
-    # --- state ------------------------------------------------------------------------------------
-
     def _state(self) -> dict[str, Any]:
-        state = {"z": self.z, "steps": self.steps, "round": self.round, "size": self.size}
-        return {**state, **self._neighbour_state()}
+        return {"z": self.z, "steps": self.steps, "round": self.round, "size": self.size}
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._load_neighbours(state if state["size"] == self.size else None)
         self.z.copy_(state["z"])
         self.model.scatter()
         self.steps, self.round, self._conversation = state["steps"], state["round"], None
-
-    @abstractmethod
-    def _neighbour_state(self) -> dict[str, Any]:
-        """What is stored about neighbours."""
-
-    @abstractmethod
-    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
-        """Loads it, or resets it if the state is of another number of ranks, which is None.
-
-        Raises ValueError, before any change, if it is of another model or graph.
-        """

@@ -1,8 +1,7 @@
 """Communication graphs of gossip, as functions of the number of ranks, `size`.
 
 `n_peer_exponential` to `ring` are the graphs of Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML
-2019, arXiv 1811.10792). With n ranks, rank r cycles through a schedule of peers r + offset (mod n), `peers` of
-them in each round:
+2019, arXiv 1811.10792). Of n ranks, rank r cycles through peers r + offset (mod n), `peers` of them in each round:
 
     n_peer_exponential    +j (m+1)^i for j = 1 .. m, i = 0, 1, ..: one i in each round, m = peers. With n = (m+1)^p
                           every rank has the exact mean after p rounds
@@ -38,7 +37,7 @@ Order = Literal["paper", "later"]
 
 @checked
 def n_peer_exponential(size: int, peers: int = 1) -> Topology:
-    """The n-peer exponential graph of SGP (arXiv 1811.10792), in which each round uses one power of peers + 1.
+    """The n-peer exponential graph of SGP, in which each round uses one power of peers + 1.
 
     Args:
         peers (int): peers per round, m. With size = (m + 1)^p, the mean is exact after p rounds.
@@ -60,7 +59,7 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
 
 @checked
 def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The exponential graph of SGP (arXiv 1811.10792): offsets +2^i and -2^i in turn.
+    """The exponential graph of SGP: offsets +2^i and -2^i in turn.
 
     Args:
         peers (int): peers per round.
@@ -71,39 +70,26 @@ def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
 
 @checked
 def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The bipartite exponential graph of SGP (arXiv 1811.10792): offsets +-1, then +-(1 + 2^i).
-
-    Args are those of `exponential`. The number of ranks must be even.
-    """
+    """Offsets +-1, then +-(1 + 2^i), for an even number of ranks. Args are those of `exponential`."""
     offsets = [1, *(1 + power for power in powers(2, size - 1)[1:])]
     return _two_directions("bipartite_exponential", size, peers, order, offsets, True)
 
 
 @checked
 def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The linear graph of SGP (arXiv 1811.10792): offsets +i and -i for odd i.
-
-    Args are those of `exponential`.
-    """
+    """The linear graph of SGP: offsets +i and -i for odd i. Args are those of `exponential`."""
     return _two_directions("linear", size, peers, order, range(1, size, 2), False)
 
 
 @checked
 def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The bipartite linear graph: the offsets of `linear`, between ranks of opposite parity.
-
-    Args are those of `exponential`. The number of ranks must be even.
-    """
+    """The offsets of `linear`, between ranks of opposite parity. Args are those of `bipartite_exponential`."""
     return _two_directions("bipartite_linear", size, peers, order, range(1, size, 2), True)
 
 
 @checked
 def ring(size: int, peers: int = 1) -> Topology:
-    """A ring, the same in all rounds.
-
-    Args:
-        peers (int): 1 for a directed ring, 2 for both neighbours.
-    """
+    """A ring, the same in all rounds. peers: 1 for a directed ring, 2 for both neighbours."""
     _check_size("ring", size)
     schedules = [list(dict.fromkeys([(rank + 1) % size, (rank - 1) % size])) for rank in range(size)]
     return from_schedules("ring", schedules, peers, dynamic=False)
@@ -124,18 +110,13 @@ def two_way_ring(size: int) -> Topology:
 @checked
 def static_exponential(size: int) -> Topology:
     """Rank r sends to r + 1, r + 2, r + 4, .. in every round (Ying et al. 2021, arXiv 2110.13363)."""
-    return Topology(
-        "static_exponential", size, 1, lambda rank, _: ((rank + p) % size for p in powers(2, size - 1))
-    )
+    offsets = powers(2, size - 1)
+    return Topology("static_exponential", size, 1, lambda rank, _: ((rank + p) % size for p in offsets))
 
 
 @checked
 def star(size: int, hub: int = 0) -> Topology:
-    """Every rank exchanges with the hub, and the hub with every rank.
-
-    Args:
-        hub (int): rank of the hub.
-    """
+    """Every rank exchanges with the rank `hub`, and the hub with every rank."""
     if not 0 <= hub < size:
         raise TopologyError(f"star with {size} ranks: hub must be a rank from 0 to {size - 1}, not {hub}")
     return Topology("star", size, 1, lambda rank, _: (r for r in range(size) if r != rank and hub in (r, rank)))
@@ -145,8 +126,7 @@ def star(size: int, hub: int = 0) -> Topology:
 def grid(size: int) -> Topology:
     """A rectangle in which each rank exchanges with its neighbours. Opposite sides are not connected.
 
-    Args:
-        size (int): number of ranks. The rectangle is as close to a square as the divisors of `size` allow.
+    It is as close to a square as the divisors of `size` allow.
     """
     rows = next((r for r in range(isqrt(max(size, 0)), 0, -1) if size % r == 0), 1)
     columns = size // rows
@@ -166,9 +146,6 @@ def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
     Args:
         seed (int): seed of the pairs, the same on all ranks.
         rounds (int): number of different rounds, after which they repeat.
-
-    Raises:
-        TopologyError: if the pairs of all rounds do not connect all ranks.
     """
 
     def out(rank: int, t: int) -> Peers:
@@ -201,9 +178,7 @@ def bipartite_complete(size: int) -> Topology:
 
 @checked
 def hierarchical(size: int, local_size: int) -> Topology:
-    """Alternates rounds inside machines and between machines.
-
-    In even rounds all ranks of a machine exchange with each other. In odd rounds each rank sends to the rank with
+    """In even rounds a machine's ranks exchange with each other. In odd rounds each rank sends to the rank with
     its local rank on one other machine, as in `n_peer_exponential` with one peer.
 
     Args:
@@ -230,11 +205,7 @@ def hierarchical(size: int, local_size: int) -> Topology:
 
 @checked
 def from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Topology:
-    """The edges of weight matrices. Use it together with `mixing_from_weights`.
-
-    Args:
-        matrices (sequence of matrices): one square matrix for each round. P[i][j] is the share of rank j's value
-            that rank i receives.
+    """The edges of weight matrices. Use it together with `mixing_from_weights`, whose Args it has.
 
     Raises:
         TopologyError: if there is no matrix, or the matrices are not square and of one size.

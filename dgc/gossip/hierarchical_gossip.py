@@ -1,6 +1,5 @@
-"""Gossip between machines of L ranks each, for clusters with fast links inside a machine. Each machine is a node,
-as in Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, section 5: 8 GPUs per
-node).
+"""Gossip between machines of L ranks each. Each machine is a node, as in Stochastic Gradient Push (Assran, Loizou,
+Ballas, Rabbat: ICML 2019, arXiv 1811.10792, section 5: 8 GPUs per node).
 
 All ranks of a machine have the same model z and optimizer. On every rank:
 
@@ -11,11 +10,9 @@ All ranks of a machine have the same model z and optimizer. On every rank:
                                                                   except PowerGossip: slices have no matrices
     z = concatenation of the L slices                             one all-gather inside the machine
 
-All ranks of a machine therefore keep equal models, and a machine acts as a single rank with L times the batch.
-Each rank sends 1/L of the data between machines, over its own links and network cards.
-
-The topology `hierarchical` also suits such clusters, but every rank has its own model: ranks of a machine average
-models every second round, step on their own gradients, and each sends a whole model to other machines.
+A machine therefore acts as a single rank with L times the batch. Each rank sends 1/L of the data between machines,
+over its own links and network cards. With the topology `hierarchical`, in contrast, every rank has its own model
+and sends all of it.
 
 Differences from the paper: There, one rank of a machine communicates for all and sends the parameters to the
 others before each forward pass. Here, a machine drops a step if any of its ranks has a gradient with NaN or inf.
@@ -55,9 +52,8 @@ class HierarchicalGossip(Gossip):
             as with DistributedDataParallel among the ranks of a machine. The first step checks that.
 
     Raises:
-        ValueError: if base is asynchronous, by `start` if the number of ranks differs between machines or the
-            model has fewer elements than a machine has ranks, or by the first step if gradients differ inside a
-            machine and are not averaged.
+        ValueError: if base is asynchronous, by `start` if the machines have different numbers of ranks or more
+            ranks than the model has elements, or by the first step if gradients differ and are not averaged.
 
     Example:
         >>> transport = connect(hierarchical=True, point_to_point=True)
@@ -81,14 +77,14 @@ class HierarchicalGossip(Gossip):
 
     def _prepare(self) -> None:
         place = find_machine_rank(self._transport, "HierarchicalGossip")
-        L, local, n = place.local_size, place.local_rank, self.z.numel()
+        self._local_size = L = place.local_size
+        n = self.z.numel()
         if n < L:
             raise ValueError(
                 f"a model of {n} elements cannot be divided into {L} slices, one for each rank of a machine"
             )
         self._bounds = [i * n // L for i in range(L + 1)]
-        self._local_size = L
-        self._slice = slice(self._bounds[local], self._bounds[local + 1])
+        self._slice = slice(*self._bounds[place.local_rank : place.local_rank + 2])
         part = ModelSlice(self.model, self._slice.start, self._slice.stop)
         self.base.start(part, CrossMachineTransport(self._transport), self._meter, f"{self.name}.cross")
         self.compress_ratio = self.base.compress_ratio
@@ -118,7 +114,7 @@ class HierarchicalGossip(Gossip):
     # --- inside the machine -----------------------------------------------------------------------
 
     def _run_locally(self, label: str, request: Request) -> Any:
-        """Returns the reply to a request to the ranks of the machine."""
+        """Returns the reply of the machine's ranks."""
 
         def conversation() -> Conversation[Any]:
             (reply,) = yield (request,)

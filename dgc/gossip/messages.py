@@ -1,9 +1,7 @@
 """Messages from rank to rank, and the encodings of models in them.
 
-A message is sealed: a header of 24 bytes with a checksum (`dgc.wire.payload`), then its content, rounded up to a
+A message is sealed: a header of 24 bytes with a checksum (`dgc.wire.envelope`), then its content, rounded up to a
 multiple of 8 bytes.
-
-The sender keeps the rounding errors of an encoding (`dgc.gossip.sgp`), so the sum over ranks is preserved.
 """
 
 from collections.abc import Mapping
@@ -50,12 +48,6 @@ def write_header_(payload: Payload, what: str) -> None:
     _envelope(what, payload.device).seal_(payload, nothing)
 
 
-def sealed(codes: Bytes, what: str) -> Payload:
-    """Returns a sealed message with these bytes."""
-    nothing, _ = no_segments(codes.device)
-    return _envelope(what, codes.device).seal(codes, nothing)
-
-
 def opened(payload: Payload, nbytes: int, what: str, source: int) -> Unchecked[Bytes]:
     """Returns the content of a received message, not checked yet. source: rank of its sender."""
     return _envelope(what, payload.device).open([payload], nbytes, [source])
@@ -68,9 +60,9 @@ def exchange(
 
     Args:
         messages (mapping): messages by receiver. One message may have several receivers.
-        sizes (mapping): bytes of the content that each sender sends.
+        sizes (mapping): by sender, the bytes of its content.
         what (str): name of the messages in errors.
-        like (Tensor): any tensor on the device of the messages.
+        like (Tensor): any tensor on their device.
 
     Raises:
         PayloadError: if a message is damaged. The error names its sender.
@@ -176,9 +168,7 @@ class HalfPrecisionMessage:
 @checked
 @dataclass(frozen=True)
 class Int8Message:
-    """8-bit messages with one scale per block: 1 byte per element, and 4 per block.
-
-    An element x is sent as round(x / scale), with scale = largest magnitude of the block / 127.
+    """8-bit messages, 1 byte per element: round(x / scale), with scale = largest magnitude of a block / 127.
 
     Args:
         block (int): number of elements that share a scale. With 2048, scales add 0.2 % to the bytes.

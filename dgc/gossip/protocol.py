@@ -1,4 +1,4 @@
-"""The base class of algorithms that exchange models, for `dgc.optim.LocalOptimizer`. Each rank has its model."""
+"""The base class of algorithms that exchange models, for `dgc.optim.LocalOptimizer`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -32,14 +32,16 @@ class Gossip(ABC):
         compress_ratio: Bytes of a message / bytes of the model in fp32.
         is_synchronous: Whether every rank takes the same number of steps.
         needs_groups: Whether the transport must have the groups `local` and `cross`.
-        island: After `start`, the number of this rank's island. Islands may be lost and join while the others keep
-            their states. An island is a rank, or the ranks of a machine that have one model together. None: no
-            island can join with these settings.
+        progress: Steps of all ranks together, as far as this rank has been informed. Only if asynchronous.
+        island: After `start`, the number of this rank's island: a rank, or the ranks of a machine that have one
+            model together. Islands may be lost and join while the others keep their states. None: no island can
+            join with these settings.
     """
 
     compress_ratio: float
     is_synchronous: bool = True
     needs_groups: bool = False
+    progress: int
     island: int | None = None
     _conversation: RunningConversation[Any] | None = None  # in flight
     _resizable: tuple[str, ...] = ()  # tensors of the state whose shape `_load` checks
@@ -54,11 +56,6 @@ class Gossip(ABC):
     def _prepare(self) -> None:
         """Called by `start`, when the model and the number of ranks are known."""
         return None
-
-    @property
-    def progress(self) -> int:
-        """Number of steps of all ranks together, as far as this rank has been informed. Only if asynchronous."""
-        raise NotImplementedError
 
     @property
     def is_running(self) -> bool:
@@ -88,7 +85,7 @@ class Gossip(ABC):
     def join(self) -> None:
         """Continues from the common model and without errors, after the state of another island has been loaded.
 
-        Called on every rank of the island, before the next `begin_step`.
+        Every rank of the island calls it, before the next `begin_step`.
         """
         raise ValueError(f"no machine can join in mid-run with {type(self).__name__}")
 
@@ -100,18 +97,12 @@ class Gossip(ABC):
         assert self._conversation is None, "flush() must be called first"
 
     def biased_parameters(self) -> Tensor:
-        """[n] fp32, after `flush`: x of push-sum, with all received messages. Its mean over ranks is the model.
-
-        Without push-sum weights, these are the parameters.
-        """
+        """[n] fp32, after `flush`: x of push-sum, or the parameters. Its mean over ranks is the model."""
         self._check_flushed()
         return self.z.clone()
 
     def bias(self) -> float | Tensor:
-        """The factor between the parameters and `biased_parameters`, after `flush`: w of push-sum, or 1.
-
-        [n] if elements differ. Its mean over ranks is 1.
-        """
+        """After `flush`: w of push-sum, or 1. [n] if elements differ. Its mean over ranks is 1."""
         return 1.0
 
     def metrics(self) -> dict[str, float]:
@@ -127,12 +118,12 @@ class Gossip(ABC):
         self.synchronize_messages()
 
     def _state(self) -> dict[str, Any]:
-        """What `state_dict` copies: tensors, numbers, flags and mappings by name."""
-        raise NotImplementedError
+        """Tensors, numbers, flags and mappings that `state_dict` copies, unless the algorithm replaces it."""
+        return {}
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Takes over a state with the entries of `_state`. Raises ValueError before any change."""
-        raise NotImplementedError
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """After `flush`: this rank's part of the state that determines the next step, including the model."""
@@ -149,16 +140,9 @@ class Gossip(ABC):
 def check_state(
     saved: Mapping[str, Any], own: Mapping[str, Any], resizable: Container[str] = (), prefix: str = ""
 ) -> None:
-    """Checks a saved state: finite tensors, whole numbers, flags, and mappings, whose content is not checked.
+    """Raises ValueError unless `saved` has the names, shapes and types of `own`, and finite numbers.
 
-    Args:
-        saved (mapping): the saved state.
-        own (mapping): a state of this rank, with the same names, shapes and types.
-        resizable (container): names of tensors that may have any shape.
-        prefix (str): of the names in errors.
-
-    Raises:
-        ValueError: if a value is missing or not valid, or there are others.
+    The content of mappings is not checked. resizable: tensors of any shape. prefix: of the names in errors.
     """
     if saved.keys() != own.keys():
         raise ValueError(f"state of another algorithm: it has {sorted(saved)}, not {sorted(own)}")

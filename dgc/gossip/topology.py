@@ -1,8 +1,7 @@
 """Topologies of gossip: who sends to whom in each round, and which share of its value.
 
-In round t rank r sends to `out_peers(r, t)`, in that order, and receives from `in_peers(r, t)`. Rounds repeat
-after `period`. Over one period, every rank must be able to reach every other rank; otherwise there is no
-consensus. The graph is a pure function of integers, which is validated on construction.
+In round t rank r sends to `out_peers(r, t)`, in that order, and receives from `in_peers(r, t)`. Over one period,
+every rank must be able to reach every other rank; otherwise there is no consensus.
 
 The shares of a rank, its mixing weights, are a column of the round's mixing matrix P. Each column sums to one, so
 the sum over ranks is preserved. If each row sums to one as well, all ranks converge to the mean without push-sum
@@ -26,13 +25,13 @@ ROUNDING = 1e-9  # of a sum of shares
 
 
 class TopologyError(ValueError):
-    """A graph that is not valid for gossip. The message names the fault and a graph that would work."""
+    """A graph is not valid for gossip. The message names the fault and a graph that would work."""
 
 
 @checked
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """A communication graph that repeats after `period` rounds.
+    """A communication graph that repeats after `period` rounds. It is validated on construction.
 
     Args:
         name (str): name for error messages.
@@ -61,7 +60,21 @@ class Topology:
     def __post_init__(self) -> None:
         if self.size < 1 or self.period < 1:
             raise TopologyError(f"{self.name}: {self.size} ranks, {self.period} rounds; both must be at least 1")
-        check(self)
+        reached: list[set[int]] = [set() for _ in range(self.size)]
+        reaching: list[set[int]] = [set() for _ in range(self.size)]
+        for t in range(self.period):
+            for rank in range(self.size):
+                peers = self.out_peers(rank, t)
+                if rank in peers:
+                    raise self.error(f"rank {rank} sends to itself in round {t}")
+                if len(set(peers)) < len(peers):
+                    raise self.error(f"rank {rank} sends to one rank twice in round {t}: {list(peers)}")
+                reached[rank].update(peers)
+                reaching[rank].update(self.in_peers(rank, t))
+        for edges, fault in ((reached, "never reaches"), (reaching, "is never reached from")):
+            missing = sorted(set(range(self.size)) - _reachable(edges))
+            if missing:
+                raise self.error(f"rank 0 {fault} ranks {missing} in any number of rounds")
 
     def out_peers(self, rank: int, round: int) -> Peers:
         return self._round(round)[rank]
@@ -99,25 +112,6 @@ Graph = Callable[[int], Topology]  # returns the topology for a number of ranks
 Mixing = Callable[[Topology, int, int], Shares]  # (topology, rank, round)
 
 
-def check(topology: Topology) -> None:
-    """Raises TopologyError if a rank sends to itself or twice to one rank in a round, or cannot reach a rank."""
-    reached: list[set[int]] = [set() for _ in range(topology.size)]
-    reaching: list[set[int]] = [set() for _ in range(topology.size)]
-    for t in range(topology.period):
-        for rank in range(topology.size):
-            peers = topology.out_peers(rank, t)
-            if rank in peers:
-                raise topology.error(f"rank {rank} sends to itself in round {t}")
-            if len(set(peers)) < len(peers):
-                raise topology.error(f"rank {rank} sends to one rank twice in round {t}: {list(peers)}")
-            reached[rank].update(peers)
-            reaching[rank].update(topology.in_peers(rank, t))
-    for edges, fault in ((reached, "never reaches"), (reaching, "is never reached from")):
-        missing = sorted(set(range(topology.size)) - _reachable(edges))
-        if missing:
-            raise topology.error(f"rank 0 {fault} ranks {missing} in any number of rounds")
-
-
 def _reachable(edges: Sequence[set[int]]) -> set[int]:
     """The ranks that rank 0 reaches along the edges."""
     reached, new = {0}, [0]
@@ -130,7 +124,7 @@ def _reachable(edges: Sequence[set[int]]) -> set[int]:
 def from_schedules(
     name: str, schedules: Sequence[Sequence[int]], peers: int, dynamic: bool = True, cure: str = ""
 ) -> Topology:
-    """A graph in which each rank cycles through its peer schedule, `peers` entries per round.
+    """A graph in which each rank cycles through its peer schedule.
 
     Args:
         name (str): name for error messages.
@@ -140,7 +134,7 @@ def from_schedules(
         cure (str): advice that is appended to error messages.
 
     Raises:
-        TopologyError: if the schedules differ in length, peers is out of range, or the graph is not valid.
+        TopologyError: if an argument is out of range, or the graph is not valid.
     """
     size, lengths = len(schedules), {len(schedule) for schedule in schedules}
     length = min(lengths)
@@ -168,13 +162,10 @@ def build_topology(graph: Graph, size: int) -> Topology:
 
 
 def bipartite_subgraph(topology: Topology) -> Topology:
-    """The edges of a graph between an odd and an even rank, in both directions, for asynchronous averaging.
+    """The edges of a graph between an odd and an even rank, in both directions, for AD-PSGD.
 
     Odd ranks initiate an average and wait for the reply. Even ranks only reply. Ranks can therefore never wait for
-    one another in a cycle (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
-
-    Raises:
-        TopologyError: if these edges do not connect all ranks.
+    one another in a cycle. Raises TopologyError if these edges do not connect all ranks.
     """
 
     def out(rank: int, t: int) -> Peers:
@@ -203,11 +194,8 @@ def uniform(topology: Topology, rank: int, round: int) -> Shares:
 def metropolis(topology: Topology, rank: int, round: int) -> Shares:
     """Metropolis weights (Xiao, Boyd, Kim 2007): the share of an edge is 1 / (1 + the larger degree of its ends).
 
-    The rank keeps the rest. Rows sum to one on every symmetric graph, even if the number of peers differs between
-    ranks.
-
-    Raises:
-        TopologyError: if the graph is not symmetric at this rank and round.
+    The rank keeps the rest. Rows sum to one on every symmetric graph, for any number of peers of each rank.
+    Raises TopologyError if the graph is not symmetric at this rank and round.
     """
     peers = topology.out_peers(rank, round)
     if sorted(peers) != list(topology.in_peers(rank, round)):
