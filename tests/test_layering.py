@@ -18,7 +18,6 @@ ROOT = Path(__file__).parent.parent
 # package or module -> what it imports besides itself; the lowest layer first
 EDGES: dict[str, tuple[str, ...]] = {
     "dgc.launch": (),
-    "dgc.torch_launch": ("dgc.launch",),
     "dgc.bucket": (),
     "dgc.arguments": (),
     "dgc.kernels": (),
@@ -41,7 +40,6 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.comm.torch_distributed": ("dgc.comm",),
     "dgc.comm.connect": (
         "dgc.launch",
-        "dgc.torch_launch",
         "dgc.comm",
         "dgc.comm.lockstep",
         "dgc.comm.horovod",

@@ -1,15 +1,4 @@
-"""A transport over Horovod, with its MPI or Gloo controller and MPI or NCCL operations.
-
-No other file imports Horovod.
-
-Horovod's fusion groups messages by arrival time. With three or more ranks, sums, and therefore whole runs, differ
-in the last bits between repeats. Buckets replace fusion here: HOROVOD_FUSION_THRESHOLD is 0 unless the user
-sets a value.
-
-Horovod looks for new messages once per cycle. A round that depends on the replies of another waits for the next
-cycle. Payloads are small and some methods need several rounds, so HOROVOD_CYCLE_TIME is 0.2 ms unless the user
-sets a value. Horovod's default is 1 ms.
-"""
+"""A transport over Horovod, with its MPI or Gloo controller. No other file imports Horovod."""
 
 import atexit
 import os
@@ -43,6 +32,10 @@ from dgc.launch import check_launcher, may_span_machines
 def prepare_environment() -> None:
     """Set environment variables before Horovod starts. Values that the user has set are kept.
 
+    HOROVOD_FUSION_THRESHOLD: fusion groups messages by arrival time. With three or more ranks, sums, and therefore
+    whole runs, differ in the last bits between repeats. Buckets replace fusion here.
+    HOROVOD_CYCLE_TIME: Horovod looks for new messages once per cycle, by default 1 ms. Payloads are small and some
+    methods need several rounds, each of which waits for a cycle.
     OPAL_PREFIX: a process that mpirun did not start cannot find the Open MPI of a Python environment.
     OMPI_MCA_mpi_yield_when_idle: while Horovod's thread waits for other ranks, the core's other threads run.
     Otherwise 2 ranks that compute on 2 cores take up to twice as long, also when nothing is exchanged.
@@ -100,13 +93,7 @@ def connect(
 ) -> Transport:
     """Return a HorovodTransport. If Horovod has no GPU operations, GPU tensors go through pinned host memory.
 
-    Arguments and errors are those of HorovodTransport, and besides:
-
-    Args:
-        point_to_point: Send an Exchange directly from rank to rank, over the MPI that Horovod uses.
-
-    Raises:
-        ValueError: `point_to_point` is True, and MPI or mpi4py is not usable.
+    Arguments and errors are those of HorovodTransport, and with `point_to_point` of PointToPointTransport.
     """
     horovod = HorovodTransport(hierarchical, timeout, process_set)
     transport: Transport = horovod
@@ -124,9 +111,8 @@ class HorovodTransport(GroupedTransport):
     """A transport over Horovod. It initialises Horovod unless that has been done.
 
     Args:
-        hierarchical: As in `dgc.comm.connect.connect`.
-        timeout: Seconds after which an operation that some ranks never joined ends the run. None: never. It has no
-            effect if Horovod is already initialised.
+        hierarchical, timeout: As in `dgc.comm.connect.connect`. The time has no effect if Horovod is already
+            initialised. None: no limit.
         process_set: The hvd.ProcessSet of the ranks to connect, this one among them. They are numbered from 0, and
             each counts as a machine. None: all ranks.
 

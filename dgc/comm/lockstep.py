@@ -1,11 +1,4 @@
-"""N simulated ranks in one process, for tests and simulation. Requests are combined in rank order.
-
-`LockstepWorld.converse` runs one generator per rank in a single thread and launches each round in a shuffled order
-of ranks. `LockstepWorld.run` runs one function per rank, each in its own thread, so training loops that use a
-`Transport` work unchanged. One rank runs at a time. When it must wait for a message, the next rank that can
-continue runs. The order is always the same. Torch's random generator is kept for each rank: a rank that has seeded
-it draws the numbers of a process of its own, for example for dropout.
-"""
+"""N simulated ranks in one process, for tests and simulation. Requests are combined in rank order."""
 
 import random
 import threading
@@ -164,7 +157,10 @@ class LockstepWorld:
         return list(range(rank % self.local_size, self.size, self.local_size))
 
     def converse(self, name: str, conversations: Sequence[Conversation[T]]) -> list[T]:
-        """Run one conversation per rank to its end. Return the results by rank."""
+        """Run one conversation per rank to its end, in a single thread. Return the results by rank.
+
+        Each round is launched in a shuffled order of ranks.
+        """
         order = list(range(self.size))
         self._random.shuffle(order)
         running: dict[int, RunningConversation[T]] = {}
@@ -182,13 +178,18 @@ class LockstepWorld:
         return [running[rank].finish() for rank in range(self.size)]
 
     def run(self, body: Callable[[LockstepTransport], T]) -> list[T]:
-        """Run `body` once per rank, each in a thread. Return the results by rank. An error ends all ranks."""
+        """Run `body` once per rank, each in a thread. Return the results by rank. An error ends all ranks.
+
+        One rank runs at a time. When it must wait for a message, the next rank that can continue runs, always in
+        the same order. Torch's random generator is kept for each rank: a rank that has seeded it draws the numbers
+        of a process of its own, for example for dropout.
+        """
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
 
         def work(rank: int) -> None:
             with self.lock:
-                self._await_turn(rank)
+                self._turns[rank].wait_for(lambda: self.turn == rank)
             try:
                 results[rank] = body(self.transports[rank])
             except BaseException as error:
@@ -213,10 +214,6 @@ class LockstepWorld:
             raise errors[self.failed]
         return results
 
-    def _await_turn(self, rank: int) -> None:
-        while self.turn != rank:
-            self._turns[rank].wait()
-
     def _pass_turn(self, rank: int) -> None:
         """Let the next rank run that can continue, because its replies are available or it must raise an error."""
         after = ((rank + i) % self.size for i in range(1, self.size + 1))
@@ -229,7 +226,7 @@ class LockstepWorld:
     def let_others_run(self, rank: int) -> None:
         random_state = torch.get_rng_state()
         self._pass_turn(rank)
-        self._await_turn(rank)
+        self._turns[rank].wait_for(lambda: self.turn == rank)
         torch.set_rng_state(random_state)
 
     def execute(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
@@ -261,10 +258,7 @@ def check_order(lane: str, order: Lane, rank: int, name: str) -> None:
 
 
 def check_places(name: str, group: str, places: Mapping[int, Sequence[int]]) -> None:
-    """Raise LockstepError if the requests of two ranks to a group are not at the same places among all requests.
-
-    Transports name a request by its place.
-    """
+    """Raise LockstepError if the requests of two ranks to a group are not at the same places of the round."""
     (first, expected), *others = places.items()
     for rank, own in others:
         if len(own) != len(expected):
@@ -288,15 +282,12 @@ def check_agreement(name: str, requests: Mapping[int, Request]) -> None:
 
 
 def _signature(request: Request) -> tuple[object, ...]:
-    """The properties that must be equal on all ranks."""
     kind = (type(request).__name__, request.group)
     match request:
-        case AllReduce(tensor, op) | ReduceScatter(tensor, op):
-            return (*kind, tuple(tensor.shape), tensor.dtype, op)
+        case AllReduce(tensor, op_or_root) | ReduceScatter(tensor, op_or_root) | Broadcast(tensor, op_or_root):
+            return (*kind, tuple(tensor.shape), tensor.dtype, op_or_root)
         case AllGather(tensor):
             return (*kind, tuple(tensor.shape), tensor.dtype)
-        case Broadcast(tensor, root):
-            return (*kind, tuple(tensor.shape), tensor.dtype, root)
         case AllToAll(tensor):
             return (*kind, tensor.dtype)
         case Exchange():

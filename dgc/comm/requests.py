@@ -3,9 +3,8 @@
 An algorithm is a generator. It yields a tuple of requests, is resumed with the replies in the same order, and
 returns its result. It does not depend on the transport. It can also yield a `Read` of numbers on its device.
 
-After a request is launched, its tensor belongs to the transport, which may store the reply in it.
-Each request names a group of ranks: `world` is all ranks, `local` the ranks of this machine, and `cross` the ranks
-with this rank's local rank on every machine.
+After a request is launched, its tensor belongs to the transport, which may store the reply in it. Each request
+names a group: `world` is all ranks, `local` those of this machine, `cross` those with this local rank.
 """
 
 from collections.abc import Generator, Sequence
@@ -44,7 +43,6 @@ class AllToAll:
     Args:
         tensor: One-dimensional tensor of sum(splits) elements.
         splits: Number of elements for each rank of the group.
-        group: Group of the exchange.
         receives: Number of elements that each rank sends to this one. None: those of `splits`.
     """
 
@@ -55,7 +53,6 @@ class AllToAll:
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """Number of elements from each rank of the group."""
         return self.splits if self.receives is None else self.receives
 
 
@@ -89,7 +86,6 @@ class Exchange:
     Args:
         sends: Tensors by receiving rank.
         receives: By sender, a tensor of the expected length and dtype. The transport may use its memory.
-        group: Group in which ranks are counted.
     """
 
     sends: dict[int, Tensor]
@@ -132,11 +128,7 @@ def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
 def next_requests(
     conversation: Conversation[Any], replies: tuple[Reply, ...] | None = None
 ) -> tuple[Request, ...]:
-    """Continue a conversation without a transport, and wait for what it reads.
-
-    Args:
-        conversation: The conversation.
-        replies: Replies to its last requests; None to start it.
+    """Continue a conversation without a transport, and wait for what it reads. replies: None to start it.
 
     Raises:
         StopIteration: The conversation has ended. `value` is its result.

@@ -15,9 +15,8 @@ Collective Communication Operations in MPICH, sections 4 and 5.)
 
 Two levels: a group that spans machines has log2 of its ranks per machine, rounded up, of its l steps inside them.
 The bytes of one rank are those of the meter: `cross_wire_bytes` leave the machine, the rest stay inside it. The
-ranks of a machine share its network card, so the slowest of three resources counts: the card (bytes of all ranks
-between machines; ranks may differ), the link of one rank inside the machine, and the memory of the machine (bytes
-of all its ranks).
+slowest of three resources counts: the network card of the machine (bytes of all its ranks; they may differ), the
+link of one rank inside the machine, and the memory of the machine (bytes of all its ranks).
 
 Differences from the paper: The number of steps of all-gather and reduce-scatter is that of powers of two.
 Requests of a round, and the rounds of all buckets, follow each other on one network. `Prediction.step` has them
@@ -76,11 +75,7 @@ class Network:
                 raise ValueError(f"Network: {name} must be at least 1, not {number}")
 
     def local_size(self, size: int) -> int:
-        """Ranks on one machine, of `size` ranks.
-
-        Raises:
-            ValueError: The machines would have different numbers of ranks.
-        """
+        """Ranks on one machine, of `size`. Raises ValueError if machines would have different numbers of ranks."""
         local = min(size, self.ranks_per_machine)
         if size < 1 or size % local:
             raise ValueError(f"{size} ranks do not fill machines of {local}: take a multiple of {local}")
@@ -241,11 +236,7 @@ class BucketWork:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes and seconds of one rank in one exchange.
-
-    `cross_wire_bytes` is the part of its bytes that leaves the machine, `machine_wire_bytes` that of all ranks of
-    the machine together.
-    """
+    """Bytes and seconds of a rank in an exchange. machine_wire_bytes: from all ranks of its machine to others."""
 
     payload_bytes: float
     wire_bytes: float
@@ -265,7 +256,7 @@ class Prediction:
 
         Args:
             backward: Seconds of the backward pass that completes the gradients.
-            overlap: Whether the exchange of a bucket begins in backward, as soon as its gradients are complete.
+            overlap: Whether a bucket's exchange begins as soon as its gradients are complete.
             forward: Seconds before that backward pass.
         """
         if not overlap:
@@ -283,8 +274,7 @@ def predict(
         network: Carries them.
         compute: Seconds of computing. Each bucket has the share of its elements; what follows the first message is
             divided equally between the times after each message.
-        ready: By bucket, the share of backward after which its gradients are complete. None: the share of the
-            elements of it and the buckets before it.
+        ready: Of each BucketWork. None: the share of the elements of it and the buckets before it.
 
     Raises:
         ValueError: The traffic was recorded for other machines than the network has, or `ready` does not have a
@@ -313,21 +303,16 @@ def predict(
 def overlapped(backward: float, buckets: Sequence[BucketWork]) -> float:
     """Seconds from the start of backward until it and the exchange of all buckets have ended.
 
-    This is simulated with one network and one processor. A bucket's gradients are complete at some point of
-    backward. Its exchange then alternates between computing (encode, combine, decode) and messages. Of both
-    resources one bucket at a time has each:
+    This is simulated with one network and one processor, which one bucket at a time has:
 
         processor    work of an exchange comes first, in the order in which it became possible; backward continues
                      in the time between
-        network      messages in the order in which they were handed over
+        network      messages in the order in which they were handed over; of buckets that are ready at the same
+                     time, the first one starts first
 
-    Differences from the loop in dgc/engine/loop.py: There, replies are used when the next hook of backward
-    runs, and messages after the third round of a conversation wait for the end of backward. On a GPU, encoding may
-    overlap with backward. The network needs no processor here; MPI and Gloo use one.
-
-    Args:
-        backward: Seconds of backward alone.
-        buckets: The exchanges. Of those that are ready at the same time, the first one starts first.
+    Differences from dgc/engine/loop.py: There, replies are used when the next hook of backward runs, and messages
+    after the third round of a conversation wait for the end of backward. On a GPU, encoding may overlap with
+    backward. The network needs no processor here; MPI and Gloo use one.
     """
     waiting = sorted(range(len(buckets)), key=lambda b: buckets[b].ready)  # for their gradients
     possible: list[tuple[float, int, int]] = []  # (time, bucket, number) of computing that can begin then
@@ -344,7 +329,7 @@ def overlapped(backward: float, buckets: Sequence[BucketWork]) -> float:
             heappush(possible, (clock, waiting.pop(0), 0))
             continue
         target = buckets[waiting[0]].ready * backward if waiting else backward
-        reply = possible[0][0] if possible else float("inf")
+        reply = possible[0][0] if possible else inf
         if progress >= target:  # backward has ended
             clock = reply
         elif clock + (target - progress) <= reply:
