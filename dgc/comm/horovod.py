@@ -6,7 +6,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +77,7 @@ def meet_at_exit() -> None:
     atexit.register(_meet_at_exit)
 
 
-@dataclass(frozen=True)
-class HorovodFlight:
-    requests: tuple[Request, ...]
-    handles: tuple[int, ...]
+HorovodFlight = tuple[tuple[Request, int], ...]  # requests and Horovod's handles
 
 
 def connect(
@@ -193,15 +189,13 @@ class HorovodTransport(GroupedTransport):
         return self._process_sets[group]
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> HorovodFlight:
-        handles = tuple(self._start(f"{name}.{i}", request) for i, request in enumerate(requests))
-        return HorovodFlight(tuple(requests), handles)
+        return tuple((request, self._start(f"{name}.{i}", request)) for i, request in enumerate(requests))
 
     def poll(self, flight: HorovodFlight) -> bool:
-        return all(hvd.poll(handle) for handle in flight.handles)
+        return all(hvd.poll(handle) for _, handle in flight)
 
     def wait(self, flight: HorovodFlight) -> tuple[Reply, ...]:
-        pairs = zip(flight.requests, flight.handles, strict=True)
-        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in pairs)
+        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in flight)
 
     def _start(self, name: str, request: Request) -> int:
         process_set, members = self._members(request.group)

@@ -43,14 +43,6 @@ class LockstepFlight:
     replies: list[tuple[Reply, ...]] | None = None
 
 
-@dataclass(eq=False)
-class Lane:
-    """The names of the collectives that ranks have launched, in order, and how many each rank has launched."""
-
-    names: list[str] = field(default_factory=list)
-    launched: dict[int, int] = field(default_factory=dict)
-
-
 class LockstepTransport(GroupedTransport):
     """One rank's end of a `LockstepWorld`."""
 
@@ -67,7 +59,7 @@ class LockstepTransport(GroupedTransport):
 
     def open_lane(self, lane: str) -> None:
         with self._world.lock:
-            self._world.lanes.setdefault(lane, Lane()).launched.setdefault(self.rank, 0)
+            self._world.launched.setdefault((lane, self.rank), 0)
 
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> LockstepFlight:
         world, rank = self._world, self.rank
@@ -76,9 +68,9 @@ class LockstepTransport(GroupedTransport):
             if world.strict and not (requests and all(isinstance(request, Exchange) for request in requests)):
                 if lane == "":
                     self.open_lane(lane)
-                elif lane not in world.lanes or rank not in world.lanes[lane].launched:
+                elif (lane, rank) not in world.launched:
                     raise LockstepError(f"{name}: rank {rank} has not opened the lane {lane!r}")
-                check_order(lane, world.lanes[lane], rank, name)
+                world.check_order(lane, rank, name)
             queue = world.incomplete.setdefault(name, [])
             flight = next((f for f in queue if rank not in f.requests), None)
             if flight is None:
@@ -140,7 +132,8 @@ class LockstepWorld:
         self.meters = [TrafficMeter() for _ in range(size)]
         self._random = random.Random(seed)
         self.incomplete: dict[str, list[LockstepFlight]] = {}  # flights that some ranks have not launched, by name
-        self.lanes: dict[str, Lane] = {}
+        self.launched: dict[tuple[str, int], int] = {}  # by lane and rank, the number of its collectives
+        self._orders: dict[str, list[str]] = {}  # the names of the collectives of each lane
         self.lock = threading.RLock()
         self._turns = [threading.Condition(self.lock) for _ in range(size)]
         self.turn: int | None = None  # the rank that runs now, inside `run`
@@ -155,6 +148,18 @@ class LockstepWorld:
             first = rank - rank % self.local_size
             return list(range(first, first + self.local_size))
         return list(range(rank % self.local_size, self.size, self.local_size))
+
+    def check_order(self, lane: str, rank: int, name: str) -> None:
+        """Raise LockstepError if another rank has launched another collective in this place of a lane."""
+        order, place = self._orders.setdefault(lane, []), self.launched[lane, rank]
+        self.launched[lane, rank] += 1
+        if place == len(order):
+            order.append(name)
+        elif order[place] != name:
+            raise LockstepError(
+                f"rank {rank} launches {name} as number {place} of lane {lane!r}, where another rank has launched "
+                f"{order[place]}: a transport that matches by order would mix up their tensors"
+            )
 
     def converse(self, name: str, conversations: Sequence[Conversation[T]]) -> list[T]:
         """Run one conversation per rank to its end, in a single thread. Return the results by rank.
@@ -203,7 +208,8 @@ class LockstepWorld:
         self._ended.clear()
         self.waiting.clear()
         self.incomplete.clear()
-        self.lanes.clear()
+        self.launched.clear()
+        self._orders.clear()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -233,52 +239,28 @@ class LockstepWorld:
         replies: list[dict[int, Reply]] = [{} for _ in range(self.size)]
         for group in get_args(Group):
             for members in dict.fromkeys(tuple(self.members(group, rank)) for rank in range(self.size)):
-                own = {r: [i for i, request in enumerate(requests[r]) if request.group == group] for r in members}
-                check_places(name, group, own)
+                own = {r: {i: of for i, of in enumerate(requests[r]) if of.group == group} for r in members}
+                check_agreement(name, group, own)
                 for i in own[members[0]]:
-                    matching = {rank: requests[rank][i] for rank in members}
-                    check_agreement(name, matching)
-                    for rank, reply in zip(members, execute(list(matching.values())), strict=True):
+                    for rank, reply in zip(members, execute([own[r][i] for r in members]), strict=True):
                         replies[rank][i] = reply
         invalidate(request for of_rank in requests for request in of_rank)
         return [tuple(r[i] for i in sorted(r)) for r in replies]
 
 
-def check_order(lane: str, order: Lane, rank: int, name: str) -> None:
-    """Raise LockstepError if another rank has launched another collective in this place of a lane."""
-    place = order.launched[rank]
-    order.launched[rank] += 1
-    if place == len(order.names):
-        order.names.append(name)
-    elif order.names[place] != name:
-        raise LockstepError(
-            f"rank {rank} launches {name} as number {place} of lane {lane!r}, where another rank has launched "
-            f"{order.names[place]}: a transport that matches by order would mix up their tensors"
-        )
+def check_agreement(name: str, group: str, requests: Mapping[int, Mapping[int, Request]]) -> None:
+    """Raise LockstepError if the requests of two ranks to a group differ, or their places in the round.
 
-
-def check_places(name: str, group: str, places: Mapping[int, Sequence[int]]) -> None:
-    """Raise LockstepError if the requests of two ranks to a group are not at the same places of the round."""
-    (first, expected), *others = places.items()
+    requests: by rank and place. Transports name a request by its place.
+    """
+    (first, expected), *others = (
+        (rank, {place: _signature(request) for place, request in own.items()}) for rank, own in requests.items()
+    )
     for rank, own in others:
-        if len(own) != len(expected):
-            raise LockstepError(
-                f"{name}: ranks sent different numbers of requests: rank {rank} sent {len(own)} to the group "
-                f"{group!r}, rank {first} sent {len(expected)}{HINT}"
-            )
         if own != expected:
             raise LockstepError(
-                f"{name}: requests to the group {group!r} are at the places {own} of rank {rank}, and {expected} "
-                f"of rank {first}"
+                f"{name}: to the group {group!r} rank {rank} sent {own}, rank {first} sent {expected}{HINT}"
             )
-
-
-def check_agreement(name: str, requests: Mapping[int, Request]) -> None:
-    """Raise LockstepError if the requests of two ranks differ in kind, dtype, operation, root or shape."""
-    (first, expected), *others = ((rank, _signature(request)) for rank, request in requests.items())
-    for rank, signature in others:
-        if signature != expected:
-            raise LockstepError(f"{name}: rank {rank} sent {signature}, rank {first} sent {expected}{HINT}")
 
 
 def _signature(request: Request) -> tuple[object, ...]:

@@ -36,8 +36,7 @@ class FlatModel:
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]]):
         with torch.no_grad():
-            parts = [(name, p, local(p)) for name, p in named_parameters]
-            parts = [(name, p, part) for name, p, part in parts if part.numel()]
+            parts = [(name, p, part) for name, p in named_parameters if (part := local(p)).numel()]
         self.parameters = [p for _, p, _ in parts]
         if not self.parameters:
             raise ValueError("gossip needs at least one parameter that requires a gradient and has elements")

@@ -127,19 +127,12 @@ def from_schedules(
     """A graph in which each rank cycles through its peer schedule.
 
     Args:
-        name (str): name for error messages.
+        name, cure: see `Topology`.
         schedules (sequence of sequences): the peers of each rank, all of the same length.
         peers (int): entries used per round, from 1 to the length of a schedule.
         dynamic (bool): False uses the first entries in every round.
-        cure (str): advice that is appended to error messages.
-
-    Raises:
-        TopologyError: if an argument is out of range, or the graph is not valid.
     """
-    size, lengths = len(schedules), {len(schedule) for schedule in schedules}
-    length = min(lengths)
-    if len(lengths) > 1:
-        raise TopologyError(f"{name} with {size} ranks: schedules of different lengths {sorted(lengths)}")
+    size, length = len(schedules), len(schedules[0])
     if not 1 <= peers <= length:
         fault = f"peers must be from 1 to {length}, the length of a peer schedule, not {peers}. {cure}"
         raise TopologyError(f"{name} with {size} ranks: {fault}".rstrip())
