@@ -30,9 +30,8 @@ class Fleet:
     Args:
         make: Returns the compressor of a rank.
         size: Number of ranks.
-        like: Tensors laid out as the gradients.
+        like: Tensors laid out as the gradients. Their names are p0, p1, and so on, from the number `first`.
         seed: Seed of the launch order.
-        first: Number of the first tensor in the names, which are p0, p1, and so on.
     """
 
     def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0, first: int = 0):
@@ -83,7 +82,7 @@ def check_compressor(make: Make, *, conserves: bool = True, tolerance: float = R
     """Checks the laws with 1, 2 and 3 ranks.
 
     Args:
-        make: Returns a new compressor. It is called once per rank.
+        make: Returns a new compressor.
         conserves: Check that nothing is lost. False for compressors without error state, and for those that apply
             momentum before compression.
         tolerance: Largest loss of a step, relative to the largest gradient plus error.

@@ -4,7 +4,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from dgc.comm.requests import (
     Request,
     T,
 )
-from dgc.comm.transport import GroupedTransport
+from dgc.comm.transport import GroupedTransport, Groups
 
 HINT = "; give every rank the same settings, and call begin_epoch(epoch) with the same epoch on every rank"
 
@@ -36,7 +36,7 @@ class LockstepError(RuntimeError):
 
 @dataclass(eq=False)
 class LockstepFlight:
-    """The requests that ranks have launched under one name, and the replies once all ranks have launched."""
+    """The requests that ranks have launched under one name, and the replies once all have."""
 
     name: str
     requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class LockstepTransport(GroupedTransport):
         self.local_rank = rank % world.local_size
 
     def members(self, group: Group) -> list[int]:
-        return self._world.members(group, self.rank)
+        return self._world.groups[self.rank].members[group]
 
     def open_lane(self, lane: str) -> None:
         with self._world.lock:
@@ -83,7 +83,7 @@ class LockstepTransport(GroupedTransport):
             return flight
 
     def poll(self, flight: LockstepFlight) -> bool:
-        """Whether the replies are available. If not, the other ranks run first, so that a polling loop ends."""
+        """If the replies are not available, the other ranks run first, so that a polling loop ends."""
         world = self._world
         with world.lock:
             if flight.replies is None and world.turn is not None:
@@ -128,6 +128,8 @@ class LockstepWorld:
         self.strict = strict
         if size % self.local_size:
             raise ValueError(f"local_size must divide the number of ranks, {size}, but it is {self.local_size}")
+        machines = [list(range(first, first + self.local_size)) for first in range(0, size, self.local_size)]
+        self.groups = [Groups(rank, machines) for rank in range(size)]
         self.transports = [LockstepTransport(self, rank) for rank in range(size)]
         self.meters = [TrafficMeter() for _ in range(size)]
         self._random = random.Random(seed)
@@ -140,14 +142,6 @@ class LockstepWorld:
         self.failed: int | None = None
         self._ended: set[int] = set()
         self.waiting: dict[int, LockstepFlight] = {}
-
-    def members(self, group: Group, rank: int) -> list[int]:
-        if group == "world":
-            return list(range(self.size))
-        if group == "local":
-            first = rank - rank % self.local_size
-            return list(range(first, first + self.local_size))
-        return list(range(rank % self.local_size, self.size, self.local_size))
 
     def check_order(self, lane: str, rank: int, name: str) -> None:
         """Raise LockstepError if another rank has launched another collective in this place of a lane."""
@@ -237,8 +231,8 @@ class LockstepWorld:
 
     def execute(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
         replies: list[dict[int, Reply]] = [{} for _ in range(self.size)]
-        for group in get_args(Group):
-            for members in dict.fromkeys(tuple(self.members(group, rank)) for rank in range(self.size)):
+        for group, partition in self.groups[0].partition.items():
+            for members in partition:
                 own = {r: {i: of for i, of in enumerate(requests[r]) if of.group == group} for r in members}
                 check_agreement(name, group, own)
                 for i in own[members[0]]:

@@ -58,10 +58,7 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter:
-    """Reduce and scatter a one-dimensional tensor. Its length must be a multiple of the group's size.
-
-    Reply: this rank's share of the element-wise `op`.
-    """
+    """Reduce a one-dimensional tensor, of as many elements for each rank. Reply: this rank's share of the `op`."""
 
     tensor: Tensor
     op: Op = "mean"
@@ -104,10 +101,7 @@ Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], depen
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Copy numbers from the device to the host. Reply: a list of them.
-
-    No other rank takes part. `RunningConversation.advance` does not wait until the device has computed them.
-    """
+    """Copy numbers from the device to the host. Reply: a list of them. No other rank takes part."""
 
     numbers: Tensor
 
@@ -118,7 +112,7 @@ Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 
 
 def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
-    """Return the values of zero-dimensional tensors. Those on a device are read together, by one `Read`."""
+    """Return the values of scalars. Those on a device are read together, by one `Read`."""
     if not scalars or scalars[0].device.type == HOST:
         return list(map(int, scalars))
     known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
@@ -140,6 +134,6 @@ def next_requests(
 
 
 def between_machines(request: Request) -> Request:
-    """Return a request of the group `world` for the group `cross`, as if a rank of each machine were the world."""
+    """Return a request of the group `world` for the group `cross`."""
     assert request.group == "world", "an algorithm that runs between machines may use only the group `world`"
     return replace(request, group="cross")

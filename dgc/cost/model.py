@@ -39,8 +39,7 @@ class Network:
         bandwidth: Bytes per second that a machine sends to others. All its ranks share it.
         ranks_per_machine: Ranks of each machine.
         inner_latency: Seconds per message inside a machine.
-        inner_bandwidth: Bytes per second that one rank sends inside its machine.
-        machine_bandwidth: Bytes per second that all ranks of a machine send inside it together.
+        inner_bandwidth, machine_bandwidth: Bytes per second that one rank, and all ranks, send inside a machine.
         reduction: Seconds to add one byte of an all-reduce or reduce-scatter.
         half_reduction: The same for 16-bit floating-point numbers, which MPI libraries add in software.
         cores: Cores of a machine. With more ranks than cores, computing takes as many times as long.
@@ -99,8 +98,7 @@ class Message:
         cross: Those of them that leave the machine.
         half: Whether 16-bit floating-point numbers are added.
         peers: Other ranks that it sends a message of its own.
-        awaited: Bytes that it waits for in a broadcast, an all-to-all or an exchange; in an exchange without a
-            message of its own, those of another rank.
+        awaited: Bytes that it waits for in a broadcast, an all-to-all or an exchange.
         machine: Bytes that all ranks of the machine send to others. None: each sends as many as this one.
     """
 
@@ -116,7 +114,7 @@ class Message:
     machine: float | None = None
 
     def leaving(self, local_size: int) -> float:
-        """Bytes that all ranks of a machine send to others."""
+        """Bytes that all ranks of its machine send to others."""
         return local_size * self.cross if self.machine is None else self.machine
 
     def seconds(self, network: Network, local_size: int) -> float:
@@ -150,7 +148,7 @@ class Message:
                 return turns + max(moved, self._transfer(network, local_size, self.awaited))
 
     def _transfer(self, network: Network, local_size: int, nbytes: float) -> float:
-        """Seconds in which this rank sends `nbytes`, and the others in proportion, in the same parts as `wire`."""
+        """Seconds in which this rank sends `nbytes`, and the others in proportion, to the same ranks as `wire`."""
         away = self.cross / self.wire if self.wire else float(self.size > self.inner)
         card = nbytes * (self.leaving(local_size) / self.wire if self.wire else local_size * away)
         inner = nbytes * (1 - away)
@@ -164,7 +162,7 @@ def _steps(size: int) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one exchange, and how long it computes. `machine_of` joins ranks that differ.
+    """What one rank sends in one exchange, and how long it computes.
 
     Attributes:
         size: Number of ranks.
@@ -184,7 +182,6 @@ class Traffic:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of each bucket in all gradient elements."""
         elements = self.elements or (1,) * len(self.buckets)
         return tuple(n / max(sum(elements), 1) for n in elements)
 
@@ -194,7 +191,6 @@ class Traffic:
 
     @property
     def machine_bytes(self) -> float:
-        """Bytes that all ranks of a machine send to others."""
         return sum(message.leaving(self.local_size) for bucket in self.buckets for message in bucket)
 
 
@@ -248,7 +244,7 @@ class Prediction:
 
     @property
     def exchange(self) -> float:
-        """Seconds of an exchange without overlap."""
+        """Seconds without overlap."""
         return self.communication + self.compute
 
     def step(self, backward: float, overlap: bool = True, forward: float = 0.0) -> float:

@@ -58,16 +58,15 @@ class GossipError(RuntimeError):
 class ADPSGD(Gossip):
     """AD-PSGD: asynchronous averaging of pairs of ranks (Lian et al. 2018, arXiv 1710.06952, Algorithm 1).
 
-    `synchronize_messages`, `resume` and `start` are collective: every rank calls them in the same order, at any
-    time. In `synchronize_messages` a rank waits for the others and still replies to their messages. Between these
-    calls, ranks are independent.
+    `synchronize_messages`, `resume` and `start` are collective, and ranks are independent between these calls. In
+    `synchronize_messages` a rank waits for the others and still replies to their messages.
 
     Args:
         graph (callable): returns the topology for a number of ranks.
         averagings_per_step (float, optional): largest number of averages that an odd rank initiates per own step;
             None for as many as the network carries.
         timeout (float): seconds without a message after which a rank counts as lost. Every rank then raises
-            GossipError in the next call. The default is longer than most pauses for validation and checkpoints.
+            GossipError in the next call. It should be longer than a pause for validation and checkpoints.
 
     Raises:
         ValueError: if averagings_per_step or timeout is not positive.
@@ -167,15 +166,9 @@ class ADPSGD(Gossip):
     def is_running(self) -> bool:
         return not (self._is_paused or self._closing or self._error is not None)
 
-    @property
-    def averagings(self) -> int:
-        """Averages with this rank."""
-        return self._protocol.averagings
-
     # --- pauses -----------------------------------------------------------------------------------------------
 
     def synchronize_messages(self) -> None:
-        """Waits until no rank averages and no message is in flight, then sets z = x. Collective."""
         self._check()
         with self._changed:
             self._protocol.is_draining = True
@@ -198,7 +191,7 @@ class ADPSGD(Gossip):
         return self._protocol.x.to(self.z.device, copy=True)
 
     def metrics(self) -> dict[str, float]:
-        return {"averagings": float(self.averagings)}
+        return {"averagings": float(self._protocol.averagings)}
 
     def resume(self) -> None:
         """Continues gossip if it is paused. Collective, within `timeout` of the first rank's call."""
@@ -326,8 +319,7 @@ class AveragingProtocol:
 
     HEARTBEAT, between rank 0 and each other rank, shows that the sender runs, and ABORT reports a failed rank.
     Rank 0 monitors all ranks, and they monitor rank 0. A rank that waits for a reply also monitors the rank that
-    owes it. An idle but healthy rank is therefore never reported as lost, and every lost rank is detected by some
-    rank, which informs all others.
+    owes it. Every lost rank is therefore detected by some rank, which informs all others.
 
     Every message contains the number of steps of each rank, as far as its sender has been informed. A receiver
     keeps the larger numbers. A rank may leave when its numbers show enough steps. An active rank informs its
@@ -342,9 +334,7 @@ class AveragingProtocol:
         x (Tensor): [n] fp32, this rank's model on the CPU, changed in place.
         bipartite (Topology): edges between odd and even ranks.
         channel (Channel): point-to-point messages.
-        averagings_per_step (float): largest number of averages that an active rank starts per own step. Averages
-            for which there was no time are not made up later.
-        timeout (float): seconds without a message after which a rank counts as lost.
+        averagings_per_step, timeout (float): see `ADPSGD`. Averages for which there was no time are not made up.
         local_size (int): ranks of each machine, to count the bytes between machines.
     """
 
@@ -390,7 +380,7 @@ class AveragingProtocol:
         self._not_done = set(range(1, self.size)) if self.rank == 0 else set()  # ranks that have not sent DONE
 
     def open(self, tag: int, now: float) -> None:
-        """Begins to receive. Each cycle has its own tag, so that no message of a later cycle is received."""
+        """Begins to receive the messages of a cycle, which have a tag of their own."""
         self._tag = tag
         self._last_received = dict.fromkeys(range(self.size), now)
         self._last_heartbeat = self._last_poll = self._last_request = now
@@ -422,9 +412,7 @@ class AveragingProtocol:
         return self._is_free and not self._sends
 
     def poll(self, now: float) -> bool:
-        """Receives and sends without waiting. Returns whether there was any message.
-
-        now: seconds on any monotonic clock.
+        """Receives and sends. Returns whether there was any message. now: seconds on any monotonic clock.
 
         Raises:
             GossipError: if a rank is lost.
@@ -458,7 +446,7 @@ class AveragingProtocol:
         return progressed
 
     def complete_sends(self) -> bool:
-        """Removes completed sends. Returns whether there were any."""
+        """Returns whether any send has been completed."""
         pending = []
         for handle, message in self._sends:
             if not self.channel.test(handle):
@@ -509,7 +497,6 @@ class AveragingProtocol:
         return [*leave, self._header_only(Kind.DONE, 0)]
 
     def _request_counts(self) -> list[Outgoing]:
-        """A request for step counts, if one is allowed."""
         if not self._is_free:
             return []
         self._next_counts_peer = (self._next_counts_peer + 1) % len(self.peers)

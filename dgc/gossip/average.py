@@ -1,14 +1,14 @@
 """Averages of any tensor by gossip, without training. In each round a rank exchanges with a few peers.
 
-With P the mixing matrix of a round (`dgc.gossip.topology`), value x and push-sum weight w, initially 1, on
-rank i:
+P is the mixing matrix of a round (`dgc.gossip.topology`). Rank i has a value x and a push-sum weight w, initially
+1:
 
     push-sum    x_i = sum over j of P_ij x_j;  w_i = sum over j of P_ij w_j;  z_i = x_i / w_i
                 (Kempe, Dobra, Gehrke 2003; Assran et al. 2019, arXiv 1811.10792, Algorithm 1)
     push-pull   x_i = sum over j of P_ij x_j; the rows of P must sum to one as well
 
 The columns of P sum to one. The sums of x and of w over the ranks are therefore preserved, and every z_i converges
-to the mean. Push-sum always sends the weight, 8 bytes after x, and works on any graph.
+to the mean.
 
 Payload of a rank and round in bytes: number of peers times (24, bytes of x, and 8 for a weight, rounded up to 8).
 """
@@ -46,16 +46,7 @@ def initial_state(x: Tensor) -> PushSum:
 def push_sum_round(
     state: PushSum, rank: int, round: int, topology: Topology, mixing: Mixing = uniform, weighted: bool = True
 ) -> Conversation[PushSum]:
-    """One round of push-sum. `state` is not changed. Values are added in rank order, including this rank's.
-
-    Args:
-        state (PushSum): this rank's state.
-        rank (int): this rank.
-        round (int): number of the round.
-        topology (Topology): graph.
-        mixing (Mixing): shares; default `uniform`.
-        weighted (bool): send w as well. False: a round of push-pull, in which w has no meaning.
-    """
+    """One round of push-sum, or of push-pull, which has no weights. Values are added in rank order."""
     parts = {to: PushSum(state.x * share, state.w * share) for to, share in mixing(topology, rank, round).items()}
     end = state.x.numel() * state.x.element_size()
     nbytes = end + (WEIGHT_NBYTES if weighted else 0)
@@ -80,7 +71,7 @@ def push_sum_round(
 
 
 def push_sum_average(
-    x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
+    x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform
 ) -> Conversation[Tensor]:
     """Returns z after some rounds of push-sum.
 
@@ -89,26 +80,25 @@ def push_sum_average(
         rounds (int): number of rounds.
         rank (int): this rank.
         topology (Topology): graph.
-        mixing (Mixing): shares; default `uniform`.
-        first (int): number of the first round.
+        mixing (Mixing): shares.
 
     Raises:
         ValueError: if x is not of a floating-point dtype.
     """
     state = initial_state(x)
-    for round in range(first, first + rounds):
+    for round in range(rounds):
         state = yield from push_sum_round(state, rank, round, topology, mixing)
     return state.z
 
 
 def push_pull_average(
-    x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
+    x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform
 ) -> Conversation[Tensor]:
     """Returns x after some rounds of push-pull. Args and errors are those of `push_sum_average`.
 
     It converges to the mean if `check_mixing(topology, mixing, doubly_stochastic=True)` passes.
     """
     state = initial_state(x)
-    for round in range(first, first + rounds):
+    for round in range(rounds):
         state = yield from push_sum_round(state, rank, round, topology, mixing, weighted=False)
     return state.x

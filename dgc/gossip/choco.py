@@ -55,19 +55,17 @@ AddScaled = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """A compression operator Q. `plan` prepares it for a model; the other methods need what it returns."""
+    """A compression operator Q. gamma: its consensus step size. The other methods need what `plan` returns."""
 
     @property
-    def gamma(self) -> float:
-        """The default consensus step size."""
-        ...
+    def gamma(self) -> float: ...
 
     def plan(self, segments: Sequence[Segment], device: torch.device) -> Any: ...
 
     def nbytes(self, plan: Any) -> int: ...
 
     def encode(self, plan: Any, v: Vector) -> tuple[Bytes, AddScaled]:
-        """Returns the payload and its decoded value."""
+        """Returns the payload, and what adds its decoded value."""
         ...
 
     def decode(self, plan: Any, payload: Bytes, source: int) -> AddScaled:
@@ -78,10 +76,7 @@ class Quantizer(Protocol):
 @checked
 @dataclass(frozen=True)
 class TopK:
-    """Top-k by magnitude in each tensor.
-
-    gamma is twice the ratio. On rings of 2 to 16 ranks, models then converge to each other; with 4 times the ratio
-    they mostly diverge.
+    """Top-k by magnitude in each tensor. gamma is twice the ratio: with 4 times the ratio, models mostly diverge.
 
     Args:
         ratio (float): fraction of elements sent, in (0, 1].

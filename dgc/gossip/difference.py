@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dgc.arguments import WHOLE, require
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import Conversation
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
@@ -19,21 +20,13 @@ class DifferenceGossip(Gossip):
     If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is -e_ji, the mean over ranks is preserved for
     any compression of e.
 
-    Args:
-        graph (callable): returns the topology for a number of ranks.
-        mixing (Mixing): weights W, symmetric with rows that sum to one.
-        average_every (int): steps between two exchanges.
-
-    Raises:
-        ValueError: if average_every is less than 1.
-        TopologyError: by `start`, if the graph or the weights are not valid.
+    Args and errors are those of `CHOCO`.
     """
 
     static = False  # whether neighbours must be the same in all rounds
 
     def __init__(self, graph: Graph, mixing: Mixing, average_every: int):
-        if average_every < 1:
-            raise ValueError(f"average_every must be at least 1 step, not {average_every}")
+        require("at least 1 step", WHOLE, least=1, average_every=average_every)
         self.graph, self.mixing, self.average_every = graph, mixing, average_every
         self.compress_ratio = 1.0
         self.steps = self.round = 0

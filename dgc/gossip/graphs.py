@@ -20,8 +20,7 @@ one-directional shifts.
 
 All raise TopologyError if an argument is out of range, or if the graph is not valid for gossip (`Topology`).
 
-Differences from both versions: Logarithms are computed with integers, so 3^5 ranks have 5 rounds, not 4. A graph
-in which a rank would send to itself or to one rank twice is rejected.
+Differences from both versions: Logarithms are computed with integers, so 3^5 ranks have 5 rounds, not 4.
 """
 
 import random
@@ -233,7 +232,6 @@ def powers(base: int, limit: int) -> list[int]:
 def _two_directions(
     name: str, size: int, peers: int, order: str, offsets: Sequence[int], bipartite: bool
 ) -> Topology:
-    """Every offset in both directions."""
     _check_size(name, size)
     if order not in get_args(Order):
         raise TopologyError(f"{name}: order must be one of {', '.join(get_args(Order))}, not {order!r}")

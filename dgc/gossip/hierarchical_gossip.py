@@ -10,9 +10,8 @@ All ranks of a machine have the same model z and optimizer. On every rank:
                                                                   except PowerGossip: slices have no matrices
     z = concatenation of the L slices                             one all-gather inside the machine
 
-A machine therefore acts as a single rank with L times the batch. Each rank sends 1/L of the data between machines,
-over its own links and network cards. With the topology `hierarchical`, in contrast, every rank has its own model
-and sends all of it.
+A machine therefore acts as a single rank with L times the batch. Each rank sends 1/L of the data between machines.
+With the topology `hierarchical`, in contrast, every rank has its own model and sends all of it.
 
 Differences from the paper: There, one rank of a machine communicates for all and sends the parameters to the
 others before each forward pass. Here, a machine drops a step if any of its ranks has a gradient with NaN or inf.
@@ -111,11 +110,7 @@ class HierarchicalGossip(Gossip):
         if not self.averages_gradients or self._average_gradients():
             step()
 
-    # --- inside the machine -----------------------------------------------------------------------
-
     def _run_locally(self, label: str, request: Request) -> Any:
-        """Returns the reply of the machine's ranks."""
-
         def conversation() -> Conversation[Any]:
             (reply,) = yield (request,)
             return reply
@@ -169,8 +164,6 @@ class HierarchicalGossip(Gossip):
             self.z[first:end] = part[: end - first]
         self.model.scatter()
         self._is_stale = False
-
-    # --- the common model -------------------------------------------------------------------------
 
     def synchronize_messages(self) -> None:
         self.base.synchronize_messages()

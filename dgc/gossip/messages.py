@@ -14,7 +14,7 @@ from jaxtyping import Float32, Float64, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.arguments import checked
+from dgc.arguments import WHOLE, checked, require
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
 from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
 from dgc.wire.envelope import Envelope, Unchecked, no_segments, sealed_bytes
@@ -29,7 +29,7 @@ Payload = UInt8[Tensor, "total"]  # a message with its header
 
 
 def blank(nbytes: int, like: Tensor) -> tuple[Payload, Bytes]:
-    """Returns a message for `nbytes` bytes of content, on the device of `like`, and its content. Both are zero."""
+    """Returns a message on the device of `like`, and its content of `nbytes` bytes. Both are zero."""
     payload = kernels.of(like).codec.blank(sealed_bytes(nbytes), like)
     return payload, payload[HEADER_BYTES : HEADER_BYTES + nbytes]
 
@@ -49,20 +49,16 @@ def write_header_(payload: Payload, what: str) -> None:
 
 
 def opened(payload: Payload, nbytes: int, what: str, source: int) -> Unchecked[Bytes]:
-    """Returns the content of a received message, not checked yet. source: rank of its sender."""
+    """Returns the content of a message of rank `source`, not checked yet."""
     return _envelope(what, payload.device).open([payload], nbytes, [source])
 
 
 def exchange(
     messages: Mapping[int, Payload], sizes: Mapping[int, int], what: str, like: Tensor
 ) -> Conversation[dict[int, Tensor]]:
-    """Seals messages and sends them. Returns the content of the received ones, by sender.
+    """Seals messages and sends them by receiver. Returns the contents, of these sizes, by sender.
 
-    Args:
-        messages (mapping): messages by receiver. One message may have several receivers.
-        sizes (mapping): by sender, the bytes of its content.
-        what (str): name of the messages in errors.
-        like (Tensor): any tensor on their device.
+    what: name of the messages in errors. like: any tensor on their device.
 
     Raises:
         PayloadError: if a message is damaged. The error names its sender.
@@ -84,7 +80,7 @@ def _envelope(what: str, device: torch.device) -> Envelope:
 
 
 def weight_of(content: Bytes) -> Float64[Tensor, ""]:
-    """Returns the push-sum weight at the end of a content. The bytes are copied: they may be unaligned."""
+    """Returns the push-sum weight at the end of a content, which may be unaligned."""
     return content[-WEIGHT_NBYTES:].cpu().clone().view(torch.float64)[0]
 
 
@@ -185,8 +181,7 @@ class Int8Message:
     exact = False
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block must be at least 1, not {self.block}")
+        require("at least 1", WHOLE, least=1, block=self.block)
 
     def nbytes(self, n: int) -> int:
         return n + FP32 * self._blocks(n)

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from dgc.arguments import checked
+from dgc.arguments import WHOLE, checked, require
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation
 from dgc.gossip.difference import DifferenceGossip
@@ -72,7 +72,7 @@ def as_matrix(segment: Segment, rank: int, half_steps: int) -> Matrix | None:
 
 @dataclass(eq=False)
 class Edge:
-    """State of an edge. factors: V of each matrix before an even half step, U before an odd one."""
+    """factors: V of each matrix before an even half step, U before an odd one."""
 
     factors: list[Factor]
     even: bool = True
@@ -90,17 +90,14 @@ class PowerGossip(DifferenceGossip):
     """Low-rank gossip with differences of models (Vogels et al. 2020, arXiv 2008.01425).
 
     Args:
-        graph (callable): returns the topology for a number of ranks. Symmetric.
-        mixing (Mixing): weights W, symmetric with rows that sum to one.
+        graph, mixing, average_every: see `CHOCO`. The graph may change from round to round.
         rank (int): rank r of the factors. A larger rank sends more bytes and averages faster.
         num_iters_per_step (int): half steps per step. Each is one exchange that a rank waits for.
         seed (int): seed of the initial factors, the same on every rank.
-        average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
 
     Raises:
-        ValueError: if rank, num_iters_per_step or average_every is less than 1, or by `start` if no tensor is a
-            large enough matrix.
-        TopologyError: by `start`, if the graph or the weights are not valid.
+        ValueError: if a number is less than 1, or by `start` if no tensor is a large enough matrix.
+        TopologyError: as by `CHOCO`.
 
     Example:
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
@@ -117,10 +114,7 @@ class PowerGossip(DifferenceGossip):
         seed: int = 0,
         average_every: int = 1,
     ):
-        if rank < 1 or num_iters_per_step < 1:
-            raise ValueError(
-                f"rank and num_iters_per_step must be at least 1, not {rank} and {num_iters_per_step}"
-            )
+        require("at least 1", WHOLE, least=1, rank=rank, num_iters_per_step=num_iters_per_step)
         super().__init__(graph, mixing, average_every)
         self.factor_rank, self.num_iters_per_step, self.seed = rank, num_iters_per_step, seed
 

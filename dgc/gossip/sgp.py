@@ -7,8 +7,9 @@ SGP     messages are sent after the optimizer's step
 OSGP    messages are sent before it, while the gradient is computed
 DPSGD   SGP with rows of P that sum to one as well, without w
 
-The parameters hold z. The optimizer steps on z (weight decay therefore decays z), and x moves by the same
-difference. x is not stored: it equals z w plus the received shares that are not added yet.
+The parameters hold z. The optimizer has gradients g at z and any direction O. It steps on z (weight decay
+therefore decays z), and x moves by the same difference. x is not stored: it is z w plus the received shares not
+added yet.
 
 Differences from the papers: Messages may be rounded. A rank keeps x minus the decoded values of its messages, so
 the sum over ranks is preserved. In epochs with the graph None, all ranks average x and w with one all-reduce; for
@@ -26,7 +27,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.arguments import checked
+from dgc.arguments import WHOLE, checked, require
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation, as_bytes
@@ -42,8 +43,6 @@ Share = tuple[Tensor, float]  # of x and of w
 @checked
 class SGP(Gossip):
     """Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, Algorithm 1).
-
-    With gradients g at z and the direction O of any optimizer:
 
         x_i = x_i - lr O(g(z_i));      x_i = sum over j of P_ij x_j,  w_i likewise,  z_i = x_i / w_i
 
@@ -102,13 +101,10 @@ class SGP(Gossip):
         return self._topologies[self._graph_epoch]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Switches to this epoch's graph. A new graph begins at round 0, after all messages of the old one."""
         since = max(first for first in self._graphs if first <= epoch)
         if since != self._graph_epoch:
             self.synchronize_messages()
             self._graph_epoch, self.round = since, 0
-
-    # --- one step ---------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         if self._in_step:
@@ -189,7 +185,7 @@ class SGP(Gossip):
         """Brings all ranks to the same number of rounds, which they may have added at different steps.
 
         A rank that is still stepping may wait for a round of a rank that has already called this method, so each
-        rank continues with rounds until all have called it. Then those that are behind catch up.
+        rank continues with rounds until all have called it.
         """
         empty = torch.zeros(1, dtype=torch.float32)
         barrier = self._transport.launch(f"{self.name}.barrier", (AllReduce(empty, "sum"),))
@@ -211,8 +207,6 @@ class SGP(Gossip):
     def restart(self) -> None:
         assert not self._is_pending, "synchronize_messages() must be called first"
         self.w = 1.0
-
-    # --- one round --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _exchange(self) -> Conversation[dict[int, Share]]:
@@ -260,8 +254,6 @@ class SGP(Gossip):
         self._scale(0.0)
         (x, w) = yield (AllReduce(x), AllReduce(w))
         return {self.rank: (x, float(w))}
-
-    # --- state ------------------------------------------------------------------------------------
 
     def biased_parameters(self) -> Tensor:
         self._check_flushed()
@@ -318,16 +310,15 @@ class OSGP(SGP):
         add the received messages; after at most `synch_freq` steps without any, wait for them
 
     Differences from the paper: Messages are added before the next forward pass. A round begins after the previous
-    one is complete, so all ranks do the same number of rounds, but possibly at different steps. The optimizer's
-    step is not scaled by w. There is a payload only in steps in which a round begins.
+    one is complete, so ranks may do it at different steps, and only these have a payload. The optimizer's step is
+    not scaled by w.
 
     Args:
         graph, mixing, message, graph_from_epoch: see `SGP`.
         synch_freq (int): largest number of steps without a neighbour's message before a rank waits for it. 0 keeps
             models closest to each other; more steps hide longer delays.
         biased (bool): set z = x, without division by the weights (an ablation of the paper).
-        overlap (bool): send during forward and backward; False sends after the step, so that messages use the
-            newest model but their delay is not hidden.
+        overlap (bool): send during forward and backward. False sends the newest model, after the step.
 
     Raises:
         ValueError: if synch_freq is negative.
@@ -349,8 +340,7 @@ class OSGP(SGP):
         overlap: bool = True,
     ):
         super().__init__(graph, mixing, message, graph_from_epoch)
-        if synch_freq < 0:
-            raise ValueError(f"synch_freq must be 0 or more steps, not {synch_freq}")
+        require("0 or more steps", WHOLE, least=0, synch_freq=synch_freq)
         self.synch_freq, self.biased, self.overlap = synch_freq, biased, overlap
 
 

@@ -4,8 +4,7 @@ In round t rank r sends to `out_peers(r, t)`, in that order, and receives from `
 every rank must be able to reach every other rank; otherwise there is no consensus.
 
 The shares of a rank, its mixing weights, are a column of the round's mixing matrix P. Each column sums to one, so
-the sum over ranks is preserved. If each row sums to one as well, all ranks converge to the mean without push-sum
-weights.
+the sum over ranks is preserved. If each row does as well, all ranks converge to the mean without push-sum weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,7 +79,7 @@ class Topology:
         return self._round(round)[rank]
 
     def in_peers(self, rank: int, round: int) -> Peers:
-        """The ranks that send to `rank`, in ascending order."""
+        """In ascending order."""
         return self._round(round)[self.size + rank]
 
     def _round(self, round: int) -> tuple[Peers, ...]:
@@ -104,7 +103,6 @@ class Topology:
         return all(sorted(self.out_peers(*pair)) == list(self.in_peers(*pair)) for pair in pairs)
 
     def error(self, fault: str) -> TopologyError:
-        """An error whose message names the graph and the cure."""
         return TopologyError(f"{self.name} with {self.size} ranks: {fault}{'. ' if self.cure else ''}{self.cure}")
 
 
@@ -145,7 +143,6 @@ def from_schedules(
 
 
 def build_topology(graph: Graph, size: int) -> Topology:
-    """Calls `graph(size)`. Raises TopologyError if the graph has another number of ranks."""
     topology = graph(size)
     if not isinstance(topology, Topology):
         raise TopologyError(f"graph must return a Topology for {size} ranks, not {topology!r}")
@@ -228,12 +225,7 @@ def mixing_matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Ten
 
 @checked
 def check_mixing(topology: Topology, mixing: Mixing, doubly_stochastic: bool = False) -> None:
-    """Validates mixing weights.
-
-    Args:
-        topology (Topology): graph.
-        mixing (Mixing): weights, as a function of (topology, rank, round).
-        doubly_stochastic (bool): require rows to sum to one as well.
+    """Validates mixing weights. doubly_stochastic: require rows to sum to one as well.
 
     Raises:
         TopologyError: if a share is negative, a rank keeps no share of its value, or a sum differs from one.

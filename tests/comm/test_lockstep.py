@@ -171,8 +171,8 @@ def test_groups_of_two_machines_of_three() -> None:
     world = LockstepWorld(6, local_size=3)
     assert [t.local_rank for t in world.transports] == [0, 1, 2, 0, 1, 2]
     assert [t.local_size for t in world.transports] == [3] * 6
-    assert [world.members("local", rank) for rank in (0, 2, 4)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
-    assert [world.members("cross", rank) for rank in (0, 2, 4)] == [[0, 3], [2, 5], [1, 4]]
+    assert [world.transports[rank].members("local") for rank in (0, 2, 4)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+    assert [world.transports[rank].members("cross") for rank in (0, 2, 4)] == [[0, 3], [2, 5], [1, 4]]
     assert [t.group_rank("local") for t in world.transports] == [0, 1, 2, 0, 1, 2]
     assert [t.group_rank("cross") for t in world.transports] == [0, 0, 0, 1, 1, 1]
     assert [t.group_rank("world") for t in world.transports] == list(range(6))
