@@ -102,7 +102,6 @@ def end_with_launcher(environment: Mapping[str, str], seconds: float = 1.0) -> b
 
     A launcher that is killed with SIGKILL cannot end its ranks, which would hold devices. Without a launcher,
     or where a script has set RANK and WORLD_SIZE, a parent may end before its rank. Process 1 is no launcher.
-    seconds: time between two looks at the parent process.
     """
     started, parent = started_by(environment), os.getppid()
     if started is None or started.launcher is BY_HAND or parent == 1:
@@ -150,16 +149,12 @@ class Choice:
 
 
 def choose(wanted: str, environment: Mapping[str, str], installed: bool, running: str | None = None) -> Choice:
-    """Choose a transport.
+    """Choose a transport: "horovod", "torch", or for "auto" by the other arguments.
 
-    Args:
-        wanted: "horovod" or "torch"; "auto" chooses by the other arguments.
-        environment: Environment variables of the process.
-        installed: Whether Horovod is installed.
-        running: The transport that this process has initialised already, if any.
+    installed: whether Horovod is. running: the transport that this process has initialised already, if any.
 
     Raises:
-        ValueError: `wanted` is not one of these.
+        ValueError: `wanted` is none of these.
 
     Example:
         >>> print(choose("auto", {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}, installed=True))
@@ -189,12 +184,8 @@ def choose(wanted: str, environment: Mapping[str, str], installed: bool, running
 def check_launcher(environment: Mapping[str, str], size: int | None = None, transport: str = "horovod") -> None:
     """Check that the transport connects all ranks of the launcher.
 
-    Args:
-        environment: Environment variables of the process.
-        size: The transport's number of ranks. None before it has started: the number then comes from the
-            environment, or is 1 if the environment has none. For Horovod under PMIx alone it is not known yet, and
-            nothing is checked.
-        transport: "horovod" or "torch".
+    size: the transport's number of ranks. None before it has started: it then comes from the environment, or is 1
+    without any. For Horovod under PMIx alone it is not known yet, and nothing is checked.
 
     Raises:
         LaunchError: The launcher started more ranks than the transport connects, or torchrun may restart ranks
@@ -253,9 +244,8 @@ def may_span_machines(environment: Mapping[str, str]) -> bool:
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torch.distributed reads, for a process of any launcher.
 
-    RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are those of the launcher. MASTER_ADDR and MASTER_PORT are
-    kept if they are set, and derived where that is safe: under srun, and if all ranks are on one machine. A single
-    process needs none.
+    MASTER_ADDR and MASTER_PORT are kept if they are set, and derived where that is safe: under srun, and if all
+    ranks are on one machine. A single process needs none.
 
     Raises:
         LaunchError: A variable is not set and cannot be derived.

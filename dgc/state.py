@@ -1,7 +1,6 @@
 """The state of a method: what it keeps of one bucket on one rank, and its form in a checkpoint.
 
-A checkpoint holds tables, from the name of a parameter to a tensor, a number or a mapping of these. It can
-therefore be loaded with other buckets.
+A checkpoint holds tables by the name of a parameter. It can therefore be loaded with other buckets.
 """
 
 from collections.abc import Mapping, Sequence

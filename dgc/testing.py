@@ -25,14 +25,7 @@ ROUNDING = 4 * 2.0**-24
 
 
 class Fleet:
-    """Simulated ranks with one compressor and one bucket each.
-
-    Args:
-        make: Returns the compressor of a rank.
-        size: Number of ranks.
-        like: Tensors laid out as the gradients. Their names are p0, p1, and so on, from the number `first`.
-        seed: Seed of the launch order.
-    """
+    """Simulated ranks with one compressor and one bucket each, of tensors like these, named from p{first} on."""
 
     def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0, first: int = 0):
         self.world = LockstepWorld(size, seed=seed)

@@ -11,8 +11,7 @@ class Channel(Protocol):
     """Point-to-point messages: contiguous one-dimensional tensors in host memory.
 
     No call blocks, and a single thread makes all calls. A receive takes a message with its tag from any rank.
-    Messages with one tag from one rank to another arrive in the order of sending. Messages from different ranks
-    arrive in any order.
+    Only messages with one tag from one rank to another arrive in the order of sending.
     """
 
     @property

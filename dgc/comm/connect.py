@@ -48,13 +48,11 @@ def connect(
         transport: As in `choose_transport`.
         hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
             of them has several ranks. Must be the same on every rank.
-        timeout: Seconds after which an operation that some ranks never joined ends the run. None: the default of
-            the transport.
+        timeout: Seconds after which an operation that some ranks never joined ends the run. None: the default.
         point_to_point: Send an Exchange directly from rank to rank. Horovod needs MPI for it.
 
     Raises:
-        LaunchError: As in `choose_transport`.
-        ModuleNotFoundError: Horovod is not installed.
+        LaunchError, ModuleNotFoundError: As in `choose_transport`, or Horovod is not installed.
         ValueError: An argument is invalid, or the transport cannot do `point_to_point`.
 
     Example:
@@ -92,11 +90,7 @@ def _connected(transport: str, point_to_point: bool) -> Transport:
 
 @cache
 def process_set_transport(process_set: Any) -> Transport:
-    """Return the transport of one of Horovod's process sets, created once. A rank outside of it is alone.
-
-    Raises:
-        ValueError: Horovod does not connect the ranks, or does not know the process set.
-    """
+    """Return the transport of one of Horovod's process sets, created once. A rank outside of it is alone."""
     if choose_transport().transport != "horovod":
         raise ValueError("process_set needs Horovod, and torch.distributed connects the ranks: leave it out")
     if process_set.process_set_id is None:

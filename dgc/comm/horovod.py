@@ -61,7 +61,7 @@ def _meet_at_exit() -> None:
     """Wait for the other ranks before Horovod shuts down.
 
     The first rank that leaves ends Horovod on all ranks, including what another machine still sends in a group of
-    its own. The wait is limited, since another rank may have failed. This rank does not wait if it failed itself.
+    its own. The wait is limited, since another rank may have failed.
     """
     if hasattr(sys, "last_value") or not hvd.is_initialized():
         return
@@ -107,8 +107,7 @@ class HorovodTransport(GroupedTransport):
     """A transport over Horovod. It initialises Horovod unless that has been done.
 
     Args:
-        hierarchical, timeout: As in `dgc.comm.connect.connect`. The time has no effect if Horovod is already
-            initialised. None: no limit.
+        hierarchical, timeout: As in `dgc.comm.connect.connect`. None: no limit, or that of a running Horovod.
         process_set: The hvd.ProcessSet of the ranks to connect, this one among them. They are numbered from 0, and
             each counts as a machine. None: all ranks.
 

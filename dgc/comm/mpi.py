@@ -18,7 +18,7 @@ MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
 @dataclass(eq=False)
 class PointToPointFlight:
-    """Pending receives, and the replies that they fill. Other requests have a flight of the inner transport."""
+    """Pending receives, and the replies that they fill."""
 
     replies: tuple[Reply, ...]
     receives: list[Any]
@@ -123,11 +123,7 @@ class MPIChannel:
 
 
 def running_mpi() -> Any:
-    """Return mpi4py's MPI as Horovod started it.
-
-    Raises:
-        ValueError: mpi4py is missing, MPI is not running, or it was started without threads.
-    """
+    """Return mpi4py's MPI as Horovod started it. Raises ValueError if there is none, or it has no threads."""
     cure = "start the ranks with mpirun or horovodrun --mpi, and let Horovod and mpi4py use one MPI"
     try:
         import mpi4py

@@ -45,22 +45,14 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class StagedFlight:
-    """Launched requests.
-
-    Attributes:
-        requests: The requests with tensors in host memory.
-        lane: Lane of the inner transport.
-        ready: torch.cuda.Event after the copies to the host; None if there were none.
-        device: Device of the replies.
-        inner: Flight of the inner transport. None until the copies are complete.
-    """
+    """Launched requests, with tensors in host memory."""
 
     name: str
     requests: tuple[Request, ...]
     lane: str
-    ready: Any
-    device: torch.device
-    inner: Any = None
+    ready: Any  # torch.cuda.Event after the copies to the host; None if there were none
+    device: torch.device  # of the replies
+    inner: Any = None  # flight of the inner transport, when the copies are complete
 
 
 class StagedTransport(WrappingTransport):

@@ -203,27 +203,22 @@ def _record(
 ) -> tuple[tuple[Message, ...], float, float | None]:
     """The messages of a conversation, and its seconds before and after the first one; None if it ends early."""
     messages: list[Message] = []
-
-    def next_or_none(replies: tuple[Reply, ...] | None) -> tuple[tuple[Request, ...] | None, float]:
+    seconds: list[float] = []  # before each message, and after the last one
+    replies: tuple[Reply, ...] | None = None
+    while True:
         start = _now(device)
         try:
             requests = next_requests(conversation, replies)
         except StopIteration:
-            requests = None
-        return requests, _now(device) - start
-
-    requests, encode = next_or_none(None)
-    later = 0.0
-    while requests is not None:
+            seconds.append(_now(device) - start)
+            return tuple(messages), seconds[0], sum(seconds[1:])
+        seconds.append(_now(device) - start)
         replies = tuple(ranks.reply(request) for request in requests)
         messages += [message_of(of, ranks, ranks.awaited if isinstance(of, Exchange) else 0) for of in requests]
         if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in messages):
             if messages[-1].size * messages[-1].payload > decoded_bytes:
                 conversation.close()
-                return tuple(messages), encode, None
-        requests, seconds = next_or_none(replies)
-        later += seconds
-    return tuple(messages), encode, later
+                return tuple(messages), seconds[0], None
 
 
 def _now(device: torch.device) -> float:

@@ -248,12 +248,9 @@ class Prediction:
         return self.communication + self.compute
 
     def step(self, backward: float, overlap: bool = True, forward: float = 0.0) -> float:
-        """Seconds of a step without the update of the parameters.
+        """Seconds of a step, with these of backward and those before it, without the update of the parameters.
 
-        Args:
-            backward: Seconds of the backward pass that completes the gradients.
-            overlap: Whether a bucket's exchange begins as soon as its gradients are complete.
-            forward: Seconds before that backward pass.
+        overlap: whether a bucket's exchange begins in backward, as soon as its gradients are complete.
         """
         if not overlap:
             return forward + backward + self.exchange
@@ -265,12 +262,8 @@ def predict(
 ) -> Prediction:
     """Predict bytes and seconds of an exchange.
 
-    Args:
-        traffic: The messages of a rank.
-        network: Carries them.
-        compute: Seconds of computing. Each bucket has the share of its elements; what follows the first message is
-            divided equally between the times after each message.
-        ready: Of each BucketWork. None: the share of the elements of it and the buckets before it.
+    Each bucket has the share of its elements in the computing; what follows the first message is divided equally
+    between the times after each message. ready: of each BucketWork. None: the share of elements up to it.
 
     Raises:
         ValueError: The traffic was recorded for other machines than the network has, or `ready` does not have a
@@ -299,12 +292,9 @@ def predict(
 def overlapped(backward: float, buckets: Sequence[BucketWork]) -> float:
     """Seconds from the start of backward until it and the exchange of all buckets have ended.
 
-    This is simulated with one network and one processor, which one bucket at a time has:
-
-        processor    work of an exchange comes first, in the order in which it became possible; backward continues
-                     in the time between
-        network      messages in the order in which they were handed over; of buckets that are ready at the same
-                     time, the first one starts first
+    This is simulated with one network and one processor, which one bucket at a time has. The network sends
+    messages in the order in which they were handed over. On the processor the work of an exchange comes first, in
+    the order in which it became possible. Backward continues in the time between.
 
     Differences from dgc/engine/loop.py: There, replies are used when the next hook of backward runs, and messages
     after the third round of a conversation wait for the end of backward. On a GPU, encoding may overlap with

@@ -26,12 +26,11 @@ Differences from both versions: Logarithms are computed with integers, so 3^5 ra
 import random
 from collections.abc import Sequence
 from math import isqrt
-from typing import Literal, get_args
 
 from dgc.arguments import checked
 from dgc.gossip.topology import Peers, Topology, TopologyError, from_schedules
 
-Order = Literal["paper", "later"]
+ORDERS = ("paper", "later")
 
 
 @checked
@@ -45,7 +44,6 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
         >>> n_peer_exponential(8).out_peers(0, 2)
         (4,)
     """
-    _check_size("n_peer_exponential", size)
     if peers < 1:
         raise TopologyError(f"n_peer_exponential: peers must be at least 1, not {peers}")
     offsets = [j * power for power in powers(peers + 1, size - 1) for j in range(1, peers + 1)]
@@ -89,7 +87,6 @@ def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topolog
 @checked
 def ring(size: int, peers: int = 1) -> Topology:
     """A ring, the same in all rounds. peers: 1 for a directed ring, 2 for both neighbours."""
-    _check_size("ring", size)
     schedules = [list(dict.fromkeys([(rank + 1) % size, (rank - 1) % size])) for rank in range(size)]
     return from_schedules("ring", schedules, peers, dynamic=False)
 
@@ -232,9 +229,8 @@ def powers(base: int, limit: int) -> list[int]:
 def _two_directions(
     name: str, size: int, peers: int, order: str, offsets: Sequence[int], bipartite: bool
 ) -> Topology:
-    _check_size(name, size)
-    if order not in get_args(Order):
-        raise TopologyError(f"{name}: order must be one of {', '.join(get_args(Order))}, not {order!r}")
+    if order not in ORDERS:
+        raise TopologyError(f"{name}: order must be one of {', '.join(ORDERS)}, not {order!r}")
     if bipartite and size % 2:
         raise TopologyError(f"{name} needs an even number of ranks, not {size}: odd ranks pair with even ranks")
     schedules = []
@@ -244,8 +240,3 @@ def _two_directions(
         schedule = [(rank + sign * offset) % size for offset in offsets for sign in signs]
         schedules.append(list(dict.fromkeys(schedule)) if order == "paper" else schedule)
     return from_schedules(name, schedules, peers)
-
-
-def _check_size(name: str, size: int) -> None:
-    if size < 2:
-        raise TopologyError(f"{name} needs at least 2 ranks, not {size}")

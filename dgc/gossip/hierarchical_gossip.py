@@ -193,8 +193,6 @@ class HierarchicalGossip(Gossip):
         return self.base.island
 
     def join(self) -> None:
-        if self.island is None:
-            super().join()
         self.base.join()
         self._is_stale = self._local_size > 1  # the slices are gathered by all machines at the same moment
 

@@ -134,14 +134,13 @@ class PowerGossip(DifferenceGossip):
         bounds = [(s.offset, s.offset + s.numel) for s, matrix in tensors if matrix is None]
         self._uncompressed = [self.z[start:end] for start, end in bounds]
         generator = torch.Generator().manual_seed(self.seed)
+
+        def random(rows: int, columns: int) -> Factor:
+            numbers = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
+            return torch.linalg.qr(numbers).Q.to(self.z)
+
         self._random_factors = {
-            even: [
-                torch.linalg.qr(
-                    torch.randn(matrix.sizes(even)[0], matrix.r, generator=generator, dtype=torch.float32)
-                ).Q.to(self.z)
-                for matrix in self.matrices
-            ]
-            for even in (True, False)
+            even: [random(matrix.sizes(even)[0], matrix.r) for matrix in self.matrices] for even in (True, False)
         }
         self._edges: dict[int, Edge] = {}
         topology, ranks = self.topology, range(self.size)

@@ -130,7 +130,10 @@ def from_schedules(
         peers (int): entries used per round, from 1 to the length of a schedule.
         dynamic (bool): False uses the first entries in every round.
     """
-    size, length = len(schedules), len(schedules[0])
+    size = len(schedules)
+    if size < 2:
+        raise TopologyError(f"{name} needs at least 2 ranks, not {size}")
+    length = len(schedules[0])
     if not 1 <= peers <= length:
         fault = f"peers must be from 1 to {length}, the length of a peer schedule, not {peers}. {cure}"
         raise TopologyError(f"{name} with {size} ranks: {fault}".rstrip())
