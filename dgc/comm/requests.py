@@ -16,7 +16,6 @@ from torch import Tensor
 
 Group = Literal["world", "local", "cross"]
 Op = Literal["mean", "sum", "min", "max"]
-HOST = "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +112,7 @@ Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 
 def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
     """Return the values of scalars. Those on a device are read together, by one `Read`."""
-    if not scalars or scalars[0].device.type == HOST:
+    if not scalars or scalars[0].is_cpu:
         return list(map(int, scalars))
     known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
     return known

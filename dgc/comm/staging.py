@@ -51,7 +51,7 @@ class StagedFlight:
     requests: tuple[Request, ...]
     lane: str
     ready: Any  # torch.cuda.Event after the copies to the host; None if there were none
-    device: torch.device  # of the replies
+    device: torch.device | None  # of the replies, if they are copied
     inner: Any = None  # flight of the inner transport, when the copies are complete
 
 
@@ -79,13 +79,12 @@ class StagedTransport(WrappingTransport):
     def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> StagedFlight:
         tensors = [tensor for request in requests for tensor in _tensors(request)]
         device = next((tensor.device for tensor in tensors if self._needs_copy(tensor)), None)
-        if device is None:
-            flight = StagedFlight(name, tuple(requests), lane, None, torch.device("cpu"))
-        else:
-            copies = tuple(_map_tensors(request, pinned_copy) for request in requests)
+        ready = None
+        if device is not None:
+            requests = [_map_tensors(request, pinned_copy) for request in requests]
             ready = self._make_event()
             ready.record()
-            flight = StagedFlight(name, copies, lane, ready, device)
+        flight = StagedFlight(name, tuple(requests), lane, ready, device)
         self._pending.append(flight)
         self._launch_ready()
         return flight
@@ -101,7 +100,7 @@ class StagedTransport(WrappingTransport):
                 other.ready.synchronize()
         self._launch_ready()
         replies = self.inner.wait(flight.inner)
-        return replies if flight.ready is None else tuple(_to_device(reply, flight.device) for reply in replies)
+        return replies if flight.device is None else tuple(_to_device(reply, flight.device) for reply in replies)
 
     def _launch_ready(self) -> None:
         waiting: list[StagedFlight] = []

@@ -25,7 +25,7 @@ for each element 4 and the bytes of a value. Sign: 24, and 4 + 4 ceil(d/32) for 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -36,9 +36,9 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange, as_bytes
-from dgc.gossip.difference import DifferenceGossip
 from dgc.gossip.graphs import two_way_ring
 from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, write_header_
+from dgc.gossip.protocol import DifferenceGossip
 from dgc.gossip.topology import Graph, Mixing, Peers, Shares, metropolis
 from dgc.kernels import SparseVector
 from dgc.selection.selector import plan_selection
@@ -51,26 +51,6 @@ NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)  # for compress_ratio bef
 
 Bounds = Int64[Tensor, "bounds"]
 AddScaled = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a vector
-
-
-@runtime_checkable
-class Quantizer(Protocol):
-    """A compression operator Q. gamma: its consensus step size. The other methods need what `plan` returns."""
-
-    @property
-    def gamma(self) -> float: ...
-
-    def plan(self, segments: Sequence[Segment], device: torch.device) -> Any: ...
-
-    def nbytes(self, plan: Any) -> int: ...
-
-    def encode(self, plan: Any, v: Vector) -> tuple[Bytes, AddScaled]:
-        """Returns the payload, and what adds its decoded value."""
-        ...
-
-    def decode(self, plan: Any, payload: Bytes, source: int) -> AddScaled:
-        """Decodes a payload. Raises PayloadError, which names the rank `source`, if the payload is not valid."""
-        ...
 
 
 @checked
@@ -111,11 +91,13 @@ class TopK:
         return plan.layout.nbytes
 
     def encode(self, plan: PayloadPlan, v: Vector) -> tuple[Bytes, AddScaled]:
+        """Returns the payload, and what adds its decoded value."""
         chosen = kernels.of(v).selection.select(v, plan.budget)
         encoded = plan.encode(kernels.of(v).codec, chosen.elements, chosen.first_nonfinite)
         return encoded.payload, self._add(encoded.sent)
 
     def decode(self, plan: PayloadPlan, payload: Bytes, source: int) -> AddScaled:
+        """Raises PayloadError, which names the rank `source`, if the payload is not valid."""
         (sent,), _ = plan.decode(kernels.of(payload).codec, (payload,), ranks=(source,)).wait()
         return self._add(sent)
 
@@ -170,7 +152,7 @@ class CHOCO(DifferenceGossip):
     Args:
         graph (callable): returns the topology for a number of ranks. Symmetric and the same in all rounds.
         mixing (Mixing): weights W, symmetric with rows that sum to one.
-        quantizer (Quantizer, optional): compression operator Q; default `TopK()`.
+        quantizer (TopK or Sign, optional): compression operator Q; default `TopK()`.
         gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. With a value that is too
             large, models diverge; with one that is too small, averaging is slower than the local steps.
         average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
@@ -189,7 +171,7 @@ class CHOCO(DifferenceGossip):
         self,
         graph: Graph = two_way_ring,
         mixing: Mixing = metropolis,
-        quantizer: Quantizer | None = None,
+        quantizer: TopK | Sign | None = None,
         gamma: float | None = None,
         average_every: int = 1,
     ):
@@ -198,12 +180,12 @@ class CHOCO(DifferenceGossip):
         super().__init__(graph, mixing, average_every)
         self.quantizer = quantizer or TopK()
         self.gamma = self.quantizer.gamma if gamma is None else gamma
-        plan = self.quantizer.plan(NOMINAL, torch.device("cpu"))
+        plan = cast(Any, self.quantizer.plan(NOMINAL, torch.device("cpu")))
         ratio = self.quantizer.nbytes(plan) / (4 << 20)
         self.compress_ratio = min(1.0, ratio) / average_every
 
     def _allocate(self) -> float:
-        self._plan = self.quantizer.plan(self.model.segments, self.z.device)
+        self._plan = cast(Any, self.quantizer.plan(self.model.segments, self.z.device))
         self.xhat, self.d = self.z.clone(), torch.zeros_like(self.z)
         self._copies_valid = True
         self._digest = 0
