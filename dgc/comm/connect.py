@@ -67,14 +67,11 @@ def connect(
         if "torch" not in _running():
             os.environ.update(torch_variables(os.environ))
         return torch_distributed.connect(hierarchical, timeout, point_to_point=point_to_point)
-    try:
-        from dgc.comm import horovod
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "horovod":
-            raise ModuleNotFoundError(
-                "Horovod is not installed: see docs/install.md, or use the transport torch", name=error.name
-            ) from error
-        raise
+    if find_spec("horovod") is None:
+        message = "Horovod is not installed: see docs/install.md, or use the transport torch"
+        raise ModuleNotFoundError(message, name="horovod")
+    from dgc.comm import horovod
+
     return horovod.connect(hierarchical, timeout, point_to_point=point_to_point)
 
 

@@ -157,8 +157,9 @@ def record_steps(
         return _record_rank(plan, AlikeRanks(size, local_size, local_rank), steps, refill, decoded_bytes)
 
     last = record_rank(local_size - 1)
-    if are_alike(last[-1]):
-        return last
+    messages = [message for bucket in last[-1].buckets for message in bucket]
+    if local_size == 1 or all(of.size == size and of.kind != "Exchange" for of in messages):
+        return last  # every message is a collective of all ranks, so all ranks of a machine are alike
     others = [record_rank(local_rank) for local_rank in range(local_size - 1)]
     return [machine_of(ranks) for ranks in zip(*others, last, strict=True)]
 
@@ -276,12 +277,6 @@ def fit_computing(traffics: Sequence[Traffic]) -> Compute:
     if kinds and kinds <= REDUCED:
         slope = 0.0
     return Compute(median(traffic.encode for traffic in traffics), y - slope * x, slope)
-
-
-def are_alike(traffic: Traffic) -> bool:
-    """Whether all ranks of a machine send as this one: every message is a collective of all ranks."""
-    messages = [message for bucket in traffic.buckets for message in bucket]
-    return traffic.local_size == 1 or all(of.size == traffic.size and of.kind != "Exchange" for of in messages)
 
 
 def machine_of(ranks: Sequence[Traffic]) -> Traffic:

@@ -47,7 +47,6 @@ ABORT_TIMEOUT = 2.0  # seconds to inform the other ranks of a failure
 # Seconds between two polls of the network: a fraction of the time since the last message. Polling therefore delays
 # a message by little more than this fraction, and a network without messages uses almost no CPU time.
 MIN_SLEEP, MAX_SLEEP, SLEEP_FRACTION = 50e-6, 5e-3, 0.05
-IDLE_SLEEP = COUNTS_INTERVAL  # seconds, if only HEARTBEAT messages can arrive
 
 
 class GossipError(RuntimeError):
@@ -269,7 +268,7 @@ class ADPSGD(Gossip):
                 last_progress = now
             if protocol.is_idle:
                 with self._changed:
-                    seconds = min(IDLE_SLEEP, self.timeout / 10)
+                    seconds = min(COUNTS_INTERVAL, self.timeout / 10)
                     if self._changed.wait_for(lambda: protocol.can_send or self._closing, seconds):
                         last_progress = time.monotonic()
             elif not protocol.is_over:
@@ -310,8 +309,9 @@ class AveragingProtocol:
 
         COUNTS_REQUEST, COUNTS_REPLY  the same without x, from an active rank without a recent average
 
-    The two changes are exact opposites, so the sum over ranks is preserved except for the rounding of the
-    additions. While a rank drains its messages, it starts no exchange. Passive ranks continue to reply:
+    The two changes are exact opposites, so the sum over ranks is preserved but for rounding. While a rank drains
+    its
+    messages, it starts no exchange. Passive ranks continue to reply:
 
         LEAVE     active -> each of its passive peers, after its last reply has arrived
         DONE      any rank -> rank 0, after it has left, or all its active peers have
@@ -322,9 +322,8 @@ class AveragingProtocol:
     owes it. Every lost rank is therefore detected by some rank, which informs all others.
 
     Every message contains the number of steps of each rank, as far as its sender has been informed. A receiver
-    keeps the larger numbers. A rank may leave when its numbers show enough steps. An active rank informs its
-    neighbours by leaving. A passive rank does so in every reply, and slow ranks request counts as often as fast
-    ones. DONE and END make the numbers exact.
+    keeps the larger numbers, and slow ranks request counts as often as fast ones. A rank may leave when its
+    numbers show enough steps. DONE and END make them exact.
 
     Payload in bytes, with n ranks and N elements: 8 (6 + n), and for AVERAGE and REPLY 8 ceil(N / 2) more.
 
@@ -363,7 +362,6 @@ class AveragingProtocol:
         self._free_buffers = [self._new_buffer()] if self.is_active else []
         self._receive: Any = None
         self._sends: list[tuple[Any, Tensor]] = []
-        self._abandoned_sends: list[tuple[Any, Tensor]] = []
         self._aborting = False
         self.begin()
 
@@ -415,8 +413,7 @@ class AveragingProtocol:
         """Receives and sends. Returns whether there was any message. now: seconds on any monotonic clock.
 
         Raises:
-            GossipError: if a rank is lost.
-            PayloadError: if a message is damaged. The error names its sender as the message does.
+            GossipError, PayloadError: if a rank is lost, or a message is damaged. The error names its sender.
         """
         pause, self._last_poll = now - self._last_poll, now
         if pause >= self.timeout / HEARTBEATS_PER_TIMEOUT:  # this rank could not receive in this time

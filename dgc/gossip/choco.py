@@ -14,11 +14,6 @@ The part that Q drops stays in x_i - xhat_i and is sent later. The d_i of all ra
 Differences from the papers: d replaces s = d + xhat, the weighted sum of public copies (the memory-efficient
 form), in which the rounding errors of x would accumulate. Public copies begin as the initial model, not as zeros.
 
-Compression operators, each with a payload of fixed size:
-
-TopK    the ceil(ratio d) elements of largest magnitude of each tensor of d, in the format of `dgc.wire`
-Sign    (|v|_1 / d) sign(v) of each tensor of d elements; 0 is sent as a negative element
-
 Payload per exchange and rank in bytes: for each neighbour that of Q, rounded up to a multiple of 8. TopK: 24, and
 for each element 4 and the bytes of a value. Sign: 24, and 4 + 4 ceil(d/32) for each tensor.
 """
@@ -56,7 +51,9 @@ AddScaled = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a
 @checked
 @dataclass(frozen=True)
 class TopK:
-    """Top-k by magnitude in each tensor. gamma is twice the ratio: with 4 times the ratio, models mostly diverge.
+    """The ceil(ratio d) elements of largest magnitude of each tensor of d elements, in the format of `dgc.wire`.
+
+    gamma is twice the ratio: with 4 times the ratio, models mostly diverge.
 
     Args:
         ratio (float): fraction of elements sent, in (0, 1].
@@ -107,7 +104,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class Sign:
-    """Signs, scaled by the mean magnitude of each tensor: 1 bit per element.
+    """(|v|_1 / d) sign(v) of each tensor v of d elements: 1 bit per element. 0 is sent as a negative element.
 
     Example:
         >>> gossip = CHOCO(quantizer=Sign())

@@ -16,9 +16,8 @@ With the topology `hierarchical`, in contrast, every rank has its own model and 
 Differences from the paper: There, one rank of a machine communicates for all and sends the parameters to the
 others before each forward pass. Here, a machine drops a step if any of its ranks has a gradient with NaN or inf.
 
-Payload per step and rank in bytes: that of the base for n/L elements, and inside the machine 4 (n + number of
-tensors) for gradients, unless DDP averages them, and 4 ceil(n/L) for slices. compress_ratio counts only the data
-between machines.
+Payload per step and rank in bytes: that of the base for n/L elements, which alone compress_ratio counts, and
+inside the machine 4 (n + number of tensors) for gradients, unless DDP averages them, and 4 ceil(n/L) for slices.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -190,8 +190,7 @@ class Int8Message:
         return -(-n // self.block)
 
     def _bounds(self, z: Tensor, n: int) -> Tensor:
-        starts = torch.arange(0, n, self.block, dtype=torch.int64, device=z.device)
-        return torch.cat([starts, torch.tensor([n], dtype=torch.int64, device=z.device)])
+        return torch.arange(0, n + self.block, self.block, dtype=torch.int64, device=z.device).clamp(max=n)
 
     def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
         x, bounds = z * factor, self._bounds(z, z.numel())

@@ -302,8 +302,7 @@ def fp64(w: float) -> Float64[Tensor, ""]:
 
 @checked
 class OSGP(SGP):
-    """Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2): communication overlaps
-    with the computation of gradients.
+    """Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2).
 
         send P_ji x_i, P_ji w_i and keep P_ii x_i, P_ii w_i;   z_i = x_i / w_i
         x_i = x_i - lr O(g(z_i))       while messages are in flight
