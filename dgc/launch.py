@@ -1,8 +1,7 @@
 """How this process was started: rank, number of ranks, and the transport that fits, by environment variables.
 
 A launcher (torchrun, mpirun, horovodrun, srun) sets environment variables for the processes that it starts.
-Nothing else is imported here, so they are known before PyTorch, Horovod or MPI is loaded. A function that takes an
-`environment` usually gets `os.environ`.
+Nothing else is imported here, so they are known before PyTorch, Horovod or MPI is loaded.
 """
 
 import os
@@ -27,10 +26,8 @@ class Launcher:
     """The names of the environment variables that a launcher sets.
 
     Args:
-        name: The launcher.
         transport: The transport that its ranks use by default.
-        rank, size, local_rank, local_size: Rank and number of ranks, in the run and on this machine. Empty: the
-            launcher sets no such variable.
+        rank, size, local_rank, local_size: Rank and number of ranks, in the run and on this machine. Empty: none.
         job: Differs between runs, and is the same on all ranks of one.
         marker: The launcher always sets it. It tells apart launchers that set the same rank and size.
     """

@@ -75,14 +75,12 @@ def connect(
     return horovod.connect(hierarchical, timeout, point_to_point=point_to_point)
 
 
+_connected = cache(connect)
+
+
 def default_transport(point_to_point: bool = False, transport: str = "auto") -> Transport:
     """Return the transport of this process, created once. Arguments and errors are those of `connect`."""
-    return _connected(choose_transport(transport).transport, point_to_point)
-
-
-@cache
-def _connected(transport: str, point_to_point: bool) -> Transport:
-    return connect(transport, point_to_point=point_to_point)
+    return _connected(choose_transport(transport).transport, point_to_point=point_to_point)
 
 
 @cache

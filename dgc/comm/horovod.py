@@ -33,8 +33,7 @@ def prepare_environment() -> None:
 
     HOROVOD_FUSION_THRESHOLD: fusion groups messages by arrival time. With three or more ranks, sums, and therefore
     whole runs, differ in the last bits between repeats. Buckets replace fusion here.
-    HOROVOD_CYCLE_TIME: Horovod looks for new messages once per cycle, by default 1 ms. Payloads are small and some
-    methods need several rounds, each of which waits for a cycle.
+    HOROVOD_CYCLE_TIME: Horovod looks for new messages once per cycle, by default 1 ms. Each round waits for one.
     OPAL_PREFIX: a process that mpirun did not start cannot find the Open MPI of a Python environment.
     OMPI_MCA_mpi_yield_when_idle: while Horovod's thread waits for other ranks, the core's other threads run.
     Otherwise 2 ranks that compute on 2 cores take up to twice as long, also when nothing is exchanged.

@@ -156,10 +156,7 @@ class LockstepWorld:
             )
 
     def converse(self, name: str, conversations: Sequence[Conversation[T]]) -> list[T]:
-        """Run one conversation per rank to its end, in a single thread. Return the results by rank.
-
-        Each round is launched in a shuffled order of ranks.
-        """
+        """Run one conversation per rank, in one thread, each round in a shuffled order. Return results by rank."""
         order = list(range(self.size))
         self._random.shuffle(order)
         running: dict[int, RunningConversation[T]] = {}
@@ -243,10 +240,7 @@ class LockstepWorld:
 
 
 def check_agreement(name: str, group: str, requests: Mapping[int, Mapping[int, Request]]) -> None:
-    """Raise LockstepError if the requests of two ranks to a group differ, or their places in the round.
-
-    requests: by rank and place. Transports name a request by its place.
-    """
+    """Raise LockstepError if two ranks differ in their requests to a group, by their places in the round."""
     (first, expected), *others = (
         (rank, {place: _signature(request) for place, request in own.items()}) for rank, own in requests.items()
     )

@@ -82,11 +82,9 @@ class PointToPointTransport(WrappingTransport):
 
 
 def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:
-    """Return MPI's buffer description of a contiguous tensor. Raises ValueError if it is too large for a message.
-
-    The unit is 4 bytes if the number of bytes is a multiple of 4, which allows larger messages, and else 1 byte.
-    """
+    """Return MPI's description of a contiguous tensor. Raises ValueError if it is too large for a message."""
     content = as_bytes(tensor).numpy()
+    # a larger unit allows larger messages
     unit, datatype = (1, MPI.BYTE) if content.size % 4 else (4, MPI.INT32_T)
     if content.size > unit * MAX_COUNT:
         raise ValueError(

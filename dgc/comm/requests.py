@@ -121,11 +121,7 @@ def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
 def next_requests(
     conversation: Conversation[Any], replies: tuple[Reply, ...] | None = None
 ) -> tuple[Request, ...]:
-    """Continue a conversation without a transport, and wait for what it reads. replies: None to start it.
-
-    Raises:
-        StopIteration: The conversation has ended. `value` is its result.
-    """
+    """Continue a conversation, or start it, and wait for what it reads. Raises StopIteration at its end."""
     requests = conversation.send(replies)
     while isinstance(requests, Read):
         requests = conversation.send(requests.numbers.tolist())

@@ -14,10 +14,7 @@ from dgc.comm.transport import Transport, WrappingTransport
 
 
 class HostCopy:
-    """A copy of numbers [n] to the host, made after the work that is already queued on their device.
-
-    It is polled and awaited like a transport. It has no flights.
-    """
+    """A copy of numbers [n] to the host, after the work queued on their device. It is awaited like a transport."""
 
     def __init__(self, numbers: Tensor):
         self._event: torch.cuda.Event | None = None

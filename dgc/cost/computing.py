@@ -246,11 +246,7 @@ def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
 
 
 def typical(traffics: Sequence[Traffic]) -> Traffic:
-    """The last of several exchanges of the same compressors, with the median seconds of all.
-
-    Raises:
-        ValueError: The last replies of one were not decoded.
-    """
+    """The last of several decoded exchanges of the same compressors, with the median seconds of all."""
     decode = [traffic.decode for traffic in traffics if traffic.decode is not None]
     if len(decode) < len(traffics):
         raise ValueError(f"{len(traffics) - len(decode)} of {len(traffics)} exchanges were not decoded")

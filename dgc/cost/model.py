@@ -19,8 +19,7 @@ slowest of three resources counts: the network card of the machine (bytes of all
 link of one rank inside the machine, and the memory of the machine (bytes of all its ranks).
 
 Differences from the paper: The number of steps of all-gather and reduce-scatter is that of powers of two.
-Requests of a round, and the rounds of all buckets, follow each other on one network. `Prediction.step` has them
-overlap with backward (`overlapped`).
+Requests of a round, and the rounds of all buckets, follow each other on one network.
 """
 
 from collections.abc import Sequence

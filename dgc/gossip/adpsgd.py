@@ -228,7 +228,7 @@ class ADPSGD(Gossip):
         self._update_z()
 
     def _update_meter(self) -> None:
-        """Copies the byte counts to the training thread's meter, which no other thread may change."""
+        """Copies the byte counts to the meter, which no other thread may change."""
         sent, cross = self._protocol.sent_bytes, self._protocol.cross_bytes
         self._meter.payload_bytes += sent - self._counted[0]
         self._meter.wire_bytes += sent - self._counted[0]
@@ -460,8 +460,6 @@ class AveragingProtocol:
         self._abandoned_sends, self._sends, self._aborting = self._sends, [], True
         others = [rank for rank in range(self.size) if rank not in (self.rank, fault)]
         self._send([self._header_only(Kind.ABORT, to, fault) for to in others])
-
-    # --- inside -----------------------------------------------------------------------------------------------
 
     @property
     def _is_free(self) -> bool:

@@ -32,7 +32,6 @@ class PushSum(NamedTuple):
 
     @property
     def z(self) -> Tensor:
-        """The de-biased value."""
         return self.x / self.w.to(self.x.device, self.x.dtype)
 
 
@@ -73,14 +72,7 @@ def push_sum_round(
 def push_sum_average(
     x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform
 ) -> Conversation[Tensor]:
-    """Returns z after some rounds of push-sum.
-
-    Args:
-        x (Tensor): this rank's value, of a floating-point dtype.
-        rounds (int): number of rounds.
-        rank (int): this rank.
-        topology (Topology): graph.
-        mixing (Mixing): shares.
+    """Returns z after some rounds of push-sum, which begins with this rank's value x.
 
     Raises:
         ValueError: if x is not of a floating-point dtype.

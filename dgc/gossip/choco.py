@@ -150,8 +150,8 @@ class CHOCO(DifferenceGossip):
         graph (callable): returns the topology for a number of ranks. Symmetric and the same in all rounds.
         mixing (Mixing): weights W, symmetric with rows that sum to one.
         quantizer (TopK or Sign, optional): compression operator Q; default `TopK()`.
-        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. With a value that is too
-            large, models diverge; with one that is too small, averaging is slower than the local steps.
+        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. If it is too large,
+            models diverge; if it is too small, averaging is slower than the local steps.
         average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
 
     Raises:

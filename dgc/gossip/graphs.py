@@ -48,26 +48,19 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
         raise TopologyError(f"n_peer_exponential: peers must be at least 1, not {peers}")
     offsets = [j * power for power in powers(peers + 1, size - 1) for j in range(1, peers + 1)]
     schedules = [[(rank + offset) % size for offset in offsets] for rank in range(size)]
-    cure = (
-        "peers=1 works for any number of ranks, peers=m for powers of m + 1, and peers=size-1 always, in one round"
-    )
+    cure = "peers=1 works for any number of ranks, as does peers=size-1, and peers=m for powers of m + 1"
     return from_schedules("n_peer_exponential", schedules, peers, cure=cure)
 
 
 @checked
 def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The exponential graph of SGP: offsets +2^i and -2^i in turn.
-
-    Args:
-        peers (int): peers per round.
-        order (str): "paper" or "later"; see the module's description.
-    """
+    """The exponential graph of SGP: offsets +2^i and -2^i in turn. peers: per round. order: "paper" or "later"."""
     return _two_directions("exponential", size, peers, order, powers(2, size - 1), False)
 
 
 @checked
 def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """Offsets +-1, then +-(1 + 2^i), for an even number of ranks. Args are those of `exponential`."""
+    """Offsets +-1, then +-(1 + 2^i), for an even number of ranks. Arguments as in `exponential`."""
     offsets = [1, *(1 + power for power in powers(2, size - 1)[1:])]
     return _two_directions("bipartite_exponential", size, peers, order, offsets, True)
 
@@ -120,10 +113,7 @@ def star(size: int, hub: int = 0) -> Topology:
 
 @checked
 def grid(size: int) -> Topology:
-    """A rectangle in which each rank exchanges with its neighbours. Opposite sides are not connected.
-
-    It is as close to a square as the divisors of `size` allow.
-    """
+    """Neighbours in a rectangle, as square as the divisors of `size` allow. Opposite sides are not connected."""
     rows = next((r for r in range(isqrt(max(size, 0)), 0, -1) if size % r == 0), 1)
     columns = size // rows
 
@@ -137,11 +127,9 @@ def grid(size: int) -> Topology:
 
 @checked
 def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
-    """Random pairs, with new pairs in each round. If the number of ranks is odd, one rank has no peer in a round.
+    """Random pairs, new ones in each round until they repeat after `rounds`. The seed is the same on all ranks.
 
-    Args:
-        seed (int): seed of the pairs, the same on all ranks.
-        rounds (int): number of different rounds, after which they repeat.
+    If the number of ranks is odd, one rank has no peer in a round.
     """
 
     def out(rank: int, t: int) -> Peers:
@@ -174,11 +162,8 @@ def bipartite_complete(size: int) -> Topology:
 
 @checked
 def hierarchical(size: int, local_size: int) -> Topology:
-    """In even rounds a machine's ranks exchange with each other. In odd rounds each rank sends to the rank with
-    its local rank on one other machine, as in `n_peer_exponential` with one peer.
-
-    Args:
-        local_size (int): ranks per machine. Ranks of a machine are consecutive.
+    """In even rounds a machine's ranks, which are consecutive, exchange with each other. In odd rounds each sends
+    to the rank with its local rank on one other machine, as in `n_peer_exponential` with one peer.
     """
     if local_size < 1 or size % local_size:
         raise TopologyError(f"hierarchical with {size} ranks: local_size must divide them, but it is {local_size}")

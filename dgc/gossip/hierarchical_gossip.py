@@ -78,9 +78,7 @@ class HierarchicalGossip(Gossip):
         self._local_size = L = place.local_size
         n = self.z.numel()
         if n < L:
-            raise ValueError(
-                f"a model of {n} elements cannot be divided into {L} slices, one for each rank of a machine"
-            )
+            raise ValueError(f"a model of {n} elements cannot be divided into {L} slices, one for each rank")
         self._bounds = [i * n // L for i in range(L + 1)]
         self._slice = slice(*self._bounds[place.local_rank : place.local_rank + 2])
         part = ModelSlice(self.model, self._slice.start, self._slice.stop)

@@ -7,9 +7,9 @@ Half steps alternate:
     even    X_i V and X_j V [n, r] are exchanged;      Y = D V;      X_i = X_i + W_ij Y V^T;      U = orth(Y)
     odd     X_i^T U and X_j^T U [m, r] are exchanged;  Y = D^T U;    X_i = X_i + W_ij U Y^T;      V = orth(Y)
 
-X_j moves by the same amount in the opposite direction. Each half step acts on the part of D in r directions, those
-of a power iteration on D that continues from step to step. There is no error state: the unsent part of D is still
-in D in the next step. Vectors, and matrices smaller than their factors, are sent uncompressed.
+X_j moves by the opposite amount. Each half step acts on the part of D in r directions, those of a power iteration
+on D that continues from step to step. There is no error state: the unsent part of D is still in D in the next
+step. Vectors, and matrices smaller than their factors, are sent uncompressed.
 
 Differences from the paper: There are 2 half steps per step by default, after the optimizer's step. Each edge
 alternates by itself, so graphs may change from round to round. Small noise, the same at both ends, keeps `orth`
@@ -121,8 +121,7 @@ class PowerGossip(DifferenceGossip):
     def _allocate(self) -> float:
         if isinstance(self.model, ModelSlice):
             raise ValueError(
-                "PowerGossip compresses matrices, but HierarchicalGossip averages slices of a model, which have no"
-                " matrices: use SGP, or CHOCO, which also compresses slices"
+                "HierarchicalGossip averages slices of a model, which have no matrices for PowerGossip: use CHOCO"
             )
         tensors = [(s, as_matrix(s, self.factor_rank, self.num_iters_per_step)) for s in self.model.segments]
         self.matrices = [matrix for _, matrix in tensors if matrix is not None]
@@ -144,7 +143,7 @@ class PowerGossip(DifferenceGossip):
         }
         self._edges: dict[int, Edge] = {}
         topology, ranks = self.topology, range(self.size)
-        peers_of_all = [set[int]() if topology is None else set(peer_schedule(topology, rank)) for rank in ranks]
+        peers_of_all = [set(() if topology is None else peer_schedule(topology, rank)) for rank in ranks]
         self._peers, self._max_edges = peers_of_all[self.rank], max(map(len, peers_of_all))
         # in the state: the peer, from 1; whether an even half step is next; the larger factor of each matrix
         self._row_length = 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)

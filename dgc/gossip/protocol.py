@@ -85,10 +85,7 @@ class Gossip(ABC):
         assert self._conversation is None, "synchronize_messages() must be called first"
 
     def join(self) -> None:
-        """Continues from the common model and without errors, after the state of another island has been loaded.
-
-        Every rank of the island calls it, before the next `begin_step`.
-        """
+        """Every rank of an island that has loaded the state of another one continues from the common model."""
         raise ValueError(f"no machine can join in mid-run with {type(self).__name__}")
 
     def flush(self) -> None:

@@ -1,15 +1,9 @@
 """Stochastic Gradient Push and its variants: gossip with push-sum weights during training.
 
-Rank i has biased parameters x and a push-sum weight w, initially 1. The model is z = x / w. P is the mixing matrix
-of a round; its columns sum to one.
-
-SGP     messages are sent after the optimizer's step
-OSGP    messages are sent before it, while the gradient is computed
-DPSGD   SGP with rows of P that sum to one as well, without w
-
-The parameters hold z. The optimizer has gradients g at z and any direction O. It steps on z (weight decay
-therefore decays z), and x moves by the same difference. x is not stored: it is z w plus the received shares not
-added yet.
+Rank i has biased parameters x and a push-sum weight w, initially 1. P is the mixing matrix of a round; its columns
+sum to one. The parameters hold the model z = x / w. The optimizer has gradients g at z and any direction O. It
+steps on z (weight decay therefore decays z), and x moves by the same difference. x is not stored: it is z w plus
+the received shares not added yet.
 
 Differences from the papers: Messages may be rounded. A rank keeps x minus the decoded values of its messages, so
 the sum over ranks is preserved. In epochs with the graph None, all ranks average x and w with one all-reduce; for
@@ -184,8 +178,7 @@ class SGP(Gossip):
     def _align_rounds(self) -> None:
         """Brings all ranks to the same number of rounds, which they may have added at different steps.
 
-        A rank that is still stepping may wait for a round of a rank that has already called this method, so each
-        rank continues with rounds until all have called it.
+        A stepping rank may wait for a round of one that has called this, which continues until all have.
         """
         empty = torch.zeros(1, dtype=torch.float32)
         barrier = self._transport.launch(f"{self.name}.barrier", (AllReduce(empty, "sum"),))
@@ -350,10 +343,7 @@ class DPSGD(SGP):
 
     Differences from the paper: Ranks average after the local step, as the authors of SGP do, not before it.
 
-    Args are those of `SGP`.
-
-    Raises:
-        TopologyError: by `start`, if the rows of P do not sum to one.
+    Args and errors are those of `SGP`. `start` raises TopologyError if the rows of P do not sum to one.
     """
 
     weighted = False

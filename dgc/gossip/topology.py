@@ -59,20 +59,17 @@ class Topology:
     def __post_init__(self) -> None:
         if self.size < 1 or self.period < 1:
             raise TopologyError(f"{self.name}: {self.size} ranks, {self.period} rounds; both must be at least 1")
-        reached: list[set[int]] = [set() for _ in range(self.size)]
-        reaching: list[set[int]] = [set() for _ in range(self.size)]
-        for t in range(self.period):
-            for rank in range(self.size):
+        ranks, rounds = range(self.size), range(self.period)
+        for t in rounds:
+            for rank in ranks:
                 peers = self.out_peers(rank, t)
                 if rank in peers:
                     raise self.error(f"rank {rank} sends to itself in round {t}")
                 if len(set(peers)) < len(peers):
                     raise self.error(f"rank {rank} sends to one rank twice in round {t}: {list(peers)}")
-                reached[rank].update(peers)
-                reaching[rank].update(self.in_peers(rank, t))
-        for edges, fault in ((reached, "never reaches"), (reaching, "is never reached from")):
-            missing = sorted(set(range(self.size)) - _reachable(edges))
-            if missing:
+        for peers_of, fault in ((self.out_peers, "never reaches"), (self.in_peers, "is never reached from")):
+            edges = [{peer for t in rounds for peer in peers_of(rank, t)} for rank in ranks]
+            if missing := sorted(set(ranks) - _reachable(edges)):
                 raise self.error(f"rank 0 {fault} ranks {missing} in any number of rounds")
 
     def out_peers(self, rank: int, round: int) -> Peers:
@@ -122,13 +119,9 @@ def _reachable(edges: Sequence[set[int]]) -> set[int]:
 def from_schedules(
     name: str, schedules: Sequence[Sequence[int]], peers: int, dynamic: bool = True, cure: str = ""
 ) -> Topology:
-    """A graph in which each rank cycles through its peer schedule.
+    """A graph in which each rank cycles through its schedule of peers, all of one length, some of them per round.
 
-    Args:
-        name, cure: see `Topology`.
-        schedules (sequence of sequences): the peers of each rank, all of the same length.
-        peers (int): entries used per round, from 1 to the length of a schedule.
-        dynamic (bool): False uses the first entries in every round.
+    dynamic: False uses the first entries in every round.
     """
     size = len(schedules)
     if size < 2:
@@ -155,10 +148,10 @@ def build_topology(graph: Graph, size: int) -> Topology:
 
 
 def bipartite_subgraph(topology: Topology) -> Topology:
-    """The edges of a graph between an odd and an even rank, in both directions, for AD-PSGD.
+    """The edges of a graph between an odd and an even rank, in both directions, if they connect all ranks.
 
     Odd ranks initiate an average and wait for the reply. Even ranks only reply. Ranks can therefore never wait for
-    one another in a cycle. Raises TopologyError if these edges do not connect all ranks.
+    one another in a cycle.
     """
 
     def out(rank: int, t: int) -> Peers:
@@ -166,10 +159,7 @@ def bipartite_subgraph(topology: Topology) -> Topology:
         return tuple(peer for peer in dict.fromkeys(peers) if (peer - rank) % 2)
 
     name = f"the odd-even pairs of {topology.name}"
-    cure = (
-        "Without a path of odd-even pairs between all ranks there is no consensus: take bipartite_complete, for "
-        "any number of ranks, or bipartite_exponential, for an even number"
-    )
+    cure = "Take bipartite_complete, for any number of ranks, or bipartite_exponential, for an even number"
     return Topology(name, topology.size, topology.period, out, cure)
 
 
@@ -192,9 +182,7 @@ def metropolis(topology: Topology, rank: int, round: int) -> Shares:
     """
     peers = topology.out_peers(rank, round)
     if sorted(peers) != list(topology.in_peers(rank, round)):
-        raise topology.error(
-            f"Metropolis weights need a symmetric graph, but round {round} is not symmetric at rank {rank}"
-        )
+        raise topology.error(f"metropolis needs a symmetric graph, but round {round} is not one at rank {rank}")
     shares = {peer: 1 / (1 + max(len(peers), len(topology.out_peers(peer, round)))) for peer in peers}
     return {rank: 1 - sum(shares.values()), **shares}
 
