@@ -57,7 +57,7 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter:
-    """Reduce a one-dimensional tensor, of as many elements for each rank. Reply: this rank's share of the `op`."""
+    """Reduce a one-dimensional tensor whose length the group's size divides. Reply: this rank's share of it."""
 
     tensor: Tensor
     op: Op = "mean"

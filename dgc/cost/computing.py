@@ -96,7 +96,7 @@ class AlikeRanks:
 
     @property
     def awaited(self) -> int:
-        """Bytes of the longest Exchange so far."""
+        """Bytes of the longest message from rank to rank so far."""
         return max((tensor.nbytes for tensor in self._sent.values()), default=0)
 
     def reply(self, request: Request) -> Reply:

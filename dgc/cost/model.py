@@ -247,7 +247,7 @@ class Prediction:
         return self.communication + self.compute
 
     def step(self, backward: float, overlap: bool = True, forward: float = 0.0) -> float:
-        """Seconds of a step, with these of backward and those before it, without the update of the parameters.
+        """Seconds of forward, backward and the exchange.
 
         overlap: whether a bucket's exchange begins in backward, as soon as its gradients are complete.
         """

@@ -1,7 +1,6 @@
 """Averages of any tensor by gossip, without training. In each round a rank exchanges with a few peers.
 
-P is the mixing matrix of a round (`dgc.gossip.topology`). Rank i has a value x and a push-sum weight w, initially
-1:
+P is the mixing matrix of a round (`dgc.gossip.topology`). Rank i has a value x and a weight w, initially 1:
 
     push-sum    x_i = sum over j of P_ij x_j;  w_i = sum over j of P_ij w_j;  z_i = x_i / w_i
                 (Kempe, Dobra, Gehrke 2003; Assran et al. 2019, arXiv 1811.10792, Algorithm 1)
