@@ -25,15 +25,7 @@ ROUNDING = 4 * 2.0**-24
 
 
 class Fleet:
-    """Simulated ranks with one compressor and one bucket each.
-
-    Args:
-        make: Returns the compressor of a rank.
-        size: Number of ranks.
-        like: Tensors laid out as the gradients.
-        seed: Seed of the launch order.
-        first: Number of the first tensor in the names, which are p0, p1, and so on.
-    """
+    """Simulated ranks with one compressor and one bucket each, of tensors like these, named from p{first} on."""
 
     def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0, first: int = 0):
         self.world = LockstepWorld(size, seed=seed)
@@ -83,7 +75,7 @@ def check_compressor(make: Make, *, conserves: bool = True, tolerance: float = R
     """Checks the laws with 1, 2 and 3 ranks.
 
     Args:
-        make: Returns a new compressor. It is called once per rank.
+        make: Returns a new compressor.
         conserves: Check that nothing is lost. False for compressors without error state, and for those that apply
             momentum before compression.
         tolerance: Largest loss of a step, relative to the largest gradient plus error.

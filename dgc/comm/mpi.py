@@ -1,7 +1,6 @@
-"""Messages from rank to rank over MPI, for gossip: `Exchange` requests and channels. No other file uses mpi4py.
+"""Messages from rank to rank over the MPI that Horovod has started. No other file uses mpi4py.
 
-This uses the MPI that Horovod has started with MPI_THREAD_MULTIPLE. Each transport and each channel has a
-communicator of its own.
+Each transport and each channel has a communicator of its own.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
 @dataclass(eq=False)
 class PointToPointFlight:
-    """Pending receives, and the replies that they fill. Other requests have a flight of the inner transport."""
+    """Pending receives, and the replies that they fill."""
 
     replies: tuple[Reply, ...]
     receives: list[Any]
@@ -28,15 +27,11 @@ class PointToPointFlight:
 class PointToPointTransport(WrappingTransport):
     """A transport that sends Exchange requests over MPI and all others over `inner`. Construction is collective.
 
-    Messages are matched by name (the tag) and, under one name, in the order of sending, as MPI guarantees. A
-    flight is complete when its receives are complete. It does not wait for neighbours to receive, so a slow rank
-    delays only the ranks that receive from it.
-
-    Args:
-        inner: Transport that runs on MPI. Its ranks must equal MPI's.
+    Messages are matched by name (the tag) and, under one name, in the order of sending. A flight is complete when
+    its receives are: a slow rank delays only the ranks that receive from it.
 
     Raises:
-        ValueError: `inner` does not run on MPI, or MPI has no threads, or the rank numbers differ.
+        ValueError: As `running_mpi`, or the rank numbers of `inner` differ from MPI's.
     """
 
     inner: Any  # its `members` lists the ranks of a group
@@ -87,14 +82,9 @@ class PointToPointTransport(WrappingTransport):
 
 
 def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:
-    """Return MPI's buffer description of a contiguous tensor.
-
-    The unit is 4 bytes if the number of bytes is a multiple of 4, which allows larger messages, and else 1 byte.
-
-    Raises:
-        ValueError: The tensor is too large for one message.
-    """
+    """Return MPI's description of a contiguous tensor. Raises ValueError if it is too large for a message."""
     content = as_bytes(tensor).numpy()
+    # a larger unit allows larger messages
     unit, datatype = (1, MPI.BYTE) if content.size % 4 else (4, MPI.INT32_T)
     if content.size > unit * MAX_COUNT:
         raise ValueError(
@@ -105,13 +95,10 @@ def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:
 
 
 class MPIChannel:
-    """A `Channel` over MPI, with polling. Construction is collective.
+    """A `Channel` over MPI, with polling. Construction is collective, and raises what `running_mpi` does.
 
     Horovod calls MPI from its own thread at any time. After construction, no method blocks inside MPI, so the two
     threads cannot block each other.
-
-    Raises:
-        ValueError: MPI is not running, as with Horovod's Gloo controller, or it was started without threads.
     """
 
     def __init__(self) -> None:
@@ -134,11 +121,7 @@ class MPIChannel:
 
 
 def running_mpi() -> Any:
-    """Return mpi4py's MPI as Horovod started it.
-
-    Raises:
-        ValueError: mpi4py is missing, MPI is not running, or it was started without threads.
-    """
+    """Return mpi4py's MPI as Horovod started it. Raises ValueError if there is none, or it has no threads."""
     cure = "start the ranks with mpirun or horovodrun --mpi, and let Horovod and mpi4py use one MPI"
     try:
         import mpi4py

@@ -5,9 +5,9 @@ from ..fault import Fault
 COMM = [
     Fault(
         "cross-group-has-ranks-of-other-places",
-        "dgc/comm/lockstep.py",
-        "return list(range(rank % self.local_size, self.size, self.local_size))",
-        "return list(range(rank % self.local_size, self.size))",
+        "dgc/comm/transport.py",
+        "[ranks[i] for ranks in machines if i < len(ranks)]",
+        "[ranks[0] for ranks in machines if i < len(ranks)]",
         ["tests/comm/test_lockstep.py"],
     ),
     Fault(
