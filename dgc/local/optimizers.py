@@ -30,12 +30,9 @@ class SlowMo:
     """SlowMo's outer step (Wang et al. 2020, arXiv 1910.00643, Algorithm 1).
 
     Args:
-        beta (float): slow momentum, in [0, 1).
-        alpha (float): slow learning rate, positive. 1 equals the learning rate of the wrapped optimizer, which
-            must be the same on all ranks in the step of an exchange.
-
-    Raises:
-        ValueError: if an argument is out of range.
+        beta: Slow momentum, in [0, 1).
+        alpha: Slow learning rate, positive. 1 equals the learning rate of the wrapped optimizer, which must be the
+            same on all ranks in the step of an exchange.
 
     Example:
         >>> slowmo = OuterSteps(average_every=48, base=SGP(), outer=SlowMo(beta=0.6))
@@ -58,11 +55,8 @@ class Nesterov:
     """DiLoCo's outer step, with its default values (Douillard et al. 2023, arXiv 2311.08105, Algorithm 1).
 
     Args:
-        outer_lr (float): learning rate, positive.
-        momentum (float): Nesterov momentum, in [0, 1).
-
-    Raises:
-        ValueError: if an argument is out of range.
+        outer_lr: Learning rate, positive.
+        momentum: Nesterov momentum, in [0, 1).
 
     Example:
         >>> diloco = OuterSteps(average_every=500, outer=Nesterov())
