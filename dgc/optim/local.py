@@ -6,19 +6,19 @@ from contextlib import contextmanager
 from math import isnan
 from time import perf_counter
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.comm.collectives import all_gather_object, all_reduce, barrier
+from dgc.comm.collectives import all_reduce, barrier
 from dgc.comm.connect import default_transport
 from dgc.comm.conversation import Intact
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.transport import Transport
+from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.engine.agreement import check_settings, first_difference
+from dgc.engine.agreement import check_settings
+from dgc.engine.buckets import check_equal_plans
 from dgc.engine.options import (
     check_no_unfrozen,
     check_not_sharded,
@@ -81,7 +81,9 @@ class LocalOptimizer(Wrapper):
         check_method(method)
         check_transport(transport)
         self.transport = transport or default_transport(point_to_point=True)
-        super().__init__(optimizer, [method], self._all_ranks)
+        # all ranks of the run, by whose numbers messages name them
+        ranks = transport.inner if isinstance(transport, CrossMachineTransport) else self.transport
+        super().__init__(optimizer, [method], ranks)
         self._takes_common_steps = method.is_synchronous
         self.method, self.nonfinite = method, nonfinite
         # HierarchicalGossip's algorithm between machines counts these as its ranks
@@ -92,19 +94,14 @@ class LocalOptimizer(Wrapper):
         named = name_parameters(optimizer, named_parameters)
         if not self._is_sharded:
             check_not_sharded(named, "LocalOptimizer", "use dgc.fsdp.ShardedLocalOptimizer")
-        check_settings(self._all_ranks, "local.settings", nonfinite=nonfinite, method=method)
-        _check_agreement(named, self._all_ranks)
+        check_settings(ranks, "local.settings", nonfinite=nonfinite, method=method)
+        check_equal_plans([(name, tuple(p.shape), str(p.dtype)) for name, p in named], ranks)
         self.model, self._trained = FlatModel(named), {p for _, p in named}
         if isinstance(method, UsesOptimizer):
             method.use_optimizer(optimizer)
         method.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.local")
         if not method.is_synchronous:  # a rank could train alone, and end, before the others are connected to it
             barrier(self.transport, "local.started")
-
-    @property
-    def _all_ranks(self) -> Transport:
-        """Connects all ranks of the run, by whose numbers messages name them."""
-        return self.transport
 
     @property
     def max_step_lag(self) -> int | None:  # type: ignore[override]
@@ -168,7 +165,7 @@ class LocalOptimizer(Wrapper):
 
     def _warn_nonfinite(self, name: str) -> None:
         """Count a dropped step and warn once, or raise, by `nonfinite`."""
-        reason = f"the gradient of {name} on rank {self._all_ranks.rank} has NaN or inf"
+        reason = f"the gradient of {name} on rank {self._ranks.rank} has NaN or inf"
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(reason)
         self.dropped_steps += 1
@@ -268,17 +265,3 @@ def check_method(method: Any) -> None:
 
 def _no_step() -> None:
     """Replaces the optimizer's step if the step is dropped."""
-
-
-def _check_agreement(named: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
-    """Raise ValueError on every rank if the ranks have different parameters. Collective."""
-    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
-    digest = crc32(repr(own).encode())
-    both = torch.tensor([digest, -digest], dtype=torch.int64)
-    largest = all_reduce(transport, both, "max", "local.digest").tolist()
-    if largest == [digest, -digest]:
-        return
-    for rank, other in enumerate(all_gather_object(transport, own, "local.model")):
-        if other != own:
-            difference = first_difference(other, own, "parameters")
-            raise ValueError(f"rank {rank} and rank {transport.rank} train different models: {difference}")
