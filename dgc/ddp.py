@@ -50,11 +50,7 @@ Named = list[tuple[str, Tensor]]
 
 
 def check_model(model: Any) -> DistributedDataParallel:
-    """Check that a communication hook can exchange the gradients of a model. Return it, without torch.compile.
-
-    Raises:
-        ValueError: It cannot. The message names the setting and its cure.
-    """
+    """Return a DDP model, without torch.compile. Raise ValueError if a hook cannot exchange its gradients."""
     model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
@@ -99,16 +95,7 @@ def trained_and_frozen(model: DistributedDataParallel) -> tuple[Named, Named]:
 
 
 def check_pass(model: DistributedDataParallel | None, frozen: Named) -> None:
-    """Check what may change after construction, at the beginning of a backward pass.
-
-    Args:
-        model: The DDP model.
-        frozen: The parameters that it does not average.
-
-    Raises:
-        RuntimeError: Such a parameter needs a gradient: each rank would train it alone. Or join() asks for a mean
-            over the ranks that still have data.
-    """
+    """Raise RuntimeError if a frozen parameter needs a gradient now, or join() asks for another mean."""
     if not getattr(model, "_divide_by_initial_world_size", True):
         raise RuntimeError(
             "join(divide_by_initial_world_size=False) cannot be served: ranks without further data send their "
@@ -131,11 +118,7 @@ class NoCopies(list[Any]):
 def momentum_check(
     optimizer: Optimizer | None, planned: list[PlannedBucket], transport: Transport
 ) -> Callable[[], None]:
-    """Check that momentum is applied once. Return a check of the same for every step.
-
-    Raises:
-        ValueError: The memory applies momentum, and the optimizer is missing, lacks parameters or applies it too.
-    """
+    """Raise ValueError if momentum is not applied once. Return a check of the same for every step."""
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer or None, not {optimizer!r}")
     corrected = [
@@ -161,20 +144,15 @@ def momentum_check(
 
 
 def after_ddp(function: Callable[[], None]) -> None:
-    """Call a function at the end of this backward pass, after DDP has set the gradients.
-
-    DDP queues its own end when it has called the last hook. A function that is queued at the end of backward runs
-    after everything that was queued before.
-    """
+    """Call a function at the end of this backward pass, after DDP has set the gradients."""
     if torch._C._current_graph_task_id() == -1:  # a rank without further data, inside DDP's join()
         function()
         return
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(function))
+    queue(lambda: queue(function))  # DDP queues its own end when it has called the last hook
 
 
 def drop_gradients(parameters: Iterable[Tensor], error: Exception | None = None) -> None:
-    """Set every .grad to None, and raise the error, if any."""
     for p in parameters:
         p.grad = None
     if error is not None:
@@ -182,10 +160,7 @@ def drop_gradients(parameters: Iterable[Tensor], error: Exception | None = None)
 
 
 def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
-    """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent.
-
-    Parameters that were frozen later remain without a gradient.
-    """
+    """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent."""
     for plan in planned:
         for p, mean in zip(plan.parameters, plan.views, strict=True):
             if p.grad is None and p.requires_grad:
@@ -205,10 +180,10 @@ class DDPExchange(HasCompression):
     but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one. No
     part of a gradient is lost then, but a memory with momentum applies momentum to them twice.
 
-    An exception of the model, a compressor or the network ends `backward()`. If a gradient was computed, DDP
-    refuses to continue ("Expected to have finished reduction in the prior iteration"), and so does this exchange
-    if something was sent: end the process, or build the model's DistributedDataParallel and this exchange anew on
-    all ranks. With static_graph do so after any exception in the first step: DDP would then average nothing.
+    An exception ends `backward()`. If a gradient was computed, DDP refuses to continue ("Expected to have finished
+    reduction in the prior iteration"), and so does this exchange if something was sent: end the process, or build
+    the model's DistributedDataParallel and this exchange anew on all ranks. With static_graph do so after any
+    exception in the first step: DDP would then average nothing.
 
     A copy of the model, by `copy.deepcopy`, `AveragedModel` or `torch.save`, has no exchange: DDP averages its
     gradients, until `compress` is called with the copy.
@@ -220,19 +195,14 @@ class DDPExchange(HasCompression):
         optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which must be
             applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none. Also
             needed by OneBitAdamCompressor and DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
-        bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger. It does not
-            depend on DDP's bucket_cap_mb.
+        bucket_mb, steps_per_epoch, hierarchical: As for DistributedOptimizer. `bucket_mb` does not depend on DDP's
+            bucket_cap_mb. For `hierarchical` a transport that is given must have groups.
         transport: Connects the ranks. None: torch.distributed, on process groups of its own.
-        nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
-            if a method keeps error state. "skip" drops the step: sent elements return to the error state,
-            `dropped_steps` is incremented, and every .grad is None, so that the optimizer changes nothing. With a
-            grad_scaler every .grad is NaN instead, and every rank's scaler skips the step. "raise" raises
-            NonFiniteGradientError at the end of `backward()`, with every .grad None. Training may continue.
+        nonfinite: As for DistributedOptimizer. In a dropped step every .grad is None, so that the optimizer
+            changes nothing. With a grad_scaler every .grad is NaN instead, and every rank's scaler skips the step.
+            "raise" raises NonFiniteGradientError at the end of `backward()`. Training may continue.
         grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Without it, the error state would have
             the scale of the step in which it was made.
-        steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
-            begin_epoch() before each epoch.
-        hierarchical: As in DistributedOptimizer. A transport that is given must have groups.
 
     Raises:
         ValueError: An argument is invalid, a setting differs between ranks, or DDP has a mode that a

@@ -13,16 +13,10 @@ from dgc.engine.state import BucketStates, HasCompression, Method
 
 
 class Wrapper(HasCompression, Optimizer):
-    """Wraps the optimizer `inner`. Attributes that are not defined here are those of `inner`.
+    """Wraps the optimizer `inner`, with compressors or a gossip algorithm. Other attributes are those of `inner`.
 
     It cannot be copied or pickled, because it has hooks on its parameters and a connection to the other ranks.
     Save `state_dict()` and, on each rank, `compression_state_dict()`.
-
-    Args:
-        inner: The wrapped optimizer.
-        methods: Its compressors, or its gossip algorithm.
-        transport: Connects all ranks.
-        steps_per_epoch: Count epochs by steps.
     """
 
     transport: Transport
@@ -91,9 +85,8 @@ class Wrapper(HasCompression, Optimizer):
     def join(self) -> None:
         """Continue as an island that joins or returns, from the state of another one, which must have been loaded.
 
-        It begins with the common model, and without error state: what it has not sent is lost, or was that of
-        another island and would be counted twice. Load that state with allow_other_rank=True. Call it on every
-        rank of the island, before zero_grad().
+        It begins with the common model, and without error state, which was lost or is that of another island. Load
+        that state with allow_other_rank=True. Call it on every rank of the island, before zero_grad().
         """
         raise ValueError(f"no island can join in mid-run with {self!r}: use `dgc.local.OuterSteps` without a base")
 
