@@ -1,13 +1,5 @@
 """Compression for torch.nn.parallel.DistributedDataParallel (DDP), as a communication hook.
 
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    exchange = compress(model, PowerSGDCompressor(rank=4, num_iters_per_step=2), optimizer)
-    for inputs, targets in batches:  # the usual loop
-        optimizer.zero_grad()
-        loss_fn(model(inputs), targets).backward()
-        optimizer.step()
-
 DDP calls the hook once for each of its buckets, in the same order on every rank, when all gradients of the bucket
 are computed. DDP changes its buckets after the first step. Error state must not depend on that. Gradients are
 therefore exchanged in other buckets, those of DistributedOptimizer, which never change. Such a bucket starts when
@@ -177,8 +169,8 @@ class DDPExchange(HasCompression):
     parameter names. DistributedOptimizer can load it.
 
     Each backward pass outside `model.no_sync()` is one exchange. To accumulate gradients, run all backward passes
-    but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one. No
-    part of a gradient is lost then, but a memory with momentum applies momentum to them twice.
+    but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one, and
+    get the momentum of a memory twice.
 
     An exception ends `backward()`. If a gradient was computed, DDP refuses to continue ("Expected to have finished
     reduction in the prior iteration"), and so does this exchange if something was sent: end the process, or build
@@ -192,9 +184,9 @@ class DDPExchange(HasCompression):
         model: The DDP model, or what torch.compile has made of it. Its process group must contain all ranks.
             Parameters without requires_grad take no part, and must remain without.
         compression: A compressor of `dgc.compression`, or a Route.
-        optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which must be
-            applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none. Also
-            needed by OneBitAdamCompressor and DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
+        optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which
+            `dgc.optim.DGCSGD` leaves to it and other optimizers must not have, and by OneBitAdamCompressor and
+            DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
         bucket_mb, steps_per_epoch, hierarchical: As for DistributedOptimizer. `bucket_mb` does not depend on DDP's
             bucket_cap_mb. For `hierarchical` a transport that is given must have groups.
         transport: Connects the ranks. None: torch.distributed, on process groups of its own.

@@ -21,14 +21,12 @@ With M machines of L ranks, rank (m, l) has shard l of every parameter. For each
 
 The result is the mean over all M L ranks. The hook takes the gradients out of FSDP2 and leaves zeros. The means
 are added to .grad when backward ends, so that a gradient that is not finite can drop all of them. A group's
-exchange starts in its hook, once all groups before it have started. The order is the same on every rank. The
-first backward pass counts how often each group is reduced, and starts all exchanges at its end.
+exchange starts in its hook, once all groups before it have started. The first backward pass counts how often each
+group is reduced, and starts all exchanges at its end.
 
-An exception may end a backward pass. The next one then begins again, without the gradients that were taken since
-the last exchange, if no group of that pass has started. Otherwise it raises RuntimeError, because ranks may have
-started different groups. FSDP2 itself continues only after `reset_iter_state()`.
-
-The models of all machines are compared before the first step, because FSDP2 does not broadcast parameters.
+After an exception in backward, the next pass begins again without the gradients that were taken since the last
+exchange, if no group has started. Otherwise it raises RuntimeError, because ranks may have started other groups.
+FSDP2 itself continues only after `reset_iter_state()`.
 """
 
 import weakref
@@ -177,12 +175,8 @@ class FSDPExchange(HasCompression):
         compression: A compressor of `dgc.compression`, a Route, or Horovod's Compression.none or .fp16. None: no
             compression. A compressor that needs a matrix gets this rank's rows of the parameter.
         transport: Connects all ranks. It needs groups inside and between machines: `connect(hierarchical=True)`.
-        nonfinite: As for DistributedOptimizer. In a dropped step every .grad is None, so that `optimizer.step()`
-            changes nothing. "raise" also raises NonFiniteGradientError from `backward()`.
-        grad_scaler: The GradScaler or ShardedGradScaler that scales the loss, if any. In a dropped step every
-            .grad becomes NaN instead of None, so that the scaler skips the step and lowers its scale.
-        steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
-            begin_epoch() before each epoch.
+        nonfinite, steps_per_epoch: As for `dgc.ddp.compress`.
+        grad_scaler: The GradScaler or ShardedGradScaler that scales the loss, if any.
 
     Attributes:
         meter (TrafficMeter): Bytes that this rank sent to other machines, and seconds.
@@ -232,7 +226,13 @@ class FSDPExchange(HasCompression):
         cross = CrossMachineTransport(transport)
         barrier(cross, "groups")  # raises ValueError if the transport has none
         self._loss_scale = LossScale(grad_scaler, self._planned)
-        self._check_agreement(transport)
+        # whole parameters, so that a difference in rows that only some ranks have is seen by all of them
+        own = [
+            (plan.group.label, name, str(p.dtype), tuple(p.shape), type(compressor).__name__)
+            for plan in self._plans
+            for name, p, compressor in zip(plan.group.names, plan.group.parameters, plan.compressors, strict=True)
+        ]
+        check_equal_plans(own, transport)
         # in model order: positions name the saved states
         compressors = list(dict.fromkeys(c for plan in reversed(self._plans) for c in plan.compressors))
         register_compressors(compressors, cross)
@@ -255,18 +255,6 @@ class FSDPExchange(HasCompression):
             group.install(partial(self._take, g), side.stream if side else None)
             group.claim(self)
         self._epochs.begin()
-
-    def _check_agreement(self, transport: Transport) -> None:
-        """Raise ValueError on every rank if the ranks train different parameters. Collective.
-
-        Whole parameters are compared. A difference in rows that only some ranks have is then seen by all of them.
-        """
-        own = [
-            (plan.group.label, name, str(p.dtype), tuple(p.shape), type(compressor).__name__)
-            for plan in self._plans
-            for name, p, compressor in zip(plan.group.names, plan.group.parameters, plan.compressors, strict=True)
-        ]
-        check_equal_plans(own, transport)
 
     # --- one backward pass ------------------------------------------------------------------------
 
@@ -350,10 +338,7 @@ class FSDPExchange(HasCompression):
             self._drop(outcome.nonfinite)
 
     def _reason(self, reason: str | None) -> str | None:
-        """Return why this step is dropped, or None. The same on every rank.
-
-        All machines have the same results of a shard, so the ranks of one machine know of all shards.
-        """
+        """Return why every rank drops this step, or None. All machines have the same results of a shard."""
         flag = torch.tensor([reason is not None], dtype=torch.int64)
         request = AllReduce(flag, "max", "local")
         (dropped,) = self._ranks.wait(self._ranks.launch(f"{self._name}.dropped", (request,)))

@@ -36,10 +36,7 @@ _owners: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a parameter in the result of a reduce-scatter. `start` and `reserved` count elements.
-
-    shape: of this rank's rows. They are the first elements of the place; the others are padding.
-    """
+    """The place of a parameter in the result of a reduce-scatter, in elements: rows of `shape`, then padding."""
 
     start: int
     shape: tuple[int, ...]
@@ -71,10 +68,7 @@ class ParameterGroup:
         label: Name of the module, for messages.
         module: A module on which `fully_shard` was called.
         names: Names of the model's parameters.
-        ranks: The ranks of this machine.
-
-    Raises:
-        ValueError: The module is sharded in a way that has no place for an exchange between machines.
+        ranks: The ranks of this machine. ValueError if the module is sharded over others, or in another way.
     """
 
     def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int]):
@@ -102,11 +96,9 @@ class ParameterGroup:
         return device
 
     def claim(self, owner: Any) -> None:
-        """Record that an object exchanges this group. While it exists, `check_free` refuses others."""
         _owners[self._group] = weakref.ref(owner)
 
     def release(self, owner: Any) -> None:
-        """Forget the claim of an object."""
         if self._group in _owners and _owners[self._group]() is owner:
             del _owners[self._group]
 
@@ -128,10 +120,7 @@ class ParameterGroup:
             )
 
     def install(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
-        """Set the hook that takes the result of each reduce-scatter, and its stream.
-
-        Parameters that a backward pass does not use get zeros, so that the result always has all places.
-        """
+        """Set the hook that takes the result of each reduce-scatter. Unused parameters get zeros there."""
         self._hook = hook
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
         self.module.set_all_reduce_hook(hook, stream=stream)
@@ -161,7 +150,7 @@ class ParameterGroup:
         return self._group is not None and self._group.reduce_grads and self._group.all_reduce_grads
 
     def check_not_replaced(self, since: str) -> None:
-        """Raise RuntimeError if parameters were replaced. since: name in dgc.fsdp of what the user has called."""
+        """Raise RuntimeError if parameters were replaced. since: what the user has called of dgc.fsdp."""
         if any(s.sharded_param is not p for s, p in zip(self._shards, self.parameters, strict=True)):
             raise RuntimeError(
                 f"parameters of {self.label} were replaced after dgc.fsdp.{since}, for example by "
@@ -230,8 +219,7 @@ def check_all_exchanged(groups: Sequence[ParameterGroup]) -> None:
                 raise_not_exchanged(trained[0])
 
 
-def raise_not_exchanged(name: str | None) -> NoReturn:
-    """Raise the error for a parameter that no exchange averages."""
+def raise_not_exchanged(name: str) -> NoReturn:
     raise RuntimeError(
         f"each machine would train {name} alone: it was unfrozen, sharded or added after dgc.fsdp.compress, or it "
         "is not in the model that compress was called with. close() the exchange, and call compress with the "
@@ -260,8 +248,7 @@ def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGr
     That is the reverse order of registration, with a module after its children. ranks: those of this machine.
 
     Raises:
-        ValueError: `model` is no module, a trainable parameter belongs to no group or is exchanged already, or
-            `fully_shard` was called in an unsupported way.
+        ValueError: `model` is no module, or a trainable parameter belongs to no group or is exchanged already.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module on which fully_shard was called, not {model!r}")

@@ -4,6 +4,7 @@ A fragment is a part of a model that is exchanged together, with buckets and an 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -110,7 +111,7 @@ class Fragment:
                 z.copy_(z0)
 
 
-ERRORS = ("errors", "residuals")  # keys of a compressor's state with what a rank has not sent, by parameter name
+ERRORS = ("errors", "residuals")  # tables of a compressor's state with what a rank has not sent
 AGREE = (
     "every rank must step its optimizers in the same order, and SlowMo and 0/1 Adam need the same learning rate "
     "on all ranks: give a ReduceLROnPlateau the mean of their losses"
@@ -121,14 +122,8 @@ class ModelExchange:
     """What exchanges of a model have in common. Construction is collective.
 
     Args:
-        groups: The buckets. Those of one group start together.
+        groups, transport, meter, name: As for `Engine`.
         named: (name, tensor) pairs of the buckets' tensors, in the order of the model.
-        transport: Connects the ranks.
-        meter: Counts bytes and seconds.
-        name: Prefix of lanes, unique on the transport.
-
-    Raises:
-        ValueError: A compressor belongs to another optimizer, or does not fit the transport.
     """
 
     what: str  # the exchange, for errors
@@ -276,7 +271,10 @@ class OuterExchange(ModelExchange):
     def join(self) -> None:
         """Forget the error state of the rank whose state was loaded, and continue from z0."""
         for states in self.states:
-            states.load_state_dict(without_errors(states.state_dict()))
+            tables = states.state_dict()
+            for table in tables.keys() & set(ERRORS):
+                tables[table] = {name: torch.zeros_like(error) for name, error in tables[table].items()}
+            states.load_state_dict(tables)
             if any(bool(error.any()) for error in states.errors()):
                 raise ValueError(
                     f"{states.compressor.class_name} cannot join: its state must have what is not sent under one "
@@ -294,7 +292,7 @@ class OuterExchange(ModelExchange):
         return {
             **super().state_dict(),
             "z0": {name: z0.clone() for name, (_, z0) in outer.items()},
-            "outer": {name: _copied(state) for name, (state, _) in outer.items()},
+            "outer": {name: deepcopy(state) for name, (state, _) in outer.items()},
             "flight": None if self._flight is None else asdict(self._flight),
             "means": {s.name: mean.clone() for f in self._in_flight() for s, _, mean in f.tensors},
         }
@@ -325,13 +323,9 @@ class OuterExchange(ModelExchange):
                 own.copy_(z0[segment.name])
                 fragment.optimizer.state.pop(own, None)
                 if outer[segment.name]:
-                    fragment.optimizer.state[own] = _copied(outer[segment.name])
+                    fragment.optimizer.state[own] = deepcopy(outer[segment.name])
                 if i in numbers:
                     mean.copy_(means[segment.name])
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def _check_outer_state(name: str, state: Any) -> None:
@@ -349,15 +343,3 @@ def _flight_from(state: Any) -> Flight:
     if not isinstance(state, Mapping) or not {"fragments", "due", "lr"} <= state.keys() <= names:
         raise ValueError(f"flight must have {sorted(names)}, not {state!r}")
     return Flight(**state)
-
-
-def without_errors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A compressor's state with zeros for all errors. Factors and counters, which all ranks share, remain."""
-    return {
-        key: {name: torch.zeros_like(error) for name, error in value.items()}
-        if key in ERRORS
-        else without_errors(value)
-        if isinstance(value, Mapping)
-        else value
-        for key, value in state.items()
-    }

@@ -13,15 +13,13 @@ z is the model of a rank, and z0 that of all ranks after the last exchange. Ever
                                    factor f(t), of the step t in which the exchange began alone
     z  = alpha z + (1 - alpha) z0
 
-A fragment is a part of the model. The exchange of fragment i of P begins at step i H/P of each H steps, and D is
-used `delay` steps later. Training goes on meanwhile.
+The exchange of fragment i of P, a part of the model, begins at step i H/P of each H steps, and D is used `delay`
+steps later. Training goes on meanwhile. If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was
+finite stays in the error state of the compressor, if it has one, and is sent later.
 
 Differences from the papers: Each rank keeps its own inner optimizer buffers, which are never reset. The learning
 rate of SlowMo is that of the first parameter group in the step of the exchange. In Streaming DiLoCo a fragment is
 made of transformer blocks, here of any tensors in the order of the model.
-
-If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was finite stays in the error state of the
-compressor, if it has one, and is sent later.
 
 Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
 """
@@ -113,12 +111,10 @@ class OuterSteps(Gossip):
             outer optimizer, so not DGCSGDMemory.
         fragment_mb: Largest size of a fragment in MB (2**20 bytes of fp32), unless a tensor is larger. None: the
             model is one fragment.
-        delay: Steps between the beginning of an exchange and the use of its result, at most H divided by the
-            number of fragments. With alpha 0 what a rank has learned in these steps is dropped.
-        alpha: Share of this rank's own model that it keeps after an exchange, in [0, 1). Only 0 for a compressor
-            with error state, because a share of what is not sent would stay in the model, too.
-        warmup_steps: First steps, each of which ends with the mean of all models, without the outer optimizer
-            (post-local SGD).
+        delay: Steps from the beginning of an exchange to the use of its result, at most H divided by the number of
+            fragments. With alpha 0 what a rank has learned in these steps is dropped.
+        alpha: Share of its own model that a rank keeps after an exchange, in [0, 1). 0 with error state.
+        warmup_steps: First steps, each of which ends with the mean of all models (post-local SGD).
         bucket_mb: Largest size of a message's tensors in MB.
         outer_schedule: Given the number of inner steps, returns the factor of the outer optimizer's learning rate:
             `Ramp(0.4, 1.0, steps=3000)`. None: always 1.

@@ -207,11 +207,7 @@ class ZeroOneSchedule:
 
 
 class ZeroOneExchange(ModelExchange):
-    """Buffers in fp32, by parameter name, whose means over the ranks replace them. See `ModelExchange`.
-
-    Args:
-        steps: Has the compressors of the buffers and of the gradients.
-    """
+    """Buffers in fp32, by parameter name, whose means over the ranks replace them. See `ModelExchange`."""
 
     what, counter = "an exchange of 0/1 Adam", "dropped_exchanges"
 
@@ -234,11 +230,8 @@ class ZeroOneExchange(ModelExchange):
         """Replace the buffers by their means, and return True. If these are not finite, return False.
 
         Args:
-            common: What must be equal on every rank, by name.
+            common: What must be equal on every rank, by name. ValueError on every rank if it is not.
             are_gradients: The buffers hold gradients, to be sent by `gradients` without error state.
-
-        Raises:
-            ValueError: Some of `common` is not.
         """
         with self._agreement.exchange():
             self._agreement.begin(are_gradients=are_gradients, **common)

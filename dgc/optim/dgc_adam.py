@@ -25,22 +25,9 @@ NEGLIGIBLE = 1e-6  # share of the warm-up's momentum
 class DGCAdam(OneBitAdam):
     """AdamW for `freeze_step` steps, then updates that `DGCAdamCompressor` sends with a second moment that stays.
 
-    With other compressors, and for parameters that a Route assigns to them, it is AdamW with a second moment that
-    stays constant after the warm-up.
-
     Args:
-        params: Parameters or parameter groups.
-        lr: Learning rate.
-        betas: Coefficients of the first and the second moment, each in [0, 1).
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay: p = p - lr weight_decay p.
-        freeze_step: Number of steps of the warm-up, at least 1. Dropped steps do not count. The second moment
-            must have settled by then: take 10 to 20 % of all steps, and at least the learning rate's warm-up.
-        bias_correction: Divide the moments by 1 - beta**t.
-        floor: Smallest second moment after the warm-up, as a fraction of the mean of its tensor, from 0 to 1.
-
-    Raises:
-        ValueError: An argument is out of range, or parameter groups differ in freeze_step.
+        params, lr, betas, eps, weight_decay, bias_correction, floor: As `OneBitAdam`.
+        freeze_step: As `OneBitAdam`. Take 10 to 20 % of all steps, and at least the learning rate's warm-up.
 
     Example:
         optimizer = DGCAdam(model.parameters(), lr=1e-3, freeze_step=1000)

@@ -248,10 +248,7 @@ class DistributedOptimizer(Wrapper):
             p.grad = None if p.grad is None else p.grad.to_sparse(1)
 
     def _finish(self) -> list[tuple[PlannedBucket, Result]]:
-        """Start the buckets that backward did not fill, and wait for all. There is one result per bucket.
-
-        If a result is not finite, every rank drops the step or raises, by `nonfinite`.
-        """
+        """Start the buckets that backward did not fill, wait for all, and drop the step, or raise, if needed."""
         self._averaged_for_scaler = False
         with self._lock, torch.no_grad():
             for b in range(len(self.planned)):
@@ -298,10 +295,7 @@ class DistributedOptimizer(Wrapper):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step reads this before it checks for inf, so the gradients are averaged here.
-
-        Otherwise each rank's scaler would check only local gradients, and the ranks would diverge.
-        """
+        """GradScaler.step reads this before it checks for inf, so the gradients are averaged here."""
         if self._should_synchronize and not self._averaged:
             self._loss_scale.check_before_averaging(self)
             self.synchronize()
@@ -311,14 +305,10 @@ class DistributedOptimizer(Wrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the exchange, then step the wrapped optimizer unless the step is dropped.
 
-        If that optimizer accepts sparse updates, .grad of a compressed parameter has the local gradient
-        afterwards. Call synchronize() first if you need the average.
+        With sparse updates, .grad then has the local gradient. Call synchronize() first if you need the average.
         """
         self._engine.intact.check()
-        for group in self.inner.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and p not in self._slots:
-                    check_no_unfrozen(self.inner.param_groups, self._slots, "DistributedOptimizer")
+        check_no_unfrozen(self.inner.param_groups, self._slots, "DistributedOptimizer")
         if self._momentum.watched:
             self._momentum.check(self.inner)
         loss = None if closure is None else loss_of(closure)
@@ -357,7 +347,7 @@ class DistributedOptimizer(Wrapper):
     def _is_state_initialisation(self) -> bool:
         """Whether hvd.broadcast_optimizer_state called step() on zero gradients to create optimizer state.
 
-        Only the ranks without state do so. Nothing may be exchanged, and no weight may change.
+        Only the ranks without state do so, so nothing may be exchanged.
         """
         foreign = [
             p.grad

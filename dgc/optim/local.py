@@ -21,6 +21,7 @@ from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import check_equal_plans
 from dgc.engine.options import (
     check_no_unfrozen,
+    check_nonfinite,
     check_not_sharded,
     check_optimizer_state,
     check_transport,
@@ -48,8 +49,7 @@ class LocalOptimizer(Wrapper):
         optimizer: The optimizer to wrap.
         named_parameters: `model.named_parameters()`. None: names are made from groups and positions.
         method: How models are exchanged: an algorithm of `dgc.gossip` or `dgc.local`.
-        transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries the
-            messages between two ranks.
+        transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries messages of two ranks.
         nonfinite: Response to NaN or inf in this rank's gradient. "skip" leaves this rank's model unchanged in
             this step and increments `dropped_steps`; other ranks are not affected. "raise" raises
             NonFiniteGradientError.
@@ -76,8 +76,7 @@ class LocalOptimizer(Wrapper):
         transport: Transport | None = None,
         nonfinite: str = "skip",
     ):
-        if nonfinite not in ("skip", "raise"):
-            raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+        check_nonfinite(nonfinite, None)
         check_method(method)
         check_transport(transport)
         self.transport = transport or default_transport(point_to_point=True)
@@ -105,7 +104,6 @@ class LocalOptimizer(Wrapper):
 
     @property
     def max_step_lag(self) -> int | None:  # type: ignore[override]
-        """Largest number of steps by which a rank should be ahead of another. A lower limit causes extra waits."""
         return MAX_STEP_LAG if self.method.is_synchronous else None
 
     # --- one step ---------------------------------------------------------------------------------
@@ -144,7 +142,10 @@ class LocalOptimizer(Wrapper):
             is_finite = not float(found_inf)
             self.dropped_steps += not is_finite
             return is_finite
-        named = self._named_values()
+        pairs = zip(self.model.segments, self.model.parameters, strict=True)
+        owned = [(segment.name, local(p.grad)) for segment, p in pairs if p.grad is not None]
+        every = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in owned]
+        named = [(name, values) for name, values in every if values.numel()]
         if not named:
             return True
         # sums take a tenth of the time of a look at each element, but may overflow
@@ -155,13 +156,6 @@ class LocalOptimizer(Wrapper):
         if first is not None:
             self._warn_nonfinite(first)
         return first is None
-
-    def _named_values(self) -> list[tuple[str, Tensor]]:
-        """Return (name, values) of this rank's gradients, without empty ones."""
-        named = zip(self.model.segments, self.model.parameters, strict=True)
-        gradients = [(segment.name, local(p.grad)) for segment, p in named if p.grad is not None]
-        values = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients]
-        return [(name, v) for name, v in values if v.numel()]
 
     def _warn_nonfinite(self, name: str) -> None:
         """Count a dropped step and warn once, or raise, by `nonfinite`."""
@@ -184,7 +178,6 @@ class LocalOptimizer(Wrapper):
         return lambda: self.method.progress < total
 
     def synchronize_messages(self) -> None:
-        """Receive all messages in flight and add them to the model. Collective."""
         self._intact.check()
         self.method.synchronize_messages()
 

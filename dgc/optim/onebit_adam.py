@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.arguments import WHOLE, require
 from dgc.engine.options import check_adam, loss_of
 
 
@@ -34,8 +35,7 @@ class OneBitAdam(Optimizer):
     """Adam whose momentum is exchanged in 1 bit per element after a warm-up (Tang et al. 2021, arXiv 2102.02888).
 
     For the first `freeze_step` steps it is torch.optim.AdamW. Then the second moment stays as it is, and
-    `OneBitAdamCompressor` exchanges the first moment. With other compressors, and for parameters that a Route
-    assigns to them, it is AdamW with a second moment that stays constant after the warm-up.
+    `OneBitAdamCompressor` exchanges the first moment. Parameters of other compressors go on with AdamW.
 
     Args:
         params: Parameters or parameter groups.
@@ -70,8 +70,7 @@ class OneBitAdam(Optimizer):
         floor: float = 0.01,
     ):
         check_adam(betas, floor, lr=lr, eps=eps, weight_decay=weight_decay)
-        if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
-            raise ValueError(f"freeze_step must be a whole number of at least 1, not {freeze_step!r}")
+        require("a whole number of at least 1", WHOLE, least=1, freeze_step=freeze_step)
         self._receives_momentum: frozenset[Tensor] = frozenset()
         defaults = dict(
             lr=lr,

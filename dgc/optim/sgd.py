@@ -31,12 +31,9 @@ class DGCSGD(Optimizer):
     It follows torch.optim.SGD until a DistributedOptimizer calls `skip_momentum_of`.
 
     Args:
-        params: Parameters or parameter groups.
-        lr: Learning rate.
-        momentum: Momentum coefficient. It must equal the memory's for compressed parameters.
-        dampening: Dampening of momentum. It must be 0 for compressed parameters.
-        weight_decay: Weight decay (L2 penalty).
-        nesterov: Use Nesterov momentum. It must equal the memory's for compressed parameters.
+        params, lr, weight_decay: As torch.optim.SGD.
+        momentum, nesterov: As torch.optim.SGD. They must equal the memory's for compressed parameters.
+        dampening: As torch.optim.SGD. It must be 0 for compressed parameters.
         decoupled_weight_decay: Apply weight decay without momentum (SGDW).
 
     Raises:

@@ -90,8 +90,8 @@ LOCAL = [
     Fault(
         "who-joins-keeps-the-errors-of-another-rank",
         "dgc/local/exchange.py",
-        "key: {name: torch.zeros_like(error) for name, error in value.items()}",
-        "key: {name: error.clone() for name, error in value.items()}",
+        "{name: torch.zeros_like(error) for name, error in tables[table].items()}",
+        "{name: error.clone() for name, error in tables[table].items()}",
         ["tests/local/test_islands.py::test_a_rank_that_has_lost_its_disk_returns_without_errors"],
     ),
     Fault(
