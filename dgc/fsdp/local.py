@@ -9,7 +9,7 @@
     optimizer = ShardedLocalOptimizer(adam, model, OuterSteps(30, outer=Nesterov()), transport=transport)
 
 Local rank l of a machine has shard l of each parameter. It exchanges the pseudo-gradient of this shard with local
-rank l of the other machines. A machine is thus one worker of the outer steps. Its ranks send at the same time.
+rank l of the other machines. A machine is thus one worker of the outer steps.
 """
 
 from collections.abc import Iterator
@@ -133,8 +133,6 @@ class ShardedLocalOptimizer(LocalOptimizer):
         super().close()
         for group in self._groups:
             group.release(self)
-
-    # --- checkpoints ------------------------------------------------------------------------------
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's shards, algorithm state and optimizer state, without DTensors. Collective."""

@@ -73,13 +73,18 @@ class ParameterGroup:
 
     def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int]):
         self.label, self.module = label, module
-        groups = _groups_of(module)
+        try:
+            groups: list[Any] = list(module._get_fsdp_state()._fsdp_param_groups)
+        except AttributeError:
+            version = torch.__version__
+            raise ValueError(f"dgc.fsdp supports torch 2.13, and not the FSDP2 of torch {version}") from None
         if len(groups) > 1:
             raise ValueError(
                 f"{label} has {len(groups)} parameter groups (shard_placement_fn with several meshes): FSDP2 has "
                 "no all-reduce hook for them. Shard all modules with one mesh"
             )
         self._group: Any = groups[0] if groups else None
+        self.device: Any = self._group and self._group.device  # of reduced gradients, also with CPU offloading
         self._hook: Callable[[Tensor], None] | None = None
         shards = [s for s in self._group.fsdp_params if s.sharded_param.requires_grad] if self._group else []
         self._shards = shards
@@ -88,12 +93,6 @@ class ParameterGroup:
         shapes = [(p.shape, p.to_local().shape, _divided_dim(label, p, ranks)) for p in self.parameters]
         self.places = lay_out(shapes, len(ranks))
         self.numel = sum(place.reserved for place in self.places)
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which gradients are reduced. With CPU offloading it is not that of the parameters."""
-        device: torch.device = self._group.device
-        return device
 
     def claim(self, owner: Any) -> None:
         _owners[self._group] = weakref.ref(owner)
@@ -283,14 +282,6 @@ def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
                 yield f"module {name}" if name else "the model", module
 
 
-def _groups_of(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    try:
-        return list(state._fsdp_param_groups)
-    except AttributeError:
-        raise ValueError(f"dgc.fsdp supports torch 2.13, and not the FSDP2 of torch {torch.__version__}") from None
-
-
 def _divided_dim(label: str, p: DTensor, ranks: Sequence[int]) -> int:
     """Return the dimension along which a parameter is sharded. Raise ValueError if not over these ranks."""
     mesh, placement = p.device_mesh, p.placements[0]
@@ -341,14 +332,11 @@ def local_mesh(transport: Transport, device_type: str | None = None) -> DeviceMe
     """
     check_ranks(transport)
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not _is_device_type(device_type):
+    try:
+        is_type = isinstance(device_type, str) and torch.device(device_type).index is None
+    except RuntimeError:
+        is_type = False
+    if not is_type:
         raise ValueError(f"device_type must be 'cpu', 'cuda' or another one without a number, not {device_type!r}")
     groups = [dist.new_group(ranks) for ranks in machines(transport)]  # every rank takes part in all of them
     return DeviceMesh.from_group(groups[transport.group_rank("cross")], device_type, mesh_dim_names=("local",))
-
-
-def _is_device_type(device_type: Any) -> bool:
-    try:
-        return isinstance(device_type, str) and torch.device(device_type).index is None
-    except RuntimeError:
-        return False

@@ -20,8 +20,8 @@ from torch.optim import SGD, Optimizer
 
 from dgc.arguments import NUMBER, require
 
-# Makes the optimizer of z0. Each parameter group has the inner optimizer's learning rate as `inner_lr`. If the
-# optimizer has a default of it, ranks must have the same learning rate in the step of an exchange.
+# Makes the optimizer of z0. Each group has the learning rate of the inner optimizer as `inner_lr`. If an optimizer
+# has a default of it, ranks must have the same learning rate in the step of an exchange.
 OuterOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer]
 
 

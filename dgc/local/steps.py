@@ -128,8 +128,6 @@ class OuterSteps(Gossip):
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), diloco)
     """
 
-    is_synchronous = True
-
     def __init__(
         self,
         average_every: int,

@@ -89,7 +89,8 @@ class ZeroOneAdam(Optimizer):
         floor: float = 0.01,
     ):
         check_adam(betas, floor, lr=lr, eps=eps, weight_decay=weight_decay)
-        self._buffers: Mapping[Tensor, Tensor] | None = None
+        # u of each parameter, fp32, to which the steps add what moves it while they leave the second moments
+        self.buffers: Mapping[Tensor, Tensor] | None = None
         self._updates_variance = False
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction, floor=floor
@@ -106,10 +107,6 @@ class ZeroOneAdam(Optimizer):
     def steps(self) -> int:
         """Number of steps so far, those without finite gradients included. The same on every rank."""
         return int(self.param_groups[0]["steps"])
-
-    def use_buffers(self, buffers: Mapping[Tensor, Tensor]) -> None:
-        """Add what moves a parameter to its buffer u, fp32, in each step that leaves the second moments."""
-        self._buffers = buffers
 
     def advance(self, updates_variance: bool) -> None:
         """Begin the next step. updates_variance: whether .grad is the mean gradient, and changes v."""
@@ -137,7 +134,7 @@ class ZeroOneAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._buffers is None:
+        if self.buffers is None:
             raise ValueError(
                 "ZeroOneAdam steps only within ZeroOneSteps: wrap it in LocalOptimizer(optimizer, "
                 "model.named_parameters(), ZeroOneSteps(...)), or use torch.optim.AdamW"
@@ -146,7 +143,7 @@ class ZeroOneAdam(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.numel():
-                    self._update(p, p.grad, self._buffers[p], group)
+                    self._update(p, p.grad, self.buffers[p], group)
         return loss
 
     def _update(self, p: Tensor, gradient: Tensor, u: Tensor, group: dict[str, Any]) -> None:
@@ -188,20 +185,16 @@ class ZeroOneSchedule:
         return t < self.var_freeze_step and (t - kappa * (2**doublings - 1)) % 2**doublings == 0
 
     def interval(self, t: int) -> int:
-        """H: the gap of T_u in step t."""
+        """H: the gap of T_u in step t, which is in T_u if the last exchange was so many steps ago."""
         doublings = max(0, t - self.var_freeze_step) // self.local_step_scaler
         return min(self.local_step_clipper, 2 ** min(doublings, 62))
-
-    def exchanges_sum(self, t: int, local_steps: int) -> bool:
-        """Whether step t, the `local_steps`-th since the last exchange, ends with an exchange: it is in T_u."""
-        return local_steps >= self.interval(t)
 
     def exchanges(self, steps: int) -> int:
         """Number of exchanges in the first `steps` steps, of gradients or sums."""
         count = local_steps = 0
         for t in range(steps):
             local_steps += 1
-            if self.updates_variance(t) or self.exchanges_sum(t, local_steps):
+            if self.updates_variance(t) or local_steps >= self.interval(t):
                 count, local_steps = count + 1, 0
         return count
 
@@ -272,10 +265,8 @@ class ZeroOneSteps(Gossip):
         local_step_scaler: Number of steps after which the interval between exchanges doubles. Take those in which
             the learning rate halves.
         local_step_clipper: Largest interval between exchanges in steps, H. 1: no local steps.
-        compression: Exchanges u, without momentum of its own. None: DoubleSqueezeCompressor, the exchange of 1-bit
-            Adam.
-        gradients: Exchanges the gradients from which the second moment is updated. None sends them in fp32,
-            `FP16Compressor()` in half the bytes.
+        compression: Exchanges u, without momentum of its own. None: DoubleSqueezeCompressor, as 1-bit Adam.
+        gradients: Exchanges the gradients of T_v. None sends them in fp32, `FP16Compressor()` in half the bytes.
         bucket_mb: Largest size of a message's tensors in MB (2**20 bytes of fp32).
 
     Raises:
@@ -287,8 +278,6 @@ class ZeroOneSteps(Gossip):
         >>> optimizer = ZeroOneAdam(model.parameters(), lr=1e-3)
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), steps)
     """
-
-    is_synchronous, needs_groups = True, False
 
     def __init__(
         self,
@@ -344,7 +333,7 @@ class ZeroOneSteps(Gossip):
             _Tensor(s.name, p, group_of[p], s.of(model.z), s.of(self._z0), self.exchange.parts[s.name])
             for s, p in zip(model.segments, model.parameters, strict=True)
         ]
-        adam.use_buffers({tensor.parameter: tensor.u for tensor in self._tensors})
+        adam.buffers = {tensor.parameter: tensor.u for tensor in self._tensors}
 
     def _common(self) -> dict[str, object]:
         """What is equal on every rank in the step of an exchange."""
@@ -377,7 +366,7 @@ class ZeroOneSteps(Gossip):
         step()
         self.model.gather()
         self.local_steps += 1
-        if self.schedule.exchanges_sum(t, self.local_steps):
+        if self.local_steps >= self.schedule.interval(t):
             self._synchronize()
 
     def _update_variance(self) -> None:
@@ -394,7 +383,7 @@ class ZeroOneSteps(Gossip):
                 tensor.parameter.grad.copy_(tensor.u)
             self.adam.step()
             self.model.gather()
-        self._begin_interval()
+        self.restart()
 
     def _decay(self) -> None:
         """Weight decay of x' and u, and the sums of gamma. x decays in the optimizer's step."""
@@ -417,10 +406,11 @@ class ZeroOneSteps(Gossip):
             m.copy_(u / rate if rate else torch.zeros_like(u))
             tensor.z.copy_(tensor.z0 - u / self.adam.denominator(v, groups[tensor.group]))
         self.model.scatter()
-        self._begin_interval()
+        self.restart()
 
     @torch.no_grad()
-    def _begin_interval(self) -> None:
+    def restart(self) -> None:
+        """Begin an interval from the present model."""
         self._z0.copy_(self.model.z)
         self.exchange.zero_()
         self.rates = [0.0 for _ in self.rates]
@@ -430,9 +420,6 @@ class ZeroOneSteps(Gossip):
 
     def synchronize_messages(self) -> None:
         return None
-
-    def restart(self) -> None:
-        self._begin_interval()
 
     def metrics(self) -> dict[str, float]:
         interval = self.schedule.interval(self.adam.steps)

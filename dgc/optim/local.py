@@ -1,6 +1,5 @@
 """LocalOptimizer: each rank steps on its own gradients, and ranks exchange models (`dgc.gossip`, `dgc.local`)."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import isnan
@@ -19,6 +18,7 @@ from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import check_equal_plans
+from dgc.engine.loop import warn_of_drop
 from dgc.engine.options import (
     check_no_unfrozen,
     check_nonfinite,
@@ -84,6 +84,7 @@ class LocalOptimizer(Wrapper):
         ranks = transport.inner if isinstance(transport, CrossMachineTransport) else self.transport
         super().__init__(optimizer, [method], ranks)
         self._takes_common_steps = method.is_synchronous
+        self.max_step_lag = MAX_STEP_LAG if method.is_synchronous else None
         self.method, self.nonfinite = method, nonfinite
         # HierarchicalGossip's algorithm between machines counts these as its ranks
         self.meter = TrafficMeter(1 if method.needs_groups else self.transport.local_size)
@@ -99,12 +100,9 @@ class LocalOptimizer(Wrapper):
         if isinstance(method, UsesOptimizer):
             method.use_optimizer(optimizer)
         method.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.local")
+        self.island = method.island
         if not method.is_synchronous:  # a rank could train alone, and end, before the others are connected to it
             barrier(self.transport, "local.started")
-
-    @property
-    def max_step_lag(self) -> int | None:  # type: ignore[override]
-        return MAX_STEP_LAG if self.method.is_synchronous else None
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -118,7 +116,7 @@ class LocalOptimizer(Wrapper):
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
         self.meter.count_dense(self.model.z.numel(), self.transport.size)
         self._begin_step()  # collective in the first step: before what may raise an error on some ranks only
-        step = self.inner.step if self._has_finite_gradients() else _no_step
+        step = self.inner.step if self._has_finite_gradients() else lambda: None
         self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
         return loss
 
@@ -132,18 +130,17 @@ class LocalOptimizer(Wrapper):
 
     def _has_finite_gradients(self) -> bool:
         """Whether this rank's gradients are finite. If a GradScaler has scaled them, they are unscaled first."""
-        gradients = [local(p.grad) for p in self.model.parameters if p.grad is not None]
-        if not gradients:
+        pairs = zip(self.model.segments, self.model.parameters, strict=True)
+        owned = [(segment.name, local(p.grad)) for segment, p in pairs if p.grad is not None]
+        if not owned:
             return True
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
-            torch._foreach_mul_(gradients, float(1 / scale.double()))
+            torch._foreach_mul_([gradient for _, gradient in owned], float(1 / scale.double()))
         if found_inf is not None:
             is_finite = not float(found_inf)
             self.dropped_steps += not is_finite
             return is_finite
-        pairs = zip(self.model.segments, self.model.parameters, strict=True)
-        owned = [(segment.name, local(p.grad)) for segment, p in pairs if p.grad is not None]
         every = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in owned]
         named = [(name, values) for name, values in every if values.numel()]
         if not named:
@@ -164,11 +161,7 @@ class LocalOptimizer(Wrapper):
             raise NonFiniteGradientError(reason)
         self.dropped_steps += 1
         if self.dropped_steps == 1:
-            warnings.warn(
-                f"{reason}: this {self._worker} drops its step. Further dropped steps are only counted, in "
-                "dropped_steps; nonfinite='raise' raises an error instead",
-                stacklevel=4,
-            )
+            warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=5)
 
     # --- the common model -------------------------------------------------------------------------
 
@@ -220,10 +213,6 @@ class LocalOptimizer(Wrapper):
         self.method.close()
         barrier(self.transport, "local.closed")
 
-    @property
-    def island(self) -> int | None:  # type: ignore[override]
-        return self.method.island
-
     def join(self) -> None:
         if self.island is None:
             super().join()
@@ -254,7 +243,3 @@ def check_method(method: Any) -> None:
     """Raise ValueError if `method` is no algorithm that exchanges models."""
     if isinstance(method, type) or not isinstance(method, Gossip):
         raise ValueError(f"method must be an algorithm such as dgc.gossip.SGP(), not {method!r}")
-
-
-def _no_step() -> None:
-    """Replaces the optimizer's step if the step is dropped."""

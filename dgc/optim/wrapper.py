@@ -34,8 +34,6 @@ class Wrapper(HasCompression, Optimizer):
         self.inner: Any = inner
         HasCompression.__init__(self, methods, transport, steps_per_epoch)
 
-    # --- the wrapped optimizer ---------------------------------------------------------------------
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.inner.param_groups
@@ -65,8 +63,6 @@ class Wrapper(HasCompression, Optimizer):
         if name == "inner":  # not set yet: an object under construction
             raise AttributeError(name)
         return getattr(self.inner, name)
-
-    # --- ranks ------------------------------------------------------------------------------------
 
     max_step_lag: int | None = 0  # largest number of steps by which a rank may be ahead of another; None: no limit
 
