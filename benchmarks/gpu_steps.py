@@ -119,7 +119,7 @@ class Training:
 
     @property
     def buckets(self) -> int:
-        return len(self.optimizer.exchange.planned)
+        return len(self.optimizer.planned)
 
     def step(self) -> None:
         self.optimizer.zero_grad()

@@ -86,7 +86,7 @@ def measure_candidate(
         alike = AlikeRanks(ranks, local_size, rank % local_size)
         optimizer = wrap_optimizer(inner, model, settings, alike)
         optimizer.begin_epoch(settings.num_epochs - 1)  # after a warm-up of the ratio
-        planned = optimizer.exchange.planned
+        planned = optimizer.planned
         optimizer.close()
         ready = tuple(max(workload.ready[s.name] for s in of.bucket.segments) for of in planned)
 

@@ -47,7 +47,7 @@ class Prompt(Slow):
 def events_of(transport: Any) -> Any:
     model = net()
     optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
-    names = [plan.bucket.name for plan in optimizer.exchange.planned]
+    names = [plan.bucket.name for plan in optimizer.planned]
     assert len(names) > 2
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -68,6 +68,6 @@ def test_available_replies_are_used_during_backward() -> None:
     model = net()
     optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
     loss_of(model, 0).backward()
-    names = [plan.bucket.name for plan in optimizer.exchange.planned]
+    names = [plan.bucket.name for plan in optimizer.planned]
     assert ("wait", f"{names[0]}.1") in transport.events
     optimizer.step()
