@@ -1,7 +1,8 @@
 """Memories: what a compressor keeps of the gradients that it does not send, and how gradients are clipped before.
 
 In each step a memory adds the gradient to its error state v. The compressor sends some elements of v. The memory
-then subtracts from v what the other ranks receive, after rounding.
+then subtracts from v what the other ranks receive, after rounding. What a step sends is only recorded. The pass of
+the next step, which reads and writes v anyway, removes it. A dropped step is then the state without the record.
 """
 
 from abc import ABC, abstractmethod
@@ -20,33 +21,22 @@ from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.selection.reference import remove_nonfinite_
 from dgc.selection import Plan
 from dgc.state import State, Tables, check_mapping, zeros
-from dgc.wire.payload import PayloadPlan
 
 
 @runtime_checkable
 class Clipping(Protocol):
     """A rule that limits gradients, tensor by tensor (Lin et al. 2018, section 3.2).
 
-    A memory clips this rank's local gradient before it enters the error state. The compressor's fallback sends
-    some tensors dense. Their mean is clipped with the same limit: `clip_mean`.
-
     The paper scales its global threshold by N ** -0.5 for N ranks, because its local gradients contain the factor
     1/N. Here that factor is applied after the exchange. Pass the paper's threshold times N ** 0.5 as `max_norm`.
-
-    Names in the original code and here:
-
-        clip_grad_value_                    ClipByValue
-        clip_grad_norm_                     ClipByNorm
-        clip_grad_norm_2_by_global_         ClipByGlobalNorm
-        clip_grad_value_by_global_norm_     ClipValueByGlobalNorm
     """
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
-        """Clip this rank's gradient in `bucket.flat` in place."""
+        """Clip this rank's gradient in `bucket.flat` in place, before it enters the error state."""
         ...
 
     def clip_mean(self, bucket: Bucket) -> None:
-        """Clip the mean over all ranks in `bucket.flat` in place, without a message.
+        """Clip the mean of tensors that were sent dense, in `bucket.flat`, in place and without a message.
 
         The mean is the same on every rank. The result must also be.
         """
@@ -70,19 +60,19 @@ class MomentumCorrection:
             self.nesterov = nesterov if self.nesterov is None else self.nesterov
 
 
+# --- the way of a gradient -------------------------------------------------------------------------
+
+
 @dataclass(eq=False, kw_only=True)
 class SparseState(State):
     """The error state of a method that sends a few elements in each step.
-
-    What a step sends is only recorded. The pass of the next step, which reads and writes v anyway, removes it. A
-    dropped step is then the state without the record.
 
     Attributes:
         masking: Remove the sent elements from u as well.
         sent: The elements that the other ranks have received, with their values after rounding.
         returned: Parts of the ranks' sum that no rank has received. They are added to v as they are.
         plan: Number of elements per tensor, and the history of the selector. None before the first step.
-        payload: Sizes and terms of the payloads that this gives.
+        exchange: How the ranks sum what this plan selects (`SparseExchange`).
         remembers: Whether the selector needs its history.
         history: That of a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
     """
@@ -91,7 +81,7 @@ class SparseState(State):
     sent: SparseVector | None = None
     returned: SparseVector | None = None
     plan: Plan | None = None
-    payload: PayloadPlan | None = None
+    exchange: Any = None
     remembers: bool = False
     history: dict[str, dict[str, Any]] = field(default_factory=dict)
     partial: tuple[str, ...] = ("history",)
@@ -120,43 +110,32 @@ class SparseState(State):
             kernel.remove_sent_(SparseVector(returned.indices, -returned.values, returned.count), None, self.v)
         self.sent = self.returned = None
 
+    # --- saving -----------------------------------------------------------------------------------
+
     def settled(self) -> "SparseState":
         """Return a copy without a record."""
         local, errors = (
             {table: vector.clone() for table, vector in vectors.items()} for vectors in (self.local, self.errors)
         )
         copy = replace(self, local=local, errors=errors)
-        copy.settle_()
+        if self.errors:
+            copy.settle_()
         return copy
 
     def unsent(self, bucket: Bucket) -> list[Tensor]:
-        return list(self.settled().errors.values()) if self.errors else []
+        return list(self.settled().errors.values())
 
     def saved(self, bucket: Bucket) -> Tables:
-        settled, history = self.settled() if self.errors else self, self.history
+        history = self.history
         if self.plan is not None and self.remembers:
             history = self.plan.rows_of_history()
-        return {**State.saved(settled, bucket), "history": dict(history)}
+        return {**State.saved(self.settled(), bucket), "history": dict(history)}
 
     def loaded(self, bucket: Bucket, tables: Tables) -> "SparseState":
         saved = tables["history"]
         history = {s.name: _checked_history(s.name, saved[s.name]) for s in bucket.segments if s.name in saved}
         fresh = replace(self, sent=None, returned=None, plan=None, history=history)
         return State.loaded(fresh, bucket, tables)
-
-
-def _checked_history(name: str, rows: Any) -> dict[str, Any]:
-    """Return a parameter's history. Raises ValueError if it is none, or has NaN."""
-    check_mapping(f"history of {name}", rows)
-    for key, row in rows.items():
-        what = f"history of {name}: {key}"
-        if key == "ratio":
-            require("a number", NUMBER, **{what: row})
-            continue
-        require("a tensor", (Tensor,), **{what: row})
-        if bool(row.isnan().any()):
-            raise ValueError(f"{what} has NaN")
-    return dict(rows)
 
 
 class Memory(ABC):
@@ -194,6 +173,76 @@ class Memory(ABC):
         if self.gradient_clipping is not None:
             yield from self.gradient_clipping.clip(bucket)
         return first
+
+
+class DGCSGDMemory(Memory):
+    """Error feedback with momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887,
+    sections 3.1 to 3.3, Algorithm 1).
+
+    With gradient g, momentum m, local momentum u and accumulated velocity v of one rank:
+
+        plain      u = m u + g          v = v + u
+        Nesterov   u = m (u + g)        v = v + u + g
+        sent       v_i = 0 where sent; u_i = 0 there too with masking
+        returned   v_i = v_i + value where an exchange gives back a part of the ranks' sum; u_i stays
+        dropped    v_i and u_i keep their values from before sending; the gradient stays in them
+
+    Differences from the paper: the rounding error of the payload stays in v. If all of v is sent (ratio 1, or a
+    payload that would cost more than dense), no element is stale and u is not masked. The step is then ordinary
+    momentum.
+
+    Args:
+        momentum: Momentum coefficient in [0, 1). None: that of the optimizer, which any other must equal.
+        nesterov: Use Nesterov momentum. None: as the optimizer does, or False if `momentum` is given.
+        gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
+            tensor's local gradient is clipped before momentum, in dense warm-up steps as well. Tensors that the
+            compressor's fallback sends dense (usually vectors) are clipped after averaging, with the same limit.
+            Tensors that a Route assigns to another compressor are not clipped here.
+        momentum_masking: Set the momentum of sent elements to zero.
+
+    Raises:
+        ValueError: `momentum` is outside [0, 1), or `gradient_clipping` is not a clipping object.
+
+    Example:
+        memory = DGCSGDMemory(gradient_clipping=ClipByNorm(1.0))
+        compression = DGCCompressor(0.001, memory=memory)
+    """
+
+    def __init__(
+        self,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        gradient_clipping: Clipping | None = None,
+        momentum_masking: bool = True,
+    ):
+        require("a number or None", NUMBER + NOTHING, momentum=momentum)
+        require("True, False or None", FLAG + NOTHING, nesterov=nesterov)
+        require("True or False", FLAG, momentum_masking=momentum_masking)
+        if momentum is not None and not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
+        limits = "ClipByNorm(...), ClipByValue(...), ClipByGlobalNorm(...) and ClipValueByGlobalNorm()"
+        expected = f"None or one of dgc.memory's {limits}"
+        require(expected, (Clipping, *NOTHING), gradient_clipping=gradient_clipping)
+        self.correction: MomentumCorrection = MomentumCorrection(
+            momentum, nesterov if momentum is None else bool(nesterov)
+        )
+        self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        if self.correction.momentum is None:
+            raise ValueError(
+                "DGCSGDMemory() takes the momentum of an optimizer, and is used without one here: pass it, as in "
+                "DGCSGDMemory(momentum=0.9)"
+            )
+        u, v = {"momentums": zeros(bucket)}, {"velocities": zeros(bucket)}
+        return SparseState(size, rank, local=u, errors=v, masking=self.momentum_masking)
+
+    def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
+        if state.returned is not None:
+            state.settle_()  # the pass itself removes only what was sent
+        u, v = state.local["momentums"], state.errors["velocities"]
+        momentum, nesterov = float(self.correction.momentum or 0), bool(self.correction.nesterov)
+        return PassInputs(bucket.gradients, u, v, momentum, nesterov, state.sent, self.momentum_masking)
 
 
 @checked
@@ -242,103 +291,24 @@ class NoMemory(Memory):
         return PassInputs(bucket.gradients, None, zeros(bucket))
 
 
-class DGCSGDMemory(Memory):
-    """Error feedback with momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887,
-    sections 3.1 to 3.3, Algorithm 1).
-
-    With gradient g, momentum m, local momentum u and accumulated velocity v of one rank:
-
-        plain      u = m u + g          v = v + u
-        Nesterov   u = m (u + g)        v = v + u + g
-        sent       v_i = 0 where sent; u_i = 0 there too with masking
-        returned   v_i = v_i + value where an exchange gives back a part of the ranks' sum; u_i stays
-        dropped    v_i and u_i keep their values from before sending; the gradient stays in them
-
-    Differences from the paper: the rounding error of the payload stays in v. If all of v is sent (ratio 1, or a
-    payload that would cost more than dense), no element is stale and u is not masked. The step is then ordinary
-    momentum.
-
-    Args:
-        momentum: Momentum coefficient in [0, 1). None: that of the optimizer, which any other must equal.
-        nesterov: Use Nesterov momentum. None: as the optimizer does, or False if `momentum` is given.
-        gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
-            tensor's local gradient is clipped before momentum, in dense warm-up steps as well. Tensors that the
-            compressor's fallback sends dense (usually vectors) are clipped after averaging, with the same limit.
-            Tensors that a Route assigns to another compressor are not clipped here.
-        momentum_masking: Set the momentum of sent elements to zero.
-
-    Raises:
-        ValueError: `momentum` is outside [0, 1), or `gradient_clipping` is not a clipping object.
-
-    Example:
-        memory = DGCSGDMemory(gradient_clipping=ClipByNorm(1.0))
-        compression = DGCCompressor(0.001, memory=memory)
-    """
-
-    def __init__(
-        self,
-        momentum: float | None = None,
-        nesterov: bool | None = None,
-        gradient_clipping: Clipping | None = None,
-        momentum_masking: bool = True,
-    ):
-        require("a number or None", NUMBER + NOTHING, momentum=momentum)
-        require("True, False or None", FLAG + NOTHING, nesterov=nesterov)
-        require("True or False", FLAG, momentum_masking=momentum_masking)
-        if momentum is not None and not 0 <= momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
-        if not isinstance(gradient_clipping, Clipping | None) or isinstance(gradient_clipping, type):
-            raise ValueError(
-                "gradient_clipping must be None or one of dgc.memory's ClipByNorm(...), ClipByValue(...), "
-                f"ClipByGlobalNorm(...) and ClipValueByGlobalNorm(), not {gradient_clipping!r}"
-            )
-        self.correction: MomentumCorrection = MomentumCorrection(
-            momentum, nesterov if momentum is None else bool(nesterov)
-        )
-        self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
-
-    @property
-    def momentum(self) -> float | None:
-        return self.correction.momentum
-
-    @property
-    def nesterov(self) -> bool | None:
-        return self.correction.nesterov
-
-    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
-        if self.momentum is None:
-            raise ValueError(
-                "DGCSGDMemory() takes the momentum of an optimizer, and is used without one here: pass it, as in "
-                "DGCSGDMemory(momentum=0.9)"
-            )
-        u, v = {"momentums": zeros(bucket)}, {"velocities": zeros(bucket)}
-        return SparseState(size, rank, local=u, errors=v, masking=self.momentum_masking)
-
-    def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
-        if state.returned is not None:
-            state.settle_()  # the pass itself removes only what was sent
-        u, v = state.local["momentums"], state.errors["velocities"]
-        momentum, nesterov = float(self.correction.momentum or 0), bool(self.correction.nesterov)
-        return PassInputs(bucket.gradients, u, v, momentum, nesterov, state.sent, self.momentum_masking)
-
-
 # --- clipping --------------------------------------------------------------------------------------
 
 
-def _require_positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
-        raise ValueError(f"{name} must be a positive number, not {value!r}")
+def _require_positive(**limits: float) -> None:
+    for name, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+            raise ValueError(f"{name} must be a positive number, not {value!r}")
 
 
 def _parts(bucket: Bucket) -> list[Tensor]:
     return [bucket.flat[s.offset : s.offset + s.numel] for s in bucket.segments]
 
 
-def _mean_squares(bucket: Bucket) -> Conversation[Tensor]:
-    """Return the mean over all ranks of each tensor's squared L2 norm, [tensors] fp32."""
+def _global_norms(bucket: Bucket) -> Conversation[Tensor]:
+    """Return the root mean square, over all ranks, of each tensor's L2 norm, [tensors] fp32."""
     squares = torch.stack([part.to(torch.float32).square().sum() for part in _parts(bucket)])
     (mean,) = yield (AllReduce(squares),)
-    return mean
+    return mean.sqrt()
 
 
 @dataclass(frozen=True)
@@ -355,7 +325,7 @@ class ClipByValue:
     clip_value: float
 
     def __post_init__(self) -> None:
-        _require_positive("clip_value", self.clip_value)
+        _require_positive(clip_value=self.clip_value)
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
         self.clip_mean(bucket)
@@ -384,8 +354,7 @@ class ClipByNorm:
     norm_type: float = 2.0
 
     def __post_init__(self) -> None:
-        _require_positive("max_norm", self.max_norm)
-        _require_positive("norm_type", self.norm_type)
+        _require_positive(max_norm=self.max_norm, norm_type=self.norm_type)
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
         self._clip(bucket, torch.float32)
@@ -409,21 +378,17 @@ class ClipByGlobalNorm:
     Costs one all-reduce per bucket, with one number per tensor. `clip_mean` sends no message: a mean gradient is
     the same on every rank, so its local norm is the global one.
 
-    Args:
-        max_norm: Largest norm of a tensor, a positive number.
-
-    Raises:
-        ValueError: `max_norm` is not a positive number.
+    Args, Raises: As `ClipByNorm`.
     """
 
     max_norm: float
 
     def __post_init__(self) -> None:
-        _require_positive("max_norm", self.max_norm)
+        _require_positive(max_norm=self.max_norm)
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
-        squares = yield from _mean_squares(bucket)
-        scales = (self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        norms = yield from _global_norms(bucket)
+        scales = (self.max_norm / (norms + 1e-6)).clamp(max=1.0)
         for part, scale in zip(_parts(bucket), scales, strict=True):
             part.mul_(scale)
 
@@ -435,14 +400,31 @@ class ClipByGlobalNorm:
 class ClipValueByGlobalNorm:
     """Clip each element to the root mean square, over all ranks, of the tensor's L2 norm.
 
-    g = min(max(g, -limit), limit). Costs one all-reduce per bucket, with one number per tensor. `clip_mean`
-    changes nothing: no element of a mean gradient exceeds the norm of its tensor.
+    Costs what `ClipByGlobalNorm` does. `clip_mean` changes nothing: no element of a mean gradient exceeds the norm
+    of its tensor.
     """
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
-        squares = yield from _mean_squares(bucket)
-        for part, limit in zip(_parts(bucket), squares.sqrt(), strict=True):
+        limits = yield from _global_norms(bucket)
+        for part, limit in zip(_parts(bucket), limits, strict=True):
             part.clamp_(-limit, limit)
 
     def clip_mean(self, bucket: Bucket) -> None:
         return None
+
+
+# --- saved history ---------------------------------------------------------------------------------
+
+
+def _checked_history(name: str, rows: Any) -> dict[str, Any]:
+    """Return a parameter's history. Raises ValueError if it is none, or has NaN."""
+    check_mapping(f"history of {name}", rows)
+    for key, row in rows.items():
+        what = f"history of {name}: {key}"
+        if key == "ratio":
+            require("a number", NUMBER, **{what: row})
+            continue
+        require("a tensor", (Tensor,), **{what: row})
+        if bool(row.isnan().any()):
+            raise ValueError(f"{what} has NaN")
+    return dict(rows)

@@ -33,14 +33,19 @@ import dgc.kernels as kernels
 from dgc.arguments import WHOLE, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation, read
-from dgc.compression.nonfinite import first_nonfinite_message, sparse_overflow_message
-from dgc.compression.protocol import DenseResult, Reduced, SparseResult
+from dgc.compression.protocol import (
+    DenseResult,
+    Reduced,
+    SparseResult,
+    first_nonfinite_message,
+    sparse_overflow_message,
+)
 from dgc.compression.sparse import SparseCompressor
 from dgc.kernels import SparseVector
 from dgc.memory import Memory, SparseState
-from dgc.selection import Plan
 from dgc.selection.selector import share
 from dgc.wire import CastValues
+from dgc.wire.payload import PayloadPlan
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,10 @@ class ChunkCompressor(SparseCompressor):
 
     Args:
         compress_ratio (float): fraction of a bucket's chunks to send, at least one; above 1 the factor saved.
-        memory (Memory): treatment of unsent elements, as in `SparseCompressor`. DGCSGDMemory(momentum) corrects
-            the momentum, as in the paper.
+        memory, warmup_epochs, warmup_coeff: as in `SparseCompressor`. DGCSGDMemory corrects the momentum, as in
+            the paper.
         chunk_size (int): largest number of elements of a chunk. A bucket of one chunk is sent dense.
         dtype (str): type of the sums over ranks, "fp16" or "fp32".
-        warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs, as in
-            `SparseCompressor`.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.
@@ -123,16 +126,15 @@ class ChunkCompressor(SparseCompressor):
     def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
         replaced = None if self.memory.gradient_clipping is None else (yield from self.memory.clip(bucket))
         inputs, state = self._begin(bucket, state)
+        if state.dense:
+            return (yield from self._reduce_dense(bucket, state, inputs, replaced))
         v, tier = inputs.v, kernels.of(inputs.v)
         first = tier.selection.accumulate_(inputs)
         first = first if replaced is None else replaced.minimum(first)
-        if state.dense:
-            return (yield from self._reduce_dense(bucket, state, v, first))
-        assert state.plan is not None
         bucket.release()  # the gradients are accumulated and need no copy
-        chunks = divide(bucket.numel, self.chunk_size, state.plan.ratio)
+        chunks = divide(bucket.numel, self.chunk_size, state.exchange.payload.ratio)
         norms = tier.selection.moments(v, state.constants["bounds"]).magnitudes.float()
-        sums, nonfinite = yield from self._envelope(bucket, state).reduce(norms, first, "sum")
+        sums, nonfinite = yield from state.exchange.envelope.reduce(norms, first, "sum")
         if invalid := first_nonfinite_message(bucket, nonfinite):
             return Reduced(DenseResult(invalid), state, dropped=state)  # every rank drops the step
         chosen = largest(sums, chunks.sent)
@@ -151,7 +153,7 @@ class ChunkCompressor(SparseCompressor):
         overflow = None if finite else sparse_overflow_message(bucket, indices, means)
         return Reduced(SparseResult(indices, means, overflow), state.after(sent), dropped=state)
 
-    def _dense_is_cheaper(self, bucket: Bucket, size: int, plan: Plan) -> bool:
-        chunks, itemsize = divide(bucket.numel, self.chunk_size, plan.ratio), self.cast.itemsize
+    def _dense_is_cheaper(self, payload: PayloadPlan, size: int) -> bool:
+        chunks, itemsize = divide(payload.numel, self.chunk_size, payload.ratio), self.cast.itemsize
         sparse = chunks.number * torch.float32.itemsize + chunks.capacity * itemsize
-        return plan.ratio >= 1 or sparse >= bucket.numel * itemsize
+        return payload.ratio >= 1 or sparse >= payload.numel * itemsize

@@ -34,10 +34,9 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.compression.all_gather import Codes, join, split
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.nonfinite import first_nonfinite_message
-from dgc.compression.protocol import Compressor, DenseResult, Reduced
+from dgc.compression.error_feedback import Codes, join, split
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, first_nonfinite_message
 from dgc.state import State, Tables, flat_from, parts_of, zeros
 from dgc.wire.envelope import envelope_of
 

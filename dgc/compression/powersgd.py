@@ -50,8 +50,7 @@ from dgc.compression.matrices import (
     orthonormalize_each,
     square_norms,
 )
-from dgc.compression.nonfinite import first_nonfinite_message
-from dgc.compression.protocol import Compressor, DenseResult, Reduced
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, first_nonfinite_message
 from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.wire import CastValues
 from dgc.wire.envelope import Envelope, envelope_of

@@ -1,16 +1,22 @@
-"""The interface between the optimizer and a compressor, and the results of `Compressor.reduce`."""
+"""The interface between the optimizer and a compressor, the results of `Compressor.reduce`, and whether they are
+finite: whose gradient is not, in which tensor. It is found once per step, and told on every rank."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from dgc.arguments import NUMBER, require
 from dgc.bucket import Bucket, Segment
-from dgc.comm.requests import Conversation
+from dgc.comm.requests import AllGather, Conversation, read
+from dgc.kernels.selection.reference import first_tensor_nonfinite
 from dgc.memory import MomentumCorrection as MomentumCorrection
 from dgc.state import State, Tables
+from dgc.wire.envelope import open_numbers, seal_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +89,7 @@ class Compressor(ABC):
     Attributes:
         point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
         keeps_server_errors: Whether a rank also keeps what it has not sent of the mean, for all ranks.
+        correction: Momentum that this compressor applies to its gradients in place of the optimizer.
     """
 
     point_to_point: bool = False
@@ -95,7 +102,6 @@ class Compressor(ABC):
 
     @property
     def correction(self) -> MomentumCorrection | None:
-        """Momentum that this compressor applies to its gradients in place of the optimizer."""
         return None
 
     @property
@@ -137,6 +143,39 @@ class Compressor(ABC):
         return self.compress_ratio
 
 
+class NoState(State):
+    """The state of a method that keeps nothing."""
+
+    def saved(self, bucket: Bucket) -> Tables:
+        return {}
+
+    def loaded(self, bucket: Bucket, tables: Tables) -> "NoState":
+        return self
+
+
+class StatelessCompressor(Compressor):
+    """Base class of compressors that keep no state, accept every tensor and send every element."""
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> NoState:
+        return NoState(size, rank)
+
+
+def fraction_of(**ratio: float) -> float:
+    """Return a ratio as a fraction: above 1 it is the factor saved.
+
+    Raises:
+        ValueError: It is not a positive number. The message has its keyword.
+    """
+    require("a number", NUMBER, **ratio)
+    ((name, value),) = ratio.items()
+    if not 0 < value < inf:
+        raise ValueError(f"{name} must be positive and finite, not {value}")
+    return min(value, 1 / value)
+
+
+# --- optimizers whose momentum is exchanged --------------------------------------------------------
+
+
 @runtime_checkable
 class MomentumOwner(Protocol):
     """An optimizer that keeps momentum and lets a compressor exchange it in place of the gradients."""
@@ -173,18 +212,53 @@ class ExchangesMomentum(Protocol):
         ...
 
 
-class NoState(State):
-    """The state of a method that keeps nothing."""
-
-    def saved(self, bucket: Bucket) -> Tables:
-        return {}
-
-    def loaded(self, bucket: Bucket, tables: Tables) -> "NoState":
-        return self
+# --- what is not finite ----------------------------------------------------------------------------
 
 
-class StatelessCompressor(Compressor):
-    """Base class of compressors that keep no state, accept every tensor and send every element."""
+def check_means(results: Sequence[tuple[Bucket, Result]]) -> Conversation[str | None]:
+    """Why the results of a step must not be used, or None. The same on every rank.
 
-    def init(self, bucket: Bucket, size: int, rank: int) -> NoState:
-        return NoState(size, rank)
+    A mean is the same on every rank. Either all ranks or none therefore take part in the additional round that
+    finds the rank whose gradient was not finite. The host waits once for the device.
+    """
+    for _, result in results:
+        if result.nonfinite is not None:
+            return result.nonfinite
+    dense = [(b, r) for b, r in results if isinstance(r, DenseResult) and not r.is_finite]
+    finite = yield from read([bucket.probe().isfinite() for bucket, _ in dense])
+    for (bucket, result), is_finite in zip(dense, finite, strict=True):
+        number = 0 if is_finite else first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
+        if number and result.own is None:
+            return nonfinite_message(bucket, number, [])
+        if number and result.own is not None:
+            (payloads,) = yield (AllGather(seal_numbers([not result.own.isfinite()], bucket.device)),)
+            flags = yield from open_numbers(f"bucket {bucket.name}", payloads, 1)
+            return nonfinite_message(bucket, number, [rank for rank, (flag,) in enumerate(flags) if flag])
+    return None
+
+
+def nonfinite_message(bucket: Bucket, number: int, ranks: list[int]) -> str:
+    """The message for tensor `number` of the bucket, from 1. ranks: those with NaN or inf in the gradient."""
+    name = bucket.segments[number - 1].name
+    if not ranks:
+        return f"the mean gradient of {name} overflows the dtype that carries it (no rank has NaN or inf)"
+    return f"the gradient of {name} on rank {ranks[0]} has NaN or inf, or is 2**64 or more"
+
+
+def first_nonfinite_message(bucket: Bucket, nonfinite: Iterable[int]) -> str | None:
+    """The message for the first rank with a non-finite gradient, or None.
+
+    nonfinite: for each rank, the position (from 1) of its first non-finite tensor, or 0.
+    """
+    for rank, number in enumerate(nonfinite):
+        if number:
+            return nonfinite_message(bucket, number, [rank])
+    return None
+
+
+def sparse_overflow_message(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
+    """The message for a mean that is zero except for `values` [k] at `indices` [k], if it is not finite."""
+    bad = indices[values.isfinite().logical_not()].tolist()
+    if not bad:
+        return None
+    return nonfinite_message(bucket, bisect_right([s.offset for s in bucket.segments], bad[0]), [])

@@ -11,7 +11,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
-from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
+from dgc.compression.error_feedback import AllGatherCompressor, Codes, join, split_all
 from dgc.state import State
 
 

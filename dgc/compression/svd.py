@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
-from dgc.compression.all_gather import AllGatherCompressor, Codes
+from dgc.compression.error_feedback import AllGatherCompressor, Codes
 from dgc.state import State
 
 

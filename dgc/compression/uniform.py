@@ -11,11 +11,19 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
+from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
+from dgc.comm.requests import Conversation
+from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor, clipped
+from dgc.compression.error_feedback import AllGatherCompressor, Codes, Mean, join, split_all
+from dgc.compression.protocol import Compressor, Reduced
 from dgc.kernels import Moments
+from dgc.memory import Clipping
 from dgc.state import State
+from dgc.wire import CastValues, ValueFormat
 
 NORMS = ("l2", "max")
+DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
+BLOCK = 1024  # elements of a block of int8 dense values
 
 
 class UniformCompressor(AllGatherCompressor):
@@ -58,12 +66,11 @@ class UniformCompressor(AllGatherCompressor):
         ...
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
-        state = super().init(bucket, size, rank)
         edges: list[int] = []
         for s in bucket.segments:
             edges += range(s.offset, s.offset + s.numel, self.block or max(1, s.numel))
         blocks = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
-        return replace(state, constants={"blocks": blocks})
+        return replace(super().init(bucket, size, rank), constants={"blocks": blocks})
 
     def nbytes(self, bucket: Bucket) -> int:
         total = 0
@@ -102,11 +109,9 @@ class QSGDCompressor(UniformCompressor):
     magnitude, as in the paper's experiments.
 
     Args:
-        bits (int): bits per element with the sign: 2, 4 or 8.
-        block (int, optional): elements that share a norm; None for one norm per tensor.
+        bits, block, seed: As `UniformCompressor`.
         norm (str): "max", or "l2" as in the paper's analysis.
         error_feedback (bool): not in the paper; it may diverge with norm "l2" and few levels.
-        seed (int): seed of the rounding.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -147,8 +152,7 @@ class TernGradCompressor(UniformCompressor):
 
     Args:
         clip (float, optional): clipping limit in standard deviations, 2.5 in the paper; None for no clipping.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
-        seed (int): seed of the random choice.
+        error_feedback, seed: As `UniformCompressor`.
 
     Raises:
         ValueError: if clip is not positive.
@@ -182,8 +186,7 @@ class BlockwiseCompressor(UniformCompressor):
 
     Args:
         bits (int): 8 for 255 levels, 4 for 15, or 2 for 3.
-        block (int, optional): elements that share a scale; None for one scale per tensor.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+        block, error_feedback: As `UniformCompressor`.
 
     Raises:
         ValueError: if bits or block is out of range.
@@ -228,3 +231,116 @@ class NaturalCompressor(AllGatherCompressor):
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
         kernels.of(mean).quantize.natural_mean_(codes, state.size, mean)
+
+
+# --- tensors that a sparse method leaves -----------------------------------------------------------
+
+
+class DenseValuesCompressor(BlockwiseCompressor):
+    """Sends every element as fp16, bf16 or int8, with error feedback. `SparseCompressor(dense_values=)` makes it.
+
+    It takes what a sparse method leaves: vectors, and all else that it does not accept. At a ratio of 0.1 % these
+    tensors are most of the bytes, if they travel as fp32. With codes of fewer bits Q:
+
+        v = g + e;  send Q(v);  e = v - Q(v)      error feedback: what rounding takes is sent later
+
+        fp16, bf16   v cast to the type
+        int8         the nearest of 255 levels; every block of up to 1024 elements of a tensor has a scale, its
+                     largest magnitude / 127 (`BlockwiseCompressor`)
+
+    Bytes of an all-gather grow with the number of ranks N. With many ranks an all-reduce costs fewer: of v as fp16
+    for fp16, of v as fp32 for the others. The transport rounds a sum in fp16. This is the only rounding that no
+    error state keeps.
+
+    Payload of a bucket in bytes: 24 + codes, rounded up to 8; codes: 2 per element, or for int8 1 per element and
+    4 per block. If an all-gather of the codes costs more than the all-reduce: 24 + 2 (fp16) or 4 per element. This
+    begins with N = 3 for fp16, N = 5 for bf16, and N = 8 for int8, or earlier if tensors have only a few elements.
+
+    Args:
+        values (str): "fp16", "bf16" or "int8".
+        clipping (Clipping, optional): limit on the mean of each tensor.
+
+    Raises:
+        ValueError: if values is none of these.
+
+    Example:
+        >>> vectors = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), dense_values="int8").fallback
+    """
+
+    def __init__(self, values: str, clipping: Clipping | None = None):
+        if values not in DENSE_VALUES[1:]:
+            raise ValueError(f"values must be one of {', '.join(DENSE_VALUES[1:])}, not {values!r}")
+        super().__init__(8, BLOCK)
+        self.values, self.clipping = values, clipping
+        # no transport can add bf16 or int8
+        self._reduced = CastValues("fp16" if values == "fp16" else "fp32")
+
+    @property
+    def compress_ratio(self) -> float:
+        return self.bits / 32 if self.values == "int8" else 1.0
+
+    def ratio_of(self, states: Sequence[tuple[Bucket, State]]) -> float:
+        return self.compress_ratio if all(self._gathers(bucket, state) for bucket, state in states) else 1.0
+
+    def _gathers(self, bucket: Bucket, state: State) -> bool:
+        ranks = max(2, state.size)  # one process uses the rule for two
+        gathered = all_gather_wire_bytes(self.nbytes(bucket), ranks)
+        return gathered <= all_reduce_wire_bytes(bucket.numel * self._reduced.itemsize, ranks)
+
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        reduced = yield from super().reduce(bucket, state)
+        if self.clipping is None:
+            return reduced
+        return replace(reduced, result=(yield from clipped(bucket, reduced.result, self.clipping)))
+
+    def exchange(
+        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
+    ) -> Mean:
+        if self._gathers(bucket, state):
+            return (yield from super().exchange(bucket, state, v, first_nonfinite))
+        sent = self._reduced.quantize(v, state.size, bucket.dtype)
+        kept = v - sent.float()
+        message = sent.clone()  # the reply may overwrite it
+        mean, nonfinite = yield from self.envelope(bucket).reduce(message, first_nonfinite)
+        return mean.float(), kept, nonfinite
+
+    def nbytes(self, bucket: Bucket) -> int:
+        return super().nbytes(bucket) if self.values == "int8" else 2 * bucket.numel
+
+    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+        if self.values == "int8":
+            return super().encode(bucket, state, v)
+        cast = CastValues(self.values).quantize(v, result=bucket.dtype)
+        return cast.view(torch.uint8), v - cast.float()
+
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+        if self.values == "int8":
+            return super().mean_(bucket, state, codes, mean)
+        mean.zero_()
+        for own in codes:
+            mean += own.view(CastValues(self.values).torch_dtype)
+        mean.div_(state.size)
+
+
+def make_fallback(dense_values: str | None, values: ValueFormat, clipping: Clipping | None) -> Compressor:
+    """Return the compressor of the tensors that a sparse method does not accept.
+
+    Args:
+        dense_values: Its values, one of DENSE_VALUES. None: those that cost about as much per element as `values`,
+            or the next larger ones.
+        values: Format of the method's own values.
+        clipping: The limit on means.
+
+    Raises:
+        ValueError: `dense_values` is none of these.
+    """
+    if dense_values not in (*DENSE_VALUES, None):
+        raise ValueError(f"dense_values must be None or one of {', '.join(DENSE_VALUES)}, not {dense_values!r}")
+    fitting = values.dtype if isinstance(values, CastValues) else values.dense.dtype
+    if not isinstance(values, CastValues) and values.nbytes(BLOCK, 0) < 2 * BLOCK:
+        fitting = "int8"
+    name = dense_values or fitting
+    if name == "fp32" or (name == "fp16" and dense_values is None):
+        dense = DenseCompressor() if name == "fp32" else FP16Compressor()
+        return dense if clipping is None else ClippedCompressor(dense, clipping)
+    return DenseValuesCompressor(name, clipping)

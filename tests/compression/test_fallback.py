@@ -20,7 +20,7 @@ from dgc.compression import (
     SparseCompressor,
 )
 from dgc.compression.dense import ClippedCompressor
-from dgc.compression.sparse import DenseValuesCompressor
+from dgc.compression.uniform import DenseValuesCompressor
 from dgc.memory import ClipByNorm, ClipByValue, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import CastValues, Int8Values, SignValues, ValueFormat
