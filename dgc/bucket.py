@@ -47,8 +47,7 @@ class Bucket:
     Args:
         name: Pairs messages between ranks. It must be unique among buckets and the same on every rank.
         segments: The place of each gradient, without gaps.
-        dtype: Type of the gradients.
-        device: Device of the gradients.
+        dtype, device: Those of the gradients.
 
     Raises:
         ValueError: The type is complex. See `as_real`.
@@ -113,10 +112,8 @@ class Bucket:
         """The gradients as one-dimensional tensors, in the order of the bucket."""
         if not self._elsewhere:
             return (self.flat,)
-        gradients = []
-        for i in range(len(self.segments)):
-            gradients.append(self._elsewhere[i] if i in self._elsewhere else self._slice(i))
-        return tuple(gradients)
+        places = range(len(self.segments))
+        return tuple([self._elsewhere[i] if i in self._elsewhere else self._slice(i) for i in places])
 
     def _slice(self, i: int) -> Tensor:
         offset = self.segments[i].offset
@@ -124,11 +121,7 @@ class Bucket:
 
 
 def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:
-    """Return the pairs as a list.
-
-    Raises:
-        ValueError: An element is not a pair of a name and a tensor.
-    """
+    """Return the pairs as a list. Raises ValueError for what is not a pair of a name and a tensor."""
     if not isinstance(named_parameters, Iterable):
         raise ValueError(f"named_parameters must be model.named_parameters(), not {named_parameters!r}")
     pairs = list(named_parameters)
@@ -162,25 +155,18 @@ def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
 
     A tensor that does not fill one block of memory, such as an expanded one, gets contiguous strides.
     """
-    segments = []
-    offset = 0
+    segments, offset = [], 0
     for name, tensor in named_tensors:
-        shape = tuple(tensor.shape)
-        stride = _stride_in_bucket(tensor)
-        segments.append(Segment(name, offset, tensor.numel(), shape, stride))
+        segments.append(Segment(name, offset, tensor.numel(), tuple(tensor.shape), _stride_in_bucket(tensor)))
         offset += tensor.numel()
     return tuple(segments)
 
 
 def divide(segments: Sequence[Segment], loads: Sequence[int]) -> list[int]:
-    """Divide adjacent tensors into one group per local rank, such that their loads become similar.
+    """Divide the tensors of a bucket into one group per local rank, such that their loads become similar.
 
-    Args:
-        segments: The tensors of a bucket.
-        loads: Elements that each local rank has already.
-
-    Returns:
-        The number of the first tensor of each group, and the number of tensors.
+    loads: elements that each local rank has already. Returns the number of the first tensor of each group, and the
+    number of tensors.
     """
     total = sum(s.numel for s in segments)
     target = (sum(loads) + total) / len(loads)

@@ -33,28 +33,25 @@ class Clipping(Protocol):
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
         """Clip this rank's gradient in `bucket.flat` in place, before it enters the error state."""
-        ...
 
     def clip_mean(self, bucket: Bucket) -> None:
         """Clip the mean of tensors that were sent dense, in `bucket.flat`, in place and without a message.
 
         The mean is the same on every rank. The result must also be.
         """
-        ...
 
 
 @dataclass
 class MomentumCorrection:
     """Momentum that a memory applies before compression. The optimizer must then not apply it.
 
-    None stands for that of the optimizer, until `take`.
+    None stands for that of the optimizer, until `take` sets it.
     """
 
     momentum: float | None
     nesterov: bool | None
 
     def take(self, momentum: float, nesterov: bool) -> None:
-        """Use the optimizer's momentum where none was given."""
         if self.momentum is None:
             self.momentum = momentum
             self.nesterov = nesterov if self.nesterov is None else self.nesterov
@@ -139,12 +136,10 @@ class SparseState(State):
 
 
 class Memory(ABC):
-    """What a compressor keeps of the gradients that it does not send: the settings of an error state.
+    """The settings of an error state.
 
-    Attributes:
-        correction: Momentum that the memory applies in place of the optimizer.
-        gradient_clipping: The limit on gradients. It also applies to the mean of tensors that a fallback sends
-            dense.
+    correction: momentum that the memory applies in place of the optimizer. gradient_clipping: the limit on
+    gradients, and on the mean of tensors that a fallback sends dense.
     """
 
     correction: MomentumCorrection | None = None
@@ -153,7 +148,6 @@ class Memory(ABC):
     @abstractmethod
     def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
         """Return the state of a bucket before the first step."""
-        ...
 
     @abstractmethod
     def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
@@ -161,13 +155,11 @@ class Memory(ABC):
 
         After the pass, `v` [n] fp32 holds all that is to be sent. The caller performs the pass exactly once.
         """
-        ...
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor]:
         """Clip the bucket's local gradient in place. NaN and TOO_LARGE (`dgc.kernels`) count as zero.
 
-        Returns:
-            The index of the first element that was either, or n if there is none.
+        Returns the index of the first element that was either, or n if there is none.
         """
         first = remove_nonfinite_(bucket.flat)
         if self.gradient_clipping is not None:
@@ -294,10 +286,20 @@ class NoMemory(Memory):
 # --- clipping --------------------------------------------------------------------------------------
 
 
-def _require_positive(**limits: float) -> None:
-    for name, value in limits.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
-            raise ValueError(f"{name} must be a positive number, not {value!r}")
+class _Limits:
+    """Base class: all attributes are positive numbers, and a gradient is clipped as a mean is."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+                raise ValueError(f"{name} must be a positive number, not {value!r}")
+
+    def clip(self, bucket: Bucket) -> Conversation[None]:
+        self.clip_mean(bucket)
+        yield from ()
+
+    def clip_mean(self, bucket: Bucket) -> None:
+        raise NotImplementedError
 
 
 def _parts(bucket: Bucket) -> list[Tensor]:
@@ -312,11 +314,8 @@ def _global_norms(bucket: Bucket) -> Conversation[Tensor]:
 
 
 @dataclass(frozen=True)
-class ClipByValue:
+class ClipByValue(_Limits):
     """Clip each element: g = min(max(g, -clip_value), clip_value).
-
-    Args:
-        clip_value: Largest magnitude, a positive number.
 
     Raises:
         ValueError: `clip_value` is not a positive number.
@@ -324,24 +323,17 @@ class ClipByValue:
 
     clip_value: float
 
-    def __post_init__(self) -> None:
-        _require_positive(clip_value=self.clip_value)
-
-    def clip(self, bucket: Bucket) -> Conversation[None]:
-        self.clip_mean(bucket)
-        yield from ()
-
     def clip_mean(self, bucket: Bucket) -> None:
         bucket.flat.clamp_(-self.clip_value, self.clip_value)
 
 
 @dataclass(frozen=True)
-class ClipByNorm:
+class ClipByNorm(_Limits):
     """Scale each tensor by its local norm: g = g * min(1, max_norm / |g|).
 
     Args:
-        max_norm: Largest norm of a tensor, a positive number.
-        norm_type: p of the p-norm, a positive number. float("inf") is the largest magnitude.
+        max_norm: Largest norm of a tensor.
+        norm_type: p of the p-norm. float("inf") is the largest magnitude.
 
     Raises:
         ValueError: An argument is not a positive number.
@@ -352,9 +344,6 @@ class ClipByNorm:
 
     max_norm: float
     norm_type: float = 2.0
-
-    def __post_init__(self) -> None:
-        _require_positive(max_norm=self.max_norm, norm_type=self.norm_type)
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
         self._clip(bucket, torch.float32)
@@ -372,19 +361,16 @@ class ClipByNorm:
 
 
 @dataclass(frozen=True)
-class ClipByGlobalNorm:
+class ClipByGlobalNorm(_Limits):
     """Scale each tensor by the root mean square, over all ranks, of its L2 norm. The scale is equal on all ranks.
 
     Costs one all-reduce per bucket, with one number per tensor. `clip_mean` sends no message: a mean gradient is
     the same on every rank, so its local norm is the global one.
 
-    Args, Raises: As `ClipByNorm`.
+    Args, Raises: as `ClipByNorm`.
     """
 
     max_norm: float
-
-    def __post_init__(self) -> None:
-        _require_positive(max_norm=self.max_norm)
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
         norms = yield from _global_norms(bucket)

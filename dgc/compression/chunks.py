@@ -57,11 +57,6 @@ class Chunks:
     length: int
     sent: int
 
-    @property
-    def capacity(self) -> int:
-        """Number of elements of the message."""
-        return self.sent * self.length
-
     def bounds(self, device: torch.device) -> Int64[Tensor, "bounds"]:
         starts = torch.arange(self.number + 1, dtype=torch.int64, device=device) * self.length
         return starts.clamp(max=self.numel)
@@ -81,8 +76,8 @@ def largest(sums: Float32[Tensor, "number"], k: int) -> Int64[Tensor, "k"]:
 class ChunkCompressor(SparseCompressor):
     """Sends whole chunks of the error state, the same on every rank, by an all-reduce (CSC, Sun et al. 2019).
 
-    No indices are sent, and the bytes hardly grow with the number of ranks. A chunk has small elements too, so
-    that it takes larger ratios than DGC, of 0.1 to 0.2.
+    The bytes hardly grow with the number of ranks. A chunk has small elements too, so that it takes larger ratios
+    than DGC, of 0.1 to 0.2.
 
     Args:
         compress_ratio (float): fraction of a bucket's chunks to send, at least one; above 1 the factor saved.
@@ -143,7 +138,7 @@ class ChunkCompressor(SparseCompressor):
         within = torch.arange(chunks.length, dtype=torch.int64, device=v.device)
         indices = (chosen.unsqueeze(1) * chunks.length + within).view(-1)[:count]  # a shorter chunk is the last
         values = self.cast.quantize(elements, state.size, bucket.dtype)
-        message = torch.zeros(chunks.capacity, dtype=values.dtype, device=v.device)
+        message = torch.zeros(chunks.sent * chunks.length, dtype=values.dtype, device=v.device)
         message[:count] = values
         number = torch.full((), count, dtype=torch.int32, device=v.device)
         sent = SparseVector(indices.to(torch.int32), values.float(), number)
@@ -155,5 +150,5 @@ class ChunkCompressor(SparseCompressor):
 
     def _dense_is_cheaper(self, payload: PayloadPlan, size: int) -> bool:
         chunks, itemsize = divide(payload.numel, self.chunk_size, payload.ratio), self.cast.itemsize
-        sparse = chunks.number * torch.float32.itemsize + chunks.capacity * itemsize
+        sparse = chunks.number * torch.float32.itemsize + chunks.sent * chunks.length * itemsize
         return payload.ratio >= 1 or sparse >= payload.numel * itemsize

@@ -1,5 +1,5 @@
-"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally: ICLR 2018, arXiv 1712.01887, Algorithm 1), with the
-original code's keywords. `dgc.paper.dgc` has the algorithm as the paper writes it.
+"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally: ICLR 2018, arXiv 1712.01887, Algorithm 1).
+`dgc.paper.dgc` has the algorithm as the paper writes it.
 
 On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
 
@@ -28,18 +28,12 @@ class DGCCompressor(SparseCompressor):
     original code's keywords.
 
     Args:
-        compress_ratio (float): fraction of elements sent; above 1 the factor saved (1000 means 0.001).
-        memory (Memory or str): treatment of unsent elements: "dgc" as in the paper, with the momentum of the
-            optimizer, "residual" to add them to the next gradient, "none" to discard them, or an object of
-            dgc.memory.
         sample_ratio (float, optional), strided_sample, compress_upper_bound, compress_lower_bound,
             max_adaptation_iters, resample: the original's sampled threshold, see `Sampled`. None: exact top-k.
         fp16_values (bool): send values as fp16 instead of fp32.
         int32_indices (bool): send indices as int32 instead of int64.
-        warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
-        seed (int): seed of the selector's random numbers.
         selector, values, indices: as in `SparseCompressor`, in place of what the keywords above choose.
-        dense_values, vectors, vector_ratio, exchange: as in `SparseCompressor`.
+        compress_ratio, memory, and all others: as in `SparseCompressor`.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.

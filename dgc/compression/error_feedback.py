@@ -55,7 +55,6 @@ class ErrorFeedbackCompressor(Compressor):
         first_nonfinite: index of the first element of the gradient that was NaN or TOO_LARGE, or n if there is
         none.
         """
-        ...
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
         return State(size, rank, errors={"errors": zeros(bucket)} if self.error_feedback else {})
@@ -101,17 +100,14 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
     @abstractmethod
     def nbytes(self, bucket: Bucket) -> int:
         """Bytes of the codes, the same on every rank and in every step."""
-        ...
 
     @abstractmethod
     def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
         """Returns (codes, v minus the decoded codes)."""
-        ...
 
     @abstractmethod
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
         """Overwrites `mean` with the mean of the decoded codes of all ranks: added to zero in rank order."""
-        ...
 
     def exchange(
         self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]

@@ -1,9 +1,9 @@
 """The matrices of a bucket, orthonormal bases for their factors, and the choice of their ranks.
 
-v [V] holds gradient + error of a bucket in fp32. The matrix M [n, m] of a tensor is shape[0] x rest. If dimension
-0 is outermost in memory, as in channels_last, the columns of M are in memory order and no data is moved. Matrices
-of the same shape and rank are stored consecutively and multiplied together as a `Batch`. The uncompressed tensors,
-here called dense, follow.
+v [V] holds gradient + error of a bucket in fp32. If dimension 0 of a tensor is outermost in memory, as in
+channels_last, the columns of its matrix M [n, m] are in memory order and no data is moved. Matrices of the same
+shape and rank are stored consecutively and multiplied together as a `Batch`. The uncompressed tensors, here called
+dense, follow.
 
 Factors are stored in rows, P [B, r, n] and Q [B, r, m]: in this order both products read M in memory order.
 """
@@ -16,7 +16,7 @@ from math import isqrt, prod, sqrt
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float32, Float64, Int64
+from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -37,23 +37,10 @@ def memory_order(segment: Segment) -> list[int] | None:
     return sorted(rest, key=lambda d: -stride[d])
 
 
-def permute_columns(segment: Segment, Q: Float32[Tensor, "r m"], to_memory: bool) -> Float32[Tensor, "r m"]:
-    """Permutes columns from the order of the shape to memory order, or back."""
-    order = memory_order(segment)
-    if order is None or order == sorted(order):
-        return Q
-    if to_memory:
-        return Q.reshape(-1, *segment.shape[1:]).permute(0, *order).reshape(Q.shape)
-    back = [1 + order.index(d) for d in sorted(order)]
-    return Q.reshape(-1, *(segment.shape[d] for d in order)).permute(0, *back).reshape(Q.shape)
-
-
 @dataclass(frozen=True)
 class Batch:
-    """`count` matrices [n, m] of rank `rank`, stored from `offset` in v.
-
-    members: positions of their tensors in the bucket. numel: number of elements of these tensors. The rest of a
-    square matrix is padding.
+    """`count` matrices [n, m], stored from `offset` in v, of the tensors `members` of the bucket, which together
+    have `numel` elements. The rest of a square matrix is padding.
     """
 
     members: tuple[int, ...]
@@ -76,10 +63,8 @@ class Batch:
 class Layout:
     """Positions of a bucket's tensors in v.
 
-    Args:
-        bucket (Bucket): the bucket.
-        groups (mapping): positions in the bucket of the tensors of each batch, by (n, m, rank).
-        square (bool): the only batch is one matrix of all tensors.
+    groups: positions in the bucket of the tensors of each batch, by (n, m, rank). square: the only batch is one
+    matrix of all tensors.
     """
 
     def __init__(self, bucket: Bucket, groups: Mapping[tuple[int, int, int], Sequence[int]], square: bool = False):
@@ -106,11 +91,9 @@ class Layout:
 
     def factors(self, flat: Float32[Tensor, "_"], side: str) -> Factor:
         """The factors of the batches, as consecutive parts of a flat tensor."""
-        parts, start = [], 0
-        for shape in self.shapes[side]:
-            parts.append(flat[start : start + prod(shape)].view(shape))
-            start += parts[-1].numel()
-        return tuple(parts)
+        shapes = self.shapes[side]
+        parts = flat.split([prod(shape) for shape in shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
     def names(self, batch: Batch) -> list[str]:
         """A name for each matrix of the batch. A square is named after the bucket's first and last tensors."""
@@ -118,12 +101,19 @@ class Layout:
         return [f"{names[0]}..{names[-1]}"] if self.square else names
 
     def permute_columns(
-        self, batch: Batch, Q: Sequence[Float32[Tensor, "r m"]], to_memory: bool
+        self, batch: Batch, Qs: Sequence[Float32[Tensor, "r m"]], to_memory: bool
     ) -> list[Float32[Tensor, "r m"]]:
         """Permutes the columns of each matrix's Q from the order of the shapes to that of v, or back."""
-        if self.square:
-            return list(Q)
-        return [permute_columns(self.segments[i], q, to_memory) for i, q in zip(batch.members, Q, strict=True)]
+        permuted = list(Qs)
+        for j, i in enumerate(() if self.square else batch.members):
+            Q, shape, order = Qs[j], self.segments[i].shape, memory_order(self.segments[i])
+            if order is None or order == sorted(order):
+                continue
+            axes, sizes = order, list(shape[1:])
+            if not to_memory:
+                axes, sizes = [1 + order.index(d) for d in sorted(order)], [shape[d] for d in order]
+            permuted[j] = Q.reshape(-1, *sizes).permute(0, *axes).reshape(Q.shape)
+        return permuted
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the bucket by segment, each one-dimensional in the order of v."""
@@ -178,29 +168,20 @@ class Layout:
             if rest:
                 outer(U[:, :, rows : rows + 1], W[:, :, :rest], [flat[rows * batch.m :].view(1, rest)])
         else:
-            products = []
-            for i in batch.members:
-                start = self.segments[i].offset
-                products.append(flat[start : start + batch.n * batch.m].view(batch.n, batch.m))
-            outer(U, W, products)
+            starts = [self.segments[i].offset for i in batch.members]
+            outer(U, W, [flat[start : start + batch.n * batch.m].view(batch.n, batch.m) for start in starts])
 
     def write_dense(self, mean: Float32[Tensor, "D"]) -> None:
         """Writes the mean of the dense tensors into the bucket."""
-        start, flat = 0, self.bucket.flat
-        for i in self.dense:
-            offset, numel = self.segments[i].offset, self.segments[i].numel
-            flat[offset : offset + numel].copy_(mean[start : start + numel])
-            start += numel
+        flat, segments = self.bucket.flat, [self.segments[i] for i in self.dense]
+        for s, part in zip(segments, mean.split([s.numel for s in segments]), strict=True):
+            flat[s.offset : s.offset + s.numel].copy_(part)
 
 
 @dataclass(frozen=True)
 class Regime:
-    """What Accordion knows of the tensors of a bucket.
-
-    Attributes:
-        epoch: The last one that began.
-        norms: Norm of each tensor in the last interval, by name.
-        ranks: Current rank of each tensor by name, once it is known.
+    """What Accordion knows of the tensors of a bucket, by name: their norms in the last interval, and their ranks,
+    once they are known. epoch: the last one that began.
     """
 
     epoch: int | None = None
@@ -221,14 +202,10 @@ class Regime:
             check_mapping(f"accordion of {name}", saved)
             if saved.keys() != {"epoch", "norm", "rank"}:
                 raise ValueError(f"accordion of {name} must have epoch, norm and rank, not {sorted(saved)}")
-            for key, expected, kinds in (
-                ("epoch", "whole ", WHOLE),
-                ("norm", "", NUMBER),
-                ("rank", "whole ", WHOLE),
-            ):
+            for key, kinds in (("epoch", WHOLE), ("norm", NUMBER), ("rank", WHOLE)):
                 if saved[key] is not None:
-                    what = {f"{key} in accordion of {name}": saved[key]}
-                    require(f"a {expected}number or None", kinds, least=0, **what)
+                    expected = "a whole number or None" if kinds is WHOLE else "a number or None"
+                    require(expected, kinds, least=0, **{f"{key} in accordion of {name}": saved[key]})
         norms, ranks, epochs = (
             {name: saved[key] for name, saved in own.items() if saved[key] is not None}
             for key in ("norm", "rank", "epoch")
@@ -241,8 +218,8 @@ class Accordion:
     """Accordion: the rank of each tensor, adapted during training (Agarwal, Wang, Lee, Venkataraman,
     Papailiopoulos 2020, arXiv 2010.16248, Algorithm 1).
 
-    While a tensor's gradients change fast, training is in a critical regime, and compression errors have lasting
-    effects. With |d| the norm of the tensor's gradient in an interval of epochs:
+    In a critical regime compression errors have lasting effects. With |d| the norm of the tensor's gradient in an
+    interval of epochs:
 
         high rank   while | |d_previous| - |d| | / |d_previous| >= change, and until two intervals are known
         low rank    otherwise
@@ -251,11 +228,7 @@ class Accordion:
     gradient, which the factors give at no cost. The paper sums all gradients. The learning rate is not used: the
     effect of its decay on the gradients appears in the next interval.
 
-    Args:
-        low (int): rank outside critical regimes.
-        high (int): rank in critical regimes, at least `low`.
-        change (float): relative change of the norm at which a regime is critical.
-        every (int): length of an interval in epochs.
+    change: relative change of the norm at which a regime is critical. every: length of an interval in epochs.
 
     Raises:
         ValueError: if high < low, change is not positive or every is less than 1.
@@ -279,10 +252,7 @@ class Accordion:
         return last is not None and epoch // self.every > last // self.every
 
     def choose(self, regime: Regime, sums: Mapping[str, tuple[float, float]]) -> Regime:
-        """Chooses the rank of each tensor.
-
-        sums: by name, the sum of squared norms over an interval, and the number of its steps.
-        """
+        """Chooses ranks. sums: by name, the sum of squared norms over an interval, and the number of its steps."""
         norms, ranks = dict(regime.norms), dict(regime.ranks)
         for name, (squares, steps) in sums.items():
             if steps:
@@ -339,23 +309,6 @@ class CompressionRule:
         return factors * self.half_steps / 2 + layout.numel - layout.begin_dense
 
 
-def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
-    """Adds X^T Y to each product if even, else Y^T X."""
-    terms = list(zip(X, Y, strict=True) if even else zip(Y, X, strict=True))
-    if products:
-        terms = [
-            (torch.cat([U, U_new], 1), torch.cat([W, W_new], 1))
-            for (U, W), (U_new, W_new) in zip(products, terms, strict=True)
-        ]
-    products[:] = terms
-
-
-def square_norms(U: Float32[Tensor, "B R n"], W: Float32[Tensor, "B R m"]) -> Float64[Tensor, "B 2"]:
-    """The squared norm of each U^T W, computed from the factors, and 1 for the step."""
-    squares = (U.bmm(U.mT) * W.bmm(W.mT)).sum(dim=(1, 2), dtype=torch.float64)
-    return torch.stack([squares, torch.ones_like(squares)], dim=1)
-
-
 # --- orthonormal bases, in fp32 and for each matrix of a batch --------------------------------------
 
 WAYS = ("auto", "qr", "gram_schmidt", "cholesky_qr", "authors")
@@ -371,16 +324,16 @@ def check_orthogonalization(name: str, epsilon: float) -> None:
 
 
 def orthonormalize(
-    x: Float32[Tensor, "B r d"],
+    xs: Sequence[Float32[Tensor, "_ _ _"]],
     way: str = "auto",
     epsilon: float = 1e-8,
-    noise: Callable[[], Tensor] | None = None,
-) -> Float32[Tensor, "B r d"]:
-    """An orthonormal basis for the rows of each of the B matrices in x. x is finite and r <= d.
+    noise: Callable[[int], Tensor] | None = None,
+) -> list[Float32[Tensor, "_ _ _"]]:
+    """Orthonormal bases for the rows of each of the B matrices in each x [B, r, d]. x is finite and r <= d.
 
-    The result has r orthonormal rows of d elements with the same span as x; its first k rows span the same space
-    as the first k rows of x. The `share` of a row is the part of its length that the rows before it do not
-    explain. There are three methods, and a fourth that repeats other code:
+    A result has r orthonormal rows of d elements with the same span as x; its first k rows span the same space as
+    the first k rows of x. The `share` of a row is the part of its length that the rows before it do not explain.
+    There are three methods, and a fourth that repeats other code:
 
         qr             Householder reflections; orthonormal for any x
         gram_schmidt   x_i = x_i / |x_i|;  x_j -= (x_j . x_i) x_i for j > i      (modified, Vogels et al. 2019)
@@ -396,34 +349,19 @@ def orthonormalize(
     1 / sqrt(B), not 1, so a step sends only a part of what it should. The error feedback keeps the rest.
 
     A row that is zero, or has a share of at most epsilon, determines no direction and is replaced by a random row.
-    Without this, a gradient that was zero once (an unused layer) would never be compressed again, because its
-    factor would stay zero. The paper adds epsilon to the norm instead, so such a row stays zero.
+    Without this, as in the paper, which adds epsilon to the norm, a gradient that was zero once (an unused layer)
+    would never be compressed again, because its factor would stay zero.
 
     Args:
         way: One of WAYS.
         epsilon: Largest share of a row that determines no direction.
-        noise: Returns [B, r, d] fp32, the source of the random rows; it must be the same on all ranks. None:
-            random numbers from a fixed seed.
+        noise: Returns the source of the random rows of the b-th x, [B, r, d] fp32; it must be the same on all
+            ranks. None: random numbers from a fixed seed.
     """
-    return orthonormalize_each([x], way, epsilon, None if noise is None else lambda b: noise())[0]
-
-
-def orthonormalize_each(
-    xs: Sequence[Float32[Tensor, "_ _ _"]],
-    way: str,
-    epsilon: float,
-    noise: Callable[[int], Tensor] | None,
-) -> list[Float32[Tensor, "_ _ _"]]:
-    """Applies `orthonormalize` to each. noise: as there, of the b-th.
-
-    If all rows determine a direction, the host waits for a GPU only once.
-    """
-    bases, valid = [], []
-    for x in xs:
-        basis, is_valid = attempt(x, way, epsilon)
-        bases.append(basis)
-        valid.append(is_valid)
-    accepted = torch.stack(valid).tolist() if valid else []
+    tried = [attempt(x, way, epsilon) for x in xs]
+    bases = [basis for basis, _ in tried]
+    # if all rows determine a direction, the host waits for a GPU only once
+    accepted = torch.stack([valid for _, valid in tried]).tolist() if tried else []
     for b, accept in enumerate(accepted):
         if not accept:
             bases[b] = completed(xs[b], epsilon, None if noise is None else partial(noise, b))
@@ -434,10 +372,10 @@ def attempt(
     x: Float32[Tensor, "B r d"], way: str, epsilon: float
 ) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
     """Returns (basis, whether it is valid): not if rows determine no direction or rounding has spoilt it."""
-    if way == "authors" and x.shape[1] == 1:
-        whole = torch.linalg.vector_norm(x)
-        return x / whole.clamp(min=1e-16), whole.isfinite()
     if way == "authors":
+        if x.shape[1] == 1:
+            whole = torch.linalg.vector_norm(x)
+            return x / whole.clamp(min=1e-16), whole.isfinite()
         way = "qr"
     if way == "auto":
         way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
@@ -457,7 +395,10 @@ def completed(
     basis, share = qr(x)
     lost = ~(share > epsilon)
     if bool(lost.any()):
-        basis, _ = qr(replaced(x, lost, noise() if noise is not None else _noise_like(x)))
+        rows = noise() if noise is not None else _noise_like(x)
+        # the lost rows move behind the others, which keep their span
+        order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
+        basis, _ = qr(torch.where(lost[:, :, None], rows, x).gather(1, order))
     return basis
 
 
@@ -489,14 +430,6 @@ def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], 
     inverse = torch.linalg.solve_triangular(L, identity, upper=False)
     share = (L / gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]).diagonal(dim1=1, dim2=2)
     return inverse.bmm(wide).float(), torch.where(info[:, None] == 0, share, 0.0).float()
-
-
-def replaced(
-    x: Float32[Tensor, "B r d"], lost: Bool[Tensor, "B r"], noise: Float32[Tensor, "B r d"]
-) -> Float32[Tensor, "B r d"]:
-    """x with the lost rows moved behind the others, which keep their span, and replaced by noise."""
-    order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
-    return torch.where(lost[:, :, None], noise, x).gather(1, order)
 
 
 def _noise_like(x: Tensor) -> Tensor:

@@ -44,11 +44,8 @@ from dgc.compression.matrices import (
     Layout,
     Products,
     Regime,
-    append_,
     check_orthogonalization,
     orthonormalize,
-    orthonormalize_each,
-    square_norms,
 )
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, first_nonfinite_message
 from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
@@ -72,9 +69,7 @@ class SentProducts:
 
 @dataclass(eq=False, kw_only=True)
 class PowerSGDState(State):
-    """State of one bucket.
-
-    All but v and `deferred` is the same on every rank.
+    """State of one bucket. All but v and `deferred` is the same on every rank.
 
     Attributes:
         layout: Positions of the tensors in v.
@@ -85,7 +80,7 @@ class PowerSGDState(State):
         P, Q: [B, r, n] and [B, r, m], by batch.
         sums: [B, 2] by batch: the sum of the squared norms of the applied gradients since Accordion's last choice,
             and the number of steps.
-        half_steps: h. steps: without dropped ones.
+        half_steps: h. `steps` is without dropped ones.
         regime: Of Accordion.
         deferred: Not yet subtracted from v.
         keeps: Whether there is error feedback.
@@ -136,12 +131,8 @@ class PowerSGDState(State):
                 along, across = sent[b] if even else sent[b][::-1]
                 Y[b].baddbmm_(X[b].bmm(along.mT), across, alpha=-1)
 
-    def random(self, side: str) -> Factor:
-        """Random factors to begin a step with."""
-        return tuple(self.random_factor(batch, side, -1) for batch in self.layout.batches)
-
     def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
-        """Random factors of a batch for the k-th half step of this step, the same on all ranks."""
+        """Random factors for the k-th half step of this step, the same on all ranks. -1: to begin it with."""
         _, r, length = batch.factor_shape(side)
         keys = [f"{name} {side} {self.steps} {k}" for name in self.layout.names(batch)]
         return stack(self.layout, batch, side, [draw(self.seed, key, r, length) for key in keys])
@@ -149,9 +140,8 @@ class PowerSGDState(State):
     # --- state ------------------------------------------------------------------------------------
 
     def error(self) -> Float32[Tensor, "n"]:
-        """A copy of the error after the last step, in the order of the bucket.
-
-        It is bit for bit the value that `accumulate_` adds the gradients to. v is not changed.
+        """A copy of the error after the last step, to which `accumulate_` adds the gradients, in the order of the
+        bucket.
         """
         layout, v = self.layout, self.v.clone()
         if self.deferred is not None:
@@ -167,13 +157,8 @@ class PowerSGDState(State):
         return [self.error()] if self.keeps else []
 
     def saved(self, bucket: Bucket) -> Tables:
-        """The tables, for any division into buckets:
-
-        errors                 in the shape of the tensor
-        P, Q                   [n, r] and [m, r], with rows in the order of the shape
-        sums                   [2]
-        half_steps, steps      numbers
-        accordion              a regime
+        """errors in the shape of the tensor; P [n, r] and Q [m, r] with rows in the order of the shape; sums [2];
+        the numbers half_steps and steps; accordion: a regime.
         """
         tables: Tables = {"P": {}, "Q": {}, "sums": {}, "accordion": {}}
         layout = self.layout
@@ -219,13 +204,15 @@ class PowerSGDState(State):
             tuple(restored(layout, batch, side, tables[side], state.seed) for batch in layout.batches)
             for side in ("P", "Q")
         )
-        sums = tuple(
-            torch.stack([saved_sums(tables, name).to(error.device) for name in layout.names(batch)])
-            for batch in layout.batches
-        )
+        none, sums = torch.zeros(2, dtype=torch.float64), []
+        for batch in layout.batches:
+            pairs = {name: tables["sums"].get(name, none) for name in layout.names(batch)}
+            for name, pair in pairs.items():
+                check_tensor(f"sums of {name}", pair, (2,), torch.float64)
+            sums.append(torch.stack([pair.to(error.device) for pair in pairs.values()]))
         ratio = state.rule.floats_sent(layout) / max(1, layout.bucket.numel)
         envelope = envelope_of(layout.bucket, layout.bounds, ratio, state.settings)
-        return replace(state, layout=layout, envelope=envelope, v=v, P=P, Q=Q, sums=sums, deferred=None)
+        return replace(state, layout=layout, envelope=envelope, v=v, P=P, Q=Q, sums=tuple(sums), deferred=None)
 
     def chosen(self, epoch: int) -> "PowerSGDState":
         """The state with which an epoch begins: Accordion chooses ranks at the end of an interval."""
@@ -251,27 +238,20 @@ def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Flo
 def restored(
     layout: Layout, batch: Batch, side: str, saved: Mapping[str, Any], seed: int
 ) -> Float32[Tensor, "B r d"]:
-    """The factors of a batch from those of a checkpoint.
-
-    Raises:
-        ValueError: A factor is no matrix, has another length, or NaN.
-    """
+    """The factors of a batch from those of a checkpoint. Raises ValueError if a shape is wrong, or for NaN."""
     _, r, length = batch.factor_shape(side)
-    device, factors = layout.bucket.device, []
+    factors = []
     for name in layout.names(batch):
-        if name in saved:
-            check_tensor(f"{side} of {name}", saved[name])
-            if saved[name].dim() != 2:
-                raise ValueError(f"{side} of {name} has shape {tuple(saved[name].shape)}, not that of a matrix")
-        factors.append(resize(saved.get(name), r, length, seed, f"{name} {side}").to(device))
+        factor = torch.empty(length, 0, dtype=torch.float32) if name not in saved else saved[name]
+        check_tensor(f"{side} of {name}", factor)
+        if factor.dim() != 2 or factor.shape[0] != length:
+            raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not ({length}, rank)")
+        rows = factor[:, :r].T
+        if len(rows) < r:
+            rows = torch.cat([rows.cpu(), draw(seed, f"{name} {side}", r, length)[len(rows) :]])
+            (rows,) = orthonormalize([rows[None]])[0]
+        factors.append(rows.to(layout.bucket.device))
     return stack(layout, batch, side, factors)
-
-
-def saved_sums(tables: Tables, name: str) -> Float64[Tensor, "2"]:
-    """The sums of a tensor, zero if there are none."""
-    pair = tables["sums"].get(name, torch.zeros(2, dtype=torch.float64))
-    check_tensor(f"sums of {name}", pair, (2,), torch.float64)
-    return pair
 
 
 def draw(seed: int, key: str, r: int, length: int) -> Float32[Tensor, "r length"]:
@@ -280,16 +260,15 @@ def draw(seed: int, key: str, r: int, length: int) -> Float32[Tensor, "r length"
     return torch.randn(r, length, generator=generator, dtype=torch.float32)
 
 
-def resize(saved: Tensor | None, r: int, length: int, seed: int, key: str) -> Float32[Tensor, "r length"]:
-    """A factor of rank r from `saved` [length, old r] or None. Raises ValueError if it has another length."""
-    if saved is None:
-        return orthonormalize(draw(seed, key, r, length)[None])[0]
-    if saved.shape[0] != length:
-        raise ValueError(f"{key} has shape {tuple(saved.shape)}, not ({length}, rank)")
-    if saved.shape[1] >= r:
-        return saved[:, :r].T
-    rows = torch.cat([saved.T.cpu(), draw(seed, key, r, length)[saved.shape[1] :]])
-    return orthonormalize(rows[None])[0]
+def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
+    """Adds X^T Y to each product if even, else Y^T X."""
+    terms = list(zip(X, Y, strict=True) if even else zip(Y, X, strict=True))
+    if products:
+        terms = [
+            (torch.cat([U, U_new], 1), torch.cat([W, W_new], 1))
+            for (U, W), (U_new, W_new) in zip(products, terms, strict=True)
+        ]
+    products[:] = terms
 
 
 @dataclass(eq=False)
@@ -399,11 +378,6 @@ class PowerSGDCompressor(Compressor):
         numel = sum(bucket.numel for bucket, _ in states)
         return sum(self._rule.floats_sent(state.layout) for _, state in states) / numel if numel else 1.0
 
-    @property
-    def compress_ratio(self) -> float:
-        """1, the largest ratio of a bucket. That of a run depends on the shapes of its tensors."""
-        return 1.0
-
     def floats_per_step(self, bucket: Bucket) -> float:
         """Numbers sent by a rank per compressed step of a bucket, averaged over two steps."""
         return self._rule.floats_sent(self._rule.layout(bucket, self.start_compressing_after_num_steps, Regime()))
@@ -420,7 +394,8 @@ class PowerSGDCompressor(Compressor):
         P, Q = yield from (self._residual if residual else self._paper)(state, step)
         sums = state.sums
         if self._rule.accordion is not None:
-            sums = tuple(s + square_norms(U, W) for s, (U, W) in zip(sums, step.mean, strict=True))
+            squares = ((U.bmm(U.mT) * W.bmm(W.mT)).sum((1, 2), dtype=torch.float64) for U, W in step.mean)
+            sums = tuple(s + torch.stack([q, torch.ones_like(q)], 1) for s, q in zip(sums, squares, strict=True))
         h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
         R = 1
         for b, (U, W) in enumerate(step.mean):
@@ -438,7 +413,8 @@ class PowerSGDCompressor(Compressor):
             source, target = ("P", "Q") if even else ("Q", "P")
             X = factors[source]
             if k == 0 and not self.warm_start:
-                X = self._orthonormal(state, step, state.random(source), source)
+                X = tuple(state.random_factor(batch, source, -1) for batch in state.layout.batches)
+                X = self._orthonormal(state, step, X, source)
             elif state.half_steps + k == 0 and self.orthogonalization == "authors":
                 X = self._orthonormal(state, step, X, source)  # the first factors are of norm 1 each
             Y = yield from self._half_step(state, step, X, even, first=k == 0)
@@ -446,7 +422,9 @@ class PowerSGDCompressor(Compressor):
         return factors["P"], factors["Q"]
 
     def _paper(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
-        Q = state.Q if self.warm_start else state.random("Q")
+        Q = state.Q
+        if not self.warm_start:
+            Q = tuple(state.random_factor(batch, "Q", -1) for batch in state.layout.batches)
         P = yield from self._half_step(state, step, Q, even=False, first=True, subtract=False)
         if state.layout.batches:
             P = self._orthonormal(state, step, P, "P")
@@ -498,4 +476,4 @@ class PowerSGDCompressor(Compressor):
         def noise(b: int) -> Tensor:
             return state.random_factor(state.layout.batches[b], side, k)
 
-        return tuple(orthonormalize_each(Y, self.orthogonalization, self.epsilon, noise))
+        return tuple(orthonormalize(Y, self.orthogonalization, self.epsilon, noise))

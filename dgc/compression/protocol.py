@@ -128,7 +128,6 @@ class Compressor(ABC):
     @abstractmethod
     def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
         """Average a bucket in one step. The number of communication rounds is the same on every rank."""
-        ...
 
     def begin_epoch(self, epoch: int) -> None:
         """Called before the first step of each epoch, counted from 0, with the same number on every rank."""
@@ -183,15 +182,12 @@ class MomentumOwner(Protocol):
     @property
     def exchanges_momentum(self) -> bool:
         """Whether the next step takes momentum. Otherwise it takes gradients. The same on every rank."""
-        ...
 
     def momentum_of(self, parameters: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
         """The coefficient m and the momentum u of each parameter, for u = m u + (1 - m) g."""
-        ...
 
     def receive_momentum_of(self, parameters: Iterable[Tensor]) -> None:
         """Expect the mean of u in .grad of these parameters, in every step with `exchanges_momentum`."""
-        ...
 
 
 @runtime_checkable
@@ -200,7 +196,6 @@ class Preconditioner(MomentumOwner, Protocol):
 
     def preconditioner_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The factor of each element of the parameters, the same on every rank."""
-        ...
 
 
 @runtime_checkable
@@ -209,7 +204,6 @@ class ExchangesMomentum(Protocol):
 
     def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
         """Called once, before `plan`. parameters: those of this compressor, by name."""
-        ...
 
 
 # --- what is not finite ----------------------------------------------------------------------------

@@ -16,10 +16,7 @@ from dgc.state import State
 
 
 class SignCompressor(AllGatherCompressor):
-    """Base class of compressors that send the signs and one scale of each tensor.
-
-    Codes: 4 bytes of scale for each tensor of d elements, then its signs, 4 ceil(d/32) bytes.
-    """
+    """Base class. Codes: 4 bytes of scale for each tensor of d elements, then its signs, 4 ceil(d/32) bytes."""
 
     bits = 1
 
@@ -50,13 +47,10 @@ class SignSGDCompressor(SignCompressor):
         Signum    m = beta m + (1 - beta) g;  send sign(m)
 
     The stored state is e = beta v with v = g + e: v equals m / (1 - beta) and has the signs of m. The result is
-    -1, 0 (a tie) or 1 for every element. Learning rates must therefore be much smaller than for SGD: the papers
-    use 1e-4.
-
-    The scale of a tensor is 1, or 0 if all its elements are 0.
+    -1, 0 (a tie) or 1 for every element, so learning rates must be much smaller than for SGD: the papers use 1e-4.
 
     Differences from the papers: An element of 0 votes as a negative one. If the whole tensor is 0 on a rank, that
-    rank does not vote.
+    rank does not vote: its scale is 0, not 1.
 
     Args:
         momentum (float): beta of Signum, in [0, 1); 0 is signSGD, which keeps no state.
@@ -94,7 +88,7 @@ class ScaledSignCompressor(SignCompressor):
     is sent as a negative one.
 
     Args:
-        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
+        error_feedback (bool): as in the paper.
         seed (int): not used.
     """
 
@@ -118,7 +112,7 @@ class OneBitCompressor(AllGatherCompressor):
     ranks gather all codes, where the paper sums stripes and quantizes the sums again.
 
     Args:
-        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
+        error_feedback (bool): as in the paper.
     """
 
     bits = 1
@@ -127,10 +121,9 @@ class OneBitCompressor(AllGatherCompressor):
         super().__init__(error_feedback)
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
-        state = super().init(bucket, size, rank)
         edges = [s.offset + i * (s.numel // rows_of(s)) for s in bucket.segments for i in range(rows_of(s))]
         rows = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
-        return replace(state, constants={"rows": rows})
+        return replace(super().init(bucket, size, rank), constants={"rows": rows})
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(rows_of(s) * (8 + 4 * -(-(s.numel // rows_of(s)) // 32)) for s in bucket.segments)

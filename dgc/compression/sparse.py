@@ -28,6 +28,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
+import dgc.selection as selectors
+import dgc.wire as wire
 from dgc.arguments import NUMBER, WHOLE, require
 from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
@@ -38,33 +40,8 @@ from dgc.compression.sparse_sum import EXCHANGES
 from dgc.compression.uniform import make_fallback
 from dgc.kernels import PassInputs
 from dgc.memory import DGCSGDMemory, Memory, MomentumCorrection, NoMemory, ResidualMemory, SparseState
-from dgc.selection import (
-    Bisection,
-    Exact,
-    Exponential,
-    Gaussian,
-    Histogram,
-    Laplace,
-    MSTopk,
-    Predicted,
-    Radix,
-    Sampled,
-    Selector,
-    Trimmed,
-    plan_selection,
-)
-from dgc.wire import (
-    CastValues,
-    IndexFormat,
-    Int8Values,
-    PackedIndices,
-    PlainIndices,
-    RiceIndices,
-    SignValues,
-    SparseFormat,
-    TwoBitValues,
-    ValueFormat,
-)
+from dgc.selection import Selector, plan_selection
+from dgc.wire import CastValues, IndexFormat, PackedIndices, PlainIndices, RiceIndices, SparseFormat, ValueFormat
 from dgc.wire.envelope import sealed_bytes
 from dgc.wire.payload import PayloadPlan
 
@@ -242,15 +219,10 @@ class RatioWarmup:
     Differences from the original: Its default exponent is (e+1)/(W+1), which does not give the ratios in its
     documentation (0.25, 0.063, 0.015, 0.004, 0.001). The first formula above does.
 
-    Args:
-        ratio (float): final ratio D, a fraction.
-        warmup_epochs (int): number of warm-up epochs W; 0 or less for none.
-        warmup_coeff (float or sequence of float, optional): base of the decay, or one ratio for each warm-up
-            epoch.
+    W of 0 or less is none.
 
     Raises:
-        ValueError: if an argument has a wrong type or is out of range, or the list is shorter than
-            warmup_epochs.
+        ValueError: if an argument has a wrong type or is out of range, or the list is shorter than W.
     """
 
     ratio: float
@@ -293,12 +265,7 @@ class RatioWarmup:
 
 
 def checked_vector_ratio(vectors: str, vector_ratio: float | None, compress_ratio: float) -> float | None:
-    """Return the ratio of tensors of less than two dimensions as a fraction.
-
-    Raises:
-        ValueError: An argument is out of range, or `vector_ratio` is given for vectors that go dense, or is less
-            than `compress_ratio`.
-    """
+    """Return the ratio of tensors of less than two dimensions as a fraction. Raises ValueError if it is wrong."""
     if vectors not in ("dense", "sparse"):
         raise ValueError(f"vectors must be 'dense' or 'sparse', not {vectors!r}")
     if vector_ratio is None:
@@ -316,25 +283,25 @@ def checked_vector_ratio(vectors: str, vector_ratio: float | None, compress_rati
 
 MEMORIES: dict[str, Callable[[], Memory]] = {"dgc": DGCSGDMemory, "residual": ResidualMemory, "none": NoMemory}
 SELECTORS: dict[str, Callable[[], Selector]] = {
-    "predicted": Predicted,
-    "exact": Exact,
-    "histogram": Histogram,
-    "radix": Radix,
-    "sampled": Sampled,
-    "laplace": Laplace,
-    "exponential": Exponential,
-    "gaussian": Gaussian,
-    "trimmed": Trimmed,
-    "bisection": Bisection,
-    "mstopk": MSTopk,
+    "predicted": selectors.Predicted,
+    "exact": selectors.Exact,
+    "histogram": selectors.Histogram,
+    "radix": selectors.Radix,
+    "sampled": selectors.Sampled,
+    "laplace": selectors.Laplace,
+    "exponential": selectors.Exponential,
+    "gaussian": selectors.Gaussian,
+    "trimmed": selectors.Trimmed,
+    "bisection": selectors.Bisection,
+    "mstopk": selectors.MSTopk,
 }
 VALUES: dict[str, Callable[[], ValueFormat]] = {
     "fp32": partial(CastValues, "fp32"),
     "fp16": partial(CastValues, "fp16"),
     "bf16": partial(CastValues, "bf16"),
-    "int8": Int8Values,
-    "sign": SignValues,
-    "2bit": TwoBitValues,
+    "int8": wire.Int8Values,
+    "sign": wire.SignValues,
+    "2bit": wire.TwoBitValues,
 }
 INDICES: dict[str, Callable[[], IndexFormat]] = {
     "int64": partial(PlainIndices, "int64"),
@@ -350,16 +317,8 @@ def named(
 ) -> P:
     """Return the part that is given, or make the one of that name, with its defaults.
 
-    Args:
-        what: Name of the argument.
-        given: A part, or a name. None: the default.
-        choices: What makes the part of each name.
-        kind: The interface of the parts.
-        home: Where their classes are, for the error.
-        default: A name.
-
-    Raises:
-        ValueError: It is neither.
+    what: name of the argument. kind: interface of the parts, whose classes are in `home`. Raises ValueError if it
+    is neither.
     """
     given = default if given is None else given
     if isinstance(given, str) and given in choices:

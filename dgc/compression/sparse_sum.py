@@ -2,13 +2,12 @@
 
     result = 1/N * sum over the N ranks, in rank order, or the largest elements of that sum
 
-The result is the same on every rank, bit for bit. Nothing is lost: each rank removes from its error state only
-what it has sent of the elements of the result, and of a part of the sum that no rank receives, one rank keeps all:
+Nothing is lost: each rank removes from its error state only what it has sent of the elements of the result, and of
+a part of the sum that no rank receives, one rank keeps all:
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
 
-Below, k is the number of elements that each rank has selected, and b = SparseFormat.nbytes(k) the bytes of their
-payload. Headers carry each rank's first tensor with NaN or inf, so that every rank learns all.
+k: number of elements that each rank has selected. b = SparseFormat.nbytes(k): bytes of their payload.
 """
 
 from abc import ABC, abstractmethod
@@ -39,12 +38,8 @@ from dgc.wire.payload import PayloadPlan
 
 
 class Exchanged(NamedTuple):
-    """The end of an exchange.
-
-    Attributes:
-        result: The mean.
-        sent: What of this rank's elements is in it, with the values that the other ranks have received.
-        returned: Parts of the ranks' sum that no rank has received, and this one keeps.
+    """The mean, what of this rank's elements is in it, with the values that the other ranks have received, and
+    parts of the ranks' sum that no rank has received, and this one keeps.
     """
 
     result: Result
@@ -75,20 +70,15 @@ class SparseExchange(ABC):
     @abstractmethod
     def wire_bytes(payload: PayloadPlan, size: int) -> float:
         """Bytes that a rank sends, by the meter's formulas; where ranks send different numbers, the largest."""
-        ...
 
     @abstractmethod
     def mean(
         self, bucket: Bucket, elements: SparseVector, first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[Exchanged]:
-        """Exchange what this rank has selected.
+        """Exchange what this rank has selected: elements with the capacity of the payload.
 
-        Args:
-            bucket: The bucket.
-            elements: The selection, with the capacity of the payload.
-            first_nonfinite: Index of the gradient's first non-finite element; n if there is none.
+        first_nonfinite: index of the gradient's first non-finite element; n if there is none.
         """
-        ...
 
     @cached_property
     def envelope(self) -> Envelope:
@@ -214,24 +204,18 @@ class Regions:
 
         r = (i // B) mod N      at the place      p = (i // (B N)) B + i mod B
 
-    B is a prime number that divides the dimensions of few layers. If B N divided the length of a tensor's rows, a
-    region would hold the same columns of every row, and columns differ in their magnitudes. B is small, because
-    large elements are close together: of 149 elements selected from 14,664 on 16 ranks, 21 % find their region's
-    payload full with B = 61 and 5 % with B = 13. The map keeps the order of elements within a region.
+    B is a prime number that divides the dimensions of few layers: if B N divided the length of a tensor's rows, a
+    region would hold the same columns of every row. B is small, because large elements are close together: of 149
+    elements selected from 14,664 on 16 ranks, 21 % find their region's payload full with B = 61 and 5 % with B =
+    13. The map keeps the order of elements within a region.
 
-    Attributes:
-        size: Number of regions.
-        numel: Number of elements of the largest region, the first.
-        bounds: For each region, the bounds of the tensors within it.
+    numel: number of elements of the largest region, the first. bounds: for each region, those of the tensors in
+    it.
     """
 
     size: int
     numel: int
     bounds: Int64[Tensor, "regions bounds"]
-
-    def budgets(self, capacity: int) -> list[Budget]:
-        """The budget of a payload of each region. Every tensor may fill the whole payload."""
-        return [Budget(bounds, bounds.diff(), capacity) for bounds in self.bounds]
 
     def index_of(self, place: Int64[Tensor, "..."], region: Int64[Tensor, "..."] | int) -> Int64[Tensor, "..."]:
         """The index within the bucket."""
@@ -298,9 +282,7 @@ def divide_into_regions(bounds: Int64[Tensor, "bounds"], numel: int, size: int) 
 class ReduceScatterExchange(SparseExchange):
     """Each rank sums what all ranks have selected in its region of the bucket, and selects again.
 
-    After Ok-Topk (Li and Hoefler 2022, arXiv 2201.07598). The bytes per rank do not grow with the number of ranks.
-
-    Each rank owns one region of the bucket (`Regions`). With x_r the k elements that rank r has selected:
+    After Ok-Topk (Li and Hoefler 2022, arXiv 2201.07598). With x_r the k elements that rank r has selected:
 
         round 1    rank r sends the part of x_r in each region to the region's owner           all-to-all
                    the owner adds:                s = sum over r of x_r, in rank order
@@ -311,11 +293,10 @@ class ReduceScatterExchange(SparseExchange):
     Elements that are not in the result wait in the error states, whether they did not fit into a payload of round
     1 or were not selected again. The owner keeps what the format rounds in round 2, s_i - t_i, as the whole sum.
 
-    Capacity of round 1. Blocks are dealt to regions without regard to the data, so each selected element falls
-    into a region with probability 1/N. The number in one region has the mean m = k/N and the standard deviation d
-    = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d elements, and then holds all of them with a probability
-    of 0.84 (normal approximation). On average the smallest 0.083 d elements per region wait for another step: 1.7
-    % of m = 25, less of larger m.
+    Capacity of round 1. Each selected element falls into a region with probability 1/N. The number in one region
+    has the mean m = k/N and the standard deviation d = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d
+    elements, and then holds all of them with a probability of 0.84. On average the smallest 0.083 d elements per
+    region wait for another step: 1.7 % of m = 25, less of larger m.
 
     Capacity of round 2. The N ranks together select up to N k different elements. Those that the result does not
     have wait on all ranks that selected them. With m elements per region they wait long, and a short training is
@@ -328,11 +309,9 @@ class ReduceScatterExchange(SparseExchange):
 
         (N-1) (8 (m + d) + 8 c_2 + 48)        at most 24 k, where 1.5 m do not cost more
 
-    int8 and sign values have 4 bytes more per payload for each tensor of the bucket.
-
-    Differences from the paper: Thresholds are not reused from earlier steps: both selections are exact in every
-    step, and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The result has
-    up to 2 k elements; in the paper it has about k.
+    Differences from the paper: Both selections are exact in every step, without thresholds of earlier steps, and
+    payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The result has up to 2 k
+    elements; in the paper it has about k.
     """
 
     @staticmethod
@@ -348,12 +327,13 @@ class ReduceScatterExchange(SparseExchange):
     @cached_property
     def payloads(self) -> tuple[list[PayloadPlan], PayloadPlan, list[Tensor]]:
         """The payloads to the owner of each region in round 1, that of round 2, and the bounds of each region."""
-        send, keep = capacities(self.payload.budget.capacity, self.payload.numel, self.size)
+        regions, bounds = self.regions, list(self.regions.bounds)
         to, kept = (
-            [self.part(budget, self.regions.numel) for budget in self.regions.budgets(capacity)]
-            for capacity in (send, keep)
+            # every tensor may fill the whole payload
+            [self.part(Budget(own, own.diff(), capacity), regions.numel) for own in bounds]
+            for capacity in capacities(self.payload.budget.capacity, self.payload.numel, self.size)
         )
-        return to, kept[self.rank], [part.budget.bounds for part in kept]
+        return to, kept[self.rank], bounds
 
     def mean(
         self, bucket: Bucket, elements: SparseVector, first_nonfinite: Int64[Tensor, ""]
@@ -381,10 +361,7 @@ class ReduceScatterExchange(SparseExchange):
 
 
 def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
-    """c_1 and c_2 for k of `numel` elements on `size` ranks.
-
-    In whole numbers, because all ranks must compute the same.
-    """
+    """c_1 and c_2 for k of `numel` elements. In whole numbers, because all ranks must compute the same."""
     region = largest_region(numel, size)
     send = min(region, -(-(k + isqrt(k * (size - 1))) // size))
     within_six_words = 3 * k // max(1, size - 1) - send - 6
@@ -398,8 +375,8 @@ def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
 class GTopKExchange(SparseExchange):
     """Pairs of ranks add and select again what their groups have selected, for any number of ranks.
 
-    gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling, with messages from rank to rank. With x the k
-    elements that a rank has selected, and P the largest power of two up to the number of ranks N:
+    gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling. With x the k elements that a rank has
+    selected, and P the largest power of two up to the number of ranks N:
 
         first            rank P + p sends its x to rank p:               x_p = top_2k(x_p + x_{P+p})
         j = 0, 1, ..     ranks r and r xor 2**j exchange their x:        x = top_2k(x of one + x of the other)
@@ -411,21 +388,18 @@ class GTopKExchange(SparseExchange):
 
     Of an element of the result, a part of the sum may have been dropped by another group, or rounded by the
     format. All ranks of that group see this part. One of them keeps it: for element i the member number (i // B)
-    mod (size of the group), with B of `Regions`, so that each keeps its share.
+    mod (size of the group), with B of `Regions`.
 
-    Before the first round an all-gather of headers brings each rank's flag, and its settings, to every rank.
-
-    Bytes of a rank: 24 (N-1) for the header, and for its messages b for x as selected, and
+    Bytes of a rank: 24 (N-1) for an all-gather of headers before the first round, and for its messages, with
     b_2 = SparseFormat.nbytes(2 k) for a sum:
 
         p < N - P         b_2 (log2 P + 1)
         N - P <= p < P    b + b_2 (log2 P - 1), or nothing for P = 1
         p >= P            b
 
-    Differences from the paper: The paper keeps k elements of each sum. Of the up to N k different ones that the
-    ranks select, more then wait, and a short training is less accurate. The paper reduces along a tree to one rank
-    and broadcasts, 2 b log2 P bytes, and needs a power of two. There the parts that are dropped of elements of the
-    result are lost.
+    Differences from the paper: The paper keeps k elements of each sum: more elements then wait, and a short
+    training is less accurate. It reduces along a tree to one rank and broadcasts, 2 b log2 P bytes, and needs a
+    power of two. There the parts that are dropped of elements of the result are lost.
     """
 
     point_to_point = True
@@ -480,14 +454,8 @@ class GTopKExchange(SparseExchange):
 
 
 class _Held:
-    """What a rank holds between rounds.
-
-    The ranks of a group have the same x. `members` is the size of a group, a power of two.
-
-    Attributes:
-        own: What this rank has selected, as the other ranks receive it.
-        x: The elements that it holds.
-        kept: Parts of sums that it keeps.
+    """What a rank holds between rounds: the elements x, which all ranks of its group hold, and parts of sums that
+    it keeps. own: what it has selected, as the other ranks receive it. members: size of a group, a power of two.
     """
 
     def __init__(self, exchange: GTopKExchange, elements: SparseVector, first_nonfinite: Int64[Tensor, ""]):

@@ -1,8 +1,7 @@
 """Low-rank gradients by singular value decomposition: the best approximation, and an unbiased one.
 
-The matrix M [n, m] of a tensor is shape[0] x rest, with M = sum of s_i a_i b_i^T. All ranks gather the factors of
-each rank. Payload of a bucket in bytes: 4 r (n + m) for each matrix (s_i is part of a_i or b_i), 16 in all,
-rounded up to 8.
+The matrix M [n, m] of a tensor is shape[0] x rest, with M = sum of s_i a_i b_i^T. Codes: 4 r (n + m) bytes for
+each matrix; s_i is part of a_i or b_i.
 """
 
 from collections.abc import Sequence
@@ -26,23 +25,20 @@ class SVDCompressor(AllGatherCompressor):
 
     Args:
         rank (int): r, limited to min(n, m) for each matrix.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+        error_feedback (bool): as `ErrorFeedbackCompressor`.
         seed (int): seed of random choices, which only `AtomoCompressor` makes.
 
     Raises:
         ValueError: if rank is less than 1.
     """
 
+    bits = 32  # the most for a tensor; that of a run depends on the shapes of its tensors
+
     def __init__(self, rank: int = 2, error_feedback: bool = True, seed: int = 0):
         if rank < 1:
             raise ValueError(f"rank must be at least 1, not {rank}")
         super().__init__(error_feedback, seed)
         self.rank_limit = rank
-
-    @property
-    def compress_ratio(self) -> float:
-        """1, the largest ratio of a tensor. That of a run depends on the shapes of its tensors."""
-        return 1.0
 
     def ratio_of(self, states: Sequence[tuple[Bucket, State]]) -> float:
         elements = sum(bucket.numel for bucket, _ in states)
@@ -83,16 +79,13 @@ class SVDCompressor(AllGatherCompressor):
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
         mean.zero_()
         for own in codes:
-            self._add_(own, bucket, mean)
+            factors, at = own.clone().view(torch.float32), 0
+            for s in bucket.segments:
+                n, m, r = self.sizes(s)
+                a, b = factors[at : at + (n + m) * r].view(n + m, r).split([n, m])
+                s.of(mean).add_((a @ b.T).view(s.shape))
+                at += (n + m) * r
         mean.div_(state.size)
-
-    def _add_(self, codes: Codes, bucket: Bucket, total: Float32[Tensor, "n"]) -> None:
-        factors, at = codes.clone().view(torch.float32), 0
-        for s in bucket.segments:
-            n, m, r = self.sizes(s)
-            a, b = factors[at : at + n * r].view(n, r), factors[at + n * r : at + (n + m) * r].view(m, r)
-            s.of(total).add_((a @ b.T).view(s.shape))
-            at += (n + m) * r
 
 
 @checked
@@ -105,12 +98,7 @@ class AtomoCompressor(SVDCompressor):
     Differences from the paper: Exactly r are chosen, one in each unit of the running sum of p_i (systematic
     sampling). The paper repeats independent draws until r are chosen, which is no longer unbiased.
 
-    Args:
-        rank (int): number of singular vectors sent, r.
-        seed (int): seed of the choice.
-
-    Raises:
-        ValueError: if rank is less than 1.
+    Args, Raises: As `SVDCompressor`.
     """
 
     def __init__(self, rank: int = 2, seed: int = 0):
@@ -129,10 +117,9 @@ class AtomoCompressor(SVDCompressor):
 
 
 def left_singular(M: Float32[Tensor, "n m"]) -> tuple[Tensor, Tensor]:
-    """Returns (vectors in columns, values) of M in fp64, largest value first.
+    """Returns (vectors in columns, values) of M, or of M^T if that is wider, in fp64, largest value first.
 
-    They are eigenvectors of M M^T, which takes a fraction of the time of a decomposition. If M has fewer columns
-    than rows, they are those of M^T.
+    They are eigenvectors of M M^T, which takes a fraction of the time of a decomposition.
     """
     wide = (M if M.shape[0] <= M.shape[1] else M.T).double()
     squares, vectors = torch.linalg.eigh(wide @ wide.T)

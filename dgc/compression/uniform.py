@@ -63,7 +63,6 @@ class UniformCompressor(AllGatherCompressor):
     @abstractmethod
     def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
         """The scale of each block. Larger magnitudes are clipped to it."""
-        ...
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
         edges: list[int] = []

@@ -277,7 +277,7 @@ def test_state_of_another_model_is_refused() -> None:
     state = fleet.states[0].state_dict()
     for side, length in (("P", 30), ("Q", 40)):
         damaged = {**state, side: {"p0": state[side]["p0"].reshape(1, -1)}}
-        with pytest.raises(ValueError, match=rf"p0 {side} has shape \(1, \d+\), not \({length}, rank\)"):
+        with pytest.raises(ValueError, match=rf"{side} of p0 has shape \(1, \d+\), not \({length}, rank\)"):
             fleet_of([(30, 40)]).states[0].load_state_dict(damaged)
 
 
