@@ -80,10 +80,7 @@ class Bucket:
         return self._flat
 
     def probe(self) -> Tensor:
-        """A number that is not finite if `flat` has NaN or inf. On a GPU, the host does not wait for it.
-
-        It may also be inf for very large finite elements.
-        """
+        """A number, inf or NaN if `flat` has NaN, inf or very large elements. The host does not wait for it."""
         flat = self.flat.detach()
         return flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32))
 
@@ -151,10 +148,7 @@ def check_real(name: str, dtype: torch.dtype) -> None:
 
 
 def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
-    """Return adjacent segments, each with its tensor's shape and strides.
-
-    A tensor that does not fill one block of memory, such as an expanded one, gets contiguous strides.
-    """
+    """Return adjacent segments, each with its tensor's shape, and its strides if it fills one block of memory."""
     segments, offset = [], 0
     for name, tensor in named_tensors:
         segments.append(Segment(name, offset, tensor.numel(), tuple(tensor.shape), _stride_in_bucket(tensor)))

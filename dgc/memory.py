@@ -35,10 +35,7 @@ class Clipping(Protocol):
         """Clip this rank's gradient in `bucket.flat` in place, before it enters the error state."""
 
     def clip_mean(self, bucket: Bucket) -> None:
-        """Clip the mean of tensors that were sent dense, in `bucket.flat`, in place and without a message.
-
-        The mean is the same on every rank. The result must also be.
-        """
+        """Clip the mean of tensors that were sent dense, in place, without a message and alike on every rank."""
 
 
 @dataclass
@@ -151,9 +148,9 @@ class Memory(ABC):
 
     @abstractmethod
     def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
-        """Return the pass that removes the previous step's sent elements from the state and adds the gradient.
+        """Return the pass that removes what the previous step sent and adds the gradient, to be performed once.
 
-        After the pass, `v` [n] fp32 holds all that is to be sent. The caller performs the pass exactly once.
+        After the pass, `v` [n] fp32 holds all that is to be sent.
         """
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor]:
@@ -179,17 +176,16 @@ class DGCSGDMemory(Memory):
         returned   v_i = v_i + value where an exchange gives back a part of the ranks' sum; u_i stays
         dropped    v_i and u_i keep their values from before sending; the gradient stays in them
 
-    Differences from the paper: the rounding error of the payload stays in v. If all of v is sent (ratio 1, or a
-    payload that would cost more than dense), no element is stale and u is not masked. The step is then ordinary
-    momentum.
+    Differences from the paper: the rounding error of the payload stays in v. If all of v is sent, no element is
+    stale and u is not masked: the step is ordinary momentum.
 
     Args:
         momentum: Momentum coefficient in [0, 1). None: that of the optimizer, which any other must equal.
         nesterov: Use Nesterov momentum. None: as the optimizer does, or False if `momentum` is given.
         gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
-            tensor's local gradient is clipped before momentum, in dense warm-up steps as well. Tensors that the
-            compressor's fallback sends dense (usually vectors) are clipped after averaging, with the same limit.
-            Tensors that a Route assigns to another compressor are not clipped here.
+            tensor's local gradient is clipped before momentum. Tensors that the compressor's fallback sends dense
+            (usually vectors) are clipped after averaging. Those that a Route assigns to another compressor are
+            not.
         momentum_masking: Set the momentum of sent elements to zero.
 
     Raises:
@@ -244,11 +240,10 @@ class ResidualMemory(Memory):
         v = decay v + g;  what is sent is subtracted from v
 
     With decay = 1 this is Mem-SGD (Stich et al. 2018, arXiv 1809.07599), below 1 the memory of SparseLoCo (Sarfi
-    et al. 2025, arXiv 2508.15706).
+    et al. 2025, arXiv 2508.15706), which forgets after about 1 / (1 - decay) steps.
 
     Args:
-        decay: Factor of the unsent rest in each step, in (0, 1]. Below 1 the rest is forgotten after about
-            1 / (1 - decay) steps, as in SparseLoCo (0.95).
+        decay: Factor of the unsent rest in each step, in (0, 1]. SparseLoCo has 0.95.
 
     Raises:
         ValueError: `decay` is out of range.

@@ -99,7 +99,6 @@ EDGES: dict[str, tuple[str, ...]] = {
     "dgc.compression.random_k": (
         "dgc.bucket",
         "dgc.arguments",
-        "dgc.comm",
         "dgc.wire",
         "dgc.selection",
         "dgc.state",

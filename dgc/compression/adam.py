@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -19,7 +19,7 @@ from dgc.comm.requests import Conversation
 from dgc.compression.dense import for_gradients
 from dgc.compression.dgc import DGCCompressor
 from dgc.compression.double_squeeze import DoubleSqueezeCompressor, ServerState
-from dgc.compression.protocol import MomentumOwner, Preconditioner, Reduced, StatelessCompressor
+from dgc.compression.protocol import MomentumOwner, Position, Preconditioner, Reduced, StatelessCompressor, Vector
 from dgc.compression.sparse import SparseState
 from dgc.memory import DGCSGDMemory, MomentumCorrection
 from dgc.state import zeros
@@ -56,8 +56,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
             own dtype, `FP16Compressor()` in half the bytes.
 
     Raises:
-        ValueError: if `gradients` is a compressor with state, or by `DistributedOptimizer`, if the optimizer is
-            not a OneBitAdam.
+        ValueError: if `gradients` keeps a state, or by `DistributedOptimizer` if its optimizer is no OneBitAdam.
 
     Example:
         >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
@@ -104,7 +103,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         new: MomentumState = reduced.state  # type: ignore[assignment]
         return Reduced(reduced.result, replace(new, delivered=delivered), replace(state.next(), delivered=None))
 
-    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Vector, Position]:
         """v = beta1 m + (1 - beta1) g + e, in a new tensor."""
         assert self._owner is not None
         v = zeros(bucket)
@@ -151,22 +150,19 @@ class DGCAdamCompressor(DGCCompressor):
     Adam divides by the root of its second moment. Of an element that is sent once in 1/p steps, in one large sum,
     this root is about sqrt(p) times that sum: error feedback before Adam therefore moves it 1/sqrt(p) times as far
     as one gradient would, in place of 1/p times. With p = 1 % steps are ten times too short. Here the division
-    comes before compression, by a second moment that no longer changes, so that all that follows is linear in the
-    gradient, and what is sent late is not sent smaller.
+    comes before compression, by a second moment that no longer changes: what is sent late is not sent smaller.
 
-    Sources: DGC is Lin et al. 2018 (arXiv 1712.01887), sections 3.1 to 3.3. The constant second moment after a
-    dense warm-up is that of 1-bit Adam (arXiv 2102.02888, Algorithm 1). To combine them is this project's.
-    Differences from DGC's paper: momentum is not masked where an element is sent. The warm-up is dense.
-
-    From step `freeze_step` on, .grad is a mean of updates and no longer the gradient: do not clip it.
+    DGC is Lin et al. 2018 (arXiv 1712.01887), sections 3.1 to 3.3, here with a dense warm-up and without masking.
+    The constant second moment is that of 1-bit Adam (arXiv 2102.02888, Algorithm 1). To combine them is this
+    project's. From step `freeze_step` on, .grad is a mean of updates and no longer the gradient: do not clip it.
 
     Args:
-        gradients (StatelessCompressor, optional): As `OneBitAdamCompressor`.
-        compress_ratio, options: As `DGCCompressor`, without `memory`.
+        gradients (StatelessCompressor, optional): as `OneBitAdamCompressor`.
+        compress_ratio, options: as `DGCCompressor`, without `memory`.
 
     Raises:
-        ValueError: if an argument has a wrong type or is out of range; by `DistributedOptimizer`, if the optimizer
-            is not a DGCAdam, or its groups differ in beta1.
+        ValueError: if an argument is wrong; by `DistributedOptimizer`, if the optimizer is not a DGCAdam, or its
+            groups differ in beta1.
 
     Example:
         >>> optimizer = DGCAdam(model.parameters(), lr=1e-3, freeze_step=1000)

@@ -13,9 +13,8 @@ There are M = ceil(n / chunk_size) chunks of C = ceil(n / M) elements. The last 
 k = ceil(D M) for the ratio D, so at least one. Chunks cross the bounds of tensors, as in the paper's memory pool.
 
 Payload of a bucket in bytes: 24 for a header, 4 M for the sums, and b k C for the chunks, with b = 2 (fp16) or 4
-(fp32). If 4 M + b k C >= b n, or D = 1: all of v, b n, and the header. On the wire, N ranks make that 24 (N-1) for
-the header, and 2 (N-1)/N of the rest. For fp16, magnitudes are limited to 65504 / (2 N), so that a sum stays in
-range. What the limit and the rounding take stays in the memory. A sum that overflows nevertheless is reported.
+(fp32). If 4 M + b k C >= b n, or D = 1: all of v, b n, and the header. For fp16, magnitudes are limited to
+65504 / (2 N), so that a sum stays in range. What the limit and the rounding take stays in the memory.
 
 Differences from the paper: The sums choose the chunks of the same step, in a round of its own. The paper uses the
 sums of the step before, so that no rank waits for them. They are then out of date, and state to be saved and

@@ -9,8 +9,7 @@ On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
     result = 1/N * sum over ranks                  the optimizer's step adds no momentum of its own
 
 Differences from the paper and the original code: The momentum of dense steps is also corrected locally, which by
-linearity equals ordinary momentum. Values are clamped to the payload's number range, and rounding errors stay in
-v. Sums are taken in rank order, so that replicas stay equal bit for bit.
+linearity equals ordinary momentum. Rounding errors of the payload stay in v. Sums are taken in rank order.
 """
 
 import warnings
@@ -24,8 +23,8 @@ from dgc.wire import IndexFormat, ValueFormat
 
 
 class DGCCompressor(SparseCompressor):
-    """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887, Algorithm 1): `SparseCompressor` with the
-    original code's keywords.
+    """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): `SparseCompressor` with the original's
+    keywords.
 
     Args:
         sample_ratio (float, optional), strided_sample, compress_upper_bound, compress_lower_bound,

@@ -10,16 +10,14 @@ The elements of a bucket are divided into N chunks. Rank r of N is a worker and 
 C[x] = |x|_2 / sqrt(d) sign(x) for each piece of x, with d elements. A piece is the part of one tensor that lies in
 one chunk. It is sent as 4 bytes of scale and 4 ceil(d/32) bytes of signs.
 
-Payload of a bucket in bytes: (N + 1) (24 + B), where B is the size of the largest chunk's C[x], rounded up to 8.
-It hardly depends on N: a rank sends about 1 bit per element to the servers and 1/N bit per element from its own.
+Payload of a bucket in bytes: (N + 1) (24 + B), where B is the size of the largest chunk's C[x], rounded up to 8: a
+rank sends about 1 bit per element to the servers and 1/N bit per element from its own.
 
-The mean over the ranks of gradient and error state, e_i and d_r, is preserved. If a checkpoint is loaded on
-another number of ranks or with other buckets, elements of d that do not belong to the rank's new chunk become part
-of e.
+If a checkpoint is loaded on another number of ranks or with other buckets, elements of d that do not belong to the
+rank's new chunk become part of e.
 
 Differences from the paper: the servers compress the sum and not the mean, which changes d_r by a factor of N. Each
-piece has its own scale, because tensors differ in magnitude. There is no separate server. An element of 0 is sent
-as a negative one.
+piece has its own scale. There is no separate server. An element of 0 is sent as a negative one.
 """
 
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.error_feedback import Codes, join, split
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, first_nonfinite_message
+from dgc.compression.protocol import Compressor, DenseResult, Position, Reduced, Vector, first_nonfinite_message
 from dgc.state import State, Tables, flat_from, parts_of, zeros
 from dgc.wire.envelope import envelope_of
 
@@ -47,13 +45,9 @@ WORD = 32  # elements; the signs of a piece fill whole words
 class _Chunks:
     """The chunks of a bucket.
 
-    Attributes:
-        edges: First element of each chunk, and n.
-        bounds: First element of each piece, and n.
-        own: Those of this rank's chunk, from its beginning.
-        pieces: First piece of each chunk, and their number.
-        bytes: First byte of each chunk's signs, and their total.
-        nbytes: Size of a chunk's codes.
+    edges: first element of each chunk, and n. bounds: first element of each piece, and n. own: those of this
+    rank's chunk, from its beginning. pieces: first piece of each chunk, and their number. bytes: first byte of
+    each chunk's signs, and their total. nbytes: size of a chunk's codes.
     """
 
     edges: list[int]
@@ -100,10 +94,7 @@ def divide_into_chunks(bucket: Bucket, size: int, rank: int) -> _Chunks:
 
 @dataclass(eq=False, kw_only=True)
 class ServerState(State):
-    """The errors of a rank as a worker and as the server of its chunk.
-
-    served: d_r [chunk]. A checkpoint has it in whole tensors, with zeros in the chunks of other ranks.
-    """
+    """served: d_r [chunk]. A checkpoint has it in whole tensors, with zeros in the chunks of other ranks."""
 
     chunks: _Chunks
     served: Float32[Tensor, "chunk"]
@@ -126,7 +117,7 @@ class ServerState(State):
         state.errors["errors"].add_(served)
         return replace(state, served=own)
 
-    def _everywhere(self, bucket: Bucket) -> Float32[Tensor, "n"]:
+    def _everywhere(self, bucket: Bucket) -> Vector:
         """d, with zeros in the chunks of other ranks."""
         whole = zeros(bucket)
         whole[self.own] = self.served
@@ -157,7 +148,7 @@ class DoubleSqueezeCompressor(Compressor):
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Vector, Position]:
         """As `ErrorFeedbackCompressor.accumulate`."""
         v = state.errors["errors"]
         return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
@@ -192,9 +183,7 @@ def _serve(state: ServerState, parts: Sequence[Codes]) -> tuple[UInt8[Tensor, "n
     return chunks.join(scales, signs), rest
 
 
-def squeeze(
-    x: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]
-) -> tuple[Float32[Tensor, "pieces"], Codes, Float32[Tensor, "n"]]:
+def squeeze(x: Vector, bounds: Int64[Tensor, "bounds"]) -> tuple[Float32[Tensor, "pieces"], Codes, Vector]:
     """Return (scales, signs, x - C[x]). No piece is empty."""
     squares = kernels.of(x).selection.moments(x, bounds).squares
     scales = (squares / bounds.diff()).sqrt().float()

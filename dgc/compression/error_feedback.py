@@ -6,7 +6,7 @@ from typing import TypeAlias
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32, Int64, UInt8
+from jaxtyping import Float32, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -14,7 +14,7 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, first_nonfinite_message
+from dgc.compression.protocol import Compressor, DenseResult, Position, Reduced, Vector, first_nonfinite_message
 from dgc.state import State, zeros
 from dgc.wire.envelope import Envelope, envelope_of
 
@@ -46,20 +46,16 @@ class ErrorFeedbackCompressor(Compressor):
     def compress_ratio(self) -> float: ...
 
     @abstractmethod
-    def exchange(
-        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Mean:
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         """Returns (mean [n] fp32, residual [n] fp32, for each rank its first non-finite tensor, from 1, or 0).
 
         v must not change, and the residual must be a separate tensor. The mean may be `place_of_mean(bucket)`.
-        first_nonfinite: index of the first element of the gradient that was NaN or TOO_LARGE, or n if there is
-        none.
         """
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
         return State(size, rank, errors={"errors": zeros(bucket)} if self.error_feedback else {})
 
-    def accumulate(self, bucket: Bucket, state: State) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+    def accumulate(self, bucket: Bucket, state: State) -> tuple[Vector, Position]:
         """Returns v, and the first_nonfinite of `exchange`. With error feedback v is the residual, in place."""
         v = state.errors["errors"] if self.error_feedback else zeros(bucket)
         return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
@@ -86,9 +82,7 @@ class ErrorFeedbackCompressor(Compressor):
 class AllGatherCompressor(ErrorFeedbackCompressor):
     """Base class of compressors with one code per element. All ranks gather all codes, and sum them in rank order.
 
-    Payload of a bucket in bytes: 24 + `nbytes`, rounded up to 8.
-
-    bits: bits per code. The nominal ratio is bits / 32 unless a subclass overrides it.
+    Payload of a bucket in bytes: 24 + those of the codes, rounded up to 8. The nominal ratio is bits / 32.
     """
 
     bits: float
@@ -102,16 +96,14 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
         """Bytes of the codes, the same on every rank and in every step."""
 
     @abstractmethod
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         """Returns (codes, v minus the decoded codes)."""
 
     @abstractmethod
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         """Overwrites `mean` with the mean of the decoded codes of all ranks: added to zero in rank order."""
 
-    def exchange(
-        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Mean:
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         codes, kept = self.encode(bucket, state, v)
         parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
         mean = place_of_mean(bucket)
@@ -119,7 +111,7 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
         return mean, kept, nonfinite
 
 
-def place_of_mean(bucket: Bucket) -> Float32[Tensor, "n"]:
+def place_of_mean(bucket: Bucket) -> Vector:
     """Where to write an fp32 mean with its final bits: into the bucket, if it is of that type, without a copy."""
     if bucket.dtype is torch.float32:
         return bucket.flat

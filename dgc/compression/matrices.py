@@ -61,10 +61,8 @@ class Batch:
 
 
 class Layout:
-    """Positions of a bucket's tensors in v.
-
-    groups: positions in the bucket of the tensors of each batch, by (n, m, rank). square: the only batch is one
-    matrix of all tensors.
+    """Positions of a bucket's tensors in v. groups: positions in the bucket of the tensors of each batch, by
+    (n, m, rank). square: the only batch is one matrix of all tensors.
     """
 
     def __init__(self, bucket: Bucket, groups: Mapping[tuple[int, int, int], Sequence[int]], square: bool = False):
@@ -128,10 +126,7 @@ class Layout:
 
     @cached_property
     def extents(self) -> Int64[Tensor, "2 parts"]:
-        """Start in v, and number of elements from gradients, of each batch and of the dense tensors.
-
-        Computed once, because a copy from the host waits for the device.
-        """
+        """Start in v, and number of elements from gradients, of each batch and of the dense tensors."""
         parts = [(batch.offset, batch.numel) for batch in self.batches]
         if self.dense:
             parts.append((self.begin_dense, self.numel - self.begin_dense))
@@ -225,8 +220,7 @@ class Accordion:
         low rank    otherwise
 
     Differences from the paper: |d| is the root mean square, over the interval's steps, of the norm of the applied
-    gradient, which the factors give at no cost. The paper sums all gradients. The learning rate is not used: the
-    effect of its decay on the gradients appears in the next interval.
+    gradient, which the factors give at no cost. The paper sums all gradients, and uses the learning rate.
 
     change: relative change of the norm at which a regime is critical. every: length of an interval in epochs.
 
@@ -265,10 +259,9 @@ class Accordion:
 
 @dataclass(frozen=True)
 class CompressionRule:
-    """Which tensors are compressed, and with which rank.
-
-    half_steps: K. square: one matrix per bucket. start: number of uncompressed steps. accordion: proposes a rank
-    for each tensor; `rank` is tried where that saves too little.
+    """Which tensors are compressed, and with which rank. half_steps: K. square: one matrix per bucket. start:
+    number of uncompressed steps. accordion: proposes a rank for each tensor; `rank` is tried where that saves too
+    little.
     """
 
     rank: int
@@ -315,14 +308,6 @@ WAYS = ("auto", "qr", "gram_schmidt", "cholesky_qr", "authors")
 SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate
 
 
-def check_orthogonalization(name: str, epsilon: float) -> None:
-    """Raises ValueError unless orthonormalize accepts the arguments."""
-    if name not in WAYS:
-        raise ValueError(f"orthogonalization must be one of {', '.join(WAYS)}, not {name!r}")
-    if not 0 < epsilon < 1:
-        raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
-
-
 def orthonormalize(
     xs: Sequence[Float32[Tensor, "_ _ _"]],
     way: str = "auto",
@@ -340,9 +325,8 @@ def orthonormalize(
         cholesky_qr    L L^T = x x^T in fp64;  L^-1 x
 
     The last two lose orthogonality if rows are nearly dependent; then Householder replaces them. `auto` uses
-    Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest of the
-    three for ResNet-18's matrices at ranks 2, 4 and 7) and cholesky_qr on a GPU, which has no fast QR of many
-    small matrices.
+    Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest for
+    ResNet-18's matrices) and cholesky_qr on a GPU, which has no fast QR of many small matrices.
 
     `authors` repeats what the authors' package, epfml/powersgd, does: at rank 1 x / max(|x|, 1e-16) with one norm
     |x| of the whole batch, otherwise qr. The rows of B equal matrices of rank 1 then have a length of about

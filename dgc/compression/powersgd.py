@@ -18,7 +18,7 @@ elements of the other tensors) and 24 for a header, w = 4, or 2 with wire="fp16"
 
 Differences from the paper: The error refers to this rank's own gradient. The paper has e = M - P Q^T, with the
 mean Q. Then only the mean of e over the ranks is bounded, and each e grows with the differences between the ranks'
-data. In both cases, updates plus errors equal the sum of all gradients. Undetermined directions are random.
+data. Undetermined directions are random.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +37,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.matrices import (
+    WAYS,
     Accordion,
     Batch,
     CompressionRule,
@@ -44,7 +45,6 @@ from dgc.compression.matrices import (
     Layout,
     Products,
     Regime,
-    check_orthogonalization,
     orthonormalize,
 )
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, first_nonfinite_message
@@ -123,14 +123,6 @@ class PowerSGDState(State):
         places = torch.stack(found)
         return torch.where(places < counts, places + starts, layout.numel).min()
 
-    def multiply(self, sent: Products, X: Factor, even: bool, Y: Factor) -> None:
-        """Multiplies M - U^T W of each batch by its X into its Y. sent: U and W of this step so far, by batch."""
-        for b, batch in enumerate(self.layout.batches):
-            kernels.of(self.v).lowrank.multiply(batch.of(self.v), X[b], even, Y[b])
-            if sent:
-                along, across = sent[b] if even else sent[b][::-1]
-                Y[b].baddbmm_(X[b].bmm(along.mT), across, alpha=-1)
-
     def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
         """Random factors for the k-th half step of this step, the same on all ranks. -1: to begin it with."""
         _, r, length = batch.factor_shape(side)
@@ -181,27 +173,25 @@ class PowerSGDState(State):
             raise ValueError("state of a compressor with another high_rank: one of the two has none")
         half_steps, steps = (largest_count(tables[key], bucket) for key in ("half_steps", "steps"))
         regime = Regime.loaded(bucket, tables["accordion"])
-        return self.with_factors(replace(self, steps=steps, half_steps=half_steps, regime=regime), tables, error)
+        return replace(self, steps=steps, half_steps=half_steps, regime=regime).with_factors(tables, error)
 
     def updated(self) -> "PowerSGDState":
         """This state, or a new one if the rule now compresses other tensors or chooses other ranks."""
         layout = self.rule.layout(self.layout.bucket, self.steps, self.regime)
         if layout.batches == self.layout.batches:
             return self
-        return self.with_factors(self, self.saved(layout.bucket), self.error())
+        return self.with_factors(self.saved(layout.bucket), self.error())
 
-    @staticmethod
-    def with_factors(state: "PowerSGDState", tables: Tables, error: Float32[Tensor, "n"]) -> "PowerSGDState":
-        """The state with the layout of its steps and regime, and with this error.
-
-        Factors and rows of factors that `tables` does not have are random. Excess rows are dropped.
+    def with_factors(self, tables: Tables, error: Float32[Tensor, "n"]) -> "PowerSGDState":
+        """The state with the layout of its steps and regime, and with this error. Factors and rows of factors that
+        `tables` does not have are random. Excess rows are dropped.
         """
-        layout = state.rule.layout(state.layout.bucket, state.steps, state.regime)
+        layout = self.rule.layout(self.layout.bucket, self.steps, self.regime)
         v = torch.zeros(layout.numel, dtype=torch.float32, device=error.device)
         for i, s in enumerate(layout.segments):
             layout.part_of(v, i).copy_(s.of(error))
         P, Q = (
-            tuple(restored(layout, batch, side, tables[side], state.seed) for batch in layout.batches)
+            tuple(restored(layout, batch, side, tables[side], self.seed) for batch in layout.batches)
             for side in ("P", "Q")
         )
         none, sums = torch.zeros(2, dtype=torch.float64), []
@@ -210,9 +200,9 @@ class PowerSGDState(State):
             for name, pair in pairs.items():
                 check_tensor(f"sums of {name}", pair, (2,), torch.float64)
             sums.append(torch.stack([pair.to(error.device) for pair in pairs.values()]))
-        ratio = state.rule.floats_sent(layout) / max(1, layout.bucket.numel)
-        envelope = envelope_of(layout.bucket, layout.bounds, ratio, state.settings)
-        return replace(state, layout=layout, envelope=envelope, v=v, P=P, Q=Q, sums=tuple(sums), deferred=None)
+        ratio = self.rule.floats_sent(layout) / max(1, layout.bucket.numel)
+        envelope = envelope_of(layout.bucket, layout.bounds, ratio, self.settings)
+        return replace(self, layout=layout, envelope=envelope, v=v, P=P, Q=Q, sums=tuple(sums), deferred=None)
 
     def chosen(self, epoch: int) -> "PowerSGDState":
         """The state with which an epoch begins: Accordion chooses ranks at the end of an interval."""
@@ -273,9 +263,7 @@ def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
 
 @dataclass(eq=False)
 class _Step:
-    """Intermediate values of one step of a bucket.
-
-    sent: this rank's update. mean: U and W of the mean update, by batch. nonfinite: message for NaN or inf in a
+    """sent: this rank's update. mean: U and W of the mean update, by batch. nonfinite: message for NaN or inf in a
     gradient. largest: largest magnitude in the reply to each half step.
     """
 
@@ -340,7 +328,10 @@ class PowerSGDCompressor(Compressor):
             raise ValueError(f"wire must be 'fp32' or 'fp16', not {wire!r}")
         if high_rank is not None and mode == "square":
             raise ValueError("high_rank is chosen for each tensor, and mode='square' has one matrix for all")
-        check_orthogonalization(orthogonalization, epsilon)
+        if orthogonalization not in WAYS:
+            raise ValueError(f"orthogonalization must be one of {', '.join(WAYS)}, not {orthogonalization!r}")
+        if not 0 < epsilon < 1:
+            raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
         if rank < 1:
             raise ValueError(f"rank must be at least 1, not {rank}")
         if not min_compression_rate >= 0 or start_compressing_after_num_steps < 0:
@@ -369,7 +360,7 @@ class PowerSGDCompressor(Compressor):
             sums=(),
             keeps=self.error_feedback,
         )
-        return PowerSGDState.with_factors(empty, {"P": {}, "Q": {}, "sums": {}}, zeros(bucket))
+        return empty.with_factors({"P": {}, "Q": {}, "sums": {}}, zeros(bucket))
 
     def at_epoch(self, bucket: Bucket, state: PowerSGDState, epoch: int) -> PowerSGDState:
         return state if self._rule.accordion is None else state.chosen(epoch)
@@ -434,9 +425,8 @@ class PowerSGDCompressor(Compressor):
     def _half_step(
         self, state: PowerSGDState, step: _Step, X: Factor, even: bool, first: bool, subtract: bool = True
     ) -> Conversation[Factor]:
-        """Returns the mean of Y = M^T X over the ranks if even, else of Y = M X.
-
-        first: read the gradients; send the uncompressed tensors and a flag too. subtract: X and Y join the update.
+        """Returns the mean of Y = M^T X over the ranks if even, else of Y = M X. first: read the gradients; send
+        the uncompressed tensors and a flag too. subtract: X and Y join the update.
         """
         layout, bucket = state.layout, state.layout.bucket
         side, is_exact = "Q" if even else "P", self._wire.dtype == "fp32" and bucket.dtype == torch.float32
@@ -447,8 +437,11 @@ class PowerSGDCompressor(Compressor):
             own = state.v[layout.begin_dense :]
             dense = [own if is_exact else self._wire.quantize(own, state.size, bucket.dtype)]
             step.sent.rounding_errors = own - dense[0]
-        else:
-            state.multiply(step.sent.products, X, even, Y)
+        for b, batch in enumerate(() if first else layout.batches):
+            kernels.of(state.v).lowrank.multiply(batch.of(state.v), X[b], even, Y[b])
+            if sent := step.sent.products:  # M is v without U^T W of this step so far
+                along, across = sent[b] if even else sent[b][::-1]
+                Y[b].baddbmm_(X[b].bmm(along.mT), across, alpha=-1)
         wire = flat if is_exact else self._wire.quantize(flat, state.size)
         message = torch.cat([wire, *dense])  # a copy, because the transport owns the message
         if first:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from dgc.arguments import NUMBER, require
@@ -17,6 +18,9 @@ from dgc.kernels.selection.reference import first_tensor_nonfinite
 from dgc.memory import MomentumCorrection as MomentumCorrection
 from dgc.state import State, Tables
 from dgc.wire.envelope import open_numbers, seal_numbers
+
+Vector = Float32[Tensor, "n"]
+Position = Int64[Tensor, ""]  # of the first non-finite element of a gradient, or n
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +75,7 @@ class Reduced:
     Attributes:
         result: The mean.
         state: The state after the step.
-        dropped: The state if every rank drops the step: what this rank has sent is unsent again. None: that which
-            `reduce` was given.
+        dropped: That if every rank drops the step: what this rank has sent is unsent again. None: as before it.
     """
 
     result: Result
@@ -83,8 +86,7 @@ class Reduced:
 class Compressor(ABC):
     """Averages buckets over all ranks. The result is identical, bit for bit, on every rank.
 
-    It has settings. What it keeps of a bucket is in a `State`, which `dgc.engine.state.BucketStates` keeps, saves
-    and loads.
+    It has settings. What it keeps of a bucket is in a `State`, which the engine keeps, saves and loads.
 
     Attributes:
         point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
@@ -160,11 +162,7 @@ class StatelessCompressor(Compressor):
 
 
 def fraction_of(**ratio: float) -> float:
-    """Return a ratio as a fraction: above 1 it is the factor saved.
-
-    Raises:
-        ValueError: It is not a positive number. The message has its keyword.
-    """
+    """Return a ratio as a fraction: above 1 it is the factor saved. Raises ValueError if it is not positive."""
     require("a number", NUMBER, **ratio)
     ((name, value),) = ratio.items()
     if not 0 < value < inf:
@@ -210,10 +208,10 @@ class ExchangesMomentum(Protocol):
 
 
 def check_means(results: Sequence[tuple[Bucket, Result]]) -> Conversation[str | None]:
-    """Why the results of a step must not be used, or None. The same on every rank.
+    """Why the results of a step must not be used, or None. The host waits once for the device.
 
     A mean is the same on every rank. Either all ranks or none therefore take part in the additional round that
-    finds the rank whose gradient was not finite. The host waits once for the device.
+    finds the rank whose gradient was not finite.
     """
     for _, result in results:
         if result.nonfinite is not None:
@@ -240,10 +238,7 @@ def nonfinite_message(bucket: Bucket, number: int, ranks: list[int]) -> str:
 
 
 def first_nonfinite_message(bucket: Bucket, nonfinite: Iterable[int]) -> str | None:
-    """The message for the first rank with a non-finite gradient, or None.
-
-    nonfinite: for each rank, the position (from 1) of its first non-finite tensor, or 0.
-    """
+    """The message for the first rank with a non-finite tensor: its number by rank, from 1, or 0. None without."""
     for rank, number in enumerate(nonfinite):
         if number:
             return nonfinite_message(bucket, number, [rank])

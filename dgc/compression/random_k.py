@@ -16,13 +16,13 @@ all elements.
 """
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean
-from dgc.compression.protocol import fraction_of
+from dgc.compression.protocol import Position, Vector, fraction_of
 from dgc.selection.selector import share
 from dgc.state import State
 from dgc.wire import CastValues
@@ -62,9 +62,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         within = (torch.rand(k, generator=generator, dtype=torch.float64) * lengths).long()
         return edges[:-1] + within.minimum(lengths - 1), lengths
 
-    def exchange(
-        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Mean:
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         generator = torch.Generator().manual_seed(self.noise(bucket, state, shared=True))
         parts, factors = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float32)]
         for s in bucket.segments:

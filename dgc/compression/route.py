@@ -14,13 +14,13 @@ from dgc.compression.protocol import Compressor
 @checked
 @dataclass(frozen=True)
 class Rule:
-    """Matches parameters by name, number of dimensions and number of elements.
+    """Matches parameters, with inclusive ranges.
 
     Args:
         compressor (Compressor): that of the matching parameters.
         name (str): shell pattern for the parameter's name.
-        min_dim, max_dim (int): range of the number of dimensions, inclusive.
-        min_numel, max_numel (int): range of the number of elements, inclusive.
+        min_dim, max_dim (int): number of dimensions.
+        min_numel, max_numel (int): number of elements.
     """
 
     compressor: Compressor

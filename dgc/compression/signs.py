@@ -12,6 +12,7 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.compression.error_feedback import AllGatherCompressor, Codes, join, split_all
+from dgc.compression.protocol import Vector
 from dgc.state import State
 
 
@@ -21,18 +22,18 @@ class SignCompressor(AllGatherCompressor):
     bits = 1
 
     @abstractmethod
-    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]: ...
+    def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]: ...
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         bounds = bucket.bounds
         scales = self.scales(v, bounds)
         codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
         return join(scales, codes), kept
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         scales, signs = split_all(codes, len(bucket.segments))
         lows = [-own for own in scales]
         kernels.of(mean).quantize.sign_mean_(signs, bucket.bounds, lows, scales, None, state.size, mean)
@@ -65,14 +66,14 @@ class SignSGDCompressor(SignCompressor):
         super().__init__(error_feedback=momentum > 0)
         self.momentum = momentum
 
-    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
+    def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
         return (kernels.of(v).selection.moments(v, bounds).largest > 0).float()
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         codes, _ = super().encode(bucket, state, v)
         return codes, v * self.momentum
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         """Writes the majority, the sign of the sum."""
         super().mean_(bucket, state, codes, mean)
         mean.sign_()
@@ -92,7 +93,7 @@ class ScaledSignCompressor(SignCompressor):
         seed (int): not used.
     """
 
-    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
+    def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
         return (kernels.of(v).selection.moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
 
 
@@ -128,7 +129,7 @@ class OneBitCompressor(AllGatherCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return sum(rows_of(s) * (8 + 4 * -(-(s.numel // rows_of(s)) // 32)) for s in bucket.segments)
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         rows = state.constants["rows"]
         moments = kernels.of(v).selection.moments(v, rows)
         above = torch.cat([rows.new_zeros(1), (v > 0).cumsum(0)])[rows].diff()
@@ -139,7 +140,7 @@ class OneBitCompressor(AllGatherCompressor):
         codes, kept = kernels.of(v).quantize.sign_encode(v, rows, cuts, means[0], means[1])
         return join(means.view(-1), codes), kept
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         rows = state.constants["rows"]
         means, signs = split_all(codes, 2 * (rows.numel() - 1))
         lows, highs = zip(*(own.view(2, -1).unbind() for own in means), strict=True)

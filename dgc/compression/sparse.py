@@ -8,13 +8,11 @@ On each of N ranks, with local gradient g and error state v of the memory:
     result = 1/N * sum over ranks          by an exchange, so that replicas stay equal bit for bit
 
 With its parts this is DGC (`dgc`), top-k with error feedback (Stich et al. 2018, arXiv 1809.07599) and threshold-v
-(Dutta et al. 2020, arXiv 1911.08250). NaN and inf in g count as zero. Each payload carries a flag for them, and
-every rank's result has all flags.
+(Dutta et al. 2020, arXiv 1911.08250). NaN and inf in g count as zero. Each payload carries a flag for them.
 
 Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)) for the ratio D, or what
 `dgc.compression.sparse_sum` says of other exchanges than the all-gather. If its exchange costs more than a dense
-all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a header of 24. The header reveals a
-rank that uses another ratio.
+all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a header of 24.
 """
 
 import warnings
@@ -24,7 +22,6 @@ from functools import partial
 from typing import Any, TypeVar, cast
 from zlib import crc32
 
-from jaxtyping import Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -35,7 +32,14 @@ from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, first_nonfinite_message, fraction_of
+from dgc.compression.protocol import (
+    Compressor,
+    DenseResult,
+    Position,
+    Reduced,
+    first_nonfinite_message,
+    fraction_of,
+)
 from dgc.compression.sparse_sum import EXCHANGES
 from dgc.compression.uniform import make_fallback
 from dgc.kernels import PassInputs
@@ -57,18 +61,15 @@ class SparseCompressor(Compressor):
             dgc.memory, such as DGCSGDMemory(momentum_masking=False).
         selector (Selector or str): which elements: "predicted", the exact top-k of every tensor, another one of
             SELECTORS, or an object of dgc.selection.
-        values (ValueFormat or str): format of the values: "fp32", "fp16", "bf16", "int8", "sign", "2bit", or an
-            object of dgc.wire.
-        indices (IndexFormat or str): format of the indices: "int64", "int32", "packed", "rice", or an object of
-            dgc.wire.
+        values (ValueFormat or str): "fp32", "fp16", "bf16", "int8", "sign", "2bit", or an object of dgc.wire.
+        indices (IndexFormat or str): "int64", "int32", "packed", "rice", or an object of dgc.wire.
         exchange (str): how the ranks sum what they send. "all_gather": every rank receives all of it.
-            "reduce_scatter": each rank sums a part of the bucket and selects again; all results together have up
-            to twice as many elements as one rank selects, and the bytes per rank do not grow with the number of
-            ranks. "gtopk": pairs of ranks add and select again what their groups have; the transport must carry
-            messages from rank to rank (`connect`). "auto": the one of the first two that sends fewer bytes.
+            "reduce_scatter": each rank sums a part of the bucket and selects again, in up to twice as many
+            elements as one rank selects; the bytes per rank do not grow with the number of ranks. "gtopk": pairs
+            of ranks add and select again what their groups have; the transport must carry messages from rank to
+            rank (`connect`). "auto": the one of the first two that sends fewer bytes.
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
-            Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer. Otherwise the
-            first step warns and the ratio stays at that of the first epoch.
+            Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer.
         seed (int): seed of the selector's random numbers.
         dense_values (str, optional): values of tensors that are not compressed: "fp32", or with error feedback
             "fp16", "bf16" or "int8". None: fp32, fp16 without error feedback or bf16, as `values`; else int8.
@@ -121,7 +122,7 @@ class SparseCompressor(Compressor):
         return inputs, state.next(sent=None, returned=None, **new)
 
     def _reduce_dense(
-        self, bucket: Bucket, state: SparseState, inputs: PassInputs, replaced: Int64[Tensor, ""] | None
+        self, bucket: Bucket, state: SparseState, inputs: PassInputs, replaced: Position | None
     ) -> Conversation[Reduced]:
         """Sends all of v. replaced: the first non-finite element, if the gradient was clipped."""
         v, first = inputs.v, kernels.of(inputs.v).selection.accumulate_(inputs)

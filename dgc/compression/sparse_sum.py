@@ -27,6 +27,7 @@ from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import AllGather, AllToAll, Conversation, Exchange, read
 from dgc.compression.protocol import (
     DenseResult,
+    Position,
     Result,
     SparseResult,
     first_nonfinite_message,
@@ -52,12 +53,9 @@ class SparseExchange(ABC):
     """Sums what the ranks have selected of one bucket, in the steps of one ratio.
 
     Attributes:
-        payload: The payload of a selection.
-        size: Number of ranks.
-        rank: This rank.
-        wants_sparse: Whether a sparse mean saves the optimizer a pass. Only a memory with momentum correction
-            leaves it nothing to do but to subtract that.
-        point_to_point: Whether messages go from rank to rank, which not every transport can do.
+        payload: That of a selection. wants_sparse: Whether a sparse mean saves the optimizer a pass: after
+        momentum correction it only subtracts. point_to_point: Whether messages go from rank to rank, which not
+        every transport can do.
     """
 
     payload: PayloadPlan
@@ -72,13 +70,8 @@ class SparseExchange(ABC):
         """Bytes that a rank sends, by the meter's formulas; where ranks send different numbers, the largest."""
 
     @abstractmethod
-    def mean(
-        self, bucket: Bucket, elements: SparseVector, first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[Exchanged]:
-        """Exchange what this rank has selected: elements with the capacity of the payload.
-
-        first_nonfinite: index of the gradient's first non-finite element; n if there is none.
-        """
+    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
+        """Exchange what this rank has selected: elements with the capacity of the payload."""
 
     @cached_property
     def envelope(self) -> Envelope:
@@ -109,18 +102,13 @@ class SparseExchange(ABC):
 
 
 class AllGatherExchange(SparseExchange):
-    """Every rank receives the selection of every rank, and sums all.
-
-    One round. Bytes per rank: b (N-1).
-    """
+    """Every rank receives the selection of every rank, and sums all. Bytes per rank: b (N-1)."""
 
     @staticmethod
     def wire_bytes(payload: PayloadPlan, size: int) -> float:
         return all_gather_wire_bytes(payload.layout.nbytes, size)
 
-    def mean(
-        self, bucket: Bucket, elements: SparseVector, first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[Exchanged]:
+    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
         tier, plan = kernels.of(elements.values), self.payload
         encoded = plan.encode(tier.codec, elements, first_nonfinite)
         (payloads,) = yield (AllGather(encoded.payload),)
@@ -335,9 +323,7 @@ class ReduceScatterExchange(SparseExchange):
         )
         return to, kept[self.rank], bounds
 
-    def mean(
-        self, bucket: Bucket, elements: SparseVector, first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[Exchanged]:
+    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
         regions, (to, kept, bounds), codec = self.regions, self.payloads, kernels.of(elements.values).codec
 
         dealt = zip(regions.deal(elements, to[self.rank].budget.capacity), to, strict=True)
@@ -419,21 +405,16 @@ class GTopKExchange(SparseExchange):
         """The payload of a sum."""
         return self.part(budget_of_sums(self.payload), self.payload.numel)
 
-    def mean(
-        self, bucket: Bucket, elements: SparseVector, first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[Exchanged]:
+    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
         held = _Held(self, elements, first_nonfinite)
         nothing = torch.empty(0, dtype=torch.uint8, device=bucket.device)
         _, nonfinite = yield from self.envelope.gather(nothing, first_nonfinite)
         size, rank, power = self.size, self.rank, largest_power_of_two(self.size)
-        twin = rank - power if rank >= power else rank + power  # of the first and the last round, if there is one
-        twins = [twin] if twin < size else []
+        twins = [rank ^ power] if rank ^ power < size else []  # of the first and the last round
         if size > power:
-            if rank >= power:
-                yield from held.swap({twin: held.message(1)})
-            else:
-                for part in (yield from held.swap({}, twins, self.payload)):
-                    held.add(held.x, part, 1)
+            sends = {rank ^ power: held.message(1)} if rank >= power else {}
+            for part in (yield from held.swap(sends, [] if sends else twins, self.payload)):
+                held.add(held.x, part, 1)
         for j in range(power.bit_length() - 1):
             partner = rank ^ 1 << j
             if rank >= power:
@@ -443,12 +424,11 @@ class GTopKExchange(SparseExchange):
             (other,) = yield from held.swap({partner: held.message(1 << j)}, [partner], theirs)
             lower, upper = (held.x, other) if rank < partner else (other, held.x)
             held.add(lower, upper, 2 << j)
-        if size > power:
-            if rank >= power:
-                (held.x,) = yield from held.swap({}, twins)
-            else:
-                message = held.message(power)  # with or without a twin: x is now what the twins receive
-                yield from held.swap(dict.fromkeys(twins, message))
+        if size > power and rank < power:
+            message = held.message(power)  # with or without a twin: x is now what the twins receive
+            yield from held.swap(dict.fromkeys(twins, message))
+        elif size > power:
+            (held.x,) = yield from held.swap({}, twins)
         kept = shared(total_of(held.kept, bucket.numel), held.x) if held.kept else None
         return Exchanged((yield from self.mean_of(bucket, [held.x], nonfinite)), shared(held.own, held.x), kept)
 
@@ -458,7 +438,7 @@ class _Held:
     it keeps. own: what it has selected, as the other ranks receive it. members: size of a group, a power of two.
     """
 
-    def __init__(self, exchange: GTopKExchange, elements: SparseVector, first_nonfinite: Int64[Tensor, ""]):
+    def __init__(self, exchange: GTopKExchange, elements: SparseVector, first_nonfinite: Position):
         self._exchange, self._codec = exchange, kernels.of(elements.values).codec
         encoded = exchange.payload.encode(self._codec, elements, first_nonfinite)
         self.own = self.x = encoded.sent
@@ -506,9 +486,8 @@ def largest_power_of_two(size: int) -> int:
     return 1 << size.bit_length() - 1
 
 
-# The kinds of which the one with the fewest bytes is taken, bucket by bucket, and of equal ones the first. It
-# follows from planned sizes, so that it is the same on every rank. "auto" has no gTop-k, which needs messages from
-# rank to rank, and in fp32 and int32 sends no fewer bytes than the better of the two.
+# Of these, each bucket takes the one with the fewest planned bytes, the same on every rank. "auto" has no gTop-k,
+# which needs messages from rank to rank, and in fp32 and int32 sends no fewer bytes than the better of the two.
 EXCHANGES: dict[str, tuple[type[SparseExchange], ...]] = {
     "all_gather": (AllGatherExchange,),
     "reduce_scatter": (ReduceScatterExchange,),

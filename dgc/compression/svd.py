@@ -13,6 +13,7 @@ from torch import Tensor
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.compression.error_feedback import AllGatherCompressor, Codes
+from dgc.compression.protocol import Vector
 from dgc.state import State
 
 
@@ -57,7 +58,7 @@ class SVDCompressor(AllGatherCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return sum(4 * r * (n + m) for n, m, r in map(self.sizes, bucket.segments))
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         generator = torch.Generator().manual_seed(self.noise(bucket, state))
         kept, factors = v.clone(), [v.new_empty(0)]
         for s in bucket.segments:
@@ -76,7 +77,7 @@ class SVDCompressor(AllGatherCompressor):
         U, _ = left_singular(M)
         return projected(M, U[:, :r])
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         mean.zero_()
         for own in codes:
             factors, at = own.clone().view(torch.float32), 0

@@ -37,6 +37,7 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.error_feedback import Codes, ErrorFeedbackCompressor, Mean, place_of_mean
+from dgc.compression.protocol import Position, Vector
 from dgc.state import State
 
 WIRES = ("auto", "gather", "scatter", "server")
@@ -92,9 +93,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         """Bytes of the codes of a bucket, C."""
         return sum(WORD * -(-s.numel * self.bits // 32) for s in bucket.segments)
 
-    def exchange(
-        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Mean:
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         bounds = bucket.bounds
         t = yield from self._thresholds(v, bounds)
         quantizers, unit = kernels.of(v).quantize, torch.ones_like(t)
@@ -120,7 +119,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         return t.nan_to_num(torch.inf)
 
     def _mean_of_codes_(
-        self, parts: Sequence[Codes], bounds: Tensor, unit: Tensor | None, size: int, mean: Float32[Tensor, "n"]
+        self, parts: Sequence[Codes], bounds: Tensor, unit: Tensor | None, size: int, mean: Vector
     ) -> None:
         """Sums the codes of all ranks as integers, multiplies by the unit of each tensor and divides by `size`."""
         ones = torch.ones(bounds.numel() - 1, dtype=torch.float32, device=mean.device)
@@ -132,7 +131,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
 
     def _scatter(
         self, bucket: Bucket, size: int, codes: Tensor, first_nonfinite: Tensor, unit: Float32[Tensor, "S"]
-    ) -> Conversation[tuple[Float32[Tensor, "n"], list[int]]]:
+    ) -> Conversation[tuple[Vector, list[int]]]:
         share = WORD * -(-codes.numel() // (WORD * size))  # bytes per rank, padded at the end
         padded = torch.zeros(size, share, dtype=torch.uint8, device=codes.device)
         padded.view(-1)[: codes.numel()] = codes

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -15,7 +15,7 @@ from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor, clipped
 from dgc.compression.error_feedback import AllGatherCompressor, Codes, Mean, join, split_all
-from dgc.compression.protocol import Compressor, Reduced
+from dgc.compression.protocol import Compressor, Position, Reduced, Vector
 from dgc.kernels import Moments
 from dgc.memory import Clipping
 from dgc.state import State
@@ -32,10 +32,7 @@ class UniformCompressor(AllGatherCompressor):
         level = floor(L |v| / s + r),  value = sign(v) s level / L
 
     s is a scale of each block. r is random in [0, 1), which makes the expected value v, or 1/2, which rounds to
-    nearest.
-
-    Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) bytes, bits = 2, 4 or 8 with the
-    sign.
+    nearest. Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) bytes.
 
     Args:
         bits (int): bits per element with the sign: 2, 4 or 8.
@@ -43,8 +40,7 @@ class UniformCompressor(AllGatherCompressor):
         block (int, optional): elements that share a scale; None for one scale per tensor. A tensor's last block
             may be shorter.
         random (bool): stochastic rounding; False rounds to nearest.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
-        seed (int): seed of the rounding.
+        error_feedback, seed: as `ErrorFeedbackCompressor`.
 
     Raises:
         ValueError: if bits or block is out of range.
@@ -79,7 +75,7 @@ class UniformCompressor(AllGatherCompressor):
             total += whole * (4 + -(-block * self.bits // 8)) + (4 + -(-rest * self.bits // 8) if rest else 0)
         return total
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         blocks = state.constants["blocks"]
         scales = self.scales(kernels.of(v).selection.moments(v, blocks), blocks.diff()).float()
         seed = self.noise(bucket, state) if self.random else None
@@ -87,7 +83,7 @@ class UniformCompressor(AllGatherCompressor):
         codes, kept = quantizers.uniform_encode(v, blocks, scales, self.levels, self.bits, seed)
         return join(scales, codes), kept
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         blocks = state.constants["blocks"]
         scales, fields = split_all(codes, blocks.numel() - 1)
         quantizers = kernels.of(mean).quantize
@@ -100,20 +96,15 @@ class QSGDCompressor(UniformCompressor):
 
         Q(v_i) = |v|_2 sign(v_i) xi_i / L,  xi_i = floor(L |v_i| / |v|_2 + r_i),  r_i uniform in [0, 1)
 
-    Each block has its own norm. The result is unbiased, with a variance of at most
-    min(d / L**2, sqrt(d) / L) |v|_2**2 for blocks of d elements.
+    The result is unbiased, with a variance of at most min(d / L**2, sqrt(d) / L) |v|_2**2 for blocks of d
+    elements.
 
     Differences from the paper: Codes have a fixed number of bits, with L = 2 ** (bits - 1) - 1 levels besides 0.
-    The paper uses Elias codes, which change in length from step to step. norm = "max" scales by the largest
-    magnitude, as in the paper's experiments.
+    The paper uses Elias codes, which change in length from step to step.
 
-    Args:
-        bits, block, seed: As `UniformCompressor`.
-        norm (str): "max", or "l2" as in the paper's analysis.
+    Args, Raises: as `UniformCompressor`.
+        norm (str): "l2" as in the paper's analysis, or "max", the largest magnitude, as in its experiments.
         error_feedback (bool): not in the paper; it may diverge with norm "l2" and few levels.
-
-    Raises:
-        ValueError: if an argument is out of range.
 
     Example:
         >>> compression = QSGDCompressor(bits=4, block=512)
@@ -142,16 +133,14 @@ class TernGradCompressor(UniformCompressor):
 
         s = max |g|;  send s sign(g_i) b_i,  b_i = 1 with probability |g_i| / s, else 0
 
-    for each tensor. The result is unbiased. Gradients are first clipped to `clip` standard deviations, which
-    lowers s.
+    for each tensor, unbiased. Gradients are first clipped to `clip` standard deviations, which lowers s.
 
-    Differences from the paper: Ranks gather all codes, and s of each tensor differs between ranks. In the paper a
-    parameter server lets the ranks share the largest s. Error feedback is not in the paper; with it, the clipped
-    part is kept as well.
+    Differences from the paper: s of each tensor differs between ranks. In the paper a parameter server lets the
+    ranks share the largest s. With error feedback, which is not in the paper, the clipped part is kept as well.
 
     Args:
-        clip (float, optional): clipping limit in standard deviations, 2.5 in the paper; None for no clipping.
-        error_feedback, seed: As `UniformCompressor`.
+        clip (float, optional): a positive limit in standard deviations, 2.5 in the paper; None for no clipping.
+        error_feedback, seed: as `ErrorFeedbackCompressor`.
 
     Raises:
         ValueError: if clip is not positive.
@@ -175,20 +164,13 @@ class TernGradCompressor(UniformCompressor):
 
 @checked
 class BlockwiseCompressor(UniformCompressor):
-    """The nearest of 255 levels, with each block scaled by its largest magnitude.
-
-    As in block-wise quantization of optimizer states (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, arXiv
-    2110.02861, section 2.1).
+    """The nearest of 2 ** bits - 1 levels, with each block scaled by its largest magnitude, as in block-wise
+    quantization of optimizer states (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, arXiv 2110.02861, section 2.1).
 
     Differences from the paper: Levels are evenly spaced. The paper's dynamic data type has finer levels near 0.
     Error feedback compensates for the difference.
 
-    Args:
-        bits (int): 8 for 255 levels, 4 for 15, or 2 for 3.
-        block, error_feedback: As `UniformCompressor`.
-
-    Raises:
-        ValueError: if bits or block is out of range.
+    Args, Raises: as `UniformCompressor`.
     """
 
     def __init__(self, bits: int = 8, block: int | None = 2048, error_feedback: bool = True):
@@ -204,16 +186,15 @@ class NaturalCompressor(AllGatherCompressor):
 
         2**e <= |v| < 2**(e + 1):  send sign(v) 2**(e + 1) with probability |v| / 2**e - 1, else sign(v) 2**e
 
-    The result is unbiased, with a variance of at most |v|**2 / 8. Each element takes one byte: its sign, and its
-    exponent relative to the bucket's largest. The largest exponent takes 4 bytes per bucket.
+    The result is unbiased, with a variance of at most |v|**2 / 8. Codes: one byte for each element, its sign and
+    its exponent relative to the bucket's largest, and 4 bytes for that.
 
     Differences from the paper: Exponents have 7 bits in place of 8. Magnitudes at or below 2**-126 times the
-    bucket's largest are lost.
+    bucket's largest are lost. Error feedback is not in the paper.
 
     Args:
         random (bool): stochastic rounding, as in the paper; False rounds to the nearest power of two.
-        error_feedback (bool): keep what a step does not send; not in the paper.
-        seed (int): seed of the rounding.
+        error_feedback, seed: as `ErrorFeedbackCompressor`.
     """
 
     bits = 8
@@ -225,10 +206,10 @@ class NaturalCompressor(AllGatherCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return 4 + bucket.numel
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         return kernels.of(v).quantize.natural_encode(v, self.noise(bucket, state) if self.random else None)
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         kernels.of(mean).quantize.natural_mean_(codes, state.size, mean)
 
 
@@ -239,21 +220,16 @@ class DenseValuesCompressor(BlockwiseCompressor):
     """Sends every element as fp16, bf16 or int8, with error feedback. `SparseCompressor(dense_values=)` makes it.
 
     It takes what a sparse method leaves: vectors, and all else that it does not accept. At a ratio of 0.1 % these
-    tensors are most of the bytes, if they travel as fp32. With codes of fewer bits Q:
-
-        v = g + e;  send Q(v);  e = v - Q(v)      error feedback: what rounding takes is sent later
-
-        fp16, bf16   v cast to the type
-        int8         the nearest of 255 levels; every block of up to 1024 elements of a tensor has a scale, its
-                     largest magnitude / 127 (`BlockwiseCompressor`)
+    tensors are most of the bytes, if they travel as fp32. int8 is that of `BlockwiseCompressor`, with blocks of
+    1024 elements.
 
     Bytes of an all-gather grow with the number of ranks N. With many ranks an all-reduce costs fewer: of v as fp16
     for fp16, of v as fp32 for the others. The transport rounds a sum in fp16. This is the only rounding that no
     error state keeps.
 
-    Payload of a bucket in bytes: 24 + codes, rounded up to 8; codes: 2 per element, or for int8 1 per element and
-    4 per block. If an all-gather of the codes costs more than the all-reduce: 24 + 2 (fp16) or 4 per element. This
-    begins with N = 3 for fp16, N = 5 for bf16, and N = 8 for int8, or earlier if tensors have only a few elements.
+    Codes: 2 bytes per element, or for int8 1 per element and 4 per block. If an all-gather of the codes costs more
+    than the all-reduce, the payload has 24 + 2 (fp16) or 4 per element. This begins with N = 3 for fp16, N = 5 for
+    bf16, and N = 8 for int8, or earlier if tensors have only a few elements.
 
     Args:
         values (str): "fp16", "bf16" or "int8".
@@ -292,9 +268,7 @@ class DenseValuesCompressor(BlockwiseCompressor):
             return reduced
         return replace(reduced, result=(yield from clipped(bucket, reduced.result, self.clipping)))
 
-    def exchange(
-        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Mean:
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         if self._gathers(bucket, state):
             return (yield from super().exchange(bucket, state, v, first_nonfinite))
         sent = self._reduced.quantize(v, state.size, bucket.dtype)
@@ -306,13 +280,13 @@ class DenseValuesCompressor(BlockwiseCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return super().nbytes(bucket) if self.values == "int8" else 2 * bucket.numel
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         if self.values == "int8":
             return super().encode(bucket, state, v)
         cast = CastValues(self.values).quantize(v, result=bucket.dtype)
         return cast.view(torch.uint8), v - cast.float()
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         if self.values == "int8":
             return super().mean_(bucket, state, codes, mean)
         mean.zero_()
@@ -324,14 +298,8 @@ class DenseValuesCompressor(BlockwiseCompressor):
 def make_fallback(dense_values: str | None, values: ValueFormat, clipping: Clipping | None) -> Compressor:
     """Return the compressor of the tensors that a sparse method does not accept.
 
-    Args:
-        dense_values: Its values, one of DENSE_VALUES. None: those that cost about as much per element as `values`,
-            or the next larger ones.
-        values: Format of the method's own values.
-        clipping: The limit on means.
-
-    Raises:
-        ValueError: `dense_values` is none of these.
+    dense_values: one of DENSE_VALUES. None: those that cost about as much per element as the method's own
+    `values`, or the next larger ones. clipping: the limit on means. Raises ValueError for other dense_values.
     """
     if dense_values not in (*DENSE_VALUES, None):
         raise ValueError(f"dense_values must be None or one of {', '.join(DENSE_VALUES)}, not {dense_values!r}")
