@@ -109,8 +109,10 @@ class Bucket:
         """The gradients as one-dimensional tensors, in the order of the bucket."""
         if not self._elsewhere:
             return (self.flat,)
-        places = range(len(self.segments))
-        return tuple([self._elsewhere[i] if i in self._elsewhere else self._slice(i) for i in places])
+        gradients = []
+        for i in range(len(self.segments)):
+            gradients.append(self._elsewhere[i] if i in self._elsewhere else self._slice(i))
+        return tuple(gradients)
 
     def _slice(self, i: int) -> Tensor:
         offset = self.segments[i].offset

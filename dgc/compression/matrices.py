@@ -89,9 +89,11 @@ class Layout:
 
     def factors(self, flat: Float32[Tensor, "_"], side: str) -> Factor:
         """The factors of the batches, as consecutive parts of a flat tensor."""
-        shapes = self.shapes[side]
-        parts = flat.split([prod(shape) for shape in shapes])
-        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        parts, start = [], 0
+        for shape in self.shapes[side]:
+            parts.append(flat[start : start + prod(shape)].view(shape))
+            start += parts[-1].numel()
+        return tuple(parts)
 
     def names(self, batch: Batch) -> list[str]:
         """A name for each matrix of the batch. A square is named after the bucket's first and last tensors."""
@@ -163,14 +165,19 @@ class Layout:
             if rest:
                 outer(U[:, :, rows : rows + 1], W[:, :, :rest], [flat[rows * batch.m :].view(1, rest)])
         else:
-            starts = [self.segments[i].offset for i in batch.members]
-            outer(U, W, [flat[start : start + batch.n * batch.m].view(batch.n, batch.m) for start in starts])
+            products = []
+            for i in batch.members:
+                start = self.segments[i].offset
+                products.append(flat[start : start + batch.n * batch.m].view(batch.n, batch.m))
+            outer(U, W, products)
 
     def write_dense(self, mean: Float32[Tensor, "D"]) -> None:
         """Writes the mean of the dense tensors into the bucket."""
-        flat, segments = self.bucket.flat, [self.segments[i] for i in self.dense]
-        for s, part in zip(segments, mean.split([s.numel for s in segments]), strict=True):
-            flat[s.offset : s.offset + s.numel].copy_(part)
+        start, flat = 0, self.bucket.flat
+        for i in self.dense:
+            s = self.segments[i]
+            flat[s.offset : s.offset + s.numel].copy_(mean[start : start + s.numel])
+            start += s.numel
 
 
 @dataclass(frozen=True)
@@ -342,10 +349,13 @@ def orthonormalize(
         noise: Returns the source of the random rows of the b-th x, [B, r, d] fp32; it must be the same on all
             ranks. None: random numbers from a fixed seed.
     """
-    tried = [attempt(x, way, epsilon) for x in xs]
-    bases = [basis for basis, _ in tried]
+    bases, valid = [], []
+    for x in xs:
+        basis, is_valid = attempt(x, way, epsilon)
+        bases.append(basis)
+        valid.append(is_valid)
     # if all rows determine a direction, the host waits for a GPU only once
-    accepted = torch.stack([valid for _, valid in tried]).tolist() if tried else []
+    accepted = torch.stack(valid).tolist() if valid else []
     for b, accept in enumerate(accepted):
         if not accept:
             bases[b] = completed(xs[b], epsilon, None if noise is None else partial(noise, b))
