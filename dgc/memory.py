@@ -8,7 +8,7 @@ the next step, which reads and writes v anyway, removes it. A dropped step is th
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +23,24 @@ from dgc.selection import Plan
 from dgc.state import State, Tables, check_mapping, zeros
 
 
-@runtime_checkable
-class Clipping(Protocol):
-    """A rule that limits gradients, tensor by tensor (Lin et al. 2018, section 3.2).
+class Clipping(ABC):
+    """A rule that limits gradients, tensor by tensor (Lin et al. 2018, section 3.2). All attributes are positive.
 
     The paper scales its global threshold by N ** -0.5 for N ranks, because its local gradients contain the factor
     1/N. Here that factor is applied after the exchange. Pass the paper's threshold times N ** 0.5 as `max_norm`.
     """
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+                raise ValueError(f"{name} must be a positive number, not {value!r}")
+
     def clip(self, bucket: Bucket) -> Conversation[None]:
         """Clip this rank's gradient in `bucket.flat` in place, before it enters the error state."""
+        self.clip_mean(bucket)
+        yield from ()
 
+    @abstractmethod
     def clip_mean(self, bucket: Bucket) -> None:
         """Clip the mean of tensors that were sent dense, in place, without a message and alike on every rank."""
 
@@ -281,22 +288,6 @@ class NoMemory(Memory):
 # --- clipping --------------------------------------------------------------------------------------
 
 
-class _Limits:
-    """Base class: all attributes are positive numbers, and a gradient is clipped as a mean is."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
-                raise ValueError(f"{name} must be a positive number, not {value!r}")
-
-    def clip(self, bucket: Bucket) -> Conversation[None]:
-        self.clip_mean(bucket)
-        yield from ()
-
-    def clip_mean(self, bucket: Bucket) -> None:
-        raise NotImplementedError
-
-
 def _parts(bucket: Bucket) -> list[Tensor]:
     return [bucket.flat[s.offset : s.offset + s.numel] for s in bucket.segments]
 
@@ -309,7 +300,7 @@ def _global_norms(bucket: Bucket) -> Conversation[Tensor]:
 
 
 @dataclass(frozen=True)
-class ClipByValue(_Limits):
+class ClipByValue(Clipping):
     """Clip each element: g = min(max(g, -clip_value), clip_value).
 
     Raises:
@@ -323,7 +314,7 @@ class ClipByValue(_Limits):
 
 
 @dataclass(frozen=True)
-class ClipByNorm(_Limits):
+class ClipByNorm(Clipping):
     """Scale each tensor by its local norm: g = g * min(1, max_norm / |g|).
 
     Args:
@@ -356,7 +347,7 @@ class ClipByNorm(_Limits):
 
 
 @dataclass(frozen=True)
-class ClipByGlobalNorm(_Limits):
+class ClipByGlobalNorm(Clipping):
     """Scale each tensor by the root mean square, over all ranks, of its L2 norm. The scale is equal on all ranks.
 
     Costs one all-reduce per bucket, with one number per tensor. `clip_mean` sends no message: a mean gradient is
@@ -378,7 +369,7 @@ class ClipByGlobalNorm(_Limits):
 
 
 @dataclass(frozen=True)
-class ClipValueByGlobalNorm:
+class ClipValueByGlobalNorm(Clipping):
     """Clip each element to the root mean square, over all ranks, of the tensor's L2 norm.
 
     Costs what `ClipByGlobalNorm` does. `clip_mean` changes nothing: no element of a mean gradient exceeds the norm

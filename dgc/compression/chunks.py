@@ -36,6 +36,7 @@ from dgc.compression.protocol import (
     DenseResult,
     Reduced,
     SparseResult,
+    check_choice,
     first_nonfinite_message,
     sparse_overflow_message,
 )
@@ -106,8 +107,7 @@ class ChunkCompressor(SparseCompressor):
         require("a whole number of elements", WHOLE, chunk_size=chunk_size)
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be 1 element or more, not {chunk_size}")
-        if dtype not in ("fp16", "fp32"):
-            raise ValueError(f"dtype must be fp16 or fp32, in which sums over ranks are formed, not {dtype!r}")
+        check_choice(("fp16", "fp32"), dtype=dtype)
         self.chunk_size, self.cast = chunk_size, CastValues(dtype)
         super().__init__(
             compress_ratio, memory, values=self.cast, warmup_epochs=warmup_epochs, warmup_coeff=warmup_coeff

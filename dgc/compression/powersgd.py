@@ -47,12 +47,11 @@ from dgc.compression.matrices import (
     Regime,
     orthonormalize,
 )
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, first_nonfinite_message
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, check_choice, first_nonfinite_message
 from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.wire import CastValues
 from dgc.wire.envelope import Envelope, envelope_of
 
-MODES = ("residual", "paper", "square")
 NOTHING = torch.empty(0, dtype=torch.float32)
 
 
@@ -91,10 +90,10 @@ class PowerSGDState(State):
     seed: int
     settings: str
     envelope: Envelope
-    v: Float32[Tensor, "V"]
-    P: Factor
-    Q: Factor
-    sums: tuple[Float64[Tensor, "_ 2"], ...]
+    v: Float32[Tensor, "V"] = NOTHING
+    P: Factor = ()
+    Q: Factor = ()
+    sums: tuple[Float64[Tensor, "_ 2"], ...] = ()
     half_steps: int = 0
     regime: Regime = Regime()
     deferred: SentProducts | None = None
@@ -318,22 +317,18 @@ class PowerSGDCompressor(Compressor):
         rank_every: int = 1,
         seed: int = 0,
     ):
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-        if num_iters_per_step < 1:
-            raise ValueError(f"num_iters_per_step must be at least 1, not {num_iters_per_step}")
+        check_choice(("residual", "paper", "square"), mode=mode)
+        check_choice(("fp32", "fp16"), wire=wire)
+        check_choice(WAYS, orthogonalization=orthogonalization)
+        for name, value in (("rank", rank), ("num_iters_per_step", num_iters_per_step)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         if mode != "residual" and num_iters_per_step != 1:
             raise ValueError(f"num_iters_per_step requires mode='residual'; {mode!r} sends P and Q once")
-        if wire not in ("fp32", "fp16"):
-            raise ValueError(f"wire must be 'fp32' or 'fp16', not {wire!r}")
         if high_rank is not None and mode == "square":
             raise ValueError("high_rank is chosen for each tensor, and mode='square' has one matrix for all")
-        if orthogonalization not in WAYS:
-            raise ValueError(f"orthogonalization must be one of {', '.join(WAYS)}, not {orthogonalization!r}")
         if not 0 < epsilon < 1:
             raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, not {rank}")
         if not min_compression_rate >= 0 or start_compressing_after_num_steps < 0:
             raise ValueError("min_compression_rate and start_compressing_after_num_steps must be at least 0")
         self.rank, self.min_compression_rate, self.seed = rank, min_compression_rate, seed
@@ -354,10 +349,6 @@ class PowerSGDCompressor(Compressor):
             seed=self.seed,
             settings=f"PowerSGD {self.mode} {self.num_iters_per_step} {self._wire.dtype}",
             envelope=envelope_of(bucket, bucket.bounds, 1.0, ""),
-            v=torch.empty(0, dtype=torch.float32),
-            P=(),
-            Q=(),
-            sums=(),
             keeps=self.error_feedback,
         )
         return empty.with_factors({"P": {}, "Q": {}, "sums": {}}, zeros(bucket))

@@ -170,6 +170,13 @@ def fraction_of(**ratio: float) -> float:
     return min(value, 1 / value)
 
 
+def check_choice(choices: Iterable[str | None], **option: str | None) -> None:
+    """Raise ValueError if the value of an option is none of `choices`."""
+    ((name, value),) = option.items()
+    if value not in (known := tuple(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, not {value!r}")
+
+
 # --- optimizers whose momentum is exchanged --------------------------------------------------------
 
 

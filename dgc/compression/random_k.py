@@ -22,7 +22,7 @@ from torch import Tensor
 from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean
-from dgc.compression.protocol import Position, Vector, fraction_of
+from dgc.compression.protocol import Position, Vector, check_choice, fraction_of
 from dgc.selection.selector import share
 from dgc.state import State
 from dgc.wire import CastValues
@@ -43,8 +43,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
     """
 
     def __init__(self, compress_ratio: float, error_feedback: bool = True, values: str = "fp32", seed: int = 0):
-        if values not in ("fp32", "fp16"):
-            raise ValueError(f"values must be fp32 or fp16, not {values!r}")
+        check_choice(("fp32", "fp16"), values=values)
         super().__init__(error_feedback, seed)
         self._ratio = fraction_of(compress_ratio=compress_ratio)
         self._cast = CastValues(values)

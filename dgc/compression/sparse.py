@@ -37,6 +37,7 @@ from dgc.compression.protocol import (
     DenseResult,
     Position,
     Reduced,
+    check_choice,
     first_nonfinite_message,
     fraction_of,
 )
@@ -173,8 +174,7 @@ class SparseCompressor(Compressor):
         self.compress_ratio = self.warmup.at(0)
         self.seed, self.dense_values = seed, dense_values
         self.fallback = make_fallback(dense_values, self.format.values, self.memory.gradient_clipping)
-        if exchange not in tuple(EXCHANGES):
-            raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, not {exchange!r}")
+        check_choice(EXCHANGES, exchange=exchange)
         self.exchange, self._exchanges = exchange, EXCHANGES[exchange]
         self.point_to_point = any(kind.point_to_point for kind in self._exchanges)
         self.vectors, self.vector_ratio = vectors, checked_vector_ratio(vectors, vector_ratio, fraction)
@@ -233,18 +233,13 @@ class RatioWarmup:
     def __post_init__(self) -> None:
         require("a whole number of epochs", WHOLE, warmup_epochs=self.warmup_epochs)
         given = () if self.warmup_coeff is None else self.warmup_coeff
-        coefficients = given if isinstance(given, Sequence) else (given,)
-        if isinstance(self.warmup_coeff, Sequence) and len(coefficients) < self.warmup_epochs:
-            raise ValueError(
-                f"warmup_coeff lists {len(coefficients)} ratios for {self.warmup_epochs} warmup_epochs"
-            )
-        for c in coefficients:
-            if isinstance(c, bool) or not isinstance(c, NUMBER):
-                raise ValueError(
-                    f"warmup_coeff must be None, a number or a list of numbers, not {self.warmup_coeff!r}"
-                )
-            if not 0 < c <= 1:
-                raise ValueError(f"warmup_coeff must lie in (0, 1], not {c}")
+        for c in given if isinstance(given, Sequence) else (given,):
+            if isinstance(c, bool) or not isinstance(c, NUMBER) or not 0 < c <= 1:
+                kinds = "None, a number or a list of numbers, each in (0, 1]"
+                raise ValueError(f"warmup_coeff must be {kinds}, not {self.warmup_coeff!r}")
+        if isinstance(self.warmup_coeff, Sequence) and len(self.warmup_coeff) < self.warmup_epochs:
+            listed = len(self.warmup_coeff)
+            raise ValueError(f"warmup_coeff lists {listed} ratios for {self.warmup_epochs} warmup_epochs")
 
     def at(self, epoch: int) -> float:
         if epoch >= self.warmup_epochs:
@@ -267,8 +262,7 @@ class RatioWarmup:
 
 def checked_vector_ratio(vectors: str, vector_ratio: float | None, compress_ratio: float) -> float | None:
     """Return the ratio of tensors of less than two dimensions as a fraction. Raises ValueError if it is wrong."""
-    if vectors not in ("dense", "sparse"):
-        raise ValueError(f"vectors must be 'dense' or 'sparse', not {vectors!r}")
+    check_choice(("dense", "sparse"), vectors=vectors)
     if vector_ratio is None:
         return None
     if vectors == "dense":

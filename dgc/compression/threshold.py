@@ -37,10 +37,9 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.error_feedback import Codes, ErrorFeedbackCompressor, Mean, place_of_mean
-from dgc.compression.protocol import Position, Vector
+from dgc.compression.protocol import Position, Vector, check_choice
 from dgc.state import State
 
-WIRES = ("auto", "gather", "scatter", "server")
 WORD = 4
 
 
@@ -80,8 +79,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             raise ValueError(f"with 1 bit threshold must be a number, not {threshold}; 0 is usual")
         if not 0 < factor < math.inf:
             raise ValueError(f"factor must be positive, not {factor}")
-        if wire not in WIRES:
-            raise ValueError(f"wire is one of {', '.join(WIRES)}, not {wire!r}")
+        check_choice(("auto", "gather", "scatter", "server"), wire=wire)
         super().__init__(error_feedback)
         self.bits, self.threshold, self.factor, self.wire = bits, threshold, factor, wire
 

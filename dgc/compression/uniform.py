@@ -15,13 +15,12 @@ from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor, clipped
 from dgc.compression.error_feedback import AllGatherCompressor, Codes, Mean, join, split_all
-from dgc.compression.protocol import Compressor, Position, Reduced, Vector
+from dgc.compression.protocol import Compressor, Position, Reduced, Vector, check_choice
 from dgc.kernels import Moments
 from dgc.memory import Clipping
 from dgc.state import State
 from dgc.wire import CastValues, ValueFormat
 
-NORMS = ("l2", "max")
 DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
 BLOCK = 1024  # elements of a block of int8 dense values
 
@@ -118,8 +117,7 @@ class QSGDCompressor(UniformCompressor):
         error_feedback: bool = False,
         seed: int = 0,
     ):
-        if norm not in NORMS:
-            raise ValueError(f"norm is one of {', '.join(NORMS)}, not {norm!r}")
+        check_choice(("l2", "max"), norm=norm)
         super().__init__(bits, 2 ** (bits - 1) - 1, block, True, error_feedback, seed)
         self.norm = norm
 
@@ -243,8 +241,7 @@ class DenseValuesCompressor(BlockwiseCompressor):
     """
 
     def __init__(self, values: str, clipping: Clipping | None = None):
-        if values not in DENSE_VALUES[1:]:
-            raise ValueError(f"values must be one of {', '.join(DENSE_VALUES[1:])}, not {values!r}")
+        check_choice(DENSE_VALUES[1:], values=values)
         super().__init__(8, BLOCK)
         self.values, self.clipping = values, clipping
         # no transport can add bf16 or int8
@@ -301,8 +298,7 @@ def make_fallback(dense_values: str | None, values: ValueFormat, clipping: Clipp
     dense_values: one of DENSE_VALUES. None: those that cost about as much per element as the method's own
     `values`, or the next larger ones. clipping: the limit on means. Raises ValueError for other dense_values.
     """
-    if dense_values not in (*DENSE_VALUES, None):
-        raise ValueError(f"dense_values must be None or one of {', '.join(DENSE_VALUES)}, not {dense_values!r}")
+    check_choice((None, *DENSE_VALUES), dense_values=dense_values)
     fitting = values.dtype if isinstance(values, CastValues) else values.dense.dtype
     if not isinstance(values, CastValues) and values.nbytes(BLOCK, 0) < 2 * BLOCK:
         fitting = "int8"
