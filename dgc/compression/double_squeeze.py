@@ -20,7 +20,6 @@ Differences from the paper: the servers compress the sum and not the mean, which
 piece has its own scale. There is no separate server. An element of 0 is sent as a negative one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -162,8 +161,14 @@ class DoubleSqueezeCompressor(Compressor):
         by_piece, by_byte = pairwise(chunks.pieces), pairwise(chunks.bytes)
         rows = [chunks.join(scales[a:b], signs[c:d]) for (a, b), (c, d) in zip(by_piece, by_byte, strict=True)]
         parts, nonfinite = yield from envelope.scatter(torch.stack(rows), first)
-        answer, served = _serve(state, parts)
-        answers, _ = yield from envelope.gather(answer, bucket.bounds[-1])
+
+        total = state.served.clone()  # as the server of a chunk, in rank order
+        for part in parts:
+            scales, signs = chunks.split(part, state.rank)
+            kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
+        scales, signs, served = squeeze(total, chunks.own)
+        answers, _ = yield from envelope.gather(chunks.join(scales, signs), bucket.bounds[-1])
+
         sections = (chunks.split(codes, r) for r, codes in enumerate(answers))
         scales, signs = (torch.cat(parts) for parts in zip(*sections, strict=True))
         scales = scales / state.size
@@ -171,16 +176,6 @@ class DoubleSqueezeCompressor(Compressor):
         bucket.flat.copy_(mean)
         result = DenseResult(first_nonfinite_message(bucket, nonfinite))
         return Reduced(result, state.next(errors={"errors": kept}, served=served), dropped=state.next())
-
-
-def _serve(state: ServerState, parts: Sequence[Codes]) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "chunk"]]:
-    """Add up this rank's chunk of all workers, in rank order, and compress the sum. Returns its codes and d_r."""
-    chunks, total = state.chunks, state.served.clone()
-    for part in parts:
-        scales, signs = chunks.split(part, state.rank)
-        kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
-    scales, signs, rest = squeeze(total, chunks.own)
-    return chunks.join(scales, signs), rest
 
 
 def squeeze(x: Vector, bounds: Int64[Tensor, "bounds"]) -> tuple[Float32[Tensor, "pieces"], Codes, Vector]:

@@ -10,7 +10,7 @@ Factors are stored in rows, P [B, r, n] and Q [B, r, m]: in this order both prod
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from math import isqrt, prod, sqrt
 from typing import Any
@@ -25,6 +25,7 @@ from dgc.bucket import Bucket, Segment
 from dgc.state import check_mapping
 
 Factor = tuple[Float32[Tensor, "_ _ _"], ...]  # P or Q, by batch
+Rows = Float32[Tensor, "B r d"]
 Products = list[tuple[Float32[Tensor, "_ _ _"], Float32[Tensor, "_ _ _"]]]  # (U, W) of U^T W, by batch
 
 
@@ -357,14 +358,20 @@ def orthonormalize(
     # if all rows determine a direction, the host waits for a GPU only once
     accepted = torch.stack(valid).tolist() if valid else []
     for b, accept in enumerate(accepted):
-        if not accept:
-            bases[b] = completed(xs[b], epsilon, None if noise is None else partial(noise, b))
+        if accept:
+            continue
+        bases[b], share = qr(x := xs[b])
+        lost = ~(share > epsilon)
+        if bool(lost.any()):
+            fixed = torch.Generator().manual_seed(0)
+            rows = torch.randn(x.shape, generator=fixed, dtype=torch.float32) if noise is None else noise(b)
+            # the lost rows move behind the others, which keep their span
+            order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
+            bases[b], _ = qr(torch.where(lost[:, :, None], rows.to(x.device), x).gather(1, order))
     return bases
 
 
-def attempt(
-    x: Float32[Tensor, "B r d"], way: str, epsilon: float
-) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
+def attempt(x: Rows, way: str, epsilon: float) -> tuple[Rows, Bool[Tensor, ""]]:
     """Returns (basis, whether it is valid): not if rows determine no direction or rounding has spoilt it."""
     if way == "authors":
         if x.shape[1] == 1:
@@ -382,27 +389,13 @@ def attempt(
     return basis, (share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)).all()
 
 
-def completed(
-    x: Float32[Tensor, "B r d"], epsilon: float, noise: Callable[[], Tensor] | None
-) -> Float32[Tensor, "B r d"]:
-    """The basis by Householder reflections, with noise for rows that determine no direction."""
-    basis, share = qr(x)
-    lost = ~(share > epsilon)
-    if bool(lost.any()):
-        rows = noise() if noise is not None else _noise_like(x)
-        # the lost rows move behind the others, which keep their span
-        order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
-        basis, _ = qr(torch.where(lost[:, :, None], rows, x).gather(1, order))
-    return basis
-
-
-def qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+def qr(x: Rows) -> tuple[Rows, Float32[Tensor, "B r"]]:
     """Returns (basis, share), as the next two. LAPACK expects columns: the transpose of x, which costs no copy."""
     q, r = torch.linalg.qr(x.mT)
     return q.mT, r.diagonal(dim1=1, dim2=2).abs() / torch.linalg.vector_norm(r, dim=1)
 
 
-def gram_schmidt(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+def gram_schmidt(x: Rows) -> tuple[Rows, Float32[Tensor, "B r"]]:
     basis = x.clone()
     before = torch.linalg.vector_norm(x, dim=2)
     left = []
@@ -416,7 +409,7 @@ def gram_schmidt(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"],
     return basis, torch.stack(left, dim=1) / before
 
 
-def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+def cholesky_qr(x: Rows) -> tuple[Rows, Float32[Tensor, "B r"]]:
     wide = x.double()
     gram = wide.bmm(wide.mT)
     L, info = torch.linalg.cholesky_ex(gram)
@@ -424,8 +417,3 @@ def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], 
     inverse = torch.linalg.solve_triangular(L, identity, upper=False)
     share = (L / gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]).diagonal(dim1=1, dim2=2)
     return inverse.bmm(wide).float(), torch.where(info[:, None] == 0, share, 0.0).float()
-
-
-def _noise_like(x: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device)

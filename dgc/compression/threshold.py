@@ -93,7 +93,13 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
 
     def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         bounds = bucket.bounds
-        t = yield from self._thresholds(v, bounds)
+        if self.threshold is not None:
+            t = torch.full((bounds.numel() - 1,), self.threshold, dtype=torch.float32, device=v.device)
+        else:
+            squares = kernels.of(v).selection.moments(v, bounds).squares / bounds.diff().clamp(min=1)
+            (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
+            # t = 0 means that the tensor is zero on every rank. If the mean overflows fp32, nothing is sent.
+            t = t.nan_to_num(torch.inf)
         quantizers, unit = kernels.of(v).quantize, torch.ones_like(t)
         if self.bits == 2:
             codes, kept = quantizers.tern_encode(v, bounds, t)
@@ -107,14 +113,6 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         else:
             mean, nonfinite = yield from self._scatter(bucket, state.size, codes, first_nonfinite, unit)
         return mean, kept, nonfinite
-
-    def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
-        if self.threshold is not None:
-            return torch.full((bounds.numel() - 1,), self.threshold, dtype=torch.float32, device=v.device)
-        squares = kernels.of(v).selection.moments(v, bounds).squares / bounds.diff().clamp(min=1)
-        (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
-        # t = 0 means that the tensor is zero on every rank. If the mean overflows fp32, nothing is sent.
-        return t.nan_to_num(torch.inf)
 
     def _mean_of_codes_(
         self, parts: Sequence[Codes], bounds: Tensor, unit: Tensor | None, size: int, mean: Vector
@@ -135,7 +133,9 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         padded.view(-1)[: codes.numel()] = codes
         envelope, finite = self.envelope(bucket), bucket.bounds[-1]
         parts, nonfinite = yield from envelope.scatter(padded, first_nonfinite)
-        fields, bits, quantizers = share * 8 // self.bits, self._sum_bits(size), kernels.of(codes).quantize
+        # the range of a sum is -N .. N; with 1 bit only every second value occurs
+        bits = math.ceil(math.log2(2 * size + 1 if self.bits == 2 else size + 1))
+        fields, quantizers = share * 8 // self.bits, kernels.of(codes).quantize
         whole = _whole(fields, codes.device)
         if self.wire != "server" and bits <= 8:
             sums = quantizers.pack_sums(parts, whole, self.bits, bits)
@@ -156,12 +156,6 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
                 at += -(-segment.numel // word) * word  # fields that only fill words are left out
             mean.div_(size)
         return mean, nonfinite
-
-    def _sum_bits(self, size: int) -> int:
-        """Bits of a sum. Its range is -N .. N; with 1 bit only every second value occurs."""
-        values = 2 * size + 1 if self.bits == 2 else size + 1
-        bits = math.ceil(math.log2(values))
-        return bits if bits <= 8 else 16
 
 
 @cache

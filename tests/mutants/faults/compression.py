@@ -195,8 +195,8 @@ COMPRESSION = [
     Fault(
         "a-sum-of-codes-does-not-fit-its-bits",
         "dgc/compression/threshold.py",
-        "values = 2 * size + 1 if self.bits == 2 else size + 1",
-        "values = 2 * size if self.bits == 2 else size",
+        "math.log2(2 * size + 1 if self.bits == 2 else size + 1)",
+        "math.log2(2 * size if self.bits == 2 else size)",
         [
             "tests/compression/test_threshold.py::test_every_wire_gives_the_same_bits",
             "tests/compression/test_threshold.py::test_the_scattered_sums_take_as_few_bits_as_they_can",
