@@ -133,8 +133,15 @@ class SparseState(State):
         return {**State.saved(self.settled(), bucket), "history": dict(history)}
 
     def loaded(self, bucket: Bucket, tables: Tables) -> "SparseState":
-        saved = tables["history"]
-        history = {s.name: _checked_history(s.name, saved[s.name]) for s in bucket.segments if s.name in saved}
+        history = {s.name: tables["history"][s.name] for s in bucket.segments if s.name in tables["history"]}
+        for name, rows in history.items():
+            check_mapping(f"history of {name}", rows)
+            for key, row in rows.items():
+                what = f"history of {name}: {key}"
+                expected, kinds = ("a number", NUMBER) if key == "ratio" else ("a tensor", (Tensor,))
+                require(expected, kinds, **{what: row})
+                if isinstance(row, Tensor) and bool(row.isnan().any()):
+                    raise ValueError(f"{what} has NaN")
         fresh = replace(self, sent=None, returned=None, plan=None, history=history)
         return State.loaded(fresh, bucket, tables)
 
@@ -218,9 +225,8 @@ class DGCSGDMemory(Memory):
         limits = "ClipByNorm(...), ClipByValue(...), ClipByGlobalNorm(...) and ClipValueByGlobalNorm()"
         expected = f"None or one of dgc.memory's {limits}"
         require(expected, (Clipping, *NOTHING), gradient_clipping=gradient_clipping)
-        self.correction: MomentumCorrection = MomentumCorrection(
-            momentum, nesterov if momentum is None else bool(nesterov)
-        )
+        nesterov = nesterov if momentum is None else bool(nesterov)
+        self.correction: MomentumCorrection = MomentumCorrection(momentum, nesterov)
         self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
 
     def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
@@ -383,20 +389,3 @@ class ClipValueByGlobalNorm(Clipping):
 
     def clip_mean(self, bucket: Bucket) -> None:
         return None
-
-
-# --- saved history ---------------------------------------------------------------------------------
-
-
-def _checked_history(name: str, rows: Any) -> dict[str, Any]:
-    """Return a parameter's history. Raises ValueError if it is none, or has NaN."""
-    check_mapping(f"history of {name}", rows)
-    for key, row in rows.items():
-        what = f"history of {name}: {key}"
-        if key == "ratio":
-            require("a number", NUMBER, **{what: row})
-            continue
-        require("a tensor", (Tensor,), **{what: row})
-        if bool(row.isnan().any()):
-            raise ValueError(f"{what} has NaN")
-    return dict(rows)

@@ -1,18 +1,15 @@
 """Random-k and random block with a shared seed (Stich, Cordonnier, Jaggi 2018, arXiv 1809.07599; Vogels,
 Karimireddy, Jaggi 2019, arXiv 1905.13727, appendix on other compressors).
 
-From each tensor of d elements all ranks send the same k = ceil(D d) elements. Only the values are sent, with an
-all-reduce:
+From each tensor of d elements all ranks send the values of the same k = ceil(D d) elements, with an all-reduce:
 
     random k      one element from each of k stretches of nearly equal length
     random block  k consecutive elements from a random start, with wrap-around
 
 Without error feedback, sent values are divided by their probability, so that the expected value is v.
-
 Payload of a bucket in bytes: 4 sum of k (fp16: 2), and 24 for a header.
 
-Differences from the paper: Random k takes one element from each stretch, not any k elements. This needs no list of
-all elements.
+Differences from the paper: Random k takes one element from each stretch, not any k elements.
 """
 
 import torch
@@ -34,9 +31,8 @@ class RandomKCompressor(ErrorFeedbackCompressor):
 
     Args:
         compress_ratio (float): fraction of elements sent, D; above 1 the factor saved.
-        error_feedback (bool): as `ErrorFeedbackCompressor`.
         values (str): dtype of the payload, "fp32" or "fp16".
-        seed (int): seed of the choice, the same on all ranks.
+        error_feedback, seed: as `ErrorFeedbackCompressor`.
 
     Raises:
         ValueError: if compress_ratio is not positive or values is another dtype.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int64
@@ -37,15 +37,9 @@ from dgc.kernels import Budget, Merged, SparseVector
 from dgc.wire.envelope import Envelope, sealed_bytes
 from dgc.wire.payload import PayloadPlan
 
-
-class Exchanged(NamedTuple):
-    """The mean, what of this rank's elements is in it, with the values that the other ranks have received, and
-    parts of the ranks' sum that no rank has received, and this one keeps.
-    """
-
-    result: Result
-    sent: SparseVector
-    returned: SparseVector | None = None
+# The mean, what of this rank's elements is in it, with the values that the other ranks have received, and parts of
+# the ranks' sum that no rank has received, and this one keeps.
+Exchanged: TypeAlias = tuple[Result, SparseVector, SparseVector | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +115,7 @@ class AllGatherExchange(SparseExchange):
             bucket.release()  # the gradients are accumulated and need no copy
             finite, nonfinite = plan.mean_into_(bucket.flat, tier.decoder, payloads, self.size)
             result = DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=finite)
-        return Exchanged(result, encoded.sent)
+        return result, encoded.sent, None
 
 
 def result_of(bucket: Bucket, merged: Merged, nonfinite: Sequence[int]) -> Conversation[SparseResult]:
@@ -343,7 +337,7 @@ class ReduceScatterExchange(SparseExchange):
         rest = shared(subtract(total, own.sent), own.sent)
         indices = regions.index_of(rest.indices.long(), self.rank).to(torch.int32)
         returned = SparseVector(indices, rest.values, rest.count)
-        return Exchanged((yield from self.mean_of(bucket, [result], nonfinite)), shared(sent, result), returned)
+        return (yield from self.mean_of(bucket, [result], nonfinite)), shared(sent, result), returned
 
 
 def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
@@ -430,7 +424,7 @@ class GTopKExchange(SparseExchange):
         elif size > power:
             (held.x,) = yield from held.swap({}, twins)
         kept = shared(total_of(held.kept, bucket.numel), held.x) if held.kept else None
-        return Exchanged((yield from self.mean_of(bucket, [held.x], nonfinite)), shared(held.own, held.x), kept)
+        return (yield from self.mean_of(bucket, [held.x], nonfinite)), shared(held.own, held.x), kept
 
 
 class _Held:
