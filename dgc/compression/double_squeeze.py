@@ -100,7 +100,6 @@ class ServerState(State):
 
     @property
     def own(self) -> slice:
-        """This rank's chunk."""
         return slice(self.chunks.edges[self.rank], self.chunks.edges[self.rank + 1])
 
     def unsent(self, bucket: Bucket) -> list[Tensor]:
@@ -148,7 +147,6 @@ class DoubleSqueezeCompressor(Compressor):
     # --- one step ---------------------------------------------------------------------------------
 
     def accumulate(self, bucket: Bucket, state: Any) -> tuple[Vector, Position]:
-        """As `ErrorFeedbackCompressor.accumulate`."""
         v = state.errors["errors"]
         return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
 

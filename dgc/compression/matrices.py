@@ -3,9 +3,7 @@
 v [V] holds gradient + error of a bucket in fp32. If dimension 0 of a tensor is outermost in memory, as in
 channels_last, the columns of its matrix M [n, m] are in memory order and no data is moved. Matrices of the same
 shape and rank are stored consecutively and multiplied together as a `Batch`. The uncompressed tensors, here called
-dense, follow.
-
-Factors are stored in rows, P [B, r, n] and Q [B, r, m]: in this order both products read M in memory order.
+dense, follow. Factors are stored in rows, P [B, r, n] and Q [B, r, m]: both products then read M in memory order.
 """
 
 from collections.abc import Callable, Mapping, Sequence

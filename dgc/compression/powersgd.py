@@ -70,19 +70,10 @@ class SentProducts:
 class PowerSGDState(State):
     """State of one bucket. All but v and `deferred` is the same on every rank.
 
-    Attributes:
-        layout: Positions of the tensors in v.
-        rule: Which tensors are compressed.
-        seed: Seed of random factors.
-        settings: What must be equal on every rank. envelope: of the payloads.
-        v: Gradient + error of the last step.
-        P, Q: [B, r, n] and [B, r, m], by batch.
-        sums: [B, 2] by batch: the sum of the squared norms of the applied gradients since Accordion's last choice,
-            and the number of steps.
-        half_steps: h. `steps` is without dropped ones.
-        regime: Of Accordion.
-        deferred: Not yet subtracted from v.
-        keeps: Whether there is error feedback.
+    settings: what must be equal on every rank. v: gradient + error of the last step. P, Q: [B, r, n] and [B, r,
+    m], by batch. sums: [B, 2] by batch, the sum of the squared norms of the applied gradients since Accordion's
+    last choice, and the number of steps. half_steps: h. `steps` is without dropped ones. deferred: not yet
+    subtracted from v. keeps: whether there is error feedback.
     """
 
     layout: Layout

@@ -42,8 +42,8 @@ class Rule:
 class Route:
     """Chooses compressors by rules in order. Tensors that a compressor does not accept go to its own fallback.
 
-    Of compressors without state and with equal settings, such as the fallbacks of several rules, the first one
-    chosen stands for all. Their tensors then share buckets, and so messages.
+    Of compressors without state and with equal settings, the first one chosen stands for all: their tensors share
+    buckets, and so messages.
 
     Args:
         rules (sequence of Rule): rules; the first that matches applies.

@@ -88,9 +88,7 @@ class ScaledSignCompressor(SignCompressor):
     Differences from the paper: e has the unit of gradients and is not scaled by the learning rate. An element of 0
     is sent as a negative one.
 
-    Args:
-        error_feedback (bool): as in the paper.
-        seed (int): not used.
+    Args: as `ErrorFeedbackCompressor`. The seed is not used.
     """
 
     def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
@@ -112,8 +110,7 @@ class OneBitCompressor(AllGatherCompressor):
     Differences from the paper: The paper uses columns, because its matrices are the transposes of PyTorch's. All
     ranks gather all codes, where the paper sums stripes and quantizes the sums again.
 
-    Args:
-        error_feedback (bool): as in the paper.
+    Args: as `ErrorFeedbackCompressor`.
     """
 
     bits = 1

@@ -46,10 +46,9 @@ Exchanged: TypeAlias = tuple[Result, SparseVector, SparseVector | None]
 class SparseExchange(ABC):
     """Sums what the ranks have selected of one bucket, in the steps of one ratio.
 
-    Attributes:
-        payload: That of a selection. wants_sparse: Whether a sparse mean saves the optimizer a pass: after
-        momentum correction it only subtracts. point_to_point: Whether messages go from rank to rank, which not
-        every transport can do.
+    payload: that of a selection. wants_sparse: whether a sparse mean saves the optimizer a pass: after momentum
+    correction it only subtracts. point_to_point: whether messages go from rank to rank, which not every transport
+    can do.
     """
 
     payload: PayloadPlan

@@ -5,6 +5,7 @@ each matrix; s_i is part of a_i or b_i.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32
@@ -21,13 +22,12 @@ from dgc.state import State
 class SVDCompressor(AllGatherCompressor):
     """The best approximation of rank r: the r largest of s_i a_i b_i^T, with error feedback.
 
-    Vogels et al. 2019 (arXiv 1905.13727) have it as an upper bound for the quality of PowerSGD. It compresses
-    tensors of two or more dimensions. Others are sent uncompressed.
+    Vogels et al. 2019 (arXiv 1905.13727) have it as an upper bound for the quality of PowerSGD. Tensors of less
+    than two dimensions are sent uncompressed.
 
     Args:
         rank (int): r, limited to min(n, m) for each matrix.
-        error_feedback (bool): as `ErrorFeedbackCompressor`.
-        seed (int): seed of random choices, which only `AtomoCompressor` makes.
+        error_feedback, seed: as `ErrorFeedbackCompressor`. Only `AtomoCompressor` makes random choices.
 
     Raises:
         ValueError: if rank is less than 1.
@@ -65,17 +65,20 @@ class SVDCompressor(AllGatherCompressor):
             n, m, r = self.sizes(s)
             if r == 0:
                 continue
+            M = s.of(v).reshape(n, m)
+            vectors, values = left_singular(M)
+            chosen, p = self.choose(values, r, generator)
+            U = vectors[:, chosen].float()
+            a, b = (U, M.T @ U) if n <= m else (M @ U, U)  # a b^T = U U^T M, or M U U^T
             # the same memory layout as at the decoder, so that the products have the same bits
-            a, b = (f.contiguous() for f in self.factors(s.of(v).reshape(n, m), r, generator))
+            a, b = (a if p is None else a / p).contiguous(), b.contiguous()
             s.of(kept).sub_((a @ b.T).view(s.shape))
             factors += [a.reshape(-1), b.reshape(-1)]
         return torch.cat(factors).view(torch.uint8), kept
 
-    def factors(
-        self, M: Float32[Tensor, "n m"], r: int, generator: torch.Generator
-    ) -> tuple[Float32[Tensor, "n r"], Float32[Tensor, "m r"]]:
-        U, _ = left_singular(M)
-        return projected(M, U[:, :r])
+    def choose(self, s: Float[Tensor, "k"], r: int, generator: torch.Generator) -> tuple[Any, Tensor | None]:
+        """Which r of the singular values are sent, and the probability of each."""
+        return slice(r), None
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         mean.zero_()
@@ -96,25 +99,19 @@ class AtomoCompressor(SVDCompressor):
 
     i is chosen with probability p_i = min(1, c s_i), sum p_i = r, and s_i / p_i is sent.
 
-    Differences from the paper: Exactly r are chosen, one in each unit of the running sum of p_i (systematic
-    sampling). The paper repeats independent draws until r are chosen, which is no longer unbiased.
-
-    Args, Raises: As `SVDCompressor`.
+    Differences from the paper: Exactly r are chosen, one in each unit of the running sum of p_i. The paper repeats
+    independent draws until r are chosen, which is no longer unbiased. Args, Raises: as `SVDCompressor`.
     """
 
     def __init__(self, rank: int = 2, seed: int = 0):
         super().__init__(rank, False, seed)
 
-    def factors(
-        self, M: Float32[Tensor, "n m"], r: int, generator: torch.Generator
-    ) -> tuple[Float32[Tensor, "n r"], Float32[Tensor, "m r"]]:
-        U, s = left_singular(M)
+    def choose(self, s: Float[Tensor, "k"], r: int, generator: torch.Generator) -> tuple[Any, Tensor | None]:
         p = inclusion(s, r)
         start = torch.rand((), generator=generator, dtype=torch.float64)
         marks = start.to(p.device) + torch.arange(r, dtype=torch.int64, device=p.device)
         chosen = torch.searchsorted(p.cumsum(0), marks, right=True).clamp(max=s.numel() - 1)
-        a, b = projected(M, U[:, chosen])
-        return a / p[chosen].clamp(min=1e-30).float(), b
+        return chosen, p[chosen].clamp(min=1e-30).float()
 
 
 def left_singular(M: Float32[Tensor, "n m"]) -> tuple[Tensor, Tensor]:
@@ -127,17 +124,9 @@ def left_singular(M: Float32[Tensor, "n m"]) -> tuple[Tensor, Tensor]:
     return vectors.flip(1), squares.flip(0).clamp(min=0).sqrt()
 
 
-def projected(M: Float32[Tensor, "n m"], U: Tensor) -> tuple[Float32[Tensor, "n r"], Float32[Tensor, "m r"]]:
-    """Factors a, b with a b^T = U U^T M, or M U U^T."""
-    U = U.float()
-    return (U, M.T @ U) if M.shape[0] <= M.shape[1] else (M @ U, U)
-
-
 def inclusion(s: Float[Tensor, "k"], r: int) -> Tensor:
-    """Probabilities p_i = min(1, c s_i) with sum r, fp64, for s in descending order.
-
-    The largest values that exceed 1 are limited to 1 in turn. If fewer than r of s are nonzero, these get 1, and
-    the zeros share the rest.
+    """Probabilities p_i = min(1, c s_i) with sum r, fp64, for s in descending order. If fewer than r of s are
+    nonzero, these get 1, and the zeros share the rest.
     """
     s = s.double() + s.double().sum() * 1e-12 + 1e-300
     rest = s.flip(0).cumsum(0).flip(0)  # sum of s_i, i >= j
