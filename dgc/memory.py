@@ -23,47 +23,6 @@ from dgc.selection import Plan
 from dgc.state import State, Tables, check_mapping, zeros
 
 
-class Clipping(ABC):
-    """A rule that limits gradients, tensor by tensor (Lin et al. 2018, section 3.2). All attributes are positive.
-
-    The paper scales its global threshold by N ** -0.5 for N ranks, because its local gradients contain the factor
-    1/N. Here that factor is applied after the exchange. Pass the paper's threshold times N ** 0.5 as `max_norm`.
-    """
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
-                raise ValueError(f"{name} must be a positive number, not {value!r}")
-
-    def clip(self, bucket: Bucket) -> Conversation[None]:
-        """Clip this rank's gradient in `bucket.flat` in place, before it enters the error state."""
-        self.clip_mean(bucket)
-        yield from ()
-
-    @abstractmethod
-    def clip_mean(self, bucket: Bucket) -> None:
-        """Clip the mean of tensors that were sent dense, in place, without a message and alike on every rank."""
-
-
-@dataclass
-class MomentumCorrection:
-    """Momentum that a memory applies before compression. The optimizer must then not apply it.
-
-    None stands for that of the optimizer, until `take` sets it.
-    """
-
-    momentum: float | None
-    nesterov: bool | None
-
-    def take(self, momentum: float, nesterov: bool) -> None:
-        if self.momentum is None:
-            self.momentum = momentum
-            self.nesterov = nesterov if self.nesterov is None else self.nesterov
-
-
-# --- the way of a gradient -------------------------------------------------------------------------
-
-
 @dataclass(eq=False, kw_only=True)
 class SparseState(State):
     """The error state of a method that sends a few elements in each step.
@@ -146,6 +105,22 @@ class SparseState(State):
         return State.loaded(fresh, bucket, tables)
 
 
+@dataclass
+class MomentumCorrection:
+    """Momentum that a memory applies before compression. The optimizer must then not apply it.
+
+    None stands for that of the optimizer, until `take` sets it.
+    """
+
+    momentum: float | None
+    nesterov: bool | None
+
+    def take(self, momentum: float, nesterov: bool) -> None:
+        if self.momentum is None:
+            self.momentum = momentum
+            self.nesterov = nesterov if self.nesterov is None else self.nesterov
+
+
 class Memory(ABC):
     """The settings of an error state.
 
@@ -154,7 +129,7 @@ class Memory(ABC):
     """
 
     correction: MomentumCorrection | None = None
-    gradient_clipping: Clipping | None = None
+    gradient_clipping: "Clipping | None" = None
 
     @abstractmethod
     def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
@@ -214,7 +189,7 @@ class DGCSGDMemory(Memory):
         self,
         momentum: float | None = None,
         nesterov: bool | None = None,
-        gradient_clipping: Clipping | None = None,
+        gradient_clipping: "Clipping | None" = None,
         momentum_masking: bool = True,
     ):
         require("a number or None", NUMBER + NOTHING, momentum=momentum)
@@ -292,6 +267,28 @@ class NoMemory(Memory):
 
 
 # --- clipping --------------------------------------------------------------------------------------
+
+
+class Clipping(ABC):
+    """A rule that limits gradients, tensor by tensor (Lin et al. 2018, section 3.2). All attributes are positive.
+
+    The paper scales its global threshold by N ** -0.5 for N ranks, because its local gradients contain the factor
+    1/N. Here that factor is applied after the exchange. Pass the paper's threshold times N ** 0.5 as `max_norm`.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+                raise ValueError(f"{name} must be a positive number, not {value!r}")
+
+    def clip(self, bucket: Bucket) -> Conversation[None]:
+        """Clip this rank's gradient in `bucket.flat` in place, before it enters the error state."""
+        self.clip_mean(bucket)
+        yield from ()
+
+    @abstractmethod
+    def clip_mean(self, bucket: Bucket) -> None:
+        """Clip the mean of tensors that were sent dense, in place, without a message and alike on every rank."""
 
 
 def _parts(bucket: Bucket) -> list[Tensor]:

@@ -342,11 +342,8 @@ def orthonormalize(
     Without this, as in the paper, which adds epsilon to the norm, a gradient that was zero once (an unused layer)
     would never be compressed again, because its factor would stay zero.
 
-    Args:
-        way: One of WAYS.
-        epsilon: Largest share of a row that determines no direction.
-        noise: Returns the source of the random rows of the b-th x, [B, r, d] fp32; it must be the same on all
-            ranks. None: random numbers from a fixed seed.
+    noise: returns the source of the random rows of the b-th x, [B, r, d] fp32, the same on all ranks. None: random
+    numbers from a fixed seed.
     """
     bases, valid = [], []
     for x in xs:

@@ -274,15 +274,14 @@ class ReduceScatterExchange(SparseExchange):
     Elements that are not in the result wait in the error states, whether they did not fit into a payload of round
     1 or were not selected again. The owner keeps what the format rounds in round 2, s_i - t_i, as the whole sum.
 
-    Capacity of round 1. Each selected element falls into a region with probability 1/N. The number in one region
-    has the mean m = k/N and the standard deviation d = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d
-    elements, and then holds all of them with a probability of 0.84. On average the smallest 0.083 d elements per
-    region wait for another step: 1.7 % of m = 25, less of larger m.
+    Capacity of round 1. The number of selected elements in a region has the mean m = k/N and the standard
+    deviation d = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d elements, and then holds all of them with a
+    probability of 0.84. On average the smallest 0.083 d elements per region wait: 1.7 % of m = 25, less of larger
+    m.
 
-    Capacity of round 2. The N ranks together select up to N k different elements. Those that the result does not
-    have wait on all ranks that selected them. With m elements per region they wait long, and a short training is
-    less accurate. So c_2 is 2 m where both rounds then cost at most six words of 4 bytes per selected element (in
-    fp32 and int32), and what fits into six words where they cost more, but at least 1.5 m:
+    Capacity of round 2. It is 2 m where both rounds then cost at most six words of 4 bytes per selected element
+    (in fp32 and int32), and what fits into six words where they cost more, but at least 1.5 m: with fewer,
+    elements wait long, and a short training is less accurate.
 
         c_2 = min(2 m, max(1.5 m, 3 k / (N-1) - c_1 - 6))          6 elements have the bytes of two headers
 

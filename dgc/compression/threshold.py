@@ -49,8 +49,8 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
 
     Args:
         bits (int): bits per element, 2 or 1.
-        threshold (float, optional): t, in the unit of the gradients. With 2 bits it is positive; None takes it
-            from the data. With 1 bit it is a finite number, usually 0. Default: 0.5, as in MXNet.
+        threshold (float, optional): t, in the unit of the gradients; 0.5 in MXNet. With 2 bits it is positive, or
+            None to take it from the data. With 1 bit it is a finite number, usually 0.
         factor (float): t as a multiple of the root mean square of v, if threshold is None.
         wire (str): "gather", "scatter", "server" or "auto"; see the module's description.
         error_feedback (bool): as `ErrorFeedbackCompressor`.
