@@ -56,12 +56,12 @@ class _Chunks:
     bytes: list[int]
     nbytes: int
 
-    def split(self, codes: Codes, chunk: int) -> tuple[Float32[Tensor, "pieces"], Codes]:
+    def split(self, codes: UInt8[Tensor, "padded"], chunk: int) -> tuple[Float32[Tensor, "pieces"], Codes]:
         """The scales and signs of a chunk, without padding."""
         scales = self.pieces[chunk + 1] - self.pieces[chunk]
         return split(codes[: 4 * scales + self.bytes[chunk + 1] - self.bytes[chunk]], scales)
 
-    def join(self, scales: Float32[Tensor, "pieces"], signs: Codes) -> UInt8[Tensor, "nbytes"]:
+    def join(self, scales: Float32[Tensor, "pieces"], signs: Codes) -> UInt8[Tensor, "padded"]:
         """The codes of a chunk, padded to the size of the largest."""
         codes = torch.zeros(self.nbytes, dtype=torch.uint8, device=signs.device)
         codes[: 4 * scales.numel() + signs.numel()] = join(scales, signs)
