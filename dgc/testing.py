@@ -14,8 +14,7 @@ from torch import Tensor
 from dgc.bucket import Bucket, make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Conversation
-from dgc.compression.nonfinite import check_means
-from dgc.compression.protocol import Compressor, Result
+from dgc.compression.protocol import Compressor, Result, check_means
 from dgc.engine.state import BucketStates
 
 Make = Callable[[], Compressor]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.nonfinite import check_means
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, Result, StatelessCompressor
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, Result, StatelessCompressor, check_means
 from dgc.memory import Clipping
 from dgc.state import State
 from dgc.wire.envelope import envelope_of, no_segments

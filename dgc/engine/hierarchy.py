@@ -48,8 +48,14 @@ from dgc.comm.requests import (
     between_machines,
 )
 from dgc.comm.transport import Transport
-from dgc.compression.nonfinite import check_means, nonfinite_message
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, StatelessCompressor
+from dgc.compression.protocol import (
+    Compressor,
+    DenseResult,
+    Reduced,
+    StatelessCompressor,
+    check_means,
+    nonfinite_message,
+)
 from dgc.engine.buckets import PlannedBucket, keep_states
 from dgc.engine.options import register_compressors
 from dgc.engine.state import ErrorStatePart

@@ -41,8 +41,7 @@ from dgc.comm.collectives import broadcast_object
 from dgc.comm.conversation import Intact, RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.nonfinite import check_means
-from dgc.compression.protocol import DenseResult, Result
+from dgc.compression.protocol import DenseResult, Result, check_means
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.state import BucketStates
 

@@ -381,8 +381,8 @@ def current_form(saved: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
 class Method(Protocol):
     """The common interface of compressors, with their states, and of gossip algorithms.
 
-    If a state has another meaning with other settings, the attribute `fixed_settings` has these, as plain values by
-    name.
+    The attribute `fixed_settings`, where there is one, has the settings that the meaning of a state depends on, as
+    plain values by name.
     """
 
     @property

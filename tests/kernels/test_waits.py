@@ -157,7 +157,7 @@ def test_dgc_never_waits(values: Any, indices: Any) -> None:
     assert set(seen) == READ
 
 
-FACTORS = "compression/matrices.py orthonormalize_each"
+FACTORS = "compression/matrices.py orthonormalize"
 
 
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])

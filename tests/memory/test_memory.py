@@ -240,7 +240,8 @@ class Eager:
     """u and v by hand, which lose what is sent at once."""
 
     def __init__(self, memory: Any, n: Any) -> None:
-        self.momentum, self.nesterov = getattr(memory, "momentum", None), getattr(memory, "nesterov", False)
+        correction = memory.correction or MomentumCorrection(None, False)
+        self.momentum, self.nesterov = correction.momentum, bool(correction.nesterov)
         self.masking = getattr(memory, "momentum_masking", False)
         self.u = None if self.momentum is None else torch.zeros(n)
         self.v = torch.zeros(n)
