@@ -16,6 +16,7 @@ from torch import Tensor
 
 Group = Literal["world", "local", "cross"]
 Op = Literal["mean", "sum", "min", "max"]
+HOST = "cpu"
 
 
 @dataclass(frozen=True, eq=False)
