@@ -177,8 +177,8 @@ class DDPExchange(HasCompression):
     the model's DistributedDataParallel and this exchange anew on all ranks. With static_graph do so after any
     exception in the first step: DDP would then average nothing.
 
-    A copy of the model, by `copy.deepcopy`, `AveragedModel` or `torch.save`, has no exchange: DDP averages its
-    gradients, until `compress` is called with the copy.
+    A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) has no exchange until `compress` is called
+    with it: DDP averages its gradients.
 
     Args:
         model: The DDP model, or what torch.compile has made of it. Its process group must contain all ranks.
@@ -193,12 +193,10 @@ class DDPExchange(HasCompression):
         nonfinite: As for DistributedOptimizer. In a dropped step every .grad is None, so that the optimizer
             changes nothing. With a grad_scaler every .grad is NaN instead, and every rank's scaler skips the step.
             "raise" raises NonFiniteGradientError at the end of `backward()`. Training may continue.
-        grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Without it, the error state would have
-            the scale of the step in which it was made.
+        grad_scaler: The torch.amp.GradScaler that scales the loss, if any.
 
     Raises:
-        ValueError: An argument is invalid, a setting differs between ranks, or DDP has a mode that a
-            communication hook cannot serve. The message names it.
+        ValueError: An argument is invalid, a setting differs between ranks, or a hook cannot serve a mode of DDP.
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -267,7 +265,7 @@ class DDPExchange(HasCompression):
         model._comm_hooks = NoCopies(model._comm_hooks)
         claim(self._slots, model, "DDP")
 
-    def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
+    def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
         with torch.no_grad():  # DDP's reducer holds a lock
             buffer, parameters = bucket.buffer(), bucket.parameters()

@@ -220,7 +220,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "dgc.gossip.graphs",
     ),
     "dgc.gossip.__init__": ("dgc.gossip.topology", "dgc.gossip.graphs", "dgc.gossip"),
-    "dgc.optim": ("dgc.comm", "dgc.comm.connect", "dgc.engine"),
+    "dgc.optim": ("dgc.arguments", "dgc.comm", "dgc.comm.connect", "dgc.engine"),
     "dgc.optim.sgd": ("dgc.bucket", "dgc.kernels.__init__", "dgc.engine"),
     "dgc.optim.distributed": ("dgc.comm", "dgc.comm.connect", "dgc.compression", "dgc.engine", "dgc.optim"),
     "dgc.optim.local": (

@@ -1,18 +1,9 @@
 """Compression of a model that is sharded with FSDP2: the exchange of its gradients between machines.
 
     transport = connect(hierarchical=True)
-    mesh = local_mesh(transport)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9), warmup_epochs=5)
-    exchange = compress(model, compression, transport=transport)
+    fully_shard(model, mesh=local_mesh(transport))  # and each layer before
+    exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), transport=transport)
     optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-    exchange.begin_epoch(0)
-    for inputs, targets in batches:  # the usual loop
-        optimizer.zero_grad()
-        loss_fn(model(inputs), targets).backward()
-        optimizer.step()
 
 With M machines of L ranks, rank (m, l) has shard l of every parameter. For each parameter group, backward does
 
@@ -270,7 +261,15 @@ class FSDPExchange(HasCompression):
         if output.is_cuda:  # FSDP2 may free it while this stream still reads it
             output.record_stream(torch.cuda.current_stream(output.device))
         if plan.group.is_exchanged:
-            self._count(g)
+            # there are several results if the module runs several times in forward
+            if self._expected is not None and self._parts[g] == self._expected[g]:
+                raise RuntimeError(
+                    f"{plan.group.label} runs more often in this forward pass than in the first, "
+                    f"{self._expected[g]} times: its exchange has started, and the rest of its gradient would be "
+                    "lost"
+                )
+            self._parts[g] += 1
+            self._engine.order.add(g)
             if self._expected is not None:
                 self._start(self._engine.order.start())
                 self._engine.advance()
@@ -296,16 +295,6 @@ class FSDPExchange(HasCompression):
         for g, group in enumerate(self._groups):
             if not group.is_exchanged:
                 self._engine.order.add(g)  # nothing to wait for
-
-    def _count(self, g: int) -> None:
-        """Count a reduce-scatter of a group. There are several if the module runs several times in forward."""
-        if self._expected is not None and self._parts[g] == self._expected[g]:
-            raise RuntimeError(
-                f"{self._groups[g].label} runs more often in this forward pass than in the first, "
-                f"{self._expected[g]} times: its exchange has started, and the rest of its gradient would be lost"
-            )
-        self._parts[g] += 1
-        self._engine.order.add(g)
 
     def _start(self, groups: Iterable[int]) -> None:
         for g in groups:
@@ -384,7 +373,6 @@ class FSDPExchange(HasCompression):
         """Remove the hooks. Gradients are then averaged inside machines only, until `compress` is called again."""
         self._handle.remove()
         for group in self._groups:
-            group.remove()
             group.release(self)
 
 

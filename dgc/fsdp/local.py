@@ -1,11 +1,6 @@
 """Outer steps of a sharded model: the ranks of a machine train one model with FSDP2, and machines exchange.
 
-    transport = connect(hierarchical=True)
-    mesh = local_mesh(transport)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)  # model: sharded with local_mesh(transport)
     optimizer = ShardedLocalOptimizer(adam, model, OuterSteps(30, outer=Nesterov()), transport=transport)
 
 Local rank l of a machine has shard l of each parameter. It exchanges the pseudo-gradient of this shard with local
@@ -34,12 +29,11 @@ from dgc.optim.local import LocalOptimizer, check_method
 class ShardedLocalOptimizer(LocalOptimizer):
     """A LocalOptimizer of a model that FSDP2 shards inside each machine. Machines take the place of ranks.
 
-    Create it after `fully_shard` with `local_mesh(transport)`, as above. All machines must begin with the same
-    parameters.
+    All machines must begin with the same parameters.
 
     Args:
         optimizer: The optimizer of the sharded parameters.
-        model: The model, on which `fully_shard` was called last.
+        model: The model, on which `fully_shard` was called last, with `local_mesh(transport)`.
         method: `dgc.local.OuterSteps`, or another synchronous algorithm, but not `ZeroOneSteps`. A compressor that
             needs a matrix gets this rank's rows of the parameter.
         transport: Connects all ranks, with groups inside and between machines: `connect(hierarchical=True)`, and

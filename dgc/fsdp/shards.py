@@ -98,6 +98,11 @@ class ParameterGroup:
         _owners[self._group] = weakref.ref(owner)
 
     def release(self, owner: Any) -> None:
+        """Forget the claim, and remove the hook, unless another one has taken its place."""
+        if self._has_its_hook:
+            self._hook = None
+            self.module.set_reduce_scatter_unused_params(False, recurse=False)
+            self.module.set_all_reduce_hook(None)  # type: ignore[arg-type]
         if self._group in _owners and _owners[self._group]() is owner:
             del _owners[self._group]
 
@@ -123,13 +128,6 @@ class ParameterGroup:
         self._hook = hook
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
         self.module.set_all_reduce_hook(hook, stream=stream)
-
-    def remove(self) -> None:
-        """Remove the hook, unless another one has taken its place."""
-        if self._has_its_hook:
-            self._hook = None
-            self.module.set_reduce_scatter_unused_params(False, recurse=False)
-            self.module.set_all_reduce_hook(None)  # type: ignore[arg-type]
 
     @property
     def _has_its_hook(self) -> bool:

@@ -27,12 +27,10 @@ Here it is u in every step of T_u, and the error state needs no reset.)
 If a mean gradient of T_v is not finite, no rank changes anything in this step. If a rank's u is not, all return to
 x', with m = 0. A rank whose gradient is not finite leaves out a step of its own.
 
-The steps in which ranks communicate, as DeepSpeed's options choose them:
-
 T_v     F = var_freeze_step, kappa = var_update_scaler:
         k_0 = 0,  k_(j+1) = k_j + 2**(j // kappa),  all k_j < F
 T_u     every step before F; then the gap H is 1 for local_step_scaler steps, 2 for as many, 4, ..,
-        and at most local_step_clipper
+        and at most local_step_clipper. These are DeepSpeed's options.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -267,7 +267,11 @@ class DistributedOptimizer(Wrapper):
                 self._reset()
                 self._averaged = True
         if self._is_first_step:
-            self._drop_created_state()
+            self._is_first_step = False
+            # the state of `create_state` is dropped if no rank has loaded or had another one to broadcast
+            created = torch.tensor([self.inner.state is self._created_state], dtype=torch.int64)
+            if all_reduce(self.transport, created, "min", "created_state").item():
+                self.inner.state.clear()
         self._dropped = outcome.nonfinite is not None
         if outcome.nonfinite is not None:
             if self.nonfinite == "raise":
@@ -276,13 +280,6 @@ class DistributedOptimizer(Wrapper):
             if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
                 warn_of_drop(outcome.nonfinite, "every rank drops this step", stacklevel=4)
         return outcome.results
-
-    def _drop_created_state(self) -> None:
-        """Drop the state of `create_state` if no rank has loaded or had another one to broadcast. Collective."""
-        created = torch.tensor([self.inner.state is self._created_state], dtype=torch.int64)
-        if all_reduce(self.transport, created, "min", "created_state").item():
-            self.inner.state.clear()
-        self._is_first_step = False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -308,7 +305,10 @@ class DistributedOptimizer(Wrapper):
         With sparse updates, .grad then has the local gradient. Call synchronize() first if you need the average.
         """
         self._engine.intact.check()
-        check_no_unfrozen(self.inner.param_groups, self._slots, "DistributedOptimizer")
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p not in self._slots:
+                    check_no_unfrozen(self.inner.param_groups, self._slots, "DistributedOptimizer")
         if self._momentum.watched:
             self._momentum.check(self.inner)
         loss = None if closure is None else loss_of(closure)

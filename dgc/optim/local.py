@@ -176,10 +176,9 @@ class LocalOptimizer(Wrapper):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Context in which every rank's parameters are the mean over all ranks. They are restored afterwards.
+        """Context in which every rank's parameters are the mean over all ranks, with all messages in flight.
 
-        Messages in flight are received first and are part of the mean. Sets `consensus_distance`, the L2 distance
-        of this rank's parameters from the mean. Collective.
+        Sets `consensus_distance`, the L2 distance of this rank's parameters from the mean. Collective.
         """
         self._intact.check()
         self.method.flush()
@@ -198,15 +197,13 @@ class LocalOptimizer(Wrapper):
             self.model.scatter()
 
     def metrics(self) -> dict[str, float]:
-        """Return values for logs: those of the algorithm, and consensus_distance once measured."""
         measured = {} if isnan(self.consensus_distance) else {"consensus_distance": self.consensus_distance}
         return {**self.method.metrics(), **measured}
 
     def close(self) -> None:
         """Receive all messages in flight, then stop sending and receiving. Collective.
 
-        Call it before the program ends. When the first rank exits, Horovod ends MPI on all ranks, even if some of
-        them are still training.
+        Call it before the program ends. When the first rank exits, Horovod ends MPI on all ranks.
         """
         if self.method.is_running:
             self.synchronize_messages()
