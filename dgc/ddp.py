@@ -38,8 +38,6 @@ from dgc.engine.options import (
 )
 from dgc.engine.state import HasCompression, check_steps_per_epoch
 
-Named = list[tuple[str, Tensor]]
-
 
 def check_model(model: Any) -> DistributedDataParallel:
     """Return a DDP model, without torch.compile. Raise ValueError if a hook cannot exchange its gradients."""
@@ -74,30 +72,6 @@ def check_model(model: Any) -> DistributedDataParallel:
         if is_refused:
             raise ValueError(f"this DistributedDataParallel cannot be compressed: {reason}")
     return model
-
-
-def trained_and_frozen(model: DistributedDataParallel) -> tuple[Named, Named]:
-    """Return the parameters that DDP averages, and those that it leaves out because they need no gradient."""
-    # not by parameters_to_ignore, whose names differ from those of named_parameters()
-    reduced = set(model._build_params_for_reducer()[0])
-    ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
-    named = list(model.module.named_parameters())
-    frozen = [(name, p) for name, p in named if not p.requires_grad and name not in ignored]
-    return [(name, p) for name, p in named if p in reduced], frozen
-
-
-def check_pass(model: DistributedDataParallel | None, frozen: Named) -> None:
-    """Raise RuntimeError if a frozen parameter needs a gradient now, or join() asks for another mean."""
-    if not getattr(model, "_divide_by_initial_world_size", True):
-        raise RuntimeError(
-            "join(divide_by_initial_world_size=False) cannot be served: ranks without further data send their "
-            "error state, so that the mean is over all ranks. Leave the argument out"
-        )
-    if unfrozen := [name for name, p in frozen if p.requires_grad]:
-        raise RuntimeError(
-            f"{', '.join(unfrozen[:3])} required no gradient when DistributedDataParallel was built, which "
-            "therefore does not average it: build DistributedDataParallel and compress after you unfreeze it"
-        )
 
 
 class NoCopies(list[Any]):
@@ -164,9 +138,8 @@ def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
 class DDPExchange(HasCompression):
     """Exchanges the gradients of a DDP model with compression. `compress` is another name for this class.
 
-    Construction is collective and registers a communication hook. Construct it before the first backward pass.
-    Save `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state under
-    parameter names. DistributedOptimizer can load it.
+    Construction is collective, before the first backward pass, and registers a communication hook. Save
+    `compression_state_dict()` on each rank, beside the model and the optimizer. DistributedOptimizer can load it.
 
     Each backward pass outside `model.no_sync()` is one exchange. To accumulate gradients, run all backward passes
     but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one, and
@@ -242,7 +215,12 @@ class DDPExchange(HasCompression):
             hierarchical=hierarchical,
             compression=compression,
         )
-        named, self._frozen = trained_and_frozen(model)
+        # not by parameters_to_ignore, whose names differ from those of named_parameters()
+        reduced = set(model._build_params_for_reducer()[0])
+        ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
+        every = list(model.module.named_parameters())
+        named = [(name, p) for name, p in every if p in reduced]
+        self._frozen = [(name, p) for name, p in every if not p.requires_grad and name not in ignored]
         check_not_wrapped(named, "DDP")
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
@@ -295,7 +273,16 @@ class DDPExchange(HasCompression):
         """Begin a backward pass. What an exception in the pass before has left is dropped, if nothing was sent."""
         self._engine.check_ended("backward()")
         self._reset()
-        check_pass(self._model(), self._frozen)
+        if not getattr(self._model(), "_divide_by_initial_world_size", True):
+            raise RuntimeError(
+                "join(divide_by_initial_world_size=False) cannot be served: ranks without further data send their "
+                "error state, so that the mean is over all ranks. Leave the argument out"
+            )
+        if unfrozen := [name for name, p in self._frozen if p.requires_grad]:
+            raise RuntimeError(
+                f"{', '.join(unfrozen[:3])} required no gradient when DistributedDataParallel was built, which "
+                "therefore does not average it: build DistributedDataParallel and compress after you unfreeze it"
+            )
         self._check_momentum()
 
     def _reset(self) -> None:

@@ -155,11 +155,10 @@ def check_equal_models(groups: Sequence[ParameterGroup], transport: Transport, n
 class FSDPExchange(HasCompression):
     """Exchanges a sharded model's gradients between machines with compression. `compress` is another name for it.
 
-    Construction is collective, after `fully_shard` with `local_mesh(transport)` and before training. The training
-    loop does not change. All machines must begin with the same parameters. Parameters that are frozen now take no
-    part. The gradient of a trainable parameter that a backward pass does not use counts as zero. Save
-    `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state of this
-    rank's rows, under parameter names.
+    Construction is collective, after `fully_shard` with `local_mesh(transport)` and before training. All machines
+    must begin with the same parameters. Parameters that are frozen now take no part. The gradient of a trainable
+    parameter that a backward pass does not use counts as zero. Save `compression_state_dict()` on each rank: it
+    has the error state of this rank's rows.
 
     Args:
         model: The model, on which `fully_shard` was called last.

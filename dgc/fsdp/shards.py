@@ -13,7 +13,7 @@ All attributes of FSDP2 that are not part of its interface are read in this file
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
@@ -249,11 +249,15 @@ def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGr
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module on which fully_shard was called, not {model!r}")
-    modules = list(_sharded_modules(model))
-    for _, module in modules:
+    sharded: dict[int, tuple[str, FSDPModule]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):  # of several modules in one call of fully_shard, the first
+            label = f"module {name}" if name else "the model"
+            sharded.setdefault(id(module._get_fsdp_state()), (label, module))
+    for _, module in sharded.values():
         module.reshard()  # after a forward pass the outermost module has gathered parameters in their place
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    groups = [ParameterGroup(label, module, names, ranks) for label, module in modules]
+    groups = [ParameterGroup(label, module, names, ranks) for label, module in sharded.values()]
     for group in groups:
         group.check_free()
     owned = {p for group in groups for p in group.parameters}
@@ -267,17 +271,6 @@ def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGr
     if not used:
         raise ValueError("the model has no trainable parameters")
     return used
-
-
-def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """The modules on which `fully_shard` was called. Of several modules in one call, the first."""
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            state = id(module._get_fsdp_state())
-            if state not in seen:
-                seen.add(state)
-                yield f"module {name}" if name else "the model", module
 
 
 def _divided_dim(label: str, p: DTensor, ranks: Sequence[int]) -> int:

@@ -205,7 +205,7 @@ class Flight:
 
 
 class OuterExchange(ModelExchange):
-    """Exchanges the fragments of a model. At most one exchange is in flight. See `ModelExchange`."""
+    """Exchanges the fragments of a model. At most one exchange is in flight: `flight`. See `ModelExchange`."""
 
     what, counter = "an exchange of outer steps", "dropped_outer_steps"
 
@@ -213,15 +213,7 @@ class OuterExchange(ModelExchange):
         named = [pair for fragment in fragments for pair in fragment.named]
         super().__init__([fragment.planned for fragment in fragments], named, transport, meter, name)
         self.fragments = fragments
-        self._flight: Flight | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        return self._flight is not None
-
-    def is_due(self, step: int) -> bool:
-        """Whether the means of the exchange in flight are to be used after this step."""
-        return self._flight is not None and step >= self._flight.due
+        self.flight: Flight | None = None
 
     def begin(self, flight: Flight, x: Tensor, bias: float | Tensor) -> None:
         """Begin the exchange of some pseudo-gradients. x, bias: see `Fragment.fill`.
@@ -229,8 +221,8 @@ class OuterExchange(ModelExchange):
         Ranks may have different `lr` if no outer optimizer reads it.
         """
         with self._agreement.exchange():
-            assert self._flight is None, "the exchange before has not been used"
-            self._flight = flight
+            assert self.flight is None, "the exchange before has not been used"
+            self.flight = flight
             fragments = self._in_flight()
             reads_lr = any("inner_lr" in fragment.optimizer.defaults for fragment in fragments)
             common = {"lr": flight.lr} if reads_lr else {}
@@ -240,7 +232,7 @@ class OuterExchange(ModelExchange):
                 self._engine.start(i)
 
     def _in_flight(self) -> list[Fragment]:
-        return [] if self._flight is None else [self.fragments[i] for i in self._flight.fragments]
+        return [] if self.flight is None else [self.fragments[i] for i in self.flight.fragments]
 
     def advance(self) -> None:
         """Continue what has arrived, without waiting."""
@@ -249,8 +241,8 @@ class OuterExchange(ModelExchange):
 
     def arrive(self) -> None:
         """Wait for the means of the exchange in flight, if any, without using them."""
-        if self._flight is not None and not self._flight.arrived:
-            self._flight.nonfinite, self._flight.arrived = self._finish(), True
+        if self.flight is not None and not self.flight.arrived:
+            self.flight.nonfinite, self.flight.arrived = self._finish(), True
 
     def land(self, alpha: float) -> None:
         """Use the means of the exchange in flight: take an outer step, and merge the model with its result.
@@ -259,7 +251,7 @@ class OuterExchange(ModelExchange):
             alpha: Share of its own model that the rank keeps. The mean of the models replaces it entirely.
         """
         self.arrive()
-        fragments, flight, self._flight = self._in_flight(), self._flight, None
+        fragments, flight, self.flight = self._in_flight(), self.flight, None
         assert flight is not None, "no exchange is in flight"
         if flight.nonfinite is not None:
             self._drop(flight.nonfinite)
@@ -287,13 +279,13 @@ class OuterExchange(ModelExchange):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, after `arrive`. Tensors have the names of parameters."""
-        assert self._flight is None or self._flight.arrived, "arrive() must be called first"
+        assert self.flight is None or self.flight.arrived, "arrive() must be called first"
         outer = {s.name: (f.optimizer.state.get(z0, {}), z0) for f in self.fragments for s, z0, _ in f.tensors}
         return {
             **super().state_dict(),
             "z0": {name: z0.clone() for name, (_, z0) in outer.items()},
             "outer": {name: deepcopy(state) for name, (state, _) in outer.items()},
-            "flight": None if self._flight is None else asdict(self._flight),
+            "flight": None if self.flight is None else asdict(self.flight),
             "means": {s.name: mean.clone() for f in self._in_flight() for s, _, mean in f.tensors},
         }
 
@@ -317,7 +309,7 @@ class OuterExchange(ModelExchange):
                     check_tensor(f"mean of {segment.name}", means.get(segment.name), segment.shape)
         self.arrive()  # what is in flight ends here: its means and errors are replaced below
         super().load_state_dict(state)
-        self._flight = flight
+        self.flight = flight
         for i, fragment in enumerate(self.fragments):
             for segment, own, mean in fragment.tensors:
                 own.copy_(z0[segment.name])

@@ -1,5 +1,4 @@
-"""Outer optimizers: SlowMo (Wang et al.: ICLR 2020, arXiv 1910.00643, Algorithm 1) and the Nesterov momentum of
-DiLoCo (Douillard et al. 2023, arXiv 2311.08105, Algorithm 1).
+"""Outer optimizers: SlowMo, and the Nesterov momentum of DiLoCo.
 
 z0 is the model after the last exchange, and d the mean over the ranks of their pseudo-gradients z0 - z:
 

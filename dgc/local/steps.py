@@ -81,11 +81,6 @@ class Ramp:
         return self.first + (self.last - self.first) * min(1.0, step / self.steps)
 
 
-def _is_maker(value: object) -> bool:
-    """Whether it can be called, and is no class whose instances are meant, such as Nesterov for Nesterov()."""
-    return callable(value) and not isinstance(value, type)
-
-
 def check_momentum(route: Route) -> None:
     """Raise ValueError if a compressor applies momentum, which is the outer optimizer's."""
     for rule in route.rules:
@@ -146,16 +141,15 @@ class OuterSteps(Gossip):
         self.outer_schedule = outer_schedule
         self.fragment_mb, self.delay, self.alpha = fragment_mb, delay, alpha
         self.warmup_steps, self.bucket_mb = warmup_steps, bucket_mb
-        self._check_numbers()
-        self._check_parts()
+        self._check_arguments()
         self.compression = as_route(compression)
         check_momentum(self.compression)
         self.steps = 0
         self.island: int | None = None  # set by `start`
         self._methods: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
 
-    def _check_numbers(self) -> None:
-        """Raise ValueError for a number that is out of range, or numbers that do not fit together."""
+    def _check_arguments(self) -> None:
+        """Raise ValueError for an argument that is out of range, or arguments that do not fit together."""
         H, delay, alpha, fragment_mb = self.average_every, self.delay, self.alpha, self.fragment_mb
         require("a whole number of at least 1 step", WHOLE, least=1, average_every=H)
         require("a whole number of 0 steps or more", WHOLE, least=0, delay=delay, warmup_steps=self.warmup_steps)
@@ -170,9 +164,6 @@ class OuterSteps(Gossip):
                 f"delay={delay} is all of average_every={H} steps, and with alpha=0 what a rank learns in these "
                 "steps is dropped: use a shorter delay, or alpha=0.5"
             )
-
-    def _check_parts(self) -> None:
-        """Raise ValueError for a base, an outer optimizer or a schedule that is none, or does not fit."""
         base, outer, kind = self.base, self.outer, type(self.base).__name__
         if base is not None and (isinstance(base, type) or not isinstance(base, Gossip)):
             raise ValueError(f"base must be a gossip algorithm such as SGP(), or None, not {base!r}")
@@ -182,16 +173,18 @@ class OuterSteps(Gossip):
             raise ValueError(
                 f"{kind} mixes whole models between exchanges: leave out fragment_mb, delay and alpha, or the base"
             )
-        is_optimizer = isinstance(outer, type) and issubclass(outer, Optimizer)
-        if outer is not None and not is_optimizer and not _is_maker(outer):
+        # a class such as Nesterov is no maker, but its instance Nesterov() is
+        is_other_class = isinstance(outer, type) and not issubclass(outer, Optimizer)
+        if outer is not None and (is_other_class or not callable(outer)):
             raise ValueError(
                 "outer must make an optimizer from a list of tensors, such as Nesterov() or "
                 f"partial(torch.optim.SGD, lr=1.0), not {outer!r}"
             )
-        if self.outer_schedule is not None and not _is_maker(self.outer_schedule):
+        schedule = self.outer_schedule
+        if schedule is not None and (isinstance(schedule, type) or not callable(schedule)):
             raise ValueError(
                 "outer_schedule must return a factor of the outer learning rate for a step, such as "
-                f"Ramp(0.4, 1.0, 3000), not {self.outer_schedule!r}"
+                f"Ramp(0.4, 1.0, 3000), not {schedule!r}"
             )
 
     @property
@@ -213,14 +206,13 @@ class OuterSteps(Gossip):
         if self.base is not None:
             self.base.start(model, transport, meter, name)
         parts = divide(model.segments, self.fragment_mb)
-        self._check_fragments(len(parts))
         check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
         how = (self.compression, self.outer or average, self.bucket_mb)
         fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
         self._outer_factor(self.average_every)
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
         self._methods = self.exchange.states
-        self._check_fit()
+        self._check_fit(len(fragments))
         # by the rules, because the ranks of a machine may have other tensors, and so other compressors
         chosen = [rule.compressor for rule in self.compression.rules]
         can_join = self.base is None and not any(
@@ -228,8 +220,8 @@ class OuterSteps(Gossip):
         )
         self.island = transport.rank if can_join else None
 
-    def _check_fragments(self, count: int) -> None:
-        """Raise ValueError if the exchanges of two fragments would be in flight at once."""
+    def _check_fit(self, count: int) -> None:
+        """Raise ValueError if the number of fragments, the outer optimizer or a compressor does not fit."""
         H = self.average_every
         if count > H:
             raise ValueError(
@@ -241,9 +233,6 @@ class OuterSteps(Gossip):
                 f"delay={self.delay} is too long: with {count} fragments every {H} steps, an exchange begins "
                 f"{H // count} steps after the one before it, which must have ended"
             )
-
-    def _check_fit(self) -> None:
-        """Raise ValueError if the outer optimizer or a compressor does not fit the other settings."""
         optimizer = self.exchange.fragments[0].optimizer
         if self.outer_schedule is not None and any("lr" not in group for group in optimizer.param_groups):
             raise ValueError(
@@ -295,7 +284,8 @@ class OuterSteps(Gossip):
         self.steps += 1
         with torch.no_grad():
             self.exchange.advance()
-            if self.exchange.is_due(self.steps):
+            flight = self.exchange.flight
+            if flight is not None and self.steps >= flight.due:
                 self._land()
             if due := self._due():
                 self._launch(due, lr)
@@ -330,7 +320,7 @@ class OuterSteps(Gossip):
     def synchronize_messages(self) -> None:
         if self.base is not None:
             self.base.synchronize_messages()
-        if self.exchange.in_flight:
+        if self.exchange.flight is not None:
             self._land()
 
     @torch.no_grad()

@@ -251,17 +251,15 @@ class _Tensor:
 
 
 class ZeroOneSteps(Gossip):
-    """0/1 Adam: the mean gradient at growing intervals, and local steps whose sum the ranks exchange in 1 bit per
-    element (Lu et al. 2022, arXiv 2202.06009, Algorithm 1).
-
-    It needs a `ZeroOneAdam` as the optimizer. Models differ between exchanges. The run's model is their mean.
+    """0/1 Adam: the mean gradient at growing intervals, and local steps whose sum is exchanged in 1 bit per
+    element (Lu et al. 2022, arXiv 2202.06009, Algorithm 1). It needs a `ZeroOneAdam` as the optimizer.
 
     Args:
-        var_freeze_step: Number of first steps in which the second moment may be updated, at least 1. Local steps
-            begin then. Take at least the warm-up of the learning rate.
-        var_update_scaler: Number of updates after which the interval between them doubles, kappa.
-        local_step_scaler: Number of steps after which the interval between exchanges doubles. Take those in which
-            the learning rate halves.
+        var_freeze_step: Steps until the second moment stays and local steps begin, at least 1. Take at least the
+            warm-up of the learning rate.
+        var_update_scaler: Updates of it after which the interval between them doubles, kappa.
+        local_step_scaler: Steps after which the interval between exchanges doubles. Take those in which the
+            learning rate halves.
         local_step_clipper: Largest interval between exchanges in steps, H. 1: no local steps.
         compression: Exchanges u, without momentum of its own. None: DoubleSqueezeCompressor, as 1-bit Adam.
         gradients: Exchanges the gradients of T_v. None sends them in fp32, `FP16Compressor()` in half the bytes.
@@ -351,8 +349,6 @@ class ZeroOneSteps(Gossip):
     def begin_step(self) -> None:
         return None
 
-    # --- one step ---------------------------------------------------------------------------------
-
     @torch.no_grad()
     def update(self, step: Callable[[], object], lr: float) -> None:
         t = self.adam.steps
@@ -413,8 +409,6 @@ class ZeroOneSteps(Gossip):
         self.exchange.zero_()
         self.rates = [0.0 for _ in self.rates]
         self.local_steps = 0
-
-    # --- the common model -------------------------------------------------------------------------
 
     def synchronize_messages(self) -> None:
         return None

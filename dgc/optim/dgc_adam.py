@@ -41,9 +41,9 @@ class DGCAdam(OneBitAdam):
         self._preconditioners: dict[Tensor, tuple[Tensor, int, Tensor]] = {}
 
     def preconditioner_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return 1 / (sqrt(v / c2) + eps) of each parameter. It is zero where v is zero.
+        """Return 1 / (sqrt(v / c2) + eps) of each parameter, and zero where v is zero, after the warm-up.
 
-        Call it once `exchanges_momentum` is True. The tensors are kept, because v no longer changes.
+        The tensors are kept, because v stays.
         """
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         return [self._preconditioner(p, group_of[p]) for p in parameters]

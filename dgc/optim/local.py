@@ -50,9 +50,8 @@ class LocalOptimizer(Wrapper):
         named_parameters: `model.named_parameters()`. None: names are made from groups and positions.
         method: How models are exchanged: an algorithm of `dgc.gossip` or `dgc.local`.
         transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries messages of two ranks.
-        nonfinite: Response to NaN or inf in this rank's gradient. "skip" leaves this rank's model unchanged in
-            this step and increments `dropped_steps`; other ranks are not affected. "raise" raises
-            NonFiniteGradientError.
+        nonfinite: Response to NaN or inf in this rank's gradient. "skip" drops this rank's step and counts it in
+            `dropped_steps`; other ranks are not affected. "raise" raises NonFiniteGradientError.
 
     Raises:
         ValueError: An argument is invalid, or settings or models differ between ranks.
@@ -150,18 +149,15 @@ class LocalOptimizer(Wrapper):
         if bool(sums.isfinite().all()):
             return True
         first = next((name for name, values in named if not bool(values.isfinite().all())), None)
-        if first is not None:
-            self._warn_nonfinite(first)
-        return first is None
-
-    def _warn_nonfinite(self, name: str) -> None:
-        """Count a dropped step and warn once, or raise, by `nonfinite`."""
-        reason = f"the gradient of {name} on rank {self._ranks.rank} has NaN or inf"
+        if first is None:
+            return True
+        reason = f"the gradient of {first} on rank {self._ranks.rank} has NaN or inf"
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(reason)
         self.dropped_steps += 1
         if self.dropped_steps == 1:
-            warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=5)
+            warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=4)
+        return False
 
     # --- the common model -------------------------------------------------------------------------
 
