@@ -31,6 +31,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dgc.bucket import Bucket, Segment, check_real, lay_out
@@ -56,14 +57,15 @@ from dgc.engine.state import HasCompression, check_steps_per_epoch
 from dgc.fsdp.shards import (
     ParameterGroup,
     Place,
-    add_gradient,
     check_all_exchanged,
     check_ended,
     check_ranks,
     machines,
     parameter_groups,
     raise_not_exchanged,
+    sharded_like,
 )
+from dgc.gossip.model import local
 
 
 @dataclass(eq=False)
@@ -103,7 +105,12 @@ class GroupPlan:
         self.has_gradients = False
         for planned in self.buckets:
             for segment, p in zip(planned.bucket.segments, planned.parameters, strict=True):
-                add_gradient(p, segment.of(planned.bucket.flat))
+                gradient = segment.of(planned.bucket.flat)
+                assert isinstance(p, DTensor)
+                if p.grad is None:  # no backward pass has used the parameter's group yet
+                    p.grad = sharded_like(p, gradient.to(local(p).device, copy=True))
+                else:
+                    local(p.grad).add_(gradient.to(local(p.grad).device))
 
 
 def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> list[GroupPlan]:
@@ -339,7 +346,11 @@ class FSDPExchange(HasCompression):
         self.dropped_steps += 1
         for plan in self._plans:
             plan.has_gradients = False
-            plan.group.drop_gradients(keep_as_nan=self._loss_scale.enabled)
+        for p in self._parameters:
+            if not self._loss_scale.enabled:
+                p.grad = None
+            elif p.grad is not None:
+                local(p.grad).fill_(float("nan"))
         if self._nonfinite == "raise":
             raise NonFiniteGradientError(reason)
         if self.dropped_steps == 1 and not self._loss_scale.enabled and self._ranks.rank == 0:

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dgc.comm.collectives import all_gather_object, find_machine_rank
 from dgc.comm.transport import Transport
-from dgc.gossip.model import local
 
 # of each parameter group of FSDP2, a weak reference to what exchanges it
 _owners: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
@@ -133,14 +132,6 @@ class ParameterGroup:
     def _has_its_hook(self) -> bool:
         return self._hook is not None and self._group is not None and self._group._all_reduce_hook is self._hook
 
-    def drop_gradients(self, keep_as_nan: bool) -> None:
-        """Set every .grad to None, or fill it with NaN."""
-        for p in self.parameters:
-            if not keep_as_nan:
-                p.grad = None
-            elif p.grad is not None:
-                local(p.grad).fill_(float("nan"))
-
     @property
     def is_exchanged(self) -> bool:
         """Whether this backward pass ends with an exchange between machines: it does not only add gradients."""
@@ -222,16 +213,6 @@ def raise_not_exchanged(name: str) -> NoReturn:
         "is not in the model that compress was called with. close() the exchange, and call compress with the "
         "whole model"
     )
-
-
-def add_gradient(p: Tensor, gradient: Tensor) -> None:
-    """Add a gradient of this rank's rows to .grad of a parameter."""
-    assert isinstance(p, DTensor)
-    if p.grad is None:  # no backward pass has used the parameter's group yet
-        p.grad = sharded_like(p, gradient.to(p.to_local().device, copy=True))
-    else:
-        own = local(p.grad)
-        own.add_(gradient.to(own.device))
 
 
 def sharded_like(p: DTensor, own: Tensor) -> DTensor:

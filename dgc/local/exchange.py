@@ -247,8 +247,7 @@ class OuterExchange(ModelExchange):
     def land(self, alpha: float) -> None:
         """Use the means of the exchange in flight: take an outer step, and merge the model with its result.
 
-        Args:
-            alpha: Share of its own model that the rank keeps. The mean of the models replaces it entirely.
+        alpha: share of its own model that the rank keeps, unless it goes to the mean of the models.
         """
         self.arrive()
         fragments, flight, self.flight = self._in_flight(), self.flight, None
