@@ -113,7 +113,7 @@ Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 
 def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
     """Return the values of scalars. Those on a device are read together, by one `Read`."""
-    if not scalars or scalars[0].is_cpu:
+    if not scalars or scalars[0].device.type == HOST:
         return list(map(int, scalars))
     known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
     return known
