@@ -306,9 +306,9 @@ class Codec:
         """
         segments, capacity = bounds.numel() - 1, selection.values.numel()
         owner, values = owners(selection.indices, bounds), selection.values
-        live = numbers(bounds, capacity) < selection.count
         table, codes = parts_of(kind, section, segments, capacity)
         if kind == ValueKind.SIGN:
+            live = numbers(bounds, capacity) < selection.count
             table.copy_(means_of(values.abs().double(), live, owner, segments).float())
             codes.copy_(packed((values < 0).to(torch.uint8), 1))
         elif kind == ValueKind.INT8:
@@ -321,7 +321,7 @@ class Codec:
             table.copy_(scales)
             codes.view(torch.int8).copy_((values / steps).round().clamp(-127, 127))
         else:
-            wide = values.double()
+            live, wide = numbers(bounds, capacity) < selection.count, values.double()
             above = wide - means_of(wide, live, owner, segments)[owner]
             deviations = means_of(torch.where(live, above * above, 0.0), live, owner, segments).sqrt()
             width = (deviations * (r / 4))[owner]
@@ -542,8 +542,8 @@ def parts_of(
     kind: ValueKind, section: UInt8[Tensor, "nbytes"], segments: int, capacity: int
 ) -> tuple[Float32[Tensor, "length"], UInt8[Tensor, "codes"]]:
     """Return the table of a section of values, and the bytes of its codes."""
-    numbers, width = TABLES[kind]
-    end, nbytes = 4 * numbers * segments, (capacity * width + 7) // 8
+    length, width = TABLES[kind]
+    end, nbytes = 4 * length * segments, (capacity * width + 7) // 8
     return section[:end].view(torch.float32), section[end:][:nbytes]
 
 

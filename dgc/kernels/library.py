@@ -31,7 +31,12 @@ class Address:
         self.dtype = dtype
 
     def from_param(self, tensor: Any) -> Any:
-        return None if tensor is None else as_pointer(address(tensor, self.dtype))
+        if tensor is None:
+            return None
+        # `address` inline: a call for each argument would take more time than the check
+        if tensor.dtype is self.dtype and tensor.is_cpu and tensor.is_contiguous():
+            return as_pointer(tensor.data_ptr())
+        raise TypeError(refusal(tensor, self.dtype, "cpu"))
 
 
 class Addresses(Address):
