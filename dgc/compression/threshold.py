@@ -100,11 +100,12 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
             # t = 0 means that the tensor is zero on every rank. If the mean overflows fp32, nothing is sent.
             t = t.nan_to_num(torch.inf)
-        quantizers, unit = kernels.of(v).quantize, torch.ones_like(t)
+        quantizers = kernels.of(v).quantize
         if self.bits == 2:
             codes, kept = quantizers.tern_encode(v, bounds, t)
             unit = t.nan_to_num(0.0, posinf=0.0)
         else:
+            unit = torch.ones_like(t)
             codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit)
         if self.wire == "gather" or (self.wire == "auto" and state.size <= 2):
             parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)

@@ -37,9 +37,7 @@ def orthogonalize(P: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
     return torch.stack(columns, dim=1)
 
 
-def compress_aggregate(
-    M: Float[Tensor, "n m"], Q: Float[Tensor, "m r"]
-) -> Conversation[tuple[Tensor, Tensor, Tensor]]:
+def compress_aggregate(M: Float[Tensor, "n m"], Q: Float[Tensor, "m r"]) -> Conversation[tuple[Tensor, ...]]:
     """Algorithm 1: (P^, this worker's Q_w, their mean Q)."""
     (P,) = yield (AllReduce(M @ Q),)
     P_hat = orthogonalize(P)
