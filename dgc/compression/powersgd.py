@@ -362,7 +362,7 @@ class PowerSGDCompressor(Compressor):
             state = state.updated()
         if not self.error_feedback:
             state.v.zero_()
-            state = replace(state, deferred=None)
+            state = state.changed(deferred=None)
         step, residual = _Step(), self.mode == "residual"
         P, Q = yield from (self._residual if residual else self._paper)(state, step)
         sums = state.sums
@@ -376,8 +376,8 @@ class PowerSGDCompressor(Compressor):
             R = max(R, U.shape[1])
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
         in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)  # False for NaN
-        new = replace(state, steps=state.steps + 1, P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
-        return Reduced(DenseResult(step.nonfinite, is_finite=in_range), new, dropped=replace(state, deferred=None))
+        new = state.next(P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
+        return Reduced(DenseResult(step.nonfinite, is_finite=in_range), new, dropped=state.changed(deferred=None))
 
     def _residual(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
         factors = {"P": state.P, "Q": state.Q}
