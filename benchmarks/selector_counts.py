@@ -92,8 +92,10 @@ class Counting(SelectionKernels):
 
 def counting(v: Tensor, counts: Counts) -> AbstractContextManager[Any]:
     """Within this context, all kernels are those of v's device, with counts."""
-    tier = kernels.of(v)
-    return patch.object(kernels, "of", return_value=replace(tier, selection=Counting(tier.selection, counts)))
+    backend = kernels.of(v)
+    return patch.object(
+        kernels, "of", return_value=replace(backend, selection=Counting(backend.selection, counts))
+    )
 
 
 def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) -> None:

@@ -11,7 +11,7 @@ was sent:
     index     header and indices
     element   the whole payload
     bound     H(D) / D bits, the minimum average size of the indices of random supports of density D
-    sent      share of the planned elements that was sent; elements that do not fit stay in the error state
+    sent      share of the planned elements that was sent; elements that do not fit stay in the residual
 
 Rates are in million elements per second and thread. They are those of whole payloads and, in the rows without
 values, of the index codes only. The output has tables and a last line of JSON. Its top-level numbers are those of

@@ -1,7 +1,7 @@
 """Compression for torch.nn.parallel.DistributedDataParallel (DDP), as a communication hook.
 
 DDP calls the hook once for each of its buckets, in the same order on every rank, when all gradients of the bucket
-are computed. DDP changes its buckets after the first step. Error state must not depend on that. Gradients are
+are computed. DDP changes its buckets after the first step. The residual must not depend on that. Gradients are
 therefore exchanged in other buckets, those of DistributedOptimizer, which never change. Such a bucket starts when
 all of its gradients are there. The hook of DDP's last bucket waits for all exchanges and writes the means into
 DDP's buckets.
@@ -126,7 +126,7 @@ def drop_gradients(parameters: Iterable[Tensor], error: Exception | None = None)
 
 
 def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
-    """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent."""
+    """Set the gradient of parameters that no rank used: DDP does not, but their residual may be sent."""
     for plan in planned:
         for p, mean in zip(plan.parameters, plan.views, strict=True):
             if p.grad is None and p.requires_grad:
@@ -276,7 +276,7 @@ class DDPExchange(HasCompression):
         if not getattr(self._model(), "_divide_by_initial_world_size", True):
             raise RuntimeError(
                 "join(divide_by_initial_world_size=False) cannot be served: ranks without further data send their "
-                "error state, so that the mean is over all ranks. Leave the argument out"
+                "residual, so that the mean is over all ranks. Leave the argument out"
             )
         if unfrozen := [name for name, p in self._frozen if p.requires_grad]:
             raise RuntimeError(

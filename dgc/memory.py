@@ -1,6 +1,6 @@
 """Memories: what a compressor keeps of the gradients that it does not send, and how gradients are clipped before.
 
-In each step a memory adds the gradient to its error state v. The compressor sends some elements of v. The memory
+In each step a memory adds the gradient to its residual v. The compressor sends some elements of v. The memory
 then subtracts from v what the other ranks receive, after rounding. What a step sends is only recorded. The pass of
 the next step, which reads and writes v anyway, removes it. A dropped step is then the state without the record.
 """
@@ -25,7 +25,7 @@ from dgc.state import State, Tables, check_mapping, zeros
 
 @dataclass(eq=False, kw_only=True)
 class SparseState(State):
-    """The error state of a method that sends a few elements in each step.
+    """The residual of a method that sends a few elements in each step.
 
     Attributes:
         masking: Remove the sent elements from u as well.
@@ -122,7 +122,7 @@ class MomentumCorrection:
 
 
 class Memory(ABC):
-    """The settings of an error state.
+    """The settings of a residual.
 
     correction: momentum that the memory applies in place of the optimizer. gradient_clipping: the limit on
     gradients, and on the mean of tensors that a fallback sends dense.
@@ -282,7 +282,7 @@ class Clipping(ABC):
                 raise ValueError(f"{name} must be a positive number, not {value!r}")
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
-        """Clip this rank's gradient in `bucket.flat` in place, before it enters the error state."""
+        """Clip this rank's gradient in `bucket.flat` in place, before it enters the residual."""
         self.clip_mean(bucket)
         yield from ()
 

@@ -50,7 +50,7 @@ class Fleet:
         return [bucket.flat.clone() for bucket in self.buckets]
 
     def errors(self) -> list[Tensor]:
-        """Each rank's error state [n] in float64; zero if it has none."""
+        """Each rank's residual [n] in float64; zero if it has none."""
         zero = torch.zeros(self.buckets[0].numel, dtype=torch.float64)
         return [sum((e.double() for e in states.errors()), zero) for states in self.states]
 
@@ -75,7 +75,7 @@ def check_compressor(make: Make, *, conserves: bool = True, tolerance: float = R
 
     Args:
         make: Returns a new compressor.
-        conserves: Check that nothing is lost. False for compressors without error state, and for those that apply
+        conserves: Check that nothing is lost. False for compressors without a residual, and for those that apply
             momentum before compression.
         tolerance: Largest loss of a step, relative to the largest gradient plus error.
 
@@ -134,4 +134,4 @@ def check_dropped_step(make: Make, size: int, conserves: bool = True) -> None:
     for old, gradient, new in zip(before, own, fleet.errors(), strict=True):
         expected = old.float() + flat(gradient).nan_to_num(0.0, 0.0, 0.0) if conserves else new.float()
         assert torch.equal(new.float(), expected), "dropped steps: what was sent does not return to the error"
-        assert bool(new.isfinite().all()), "dropped steps: the error state is not finite"
+        assert bool(new.isfinite().all()), "dropped steps: the residual is not finite"

@@ -76,7 +76,7 @@ def meet_at_exit() -> None:
     atexit.register(_meet_at_exit)
 
 
-HorovodFlight = tuple[tuple[Request, int], ...]  # requests and Horovod's handles
+HorovodWork = tuple[tuple[Request, int], ...]  # requests and Horovod's handles
 
 
 def connect(
@@ -186,14 +186,14 @@ class HorovodTransport(GroupedTransport):
             raise ValueError(f"group {group!r} does not exist: use HorovodTransport(hierarchical=True)")
         return self._process_sets[group]
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> HorovodFlight:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> HorovodWork:
         return tuple((request, self._start(f"{name}.{i}", request)) for i, request in enumerate(requests))
 
-    def poll(self, flight: HorovodFlight) -> bool:
-        return all(hvd.poll(handle) for _, handle in flight)
+    def poll(self, work: HorovodWork) -> bool:
+        return all(hvd.poll(handle) for _, handle in work)
 
-    def wait(self, flight: HorovodFlight) -> tuple[Reply, ...]:
-        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in flight)
+    def wait(self, work: HorovodWork) -> tuple[Reply, ...]:
+        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in work)
 
     def _start(self, name: str, request: Request) -> int:
         process_set, members = self._members(request.group)

@@ -35,7 +35,7 @@ class LockstepError(RuntimeError):
 
 
 @dataclass(eq=False)
-class LockstepFlight:
+class LockstepWork:
     """The requests that ranks have launched under one name, and the replies once all have."""
 
     name: str
@@ -57,52 +57,52 @@ class LockstepTransport(GroupedTransport):
     def members(self, group: Group) -> list[int]:
         return self._world.groups[self.rank].members[group]
 
-    def open_lane(self, lane: str) -> None:
+    def open_communicator(self, communicator: str) -> None:
         with self._world.lock:
-            self._world.launched.setdefault((lane, self.rank), 0)
+            self._world.launched.setdefault((communicator, self.rank), 0)
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> LockstepFlight:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> LockstepWork:
         world, rank = self._world, self.rank
         with world.lock:
             # ranks of a machine may have no request in a round
             if world.strict and not (requests and all(isinstance(request, Exchange) for request in requests)):
-                if lane == "":
-                    self.open_lane(lane)
-                elif (lane, rank) not in world.launched:
-                    raise LockstepError(f"{name}: rank {rank} has not opened the lane {lane!r}")
-                world.check_order(lane, rank, name)
+                if communicator == "":
+                    self.open_communicator(communicator)
+                elif (communicator, rank) not in world.launched:
+                    raise LockstepError(f"{name}: rank {rank} has not opened the communicator {communicator!r}")
+                world.check_order(communicator, rank, name)
             queue = world.incomplete.setdefault(name, [])
-            flight = next((f for f in queue if rank not in f.requests), None)
-            if flight is None:
-                flight = LockstepFlight(name)
-                queue.append(flight)
-            flight.requests[rank] = tuple(requests)
-            if len(flight.requests) == self.size:
-                queue.remove(flight)
-                flight.replies = world.execute(name, [flight.requests[r] for r in range(self.size)])
-            return flight
+            work = next((f for f in queue if rank not in f.requests), None)
+            if work is None:
+                work = LockstepWork(name)
+                queue.append(work)
+            work.requests[rank] = tuple(requests)
+            if len(work.requests) == self.size:
+                queue.remove(work)
+                work.replies = world.execute(name, [work.requests[r] for r in range(self.size)])
+            return work
 
-    def poll(self, flight: LockstepFlight) -> bool:
+    def poll(self, work: LockstepWork) -> bool:
         """If the replies are not available, the other ranks run first, so that a polling loop ends."""
         world = self._world
         with world.lock:
-            if flight.replies is None and world.turn is not None:
+            if work.replies is None and world.turn is not None:
                 world.let_others_run(self.rank)
                 if world.failed is not None:
-                    raise LockstepError(f"{flight.name}: rank {world.failed} has failed")
-            return flight.replies is not None
+                    raise LockstepError(f"{work.name}: rank {world.failed} has failed")
+            return work.replies is not None
 
-    def wait(self, flight: LockstepFlight) -> tuple[Reply, ...]:
+    def wait(self, work: LockstepWork) -> tuple[Reply, ...]:
         world, rank = self._world, self.rank
         with world.lock:
-            if flight.replies is None and world.turn is not None:
-                world.waiting[rank] = flight
+            if work.replies is None and world.turn is not None:
+                world.waiting[rank] = work
                 world.let_others_run(rank)
                 del world.waiting[rank]
-            if flight.replies is None:
-                missing = sorted(set(range(self.size)) - set(flight.requests))
-                raise LockstepError(f"{flight.name}: rank {rank} waits for ranks {missing}")
-            return flight.replies[rank]
+            if work.replies is None:
+                missing = sorted(set(range(self.size)) - set(work.requests))
+                raise LockstepError(f"{work.name}: rank {rank} waits for ranks {missing}")
+            return work.replies[rank]
 
 
 class LockstepWorld:
@@ -112,8 +112,8 @@ class LockstepWorld:
         size: Number of ranks.
         local_size: Ranks per machine; it must divide `size`. Default: all ranks on one machine.
         seed: Seed of the launch order in `converse`.
-        strict: Require that the ranks launch the collectives of each lane in the same order, as torch.distributed
-            does. False: requests match by name alone, as in Horovod and MPI.
+        strict: Require that the ranks launch the collectives of each communicator in the same order, as
+            torch.distributed does. False: requests match by name alone, as in Horovod and MPI.
 
     Raises:
         ValueError: `local_size` does not divide `size`.
@@ -133,26 +133,26 @@ class LockstepWorld:
         self.transports = [LockstepTransport(self, rank) for rank in range(size)]
         self.meters = [TrafficMeter() for _ in range(size)]
         self._random = random.Random(seed)
-        self.incomplete: dict[str, list[LockstepFlight]] = {}  # flights that some ranks have not launched, by name
-        self.launched: dict[tuple[str, int], int] = {}  # by lane and rank, the number of its collectives
-        self._orders: dict[str, list[str]] = {}  # the names of the collectives of each lane
+        self.incomplete: dict[str, list[LockstepWork]] = {}  # works that some ranks have not launched, by name
+        self.launched: dict[tuple[str, int], int] = {}  # by communicator and rank, the number of its collectives
+        self._orders: dict[str, list[str]] = {}  # the names of the collectives of each communicator
         self.lock = threading.RLock()
         self._turns = [threading.Condition(self.lock) for _ in range(size)]
         self.turn: int | None = None  # the rank that runs now, inside `run`
         self.failed: int | None = None
         self._ended: set[int] = set()
-        self.waiting: dict[int, LockstepFlight] = {}
+        self.waiting: dict[int, LockstepWork] = {}
 
-    def check_order(self, lane: str, rank: int, name: str) -> None:
-        """Raise LockstepError if another rank has launched another collective in this place of a lane."""
-        order, place = self._orders.setdefault(lane, []), self.launched[lane, rank]
-        self.launched[lane, rank] += 1
+    def check_order(self, communicator: str, rank: int, name: str) -> None:
+        """Raise LockstepError if another rank has launched another collective in this place of a communicator."""
+        order, place = self._orders.setdefault(communicator, []), self.launched[communicator, rank]
+        self.launched[communicator, rank] += 1
         if place == len(order):
             order.append(name)
         elif order[place] != name:
             raise LockstepError(
-                f"rank {rank} launches {name} as number {place} of lane {lane!r}, where another rank has launched "
-                f"{order[place]}: a transport that matches by order would mix up their tensors"
+                f"rank {rank} launches {name} as number {place} of communicator {communicator!r}, where another "
+                f"rank has launched {order[place]}: a transport that matches by order would mix up their tensors"
             )
 
     def converse(self, name: str, conversations: Sequence[Conversation[T]]) -> list[T]:

@@ -17,7 +17,7 @@ MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
 
 @dataclass(eq=False)
-class PointToPointFlight:
+class PointToPointWork:
     """Pending receives, and the replies that they fill."""
 
     replies: tuple[Reply, ...]
@@ -27,7 +27,7 @@ class PointToPointFlight:
 class PointToPointTransport(WrappingTransport):
     """A transport that sends Exchange requests over MPI and all others over `inner`. Construction is collective.
 
-    Messages are matched by name (the tag) and, under one name, in the order of sending. A flight is complete when
+    Messages are matched by name (the tag) and, under one name, in the order of sending. A work is complete when
     its receives are: a slow rank delays only the ranks that receive from it.
 
     Raises:
@@ -52,10 +52,10 @@ class PointToPointTransport(WrappingTransport):
     def channel(self) -> Channel:
         return MPIChannel()
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
         if not any(isinstance(request, Exchange) for request in requests):
-            return self.inner.launch(name, requests, lane)
-        flight = PointToPointFlight(tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
+            return self.inner.launch(name, requests, communicator)
+        work = PointToPointWork(tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
         self._pending_sends = [(sending, tensor) for sending, tensor in self._pending_sends if not sending.Test()]
         for i, request in enumerate(requests):
             if not isinstance(request, Exchange):
@@ -64,21 +64,21 @@ class PointToPointTransport(WrappingTransport):
             receives = {source: mpi_buffer(tensor, self._MPI) for source, tensor in request.receives.items()}
             sends = {to: mpi_buffer(tensor, self._MPI) for to, tensor in request.sends.items()}
             for source, buffer in receives.items():
-                flight.receives.append(self._communicator.Irecv(buffer, members[source], tag))
+                work.receives.append(self._communicator.Irecv(buffer, members[source], tag))
             for to, buffer in sends.items():
                 self._pending_sends.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
-        return flight
+        return work
 
-    def poll(self, flight: Any) -> bool:
-        if not isinstance(flight, PointToPointFlight):
-            return bool(self.inner.poll(flight))
-        return bool(self._MPI.Request.Testall(flight.receives))
+    def poll(self, work: Any) -> bool:
+        if not isinstance(work, PointToPointWork):
+            return bool(self.inner.poll(work))
+        return bool(self._MPI.Request.Testall(work.receives))
 
-    def wait(self, flight: Any) -> tuple[Reply, ...]:
-        if not isinstance(flight, PointToPointFlight):
-            return tuple(self.inner.wait(flight))
-        self._MPI.Request.Waitall(flight.receives)
-        return flight.replies
+    def wait(self, work: Any) -> tuple[Reply, ...]:
+        if not isinstance(work, PointToPointWork):
+            return tuple(self.inner.wait(work))
+        self._MPI.Request.Waitall(work.receives)
+        return work.replies
 
 
 def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:

@@ -24,10 +24,10 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def poll(self, flight: Any = None) -> bool:
+    def poll(self, work: Any = None) -> bool:
         return self._event is None or self._event.query()
 
-    def wait(self, flight: Any = None) -> list[int]:
+    def wait(self, work: Any = None) -> list[int]:
         if self._event is not None:
             self._event.synchronize()
         numbers: list[int] = self._host.tolist()
@@ -41,29 +41,29 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class StagedFlight:
+class StagedWork:
     """Launched requests, with tensors in host memory."""
 
     name: str
     requests: tuple[Request, ...]
-    lane: str
+    communicator: str
     ready: Any  # torch.cuda.Event after the copies to the host; None if there were none
     device: torch.device | None  # of the replies, if they are copied
-    inner: Any = None  # flight of the inner transport, when the copies are complete
+    inner: Any = None  # work of the inner transport, when the copies are complete
 
 
 class StagedTransport(WrappingTransport):
     """A transport that sends GPU tensors through host memory over another one. CPU tensors are not copied.
 
-    A message is launched on the other transport when its copy is complete, in the order of its lane. `wait` first
-    launches all pending messages. Replies are copied back to the GPU when they arrive.
+    A message is launched on the other transport when its copy is complete, in the order of its communicator.
+    `wait` first launches all pending messages. Replies are copied back to the GPU when they arrive.
     """
 
     _make_event: Callable[[], Any] = torch.cuda.Event
 
     def __init__(self, inner: Transport):
         super().__init__(inner)
-        self._pending: list[StagedFlight] = []  # not launched on the inner transport yet
+        self._pending: list[StagedWork] = []  # not launched on the inner transport yet
 
     @staticmethod
     def _needs_copy(tensor: Tensor) -> bool:
@@ -73,7 +73,7 @@ class StagedTransport(WrappingTransport):
         """Open a channel of the inner transport, for tensors in host memory."""
         return open_channel(self.inner)
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> StagedFlight:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> StagedWork:
         tensors = [tensor for request in requests for tensor in _tensors(request)]
         device = next((tensor.device for tensor in tensors if self._needs_copy(tensor)), None)
         ready = None
@@ -81,32 +81,32 @@ class StagedTransport(WrappingTransport):
             requests = [_map_tensors(request, pinned_copy) for request in requests]
             ready = self._make_event()
             ready.record()
-        flight = StagedFlight(name, tuple(requests), lane, ready, device)
-        self._pending.append(flight)
+        work = StagedWork(name, tuple(requests), communicator, ready, device)
+        self._pending.append(work)
         self._launch_ready()
-        return flight
+        return work
 
-    def poll(self, flight: StagedFlight) -> bool:
+    def poll(self, work: StagedWork) -> bool:
         self._launch_ready()
-        return flight.inner is not None and self.inner.poll(flight.inner)
+        return work.inner is not None and self.inner.poll(work.inner)
 
-    def wait(self, flight: StagedFlight) -> tuple[Reply, ...]:
+    def wait(self, work: StagedWork) -> tuple[Reply, ...]:
         # launch everything pending: two ranks could each wait for a message that is pending on the other
         for other in self._pending:
             if other.ready is not None:
                 other.ready.synchronize()
         self._launch_ready()
-        replies = self.inner.wait(flight.inner)
-        return replies if flight.device is None else tuple(_to_device(reply, flight.device) for reply in replies)
+        replies = self.inner.wait(work.inner)
+        return replies if work.device is None else tuple(_to_device(reply, work.device) for reply in replies)
 
     def _launch_ready(self) -> None:
-        waiting: list[StagedFlight] = []
-        for flight in self._pending:
-            is_behind = any(flight.lane == other.lane for other in waiting)
-            if is_behind or not (flight.ready is None or flight.ready.query()):
-                waiting.append(flight)
+        waiting: list[StagedWork] = []
+        for work in self._pending:
+            is_behind = any(work.communicator == other.communicator for other in waiting)
+            if is_behind or not (work.ready is None or work.ready.query()):
+                waiting.append(work)
             else:
-                flight.inner = self.inner.launch(flight.name, flight.requests, flight.lane)
+                work.inner = self.inner.launch(work.name, work.requests, work.communicator)
         self._pending = waiting
 
 

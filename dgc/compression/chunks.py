@@ -1,7 +1,7 @@
 """Coarse-grained sparse communication, CSC (Sun, Feng, Han, Yan, Wen: GradientFlow, 2019, arXiv 1902.06855): whole
 chunks of the gradients are sent or kept, the same ones on every rank.
 
-On each of N ranks, with local gradient g and error state v of the memory, for a bucket of n elements:
+On each of N ranks, with local gradient g and residual v of the memory, for a bucket of n elements:
 
     v = memory(v, g)                              error feedback: v + g; DGC: v + (m u + g)
     s_c = sum over ranks of |v of chunk c|_1      all-reduce of one number per chunk
@@ -74,7 +74,7 @@ def largest(sums: Float32[Tensor, "number"], k: int) -> Int64[Tensor, "k"]:
 
 
 class ChunkCompressor(SparseCompressor):
-    """Sends whole chunks of the error state, the same on every rank, by an all-reduce (CSC, Sun et al. 2019).
+    """Sends whole chunks of the residual, the same on every rank, by an all-reduce (CSC, Sun et al. 2019).
 
     The bytes hardly grow with the number of ranks. A chunk has small elements too, so that it takes larger ratios
     than DGC, of 0.1 to 0.2.
@@ -122,12 +122,12 @@ class ChunkCompressor(SparseCompressor):
         inputs, state = self._begin(bucket, state)
         if state.dense:
             return (yield from self._reduce_dense(bucket, state, inputs, replaced))
-        v, tier = inputs.v, kernels.of(inputs.v)
-        first = tier.selection.accumulate_(inputs)
+        v, backend = inputs.v, kernels.of(inputs.v)
+        first = backend.selection.accumulate_(inputs)
         first = first if replaced is None else replaced.minimum(first)
         bucket.release()  # the gradients are accumulated and need no copy
         chunks = divide(bucket.numel, self.chunk_size, state.exchange.payload.ratio)
-        norms = tier.selection.moments(v, state.constants["bounds"]).magnitudes.float()
+        norms = backend.selection.moments(v, state.constants["bounds"]).magnitudes.float()
         sums, nonfinite = yield from state.exchange.envelope.reduce(norms, first, "sum")
         if invalid := first_nonfinite_message(bucket, nonfinite):
             return Reduced(DenseResult(invalid), state, dropped=state)  # every rank drops the step

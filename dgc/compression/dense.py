@@ -60,7 +60,7 @@ class BF16Compressor(StatelessCompressor):
 
 
 def for_gradients(compressor: StatelessCompressor | None) -> StatelessCompressor:
-    """The compressor of gradients that keep no error state; None is a DenseCompressor.
+    """The compressor of gradients that keep no residual; None is a DenseCompressor.
 
     Raises:
         ValueError: if it is not a StatelessCompressor.

@@ -97,17 +97,17 @@ class PowerSGDState(State):
         Returns the position in v of the first NaN or TOO_LARGE, or the length of v if there is none.
         """
         layout, v, deferred = self.layout, self.v, self.deferred
-        tier, gradients, found = kernels.of(v), layout.gradients(), []
+        backend, gradients, found = kernels.of(v), layout.gradients(), []
         for b, batch in enumerate(layout.batches):
             g = list(map(gradients.__getitem__, batch.members))
             product = None if deferred is None else deferred.products[b]
-            found.append(tier.lowrank.refresh_(batch.of(v), product, g, X[b], even, Y[b]))
+            found.append(backend.lowrank.refresh_(batch.of(v), product, g, X[b], even, Y[b]))
         if layout.dense:
             dense = v[layout.begin_dense :]
             if deferred is not None:
                 dense.copy_(deferred.rounding_errors)
             g = list(map(gradients.__getitem__, layout.dense))
-            found.append(tier.selection.accumulate_(kernels.PassInputs(tuple(g), None, dense)))
+            found.append(backend.selection.accumulate_(kernels.PassInputs(tuple(g), None, dense)))
         layout.bucket.release()
         starts, counts = layout.extents
         places = torch.stack(found)

@@ -62,7 +62,7 @@ class SparseResult:
 
 
 class NonFiniteGradientError(RuntimeError):
-    """NaN or inf in a gradient. It is raised on every rank, and the value is not kept in any error state."""
+    """NaN or inf in a gradient. It is raised on every rank, and the value is not kept in any residual."""
 
 
 Result: TypeAlias = DenseResult | SparseResult

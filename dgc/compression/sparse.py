@@ -1,6 +1,6 @@
 """Sparse compression: each rank sends a few elements of its accumulated gradient, and keeps the rest.
 
-On each of N ranks, with local gradient g and error state v of the memory:
+On each of N ranks, with local gradient g and residual v of the memory:
 
     v = memory(v, g)                       error feedback: v + g; DGC: v + (m u + g)
     S = selector(v)                        the positions of the elements to send
@@ -52,7 +52,7 @@ from dgc.wire.payload import PayloadPlan
 
 
 class SparseCompressor(Compressor):
-    """Sends the elements that a selector chooses from the error state of a memory.
+    """Sends the elements that a selector chooses from the residual of a memory.
 
     Args:
         compress_ratio (float): fraction of each tensor's elements to send; above 1 the factor saved (1000 means

@@ -2,7 +2,7 @@
 
     result = 1/N * sum over the N ranks, in rank order, or the largest elements of that sum
 
-Nothing is lost: each rank removes from its error state only what it has sent of the elements of the result, and of
+Nothing is lost: each rank removes from its residual only what it has sent of the elements of the result, and of
 a part of the sum that no rank receives, one rank keeps all:
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
@@ -102,17 +102,17 @@ class AllGatherExchange(SparseExchange):
         return all_gather_wire_bytes(payload.layout.nbytes, size)
 
     def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
-        tier, plan = kernels.of(elements.values), self.payload
-        encoded = plan.encode(tier.codec, elements, first_nonfinite)
+        backend, plan = kernels.of(elements.values), self.payload
+        encoded = plan.encode(backend.codec, elements, first_nonfinite)
         (payloads,) = yield (AllGather(encoded.payload),)
         result: Result
-        if tier.decoder is None or plan.sections is None:
+        if backend.decoder is None or plan.sections is None:
             result = yield from self.mean_of(bucket, *(yield from self.decode(payloads, plan)))
         elif self.wants_sparse or bucket.dtype != torch.float32:
-            result = yield from result_of(bucket, *plan.mean(tier.decoder, payloads, self.size))
+            result = yield from result_of(bucket, *plan.mean(backend.decoder, payloads, self.size))
         else:
             bucket.release()  # the gradients are accumulated and need no copy
-            finite, nonfinite = plan.mean_into_(bucket.flat, tier.decoder, payloads, self.size)
+            finite, nonfinite = plan.mean_into_(bucket.flat, backend.decoder, payloads, self.size)
             result = DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=finite)
         return result, encoded.sent, None
 
@@ -271,7 +271,7 @@ class ReduceScatterExchange(SparseExchange):
         round 2    every rank receives the t of all regions                                    all-gather
                    result = t / N
 
-    Elements that are not in the result wait in the error states, whether they did not fit into a payload of round
+    Elements that are not in the result wait in the residuals, whether they did not fit into a payload of round
     1 or were not selected again. The owner keeps what the format rounds in round 2, s_i - t_i, as the whole sum.
 
     Capacity of round 1. The number of selected elements in a region has the mean m = k/N and the standard

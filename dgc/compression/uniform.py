@@ -223,7 +223,7 @@ class DenseValuesCompressor(BlockwiseCompressor):
 
     Bytes of an all-gather grow with the number of ranks N. With many ranks an all-reduce costs fewer: of v as fp16
     for fp16, of v as fp32 for the others. The transport rounds a sum in fp16. This is the only rounding that no
-    error state keeps.
+    residual keeps.
 
     Codes: 2 bytes per element, or for int8 1 per element and 4 per block. If an all-gather of the codes costs more
     than the all-reduce, the payload has 24 + 2 (fp16) or 4 per element. This begins with N = 3 for fp16, N = 5 for

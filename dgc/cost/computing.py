@@ -82,17 +82,17 @@ class AlikeRanks:
     def group_rank(self, group: Group) -> int:
         return {"world": self.rank, "local": self.local_rank, "cross": self.group_size("cross") - 1}[group]
 
-    def open_lane(self, lane: str) -> None:
+    def open_communicator(self, communicator: str) -> None:
         """There is no order to keep."""
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
         return tuple(self.reply(request) for request in requests)
 
-    def poll(self, flight: Any) -> bool:
+    def poll(self, work: Any) -> bool:
         return True
 
-    def wait(self, flight: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        return flight
+    def wait(self, work: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        return work
 
     @property
     def awaited(self) -> int:

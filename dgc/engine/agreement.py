@@ -118,7 +118,7 @@ class Agreement:
         self._optimizer = crc32(optimizer.encode())
         self._sequence.optimizers[self._optimizer] = optimizer
         self._own: dict[str, str] = {}
-        self._flight: Any = None
+        self._work: Any = None
         self._intact = Intact()
 
     def exchange(self) -> Intact:
@@ -132,7 +132,7 @@ class Agreement:
         # Horovod negotiates each new name, and refuses a name that is in flight
         name = f"dgc.agreement.{self._sequence.exchanges % MAX_IN_FLIGHT}"
         self._sequence.exchanges += 1
-        self._flight = self._transport.launch(name, (AllGather(with_checksum(digest)),))
+        self._work = self._transport.launch(name, (AllGather(with_checksum(digest)),))
         self._sequence.pending.append(self)
 
     def end(self) -> None:
@@ -146,7 +146,7 @@ class Agreement:
 
     def _compare(self) -> None:
         with self.exchange():
-            (replies,) = self._transport.wait(self._flight)
+            (replies,) = self._transport.wait(self._work)
             cure = f"in {self._what}, {self._cure}"
             digests = [DIGEST.unpack(checked(reply, rank, "a digest")) for rank, reply in enumerate(replies)]
             # no further message: ranks that step other optimizers may not expect it

@@ -247,10 +247,10 @@ def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]], name: str)
 
 
 def check_unused(compressor: Compressor) -> None:
-    """Raise ValueError if another optimizer uses the compressor: error state cannot be shared."""
+    """Raise ValueError if another optimizer uses the compressor: a residual cannot be shared."""
     if not isinstance(compressor, StatelessCompressor) and compressor in _in_use:
         raise ValueError(
-            f"this {type(compressor).__name__} has the error state of another DistributedOptimizer: create one "
+            f"this {type(compressor).__name__} has the residual of another DistributedOptimizer: create one "
             "compressor for each optimizer"
         )
 

@@ -165,7 +165,7 @@ class FSDPExchange(HasCompression):
     Construction is collective, after `fully_shard` with `local_mesh(transport)` and before training. All machines
     must begin with the same parameters. Parameters that are frozen now take no part. The gradient of a trainable
     parameter that a backward pass does not use counts as zero. Save `compression_state_dict()` on each rank: it
-    has the error state of this rank's rows.
+    has the residual of this rank's rows.
 
     Args:
         model: The model, on which `fully_shard` was called last.

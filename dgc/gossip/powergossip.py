@@ -8,7 +8,7 @@ Half steps alternate:
     odd     X_i^T U and X_j^T U [m, r] are exchanged;  Y = D^T U;    X_i = X_i + W_ij U Y^T;      V = orth(Y)
 
 X_j moves by the opposite amount. Each half step acts on the part of D in r directions, those of a power iteration
-on D that continues from step to step. There is no error state: the unsent part of D is still in D in the next
+on D that continues from step to step. There is no residual: the unsent part of D is still in D in the next
 step. Vectors, and matrices smaller than their factors, are sent uncompressed.
 
 Differences from the paper: There are 2 half steps per step by default, after the optimizer's step. Each edge

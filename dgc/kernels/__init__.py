@@ -1,6 +1,6 @@
-"""The hot loops in three equivalent tiers: `reference` (plain torch), `native` (C++) and `triton` (GPU).
+"""The hot loops in three equivalent backends: `reference` (plain torch), `native` (C++) and `triton` (GPU).
 
-The device of the tensor selects the tier, unless DGC_KERNELS or `use` names one.
+The device of the tensor selects the backend, unless DGC_KERNELS or `use` names one.
 """
 
 import os
@@ -31,7 +31,7 @@ _asked = os.environ.get("DGC_KERNELS", "auto")
 
 
 @dataclass(frozen=True)
-class Tier:
+class Backend:
     """One implementation of every family of kernels.
 
     decoder: decodes and adds the payloads of all ranks in one call. None: the codec decodes each payload, and
@@ -46,11 +46,11 @@ class Tier:
 
 
 def use(name: str) -> None:
-    """Select the tier for all later calls.
+    """Select the backend for all later calls.
 
     Args:
         name: "auto", "reference", "native" or "triton". "auto" uses native on a CPU and triton on a GPU, or
-            reference with a warning if that tier is missing.
+            reference with a warning if that backend is missing.
 
     Raises:
         ValueError: `name` is none of these.
@@ -61,18 +61,18 @@ def use(name: str) -> None:
     _asked = name
 
 
-def of(tensor: Tensor) -> Tier:
+def of(tensor: Tensor) -> Backend:
     """Return the kernels for the tensor's device, for example `kernels.of(v).codec`."""
     return _tier(_asked, tensor.device)
 
 
 def describe(device: torch.device) -> str:
-    """Return a text for logs that names the device's tier."""
+    """Return a text for logs that names the device's backend."""
     return str(_tier(_asked, device).selection)
 
 
 @cache
-def _tier(asked: str, device: torch.device) -> Tier:
+def _tier(asked: str, device: torch.device) -> Backend:
     if asked not in TIERS:
         raise ValueError(f"DGC_KERNELS must be one of {', '.join(TIERS)}, not {asked!r}")
     kind = device.type
@@ -90,17 +90,17 @@ def _tier(asked: str, device: torch.device) -> Tier:
         if started is None or os.environ.get(started.launcher.local_rank, "0") == "0":
             warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
     plain = SelectionKernels()
-    return Tier(plain, Codec(), Quantizers(), LowRank(plain))
+    return Backend(plain, Codec(), Quantizers(), LowRank(plain))
 
 
-def _native(device: str) -> Tier:
+def _native(device: str) -> Backend:
     if device != "cpu":
         raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
     native = NativeSelection()
-    return Tier(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
+    return Backend(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
 
 
-def _triton(device: str) -> Tier:
+def _triton(device: str) -> Backend:
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
@@ -109,4 +109,4 @@ def _triton(device: str) -> Tier:
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
-    return Tier(triton, Codec(), TritonQuantizers(), LowRank(triton))
+    return Backend(triton, Codec(), TritonQuantizers(), LowRank(triton))

@@ -48,7 +48,7 @@ class Addresses(Address):
 
 
 class KernelsUnavailable(ValueError):
-    """A tier cannot run on this machine or device. The message names the fix."""
+    """A backend cannot run on this machine or device. The message names the fix."""
 
 
 ISAS = ("portable", "avx2", "avx512")

@@ -1,6 +1,6 @@
 """The products of low-rank methods: many matrices of one shape, and factors with few rows.
 
-Plain torch defines the results. Other tiers add in another order, so their products differ by rounding.
+Plain torch defines the results. Other backends add in another order, so their products differ by rounding.
 
 M [B, n, m] is contiguous. Factors are stored in rows, U [B, R, n] and W [B, R, m], all fp32. `even` selects the
 half step. Even: Y = M^T X, with X [B, r, n] and Y [B, r, m]. Odd: Y = M X, with X [B, r, m] and Y [B, r, n]. Y is

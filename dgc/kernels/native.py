@@ -1,4 +1,4 @@
-"""The native tier: C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch.
+"""The native backend: C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch.
 
 Kernels run on torch.get_num_threads() threads; the codec runs on one. The number of threads does not change the
 result. The construction of a class raises `library.KernelsUnavailable` if the library cannot be used.

@@ -8,8 +8,8 @@ The `mean_` operations overwrite `mean` with that of all ranks, in one call: the
 in the order of ranks, times the factor of the segment, if there are factors, divided by `size`. All of these
 operations are rounded. Codes, and the values per segment that belong to them, are sequences, by rank.
 
-Random numbers are a function of (seed, index of the element), with 0 <= seed < 2**32. Every tier and any number of
-threads give the same, and torch's generators are not used. Without a seed, values are rounded to nearest.
+Random numbers are a function of (seed, index of the element), with 0 <= seed < 2**32. Every backend gives the same
+with any number of threads, and torch's generators are not used. Without a seed, values are rounded to nearest.
 
 The size of the codes depends on the bounds, which are on the device. The host waits for them once per tensor of
 bounds. That tensor must not be changed in place.

@@ -1,6 +1,6 @@
-"""Operations on the flat buffers of a step. Plain torch defines the bits, which the other tiers give faster.
+"""Operations on the flat buffers of a step. Plain torch defines the bits, which the other backends give faster.
 
-Only the sums in `moments` and `tail` may differ between tiers, by the rounding of fp64.
+Only the sums in `moments` and `tail` may differ between backends, by the rounding of fp64.
 
 Counts and flags stay on the device as zero-dimensional tensors, so that nothing waits for it. Indices count
 elements of a bucket's flat buffer, which has fewer than 2**31 elements.
@@ -123,7 +123,7 @@ class TopKResult:
 class Moments:
     """Sums of v, |v| and v**2 over each segment in fp64, and the largest |v|. An empty segment has zeros.
 
-    The order of addition depends on the tier. It is the same in every call, for any number of threads.
+    The order of addition depends on the backend. It is the same in every call, for any number of threads.
     """
 
     sums: Float64[Tensor, "S"]
@@ -144,7 +144,7 @@ class Tail:
 
 
 class SelectionKernels:
-    """The reference tier: plain torch, on any device. On a GPU its operations wait for the device.
+    """The reference backend: plain torch, on any device. On a GPU its operations wait for the device.
 
     Operations work in place where the name ends in an underscore.
     """

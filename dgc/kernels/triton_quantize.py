@@ -1,4 +1,4 @@
-"""The GPU tier of the quantizers: Triton kernels with the same bits as `Quantizers`.
+"""The GPU backend of the quantizers: Triton kernels with the same bits as `Quantizers`.
 
 One launch per operation, natural_encode two. A mean takes one for each rank, and one to scale it.
 

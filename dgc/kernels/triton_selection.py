@@ -1,4 +1,4 @@
-"""The GPU tier of the selection: Triton kernels with the same results and bits as `SelectionKernels`.
+"""The GPU backend of the selection: Triton kernels with the same results and bits as `SelectionKernels`.
 
 Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
 select 9, accumulate_and_select_ 10, moments 2, tail 2, remove_sent_ 1, merge_mean 3, subtract_at_ 1 per dtype of
@@ -525,7 +525,7 @@ def decay(
     tl.store(p + i, rounded(x - rounded(step * lr, P), P).to(P), mask=i < n)
 
 
-# --- the tier --------------------------------------------------------------------------------------
+# --- the backend --------------------------------------------------------------------------------------
 
 # (shift, bits) of each digit, the most significant first
 DIGITS = ((20, 11), (10, 10), (0, 10))

@@ -260,7 +260,7 @@ class OuterExchange(ModelExchange):
             fragment.merge(alpha if flight.nonfinite is None and flight.lr is not None else 0.0)
 
     def join(self) -> None:
-        """Forget the error state of the rank whose state was loaded, and continue from z0."""
+        """Forget the residual of the rank whose state was loaded, and continue from z0."""
         for states in self.states:
             tables = states.state_dict()
             for table in tables.keys() & set(ERRORS):

@@ -8,14 +8,14 @@ z is the model of a rank, and z0 that of all ranks after the last exchange. Ever
 
     d  = z0 - z                    pseudo-gradient of a rank, of H steps of any optimizer, or of gossip (`base`);
                                    w (z0 - z) with the weight w of push-sum
-    D  = mean over ranks of C(d)   by any compressor C, which keeps what it does not send in its error state
+    D  = mean over ranks of C(d)   by any compressor C, which keeps what it does not send in its residual
     z0 = outer(z0, D)              outer optimizer; z0 - D is the mean of the models. Its learning rate may have a
                                    factor f(t), of the step t in which the exchange began alone
     z  = alpha z + (1 - alpha) z0
 
 The exchange of fragment i of P, a part of the model, begins at step i H/P of each H steps, and D is used `delay`
 steps later. Training goes on meanwhile. If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was
-finite stays in the error state of the compressor, if it has one, and is sent later.
+finite stays in the residual of the compressor, if it has one, and is sent later.
 
 Differences from the papers: Each rank keeps its own inner optimizer buffers, which are never reset. The learning
 rate of SlowMo is that of the first parameter group in the step of the exchange. In Streaming DiLoCo a fragment is
@@ -108,7 +108,7 @@ class OuterSteps(Gossip):
             model is one fragment.
         delay: Steps from the beginning of an exchange to the use of its result, at most H divided by the number of
             fragments. With alpha 0 what a rank has learned in these steps is dropped.
-        alpha: Share of its own model that a rank keeps after an exchange, in [0, 1). 0 with error state.
+        alpha: Share of its own model that a rank keeps after an exchange, in [0, 1). 0 with a residual.
         warmup_steps: First steps, each of which ends with the mean of all models (post-local SGD).
         bucket_mb: Largest size of a message's tensors in MB.
         outer_schedule: Given the number of inner steps, returns the factor of the outer optimizer's learning rate:
@@ -244,7 +244,7 @@ class OuterSteps(Gossip):
                 raise ValueError(
                     f"alpha={self.alpha} keeps a share of the rank's own model, and "
                     f"{states.compressor.class_name} sends later what it has not sent of it, which would count "
-                    "twice: use alpha=0, or a compressor without error state such as FP16Compressor()"
+                    "twice: use alpha=0, or a compressor without a residual such as FP16Compressor()"
                 )
 
     def _outer_factor(self, step: int) -> float | None:

@@ -22,7 +22,7 @@ Differences from the paper: those of `dgc.optim.OneBitAdam` (bias corrections, d
 and the order within a step, which is that of DeepSpeed's code. v is updated before it is used, m takes the mean
 gradient in steps of T_v, and x and u take the new m. Where v is zero, nothing moves. u, x' and the sum of the
 rates decay as x does. If that sum is 0, m becomes 0. (DeepSpeed exchanges the gradients before local steps begin.
-Here it is u in every step of T_u, and the error state needs no reset.)
+Here it is u in every step of T_u, and the residual needs no reset.)
 
 If a mean gradient of T_v is not finite, no rank changes anything in this step. If a rank's u is not, all return to
 x', with m = 0. A rank whose gradient is not finite leaves out a step of its own.
@@ -222,7 +222,7 @@ class ZeroOneExchange(ModelExchange):
 
         Args:
             common: What must be equal on every rank, by name. ValueError on every rank if it is not.
-            are_gradients: The buffers hold gradients, to be sent by `gradients` without error state.
+            are_gradients: The buffers hold gradients, to be sent by `gradients` without a residual.
         """
         with self._agreement.exchange():
             self._agreement.begin(are_gradients=are_gradients, **common)

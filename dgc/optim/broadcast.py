@@ -27,13 +27,13 @@ def broadcast_parameters(
     """
     transport = transport or default_transport()
     named = params.items() if isinstance(params, Mapping) else params
-    flights = []
+    works = []
     for name, tensor in named:
         # as bytes: Horovod supports neither bool nor bf16
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
-        flights.append((tensor, transport.launch(f"dgc.broadcast.{name}", (Broadcast(data, root),))))
-    for tensor, flight in flights:
-        (data,) = transport.wait(flight)
+        works.append((tensor, transport.launch(f"dgc.broadcast.{name}", (Broadcast(data, root),))))
+    for tensor, work in works:
+        (data,) = transport.wait(work)
         tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 

@@ -78,8 +78,8 @@ class DistributedOptimizer(Wrapper):
         bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
         transport: Connects the ranks. None: see `dgc.init`.
         nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
-            if a method keeps error state. "skip" drops and counts the step: nothing is updated, and sent elements
-            return to the error state. "raise" also raises NonFiniteGradientError, with parameter and rank.
+            if a method keeps a residual. "skip" drops and counts the step: nothing is updated, and sent elements
+            return to the residual. "raise" also raises NonFiniteGradientError, with parameter and rank.
         grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Step by `grad_scaler.step(optimizer)`,
             with or without synchronize() and unscale_() before it.
         steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. Dropped steps
@@ -225,7 +225,7 @@ class DistributedOptimizer(Wrapper):
     def synchronize(self) -> None:
         """Wait until .grad of every parameter is the average over all ranks, or NaN if the step is dropped."""
         if self._averaged:
-            return  # a second exchange would add the averages to the error state
+            return  # a second exchange would add the averages to the residual
         for plan, result in self._finish():
             flat = plan.bucket.flat
             if self._dropped:

@@ -75,7 +75,7 @@ class Wrapper(HasCompression, Optimizer):
     island: int | None = None  # that of this rank, see `Gossip`
 
     def join(self) -> None:
-        """Continue as an island that joins or returns, from the common model and without error state.
+        """Continue as an island that joins or returns, from the common model and without a residual.
 
         Load the state of another island before, with allow_other_rank=True. Call it on every rank of the island,
         before zero_grad().

@@ -549,7 +549,7 @@ class Fixed(Estimator):
     Interspeech 2015).
 
     The selection takes one count. The number of elements depends only on the gradients. The ratio of the
-    compressor sets the plan's capacity: elements beyond it are cut by magnitude and stay in the error state.
+    compressor sets the plan's capacity: elements beyond it are cut by magnitude and stay in the residual.
 
     Args:
         threshold (float): t, in the unit of the gradients. Positive and finite.

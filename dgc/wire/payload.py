@@ -231,5 +231,5 @@ class PayloadPlan:
             if not indices_valid:
                 raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{self.numel - 1}")
             if not values_valid:
-                raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
+                raise PayloadError(f"rank {rank} sent values that are not finite: its residual has overflowed")
         return list(words[1::WORDS])

@@ -1,4 +1,4 @@
-"""Value formats of a payload. The rounding error of a format stays in the sender's error state."""
+"""Value formats of a payload. The rounding error of a format stays in the sender's residual."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -88,7 +88,7 @@ def test_dealt_elements_are_the_largest_of_each_region_and_the_first_of_equal_on
     assert joined.values.tolist() == [-5.0, 0.5, 2.0, pytest.approx(0.1), 4.0, 0.0]
 
 
-def test_a_full_payload_leaves_the_smallest_elements_in_the_error_state() -> None:
+def test_a_full_payload_leaves_the_smallest_elements_in_the_residual() -> None:
     """All that a rank selects lies in the region of one rank."""
     size, numel = 4, 4 * BLOCK * 10
     gradient = 1e-3 * torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 1e-3

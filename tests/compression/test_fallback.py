@@ -151,7 +151,7 @@ def test_an_optimizer_s_fallback_is_not_used_by_another() -> None:
     compression = DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8")
     transport = LockstepWorld(1).transports[0]
     vectors(transport, Route([Rule(compression.fallback)]), 0)
-    with pytest.raises(ValueError, match="DenseValuesCompressor has the error state of another"):
+    with pytest.raises(ValueError, match="DenseValuesCompressor has the residual of another"):
         vectors(transport, compression, 0)
 
 

@@ -347,7 +347,7 @@ def test_a_rank_waits_after_as_many_steps_as_synch_freq() -> None:
 
     def body(transport: Any) -> Any:
         own, staleness = Trained(transport, OSGP(synch_freq=2)), []
-        transport.poll = lambda flight: False
+        transport.poll = lambda work: False
         for _ in range(7):
             own.step()
             staleness.append(own.optimizer.metrics()["staleness"])

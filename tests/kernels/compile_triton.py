@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc.kernels import triton_selection as tier
+from dgc.kernels import triton_selection as backend
 from dgc.kernels.selection import Budget, PassInputs, SparseVector
 from dgc.kernels.triton_quantize import TritonQuantizers
 from dgc.kernels.triton_tables import WARPS
@@ -101,9 +101,9 @@ def every_quantizer(quantizers: Any) -> None:
 
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
-    tier.INTERPRETED = True
+    backend.INTERPRETED = True
     launch: Any = Compile(sys.argv[1])
-    kernels = tier.TritonSelection()
+    kernels = backend.TritonSelection()
     kernels._launch = launch
     every_operation(kernels, [getattr(torch, name) for name in sys.argv[2:]])
     quantizers = TritonQuantizers()

@@ -1,5 +1,5 @@
-"""Products of low-rank methods: every tier, instruction set and number of threads is close to fp64, and where bits
-are promised they are the same.
+"""Products of low-rank methods: every backend, instruction set and number of threads is close to fp64, and where
+bits are promised they are the same.
 """
 
 from itertools import product
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 
 from dgc.kernels.lowrank import LowRank
 from dgc.kernels.native import NativeLowRank, NativeSelection
@@ -28,7 +28,7 @@ SHAPES = [
 
 @pytest.fixture(params=NAMES, scope="module")
 def kernels(request: pytest.FixtureRequest) -> Any:
-    with tier(request.param) as own:
+    with backend(request.param) as own:
         yield own
 
 
@@ -77,7 +77,7 @@ def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
 
 
 def test_what_is_subtracted_has_the_same_bits_alone(products: Any) -> None:
-    """An error state that is saved goes on exactly as one that is kept."""
+    """A residual that is saved goes on exactly as one that is kept."""
     for shape in SHAPES:
         given = Given(*shape)
         alone, together = given.M.clone(), given.M.clone()

@@ -1,4 +1,4 @@
-"""What is particular to the native tier: its segments, threads and instruction sets, its building and loading."""
+"""What is particular to native kernels: its segments, threads and instruction sets, its building and loading."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import case
 from environment import patient
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 
 from dgc.kernels import _tier, build, library
 from dgc.kernels.library import KernelsUnavailable, supported_isas
@@ -27,7 +27,7 @@ ISAS = supported_isas()
 
 @pytest.fixture(params=NAMES[1:])
 def native(request: pytest.FixtureRequest) -> Any:
-    with tier(request.param) as kernels:
+    with backend(request.param) as kernels:
         yield kernels
 
 
@@ -56,7 +56,7 @@ def assert_same(ours: TopKResult, expected: TopKResult) -> None:
 
 
 class Given:
-    """A pass over random numbers and what the reference makes of it, computed once for all tiers."""
+    """A pass over random numbers and what the reference makes of it, computed once for all backends."""
 
     def __init__(self, budget: Any, bad: Any = ()) -> None:
         n = int(budget.bounds[-1])
@@ -321,8 +321,8 @@ def test_one_rank_of_a_machine_warns(
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        tier = _tier.__wrapped__("auto", torch.device("cpu"))
-    assert len(said) == warned and tier.decoder is None
+        backend = _tier.__wrapped__("auto", torch.device("cpu"))
+    assert len(said) == warned and backend.decoder is None
 
 
 def test_the_command_that_builds_says_nothing_of_itself() -> None:

@@ -1,4 +1,4 @@
-"""Quantizers: all tiers, instruction sets and numbers of threads give the reference's bits, which are right."""
+"""Quantizers: all backends, instruction sets and numbers of threads give the reference's bits, which are right."""
 
 from functools import cache, partial
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 
 from dgc import kernels
 from dgc.kernels.native import NativeQuantizers
@@ -22,7 +22,7 @@ UNIFORM = [(2, 1, None), (2, 1, 0), (4, 5, None), (4, 7, 2), (8, 127, None), (8,
 
 @pytest.fixture(params=NAMES, scope="module")
 def quantizers(request: pytest.FixtureRequest) -> Any:
-    with tier(request.param):
+    with backend(request.param):
         yield REFERENCE if request.param == "reference" else NativeQuantizers()
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from cases import case
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 from torch import Tensor
 
 from dgc.kernels import Budget, PassInputs, SparseVector, TopKResult
@@ -22,7 +22,7 @@ EDGES = (0, 1, 15, 16, 255, 256, 257, 511, 512, 8191, 8192, 32767, 32768, 32769,
 
 @pytest.fixture(params=NAMES, scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[SelectionKernels]:
-    with tier(request.param) as chosen:
+    with backend(request.param) as chosen:
         yield chosen
 
 
@@ -55,7 +55,7 @@ def at(tensor: Tensor, offset: int) -> Tensor:
 @dataclass(frozen=True)
 class Pass:
     """What a pass starts from, and what the reference makes of it: it takes out what was sent, then does a pass
-    that knows of nothing sent. The same for every tier.
+    that knows of nothing sent. The same for every backend.
     """
 
     start: PassInputs

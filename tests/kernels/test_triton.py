@@ -1,4 +1,4 @@
-"""The Triton tier against the reference, bit for bit; in Triton's interpreter where there is no GPU."""
+"""The Triton backend against the reference, bit for bit; in Triton's interpreter where there is no GPU."""
 
 import os
 import subprocess
@@ -369,8 +369,8 @@ def test_what_was_sent_is_taken_out(kernels: Any, ks: Any, form: Any, masked: An
         )
         for _ in range(2)
     )
-    for tier, inputs in ((kernels, ours), (REFERENCE, theirs)):
-        tier.remove_sent_(sent, inputs.u if masked else None, inputs.v)
+    for backend, inputs in ((kernels, ours), (REFERENCE, theirs)):
+        backend.remove_sent_(sent, inputs.u if masked else None, inputs.v)
     assert same_bits(ours.v, theirs.v) and same_bits(ours.u, theirs.u)
     before = kernels.launches
     assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == 250

@@ -61,7 +61,7 @@ READ = {"comm/requests.py read"} if DEVICE == "cpu" else set()
 
 
 @pytest.fixture(autouse=True)
-def triton_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "_asked", "triton")

@@ -1,4 +1,4 @@
-"""Error state: what enters it, what leaves it, how it is clipped, saved and loaded."""
+"""Residual: what enters it, what leaves it, how it is clipped, saved and loaded."""
 
 from functools import partial
 from pathlib import Path

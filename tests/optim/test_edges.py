@@ -309,7 +309,7 @@ def test_the_same_parameters_twice() -> None:
 def test_one_compressor_for_two_optimizers() -> None:
     shared = DGCCompressor(0.1, ResidualMemory())
     wrap(net(), alone(), compression=shared)
-    with pytest.raises(ValueError, match="this DGCCompressor has the error state of another"):
+    with pytest.raises(ValueError, match="this DGCCompressor has the residual of another"):
         wrap(net(), alone(), compression=Route([Rule(shared)]))
     stateless = DenseCompressor()
     wrap(net(), alone(), compression=stateless)

@@ -1,4 +1,4 @@
-"""NaN and inf in a gradient: every rank drops the step, or every rank raises. The error state stays finite."""
+"""NaN and inf in a gradient: every rank drops the step, or every rank raises. The residual stays finite."""
 
 import warnings
 from typing import Any
@@ -123,7 +123,7 @@ def test_raise_is_one_error_on_every_rank_and_training_can_continue(compression:
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
 def test_what_was_sent_in_any_bucket_returns(ratio: Any) -> None:
-    """A flag in one bucket drops all buckets: their error state keeps the whole gradient."""
+    """A flag in one bucket drops all buckets: their residual keeps the whole gradient."""
 
     def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(ratio), bucket_mb=1e-5)

@@ -27,20 +27,20 @@ class Slow:
     def __getattr__(self, name: Any) -> Any:
         return getattr(self._transport, name)
 
-    def launch(self, name: Any, requests: Any, lane: Any = "") -> Any:
+    def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
         self.events.append(("launch", name))
-        return name, self._transport.launch(name, requests, lane)
+        return name, self._transport.launch(name, requests, communicator)
 
-    def poll(self, flight: Any) -> Any:
+    def poll(self, work: Any) -> Any:
         return False
 
-    def wait(self, flight: Any) -> Any:
-        self.events.append(("wait", flight[0]))
-        return self._transport.wait(flight[1])
+    def wait(self, work: Any) -> Any:
+        self.events.append(("wait", work[0]))
+        return self._transport.wait(work[1])
 
 
 class Prompt(Slow):
-    def poll(self, flight: Any) -> Any:
+    def poll(self, work: Any) -> Any:
         return True
 
 

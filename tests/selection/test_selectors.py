@@ -152,18 +152,18 @@ def test_all_elements_are_due_and_chosen(selector: Any) -> None:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The name of every pass over v that estimates make."""
-    tier, made = kernels.of(torch.empty(0)), []
+    backend, made = kernels.of(torch.empty(0)), []
 
-    class Noted(type(tier.selection)):  # type: ignore[misc]
+    class Noted(type(backend.selection)):  # type: ignore[misc]
         def moments(self, *arguments: Any) -> Any:
             made.append("moments")
-            return tier.selection.moments(*arguments)
+            return backend.selection.moments(*arguments)
 
         def tail(self, *arguments: Any) -> Any:
             made.append("tail")
-            return tier.selection.tail(*arguments)
+            return backend.selection.tail(*arguments)
 
-    monkeypatch.setattr(kernels, "of", lambda v: replace(tier, selection=Noted()))
+    monkeypatch.setattr(kernels, "of", lambda v: replace(backend, selection=Noted()))
     return made
 
 

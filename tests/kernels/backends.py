@@ -1,4 +1,4 @@
-"""The tiers of kernels that this machine can run, for tests that hold for each of them."""
+"""The backends of kernels that this machine can run, for tests that hold for each of them."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ NAMES = tuple(
 
 
 @contextmanager
-def tier(name: str) -> Iterator[SelectionKernels]:
+def backend(name: str) -> Iterator[SelectionKernels]:
     if name == "reference":
         yield SelectionKernels()
         return
