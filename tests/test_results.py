@@ -30,6 +30,15 @@ def test_the_readme_s_numbers_are_those_of_the_results() -> None:
     assert "| method | accuracy" not in README and "std. error" not in README
 
 
+def test_the_sections_of_methods_quote_the_table_of_accuracies() -> None:
+    rows = {name.strip("`"): cells for name, *cells in table("method | accuracy % |", "results.md")}
+    text = " ".join((DOCS / "methods.md").read_text().split())
+    quoted = re.findall(r"\(`([\w-]+)`\): (-?[\d.]+) points \(([\d.]+)\), ([\d.]+) times fewer bytes", text)
+    assert len(quoted) == text.count(" times fewer bytes") - 2 and len(quoted) > 20
+    for name, points, error, times in quoted:
+        assert rows[name][1:] == [points, error, times], name
+
+
 def test_the_figure_is_drawn_from_the_table(tmp_path: Path) -> None:
     accuracy_figure.draw(accuracy_figure.shown(RESULTS), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == accuracy_figure.FIGURE.read_text()
