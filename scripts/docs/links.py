@@ -19,7 +19,7 @@ LINK = re.compile(r"\[([^\[\]]*)\]\((?!https?:|mailto:)([^)#\s]+)(#[^)\s]+)?\)")
 BLOCK = re.compile(r"(^ *```.*?^ *```)", re.S | re.M)
 LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".sh": "bash", ".yml": "yaml", ".cff": "yaml"}
 OTHERS = {".md", ".toml", ".txt", ".rules"}
-HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
+HIDDEN = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n\n"
 FENCE = "~" * 8
 
 
@@ -85,12 +85,12 @@ def entries(folder: PurePosixPath) -> list[PurePosixPath]:
 def page_of(path: PurePosixPath) -> str:
     """The Markdown of the page for a file or folder outside docs/."""
     if (ROOT / path).is_dir():
-        links = [f"- [{entry.name}]({link_to(entry, path)})\n" for entry in entries(path)]
-        return f"{HIDDEN}# {path}/\n\n{''.join(links)}"
+        links = [f"- [`{entry.name}`]({link_to(entry, path)})\n" for entry in entries(path)]
+        return f"{HIDDEN}# `{path}/`\n\n{''.join(links)}"
     text = (ROOT / path).read_text()
     if path.suffix == ".md":
         return rewritten(text, path)
-    return f"{HIDDEN}# {path}\n\n{FENCE} {LANGUAGES.get(path.suffix, 'text')}\n{text}\n{FENCE}\n"
+    return f"{HIDDEN}# `{path}`\n\n{FENCE} {LANGUAGES.get(path.suffix, 'text')}\n{text}\n{FENCE}\n"
 
 
 def reached() -> list[PurePosixPath]:
