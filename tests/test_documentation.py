@@ -59,6 +59,11 @@ def test_the_navigation_has_every_page_once() -> None:
     assert set(found.values()) == {1} and set(found) - generated == there
 
 
+def test_the_first_page_leads_to_every_other_one() -> None:
+    targets = {target for target, _ in LINK.findall((DOCS / "index.md").read_text())}
+    assert {page.name for page in DOCS.glob("*.md")} - targets == {"index.md"}
+
+
 def public_names(module: str) -> set[str]:
     """The names that a package's __init__ collects for its users."""
     tree = ast.parse((ROOT / module.replace(".", "/") / "__init__.py").read_text())

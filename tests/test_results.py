@@ -39,6 +39,22 @@ def test_the_sections_of_methods_quote_the_table_of_accuracies() -> None:
         assert rows[name][1:] == [points, error, times], name
 
 
+def test_the_sections_of_methods_quote_the_tables_of_gossip_and_local_steps() -> None:
+    text = " ".join((DOCS / "methods.md").read_text().split())
+    local = {
+        name.strip("`"): cells for name, *cells in table("method | bits per character | to dense | +-", "local.md")
+    }
+    quoted = re.findall(r"\(`([\w-]+)`[^)]*\): (\+[\d.]+ %) \(([\d.]+)\), (\d+) times", text)
+    assert len(quoted) >= 5
+    for name, difference, error, times in quoted:
+        assert local[name][1:3] + [local[name][-1]] == [difference, error, times], name
+    gossip = {name.split("`")[1]: cells for name, *cells in table("method | 4 ranks, %", "results.md")}
+    pairs = re.findall(r"\(`(\w+)`[^)]*\): (-?[\d.]+) \(([\d.]+)\) and (-?[\d.]+) \(([\d.]+)\)", text)
+    assert len(pairs) == 4
+    for name, few, few_error, many, many_error in pairs:
+        assert gossip[name][1:3] + gossip[name][4:] == [few, few_error, many, many_error], name
+
+
 def test_the_figure_is_drawn_from_the_table(tmp_path: Path) -> None:
     accuracy_figure.draw(accuracy_figure.shown(RESULTS), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == accuracy_figure.FIGURE.read_text()
