@@ -62,9 +62,10 @@ proof: setup
 mutants: setup
 	@$(BIN)/python -m tests.mutants --workers $(WORKERS)
 
-# needs no set-up, and reads the source without running it: its environment has MkDocs alone
+# needs no set-up, and reads the source without running it: its environment has MkDocs alone. Without INFO lines
+# (--quiet) MkDocs would not count warnings either
 docs: $(DOCS_VENV)/.ready
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@echo 'documentation: site/index.html'
 
 $(DOCS_VENV)/.ready: requirements-docs.txt
