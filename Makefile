@@ -42,6 +42,7 @@ demo: setup
 
 lint: setup
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 types: setup
 	@$(BIN)/mypy
@@ -82,5 +83,5 @@ doctor:
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m scripts.doctor
 
 clean:
-	rm -rf .venv .venv-docs site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-docs site build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,12 +8,12 @@ lstm       three layers of 650, a vocabulary of 28,869 in one shared embedding, 
 Ranks are simulated in one process. The gradient of each rank is a direction common to all ranks plus its own
 noise, with heavy tails and tensors of different scales, in buckets of 25 MB. Communication takes no time. Times
 are those of rank 0 over all buckets, as medians over the steps after a warm-up. Methods with error feedback keep
-their error state from step to step.
+their residual from step to step.
 
 payload    bytes that one rank contributes per step
 wire       bytes that one rank sends per step; MiB per epoch; factor below a dense fp32 all-reduce
 encode     milliseconds until the first message is ready; decode: the rest, including orthonormalization
-error      |error state| / |gradient + previous error state| after the last step
+error      |residual| / |gradient + previous residual| after the last step
 mean       |mean returned - true mean| / |true mean|, of sums over all steps, so delays lose weight
 
 For torch's PowerSGD and fp16 hooks on the same shapes, interleaved with ours, see benchmarks.powersgd_step. The

@@ -1,4 +1,4 @@
-"""Time of backward and exchange through DDP, and the error state on unlike data: this library's hook and torch's.
+"""Time of backward and exchange through DDP, and the residual on unlike data: this library's hook and torch's.
 
     python -m benchmarks.ddp_step [--ranks 2] [--factors 1 2 4] [--rounds 30]
 
@@ -18,7 +18,7 @@ Methods alternate within each round. The time of a step is the largest over the 
 backward. A ratio is the median over rounds of the ratio within a round. State that methods keep is warm after
 --warmup steps.
 
-The second table has the L2 norm of rank 0's error state while a small network is trained and each rank has data of
+The second table has the L2 norm of rank 0's residual while a small network is trained and each rank has data of
 other classes. torch's hook keeps M - P Q^T with the mean Q. Only the mean of these errors over the ranks is
 bounded. The output is two tables and a last line of JSON.
 """
@@ -186,7 +186,7 @@ def times(methods: dict[str, Hook], rounds: int, warmup: int, transport: Transpo
 
 
 def error_norms(register: Hook, transport: Transport) -> list[float]:
-    """The norm of rank 0's error state after each number of steps in CHECKPOINTS."""
+    """The norm of rank 0's residual after each number of steps in CHECKPOINTS."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
     state = register(model)

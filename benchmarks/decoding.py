@@ -35,7 +35,7 @@ from benchmarks.wire import INDICES, VALUES
 from dgc.bucket import Bucket, Segment
 from dgc.compression.protocol import SparseResult
 from dgc.kernels import SparseVector
-from dgc.kernels.codec.native import NativeMeanDecoder
+from dgc.kernels.native import NativeMeanDecoder
 from dgc.selection import plan_selection
 from dgc.wire import SparseFormat
 from dgc.wire.payload import PayloadPlan
@@ -99,9 +99,9 @@ class Decoding:
 
     def single(self) -> None:
         for i, bucket in enumerate(self.recording.buckets):
-            tier = kernels.of(bucket.flat)
-            parts, _ = self._plan(i).decode(tier.codec, self._rows(i)).wait()
-            merged = tier.selection.merge_mean(parts, self.ranks, bucket.numel)
+            backend = kernels.of(bucket.flat)
+            parts, _ = self._plan(i).decode(backend.codec, self._rows(i)).wait()
+            merged = backend.selection.merge_mean(parts, self.ranks, bucket.numel)
             SparseResult(*merged.valid()).write_to(bucket)
 
     def floor(self) -> None:
@@ -152,9 +152,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     recording = Recording(plan_buckets(resnet50_shapes()), args.ratio, max(args.ranks))
-    tier = kernels.describe(torch.device("cpu"))
+    backend = kernels.describe(torch.device("cpu"))
     print(f"resnet50: {recording.numel:,} elements in {len(recording.buckets)} buckets, ratio {args.ratio:g}")
-    print(f"{tier}, {args.threads} threads; times in ms, ratios to the floor")
+    print(f"{backend}, {args.threads} threads; times in ms, ratios to the floor")
     print(f"\n{'format':<13}{'ranks':>6}{'MB':>7}{'union':>7}{'floor ms':>10}", end="")
     print("".join(f"{name + ' ms':>11}{'':>6}" for name in RATIOS))
     found: dict[str, dict[int, dict[str, Any]]] = {}

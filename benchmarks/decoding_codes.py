@@ -196,9 +196,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tier = Model(), kernels.describe(torch.device("cpu"))
+    model, backend = Model(), kernels.describe(torch.device("cpu"))
     print(f"resnet50: {model.numel:,} elements in {len(model.buckets)} buckets")
-    print(f"{tier}, {args.threads} threads; {args.clock} times in ms, ratios to the floor")
+    print(f"{backend}, {args.threads} threads; {args.clock} times in ms, ratios to the floor")
     print(f"\n{'method':<13}{'ranks':>6}{'MB':>8}{'floor ms':>10}{'decode ms':>11}{'ratio':>7}", end="")
     print(f"{'floor ms':>10}{'encode ms':>11}{'ratio':>7}")
     found: dict[str, dict[int, dict[str, Any]]] = {}

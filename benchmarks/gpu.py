@@ -1,4 +1,4 @@
-"""The Triton tier on a real GPU: correctness (laws) and the cost of its steps.
+"""The Triton backend on a real GPU: correctness (laws) and the cost of its steps.
 
     make gpu        or        python -m benchmarks.gpu
 

@@ -1,4 +1,4 @@
-"""Laws of the Triton tier on a real device: tests/kernels/test_triton.py, and bitwise results of whole steps."""
+"""Laws of the Triton backend on a real device: tests/kernels/test_triton.py, and bitwise results of whole steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Use the reference tier instead of Triton's."""
+    """Use the reference backend instead of Triton's."""
     kernels.use("reference")
     try:
         yield
@@ -74,7 +74,7 @@ def dgc_is_alike(device: torch.device) -> None:
 
 
 def results(compressor: Compressor, device: torch.device) -> list[Tensor]:
-    """Return the results of some steps, and the error state after them."""
+    """Return the results of some steps, and the residual after them."""
     whole, found = Whole("", compressor, [SHAPES], device), []
     for step in range(STEPS):
         given = random_gradients([SHAPES], step, device)

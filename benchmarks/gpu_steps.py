@@ -81,7 +81,7 @@ def alone(conversation: Conversation[Result]) -> Result:
 
 
 class Whole:
-    """A step of a compressor over all buckets: gradient in, mean and error state out."""
+    """A step of a compressor over all buckets: gradient in, mean and residual out."""
 
     def __init__(self, name: str, compressor: Compressor, buckets: Sequence[Shapes], device: torch.device):
         self.name, self.states = name, BucketStates(compressor)
@@ -119,7 +119,7 @@ class Training:
 
     @property
     def buckets(self) -> int:
-        return len(self.optimizer.exchange.planned)
+        return len(self.optimizer.planned)
 
     def step(self) -> None:
         self.optimizer.zero_grad()

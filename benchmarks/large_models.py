@@ -91,11 +91,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="2 or more")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after --warmup")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error("--ranks: one rank sends nothing")
     torch.set_num_threads(args.threads)
     result: dict[str, dict[str, Any]] = {model: {} for model in args.models}
     shapes = {model: parameters_of(model) for model in args.models}

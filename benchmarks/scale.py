@@ -32,7 +32,7 @@ from dgc.wire import CastValues, PackedIndices
 
 SIZES = [2**j for j in range(1, 13)]
 MEASURED = (2, 4, 8)  # ranks whose replies are decoded to measure computing
-WARMUP, REPEATS = 4, 5  # exchanges that fill the error state, and those that are measured
+WARMUP, REPEATS = 4, 5  # exchanges that fill the residual, and those that are measured
 GRADIENT_SETS = 3
 WITH_SELECTOR = "dgc:"
 NAMES = (*METHODS, *(f"{WITH_SELECTOR}{name}" for name in SELECTORS))

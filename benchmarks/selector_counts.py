@@ -49,16 +49,13 @@ def energy(x: Tensor) -> float:
     return float(x.norm(dtype=torch.float64)) ** 2
 
 
-class Counting:
-    """Kernels that do what others do, and count. A choice counts as one read, where it is not part of the pass
-    over u and v. Not counted are samples, and segments that are read again because a lower bound did not fit.
+class Counting(SelectionKernels):
+    """Kernels with the results of others, which count. A choice counts as one read, where it is not part of the
+    pass over u and v. Not counted are samples, and segments that are read again because a lower bound did not fit.
     """
 
     def __init__(self, kernel: SelectionKernels, counts: Counts):
         self.kernel, self.counts = kernel, counts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.kernel, name)
 
     def moments(self, v: Tensor, bounds: Tensor) -> Moments:
         self.counts.reads += v.numel()
@@ -95,8 +92,8 @@ class Counting:
 
 def counting(v: Tensor, counts: Counts) -> AbstractContextManager[Any]:
     """Within this context, all kernels are those of v's device, with counts."""
-    tier = kernels.of(v)
-    return patch.object(kernels, "of", return_value=replace(tier, selection=Counting(tier.selection, counts)))
+    backend = kernels.of(v)
+    return patch.object(kernels, "of", return_value=replace(backend, selection=Counting(backend.selection, counts)))
 
 
 def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) -> None:

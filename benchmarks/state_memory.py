@@ -3,7 +3,7 @@
     python -m benchmarks.state_memory
 
 Each method trains a few steps in a separate process. `live` is the bytes of all tensors alive after the last step
-(parameters, gradients, buckets, optimizer and error state). `peak` is the largest resident set of the process,
+(parameters, gradients, buckets, optimizer and residual). `peak` is the largest resident set of the process,
 less the one before the model was built, so it includes temporary memory of a step. The output is a table and a
 last line of JSON.
 """

@@ -14,6 +14,7 @@ hook ...                dgc.ddp.compress with the same methods
 The ranks are started by torchrun (Gloo) and by mpirun (Horovod, over MPI). Methods alternate within each round.
 The time of a step is the largest over the ranks, from a barrier to the end of optimizer.step(). `overhead` is the
 median over rounds of the time minus that of the plain step in the same round, and `/ DDP` the ratio of overheads.
+Horovod's optimizer does nothing on one rank, so there is no ratio to it there.
 The output is a table for each number of ranks and transport, and a last line of JSON.
 """
 
@@ -154,12 +155,14 @@ def report(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
         print(f"\n{size:<14} {'step us':>9} {'overhead us':>12} {'/ ' + opponent:>10}")
         for name, row in rows.items():
             line = f"{name:<14} {1e6 * median(row):9.0f} {1e6 * overheads[name]:12.0f}"
-            relative = overheads[name] / overheads[opponent]
-            print(line + (f" {relative:10.2f}" if name != "plain" else ""))
+            # an overhead of less than a tenth of the step is noise
+            has_ratio = name != "plain" and overheads[opponent] > 0.1 * median(rows["plain"])
+            relative = round(overheads[name] / overheads[opponent], 3) if has_ratio else None
+            print(line + ("" if relative is None else f" {relative:10.2f}"))
             result.setdefault(size, {})[name] = {
                 "step_us": round(1e6 * median(row), 1),
                 "overhead_us": round(1e6 * overheads[name], 1),
-                "relative": round(relative, 3),
+                "relative": relative,
             }
     return result
 

@@ -61,7 +61,7 @@ class Stateful:
 class Ours(Stateful):
     def __init__(
         self,
-        tier: str,
+        backend: str,
         engine: Exact,
         buckets: Layout,
         ratio: float,
@@ -70,13 +70,13 @@ class Ours(Stateful):
         device: str,
     ):
         super().__init__(buckets, device)
-        self.name = f"{tier}, {type(engine).__name__.lower()}"
-        self.is_slow = tier == "reference"
-        self.tier, self.engine, self.wire, self.momentum = tier, engine, wire, momentum
+        self.name = f"{backend}, {type(engine).__name__.lower()}"
+        self.is_slow = backend == "reference"
+        self.backend, self.engine, self.wire, self.momentum = backend, engine, wire, momentum
         self.plans = [plan_selection(bucket, ratio, torch.device(device)) for bucket in buckets]
 
     def step(self, gradients: list[Tensor]) -> None:
-        kernels.use(self.tier)
+        kernels.use(self.backend)
         codec = kernels.of(self.v[0]).codec
         for b, (g, u, v, plan) in enumerate(zip(gradients, self.u, self.v, self.plans, strict=True)):
             pieces = g.split(self.sizes[b])
@@ -93,12 +93,12 @@ class Pass(Stateful):
     is_floor = True
     bytes_per_parameter = 20
 
-    def __init__(self, tier: str, buckets: Layout, momentum: float, device: str):
+    def __init__(self, backend: str, buckets: Layout, momentum: float, device: str):
         super().__init__(buckets, device)
-        self.name, self.tier, self.momentum = f"{tier}, accumulate only", tier, momentum
+        self.name, self.backend, self.momentum = f"{backend}, accumulate only", backend, momentum
 
     def step(self, gradients: list[Tensor]) -> None:
-        kernels.use(self.tier)
+        kernels.use(self.backend)
         for g, u, v in zip(gradients, self.u, self.v, strict=True):
             kernels.of(v).selection.accumulate_(PassInputs((g,), u, v, self.momentum))
 
@@ -156,8 +156,8 @@ class PlainLoop(Stateful):
         self.library.update_all(*pointers, self.counts, len(self.counts), self.momentum, torch.get_num_threads())
 
 
-def floors(tier: str, buckets: Layout, momentum: float, device: str) -> list[Step]:
-    own: list[Step] = [Pass(tier, buckets, momentum, device)]
+def floors(backend: str, buckets: Layout, momentum: float, device: str) -> list[Step]:
+    own: list[Step] = [Pass(backend, buckets, momentum, device)]
     return [PlainLoop(buckets, momentum), *own] if device == "cpu" else own
 
 

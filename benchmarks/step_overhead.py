@@ -3,7 +3,7 @@
     python -m benchmarks.step_overhead --model resnet50 --ratio 0.001 --device cpu --threads 2
 
 ours      remove the elements sent in the previous step from u and v, accumulate, select, encode into a payload; by
-          tier of kernels and by selection engine, all of which send the same elements
+          backend of kernels and by selection engine, all of which send the same elements
 floor     only u = m u + g, v = v + u. On a CPU: the faster one of a loop without branches, compiled for this
           machine, and our own pass. On a GPU: our own pass
 eager     the original DGC algorithm in plain PyTorch, tensor by tensor: sampled threshold, adaptation, masking.
@@ -117,8 +117,8 @@ def make_steps(args: argparse.Namespace, buckets: list[tuple[Segment, ...]], gra
     fast, plain = tiers_on(args.device)
     wire = SparseFormat(VALUES[args.values], INDICES[args.indices])
 
-    def ours(tier: str, engine: Exact) -> Ours:
-        return Ours(tier, engine, buckets, args.ratio, MOMENTUM, wire, args.device)
+    def ours(backend: str, engine: Exact) -> Ours:
+        return Ours(backend, engine, buckets, args.ratio, MOMENTUM, wire, args.device)
 
     first = ours(fast, Predicted())
     for _ in range(args.warm_up):
@@ -190,9 +190,9 @@ def report(args: argparse.Namespace) -> tuple[Step, Gradients, dict[str, float]]
     ours = steps[0].name
     floor = min((s.name for s in steps if s.is_floor), key=lambda name: median(times[name].values()))
     kernels.use(tiers_on(args.device)[0])
-    tier = kernels.describe(torch.device(args.device))
+    backend = kernels.describe(torch.device(args.device))
     print(f"{args.model}: {numel:,} parameters in {len(buckets)} buckets, ratio {args.ratio}")
-    print(f"{args.values} values, {args.indices} indices; {args.device}, {tier}, {args.threads} threads")
+    print(f"{args.values} values, {args.indices} indices; {args.device}, {backend}, {args.threads} threads")
     print(f"\n{'':<34} {'median ms':>10} {'least':>9} {'/ floor':>8} {'GB/s':>6}")
     for step in steps:
         row = times[step.name].values()

@@ -11,7 +11,7 @@ was sent:
     index     header and indices
     element   the whole payload
     bound     H(D) / D bits, the minimum average size of the indices of random supports of density D
-    sent      share of the planned elements that was sent; elements that do not fit stay in the error state
+    sent      share of the planned elements that was sent; elements that do not fit stay in the residual
 
 Rates are in million elements per second and thread. They are those of whole payloads and, in the rows without
 values, of the index codes only. The output has tables and a last line of JSON. Its top-level numbers are those of
@@ -30,10 +30,9 @@ from torch import nn
 import dgc_models
 from benchmarks.recordings import Learner, endless
 from benchmarks.results import print_json
-from dgc.kernels import Budget, Codec, SparseVector
-from dgc.kernels.codec.native import NativeCodec
-from dgc.kernels.codec.protocol import HEADER_BYTES
-from dgc.kernels.codec.reference import TorchCodec
+from dgc.kernels import Budget, SparseVector
+from dgc.kernels.codec import HEADER_BYTES, Codec
+from dgc.kernels.native import NativeCodec
 from dgc.wire import (
     CastValues,
     Int8Values,
@@ -122,9 +121,9 @@ def index_rates(indices: IndexFormat, codec: Codec, recordings: list[Recording],
     budget, numel, selections = max(recordings, key=lambda recording: recording[1])
     plan, selection = indices.plan(budget.capacity, numel), selections[-1]
     section = torch.zeros(plan.nbytes, dtype=torch.uint8)
-    sent = plan.encode_(codec, selection, section)
-    encode = seconds(lambda: plan.encode_(codec, selection, section.zero_()), repeats)
-    decode = seconds(lambda: plan.decode(codec, section, sent.count), repeats)
+    sent = codec.indices_encode_(selection, plan, section)
+    encode = seconds(lambda: codec.indices_encode_(selection, plan, section.zero_()), repeats)
+    decode = seconds(lambda: codec.indices_decode(section, sent.count, plan), repeats)
     total = int(selection.count) / 1e6
     return {"encode": total / encode, "decode": total / decode}
 
@@ -188,7 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.1])
     args = parser.parse_args()
-    codecs: dict[str, Codec] = {"native": NativeCodec(), "reference": TorchCodec()}
+    codecs: dict[str, Codec] = {"native": NativeCodec(), "reference": Codec()}
     print(f"{args.model}, {args.steps} steps with batches of {BATCH}")
     found = {f"{d:g}": measure(args.model, d, args.steps, codecs) for d in args.densities}
     first = found[f"{args.densities[0]:g}"]

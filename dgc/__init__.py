@@ -79,9 +79,8 @@ def init(transport: str = "auto") -> "Transport":
     """Connect this process with the other ranks, and return the transport that optimizers use by default.
 
     Call it in place of `hvd.init()`, or of `torch.distributed.init_process_group()`. What is initialised already
-    stays as it is. For Horovod, the environment is set before it starts so that runs repeat exactly
-    (HOROVOD_FUSION_THRESHOLD, HOROVOD_CYCLE_TIME); values that are set already are kept. Further calls return the
-    same transport.
+    stays as it is. For Horovod, HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are set first, unless they are set
+    already, so that runs repeat exactly. Further calls return the same transport.
 
     Args:
         transport: "horovod", "torch" (torch.distributed), or "auto": what is initialised already, otherwise

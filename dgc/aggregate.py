@@ -8,14 +8,13 @@ AllReduce, Config, PowerSGD, optimizer_step.
 All ranks must begin with the same parameters.
 
 Differences from the original: The error is kept inside PowerSGD, where zero_grad and clipping do not affect it,
-and is saved by state_dict. The gradients are set to zero, where the original leaves the error in them, so training
-is the same with and without zero_grad. A gradient that is None counts as zero. NaN or inf raises an error on every
-rank. `Config` has the original's defaults.
+and is saved by state_dict. The original leaves it in the gradients, which are set to zero here. A gradient that is
+None counts as zero. NaN or inf raises an error on every rank.
 
 At rank 1 the original divides the factors of all matrices of one shape by their common norm, where the paper
-orthonormalizes each matrix. It then sends only a part of what it should. Of gradients of exactly rank 1 in 8 equal
-layers, two half steps send 13 to 37 % in the first step, depending on the first factors; here they send 100 %.
-Config(orthogonalization="authors") repeats the original. At other ranks the two do not differ in this.
+orthonormalizes each matrix. Of gradients of exactly rank 1 in 8 equal layers, two half steps then send 13 to 37 %
+in the first step, depending on the first factors; here they send 100 %. Config(orthogonalization="authors")
+repeats the original.
 
 The original decides whether to compress a tensor from its own shape: for [64, 64, 3, 3] at rank 4 it counts
 min(4, 3) (64 + 64 + 3 + 3) = 402 numbers. Here the matrix [64, 576] decides, by the 4 (64 + 576) = 2560 numbers
@@ -46,15 +45,7 @@ from dgc.engine.state import Identity, compare_steps, identified, verified
 
 @dataclass(frozen=True)
 class Config:
-    """Arguments of PowerSGDCompressor in mode "residual".
-
-    Args:
-        rank (int): rank r of the factors.
-        min_compression_rate (float): send a tensor uncompressed unless compression saves more than this factor.
-        num_iters_per_step (int): half steps of the power iteration per step.
-        start_compressing_after_num_steps (int): number of uncompressed steps at the start.
-        orthogonalization (str): "authors" repeats the original at rank 1. Compare with it by this setting only.
-    """
+    """Arguments of `PowerSGDCompressor`, with the original's defaults. orthogonalization: see above."""
 
     rank: int
     min_compression_rate: float = 2
@@ -68,27 +59,19 @@ class Aggregator(ABC):
 
     @abstractmethod
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Returns the averages over all ranks in new tensors and sets the gradients to zero. None counts as zero.
+        """Return the averages over all ranks in new tensors, and set the gradients to zero. None counts as zero.
 
         Raises:
-            NonFiniteGradientError: on every rank, if a gradient has NaN or inf on any rank.
+            NonFiniteGradientError: A gradient has NaN or inf on any rank. Raised on every rank.
         """
 
     def check_parameters(self, params: Sequence[Tensor]) -> None:
-        """Raises ValueError if this aggregator does not accept the gradients of `params` in this order."""
+        """Raise ValueError if this aggregator does not accept the gradients of `params` in this order."""
         return None
 
 
 class AllReduce(Aggregator):
-    """Exact averages without compression, as a baseline.
-
-    Args:
-        transport (Transport, optional): as for PowerSGD.
-
-    Raises:
-        ValueError: by `aggregate`, if a gradient of the first call is None, or if the number of gradients or a
-            shape differs from the first call.
-    """
+    """Exact averages without compression, as a baseline. None of the first gradients may be None."""
 
     def __init__(self, transport: Transport | None = None):
         self._transport = transport
@@ -109,15 +92,15 @@ class PowerSGD(Aggregator):
     """PowerSGD as an aggregator of gradients (Vogels et al. 2019, arXiv 1905.13727). See `PowerSGDCompressor`.
 
     Args:
-        params (iterable of Tensor): parameters, in the order of the gradients.
-        config (Config): rank and other settings.
-        transport (Transport, optional): default: see `dgc.init`.
+        params: Parameters, in the order of the gradients.
+        config: Rank and other settings.
+        transport: Connects the ranks. None: see `dgc.init`.
 
-    `step_counter` is the number of steps, including uncompressed ones and excluding dropped ones. It is saved by
-    state_dict.
+    Attributes:
+        step_counter: Number of steps, including uncompressed ones and excluding dropped ones.
 
     Raises:
-        ValueError: if `params` is empty.
+        ValueError: `params` is empty.
     """
 
     def __init__(self, params: Iterable[Tensor], config: Config, transport: Transport | None = None):
@@ -131,10 +114,7 @@ class PowerSGD(Aggregator):
         self.step_counter, self._compares_steps = 0, True
 
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """See Aggregator.aggregate.
-
-        After NonFiniteGradientError the errors are as if NaN and inf had been zero and nothing had been sent.
-        """
+        """After NonFiniteGradientError the errors are as if NaN and inf had been 0 and nothing had been sent."""
         if self._compares_steps:  # in the first step and after a load
             compare_steps(self.transport, self.step_counter)
             self._compares_steps = False
@@ -165,17 +145,7 @@ class PowerSGD(Aggregator):
         return identified(self._states.state_dict(), self._identity())
 
     def load_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
-        """Load this rank's state. Call it on every rank: the next step compares the steps of all states.
-
-        Args:
-            state: What `state_dict()` returned on this rank, or this rank's element of what
-                `dgc.optim.redistribute` returns.
-            allow_other_rank: Load the state of another rank, or of another number of ranks. What this rank had not
-                sent is lost.
-
-        Raises:
-            ValueError: The state is that of another rank, compressor or model.
-        """
+        """Load this rank's state, as `DistributedOptimizer.load_compression_state_dict`. Call it on every rank."""
         state, _ = verified(state, self._identity(), allow_other_rank)
         self._states.load_state_dict(state)
         self.step_counter = max(self._states[plan.bucket].steps for plan in self._exchange.planned)
@@ -186,11 +156,7 @@ class PowerSGD(Aggregator):
 
 
 def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:
-    """Averages the gradients of the optimizer's parameters and takes a step with the averages.
-
-    Raises:
-        ValueError: if `aggregator` is a PowerSGD of other parameters, or of the same in another order.
-    """
+    """Average the gradients of the optimizer's parameters, and take a step with the averages."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     aggregator.check_parameters(params)
     own = [p.grad for p in params]
@@ -222,7 +188,6 @@ class _Exchange:
 
     @torch.no_grad()
     def average(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """See Aggregator.aggregate."""
         if len(gradients) != len(self._shapes):
             raise ValueError(f"{len(gradients)} gradients for {len(self._shapes)} parameters")
         for i, (g, shape) in enumerate(zip(gradients, self._shapes, strict=True)):

@@ -22,8 +22,7 @@ _WORDS = {
 def require(expected: str, kinds: tuple[Any, ...], /, least: float | None = None, **arguments: Any) -> None:
     """Raises ValueError for the first argument that is not an instance of any of `kinds`, or less than `least`.
 
-    True and False do not count as numbers, and a class does not count as an instance. expected: the kinds, and
-    `least`, in words.
+    True and False are no numbers, and a class is no instance. expected: the kinds, and `least`, in words.
     """
     for name, value in arguments.items():
         is_flag = isinstance(value, bool) and bool not in kinds

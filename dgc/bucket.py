@@ -47,8 +47,7 @@ class Bucket:
     Args:
         name: Pairs messages between ranks. It must be unique among buckets and the same on every rank.
         segments: The place of each gradient, without gaps.
-        dtype: Type of the gradients.
-        device: Device of the gradients.
+        dtype, device: Those of the gradients.
 
     Raises:
         ValueError: The type is complex. See `as_real`.
@@ -90,10 +89,7 @@ class Bucket:
         return self._flat
 
     def probe(self) -> Tensor:
-        """A number that is not finite if `flat` has NaN or inf. On a GPU, the host does not wait for it.
-
-        It may also be inf for very large finite elements.
-        """
+        """A number, inf or NaN if `flat` has NaN, inf or very large elements. The host does not wait for it."""
         return self.flat.sum(dtype=self._dtype_of_sums)
 
     @property
@@ -128,11 +124,7 @@ class Bucket:
 
 
 def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, Tensor]]:
-    """Return the pairs as a list.
-
-    Raises:
-        ValueError: An element is not a pair of a name and a tensor.
-    """
+    """Return the pairs as a list. Raises ValueError for what is not a pair of a name and a tensor."""
     if not isinstance(named_parameters, Iterable):
         raise ValueError(f"named_parameters must be model.named_parameters(), not {named_parameters!r}")
     pairs = list(named_parameters)
@@ -162,29 +154,19 @@ def check_real(name: str, dtype: torch.dtype) -> None:
 
 
 def lay_out(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
-    """Return adjacent segments, each with its tensor's shape and strides.
-
-    A tensor that does not fill one block of memory, such as an expanded one, gets contiguous strides.
-    """
-    segments = []
-    offset = 0
+    """Return adjacent segments, each with its tensor's shape, and its strides if it fills one block of memory."""
+    segments, offset = [], 0
     for name, tensor in named_tensors:
-        shape = tuple(tensor.shape)
-        stride = _stride_in_bucket(tensor)
-        segments.append(Segment(name, offset, tensor.numel(), shape, stride))
+        segments.append(Segment(name, offset, tensor.numel(), tuple(tensor.shape), _stride_in_bucket(tensor)))
         offset += tensor.numel()
     return tuple(segments)
 
 
 def divide(segments: Sequence[Segment], loads: Sequence[int]) -> list[int]:
-    """Divide adjacent tensors into one group per local rank, such that their loads become similar.
+    """Divide the tensors of a bucket into one group per local rank, such that their loads become similar.
 
-    Args:
-        segments: The tensors of a bucket.
-        loads: Elements that each local rank has already.
-
-    Returns:
-        The number of the first tensor of each group, and the number of tensors.
+    loads: elements that each local rank has already. Returns the number of the first tensor of each group, and the
+    number of tensors.
     """
     total = sum(s.numel for s in segments)
     target = (sum(loads) + total) / len(loads)

@@ -1,15 +1,7 @@
 """Compression for torch.nn.parallel.DistributedDataParallel (DDP), as a communication hook.
 
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    exchange = compress(model, PowerSGDCompressor(rank=4, num_iters_per_step=2), optimizer)
-    for inputs, targets in batches:  # the usual loop
-        optimizer.zero_grad()
-        loss_fn(model(inputs), targets).backward()
-        optimizer.step()
-
 DDP calls the hook once for each of its buckets, in the same order on every rank, when all gradients of the bucket
-are computed. DDP changes its buckets after the first step. Error state must not depend on that. Gradients are
+are computed. DDP changes its buckets after the first step. The residual must not depend on that. Gradients are
 therefore exchanged in other buckets, those of DistributedOptimizer, which never change. Such a bucket starts when
 all of its gradients are there. The hook of DDP's last bucket waits for all exchanges and writes the means into
 DDP's buckets.
@@ -46,15 +38,9 @@ from dgc.engine.options import (
 )
 from dgc.engine.state import HasCompression, check_steps_per_epoch
 
-Named = list[tuple[str, Tensor]]
-
 
 def check_model(model: Any) -> DistributedDataParallel:
-    """Check that a communication hook can exchange the gradients of a model. Return it, without torch.compile.
-
-    Raises:
-        ValueError: It cannot. The message names the setting and its cure.
-    """
+    """Return a DDP model, without torch.compile. Raise ValueError if a hook cannot exchange its gradients."""
     model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
@@ -88,39 +74,6 @@ def check_model(model: Any) -> DistributedDataParallel:
     return model
 
 
-def trained_and_frozen(model: DistributedDataParallel) -> tuple[Named, Named]:
-    """Return the parameters that DDP averages, and those that it leaves out because they need no gradient."""
-    # not by parameters_to_ignore, whose names differ from those of named_parameters()
-    reduced = set(model._build_params_for_reducer()[0])
-    ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
-    named = list(model.module.named_parameters())
-    frozen = [(name, p) for name, p in named if not p.requires_grad and name not in ignored]
-    return [(name, p) for name, p in named if p in reduced], frozen
-
-
-def check_pass(model: DistributedDataParallel | None, frozen: Named) -> None:
-    """Check what may change after construction, at the beginning of a backward pass.
-
-    Args:
-        model: The DDP model.
-        frozen: The parameters that it does not average.
-
-    Raises:
-        RuntimeError: Such a parameter needs a gradient: each rank would train it alone. Or join() asks for a mean
-            over the ranks that still have data.
-    """
-    if not getattr(model, "_divide_by_initial_world_size", True):
-        raise RuntimeError(
-            "join(divide_by_initial_world_size=False) cannot be served: ranks without further data send their "
-            "error state, so that the mean is over all ranks. Leave the argument out"
-        )
-    if unfrozen := [name for name, p in frozen if p.requires_grad]:
-        raise RuntimeError(
-            f"{', '.join(unfrozen[:3])} required no gradient when DistributedDataParallel was built, which "
-            "therefore does not average it: build DistributedDataParallel and compress after you unfreeze it"
-        )
-
-
 class NoCopies(list[Any]):
     """The list of hooks of a DDP model. That of a copy or of a saved model is empty: its reducer has no hook."""
 
@@ -131,11 +84,7 @@ class NoCopies(list[Any]):
 def momentum_check(
     optimizer: Optimizer | None, planned: list[PlannedBucket], transport: Transport
 ) -> Callable[[], None]:
-    """Check that momentum is applied once. Return a check of the same for every step.
-
-    Raises:
-        ValueError: The memory applies momentum, and the optimizer is missing, lacks parameters or applies it too.
-    """
+    """Raise ValueError if momentum is not applied once. Return a check of the same for every step."""
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer or None, not {optimizer!r}")
     corrected = [
@@ -161,20 +110,15 @@ def momentum_check(
 
 
 def after_ddp(function: Callable[[], None]) -> None:
-    """Call a function at the end of this backward pass, after DDP has set the gradients.
-
-    DDP queues its own end when it has called the last hook. A function that is queued at the end of backward runs
-    after everything that was queued before.
-    """
+    """Call a function at the end of this backward pass, after DDP has set the gradients."""
     if torch._C._current_graph_task_id() == -1:  # a rank without further data, inside DDP's join()
         function()
         return
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(function))
+    queue(lambda: queue(function))  # DDP queues its own end when it has called the last hook
 
 
 def drop_gradients(parameters: Iterable[Tensor], error: Exception | None = None) -> None:
-    """Set every .grad to None, and raise the error, if any."""
     for p in parameters:
         p.grad = None
     if error is not None:
@@ -182,10 +126,7 @@ def drop_gradients(parameters: Iterable[Tensor], error: Exception | None = None)
 
 
 def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
-    """Set the gradient of parameters that no rank used: DDP does not, but their error state may be sent.
-
-    Parameters that were frozen later remain without a gradient.
-    """
+    """Set the gradient of parameters that no rank used: DDP does not, but their residual may be sent."""
     for plan in planned:
         for p, mean in zip(plan.parameters, plan.views, strict=True):
             if p.grad is None and p.requires_grad:
@@ -197,46 +138,38 @@ def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
 class DDPExchange(HasCompression):
     """Exchanges the gradients of a DDP model with compression. `compress` is another name for this class.
 
-    Construction is collective and registers a communication hook. Construct it before the first backward pass.
-    Save `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state under
-    parameter names. DistributedOptimizer can load it.
+    Construction is collective, before the first backward pass, and registers a communication hook. Save
+    `compression_state_dict()` on each rank, beside the model and the optimizer. DistributedOptimizer can load it.
 
     Each backward pass outside `model.no_sync()` is one exchange. To accumulate gradients, run all backward passes
-    but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one. No
-    part of a gradient is lost then, but a memory with momentum applies momentum to them twice.
+    but the last inside `no_sync()`. Gradients that remain from an earlier exchange take part in the next one, and
+    get the momentum of a memory twice.
 
-    An exception of the model, a compressor or the network ends `backward()`. If a gradient was computed, DDP
-    refuses to continue ("Expected to have finished reduction in the prior iteration"), and so does this exchange
-    if something was sent: end the process, or build the model's DistributedDataParallel and this exchange anew on
-    all ranks. With static_graph do so after any exception in the first step: DDP would then average nothing.
+    An exception ends `backward()`. If a gradient was computed, DDP refuses to continue ("Expected to have finished
+    reduction in the prior iteration"), and so does this exchange if something was sent: end the process, or build
+    the model's DistributedDataParallel and this exchange anew on all ranks. With static_graph do so after any
+    exception in the first step: DDP would then average nothing.
 
-    A copy of the model, by `copy.deepcopy`, `AveragedModel` or `torch.save`, has no exchange: DDP averages its
-    gradients, until `compress` is called with the copy.
+    A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) has no exchange until `compress` is called
+    with it: DDP averages its gradients.
 
     Args:
         model: The DDP model, or what torch.compile has made of it. Its process group must contain all ranks.
             Parameters without requires_grad take no part, and must remain without.
         compression: A compressor of `dgc.compression`, or a Route.
-        optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which must be
-            applied only once: `dgc.optim.DGCSGD` leaves it to the memory. Other optimizers must have none. Also
-            needed by OneBitAdamCompressor and DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
-        bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger. It does not
-            depend on DDP's bucket_cap_mb.
+        optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which
+            `dgc.optim.DGCSGD` leaves to it and other optimizers must not have, and by OneBitAdamCompressor and
+            DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
+        bucket_mb, steps_per_epoch, hierarchical: As for DistributedOptimizer. `bucket_mb` does not depend on DDP's
+            bucket_cap_mb. For `hierarchical` a transport that is given must have groups.
         transport: Connects the ranks. None: torch.distributed, on process groups of its own.
-        nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
-            if a method keeps error state. "skip" drops the step: sent elements return to the error state,
-            `dropped_steps` is incremented, and every .grad is None, so that the optimizer changes nothing. With a
-            grad_scaler every .grad is NaN instead, and every rank's scaler skips the step. "raise" raises
-            NonFiniteGradientError at the end of `backward()`, with every .grad None. Training may continue.
-        grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Without it, the error state would have
-            the scale of the step in which it was made.
-        steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. None: call
-            begin_epoch() before each epoch.
-        hierarchical: As in DistributedOptimizer. A transport that is given must have groups.
+        nonfinite: As for DistributedOptimizer. In a dropped step every .grad is None, so that the optimizer
+            changes nothing. With a grad_scaler every .grad is NaN instead, and every rank's scaler skips the step.
+            "raise" raises NonFiniteGradientError at the end of `backward()`. Training may continue.
+        grad_scaler: The torch.amp.GradScaler that scales the loss, if any.
 
     Raises:
-        ValueError: An argument is invalid, a setting differs between ranks, or DDP has a mode that a
-            communication hook cannot serve. The message names it.
+        ValueError: An argument is invalid, a setting differs between ranks, or a hook cannot serve a mode of DDP.
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -282,7 +215,12 @@ class DDPExchange(HasCompression):
             hierarchical=hierarchical,
             compression=compression,
         )
-        named, self._frozen = trained_and_frozen(model)
+        # not by parameters_to_ignore, whose names differ from those of named_parameters()
+        reduced = set(model._build_params_for_reducer()[0])
+        ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
+        every = list(model.module.named_parameters())
+        named = [(name, p) for name, p in every if p in reduced]
+        self._frozen = [(name, p) for name, p in every if not p.requires_grad and name not in ignored]
         check_not_wrapped(named, "DDP")
         prefix = unique_prefix(self.transport)
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
@@ -305,7 +243,7 @@ class DDPExchange(HasCompression):
         model._comm_hooks = NoCopies(model._comm_hooks)
         claim(self._slots, model, "DDP")
 
-    def add(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
+    def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
         with torch.no_grad():  # DDP's reducer holds a lock
             buffer, parameters = bucket.buffer(), bucket.parameters()
@@ -335,7 +273,16 @@ class DDPExchange(HasCompression):
         """Begin a backward pass. What an exception in the pass before has left is dropped, if nothing was sent."""
         self._engine.check_ended("backward()")
         self._reset()
-        check_pass(self._model(), self._frozen)
+        if not getattr(self._model(), "_divide_by_initial_world_size", True):
+            raise RuntimeError(
+                "join(divide_by_initial_world_size=False) cannot be served: ranks without further data send their "
+                "residual, so that the mean is over all ranks. Leave the argument out"
+            )
+        if unfrozen := [name for name, p in self._frozen if p.requires_grad]:
+            raise RuntimeError(
+                f"{', '.join(unfrozen[:3])} required no gradient when DistributedDataParallel was built, which "
+                "therefore does not average it: build DistributedDataParallel and compress after you unfreeze it"
+            )
         self._check_momentum()
 
     def _reset(self) -> None:

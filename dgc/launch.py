@@ -5,17 +5,20 @@ Nothing else is imported here, so they are known before PyTorch, Horovod or MPI 
 """
 
 import os
+import re
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 TRANSPORTS = {"horovod": "Horovod", "torch": "torch.distributed"}
+PORTS = range(20000, 30000)  # below the range from which systems take the ports of outgoing connections
 
 
 class LaunchError(ValueError):
-    """The transport does not connect the processes that the launcher started. Each would train a separate run."""
+    """The transport does not connect the processes that the launcher started."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,8 @@ class Launcher:
     """The names of the environment variables that a launcher sets.
 
     Args:
-        name: The launcher.
         transport: The transport that its ranks use by default.
-        rank, size, local_rank, local_size: Rank and number of ranks, in the run and on this machine. Empty: the
-            launcher sets no such variable.
+        rank, size, local_rank, local_size: Rank and number of ranks, in the run and on this machine. Empty: none.
         job: Differs between runs, and is the same on all ranks of one.
         marker: The launcher always sets it. It tells apart launchers that set the same rank and size.
     """
@@ -46,6 +47,15 @@ OMPI = "OMPI_COMM_WORLD_"
 MPIRUN = Launcher(
     "mpirun", "horovod", f"{OMPI}RANK", f"{OMPI}SIZE", f"{OMPI}LOCAL_RANK", f"{OMPI}LOCAL_SIZE", "PMIX_NAMESPACE"
 )
+HOROVODRUN = Launcher(
+    "horovodrun",
+    "horovod",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+)
 SRUN = Launcher("srun", "torch", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID")
 BY_HAND = Launcher("RANK and WORLD_SIZE", "torch", *TORCH_NAMES)
 # The innermost launcher first. mpirun and srun may start torchrun, once per machine, never the other way round.
@@ -55,15 +65,7 @@ BY_HAND = Launcher("RANK and WORLD_SIZE", "torch", *TORCH_NAMES)
 LAUNCHERS = (
     Launcher("torchrun", "torch", *TORCH_NAMES, marker="TORCHELASTIC_RUN_ID"),
     MPIRUN,
-    Launcher(
-        "horovodrun",
-        "horovod",
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_LOCAL_SIZE",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT",
-    ),
+    HOROVODRUN,
     Launcher("PMI", "horovod", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
     BY_HAND,
     SRUN,
@@ -97,10 +99,6 @@ def end_with_launcher(environment: Mapping[str, str], seconds: float = 1.0) -> b
 
     A launcher that is killed with SIGKILL cannot end its ranks, which would hold devices. Without a launcher,
     or where a script has set RANK and WORLD_SIZE, a parent may end before its rank. Process 1 is no launcher.
-
-    Args:
-        environment: Environment variables of the process, usually `os.environ`.
-        seconds: Time between two looks at the parent process.
     """
     started, parent = started_by(environment), os.getppid()
     if started is None or started.launcher is BY_HAND or parent == 1:
@@ -148,16 +146,12 @@ class Choice:
 
 
 def choose(wanted: str, environment: Mapping[str, str], installed: bool, running: str | None = None) -> Choice:
-    """Choose a transport.
+    """Choose a transport: "horovod", "torch", or for "auto" by the other arguments.
 
-    Args:
-        wanted: "horovod" or "torch"; "auto" chooses by the other arguments.
-        environment: Environment variables of the process, usually `os.environ`.
-        installed: Whether Horovod is installed.
-        running: The transport that this process has initialised already, if any.
+    installed: whether Horovod is. running: the transport that this process has initialised already, if any.
 
     Raises:
-        ValueError: `wanted` is not one of these.
+        ValueError: `wanted` is none of these.
 
     Example:
         >>> print(choose("auto", {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}, installed=True))
@@ -187,19 +181,21 @@ def choose(wanted: str, environment: Mapping[str, str], installed: bool, running
 def check_launcher(environment: Mapping[str, str], size: int | None = None, transport: str = "horovod") -> None:
     """Check that the transport connects all ranks of the launcher.
 
-    Args:
-        environment: Environment variables of the process, usually `os.environ`.
-        size: The transport's number of ranks. None before it has started: the number then comes from the
-            environment, or is 1 if the environment has none. For Horovod under PMIx alone it is not known yet, and
-            nothing is checked.
-        transport: "horovod" or "torch".
+    size: the transport's number of ranks. None before it has started: it then comes from the environment, or is 1
+    without any. For Horovod under PMIx alone it is not known yet, and nothing is checked.
 
     Raises:
         LaunchError: The launcher started more ranks than the transport connects, or torchrun may restart ranks
-            that could not connect again.
+            that could not connect again: it keeps one store, with the old addresses, for all attempts.
     """
-    if transport == "torch":
-        _check_restarts(environment)
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if transport == "torch" and shares_store and restarts not in ("", "0"):
+        raise LaunchError(
+            f"torchrun --max-restarts {restarts}: restarted ranks would wait for those that have ended, because "
+            "torchrun shares one store between all attempts. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+            "environment of torchrun on every machine, or use scripts/torchrun.sh (docs/elastic.md)"
+        )
     found = {name: int(environment[name]) for name in ALL_VARIABLES if environment.get(name, "").isdecimal()}
     horovod = transport == "horovod"
     supported = [found[name] for name in HOROVOD_VARIABLES if name in found]
@@ -223,17 +219,6 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None, tran
             )
 
 
-def _check_restarts(environment: Mapping[str, str]) -> None:
-    """torchrun keeps one store for all attempts. Restarted ranks would find the addresses of those that ended."""
-    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts not in ("", "0") and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise LaunchError(
-            f"torchrun --max-restarts {restarts}: restarted ranks would wait for those that have ended, because "
-            "torchrun shares one store between all attempts. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
-            "environment of torchrun on every machine, or use scripts/torchrun.sh (docs/elastic.md)"
-        )
-
-
 def _cure(name: str, ranks: int, horovod: bool) -> str:
     slurm = name.startswith("SLURM")
     if not horovod:
@@ -246,15 +231,56 @@ def _cure(name: str, ranks: int, horovod: bool) -> str:
 
 
 def may_span_machines(environment: Mapping[str, str]) -> bool:
-    """Whether the launcher may have started ranks on several machines. False only where it is known not to have.
-
-    Args:
-        environment: Environment variables of the process, usually `os.environ`.
-    """
-    for size, local_size in (
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
-    ):
-        if size in environment:
-            return environment.get(local_size) != environment[size]
+    """Whether there may be ranks on several machines. False only where it is known that there are none."""
+    for launcher in (MPIRUN, HOROVODRUN):
+        if launcher.size in environment:
+            return environment.get(launcher.local_size) != environment[launcher.size]
     return "PMI_SIZE" in environment or "PMIX_RANK" in environment
+
+
+def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torch.distributed reads, for a process of any launcher.
+
+    MASTER_ADDR and MASTER_PORT are kept if they are set, and derived where that is safe: under srun, and if all
+    ranks are on one machine. A single process needs none.
+
+    Raises:
+        LaunchError: A variable is not set and cannot be derived.
+    """
+    started = started_by(environment)
+    if started is None or (started.size == 1 and "RANK" not in environment):
+        return {}
+    launcher = started.launcher
+    found = {"RANK": str(started.rank), "WORLD_SIZE": str(started.size)}
+    for name, source in (("LOCAL_RANK", launcher.local_rank), ("LOCAL_WORLD_SIZE", launcher.local_size)):
+        if environment.get(source, "").isdecimal():
+            found[name] = environment[source]
+    found |= _address(environment, started, found.get("LOCAL_WORLD_SIZE"))
+    found |= {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if environment.get(name)}
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in found]
+    if missing:
+        cure = "mpirun -x MASTER_ADDR=server0 -x MASTER_PORT=29500"
+        if launcher is not MPIRUN:
+            cure = "export MASTER_ADDR=server0 MASTER_PORT=29500"
+        raise LaunchError(
+            f"{launcher.name} started {started.size} ranks, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. torch.distributed needs the name of the machine of "
+            f"rank 0 and a free port of it: {cure}"
+        )
+    return found
+
+
+def _address(environment: Mapping[str, str], started: Started, local_size: str | None) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT, as far as they can be derived. Ports of different jobs usually differ."""
+    if started.size == 1:
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    address, job = "", ""
+    if started.launcher is SRUN:
+        # the first machine of a list in SLURM's notation: gpu03-ib of gpu[03-05,7]-ib,login1
+        first = re.split(r",(?![^\[]*\])", environment.get("SLURM_STEP_NODELIST", ""))[0]
+        address = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first) or environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
+        job = "".join(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    elif str(started.size) == local_size:
+        address, job = "127.0.0.1", environment.get(started.launcher.job, "")
+    port = str(PORTS[zlib.crc32(job.encode()) % len(PORTS)]) if job else ""
+    return {name: value for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value}

@@ -1,13 +1,14 @@
 """Memories: what a compressor keeps of the gradients that it does not send, and how gradients are clipped before.
 
-In each step a memory adds the gradient to its error state v. The compressor sends some elements of v. The memory
-then subtracts from v what the other ranks receive, after rounding.
+In each step a memory adds the gradient to its residual v. The compressor sends some elements of v. The memory
+then subtracts from v what the other ranks receive, after rounding. What a step sends is only recorded. The pass of
+the next step, which reads and writes v anyway, removes it. A dropped step is then the state without the record.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,72 +18,21 @@ from dgc.arguments import FLAG, NOTHING, NUMBER, checked, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.kernels import PassInputs, SparseVector
-from dgc.kernels.selection.reference import remove_nonfinite_
+from dgc.kernels.selection import remove_nonfinite_
 from dgc.selection import Plan
 from dgc.state import State, Tables, check_mapping, zeros
-from dgc.wire.payload import PayloadPlan
-
-
-@runtime_checkable
-class Clipping(Protocol):
-    """A rule that limits gradients, tensor by tensor (Lin et al. 2018, section 3.2).
-
-    A memory clips this rank's local gradient before it enters the error state. The compressor's fallback sends
-    some tensors dense. Their mean is clipped with the same limit: `clip_mean`.
-
-    The paper scales its global threshold by N ** -0.5 for N ranks, because its local gradients contain the factor
-    1/N. Here that factor is applied after the exchange. Pass the paper's threshold times N ** 0.5 as `max_norm`.
-
-    Names in the original code and here:
-
-        clip_grad_value_                    ClipByValue
-        clip_grad_norm_                     ClipByNorm
-        clip_grad_norm_2_by_global_         ClipByGlobalNorm
-        clip_grad_value_by_global_norm_     ClipValueByGlobalNorm
-    """
-
-    def clip(self, bucket: Bucket) -> Conversation[None]:
-        """Clip this rank's gradient in `bucket.flat` in place."""
-        ...
-
-    def clip_mean(self, bucket: Bucket) -> None:
-        """Clip the mean over all ranks in `bucket.flat` in place, without a message.
-
-        The mean is the same on every rank. The result must also be.
-        """
-        ...
-
-
-@dataclass
-class MomentumCorrection:
-    """Momentum that a memory applies before compression. The optimizer must then not apply it.
-
-    None stands for that of the optimizer, until `take`.
-    """
-
-    momentum: float | None
-    nesterov: bool | None
-
-    def take(self, momentum: float, nesterov: bool) -> None:
-        """Use the optimizer's momentum where none was given."""
-        if self.momentum is None:
-            self.momentum = momentum
-            self.nesterov = nesterov if self.nesterov is None else self.nesterov
 
 
 @dataclass(eq=False, kw_only=True)
 class SparseState(State):
-    """The error state of a method that sends a few elements in each step.
-
-    What a step sends is only recorded. The pass of the next step, which reads and writes v anyway, removes it. A
-    dropped step is then the state without the record.
+    """The residual of a method that sends a few elements in each step.
 
     Attributes:
         masking: Remove the sent elements from u as well.
         sent: The elements that the other ranks have received, with their values after rounding.
         returned: Parts of the ranks' sum that no rank has received. They are added to v as they are.
         plan: Number of elements per tensor, and the history of the selector. None before the first step.
-        payload: Sizes and terms of the payloads that this gives.
+        exchange: How the ranks sum what this plan selects (`SparseExchange`).
         remembers: Whether the selector needs its history.
         history: That of a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
     """
@@ -91,7 +41,7 @@ class SparseState(State):
     sent: SparseVector | None = None
     returned: SparseVector | None = None
     plan: Plan | None = None
-    payload: PayloadPlan | None = None
+    exchange: Any = None
     remembers: bool = False
     history: dict[str, dict[str, Any]] = field(default_factory=dict)
     partial: tuple[str, ...] = ("history",)
@@ -120,80 +70,155 @@ class SparseState(State):
             kernel.remove_sent_(SparseVector(returned.indices, -returned.values, returned.count), None, self.v)
         self.sent = self.returned = None
 
+    # --- saving -----------------------------------------------------------------------------------
+
     def settled(self) -> "SparseState":
         """Return a copy without a record."""
         local, errors = (
             {table: vector.clone() for table, vector in vectors.items()} for vectors in (self.local, self.errors)
         )
         copy = replace(self, local=local, errors=errors)
-        copy.settle_()
+        if self.errors:
+            copy.settle_()
         return copy
 
     def unsent(self, bucket: Bucket) -> list[Tensor]:
-        return list(self.settled().errors.values()) if self.errors else []
+        return list(self.settled().errors.values())
 
     def saved(self, bucket: Bucket) -> Tables:
-        settled, history = self.settled() if self.errors else self, self.history
+        history = self.history
         if self.plan is not None and self.remembers:
             history = self.plan.rows_of_history()
-        return {**State.saved(settled, bucket), "history": dict(history)}
+        return {**State.saved(self.settled(), bucket), "history": dict(history)}
 
     def loaded(self, bucket: Bucket, tables: Tables) -> "SparseState":
-        saved = tables["history"]
-        history = {s.name: _checked_history(s.name, saved[s.name]) for s in bucket.segments if s.name in saved}
+        history = {s.name: tables["history"][s.name] for s in bucket.segments if s.name in tables["history"]}
+        for name, rows in history.items():
+            check_mapping(f"history of {name}", rows)
+            for key, row in rows.items():
+                what = f"history of {name}: {key}"
+                expected, kinds = ("a number", NUMBER) if key == "ratio" else ("a tensor", (Tensor,))
+                require(expected, kinds, **{what: row})
+                if isinstance(row, Tensor) and bool(row.isnan().any()):
+                    raise ValueError(f"{what} has NaN")
         fresh = replace(self, sent=None, returned=None, plan=None, history=history)
         return State.loaded(fresh, bucket, tables)
 
 
-def _checked_history(name: str, rows: Any) -> dict[str, Any]:
-    """Return a parameter's history. Raises ValueError if it is none, or has NaN."""
-    check_mapping(f"history of {name}", rows)
-    for key, row in rows.items():
-        what = f"history of {name}: {key}"
-        if key == "ratio":
-            require("a number", NUMBER, **{what: row})
-            continue
-        require("a tensor", (Tensor,), **{what: row})
-        if bool(row.isnan().any()):
-            raise ValueError(f"{what} has NaN")
-    return dict(rows)
+@dataclass
+class MomentumCorrection:
+    """Momentum that a memory applies before compression. The optimizer must then not apply it.
+
+    None stands for that of the optimizer, until `take` sets it.
+    """
+
+    momentum: float | None
+    nesterov: bool | None
+
+    def take(self, momentum: float, nesterov: bool) -> None:
+        if self.momentum is None:
+            self.momentum = momentum
+            self.nesterov = nesterov if self.nesterov is None else self.nesterov
 
 
 class Memory(ABC):
-    """What a compressor keeps of the gradients that it does not send: the settings of an error state.
+    """The settings of a residual.
 
-    Attributes:
-        correction: Momentum that the memory applies in place of the optimizer.
-        gradient_clipping: The limit on gradients. It also applies to the mean of tensors that a fallback sends
-            dense.
+    correction: momentum that the memory applies in place of the optimizer. gradient_clipping: the limit on
+    gradients, and on the mean of tensors that a fallback sends dense.
     """
 
     correction: MomentumCorrection | None = None
-    gradient_clipping: Clipping | None = None
+    gradient_clipping: "Clipping | None" = None
 
     @abstractmethod
     def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
         """Return the state of a bucket before the first step."""
-        ...
 
     @abstractmethod
     def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
-        """Return the pass that removes the previous step's sent elements from the state and adds the gradient.
+        """Return the pass that removes what the previous step sent and adds the gradient, to be performed once.
 
-        After the pass, `v` [n] fp32 holds all that is to be sent. The caller performs the pass exactly once.
+        After the pass, `v` [n] fp32 holds all that is to be sent.
         """
-        ...
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor]:
         """Clip the bucket's local gradient in place. NaN and TOO_LARGE (`dgc.kernels`) count as zero.
 
-        Returns:
-            The index of the first element that was either, or n if there is none.
+        Returns the index of the first element that was either, or n if there is none.
         """
         first = remove_nonfinite_(bucket.flat)
         if self.gradient_clipping is not None:
             yield from self.gradient_clipping.clip(bucket)
         return first
+
+
+class DGCSGDMemory(Memory):
+    """Error feedback with momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887,
+    sections 3.1 to 3.3, Algorithm 1).
+
+    With gradient g, momentum m, local momentum u and accumulated velocity v of one rank:
+
+        plain      u = m u + g          v = v + u
+        Nesterov   u = m (u + g)        v = v + u + g
+        sent       v_i = 0 where sent; u_i = 0 there too with masking
+        returned   v_i = v_i + value where an exchange gives back a part of the ranks' sum; u_i stays
+        dropped    v_i and u_i keep their values from before sending; the gradient stays in them
+
+    Differences from the paper: the rounding error of the payload stays in v. If all of v is sent, no element is
+    stale and u is not masked: the step is ordinary momentum.
+
+    Args:
+        momentum: Momentum coefficient in [0, 1). None: that of the optimizer, which any other must equal.
+        nesterov: Use Nesterov momentum. None: as the optimizer does, or False if `momentum` is given.
+        gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
+            tensor's local gradient is clipped before momentum. Tensors that the compressor's fallback sends dense
+            (usually vectors) are clipped after averaging. Those that a Route assigns to another compressor are
+            not.
+        momentum_masking: Set the momentum of sent elements to zero.
+
+    Raises:
+        ValueError: `momentum` is outside [0, 1), or `gradient_clipping` is not a clipping object.
+
+    Example:
+        memory = DGCSGDMemory(gradient_clipping=ClipByNorm(1.0))
+        compression = DGCCompressor(0.001, memory=memory)
+    """
+
+    def __init__(
+        self,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        gradient_clipping: "Clipping | None" = None,
+        momentum_masking: bool = True,
+    ):
+        require("a number or None", NUMBER + NOTHING, momentum=momentum)
+        require("True, False or None", FLAG + NOTHING, nesterov=nesterov)
+        require("True or False", FLAG, momentum_masking=momentum_masking)
+        if momentum is not None and not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
+        limits = "ClipByNorm(...), ClipByValue(...), ClipByGlobalNorm(...) and ClipValueByGlobalNorm()"
+        expected = f"None or one of dgc.memory's {limits}"
+        require(expected, (Clipping, *NOTHING), gradient_clipping=gradient_clipping)
+        nesterov = nesterov if momentum is None else bool(nesterov)
+        self.correction: MomentumCorrection = MomentumCorrection(momentum, nesterov)
+        self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        if self.correction.momentum is None:
+            raise ValueError(
+                "DGCSGDMemory() takes the momentum of an optimizer, and is used without one here: pass it, as in "
+                "DGCSGDMemory(momentum=0.9)"
+            )
+        u, v = {"momentums": zeros(bucket)}, {"velocities": zeros(bucket)}
+        return SparseState(size, rank, local=u, errors=v, masking=self.momentum_masking)
+
+    def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
+        if state.returned is not None:
+            state.settle_()  # the pass itself removes only what was sent
+        u, v = state.local["momentums"], state.errors["velocities"]
+        momentum, nesterov = float(self.correction.momentum or 0), bool(self.correction.nesterov)
+        return PassInputs(bucket.gradients, u, v, momentum, nesterov, state.sent, self.momentum_masking)
 
 
 @checked
@@ -203,11 +228,10 @@ class ResidualMemory(Memory):
         v = decay v + g;  what is sent is subtracted from v
 
     With decay = 1 this is Mem-SGD (Stich et al. 2018, arXiv 1809.07599), below 1 the memory of SparseLoCo (Sarfi
-    et al. 2025, arXiv 2508.15706).
+    et al. 2025, arXiv 2508.15706), which forgets after about 1 / (1 - decay) steps.
 
     Args:
-        decay: Factor of the unsent rest in each step, in (0, 1]. Below 1 the rest is forgotten after about
-            1 / (1 - decay) steps, as in SparseLoCo (0.95).
+        decay: Factor of the unsent rest in each step, in (0, 1]. SparseLoCo has 0.95.
 
     Raises:
         ValueError: `decay` is out of range.
@@ -242,111 +266,45 @@ class NoMemory(Memory):
         return PassInputs(bucket.gradients, None, zeros(bucket))
 
 
-class DGCSGDMemory(Memory):
-    """Error feedback with momentum correction and momentum factor masking (Lin et al. 2018, arXiv 1712.01887,
-    sections 3.1 to 3.3, Algorithm 1).
-
-    With gradient g, momentum m, local momentum u and accumulated velocity v of one rank:
-
-        plain      u = m u + g          v = v + u
-        Nesterov   u = m (u + g)        v = v + u + g
-        sent       v_i = 0 where sent; u_i = 0 there too with masking
-        returned   v_i = v_i + value where an exchange gives back a part of the ranks' sum; u_i stays
-        dropped    v_i and u_i keep their values from before sending; the gradient stays in them
-
-    Differences from the paper: the rounding error of the payload stays in v. If all of v is sent (ratio 1, or a
-    payload that would cost more than dense), no element is stale and u is not masked. The step is then ordinary
-    momentum.
-
-    Args:
-        momentum: Momentum coefficient in [0, 1). None: that of the optimizer, which any other must equal.
-        nesterov: Use Nesterov momentum. None: as the optimizer does, or False if `momentum` is given.
-        gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
-            tensor's local gradient is clipped before momentum, in dense warm-up steps as well. Tensors that the
-            compressor's fallback sends dense (usually vectors) are clipped after averaging, with the same limit.
-            Tensors that a Route assigns to another compressor are not clipped here.
-        momentum_masking: Set the momentum of sent elements to zero.
-
-    Raises:
-        ValueError: `momentum` is outside [0, 1), or `gradient_clipping` is not a clipping object.
-
-    Example:
-        memory = DGCSGDMemory(gradient_clipping=ClipByNorm(1.0))
-        compression = DGCCompressor(0.001, memory=memory)
-    """
-
-    def __init__(
-        self,
-        momentum: float | None = None,
-        nesterov: bool | None = None,
-        gradient_clipping: Clipping | None = None,
-        momentum_masking: bool = True,
-    ):
-        require("a number or None", NUMBER + NOTHING, momentum=momentum)
-        require("True, False or None", FLAG + NOTHING, nesterov=nesterov)
-        require("True or False", FLAG, momentum_masking=momentum_masking)
-        if momentum is not None and not 0 <= momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), not {momentum}")
-        if not isinstance(gradient_clipping, Clipping | None) or isinstance(gradient_clipping, type):
-            raise ValueError(
-                "gradient_clipping must be None or one of dgc.memory's ClipByNorm(...), ClipByValue(...), "
-                f"ClipByGlobalNorm(...) and ClipValueByGlobalNorm(), not {gradient_clipping!r}"
-            )
-        self.correction: MomentumCorrection = MomentumCorrection(
-            momentum, nesterov if momentum is None else bool(nesterov)
-        )
-        self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
-
-    @property
-    def momentum(self) -> float | None:
-        return self.correction.momentum
-
-    @property
-    def nesterov(self) -> bool | None:
-        return self.correction.nesterov
-
-    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
-        if self.momentum is None:
-            raise ValueError(
-                "DGCSGDMemory() takes the momentum of an optimizer, and is used without one here: pass it, as in "
-                "DGCSGDMemory(momentum=0.9)"
-            )
-        u, v = {"momentums": zeros(bucket)}, {"velocities": zeros(bucket)}
-        return SparseState(size, rank, local=u, errors=v, masking=self.momentum_masking)
-
-    def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
-        if state.returned is not None:
-            state.settle_()  # the pass itself removes only what was sent
-        u, v = state.local["momentums"], state.errors["velocities"]
-        momentum, nesterov = float(self.correction.momentum or 0), bool(self.correction.nesterov)
-        return PassInputs(bucket.gradients, u, v, momentum, nesterov, state.sent, self.momentum_masking)
-
-
 # --- clipping --------------------------------------------------------------------------------------
 
 
-def _require_positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
-        raise ValueError(f"{name} must be a positive number, not {value!r}")
+class Clipping(ABC):
+    """A rule that limits gradients, tensor by tensor (Lin et al. 2018, section 3.2). All attributes are positive.
+
+    The paper scales its global threshold by N ** -0.5 for N ranks, because its local gradients contain the factor
+    1/N. Here that factor is applied after the exchange. Pass the paper's threshold times N ** 0.5 as `max_norm`.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+                raise ValueError(f"{name} must be a positive number, not {value!r}")
+
+    def clip(self, bucket: Bucket) -> Conversation[None]:
+        """Clip this rank's gradient in `bucket.flat` in place, before it enters the residual."""
+        self.clip_mean(bucket)
+        yield from ()
+
+    @abstractmethod
+    def clip_mean(self, bucket: Bucket) -> None:
+        """Clip the mean of tensors that were sent dense, in place, without a message and alike on every rank."""
 
 
 def _parts(bucket: Bucket) -> list[Tensor]:
     return [bucket.flat[s.offset : s.offset + s.numel] for s in bucket.segments]
 
 
-def _mean_squares(bucket: Bucket) -> Conversation[Tensor]:
-    """Return the mean over all ranks of each tensor's squared L2 norm, [tensors] fp32."""
+def _global_norms(bucket: Bucket) -> Conversation[Tensor]:
+    """Return the root mean square, over all ranks, of each tensor's L2 norm, [tensors] fp32."""
     squares = torch.stack([part.to(torch.float32).square().sum() for part in _parts(bucket)])
     (mean,) = yield (AllReduce(squares),)
-    return mean
+    return mean.sqrt()
 
 
 @dataclass(frozen=True)
-class ClipByValue:
+class ClipByValue(Clipping):
     """Clip each element: g = min(max(g, -clip_value), clip_value).
-
-    Args:
-        clip_value: Largest magnitude, a positive number.
 
     Raises:
         ValueError: `clip_value` is not a positive number.
@@ -354,24 +312,17 @@ class ClipByValue:
 
     clip_value: float
 
-    def __post_init__(self) -> None:
-        _require_positive("clip_value", self.clip_value)
-
-    def clip(self, bucket: Bucket) -> Conversation[None]:
-        self.clip_mean(bucket)
-        yield from ()
-
     def clip_mean(self, bucket: Bucket) -> None:
         bucket.flat.clamp_(-self.clip_value, self.clip_value)
 
 
 @dataclass(frozen=True)
-class ClipByNorm:
+class ClipByNorm(Clipping):
     """Scale each tensor by its local norm: g = g * min(1, max_norm / |g|).
 
     Args:
-        max_norm: Largest norm of a tensor, a positive number.
-        norm_type: p of the p-norm, a positive number. float("inf") is the largest magnitude.
+        max_norm: Largest norm of a tensor.
+        norm_type: p of the p-norm. float("inf") is the largest magnitude.
 
     Raises:
         ValueError: An argument is not a positive number.
@@ -382,10 +333,6 @@ class ClipByNorm:
 
     max_norm: float
     norm_type: float = 2.0
-
-    def __post_init__(self) -> None:
-        _require_positive("max_norm", self.max_norm)
-        _require_positive("norm_type", self.norm_type)
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
         self._clip(bucket, torch.float32)
@@ -403,27 +350,20 @@ class ClipByNorm:
 
 
 @dataclass(frozen=True)
-class ClipByGlobalNorm:
+class ClipByGlobalNorm(Clipping):
     """Scale each tensor by the root mean square, over all ranks, of its L2 norm. The scale is equal on all ranks.
 
     Costs one all-reduce per bucket, with one number per tensor. `clip_mean` sends no message: a mean gradient is
     the same on every rank, so its local norm is the global one.
 
-    Args:
-        max_norm: Largest norm of a tensor, a positive number.
-
-    Raises:
-        ValueError: `max_norm` is not a positive number.
+    Args, Raises: as `ClipByNorm`.
     """
 
     max_norm: float
 
-    def __post_init__(self) -> None:
-        _require_positive("max_norm", self.max_norm)
-
     def clip(self, bucket: Bucket) -> Conversation[None]:
-        squares = yield from _mean_squares(bucket)
-        scales = (self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        norms = yield from _global_norms(bucket)
+        scales = (self.max_norm / (norms + 1e-6)).clamp(max=1.0)
         for part, scale in zip(_parts(bucket), scales, strict=True):
             part.mul_(scale)
 
@@ -432,16 +372,16 @@ class ClipByGlobalNorm:
 
 
 @dataclass(frozen=True)
-class ClipValueByGlobalNorm:
+class ClipValueByGlobalNorm(Clipping):
     """Clip each element to the root mean square, over all ranks, of the tensor's L2 norm.
 
-    g = min(max(g, -limit), limit). Costs one all-reduce per bucket, with one number per tensor. `clip_mean`
-    changes nothing: no element of a mean gradient exceeds the norm of its tensor.
+    Costs what `ClipByGlobalNorm` does. `clip_mean` changes nothing: no element of a mean gradient exceeds the norm
+    of its tensor.
     """
 
     def clip(self, bucket: Bucket) -> Conversation[None]:
-        squares = yield from _mean_squares(bucket)
-        for part, limit in zip(_parts(bucket), squares.sqrt(), strict=True):
+        limits = yield from _global_norms(bucket)
+        for part, limit in zip(_parts(bucket), limits, strict=True):
             part.clamp_(-limit, limit)
 
     def clip_mean(self, bucket: Bucket) -> None:

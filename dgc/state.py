@@ -1,7 +1,6 @@
 """The state of a method: what it keeps of one bucket on one rank, and its form in a checkpoint.
 
-A checkpoint holds tables, from the name of a parameter to a tensor, a number or a mapping of these. It can
-therefore be loaded with other buckets.
+A checkpoint holds tables by the name of a parameter. It can therefore be loaded with other buckets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,8 @@ Tables = dict[str, dict[str, Any]]  # name of a table -> name of a parameter -> 
 class State:
     """What a method keeps of one bucket. Methods that keep more have a subclass.
 
-    A step returns a new state. It may add the gradient to a tensor in place, because that holds in a dropped step
-    as well. It changes nothing else of the state that it was given.
+    A step returns a new state. Of the state that it was given it changes nothing, but it may add the gradient to a
+    tensor in place, because that holds in a dropped step as well.
 
     Attributes:
         size: Number of ranks that average the bucket.
@@ -68,11 +67,7 @@ class State:
         }
 
     def loaded(self: S, bucket: Bucket, tables: Tables) -> S:
-        """Return the state that a checkpoint has. This one is not changed.
-
-        Raises:
-            ValueError: A value has a wrong type or shape, or NaN. The message names the table and the parameter.
-        """
+        """Return the state that a checkpoint has, or raise ValueError, which names the table and the parameter."""
         local, errors = (
             {table: flat_from(table, bucket, tables[table]) for table in vectors}
             for vectors in (self.local, self.errors)
@@ -91,11 +86,7 @@ def parts_of(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
 
 
 def flat_from(what: str, bucket: Bucket, parts: Mapping[str, Any]) -> Tensor:
-    """Return the vector of which these are the `parts_of`.
-
-    Raises:
-        ValueError: A part has a wrong type or shape, or NaN. The message begins with `what`.
-    """
+    """Return the vector of which these are the `parts_of`. Raises ValueError as `check_tensor`."""
     flat = zeros(bucket)
     for s in bucket.segments:
         check_tensor(f"{what} of {s.name}", parts[s.name], s.shape)
@@ -112,23 +103,19 @@ def largest_count(counts: Mapping[str, int], bucket: Bucket) -> int:
 
 
 def check_mapping(what: str, saved: Any) -> None:
-    """Raise ValueError if a part of a state is not a mapping. The message begins with `what`."""
+    """Raise ValueError, with `what`, if a part of a state is not a mapping."""
     require("a mapping", (Mapping,), **{what: saved})
 
 
 def check_count(what: str, saved: Any) -> None:
-    """Raise ValueError if a saved count is not a whole number of 0 or more. The message begins with `what`."""
+    """Raise ValueError, with `what`, if a saved count is not a whole number of 0 or more."""
     require("a whole number of 0 or more", WHOLE, least=0, **{what: saved})
 
 
 def check_tensor(
     what: str, saved: Any, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Check that `saved` is a finite tensor of this dtype and shape. A `shape` of None accepts any.
-
-    Raises:
-        ValueError: It is not. The message begins with `what`.
-    """
+    """Raise ValueError, with `what`, unless `saved` is a finite tensor of this dtype, and of the shape if any."""
     if not isinstance(saved, Tensor):
         raise ValueError(f"{what} is of type {type(saved).__name__}, not a tensor")
     if shape is not None and tuple(saved.shape) != tuple(shape):

@@ -14,8 +14,7 @@ from torch import Tensor
 from dgc.bucket import Bucket, make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Conversation
-from dgc.compression.nonfinite import check_means
-from dgc.compression.protocol import Compressor, Result
+from dgc.compression.protocol import Compressor, Result, check_means
 from dgc.engine.state import BucketStates
 
 Make = Callable[[], Compressor]
@@ -25,15 +24,7 @@ ROUNDING = 4 * 2.0**-24
 
 
 class Fleet:
-    """Simulated ranks with one compressor and one bucket each.
-
-    Args:
-        make: Returns the compressor of a rank.
-        size: Number of ranks.
-        like: Tensors laid out as the gradients.
-        seed: Seed of the launch order.
-        first: Number of the first tensor in the names, which are p0, p1, and so on.
-    """
+    """Simulated ranks with one compressor and one bucket each, of tensors like these, named from p{first} on."""
 
     def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0, first: int = 0):
         self.world = LockstepWorld(size, seed=seed)
@@ -59,7 +50,7 @@ class Fleet:
         return [bucket.flat.clone() for bucket in self.buckets]
 
     def errors(self) -> list[Tensor]:
-        """Each rank's error state [n] in float64; zero if it has none."""
+        """Each rank's residual [n] in float64; zero if it has none."""
         zero = torch.zeros(self.buckets[0].numel, dtype=torch.float64)
         return [sum((e.double() for e in states.errors()), zero) for states in self.states]
 
@@ -83,8 +74,8 @@ def check_compressor(make: Make, *, conserves: bool = True, tolerance: float = R
     """Checks the laws with 1, 2 and 3 ranks.
 
     Args:
-        make: Returns a new compressor. It is called once per rank.
-        conserves: Check that nothing is lost. False for compressors without error state, and for those that apply
+        make: Returns a new compressor.
+        conserves: Check that nothing is lost. False for compressors without a residual, and for those that apply
             momentum before compression.
         tolerance: Largest loss of a step, relative to the largest gradient plus error.
 
@@ -143,4 +134,4 @@ def check_dropped_step(make: Make, size: int, conserves: bool = True) -> None:
     for old, gradient, new in zip(before, own, fleet.errors(), strict=True):
         expected = old.float() + flat(gradient).nan_to_num(0.0, 0.0, 0.0) if conserves else new.float()
         assert torch.equal(new.float(), expected), "dropped steps: what was sent does not return to the error"
-        assert bool(new.isfinite().all()), "dropped steps: the error state is not finite"
+        assert bool(new.isfinite().all()), "dropped steps: the residual is not finite"

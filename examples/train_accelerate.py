@@ -44,7 +44,7 @@ for epoch in range(start, epochs):
 
     checkpoint = folder / str(epoch + 1)
     accelerator.save_state(str(checkpoint))
-    torch.save(exchange.compression_state_dict(), checkpoint / rank_file)  # error state differs between ranks
+    torch.save(exchange.compression_state_dict(), checkpoint / rank_file)  # the residual differs between ranks
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         newest.write_text(str(epoch + 1))  # last, so that it names a complete checkpoint

@@ -26,7 +26,7 @@ class Compression(Callback):
         torch.save(self.exchange.compression_state_dict(), self.file(trainer))
         trainer.strategy.barrier()  # the files of all ranks are complete before the checkpoint is written
 
-    def file(self, trainer: Trainer) -> Path:  # one for each rank, because error state differs between ranks
+    def file(self, trainer: Trainer) -> Path:  # one for each rank, because the residual differs between ranks
         return Path(trainer.default_root_dir, f"exchange-step{trainer.global_step}-rank{trainer.global_rank}.pt")
 
 

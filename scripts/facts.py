@@ -33,8 +33,8 @@ names = ("mpi", "gloo", "nccl", "cuda", "rocm")
 print(json.dumps({name: bool(getattr(hvd, name + "_built")()) for name in names}))
 """
 KERNELS = """
-import json, dgc.kernels.selection.native
-print(json.dumps({"native": str(dgc.kernels.selection.native.Native())}))
+import json, dgc.kernels.native
+print(json.dumps({"native": str(dgc.kernels.native.NativeSelection())}))
 """
 MPI4PY = """
 import json, mpi4py

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dgc.comm.lockstep import LockstepFlight, LockstepTransport, LockstepWorld
+from dgc.comm.lockstep import LockstepWork, LockstepTransport, LockstepWorld
 from dgc.comm.requests import AllGather, AllToAll, Exchange, Request
 
 
@@ -44,8 +44,8 @@ class NoisyTransport(LockstepTransport):
 
     _world: Noisy
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> LockstepFlight:
-        return super().launch(name, tuple(map(self._world.through_noise, requests)), lane)
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> LockstepWork:
+        return super().launch(name, tuple(map(self._world.through_noise, requests)), communicator)
 
 
 def flip(byte: int) -> Callable[[Tensor], Tensor]:

@@ -3,13 +3,13 @@
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import yaml
 from documented import DOCS
-from test_layering import EDGES
 
 from scripts.docs.links import ALWAYS, place, prose, reached, rewritten
 
@@ -78,8 +78,18 @@ def test_the_api_has_every_public_name_once(package: str) -> None:
     assert sorted(direct) == sorted(public_names(f"dgc.{package}"))
 
 
-def package_of(module: str) -> str:
-    return ".".join(module.split(".")[: 2 if module.startswith("dgc.") else 1])
+def package_of(path: Path) -> str:
+    return "dgc." + path.relative_to(ROOT / "dgc").parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """(package, other package of dgc that a file of it imports)."""
+    own = package_of(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        packages = {".".join(name.split(".")[:2]) for name in names if name.startswith("dgc.")}
+        yield from ((own, package) for package in packages - {own})
 
 
 def rows_of_results() -> list[tuple[str, str]]:
@@ -109,13 +119,7 @@ def test_the_picture_of_a_gradient_names_files_that_exist() -> None:
 def test_the_picture_of_the_layers_has_every_package_above_what_it_imports() -> None:
     texts = re.findall(r'<text class="name" x="\d+" y="(\d+)">(.*?)</text>', (DOCS / "layers.svg").read_text())
     height = {name: int(y) for y, names in texts for name in names.split(", ")}
-    modules = {
-        path for path in (ROOT / "dgc").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    packages = {f"dgc.{path.stem}" for path in modules} - {"dgc.__init__", "dgc.torch_launch"}
-    assert {name for name in height if name.startswith("dgc.")} == packages
-    edges = {(package_of(importer), package_of(name)) for importer, names in EDGES.items() for name in names}
-    edges -= {("benchmarks", "scripts")}  # in one box
-    drawn = [(upper, lower) for upper, lower in edges if upper != lower and {upper, lower} <= set(height)]
-    assert len(drawn) > 50
-    assert [(upper, lower) for upper, lower in drawn if height[upper] >= height[lower]] == []
+    files = sorted({*(ROOT / "dgc").rglob("*.py")} - {ROOT / "dgc/__init__.py"})
+    assert {name for name in height if name.startswith("dgc.")} == {package_of(path) for path in files}
+    edges = {edge for path in files for edge in imports(path)}
+    assert len(edges) > 50 and [edge for edge in edges if height[edge[0]] >= height[edge[1]]] == []

@@ -160,5 +160,5 @@ def test_a_dry_run_with_torch_and_triton_alone() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "jaxtyping is not installed" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["laws"]["failed"] == [] and found["laws"]["number"] > 150
+    assert found["laws"]["failed"] == [] and found["laws"]["number"] > 100
     assert {"DGC: gradient in, mean out", "PowerSGD, rank 1"} <= found["rows"].keys()

@@ -13,8 +13,16 @@ from environment import patient
 
 import dgc.comm.connect
 from dgc.comm.connect import choose_transport
-from dgc.launch import LAUNCHERS, LaunchError, check_launcher, choose, may_span_machines, started_by
-from dgc.torch_launch import PORTS, torch_variables
+from dgc.launch import (
+    LAUNCHERS,
+    PORTS,
+    LaunchError,
+    check_launcher,
+    choose,
+    may_span_machines,
+    started_by,
+    torch_variables,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -136,18 +136,18 @@ class SlowRanks(AlikeRanks):
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.flights = 0
+        self.works = 0
 
-    def launch(self, name: str, requests: Any, lane: str = "") -> Any:
-        self.flights += 1
-        return super().launch(name, requests, lane)
+    def launch(self, name: str, requests: Any, communicator: str = "") -> Any:
+        self.works += 1
+        return super().launch(name, requests, communicator)
 
-    def poll(self, flight: Any) -> bool:
+    def poll(self, work: Any) -> bool:
         return False
 
-    def wait(self, flight: Any) -> Any:
-        self.flights -= 1
-        return super().wait(flight)
+    def wait(self, work: Any) -> Any:
+        self.works -= 1
+        return super().wait(work)
 
 
 def test_a_step_of_gossip_ends_when_its_messages_have_arrived() -> None:
@@ -159,4 +159,4 @@ def test_a_step_of_gossip_ends_when_its_messages_have_arrived() -> None:
         for _ in range(3):
             sent = method.meter.wire_bytes
             method.step()
-            assert transport.flights == 0 and method.meter.wire_bytes > sent, name
+            assert transport.works == 0 and method.meter.wire_bytes > sent, name

@@ -93,9 +93,9 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
 
     def seconds_per_step(trainer: Any, count: int, transport: Transport) -> float:
         exchange = newest[transport.rank].optimizer.method.exchange
-        flights.append((exchange.in_flight, len(exchange.fragments)))
+        flights.append((exchange.flight, len(exchange.fragments)))
         seconds = measure(trainer, count, transport)
-        flights.append((exchange.in_flight, len(exchange.fragments)))
+        flights.append((exchange.flight, len(exchange.fragments)))
         return seconds
 
     monkeypatch.setattr(outer_speed, "Trainer", Recorded)

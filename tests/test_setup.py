@@ -73,7 +73,7 @@ def test_nothing_is_wrong_with_a_healthy_environment() -> None:
         ({"variables": {"OPAL_PREFIX": "/other"}}, "OPAL_PREFIX is /other"),
         ({"mpi4py": Probe({"library": "MPICH Version: 4.2.0"})}, "mpi4py uses another MPI"),
         ({"mpi4py": Probe(error="cannot load MPI library")}, "mpi4py does not load"),
-        ({"kernels": Probe(error="KernelsMissing: they are not built")}, "native kernels do not load"),
+        ({"kernels": Probe(error="KernelsUnavailable: they are not built")}, "native kernels do not load"),
         ({"hello": Probe(error="no answer after 90 s")}, "under mpirun failed: no answer"),
         ({"hello": Probe({"size": 1, "sum": 1.0, "multiple": True})}, "size 1 instead of 2"),
         ({"hello": Probe({"size": 2, "sum": 2.0, "multiple": True})}, "gave 2.0"),

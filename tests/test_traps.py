@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from selection.shapes import indices_of
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from torch.utils.data import TensorDataset
@@ -15,7 +16,7 @@ from dgc.bucket import Segment
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.kernels import Budget
-from dgc.kernels.selection.reference import as_selection
+from dgc.kernels.selection import as_selection
 from dgc.memory import ClipByNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import Sampled, plan_selection
@@ -200,7 +201,7 @@ def test_trap_06_no_place_in_a_tensor_starves() -> None:
     counts = torch.zeros(10)
     for draw in range(200):
         v = torch.randn(n, generator=torch.Generator().manual_seed(draw))
-        counts += torch.bincount(Sampled().indices(v, plan, seed=draw) * 10 // n, minlength=10)
+        counts += torch.bincount(indices_of(Sampled(), v, plan, draw) * 10 // n, minlength=10)
     shares = counts / counts.sum()
     assert float(shares.min()) > 0.09 and float(shares.max()) < 0.11
 

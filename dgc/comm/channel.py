@@ -11,8 +11,7 @@ class Channel(Protocol):
     """Point-to-point messages: contiguous one-dimensional tensors in host memory.
 
     No call blocks, and a single thread makes all calls. A receive takes a message with its tag from any rank.
-    Messages with one tag from one rank to another arrive in the order of sending. Messages from different ranks
-    arrive in any order.
+    Only messages with one tag from one rank to another arrive in the order of sending.
     """
 
     @property
@@ -34,11 +33,7 @@ class Channel(Protocol):
 
 
 def open_channel(transport: Any) -> Channel:
-    """Open a channel over the network of a transport. Collective.
-
-    Raises:
-        ValueError: The transport has no asynchronous point-to-point messages.
-    """
+    """Open a channel over the network of a transport. Collective. Raises ValueError if it has none."""
     if not hasattr(transport, "channel"):
         raise ValueError(
             f"asynchronous training needs point-to-point messages, which {type(transport).__name__} does not "
@@ -49,22 +44,14 @@ def open_channel(transport: Any) -> Channel:
 
 
 class MessageTags:
-    """A tag for each name of a message.
-
-    Args:
-        max_tag: Largest tag of the network.
-    """
+    """A tag for each name of a message. max_tag: the largest one of the network."""
 
     def __init__(self, max_tag: int):
         self._max_tag = max_tag
         self._names: dict[int, str] = {}
 
     def of(self, name: str) -> int:
-        """Return the tag of a name. It is the same on every rank.
-
-        Raises:
-            ValueError: Another name has the same tag.
-        """
+        """Return the tag of a name, the same on every rank. Raises ValueError if another name has it."""
         tag = crc32(name.encode()) % self._max_tag
         if self._names.setdefault(tag, name) != name:
             raise ValueError(f"messages {name!r} and {self._names[tag]!r} have the same tag: rename one of them")

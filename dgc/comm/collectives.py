@@ -18,8 +18,8 @@ from dgc.comm.transport import Transport
 CRC_BYTES = 4
 
 
-def _wait_for(transport: Transport, name: str, request: Request, lane: str = "") -> Any:
-    return transport.wait(transport.launch(name, (request,), lane))[0]
+def _wait_for(transport: Transport, name: str, request: Request, communicator: str = "") -> Any:
+    return transport.wait(transport.launch(name, (request,), communicator))[0]
 
 
 def all_reduce(transport: Transport, tensor: Tensor, op: Op = "mean", name: str = "all_reduce") -> Tensor:
@@ -37,15 +37,15 @@ def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = 
 
 
 def all_gather_object(
-    transport: Transport, obj: Any, name: str = "all_gather_object", lane: str = ""
+    transport: Transport, obj: Any, name: str = "all_gather_object", communicator: str = ""
 ) -> list[Any]:
-    """Return the objects of all ranks, in rank order. They must support pickle. Collective on the lane."""
+    """Return the objects of all ranks, in rank order. They must support pickle. Collective on the communicator."""
     data = pickle.dumps(obj)
     own = with_checksum(len(data).to_bytes(8, "little"))
-    found = _wait_for(transport, f"dgc.control.{name}.length", AllGather(own), lane)
+    found = _wait_for(transport, f"dgc.control.{name}.length", AllGather(own), communicator)
     lengths = [int.from_bytes(checked(part, rank, name), "little") for rank, part in enumerate(found)]
     payload = with_checksum(data.ljust(max(lengths), b"\0"))
-    gathered = _wait_for(transport, f"dgc.control.{name}", AllGather(payload), lane)
+    gathered = _wait_for(transport, f"dgc.control.{name}", AllGather(payload), communicator)
     return [pickle.loads(checked(part, rank, name)[: lengths[rank]]) for rank, part in enumerate(gathered)]
 
 

@@ -1,4 +1,4 @@
-"""The transport of this process, over Horovod or torch.distributed. Only the chosen one is imported."""
+"""The transport of this process. Only the chosen one of Horovod and torch.distributed is imported."""
 
 import os
 import sys
@@ -8,19 +8,15 @@ from typing import Any
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.transport import Transport
-from dgc.launch import Choice, check_launcher, choose, end_with_launcher
-from dgc.torch_launch import torch_variables
+from dgc.launch import Choice, check_launcher, choose, end_with_launcher, torch_variables
 
 
 def choose_transport(transport: str = "auto") -> Choice:
     """Choose a transport for this process, and check that it connects all ranks of the launcher.
 
-    "auto" takes what is initialised already, Horovod before torch.distributed. Otherwise torchrun and srun mean
-    torch.distributed; mpirun, horovodrun, PMI, PMIx and no launcher mean Horovod. If Horovod is not installed,
-    torch.distributed takes its place.
-
     Args:
-        transport: "auto", "horovod" or "torch".
+        transport: "horovod", "torch", or "auto": what is initialised already, Horovod before torch.distributed.
+            Otherwise torchrun and srun mean torch.distributed, and all others Horovod, if it is installed.
 
     Raises:
         LaunchError: The transport does not understand the launcher, so each process would train a separate run.
@@ -46,22 +42,18 @@ def connect(
     timeout: float | None = None,
     point_to_point: bool = False,
 ) -> Transport:
-    """Connect this process with the other ranks, over Horovod or torch.distributed.
-
-    From here on the process ends when its launcher is killed (`dgc.launch.end_with_launcher`).
+    """Connect this process with the other ranks. From here on it ends when its launcher is killed.
 
     Args:
-        transport: "auto", "horovod" or "torch", as in `choose_transport`.
+        transport: As in `choose_transport`.
         hierarchical: Create the `local` and `cross` groups as well. "auto": if there are several machines and one
             of them has several ranks. Must be the same on every rank.
-        timeout: Seconds after which an operation that some ranks never joined ends the run. None: the default of
-            the transport.
+        timeout: Seconds after which an operation that some ranks never joined ends the run. None: the default.
         point_to_point: Send an Exchange directly from rank to rank. Horovod needs MPI for it.
 
     Raises:
-        LaunchError: The transport does not connect all processes that the launcher started.
-        ModuleNotFoundError: `transport` is "horovod", and Horovod is not installed.
-        ValueError: An argument is invalid, or `point_to_point` is True and the transport cannot do it.
+        LaunchError, ModuleNotFoundError: As in `choose_transport`, or Horovod is not installed.
+        ValueError: An argument is invalid, or the transport cannot do `point_to_point`.
 
     Example:
         transport = connect()
@@ -75,45 +67,25 @@ def connect(
         if "torch" not in _running():
             os.environ.update(torch_variables(os.environ))
         return torch_distributed.connect(hierarchical, timeout, point_to_point=point_to_point)
-    try:
-        from dgc.comm import horovod
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "horovod":
-            raise ModuleNotFoundError(
-                "Horovod is not installed: see docs/install.md, or use the transport torch", name=error.name
-            ) from error
-        raise
+    if find_spec("horovod") is None:
+        message = "Horovod is not installed: see docs/install.md, or use the transport torch"
+        raise ModuleNotFoundError(message, name="horovod")
+    from dgc.comm import horovod
+
     return horovod.connect(hierarchical, timeout, point_to_point=point_to_point)
 
 
+_connected = cache(connect)
+
+
 def default_transport(point_to_point: bool = False, transport: str = "auto") -> Transport:
-    """Return the transport of this process, created once.
-
-    Args:
-        point_to_point: As in `connect`.
-        transport: As in `connect`. "auto" returns the one that runs already, if any.
-
-    Raises:
-        LaunchError, ModuleNotFoundError, ValueError: As in `connect`.
-    """
-    return _connected(choose_transport(transport).transport, point_to_point)
-
-
-@cache
-def _connected(transport: str, point_to_point: bool) -> Transport:
-    return connect(transport, point_to_point=point_to_point)
+    """Return the transport of this process, created once. Arguments and errors are those of `connect`."""
+    return _connected(choose_transport(transport).transport, point_to_point=point_to_point)
 
 
 @cache
 def process_set_transport(process_set: Any) -> Transport:
-    """Return the transport of one of Horovod's process sets, created once. A rank outside of it is alone.
-
-    Args:
-        process_set: What hvd.add_process_set returns, or hvd.global_process_set.
-
-    Raises:
-        ValueError: Horovod does not connect the ranks, or does not know the process set.
-    """
+    """Return the transport of one of Horovod's process sets, created once. A rank outside of it is alone."""
     if choose_transport().transport != "horovod":
         raise ValueError("process_set needs Horovod, and torch.distributed connects the ranks: leave it out")
     if process_set.process_set_id is None:

@@ -26,7 +26,7 @@ class RunningConversation(Generic[T]):
         conversation: Generator of an algorithm.
         transport: Carries the requests.
         meter: Counts bytes and seconds.
-        lanes: Lanes of the first rounds. Later rounds use the first of these lanes.
+        communicators: Communicators of the first rounds. Later rounds use the first of these communicators.
 
     Example:
         >>> def mean(x):
@@ -42,7 +42,7 @@ class RunningConversation(Generic[T]):
         conversation: Conversation[T],
         transport: Transport,
         meter: TrafficMeter,
-        lanes: Sequence[str] = ("",),
+        communicators: Sequence[str] = ("",),
     ):
         self.name = name
         self.done = False
@@ -50,9 +50,9 @@ class RunningConversation(Generic[T]):
         self._conversation = conversation
         self._transport = transport
         self._meter = meter
-        self._lanes = lanes
+        self._communicators = communicators
         self._awaited: Transport | HostCopy = transport  # of a Read: its copy
-        self._flight: Any = None
+        self._work: Any = None
         self._launched = 0.0
         self.result: T
         self._resume(None)
@@ -63,8 +63,8 @@ class RunningConversation(Generic[T]):
         Args:
             max_rounds: Largest number of rounds that may have been launched afterwards.
         """
-        while not self.done and self.rounds < max_rounds and self._awaited.poll(self._flight):
-            self._resume(self._awaited.wait(self._flight))
+        while not self.done and self.rounds < max_rounds and self._awaited.poll(self._work):
+            self._resume(self._awaited.wait(self._work))
         return self.done
 
     def finish_round(self) -> bool:
@@ -72,7 +72,7 @@ class RunningConversation(Generic[T]):
         rounds = self.rounds
         while not self.done and self.rounds == rounds:
             start = perf_counter()
-            replies = self._awaited.wait(self._flight)
+            replies = self._awaited.wait(self._work)
             self._meter.add_time("wait", self.name, start, perf_counter())
             self._resume(replies)
         return self.done
@@ -91,7 +91,7 @@ class RunningConversation(Generic[T]):
         try:
             requests = next(self._conversation) if replies is None else self._conversation.send(replies)
         except StopIteration as stop:
-            self.done, self.result, self._flight = True, stop.value, None
+            self.done, self.result, self._work = True, stop.value, None
             self._meter.add_time("decode", self.name, start, perf_counter())
             return
         self._launched = perf_counter()
@@ -102,9 +102,9 @@ class RunningConversation(Generic[T]):
         for request in requests:
             self._meter.count(request, self._transport)
         self._meter.rounds += 1
-        lane = self._lanes[self.rounds if self.rounds < len(self._lanes) else 0]
+        communicator = self._communicators[self.rounds if self.rounds < len(self._communicators) else 0]
         self._awaited = self._transport
-        self._flight = self._transport.launch(f"{self.name}.{self.rounds}", requests, lane)
+        self._work = self._transport.launch(f"{self.name}.{self.rounds}", requests, communicator)
         self.rounds += 1
         self._meter.add_time("launch", self.name, self._launched, perf_counter())
 

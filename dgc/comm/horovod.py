@@ -1,15 +1,4 @@
-"""A transport over Horovod, with its MPI or Gloo controller and MPI or NCCL operations.
-
-No other file imports Horovod.
-
-Horovod's fusion groups messages by arrival time. With three or more ranks, sums, and therefore whole runs, differ
-in the last bits between repeats. Buckets replace fusion here: HOROVOD_FUSION_THRESHOLD is 0 unless the user
-sets a value.
-
-Horovod looks for new messages once per cycle. A round that depends on the replies of another waits for the next
-cycle. Payloads are small and some methods need several rounds, so HOROVOD_CYCLE_TIME is 0.2 ms unless the user
-sets a value. Horovod's default is 1 ms.
-"""
+"""A transport over Horovod, with its MPI or Gloo controller. No other file imports Horovod."""
 
 import atexit
 import os
@@ -17,7 +6,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +31,9 @@ from dgc.launch import check_launcher, may_span_machines
 def prepare_environment() -> None:
     """Set environment variables before Horovod starts. Values that the user has set are kept.
 
+    HOROVOD_FUSION_THRESHOLD: fusion groups messages by arrival time. With three or more ranks, sums, and therefore
+    whole runs, differ in the last bits between repeats. Buckets replace fusion here.
+    HOROVOD_CYCLE_TIME: Horovod looks for new messages once per cycle, by default 1 ms. Each round waits for one.
     OPAL_PREFIX: a process that mpirun did not start cannot find the Open MPI of a Python environment.
     OMPI_MCA_mpi_yield_when_idle: while Horovod's thread waits for other ranks, the core's other threads run.
     Otherwise 2 ranks that compute on 2 cores take up to twice as long, also when nothing is exchanged.
@@ -69,7 +60,7 @@ def _meet_at_exit() -> None:
     """Wait for the other ranks before Horovod shuts down.
 
     The first rank that leaves ends Horovod on all ranks, including what another machine still sends in a group of
-    its own. The wait is limited, since another rank may have failed. This rank does not wait if it failed itself.
+    its own. The wait is limited, since another rank may have failed.
     """
     if hasattr(sys, "last_value") or not hvd.is_initialized():
         return
@@ -85,10 +76,7 @@ def meet_at_exit() -> None:
     atexit.register(_meet_at_exit)
 
 
-@dataclass(frozen=True)
-class HorovodFlight:
-    requests: tuple[Request, ...]
-    handles: tuple[int, ...]
+HorovodWork = tuple[tuple[Request, int], ...]  # requests and Horovod's handles
 
 
 def connect(
@@ -100,13 +88,7 @@ def connect(
 ) -> Transport:
     """Return a HorovodTransport. If Horovod has no GPU operations, GPU tensors go through pinned host memory.
 
-    Arguments and errors are those of HorovodTransport, and besides:
-
-    Args:
-        point_to_point: Send an Exchange directly from rank to rank, over the MPI that Horovod uses.
-
-    Raises:
-        ValueError: `point_to_point` is True, and MPI or mpi4py is not usable.
+    Arguments and errors are those of HorovodTransport, and with `point_to_point` of PointToPointTransport.
     """
     horovod = HorovodTransport(hierarchical, timeout, process_set)
     transport: Transport = horovod
@@ -124,9 +106,7 @@ class HorovodTransport(GroupedTransport):
     """A transport over Horovod. It initialises Horovod unless that has been done.
 
     Args:
-        hierarchical: As in `dgc.comm.connect.connect`.
-        timeout: Seconds after which an operation that some ranks never joined ends the run. None: never. It has no
-            effect if Horovod is already initialised.
+        hierarchical, timeout: As in `dgc.comm.connect.connect`. None: no limit, or that of a running Horovod.
         process_set: The hvd.ProcessSet of the ranks to connect, this one among them. They are numbered from 0, and
             each counts as a machine. None: all ranks.
 
@@ -206,16 +186,14 @@ class HorovodTransport(GroupedTransport):
             raise ValueError(f"group {group!r} does not exist: use HorovodTransport(hierarchical=True)")
         return self._process_sets[group]
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> HorovodFlight:
-        handles = tuple(self._start(f"{name}.{i}", request) for i, request in enumerate(requests))
-        return HorovodFlight(tuple(requests), handles)
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> HorovodWork:
+        return tuple((request, self._start(f"{name}.{i}", request)) for i, request in enumerate(requests))
 
-    def poll(self, flight: HorovodFlight) -> bool:
-        return all(hvd.poll(handle) for handle in flight.handles)
+    def poll(self, work: HorovodWork) -> bool:
+        return all(hvd.poll(handle) for _, handle in flight)
 
-    def wait(self, flight: HorovodFlight) -> tuple[Reply, ...]:
-        pairs = zip(flight.requests, flight.handles, strict=True)
-        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in pairs)
+    def wait(self, work: HorovodWork) -> tuple[Reply, ...]:
+        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in flight)
 
     def _start(self, name: str, request: Request) -> int:
         process_set, members = self._members(request.group)

@@ -1,17 +1,10 @@
-"""N simulated ranks in one process, for tests and simulation. Requests are combined in rank order.
-
-`LockstepWorld.converse` runs one generator per rank in a single thread and launches each round in a shuffled order
-of ranks. `LockstepWorld.run` runs one function per rank, each in its own thread, so training loops that use a
-`Transport` work unchanged. One rank runs at a time. When it must wait for a message, the next rank that can
-continue runs. The order is always the same. Torch's random generator is kept for each rank: a rank that has seeded
-it draws the numbers of a process of its own, for example for dropout.
-"""
+"""N simulated ranks in one process, for tests and simulation. Requests are combined in rank order."""
 
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +25,7 @@ from dgc.comm.requests import (
     Request,
     T,
 )
-from dgc.comm.transport import GroupedTransport
+from dgc.comm.transport import GroupedTransport, Groups
 
 HINT = "; give every rank the same settings, and call begin_epoch(epoch) with the same epoch on every rank"
 
@@ -42,20 +35,12 @@ class LockstepError(RuntimeError):
 
 
 @dataclass(eq=False)
-class LockstepFlight:
-    """The requests that ranks have launched under one name, and the replies once all ranks have launched."""
+class LockstepWork:
+    """The requests that ranks have launched under one name, and the replies once all have."""
 
     name: str
     requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)
     replies: list[tuple[Reply, ...]] | None = None
-
-
-@dataclass(eq=False)
-class Lane:
-    """The names of the collectives that ranks have launched, in order, and how many each rank has launched."""
-
-    names: list[str] = field(default_factory=list)
-    launched: dict[int, int] = field(default_factory=dict)
 
 
 class LockstepTransport(GroupedTransport):
@@ -70,54 +55,54 @@ class LockstepTransport(GroupedTransport):
         self.local_rank = rank % world.local_size
 
     def members(self, group: Group) -> list[int]:
-        return self._world.members(group, self.rank)
+        return self._world.groups[self.rank].members[group]
 
-    def open_lane(self, lane: str) -> None:
+    def open_communicator(self, communicator: str) -> None:
         with self._world.lock:
-            self._world.lanes.setdefault(lane, Lane()).launched.setdefault(self.rank, 0)
+            self._world.launched.setdefault((communicator, self.rank), 0)
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> LockstepFlight:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> LockstepWork:
         world, rank = self._world, self.rank
         with world.lock:
             # ranks of a machine may have no request in a round
             if world.strict and not (requests and all(isinstance(request, Exchange) for request in requests)):
-                if lane == "":
-                    self.open_lane(lane)
-                elif lane not in world.lanes or rank not in world.lanes[lane].launched:
-                    raise LockstepError(f"{name}: rank {rank} has not opened the lane {lane!r}")
-                check_order(lane, world.lanes[lane], rank, name)
+                if communicator == "":
+                    self.open_communicator(communicator)
+                elif (communicator, rank) not in world.launched:
+                    raise LockstepError(f"{name}: rank {rank} has not opened the communicator {communicator!r}")
+                world.check_order(communicator, rank, name)
             queue = world.incomplete.setdefault(name, [])
-            flight = next((f for f in queue if rank not in f.requests), None)
-            if flight is None:
-                flight = LockstepFlight(name)
-                queue.append(flight)
-            flight.requests[rank] = tuple(requests)
-            if len(flight.requests) == self.size:
-                queue.remove(flight)
-                flight.replies = world.execute(name, [flight.requests[r] for r in range(self.size)])
-            return flight
+            work = next((f for f in queue if rank not in f.requests), None)
+            if work is None:
+                work = LockstepWork(name)
+                queue.append(work)
+            work.requests[rank] = tuple(requests)
+            if len(work.requests) == self.size:
+                queue.remove(work)
+                work.replies = world.execute(name, [work.requests[r] for r in range(self.size)])
+            return work
 
-    def poll(self, flight: LockstepFlight) -> bool:
-        """Whether the replies are available. If not, the other ranks run first, so that a polling loop ends."""
+    def poll(self, work: LockstepWork) -> bool:
+        """If the replies are not available, the other ranks run first, so that a polling loop ends."""
         world = self._world
         with world.lock:
-            if flight.replies is None and world.turn is not None:
+            if work.replies is None and world.turn is not None:
                 world.let_others_run(self.rank)
                 if world.failed is not None:
-                    raise LockstepError(f"{flight.name}: rank {world.failed} has failed")
-            return flight.replies is not None
+                    raise LockstepError(f"{work.name}: rank {world.failed} has failed")
+            return work.replies is not None
 
-    def wait(self, flight: LockstepFlight) -> tuple[Reply, ...]:
+    def wait(self, work: LockstepWork) -> tuple[Reply, ...]:
         world, rank = self._world, self.rank
         with world.lock:
-            if flight.replies is None and world.turn is not None:
-                world.waiting[rank] = flight
+            if work.replies is None and world.turn is not None:
+                world.waiting[rank] = work
                 world.let_others_run(rank)
                 del world.waiting[rank]
-            if flight.replies is None:
-                missing = sorted(set(range(self.size)) - set(flight.requests))
-                raise LockstepError(f"{flight.name}: rank {rank} waits for ranks {missing}")
-            return flight.replies[rank]
+            if work.replies is None:
+                missing = sorted(set(range(self.size)) - set(work.requests))
+                raise LockstepError(f"{work.name}: rank {rank} waits for ranks {missing}")
+            return work.replies[rank]
 
 
 class LockstepWorld:
@@ -127,7 +112,7 @@ class LockstepWorld:
         size: Number of ranks.
         local_size: Ranks per machine; it must divide `size`. Default: all ranks on one machine.
         seed: Seed of the launch order in `converse`.
-        strict: Require that the ranks launch the collectives of each lane in the same order, as torch.distributed
+        strict: Require that the ranks launch the collectives of each communicator in the same order, as torch.distributed
             does. False: requests match by name alone, as in Horovod and MPI.
 
     Raises:
@@ -143,28 +128,35 @@ class LockstepWorld:
         self.strict = strict
         if size % self.local_size:
             raise ValueError(f"local_size must divide the number of ranks, {size}, but it is {self.local_size}")
+        machines = [list(range(first, first + self.local_size)) for first in range(0, size, self.local_size)]
+        self.groups = [Groups(rank, machines) for rank in range(size)]
         self.transports = [LockstepTransport(self, rank) for rank in range(size)]
         self.meters = [TrafficMeter() for _ in range(size)]
         self._random = random.Random(seed)
-        self.incomplete: dict[str, list[LockstepFlight]] = {}  # flights that some ranks have not launched, by name
-        self.lanes: dict[str, Lane] = {}
+        self.incomplete: dict[str, list[LockstepWork]] = {}  # works that some ranks have not launched, by name
+        self.launched: dict[tuple[str, int], int] = {}  # by communicator and rank, the number of its collectives
+        self._orders: dict[str, list[str]] = {}  # the names of the collectives of each communicator
         self.lock = threading.RLock()
         self._turns = [threading.Condition(self.lock) for _ in range(size)]
         self.turn: int | None = None  # the rank that runs now, inside `run`
         self.failed: int | None = None
         self._ended: set[int] = set()
-        self.waiting: dict[int, LockstepFlight] = {}
+        self.waiting: dict[int, LockstepWork] = {}
 
-    def members(self, group: Group, rank: int) -> list[int]:
-        if group == "world":
-            return list(range(self.size))
-        if group == "local":
-            first = rank - rank % self.local_size
-            return list(range(first, first + self.local_size))
-        return list(range(rank % self.local_size, self.size, self.local_size))
+    def check_order(self, communicator: str, rank: int, name: str) -> None:
+        """Raise LockstepError if another rank has launched another collective in this place of a communicator."""
+        order, place = self._orders.setdefault(communicator, []), self.launched[communicator, rank]
+        self.launched[communicator, rank] += 1
+        if place == len(order):
+            order.append(name)
+        elif order[place] != name:
+            raise LockstepError(
+                f"rank {rank} launches {name} as number {place} of communicator {communicator!r}, where another rank has launched "
+                f"{order[place]}: a transport that matches by order would mix up their tensors"
+            )
 
     def converse(self, name: str, conversations: Sequence[Conversation[T]]) -> list[T]:
-        """Run one conversation per rank to its end. Return the results by rank."""
+        """Run one conversation per rank, in one thread, each round in a shuffled order. Return results by rank."""
         order = list(range(self.size))
         self._random.shuffle(order)
         running: dict[int, RunningConversation[T]] = {}
@@ -182,13 +174,18 @@ class LockstepWorld:
         return [running[rank].finish() for rank in range(self.size)]
 
     def run(self, body: Callable[[LockstepTransport], T]) -> list[T]:
-        """Run `body` once per rank, each in a thread. Return the results by rank. An error ends all ranks."""
+        """Run `body` once per rank, each in a thread. Return the results by rank. An error ends all ranks.
+
+        One rank runs at a time. When it must wait for a message, the next rank that can continue runs, always in
+        the same order. Torch's random generator is kept for each rank: a rank that has seeded it draws the numbers
+        of a process of its own, for example for dropout.
+        """
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
 
         def work(rank: int) -> None:
             with self.lock:
-                self._await_turn(rank)
+                self._turns[rank].wait_for(lambda: self.turn == rank)
             try:
                 results[rank] = body(self.transports[rank])
             except BaseException as error:
@@ -202,7 +199,8 @@ class LockstepWorld:
         self._ended.clear()
         self.waiting.clear()
         self.incomplete.clear()
-        self.lanes.clear()
+        self.launched.clear()
+        self._orders.clear()
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -212,10 +210,6 @@ class LockstepWorld:
         if self.failed is not None:
             raise errors[self.failed]
         return results
-
-    def _await_turn(self, rank: int) -> None:
-        while self.turn != rank:
-            self._turns[rank].wait()
 
     def _pass_turn(self, rank: int) -> None:
         """Let the next rank run that can continue, because its replies are available or it must raise an error."""
@@ -229,74 +223,41 @@ class LockstepWorld:
     def let_others_run(self, rank: int) -> None:
         random_state = torch.get_rng_state()
         self._pass_turn(rank)
-        self._await_turn(rank)
+        self._turns[rank].wait_for(lambda: self.turn == rank)
         torch.set_rng_state(random_state)
 
     def execute(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
         replies: list[dict[int, Reply]] = [{} for _ in range(self.size)]
-        for group in get_args(Group):
-            for members in dict.fromkeys(tuple(self.members(group, rank)) for rank in range(self.size)):
-                own = {r: [i for i, request in enumerate(requests[r]) if request.group == group] for r in members}
-                check_places(name, group, own)
+        for group, partition in self.groups[0].partition.items():
+            for members in partition:
+                own = {r: {i: of for i, of in enumerate(requests[r]) if of.group == group} for r in members}
+                check_agreement(name, group, own)
                 for i in own[members[0]]:
-                    matching = {rank: requests[rank][i] for rank in members}
-                    check_agreement(name, matching)
-                    for rank, reply in zip(members, execute(list(matching.values())), strict=True):
+                    for rank, reply in zip(members, execute([own[r][i] for r in members]), strict=True):
                         replies[rank][i] = reply
         invalidate(request for of_rank in requests for request in of_rank)
         return [tuple(r[i] for i in sorted(r)) for r in replies]
 
 
-def check_order(lane: str, order: Lane, rank: int, name: str) -> None:
-    """Raise LockstepError if another rank has launched another collective in this place of a lane."""
-    place = order.launched[rank]
-    order.launched[rank] += 1
-    if place == len(order.names):
-        order.names.append(name)
-    elif order.names[place] != name:
-        raise LockstepError(
-            f"rank {rank} launches {name} as number {place} of lane {lane!r}, where another rank has launched "
-            f"{order.names[place]}: a transport that matches by order would mix up their tensors"
-        )
-
-
-def check_places(name: str, group: str, places: Mapping[int, Sequence[int]]) -> None:
-    """Raise LockstepError if the requests of two ranks to a group are not at the same places among all requests.
-
-    Transports name a request by its place.
-    """
-    (first, expected), *others = places.items()
+def check_agreement(name: str, group: str, requests: Mapping[int, Mapping[int, Request]]) -> None:
+    """Raise LockstepError if two ranks differ in their requests to a group, by their places in the round."""
+    (first, expected), *others = (
+        (rank, {place: _signature(request) for place, request in own.items()}) for rank, own in requests.items()
+    )
     for rank, own in others:
-        if len(own) != len(expected):
-            raise LockstepError(
-                f"{name}: ranks sent different numbers of requests: rank {rank} sent {len(own)} to the group "
-                f"{group!r}, rank {first} sent {len(expected)}{HINT}"
-            )
         if own != expected:
             raise LockstepError(
-                f"{name}: requests to the group {group!r} are at the places {own} of rank {rank}, and {expected} "
-                f"of rank {first}"
+                f"{name}: to the group {group!r} rank {rank} sent {own}, rank {first} sent {expected}{HINT}"
             )
-
-
-def check_agreement(name: str, requests: Mapping[int, Request]) -> None:
-    """Raise LockstepError if the requests of two ranks differ in kind, dtype, operation, root or shape."""
-    (first, expected), *others = ((rank, _signature(request)) for rank, request in requests.items())
-    for rank, signature in others:
-        if signature != expected:
-            raise LockstepError(f"{name}: rank {rank} sent {signature}, rank {first} sent {expected}{HINT}")
 
 
 def _signature(request: Request) -> tuple[object, ...]:
-    """The properties that must be equal on all ranks."""
     kind = (type(request).__name__, request.group)
     match request:
-        case AllReduce(tensor, op) | ReduceScatter(tensor, op):
-            return (*kind, tuple(tensor.shape), tensor.dtype, op)
+        case AllReduce(tensor, op_or_root) | ReduceScatter(tensor, op_or_root) | Broadcast(tensor, op_or_root):
+            return (*kind, tuple(tensor.shape), tensor.dtype, op_or_root)
         case AllGather(tensor):
             return (*kind, tuple(tensor.shape), tensor.dtype)
-        case Broadcast(tensor, root):
-            return (*kind, tuple(tensor.shape), tensor.dtype, root)
         case AllToAll(tensor):
             return (*kind, tensor.dtype)
         case Exchange():

@@ -1,7 +1,6 @@
-"""Messages from rank to rank over MPI, for gossip: `Exchange` requests and channels. No other file uses mpi4py.
+"""Messages from rank to rank over the MPI that Horovod has started. No other file uses mpi4py.
 
-This uses the MPI that Horovod has started with MPI_THREAD_MULTIPLE. Each transport and each channel has a
-communicator of its own.
+Each transport and each channel has a communicator of its own.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
 
 @dataclass(eq=False)
-class PointToPointFlight:
-    """Pending receives, and the replies that they fill. Other requests have a flight of the inner transport."""
+class PointToPointWork:
+    """Pending receives, and the replies that they fill."""
 
     replies: tuple[Reply, ...]
     receives: list[Any]
@@ -28,15 +27,11 @@ class PointToPointFlight:
 class PointToPointTransport(WrappingTransport):
     """A transport that sends Exchange requests over MPI and all others over `inner`. Construction is collective.
 
-    Messages are matched by name (the tag) and, under one name, in the order of sending, as MPI guarantees. A
-    flight is complete when its receives are complete. It does not wait for neighbours to receive, so a slow rank
-    delays only the ranks that receive from it.
-
-    Args:
-        inner: Transport that runs on MPI. Its ranks must equal MPI's.
+    Messages are matched by name (the tag) and, under one name, in the order of sending. A work is complete when
+    its receives are: a slow rank delays only the ranks that receive from it.
 
     Raises:
-        ValueError: `inner` does not run on MPI, or MPI has no threads, or the rank numbers differ.
+        ValueError: As `running_mpi`, or the rank numbers of `inner` differ from MPI's.
     """
 
     inner: Any  # its `members` lists the ranks of a group
@@ -57,10 +52,10 @@ class PointToPointTransport(WrappingTransport):
     def channel(self) -> Channel:
         return MPIChannel()
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
         if not any(isinstance(request, Exchange) for request in requests):
-            return self.inner.launch(name, requests, lane)
-        flight = PointToPointFlight(tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
+            return self.inner.launch(name, requests, communicator)
+        work = PointToPointWork(tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
         self._pending_sends = [(sending, tensor) for sending, tensor in self._pending_sends if not sending.Test()]
         for i, request in enumerate(requests):
             if not isinstance(request, Exchange):
@@ -69,32 +64,27 @@ class PointToPointTransport(WrappingTransport):
             receives = {source: mpi_buffer(tensor, self._MPI) for source, tensor in request.receives.items()}
             sends = {to: mpi_buffer(tensor, self._MPI) for to, tensor in request.sends.items()}
             for source, buffer in receives.items():
-                flight.receives.append(self._communicator.Irecv(buffer, members[source], tag))
+                work.receives.append(self._communicator.Irecv(buffer, members[source], tag))
             for to, buffer in sends.items():
                 self._pending_sends.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
-        return flight
+        return work
 
-    def poll(self, flight: Any) -> bool:
-        if not isinstance(flight, PointToPointFlight):
-            return bool(self.inner.poll(flight))
-        return bool(self._MPI.Request.Testall(flight.receives))
+    def poll(self, work: Any) -> bool:
+        if not isinstance(work, PointToPointWork):
+            return bool(self.inner.poll(work))
+        return bool(self._MPI.Request.Testall(work.receives))
 
-    def wait(self, flight: Any) -> tuple[Reply, ...]:
-        if not isinstance(flight, PointToPointFlight):
-            return tuple(self.inner.wait(flight))
-        self._MPI.Request.Waitall(flight.receives)
-        return flight.replies
+    def wait(self, work: Any) -> tuple[Reply, ...]:
+        if not isinstance(work, PointToPointWork):
+            return tuple(self.inner.wait(work))
+        self._MPI.Request.Waitall(work.receives)
+        return work.replies
 
 
 def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:
-    """Return MPI's buffer description of a contiguous tensor.
-
-    The unit is 4 bytes if the number of bytes is a multiple of 4, which allows larger messages, and else 1 byte.
-
-    Raises:
-        ValueError: The tensor is too large for one message.
-    """
+    """Return MPI's description of a contiguous tensor. Raises ValueError if it is too large for a message."""
     content = as_bytes(tensor).numpy()
+    # a larger unit allows larger messages
     unit, datatype = (1, MPI.BYTE) if content.size % 4 else (4, MPI.INT32_T)
     if content.size > unit * MAX_COUNT:
         raise ValueError(
@@ -105,13 +95,10 @@ def mpi_buffer(tensor: Tensor, MPI: Any) -> list[Any]:
 
 
 class MPIChannel:
-    """A `Channel` over MPI, with polling. Construction is collective.
+    """A `Channel` over MPI, with polling. Construction is collective, and raises what `running_mpi` does.
 
     Horovod calls MPI from its own thread at any time. After construction, no method blocks inside MPI, so the two
     threads cannot block each other.
-
-    Raises:
-        ValueError: MPI is not running, as with Horovod's Gloo controller, or it was started without threads.
     """
 
     def __init__(self) -> None:
@@ -134,11 +121,7 @@ class MPIChannel:
 
 
 def running_mpi() -> Any:
-    """Return mpi4py's MPI as Horovod started it.
-
-    Raises:
-        ValueError: mpi4py is missing, MPI is not running, or it was started without threads.
-    """
+    """Return mpi4py's MPI as Horovod started it. Raises ValueError if there is none, or it has no threads."""
     cure = "start the ranks with mpirun or horovodrun --mpi, and let Horovod and mpi4py use one MPI"
     try:
         import mpi4py

@@ -3,9 +3,8 @@
 An algorithm is a generator. It yields a tuple of requests, is resumed with the replies in the same order, and
 returns its result. It does not depend on the transport. It can also yield a `Read` of numbers on its device.
 
-After a request is launched, its tensor belongs to the transport, which may store the reply in it.
-Each request names a group of ranks: `world` is all ranks, `local` the ranks of this machine, and `cross` the ranks
-with this rank's local rank on every machine.
+After a request is launched, its tensor belongs to the transport, which may store the reply in it. Each request
+names a group: `world` is all ranks, `local` those of this machine, `cross` those with this local rank.
 """
 
 from collections.abc import Generator, Sequence
@@ -17,7 +16,6 @@ from torch import Tensor
 
 Group = Literal["world", "local", "cross"]
 Op = Literal["mean", "sum", "min", "max"]
-HOST = "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +42,6 @@ class AllToAll:
     Args:
         tensor: One-dimensional tensor of sum(splits) elements.
         splits: Number of elements for each rank of the group.
-        group: Group of the exchange.
         receives: Number of elements that each rank sends to this one. None: those of `splits`.
     """
 
@@ -55,16 +52,12 @@ class AllToAll:
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """Number of elements from each rank of the group."""
         return self.splits if self.receives is None else self.receives
 
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter:
-    """Reduce and scatter a one-dimensional tensor. Its length must be a multiple of the group's size.
-
-    Reply: this rank's share of the element-wise `op`.
-    """
+    """Reduce a one-dimensional tensor whose length the group's size divides. Reply: this rank's share of it."""
 
     tensor: Tensor
     op: Op = "mean"
@@ -89,7 +82,6 @@ class Exchange:
     Args:
         sends: Tensors by receiving rank.
         receives: By sender, a tensor of the expected length and dtype. The transport may use its memory.
-        group: Group in which ranks are counted.
     """
 
     sends: dict[int, Tensor]
@@ -108,10 +100,7 @@ Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], depen
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Copy numbers from the device to the host. Reply: a list of them.
-
-    No other rank takes part. `RunningConversation.advance` does not wait until the device has computed them.
-    """
+    """Copy numbers from the device to the host. Reply: a list of them. No other rank takes part."""
 
     numbers: Tensor
 
@@ -122,8 +111,8 @@ Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 
 
 def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
-    """Return the values of zero-dimensional tensors. Those on a device are read together, by one `Read`."""
-    if not scalars or scalars[0].device.type == HOST:
+    """Return the values of scalars. Those on a device are read together, by one `Read`."""
+    if not scalars or scalars[0].is_cpu:
         return list(map(int, scalars))
     known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
     return known
@@ -132,15 +121,7 @@ def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
 def next_requests(
     conversation: Conversation[Any], replies: tuple[Reply, ...] | None = None
 ) -> tuple[Request, ...]:
-    """Continue a conversation without a transport, and wait for what it reads.
-
-    Args:
-        conversation: The conversation.
-        replies: Replies to its last requests; None to start it.
-
-    Raises:
-        StopIteration: The conversation has ended. `value` is its result.
-    """
+    """Continue a conversation, or start it, and wait for what it reads. Raises StopIteration at its end."""
     requests = conversation.send(replies)
     while isinstance(requests, Read):
         requests = conversation.send(requests.numbers.tolist())
@@ -148,6 +129,6 @@ def next_requests(
 
 
 def between_machines(request: Request) -> Request:
-    """Return a request of the group `world` for the group `cross`, as if a rank of each machine were the world."""
+    """Return a request of the group `world` for the group `cross`."""
     assert request.group == "world", "an algorithm that runs between machines may use only the group `world`"
     return replace(request, group="cross")

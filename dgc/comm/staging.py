@@ -1,15 +1,9 @@
-"""Copies from a GPU to pinned host memory: numbers that an algorithm reads, and all messages over a transport that
-needs host memory.
-
-A message is copied to the host after the work that is already queued on the GPU. It is launched on the inner
-transport when the copy is complete. `poll` checks this without waiting. `wait` first launches all pending
-messages. The messages of a lane are launched in the order in which they were given. Replies are copied back to the
-GPU when they arrive.
-"""
+"""Copies from a GPU to pinned host memory: of numbers that an algorithm reads, and of all messages over a
+transport that needs host memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,38 +13,21 @@ from dgc.comm.requests import Exchange, Reply, Request
 from dgc.comm.transport import Transport, WrappingTransport
 
 
-@runtime_checkable
-class Event(Protocol):
-    """The methods of torch.cuda.Event that are used."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-
-
 class HostCopy:
-    """A copy of numbers to the host, made after the work that is already queued on their device.
-
-    It is polled and awaited like a transport. It has no flights.
-
-    Args:
-        numbers: One-dimensional tensor.
-    """
+    """A copy of numbers [n] to the host, after the work queued on their device. It is awaited like a transport."""
 
     def __init__(self, numbers: Tensor):
-        self._event: Event | None = None
+        self._event: torch.cuda.Event | None = None
         self._host = numbers
         if numbers.is_cuda:
             self._host = pinned_copy(numbers)
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def poll(self, flight: Any = None) -> bool:
-        """Whether `wait` would return without blocking."""
+    def poll(self, work: Any = None) -> bool:
         return self._event is None or self._event.query()
 
-    def wait(self, flight: Any = None) -> list[int]:
-        """Block until the copy is complete and return the numbers."""
+    def wait(self, work: Any = None) -> list[int]:
         if self._event is not None:
             self._event.synchronize()
         numbers: list[int] = self._host.tolist()
@@ -64,33 +41,29 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class StagedFlight:
-    """Launched requests.
-
-    Attributes:
-        requests: The requests with tensors in host memory.
-        lane: Lane of the inner transport.
-        ready: Event after the copies to the host; None if there were none.
-        device: Device of the replies.
-        inner: Flight of the inner transport. None until the copies are complete.
-    """
+class StagedWork:
+    """Launched requests, with tensors in host memory."""
 
     name: str
     requests: tuple[Request, ...]
-    lane: str
-    ready: Event | None
-    device: torch.device
-    inner: Any = None
+    communicator: str
+    ready: Any  # torch.cuda.Event after the copies to the host; None if there were none
+    device: torch.device | None  # of the replies, if they are copied
+    inner: Any = None  # work of the inner transport, when the copies are complete
 
 
 class StagedTransport(WrappingTransport):
-    """A transport that sends GPU tensors through host memory over another one. CPU tensors are not copied."""
+    """A transport that sends GPU tensors through host memory over another one. CPU tensors are not copied.
 
-    _make_event: Callable[[], Event] = torch.cuda.Event
+    A message is launched on the other transport when its copy is complete, in the order of its communicator. `wait` first
+    launches all pending messages. Replies are copied back to the GPU when they arrive.
+    """
+
+    _make_event: Callable[[], Any] = torch.cuda.Event
 
     def __init__(self, inner: Transport):
         super().__init__(inner)
-        self._pending: list[StagedFlight] = []  # not launched on the inner transport yet
+        self._pending: list[StagedWork] = []  # not launched on the inner transport yet
 
     @staticmethod
     def _needs_copy(tensor: Tensor) -> bool:
@@ -100,42 +73,40 @@ class StagedTransport(WrappingTransport):
         """Open a channel of the inner transport, for tensors in host memory."""
         return open_channel(self.inner)
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> StagedFlight:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> StagedWork:
         tensors = [tensor for request in requests for tensor in _tensors(request)]
         device = next((tensor.device for tensor in tensors if self._needs_copy(tensor)), None)
-        if device is None:
-            flight = StagedFlight(name, tuple(requests), lane, None, torch.device("cpu"))
-        else:
-            copies = tuple(_map_tensors(request, pinned_copy) for request in requests)
+        ready = None
+        if device is not None:
+            requests = [_map_tensors(request, pinned_copy) for request in requests]
             ready = self._make_event()
             ready.record()
-            flight = StagedFlight(name, copies, lane, ready, device)
-        self._pending.append(flight)
+        work = StagedWork(name, tuple(requests), communicator, ready, device)
+        self._pending.append(work)
         self._launch_ready()
-        return flight
+        return work
 
-    def poll(self, flight: StagedFlight) -> bool:
+    def poll(self, work: StagedWork) -> bool:
         self._launch_ready()
-        return flight.inner is not None and self.inner.poll(flight.inner)
+        return work.inner is not None and self.inner.poll(work.inner)
 
-    def wait(self, flight: StagedFlight) -> tuple[Reply, ...]:
+    def wait(self, work: StagedWork) -> tuple[Reply, ...]:
         # launch everything pending: two ranks could each wait for a message that is pending on the other
         for other in self._pending:
             if other.ready is not None:
                 other.ready.synchronize()
         self._launch_ready()
-        replies = self.inner.wait(flight.inner)
-        return replies if flight.ready is None else tuple(_to_device(reply, flight.device) for reply in replies)
+        replies = self.inner.wait(work.inner)
+        return replies if work.device is None else tuple(_to_device(reply, work.device) for reply in replies)
 
     def _launch_ready(self) -> None:
-        """Launch all flights whose copies are complete, on each lane in the order in which they were given."""
-        waiting: list[StagedFlight] = []
-        for flight in self._pending:
-            is_behind = any(flight.lane == other.lane for other in waiting)
-            if is_behind or not (flight.ready is None or flight.ready.query()):
-                waiting.append(flight)
+        waiting: list[StagedWork] = []
+        for work in self._pending:
+            is_behind = any(work.communicator == other.communicator for other in waiting)
+            if is_behind or not (work.ready is None or work.ready.query()):
+                waiting.append(work)
             else:
-                flight.inner = self.inner.launch(flight.name, flight.requests, flight.lane)
+                work.inner = self.inner.launch(work.name, work.requests, work.communicator)
         self._pending = waiting
 
 

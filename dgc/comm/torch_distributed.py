@@ -1,6 +1,6 @@
 """A transport over torch.distributed: Gloo for tensors in host memory, NCCL for tensors of NVIDIA GPUs.
 
-torch.distributed matches the collectives of a process group by the order in which they are issued. A lane has its
+torch.distributed matches the collectives of a process group by the order in which they are issued. A communicator has its
 own process group (see dgc.comm.transport). The groups of a transport are separate from those of the user, such as
 the default group that DDP uses.
 
@@ -72,7 +72,7 @@ def connect(
 
 
 @dataclass(eq=False)
-class TorchFlight:
+class TorchWork:
     """Launched requests, the operations of each, and its output (the reply, before it is complete)."""
 
     requests: tuple[Request, ...]
@@ -109,12 +109,12 @@ class TorchTransport(GroupedTransport):
             hierarchical = len(self._place.partition["local"]) > 1 and len(self._place.partition["cross"]) > 1
         kinds: tuple[Group, ...] = ("world", "local", "cross") if hierarchical else ("world",)
         self._kinds, self._backend, self._timeout = kinds, backend, duration
-        self._lanes: dict[tuple[str, Group], Any] = {}  # process groups
-        self.open_lane("")
+        self._communicators: dict[tuple[str, Group], Any] = {}  # process groups
+        self.open_communicator("")
         self._threads = WaitingThreads()
         self._neighbors = GlooChannel(self._threads)
         self._tags = MessageTags(MAX_TAG)
-        self._unfinished: set[TorchFlight] = set()
+        self._unfinished: set[TorchWork] = set()
         _open.append(self)
 
     def members(self, group: Group) -> list[int]:
@@ -124,24 +124,24 @@ class TorchTransport(GroupedTransport):
         """Open a channel over Gloo. Collective."""
         return GlooChannel(self._threads)
 
-    def open_lane(self, lane: str) -> None:
-        """Create the process groups of a lane, at the same point of the program on every rank. Collective."""
+    def open_communicator(self, communicator: str) -> None:
+        """Create the process groups of a communicator, at the same point of the program on every rank. Collective."""
         own: dict[tuple[int, ...], Any] = {}  # two kinds with the same ranks share a group
         for kind in self._kinds:
             for ranks in self._place.partition[kind]:
                 if tuple(ranks) not in own:
                     own[tuple(ranks)] = dist.new_group(ranks, self._timeout, self._backend)
-            self._lanes[lane, kind] = own[tuple(self._place.members[kind])]
+            self._communicators[communicator, kind] = own[tuple(self._place.members[kind])]
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> TorchFlight:
-        started = [self._start(f"{name}.{i}", request, lane) for i, request in enumerate(requests)]
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> TorchWork:
+        started = [self._start(f"{name}.{i}", request, communicator) for i, request in enumerate(requests)]
         works, outputs = zip(*started, strict=True) if started else ((), ())
-        flight = TorchFlight(tuple(requests), works, outputs)
-        self._unfinished.add(flight)
-        return flight
+        work = TorchWork(tuple(requests), works, outputs)
+        self._unfinished.add(work)
+        return work
 
-    def poll(self, flight: TorchFlight) -> bool:
-        for request, works in zip(flight.requests, flight.works, strict=True):
+    def poll(self, work: TorchWork) -> bool:
+        for request, works in zip(work.requests, work.works, strict=True):
             if not isinstance(request, Exchange) and request.tensor.is_cuda:
                 continue  # `wait` makes only the current stream wait, not the host
             for work in works:
@@ -149,20 +149,20 @@ class TorchTransport(GroupedTransport):
                     return False
         return True
 
-    def wait(self, flight: TorchFlight) -> tuple[Reply, ...]:
+    def wait(self, work: TorchWork) -> tuple[Reply, ...]:
         replies = []
-        for request, works, output in zip(flight.requests, flight.works, flight.outputs, strict=True):
+        for request, works, output in zip(work.requests, work.works, work.outputs, strict=True):
             for work in works:
                 work.result() if isinstance(work, Future) else work.wait()
             if isinstance(request, (AllReduce, ReduceScatter)) and request.op == "mean":
                 size = self.group_size(request.group)
                 output = output.div_(size) if size > 1 else output
             replies.append(output)
-        self._unfinished.discard(flight)
+        self._unfinished.discard(work)
         return tuple(replies)
 
     def close(self) -> None:
-        """Destroy the process groups of the lanes, and the default group if this transport initialised it.
+        """Destroy the process groups of the communicators, and the default group if this transport initialised it.
 
         Called when the interpreter exits. A thread of Gloo that still holds the tensors of the last operation, or
         one that waits for a message, would otherwise go on during Python's shutdown, which ends the process with
@@ -172,19 +172,19 @@ class TorchTransport(GroupedTransport):
         groups = self._threads.close()
         if self._unfinished:
             return
-        groups += self._lanes.values()
-        self._lanes.clear()
+        groups += self._communicators.values()
+        self._communicators.clear()
         if self._owns_default_group and dist.is_initialized():
             groups.append(dist.group.WORLD)
         destroy(groups)
 
-    def _start(self, name: str, request: Request, lane: str) -> tuple[list[Any], Reply]:
+    def _start(self, name: str, request: Request, communicator: str) -> tuple[list[Any], Reply]:
         """Start a request. Return its operations and its output."""
         if isinstance(request, Exchange):
             return self._start_exchange(name, request)
         if request.group not in self._kinds:
             raise ValueError(f"group {request.group!r} does not exist: use TorchTransport(hierarchical=True)")
-        group, members = self._lanes[lane, request.group], self.members(request.group)
+        group, members = self._communicators[communicator, request.group], self.members(request.group)
         tensor = request.tensor
         output: Reply = tensor
         match request:

@@ -4,8 +4,8 @@ Implementations use Horovod, MPI, torch.distributed, or N simulated ranks in one
 
 Horovod and MPI match the requests of different ranks by name. torch.distributed matches the collectives of a
 process group by the order in which they are launched. An algorithm works with all of them if every rank launches
-the collectives of a lane in the same order. A lane is a sequence of requests with an order of its own. A request
-whose place among the others depends on timing is launched on a separate lane. An Exchange is matched by name.
+the collectives of a communicator in the same order. A communicator is a sequence of requests with an order of its own. A request
+whose place among the others depends on timing is launched on a separate communicator. An Exchange is matched by name.
 """
 
 from abc import ABC, abstractmethod
@@ -19,8 +19,8 @@ from dgc.comm.requests import Group, Reply, Request, between_machines
 class Transport(Protocol):
     """Carries requests between ranks.
 
-    Requests with one name match. A name may be reused once `wait` has returned for its flight. Every rank launches
-    the collectives of one lane in the same order.
+    Requests with one name match. A name may be reused once `wait` has returned for its work. Every rank launches
+    the collectives of one communicator in the same order.
     """
 
     @property
@@ -45,25 +45,25 @@ class Transport(Protocol):
         """This rank's number within its group of that kind."""
         ...
 
-    def open_lane(self, lane: str) -> None:
-        """Prepare a lane. Collective. The default lane, "", is always open."""
+    def open_communicator(self, communicator: str) -> None:
+        """Prepare a communicator. Collective. The default communicator, "", is always open."""
         ...
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
-        """Start the requests on a lane and return a flight without blocking."""
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
+        """Start the requests on a communicator and return a work without blocking."""
         ...
 
-    def poll(self, flight: Any) -> bool:
+    def poll(self, work: Any) -> bool:
         """Whether `wait` would return without blocking."""
         ...
 
-    def wait(self, flight: Any) -> tuple[Reply, ...]:
-        """Block until the replies are there and return them in the order of the requests. Call once per flight."""
+    def wait(self, work: Any) -> tuple[Reply, ...]:
+        """Block until the replies are there and return them in the order of the requests. Call once per work."""
         ...
 
 
 class GroupedTransport(ABC):
-    """Base class of transports that list the ranks of each group, and need no preparation of lanes."""
+    """Base class of transports that list the ranks of each group, and need no preparation of communicators."""
 
     rank: int
 
@@ -77,8 +77,8 @@ class GroupedTransport(ABC):
     def group_rank(self, group: Group) -> int:
         return self.members(group).index(self.rank)
 
-    def open_lane(self, lane: str) -> None:
-        """Lanes have no effect where requests are matched by name."""
+    def open_communicator(self, communicator: str) -> None:
+        """Communicators have no effect where requests are matched by name."""
         return None
 
 
@@ -117,15 +117,15 @@ class WrappingTransport:
     def group_rank(self, group: Group) -> int:
         return self.inner.group_rank(group)
 
-    def open_lane(self, lane: str) -> None:
-        self.inner.open_lane(lane)
+    def open_communicator(self, communicator: str) -> None:
+        self.inner.open_communicator(communicator)
 
 
 class CrossMachineTransport(WrappingTransport):
     """A transport between the ranks of one local rank, one on each machine. They are its world.
 
     Args:
-        inner: Connects all ranks, with groups between machines. They share its lanes.
+        inner: Connects all ranks, with groups between machines. They share its communicators.
     """
 
     def __init__(self, inner: Transport):
@@ -139,11 +139,11 @@ class CrossMachineTransport(WrappingTransport):
     def group_rank(self, group: Group) -> int:
         return self.rank
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
-        return self.inner.launch(name, [between_machines(request) for request in requests], lane)
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
+        return self.inner.launch(name, [between_machines(request) for request in requests], communicator)
 
-    def poll(self, flight: Any) -> bool:
-        return self.inner.poll(flight)
+    def poll(self, work: Any) -> bool:
+        return self.inner.poll(work)
 
-    def wait(self, flight: Any) -> tuple[Reply, ...]:
-        return self.inner.wait(flight)
+    def wait(self, work: Any) -> tuple[Reply, ...]:
+        return self.inner.wait(work)

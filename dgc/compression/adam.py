@@ -1,7 +1,7 @@
 """The exchanges of 1-bit Adam and of DGC for Adam: gradients in a warm-up, then what the optimizer makes of them.
 
-The optimizers are `dgc.optim.OneBitAdam` and `dgc.optim.DGCAdam`. They own the moments, and say which
-stage a step is in. T_w is their `freeze_step`.
+Each needs its optimizer, `dgc.optim.OneBitAdam` or `dgc.optim.DGCAdam`, which owns the moments and says which
+stage a step is in. T_w is its `freeze_step`.
 """
 
 import warnings
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -19,7 +19,7 @@ from dgc.comm.requests import Conversation
 from dgc.compression.dense import for_gradients
 from dgc.compression.dgc import DGCCompressor
 from dgc.compression.double_squeeze import DoubleSqueezeCompressor, ServerState
-from dgc.compression.protocol import MomentumOwner, Preconditioner, Reduced, StatelessCompressor
+from dgc.compression.protocol import MomentumOwner, Position, Preconditioner, Reduced, StatelessCompressor, Vector
 from dgc.compression.sparse import SparseState
 from dgc.memory import DGCSGDMemory, MomentumCorrection
 from dgc.state import zeros
@@ -36,8 +36,8 @@ class MomentumState(ServerState):
 
 
 class OneBitAdamCompressor(DoubleSqueezeCompressor):
-    """The exchange of 1-bit Adam: gradients at first, then Adam's momentum in 1 bit per element (Tang, Gan, Awan,
-    Rajbhandari, Li, Lian, Liu, Zhang, He 2021, arXiv 2102.02888, Algorithm 1).
+    """The exchange of 1-bit Adam: Adam's momentum in 1 bit per element (Tang, Gan, Awan, Rajbhandari, Li, Lian,
+    Liu, Zhang, He 2021, arXiv 2102.02888, Algorithm 1).
 
     With Adam's momentum m, in step t = 1, 2, ..:
 
@@ -45,23 +45,18 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         t > T_w      m_i = beta1 m + (1 - beta1) g_i           m: the same on every rank
                      result = DoubleSqueeze of m_i             the next m
 
-    Payload of a bucket in bytes: in the warm-up the gradients in their own dtype, or that of `gradients`; then
-    that of DoubleSqueeze.
+    Payload of a bucket and differences from the paper: those of DoubleSqueeze. A step that is dropped because of
+    NaN or inf leaves the errors of both directions as they were: its gradient is lost, as with uncompressed Adam.
 
-    Differences from the paper: those of DoubleSqueeze. A step that is dropped because of NaN or inf leaves the
-    errors of both directions as they were: its gradient is lost, as with uncompressed Adam.
-
-    It needs `dgc.optim.OneBitAdam` as the optimizer. From step `freeze_step` of that on, .grad is the momentum and
-    no longer the gradient: do not clip it. If it was clipped, as by trainers that clip by default (Hugging Face:
-    max_grad_norm=1.0), rank 0 warns once.
+    From step `freeze_step` on, .grad is the momentum and no longer the gradient: do not clip it. If it was
+    clipped, as by trainers that clip by default (Hugging Face: max_grad_norm=1.0), rank 0 warns once.
 
     Args:
         gradients (StatelessCompressor, optional): exchanges the gradients of the warm-up; None sends them in their
             own dtype, `FP16Compressor()` in half the bytes.
 
     Raises:
-        ValueError: if `gradients` is a compressor with state, or by `DistributedOptimizer`, if the optimizer is
-            not a OneBitAdam.
+        ValueError: if `gradients` keeps a state, or by `DistributedOptimizer` if its optimizer is no OneBitAdam.
 
     Example:
         >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
@@ -76,7 +71,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         self._checks = CHECKS
 
     def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
-        """Take momentum and stage from this optimizer. parameters: those of this compressor, by name."""
+        """Take momentum and stage from this optimizer."""
         if isinstance(owner, Preconditioner):
             raise ValueError(
                 f"OneBitAdamCompressor exchanges momentum, and {type(owner).__name__} takes updates in its place: "
@@ -86,7 +81,6 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
 
     @property
     def compress_ratio(self) -> float:
-        """1 until momentum is exchanged."""
         return super().compress_ratio if self._owner is None or self._owner.exchanges_momentum else 1.0
 
     def init(self, bucket: Bucket, size: int, rank: int) -> MomentumState:
@@ -109,7 +103,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         new: MomentumState = reduced.state  # type: ignore[assignment]
         return Reduced(reduced.result, replace(new, delivered=delivered), replace(state.next(), delivered=None))
 
-    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Vector, Position]:
         """v = beta1 m + (1 - beta1) g + e, in a new tensor."""
         assert self._owner is not None
         v = zeros(bucket)
@@ -145,8 +139,7 @@ def _heads(tensors: Sequence[Tensor]) -> Float32[Tensor, "heads"]:
 
 
 class DGCAdamCompressor(DGCCompressor):
-    """Deep Gradient Compression with Adam: gradients at first, then DGC of gradients that Adam's second moment has
-    divided.
+    """Deep Gradient Compression of gradients that Adam's second moment has divided.
 
     In step t = 1, 2, ..:
 
@@ -157,26 +150,19 @@ class DGCAdamCompressor(DGCCompressor):
     Adam divides by the root of its second moment. Of an element that is sent once in 1/p steps, in one large sum,
     this root is about sqrt(p) times that sum: error feedback before Adam therefore moves it 1/sqrt(p) times as far
     as one gradient would, in place of 1/p times. With p = 1 % steps are ten times too short. Here the division
-    comes before compression, by a second moment that no longer changes, so that all that follows is linear in the
-    gradient, and what is sent late is not sent smaller.
+    comes before compression, by a second moment that no longer changes: what is sent late is not sent smaller.
 
-    Sources: DGC is Lin et al. 2018 (arXiv 1712.01887), sections 3.1 to 3.3. The constant second moment after a
-    dense warm-up is that of 1-bit Adam (arXiv 2102.02888, Algorithm 1). To combine them is this project's.
-
-    Differences from DGC's paper: momentum is not masked where an element is sent. The warm-up is dense.
-
-    It needs `dgc.optim.DGCAdam` as the optimizer. From step `freeze_step` of that on, .grad is a mean of updates
-    and no longer the gradient: do not clip it.
+    DGC is Lin et al. 2018 (arXiv 1712.01887), sections 3.1 to 3.3, here with a dense warm-up and without masking.
+    The constant second moment is that of 1-bit Adam (arXiv 2102.02888, Algorithm 1). To combine them is this
+    project's. From step `freeze_step` on, .grad is a mean of updates and no longer the gradient: do not clip it.
 
     Args:
-        compress_ratio (float): fraction of elements sent; above 1 the factor saved (1000 means 0.001).
-        gradients (StatelessCompressor, optional): exchanges the gradients of the warm-up; None sends them in their
-            own dtype, `FP16Compressor()` in half the bytes.
-        options: those of `DGCCompressor`, except `memory`.
+        gradients (StatelessCompressor, optional): as `OneBitAdamCompressor`.
+        compress_ratio, options: as `DGCCompressor`, without `memory`.
 
     Raises:
-        ValueError: if an argument has a wrong type or is out of range; by `DistributedOptimizer`, if the optimizer
-            is not a DGCAdam, or its groups differ in beta1.
+        ValueError: if an argument is wrong; by `DistributedOptimizer`, if the optimizer is not a DGCAdam, or its
+            groups differ in beta1.
 
     Example:
         >>> optimizer = DGCAdam(model.parameters(), lr=1e-3, freeze_step=1000)
@@ -193,7 +179,7 @@ class DGCAdamCompressor(DGCCompressor):
         self._parameters: dict[str, Tensor] = {}
 
     def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
-        """Take second moment, beta1 and stage from this optimizer. parameters: this compressor's, by name."""
+        """Take second moment, beta1 and stage from this optimizer."""
         if not isinstance(owner, Preconditioner):
             raise ValueError(
                 f"DGCAdamCompressor needs a second moment that stays constant, and {type(owner).__name__} does "

@@ -1,7 +1,7 @@
 """Coarse-grained sparse communication, CSC (Sun, Feng, Han, Yan, Wen: GradientFlow, 2019, arXiv 1902.06855): whole
 chunks of the gradients are sent or kept, the same ones on every rank.
 
-On each of N ranks, with local gradient g and error state v of the memory, for a bucket of n elements:
+On each of N ranks, with local gradient g and residual v of the memory, for a bucket of n elements:
 
     v = memory(v, g)                              error feedback: v + g; DGC: v + (m u + g)
     s_c = sum over ranks of |v of chunk c|_1      all-reduce of one number per chunk
@@ -13,9 +13,8 @@ There are M = ceil(n / chunk_size) chunks of C = ceil(n / M) elements. The last 
 k = ceil(D M) for the ratio D, so at least one. Chunks cross the bounds of tensors, as in the paper's memory pool.
 
 Payload of a bucket in bytes: 24 for a header, 4 M for the sums, and b k C for the chunks, with b = 2 (fp16) or 4
-(fp32). If 4 M + b k C >= b n, or D = 1: all of v, b n, and the header. On the wire, N ranks make that 24 (N-1) for
-the header, and 2 (N-1)/N of the rest. For fp16, magnitudes are limited to 65504 / (2 N), so that a sum stays in
-range. What the limit and the rounding take stays in the memory. A sum that overflows nevertheless is reported.
+(fp32). If 4 M + b k C >= b n, or D = 1: all of v, b n, and the header. For fp16, magnitudes are limited to
+65504 / (2 N), so that a sum stays in range. What the limit and the rounding take stays in the memory.
 
 Differences from the paper: The sums choose the chunks of the same step, in a round of its own. The paper uses the
 sums of the step before, so that no rank waits for them. They are then out of date, and state to be saved and
@@ -33,14 +32,20 @@ import dgc.kernels as kernels
 from dgc.arguments import WHOLE, require
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation, read
-from dgc.compression.nonfinite import first_nonfinite_message, sparse_overflow_message
-from dgc.compression.protocol import DenseResult, Reduced, SparseResult
+from dgc.compression.protocol import (
+    DenseResult,
+    Reduced,
+    SparseResult,
+    check_choice,
+    first_nonfinite_message,
+    sparse_overflow_message,
+)
 from dgc.compression.sparse import SparseCompressor
 from dgc.kernels import SparseVector
 from dgc.memory import Memory, SparseState
-from dgc.selection import Plan
 from dgc.selection.selector import share
 from dgc.wire import CastValues
+from dgc.wire.payload import PayloadPlan
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,6 @@ class Chunks:
     number: int
     length: int
     sent: int
-
-    @property
-    def capacity(self) -> int:
-        """Number of elements of the message."""
-        return self.sent * self.length
 
     def bounds(self, device: torch.device) -> Int64[Tensor, "bounds"]:
         starts = torch.arange(self.number + 1, dtype=torch.int64, device=device) * self.length
@@ -74,19 +74,17 @@ def largest(sums: Float32[Tensor, "number"], k: int) -> Int64[Tensor, "k"]:
 
 
 class ChunkCompressor(SparseCompressor):
-    """Sends whole chunks of the error state, the same on every rank, by an all-reduce (CSC, Sun et al. 2019).
+    """Sends whole chunks of the residual, the same on every rank, by an all-reduce (CSC, Sun et al. 2019).
 
-    No indices are sent, and the bytes hardly grow with the number of ranks. A chunk has small elements too, so
-    that it takes larger ratios than DGC, of 0.1 to 0.2.
+    The bytes hardly grow with the number of ranks. A chunk has small elements too, so that it takes larger ratios
+    than DGC, of 0.1 to 0.2.
 
     Args:
         compress_ratio (float): fraction of a bucket's chunks to send, at least one; above 1 the factor saved.
-        memory (Memory): treatment of unsent elements, as in `SparseCompressor`. DGCSGDMemory(momentum) corrects
-            the momentum, as in the paper.
+        memory, warmup_epochs, warmup_coeff: as in `SparseCompressor`. DGCSGDMemory corrects the momentum, as in
+            the paper.
         chunk_size (int): largest number of elements of a chunk. A bucket of one chunk is sent dense.
         dtype (str): type of the sums over ranks, "fp16" or "fp32".
-        warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs, as in
-            `SparseCompressor`.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.
@@ -109,8 +107,7 @@ class ChunkCompressor(SparseCompressor):
         require("a whole number of elements", WHOLE, chunk_size=chunk_size)
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be 1 element or more, not {chunk_size}")
-        if dtype not in ("fp16", "fp32"):
-            raise ValueError(f"dtype must be fp16 or fp32, in which sums over ranks are formed, not {dtype!r}")
+        check_choice(("fp16", "fp32"), dtype=dtype)
         self.chunk_size, self.cast = chunk_size, CastValues(dtype)
         super().__init__(
             compress_ratio, memory, values=self.cast, warmup_epochs=warmup_epochs, warmup_coeff=warmup_coeff
@@ -123,16 +120,15 @@ class ChunkCompressor(SparseCompressor):
     def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
         replaced = None if self.memory.gradient_clipping is None else (yield from self.memory.clip(bucket))
         inputs, state = self._begin(bucket, state)
-        v, tier = inputs.v, kernels.of(inputs.v)
-        first = tier.selection.accumulate_(inputs)
-        first = first if replaced is None else replaced.minimum(first)
         if state.dense:
-            return (yield from self._reduce_dense(bucket, state, v, first))
-        assert state.plan is not None
+            return (yield from self._reduce_dense(bucket, state, inputs, replaced))
+        v, backend = inputs.v, kernels.of(inputs.v)
+        first = backend.selection.accumulate_(inputs)
+        first = first if replaced is None else replaced.minimum(first)
         bucket.release()  # the gradients are accumulated and need no copy
-        chunks = divide(bucket.numel, self.chunk_size, state.plan.ratio)
-        norms = tier.selection.moments(v, state.constants["bounds"]).magnitudes.float()
-        sums, nonfinite = yield from self._envelope(bucket, state).reduce(norms, first, "sum")
+        chunks = divide(bucket.numel, self.chunk_size, state.exchange.payload.ratio)
+        norms = backend.selection.moments(v, state.constants["bounds"]).magnitudes.float()
+        sums, nonfinite = yield from state.exchange.envelope.reduce(norms, first, "sum")
         if invalid := first_nonfinite_message(bucket, nonfinite):
             return Reduced(DenseResult(invalid), state, dropped=state)  # every rank drops the step
         chosen = largest(sums, chunks.sent)
@@ -141,7 +137,7 @@ class ChunkCompressor(SparseCompressor):
         within = torch.arange(chunks.length, dtype=torch.int64, device=v.device)
         indices = (chosen.unsqueeze(1) * chunks.length + within).view(-1)[:count]  # a shorter chunk is the last
         values = self.cast.quantize(elements, state.size, bucket.dtype)
-        message = torch.zeros(chunks.capacity, dtype=values.dtype, device=v.device)
+        message = torch.zeros(chunks.sent * chunks.length, dtype=values.dtype, device=v.device)
         message[:count] = values
         number = torch.full((), count, dtype=torch.int32, device=v.device)
         sent = SparseVector(indices.to(torch.int32), values.float(), number)
@@ -151,7 +147,7 @@ class ChunkCompressor(SparseCompressor):
         overflow = None if finite else sparse_overflow_message(bucket, indices, means)
         return Reduced(SparseResult(indices, means, overflow), state.after(sent), dropped=state)
 
-    def _dense_is_cheaper(self, bucket: Bucket, size: int, plan: Plan) -> bool:
-        chunks, itemsize = divide(bucket.numel, self.chunk_size, plan.ratio), self.cast.itemsize
-        sparse = chunks.number * torch.float32.itemsize + chunks.capacity * itemsize
-        return plan.ratio >= 1 or sparse >= bucket.numel * itemsize
+    def _dense_is_cheaper(self, payload: PayloadPlan, size: int) -> bool:
+        chunks, itemsize = divide(payload.numel, self.chunk_size, payload.ratio), self.cast.itemsize
+        sparse = chunks.number * torch.float32.itemsize + chunks.sent * chunks.length * itemsize
+        return payload.ratio >= 1 or sparse >= payload.numel * itemsize

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.nonfinite import check_means
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, Result, StatelessCompressor
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, Result, StatelessCompressor, check_means
 from dgc.memory import Clipping
 from dgc.state import State
 from dgc.wire.envelope import envelope_of, no_segments
@@ -61,7 +60,7 @@ class BF16Compressor(StatelessCompressor):
 
 
 def for_gradients(compressor: StatelessCompressor | None) -> StatelessCompressor:
-    """The compressor of gradients that keep no error state; None is a DenseCompressor.
+    """The compressor of gradients that keep no residual; None is a DenseCompressor.
 
     Raises:
         ValueError: if it is not a StatelessCompressor.

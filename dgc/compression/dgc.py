@@ -1,5 +1,5 @@
-"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally: ICLR 2018, arXiv 1712.01887, Algorithm 1), with the
-original code's keywords. `dgc.paper.dgc` has the algorithm as the paper writes it.
+"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally: ICLR 2018, arXiv 1712.01887, Algorithm 1).
+`dgc.paper.dgc` has the algorithm as the paper writes it.
 
 On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
 
@@ -9,8 +9,7 @@ On each of N ranks, with local gradient g, momentum u, velocity v and ratio D:
     result = 1/N * sum over ranks                  the optimizer's step adds no momentum of its own
 
 Differences from the paper and the original code: The momentum of dense steps is also corrected locally, which by
-linearity equals ordinary momentum. Values are clamped to the payload's number range, and rounding errors stay in
-v. Sums are taken in rank order, so that replicas stay equal bit for bit.
+linearity equals ordinary momentum. Rounding errors of the payload stay in v. Sums are taken in rank order.
 """
 
 import warnings
@@ -24,22 +23,16 @@ from dgc.wire import IndexFormat, ValueFormat
 
 
 class DGCCompressor(SparseCompressor):
-    """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887, Algorithm 1): `SparseCompressor` with the
-    original code's keywords.
+    """Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): `SparseCompressor` with the original's
+    keywords.
 
     Args:
-        compress_ratio (float): fraction of elements sent; above 1 the factor saved (1000 means 0.001).
-        memory (Memory or str): treatment of unsent elements: "dgc" as in the paper, with the momentum of the
-            optimizer, "residual" to add them to the next gradient, "none" to discard them, or an object of
-            dgc.memory.
         sample_ratio (float, optional), strided_sample, compress_upper_bound, compress_lower_bound,
             max_adaptation_iters, resample: the original's sampled threshold, see `Sampled`. None: exact top-k.
         fp16_values (bool): send values as fp16 instead of fp32.
         int32_indices (bool): send indices as int32 instead of int64.
-        warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
-        seed (int): seed of the selector's random numbers.
         selector, values, indices: as in `SparseCompressor`, in place of what the keywords above choose.
-        dense_values, vectors, vector_ratio, exchange: as in `SparseCompressor`.
+        compress_ratio, memory, and all others: as in `SparseCompressor`.
 
     Raises:
         ValueError: if an argument has a wrong type or is out of range; the message names it.

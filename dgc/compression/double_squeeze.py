@@ -10,19 +10,16 @@ The elements of a bucket are divided into N chunks. Rank r of N is a worker and 
 C[x] = |x|_2 / sqrt(d) sign(x) for each piece of x, with d elements. A piece is the part of one tensor that lies in
 one chunk. It is sent as 4 bytes of scale and 4 ceil(d/32) bytes of signs.
 
-Payload of a bucket in bytes: (N + 1) (24 + B), where B is the size of the largest chunk's C[x], rounded up to 8.
-It hardly depends on N: a rank sends about 1 bit per element to the servers and 1/N bit per element from its own.
+Payload of a bucket in bytes: (N + 1) (24 + B), where B is the size of the largest chunk's C[x], rounded up to 8: a
+rank sends about 1 bit per element to the servers and 1/N bit per element from its own.
 
-Error state: e_i, and in the rank's own chunk d_r. The mean over the ranks of gradient and error state is
-preserved. A checkpoint has both under parameter names. If it is loaded on another number of ranks or with other
-buckets, elements of d that do not belong to the rank's new chunk become part of e.
+If a checkpoint is loaded on another number of ranks or with other buckets, elements of d that do not belong to the
+rank's new chunk become part of e.
 
 Differences from the paper: the servers compress the sum and not the mean, which changes d_r by a factor of N. Each
-piece has its own scale, because tensors differ in magnitude. There is no separate server. An element of 0 is sent
-as a negative one.
+piece has its own scale. There is no separate server. An element of 0 is sent as a negative one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -34,10 +31,9 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.compression.all_gather import Codes, join, split
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.nonfinite import first_nonfinite_message
-from dgc.compression.protocol import Compressor, DenseResult, Reduced
+from dgc.compression.error_feedback import Codes, join, split
+from dgc.compression.protocol import Compressor, DenseResult, Position, Reduced, Vector, first_nonfinite_message
 from dgc.state import State, Tables, flat_from, parts_of, zeros
 from dgc.wire.envelope import envelope_of
 
@@ -60,13 +56,16 @@ class _Chunks:
     bytes: list[int]
     nbytes: int
 
-    def header(self, chunk: int) -> int:
-        """Number of scales of a chunk."""
-        return self.pieces[chunk + 1] - self.pieces[chunk]
+    def split(self, codes: UInt8[Tensor, "padded"], chunk: int) -> tuple[Float32[Tensor, "pieces"], Codes]:
+        """The scales and signs of a chunk, without padding."""
+        scales = self.pieces[chunk + 1] - self.pieces[chunk]
+        return split(codes[: 4 * scales + self.bytes[chunk + 1] - self.bytes[chunk]], scales)
 
-    def end(self, chunk: int) -> int:
-        """Bytes of a chunk's scales and signs, without padding."""
-        return 4 * self.header(chunk) + self.bytes[chunk + 1] - self.bytes[chunk]
+    def join(self, scales: Float32[Tensor, "pieces"], signs: Codes) -> UInt8[Tensor, "padded"]:
+        """The codes of a chunk, padded to the size of the largest."""
+        codes = torch.zeros(self.nbytes, dtype=torch.uint8, device=signs.device)
+        codes[: 4 * scales.numel() + signs.numel()] = join(scales, signs)
+        return codes
 
 
 def divide_into_chunks(bucket: Bucket, size: int, rank: int) -> _Chunks:
@@ -94,17 +93,13 @@ def divide_into_chunks(bucket: Bucket, size: int, rank: int) -> _Chunks:
 
 @dataclass(eq=False, kw_only=True)
 class ServerState(State):
-    """The errors of a rank as a worker and as the server of its chunk.
-
-    served: d_r [chunk]. A checkpoint has it in whole tensors, with zeros in the chunks of other ranks.
-    """
+    """served: d_r [chunk]. A checkpoint has it in whole tensors, with zeros in the chunks of other ranks."""
 
     chunks: _Chunks
     served: Float32[Tensor, "chunk"]
 
     @property
     def own(self) -> slice:
-        """This rank's chunk."""
         return slice(self.chunks.edges[self.rank], self.chunks.edges[self.rank + 1])
 
     def unsent(self, bucket: Bucket) -> list[Tensor]:
@@ -120,7 +115,7 @@ class ServerState(State):
         state.errors["errors"].add_(served)
         return replace(state, served=own)
 
-    def _everywhere(self, bucket: Bucket) -> Float32[Tensor, "n"]:
+    def _everywhere(self, bucket: Bucket) -> Vector:
         """d, with zeros in the chunks of other ranks."""
         whole = zeros(bucket)
         whole[self.own] = self.served
@@ -129,10 +124,7 @@ class ServerState(State):
 
 class DoubleSqueezeCompressor(Compressor):
     """Scaled signs to the servers and back, with error feedback in both directions (Tang et al. 2019, arXiv
-    1905.05957, Algorithm 1).
-
-    A rank sends about 1 bit per element, for any number of ranks. For momentum in place of gradients, with Adam:
-    `OneBitAdamCompressor`.
+    1905.05957, Algorithm 1). For momentum in place of gradients, with Adam: `OneBitAdamCompressor`.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -154,61 +146,39 @@ class DoubleSqueezeCompressor(Compressor):
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
-        """Returns v, and the index of the gradient's first non-finite element, or n."""
+    def accumulate(self, bucket: Bucket, state: Any) -> tuple[Vector, Position]:
         v = state.errors["errors"]
         return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
 
     def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
         v, first = self.accumulate(bucket, state)
         bucket.release()
-        chunks = state.chunks
+        chunks, mean = state.chunks, torch.zeros_like(v)
         envelope = envelope_of(bucket, bucket.bounds, self.compress_ratio, type(self).__qualname__)
         scales, signs, kept = squeeze(v, chunks.bounds)
-        parts, nonfinite = yield from envelope.scatter(_codes(scales, signs, chunks), first)
-        answer, served = _serve(state, parts)
-        answers, _ = yield from envelope.gather(answer, bucket.bounds[-1])
-        bucket.flat.copy_(_mean(answers, state, torch.zeros_like(v)))
+        by_piece, by_byte = pairwise(chunks.pieces), pairwise(chunks.bytes)
+        rows = [chunks.join(scales[a:b], signs[c:d]) for (a, b), (c, d) in zip(by_piece, by_byte, strict=True)]
+        parts, nonfinite = yield from envelope.scatter(torch.stack(rows), first)
+
+        total = state.served.clone()  # as the server of a chunk, in rank order
+        for part in parts:
+            scales, signs = chunks.split(part, state.rank)
+            kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
+        scales, signs, served = squeeze(total, chunks.own)
+        answers, _ = yield from envelope.gather(chunks.join(scales, signs), bucket.bounds[-1])
+
+        sections = (chunks.split(codes, r) for r, codes in enumerate(answers))
+        scales, signs = (torch.cat(parts) for parts in zip(*sections, strict=True))
+        scales = scales / state.size
+        kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, -scales, scales, mean)
+        bucket.flat.copy_(mean)
         result = DenseResult(first_nonfinite_message(bucket, nonfinite))
         return Reduced(result, state.next(errors={"errors": kept}, served=served), dropped=state.next())
 
 
-def _serve(state: ServerState, parts: Sequence[Codes]) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "chunk"]]:
-    """Add up this rank's chunk of all workers, in rank order, and compress the sum. Returns its codes and d_r."""
-    chunks, rank, total = state.chunks, state.rank, state.served.clone()
-    for part in parts:
-        scales, signs = split(part[: chunks.end(rank)], chunks.header(rank))
-        kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
-    scales, signs, rest = squeeze(total, chunks.own)
-    answer = torch.zeros(chunks.nbytes, dtype=torch.uint8, device=total.device)
-    answer[: chunks.end(rank)] = join(scales, signs)
-    return answer, rest
-
-
-def _mean(answers: Sequence[Codes], state: ServerState, mean: Float32[Tensor, "n"]) -> Float32[Tensor, "n"]:
-    """Decode the servers' chunks into `mean`, which is zero."""
-    chunks = state.chunks
-    parts = [split(answer[: chunks.end(r)], chunks.header(r)) for r, answer in enumerate(answers)]
-    scales, signs = (torch.cat(sections) for sections in zip(*parts, strict=True))
-    scales = scales / state.size
-    kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, -scales, scales, mean)
-    return mean
-
-
-def squeeze(
-    x: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]
-) -> tuple[Float32[Tensor, "pieces"], Codes, Float32[Tensor, "n"]]:
+def squeeze(x: Vector, bounds: Int64[Tensor, "bounds"]) -> tuple[Float32[Tensor, "pieces"], Codes, Vector]:
     """Return (scales, signs, x - C[x]). No piece is empty."""
     squares = kernels.of(x).selection.moments(x, bounds).squares
     scales = (squares / bounds.diff()).sqrt().float()
     signs, rest = kernels.of(x).quantize.sign_encode(x, bounds, torch.zeros_like(scales), -scales, scales)
     return scales, signs, rest
-
-
-def _codes(scales: Float32[Tensor, "pieces"], signs: Codes, chunks: _Chunks) -> UInt8[Tensor, "chunks length"]:
-    """The codes of all chunks, each padded to the size of the largest."""
-    rows = torch.zeros(len(chunks.edges) - 1, chunks.nbytes, dtype=torch.uint8, device=signs.device)
-    for r, row in enumerate(rows):
-        own = scales[slice(*chunks.pieces[r : r + 2])]
-        row[: chunks.end(r)] = join(own, signs[slice(*chunks.bytes[r : r + 2])])
-    return rows

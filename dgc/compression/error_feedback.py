@@ -1,14 +1,12 @@
-"""Base class of compressors with a dense result: error feedback, and seeds.
-
-v = g + e                 e: residual of earlier steps. NaN and TOO_LARGE in g count as zero and are flagged.
-(mean, e) = exchange(v)   mean over ranks of the sent values, and this rank's new residual
-"""
+"""Base classes of compressors with a dense result: error feedback, seeds, and codes that all ranks gather."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TypeAlias
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -16,28 +14,26 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.nonfinite import first_nonfinite_message
-from dgc.compression.protocol import Compressor, DenseResult, Reduced
+from dgc.compression.protocol import Compressor, DenseResult, Position, Reduced, Vector, first_nonfinite_message
 from dgc.state import State, zeros
 from dgc.wire.envelope import Envelope, envelope_of
 
-
-def place_of_mean(bucket: Bucket) -> Float32[Tensor, "n"]:
-    """Where to write an fp32 mean with its final bits: into the bucket, if it is of that type, without a copy."""
-    if bucket.dtype is torch.float32:
-        return bucket.flat
-    return torch.empty(bucket.numel, dtype=torch.float32, device=bucket.device)
+Codes = UInt8[Tensor, "nbytes"]
+Mean: TypeAlias = Conversation[tuple[Tensor, Tensor, list[int]]]  # see `ErrorFeedbackCompressor.exchange`
 
 
 @checked
 class ErrorFeedbackCompressor(Compressor):
     """Base class of compressors with a dense result.
 
+        v = g + e                e: residual of earlier steps
+        (mean, e) = exchange(v)  mean over ranks of the sent values, and this rank's new residual
+
+    NaN and TOO_LARGE in g count as zero and are flagged. Tensors that the method does not accept go to `fallback`.
+
     Args:
         error_feedback (bool): keep what a step does not send and add it to the next gradient.
         seed (int): seed of all random numbers.
-
-    Tensors that the method does not accept go to `fallback`.
     """
 
     fallback: Compressor = DenseCompressor()
@@ -50,21 +46,16 @@ class ErrorFeedbackCompressor(Compressor):
     def compress_ratio(self) -> float: ...
 
     @abstractmethod
-    def exchange(
-        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         """Returns (mean [n] fp32, residual [n] fp32, for each rank its first non-finite tensor, from 1, or 0).
 
         v must not change, and the residual must be a separate tensor. The mean may be `place_of_mean(bucket)`.
-        first_nonfinite: index of the first element of the gradient that was NaN or TOO_LARGE, or n if there is
-        none.
         """
-        ...
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
         return State(size, rank, errors={"errors": zeros(bucket)} if self.error_feedback else {})
 
-    def accumulate(self, bucket: Bucket, state: State) -> tuple[Float32[Tensor, "n"], Int64[Tensor, ""]]:
+    def accumulate(self, bucket: Bucket, state: State) -> tuple[Vector, Position]:
         """Returns v, and the first_nonfinite of `exchange`. With error feedback v is the residual, in place."""
         v = state.errors["errors"] if self.error_feedback else zeros(bucket)
         return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
@@ -86,3 +77,61 @@ class ErrorFeedbackCompressor(Compressor):
         """A 32-bit seed for this bucket and step: different on each rank, or `shared` by all."""
         owner = "all" if shared else state.rank
         return crc32(f"{self._seed} {owner} {bucket.segments[0].name} {state.steps}".encode())
+
+
+class AllGatherCompressor(ErrorFeedbackCompressor):
+    """Base class of compressors with one code per element. All ranks gather all codes, and sum them in rank order.
+
+    Payload of a bucket in bytes: 24 + those of the codes, rounded up to 8. The nominal ratio is bits / 32.
+    """
+
+    bits: float
+
+    @property
+    def compress_ratio(self) -> float:
+        return self.bits / 32
+
+    @abstractmethod
+    def nbytes(self, bucket: Bucket) -> int:
+        """Bytes of the codes, the same on every rank and in every step."""
+
+    @abstractmethod
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
+        """Returns (codes, v minus the decoded codes)."""
+
+    @abstractmethod
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
+        """Overwrites `mean` with the mean of the decoded codes of all ranks: added to zero in rank order."""
+
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
+        codes, kept = self.encode(bucket, state, v)
+        parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
+        mean = place_of_mean(bucket)
+        self.mean_(bucket, state, parts, mean)
+        return mean, kept, nonfinite
+
+
+def place_of_mean(bucket: Bucket) -> Vector:
+    """Where to write an fp32 mean with its final bits: into the bucket, if it is of that type, without a copy."""
+    if bucket.dtype is torch.float32:
+        return bucket.flat
+    return torch.empty(bucket.numel, dtype=torch.float32, device=bucket.device)
+
+
+def join(header: Float32[Tensor, "length"], codes: Codes) -> UInt8[Tensor, "both"]:
+    """The bytes of a header, followed by codes."""
+    return torch.cat([header.contiguous().view(torch.uint8), codes])
+
+
+def split(both: UInt8[Tensor, "both"], length: int) -> tuple[Float32[Tensor, "length"], Codes]:
+    """Inverse of `join` for a header of `length` floats, which is copied because it may be unaligned."""
+    edge = 4 * length
+    return both[:edge].clone().view(torch.float32), both[edge:]
+
+
+def split_all(
+    codes: Sequence[UInt8[Tensor, "both"]], length: int
+) -> tuple[tuple[Float32[Tensor, "length"], ...], tuple[Codes, ...]]:
+    """The headers of all ranks, and their codes."""
+    headers, fields = zip(*(split(both, length) for both in codes), strict=True)
+    return headers, fields

@@ -1,22 +1,20 @@
 """The matrices of a bucket, orthonormal bases for their factors, and the choice of their ranks.
 
-v [V] holds gradient + error of a bucket in fp32. The matrix M [n, m] of a tensor is shape[0] x rest. If dimension
-0 is outermost in memory, as in channels_last, the columns of M are in memory order and no data is moved. Matrices
-of the same shape and rank are stored consecutively and multiplied together as a `Batch`. The uncompressed tensors,
-here called dense, follow.
-
-Factors are stored in rows, P [B, r, n] and Q [B, r, m]: in this order both products read M in memory order.
+v [V] holds gradient + error of a bucket in fp32. If dimension 0 of a tensor is outermost in memory, as in
+channels_last, the columns of its matrix M [n, m] are in memory order and no data is moved. Matrices of the same
+shape and rank are stored consecutively and multiplied together as a `Batch`. The uncompressed tensors, here called
+dense, follow. Factors are stored in rows, P [B, r, n] and Q [B, r, m]: both products then read M in memory order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from math import isqrt, prod, sqrt
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float32, Float64, Int64
+from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -25,6 +23,7 @@ from dgc.bucket import Bucket, Segment
 from dgc.state import check_mapping
 
 Factor = tuple[Float32[Tensor, "_ _ _"], ...]  # P or Q, by batch
+Rows = Float32[Tensor, "B r d"]
 Products = list[tuple[Float32[Tensor, "_ _ _"], Float32[Tensor, "_ _ _"]]]  # (U, W) of U^T W, by batch
 
 
@@ -37,23 +36,10 @@ def memory_order(segment: Segment) -> list[int] | None:
     return sorted(rest, key=lambda d: -stride[d])
 
 
-def permute_columns(segment: Segment, Q: Float32[Tensor, "r m"], to_memory: bool) -> Float32[Tensor, "r m"]:
-    """Permutes columns from the order of the shape to memory order, or back."""
-    order = memory_order(segment)
-    if order is None or order == sorted(order):
-        return Q
-    if to_memory:
-        return Q.reshape(-1, *segment.shape[1:]).permute(0, *order).reshape(Q.shape)
-    back = [1 + order.index(d) for d in sorted(order)]
-    return Q.reshape(-1, *(segment.shape[d] for d in order)).permute(0, *back).reshape(Q.shape)
-
-
 @dataclass(frozen=True)
 class Batch:
-    """`count` matrices [n, m] of rank `rank`, stored from `offset` in v.
-
-    members: positions of their tensors in the bucket. numel: number of elements of these tensors. The rest of a
-    square matrix is padding.
+    """`count` matrices [n, m], stored from `offset` in v, of the tensors `members` of the bucket, which together
+    have `numel` elements. The rest of a square matrix is padding.
     """
 
     members: tuple[int, ...]
@@ -74,12 +60,8 @@ class Batch:
 
 
 class Layout:
-    """Positions of a bucket's tensors in v.
-
-    Args:
-        bucket (Bucket): the bucket.
-        groups (mapping): positions in the bucket of the tensors of each batch, by (n, m, rank).
-        square (bool): the only batch is one matrix of all tensors.
+    """Positions of a bucket's tensors in v. groups: positions in the bucket of the tensors of each batch, by
+    (n, m, rank). square: the only batch is one matrix of all tensors.
     """
 
     def __init__(self, bucket: Bucket, groups: Mapping[tuple[int, int, int], Sequence[int]], square: bool = False):
@@ -118,12 +100,19 @@ class Layout:
         return [f"{names[0]}..{names[-1]}"] if self.square else names
 
     def permute_columns(
-        self, batch: Batch, Q: Sequence[Float32[Tensor, "r m"]], to_memory: bool
+        self, batch: Batch, Qs: Sequence[Float32[Tensor, "r m"]], to_memory: bool
     ) -> list[Float32[Tensor, "r m"]]:
         """Permutes the columns of each matrix's Q from the order of the shapes to that of v, or back."""
-        if self.square:
-            return list(Q)
-        return [permute_columns(self.segments[i], q, to_memory) for i, q in zip(batch.members, Q, strict=True)]
+        permuted = list(Qs)
+        for j, i in enumerate(() if self.square else batch.members):
+            Q, shape, order = Qs[j], self.segments[i].shape, memory_order(self.segments[i])
+            if order is None or order == sorted(order):
+                continue
+            axes, sizes = order, list(shape[1:])
+            if not to_memory:
+                axes, sizes = [1 + order.index(d) for d in sorted(order)], [shape[d] for d in order]
+            permuted[j] = Q.reshape(-1, *sizes).permute(0, *axes).reshape(Q.shape)
+        return permuted
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the bucket by segment, each one-dimensional in the order of v."""
@@ -138,10 +127,7 @@ class Layout:
 
     @cached_property
     def extents(self) -> Int64[Tensor, "2 parts"]:
-        """Start in v, and number of elements from gradients, of each batch and of the dense tensors.
-
-        Computed once, because a copy from the host waits for the device.
-        """
+        """Start in v, and number of elements from gradients, of each batch and of the dense tensors."""
         parts = [(batch.offset, batch.numel) for batch in self.batches]
         if self.dense:
             parts.append((self.begin_dense, self.numel - self.begin_dense))
@@ -188,19 +174,15 @@ class Layout:
         """Writes the mean of the dense tensors into the bucket."""
         start, flat = 0, self.bucket.flat
         for i in self.dense:
-            offset, numel = self.segments[i].offset, self.segments[i].numel
-            flat[offset : offset + numel].copy_(mean[start : start + numel])
-            start += numel
+            s = self.segments[i]
+            flat[s.offset : s.offset + s.numel].copy_(mean[start : start + s.numel])
+            start += s.numel
 
 
 @dataclass(frozen=True)
 class Regime:
-    """What Accordion knows of the tensors of a bucket.
-
-    Attributes:
-        epoch: The last one that began.
-        norms: Norm of each tensor in the last interval, by name.
-        ranks: Current rank of each tensor by name, once it is known.
+    """What Accordion knows of the tensors of a bucket, by name: their norms in the last interval, and their ranks,
+    once they are known. epoch: the last one that began.
     """
 
     epoch: int | None = None
@@ -221,14 +203,10 @@ class Regime:
             check_mapping(f"accordion of {name}", saved)
             if saved.keys() != {"epoch", "norm", "rank"}:
                 raise ValueError(f"accordion of {name} must have epoch, norm and rank, not {sorted(saved)}")
-            for key, expected, kinds in (
-                ("epoch", "whole ", WHOLE),
-                ("norm", "", NUMBER),
-                ("rank", "whole ", WHOLE),
-            ):
+            for key, kinds in (("epoch", WHOLE), ("norm", NUMBER), ("rank", WHOLE)):
                 if saved[key] is not None:
-                    what = {f"{key} in accordion of {name}": saved[key]}
-                    require(f"a {expected}number or None", kinds, least=0, **what)
+                    expected = "a whole number or None" if kinds is WHOLE else "a number or None"
+                    require(expected, kinds, least=0, **{f"{key} in accordion of {name}": saved[key]})
         norms, ranks, epochs = (
             {name: saved[key] for name, saved in own.items() if saved[key] is not None}
             for key in ("norm", "rank", "epoch")
@@ -241,21 +219,16 @@ class Accordion:
     """Accordion: the rank of each tensor, adapted during training (Agarwal, Wang, Lee, Venkataraman,
     Papailiopoulos 2020, arXiv 2010.16248, Algorithm 1).
 
-    While a tensor's gradients change fast, training is in a critical regime, and compression errors have lasting
-    effects. With |d| the norm of the tensor's gradient in an interval of epochs:
+    In a critical regime compression errors have lasting effects. With |d| the norm of the tensor's gradient in an
+    interval of epochs:
 
         high rank   while | |d_previous| - |d| | / |d_previous| >= change, and until two intervals are known
         low rank    otherwise
 
     Differences from the paper: |d| is the root mean square, over the interval's steps, of the norm of the applied
-    gradient, which the factors give at no cost. The paper sums all gradients. The learning rate is not used: the
-    effect of its decay on the gradients appears in the next interval.
+    gradient, which the factors give at no cost. The paper sums all gradients, and uses the learning rate.
 
-    Args:
-        low (int): rank outside critical regimes.
-        high (int): rank in critical regimes, at least `low`.
-        change (float): relative change of the norm at which a regime is critical.
-        every (int): length of an interval in epochs.
+    change: relative change of the norm at which a regime is critical. every: length of an interval in epochs.
 
     Raises:
         ValueError: if high < low, change is not positive or every is less than 1.
@@ -279,10 +252,7 @@ class Accordion:
         return last is not None and epoch // self.every > last // self.every
 
     def choose(self, regime: Regime, sums: Mapping[str, tuple[float, float]]) -> Regime:
-        """Chooses the rank of each tensor.
-
-        sums: by name, the sum of squared norms over an interval, and the number of its steps.
-        """
+        """Chooses ranks. sums: by name, the sum of squared norms over an interval, and the number of its steps."""
         norms, ranks = dict(regime.norms), dict(regime.ranks)
         for name, (squares, steps) in sums.items():
             if steps:
@@ -295,10 +265,9 @@ class Accordion:
 
 @dataclass(frozen=True)
 class CompressionRule:
-    """Which tensors are compressed, and with which rank.
-
-    half_steps: K. square: one matrix per bucket. start: number of uncompressed steps. accordion: proposes a rank
-    for each tensor; `rank` is tried where that saves too little.
+    """Which tensors are compressed, and with which rank. half_steps: K. square: one matrix per bucket. start:
+    number of uncompressed steps. accordion: proposes a rank for each tensor; `rank` is tried where that saves too
+    little.
     """
 
     rank: int
@@ -339,105 +308,70 @@ class CompressionRule:
         return factors * self.half_steps / 2 + layout.numel - layout.begin_dense
 
 
-def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
-    """Adds X^T Y to each product if even, else Y^T X."""
-    terms = list(zip(X, Y, strict=True) if even else zip(Y, X, strict=True))
-    if products:
-        terms = [
-            (torch.cat([U, U_new], 1), torch.cat([W, W_new], 1))
-            for (U, W), (U_new, W_new) in zip(products, terms, strict=True)
-        ]
-    products[:] = terms
-
-
-def square_norms(U: Float32[Tensor, "B R n"], W: Float32[Tensor, "B R m"]) -> Float64[Tensor, "B 2"]:
-    """The squared norm of each U^T W, computed from the factors, and 1 for the step."""
-    squares = (U.bmm(U.mT) * W.bmm(W.mT)).sum(dim=(1, 2), dtype=torch.float64)
-    return torch.stack([squares, torch.ones_like(squares)], dim=1)
-
-
 # --- orthonormal bases, in fp32 and for each matrix of a batch --------------------------------------
 
 WAYS = ("auto", "qr", "gram_schmidt", "cholesky_qr", "authors")
 SAFE = 1e-2  # smallest share of a row at which the last two methods are accurate
 
 
-def check_orthogonalization(name: str, epsilon: float) -> None:
-    """Raises ValueError unless orthonormalize accepts the arguments."""
-    if name not in WAYS:
-        raise ValueError(f"orthogonalization must be one of {', '.join(WAYS)}, not {name!r}")
-    if not 0 < epsilon < 1:
-        raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
-
-
 def orthonormalize(
-    x: Float32[Tensor, "B r d"],
+    xs: Sequence[Float32[Tensor, "_ _ _"]],
     way: str = "auto",
     epsilon: float = 1e-8,
-    noise: Callable[[], Tensor] | None = None,
-) -> Float32[Tensor, "B r d"]:
-    """An orthonormal basis for the rows of each of the B matrices in x. x is finite and r <= d.
+    noise: Callable[[int], Tensor] | None = None,
+) -> list[Float32[Tensor, "_ _ _"]]:
+    """Orthonormal bases for the rows of each of the B matrices in each x [B, r, d]. x is finite and r <= d.
 
-    The result has r orthonormal rows of d elements with the same span as x; its first k rows span the same space
-    as the first k rows of x. The `share` of a row is the part of its length that the rows before it do not
-    explain. There are three methods, and a fourth that repeats other code:
+    A result has r orthonormal rows of d elements with the same span as x; its first k rows span the same space as
+    the first k rows of x. The `share` of a row is the part of its length that the rows before it do not explain.
+    There are three methods, and a fourth that repeats other code:
 
         qr             Householder reflections; orthonormal for any x
         gram_schmidt   x_i = x_i / |x_i|;  x_j -= (x_j . x_i) x_i for j > i      (modified, Vogels et al. 2019)
         cholesky_qr    L L^T = x x^T in fp64;  L^-1 x
 
     The last two lose orthogonality if rows are nearly dependent; then Householder replaces them. `auto` uses
-    Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest of the
-    three for ResNet-18's matrices at ranks 2, 4 and 7) and cholesky_qr on a GPU, which has no fast QR of many
-    small matrices.
+    Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest for
+    ResNet-18's matrices) and cholesky_qr on a GPU, which has no fast QR of many small matrices.
 
     `authors` repeats what the authors' package, epfml/powersgd, does: at rank 1 x / max(|x|, 1e-16) with one norm
     |x| of the whole batch, otherwise qr. The rows of B equal matrices of rank 1 then have a length of about
     1 / sqrt(B), not 1, so a step sends only a part of what it should. The error feedback keeps the rest.
 
     A row that is zero, or has a share of at most epsilon, determines no direction and is replaced by a random row.
-    Without this, a gradient that was zero once (an unused layer) would never be compressed again, because its
-    factor would stay zero. The paper adds epsilon to the norm instead, so such a row stays zero.
+    Without this, as in the paper, which adds epsilon to the norm, a gradient that was zero once (an unused layer)
+    would never be compressed again, because its factor would stay zero.
 
-    Args:
-        way: One of WAYS.
-        epsilon: Largest share of a row that determines no direction.
-        noise: Returns [B, r, d] fp32, the source of the random rows; it must be the same on all ranks. None:
-            random numbers from a fixed seed.
-    """
-    return orthonormalize_each([x], way, epsilon, None if noise is None else lambda b: noise())[0]
-
-
-def orthonormalize_each(
-    xs: Sequence[Float32[Tensor, "_ _ _"]],
-    way: str,
-    epsilon: float,
-    noise: Callable[[int], Tensor] | None,
-) -> list[Float32[Tensor, "_ _ _"]]:
-    """Applies `orthonormalize` to each. noise: as there, of the b-th.
-
-    If all rows determine a direction, the host waits for a GPU only once.
+    noise: returns the source of the random rows of the b-th x, [B, r, d] fp32, the same on all ranks. None: random
+    numbers from a fixed seed.
     """
     bases, valid = [], []
     for x in xs:
         basis, is_valid = attempt(x, way, epsilon)
         bases.append(basis)
         valid.append(is_valid)
+    # if all rows determine a direction, the host waits for a GPU only once
     accepted = torch.stack(valid).tolist() if valid else []
     for b, accept in enumerate(accepted):
-        if not accept:
-            bases[b] = completed(xs[b], epsilon, None if noise is None else partial(noise, b))
+        if accept:
+            continue
+        bases[b], share = qr(x := xs[b])
+        lost = ~(share > epsilon)
+        if bool(lost.any()):
+            fixed = torch.Generator().manual_seed(0)
+            rows = torch.randn(x.shape, generator=fixed, dtype=torch.float32) if noise is None else noise(b)
+            # the lost rows move behind the others, which keep their span
+            order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
+            bases[b], _ = qr(torch.where(lost[:, :, None], rows.to(x.device), x).gather(1, order))
     return bases
 
 
-def attempt(
-    x: Float32[Tensor, "B r d"], way: str, epsilon: float
-) -> tuple[Float32[Tensor, "B r d"], Bool[Tensor, ""]]:
+def attempt(x: Rows, way: str, epsilon: float) -> tuple[Rows, Bool[Tensor, ""]]:
     """Returns (basis, whether it is valid): not if rows determine no direction or rounding has spoilt it."""
-    if way == "authors" and x.shape[1] == 1:
-        whole = torch.linalg.vector_norm(x)
-        return x / whole.clamp(min=1e-16), whole.isfinite()
     if way == "authors":
+        if x.shape[1] == 1:
+            whole = torch.linalg.vector_norm(x)
+            return x / whole.clamp(min=1e-16), whole.isfinite()
         way = "qr"
     if way == "auto":
         way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
@@ -450,24 +384,13 @@ def attempt(
     return basis, (share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)).all()
 
 
-def completed(
-    x: Float32[Tensor, "B r d"], epsilon: float, noise: Callable[[], Tensor] | None
-) -> Float32[Tensor, "B r d"]:
-    """The basis by Householder reflections, with noise for rows that determine no direction."""
-    basis, share = qr(x)
-    lost = ~(share > epsilon)
-    if bool(lost.any()):
-        basis, _ = qr(replaced(x, lost, noise() if noise is not None else _noise_like(x)))
-    return basis
-
-
-def qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+def qr(x: Rows) -> tuple[Rows, Float32[Tensor, "B r"]]:
     """Returns (basis, share), as the next two. LAPACK expects columns: the transpose of x, which costs no copy."""
     q, r = torch.linalg.qr(x.mT)
     return q.mT, r.diagonal(dim1=1, dim2=2).abs() / torch.linalg.vector_norm(r, dim=1)
 
 
-def gram_schmidt(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+def gram_schmidt(x: Rows) -> tuple[Rows, Float32[Tensor, "B r"]]:
     basis = x.clone()
     before = torch.linalg.vector_norm(x, dim=2)
     left = []
@@ -481,7 +404,7 @@ def gram_schmidt(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"],
     return basis, torch.stack(left, dim=1) / before
 
 
-def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], Float32[Tensor, "B r"]]:
+def cholesky_qr(x: Rows) -> tuple[Rows, Float32[Tensor, "B r"]]:
     wide = x.double()
     gram = wide.bmm(wide.mT)
     L, info = torch.linalg.cholesky_ex(gram)
@@ -489,16 +412,3 @@ def cholesky_qr(x: Float32[Tensor, "B r d"]) -> tuple[Float32[Tensor, "B r d"], 
     inverse = torch.linalg.solve_triangular(L, identity, upper=False)
     share = (L / gram.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]).diagonal(dim1=1, dim2=2)
     return inverse.bmm(wide).float(), torch.where(info[:, None] == 0, share, 0.0).float()
-
-
-def replaced(
-    x: Float32[Tensor, "B r d"], lost: Bool[Tensor, "B r"], noise: Float32[Tensor, "B r d"]
-) -> Float32[Tensor, "B r d"]:
-    """x with the lost rows moved behind the others, which keep their span, and replaced by noise."""
-    order = lost.int().argsort(dim=1, stable=True)[:, :, None].expand_as(x)
-    return torch.where(lost[:, :, None], noise, x).gather(1, order)
-
-
-def _noise_like(x: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.device)

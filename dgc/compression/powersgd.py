@@ -18,7 +18,7 @@ elements of the other tensors) and 24 for a header, w = 4, or 2 with wire="fp16"
 
 Differences from the paper: The error refers to this rank's own gradient. The paper has e = M - P Q^T, with the
 mean Q. Then only the mean of e over the ranks is bounded, and each e grows with the differences between the ranks'
-data. In both cases, updates plus errors equal the sum of all gradients. Undetermined directions are random.
+data. Undetermined directions are random.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +37,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.matrices import (
+    WAYS,
     Accordion,
     Batch,
     CompressionRule,
@@ -44,19 +45,13 @@ from dgc.compression.matrices import (
     Layout,
     Products,
     Regime,
-    append_,
-    check_orthogonalization,
     orthonormalize,
-    orthonormalize_each,
-    square_norms,
 )
-from dgc.compression.nonfinite import first_nonfinite_message
-from dgc.compression.protocol import Compressor, DenseResult, Reduced
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, check_choice, first_nonfinite_message
 from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.wire import CastValues
 from dgc.wire.envelope import Envelope, envelope_of
 
-MODES = ("residual", "paper", "square")
 NOTHING = torch.empty(0, dtype=torch.float32)
 
 
@@ -73,23 +68,12 @@ class SentProducts:
 
 @dataclass(eq=False, kw_only=True)
 class PowerSGDState(State):
-    """State of one bucket.
+    """State of one bucket. All but v and `deferred` is the same on every rank.
 
-    All but v and `deferred` is the same on every rank.
-
-    Attributes:
-        layout: Positions of the tensors in v.
-        rule: Which tensors are compressed.
-        seed: Seed of random factors.
-        settings: What must be equal on every rank. envelope: of the payloads.
-        v: Gradient + error of the last step.
-        P, Q: [B, r, n] and [B, r, m], by batch.
-        sums: [B, 2] by batch: the sum of the squared norms of the applied gradients since Accordion's last choice,
-            and the number of steps.
-        half_steps: h. steps: without dropped ones.
-        regime: Of Accordion.
-        deferred: Not yet subtracted from v.
-        keeps: Whether there is error feedback.
+    settings: what must be equal on every rank. v: gradient + error of the last step. P, Q: [B, r, n] and [B, r,
+    m], by batch. sums: [B, 2] by batch, the sum of the squared norms of the applied gradients since Accordion's
+    last choice, and the number of steps. half_steps: h. `steps` is without dropped ones. deferred: not yet
+    subtracted from v. keeps: whether there is error feedback.
     """
 
     layout: Layout
@@ -97,10 +81,10 @@ class PowerSGDState(State):
     seed: int
     settings: str
     envelope: Envelope
-    v: Float32[Tensor, "V"]
-    P: Factor
-    Q: Factor
-    sums: tuple[Float64[Tensor, "_ 2"], ...]
+    v: Float32[Tensor, "V"] = NOTHING
+    P: Factor = ()
+    Q: Factor = ()
+    sums: tuple[Float64[Tensor, "_ 2"], ...] = ()
     half_steps: int = 0
     regime: Regime = Regime()
     deferred: SentProducts | None = None
@@ -113,36 +97,24 @@ class PowerSGDState(State):
         Returns the position in v of the first NaN or TOO_LARGE, or the length of v if there is none.
         """
         layout, v, deferred = self.layout, self.v, self.deferred
-        tier, gradients, found = kernels.of(v), layout.gradients(), []
+        backend, gradients, found = kernels.of(v), layout.gradients(), []
         for b, batch in enumerate(layout.batches):
             g = list(map(gradients.__getitem__, batch.members))
             product = None if deferred is None else deferred.products[b]
-            found.append(tier.lowrank.refresh_(batch.of(v), product, g, X[b], even, Y[b]))
+            found.append(backend.lowrank.refresh_(batch.of(v), product, g, X[b], even, Y[b]))
         if layout.dense:
             dense = v[layout.begin_dense :]
             if deferred is not None:
                 dense.copy_(deferred.rounding_errors)
             g = list(map(gradients.__getitem__, layout.dense))
-            found.append(tier.selection.accumulate_(kernels.PassInputs(tuple(g), None, dense)))
+            found.append(backend.selection.accumulate_(kernels.PassInputs(tuple(g), None, dense)))
         layout.bucket.release()
         starts, counts = layout.extents
         places = torch.stack(found)
         return torch.where(places < counts, places + starts, layout.numel).min()
 
-    def multiply(self, sent: Products, X: Factor, even: bool, Y: Factor) -> None:
-        """Multiplies M - U^T W of each batch by its X into its Y. sent: U and W of this step so far, by batch."""
-        for b, batch in enumerate(self.layout.batches):
-            kernels.of(self.v).lowrank.multiply(batch.of(self.v), X[b], even, Y[b])
-            if sent:
-                along, across = sent[b] if even else sent[b][::-1]
-                Y[b].baddbmm_(X[b].bmm(along.mT), across, alpha=-1)
-
-    def random(self, side: str) -> Factor:
-        """Random factors to begin a step with."""
-        return tuple(self.random_factor(batch, side, -1) for batch in self.layout.batches)
-
     def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
-        """Random factors of a batch for the k-th half step of this step, the same on all ranks."""
+        """Random factors for the k-th half step of this step, the same on all ranks. -1: to begin it with."""
         _, r, length = batch.factor_shape(side)
         keys = [f"{name} {side} {self.steps} {k}" for name in self.layout.names(batch)]
         return stack(self.layout, batch, side, [draw(self.seed, key, r, length) for key in keys])
@@ -150,9 +122,8 @@ class PowerSGDState(State):
     # --- state ------------------------------------------------------------------------------------
 
     def error(self) -> Float32[Tensor, "n"]:
-        """A copy of the error after the last step, in the order of the bucket.
-
-        It is bit for bit the value that `accumulate_` adds the gradients to. v is not changed.
+        """A copy of the error after the last step, to which `accumulate_` adds the gradients, in the order of the
+        bucket.
         """
         layout, v = self.layout, self.v.clone()
         if self.deferred is not None:
@@ -168,13 +139,8 @@ class PowerSGDState(State):
         return [self.error()] if self.keeps else []
 
     def saved(self, bucket: Bucket) -> Tables:
-        """The tables, for any division into buckets:
-
-        errors                 in the shape of the tensor
-        P, Q                   [n, r] and [m, r], with rows in the order of the shape
-        sums                   [2]
-        half_steps, steps      numbers
-        accordion              a regime
+        """errors in the shape of the tensor; P [n, r] and Q [m, r] with rows in the order of the shape; sums [2];
+        the numbers half_steps and steps; accordion: a regime.
         """
         tables: Tables = {"P": {}, "Q": {}, "sums": {}, "accordion": {}}
         layout = self.layout
@@ -197,36 +163,36 @@ class PowerSGDState(State):
             raise ValueError("state of a compressor with another high_rank: one of the two has none")
         half_steps, steps = (largest_count(tables[key], bucket) for key in ("half_steps", "steps"))
         regime = Regime.loaded(bucket, tables["accordion"])
-        return self.with_factors(replace(self, steps=steps, half_steps=half_steps, regime=regime), tables, error)
+        return replace(self, steps=steps, half_steps=half_steps, regime=regime).with_factors(tables, error)
 
     def updated(self) -> "PowerSGDState":
         """This state, or a new one if the rule now compresses other tensors or chooses other ranks."""
         layout = self.rule.layout(self.layout.bucket, self.steps, self.regime)
         if layout.batches == self.layout.batches:
             return self
-        return self.with_factors(self, self.saved(layout.bucket), self.error())
+        return self.with_factors(self.saved(layout.bucket), self.error())
 
-    @staticmethod
-    def with_factors(state: "PowerSGDState", tables: Tables, error: Float32[Tensor, "n"]) -> "PowerSGDState":
-        """The state with the layout of its steps and regime, and with this error.
-
-        Factors and rows of factors that `tables` does not have are random. Excess rows are dropped.
+    def with_factors(self, tables: Tables, error: Float32[Tensor, "n"]) -> "PowerSGDState":
+        """The state with the layout of its steps and regime, and with this error. Factors and rows of factors that
+        `tables` does not have are random. Excess rows are dropped.
         """
-        layout = state.rule.layout(state.layout.bucket, state.steps, state.regime)
+        layout = self.rule.layout(self.layout.bucket, self.steps, self.regime)
         v = torch.zeros(layout.numel, dtype=torch.float32, device=error.device)
         for i, s in enumerate(layout.segments):
             layout.part_of(v, i).copy_(s.of(error))
         P, Q = (
-            tuple(restored(layout, batch, side, tables[side], state.seed) for batch in layout.batches)
+            tuple(restored(layout, batch, side, tables[side], self.seed) for batch in layout.batches)
             for side in ("P", "Q")
         )
-        sums = tuple(
-            torch.stack([saved_sums(tables, name).to(error.device) for name in layout.names(batch)])
-            for batch in layout.batches
-        )
-        ratio = state.rule.floats_sent(layout) / max(1, layout.bucket.numel)
-        envelope = envelope_of(layout.bucket, layout.bounds, ratio, state.settings)
-        return replace(state, layout=layout, envelope=envelope, v=v, P=P, Q=Q, sums=sums, deferred=None)
+        none, sums = torch.zeros(2, dtype=torch.float64), []
+        for batch in layout.batches:
+            pairs = {name: tables["sums"].get(name, none) for name in layout.names(batch)}
+            for name, pair in pairs.items():
+                check_tensor(f"sums of {name}", pair, (2,), torch.float64)
+            sums.append(torch.stack([pair.to(error.device) for pair in pairs.values()]))
+        ratio = self.rule.floats_sent(layout) / max(1, layout.bucket.numel)
+        envelope = envelope_of(layout.bucket, layout.bounds, ratio, self.settings)
+        return replace(self, layout=layout, envelope=envelope, v=v, P=P, Q=Q, sums=tuple(sums), deferred=None)
 
     def chosen(self, epoch: int) -> "PowerSGDState":
         """The state with which an epoch begins: Accordion chooses ranks at the end of an interval."""
@@ -252,27 +218,20 @@ def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Flo
 def restored(
     layout: Layout, batch: Batch, side: str, saved: Mapping[str, Any], seed: int
 ) -> Float32[Tensor, "B r d"]:
-    """The factors of a batch from those of a checkpoint.
-
-    Raises:
-        ValueError: A factor is no matrix, has another length, or NaN.
-    """
+    """The factors of a batch from those of a checkpoint. Raises ValueError if a shape is wrong, or for NaN."""
     _, r, length = batch.factor_shape(side)
-    device, factors = layout.bucket.device, []
+    factors = []
     for name in layout.names(batch):
-        if name in saved:
-            check_tensor(f"{side} of {name}", saved[name])
-            if saved[name].dim() != 2:
-                raise ValueError(f"{side} of {name} has shape {tuple(saved[name].shape)}, not that of a matrix")
-        factors.append(resize(saved.get(name), r, length, seed, f"{name} {side}").to(device))
+        factor = torch.empty(length, 0, dtype=torch.float32) if name not in saved else saved[name]
+        check_tensor(f"{side} of {name}", factor)
+        if factor.dim() != 2 or factor.shape[0] != length:
+            raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not ({length}, rank)")
+        rows = factor[:, :r].T
+        if len(rows) < r:
+            rows = torch.cat([rows.cpu(), draw(seed, f"{name} {side}", r, length)[len(rows) :]])
+            (rows,) = orthonormalize([rows[None]])[0]
+        factors.append(rows.to(layout.bucket.device))
     return stack(layout, batch, side, factors)
-
-
-def saved_sums(tables: Tables, name: str) -> Float64[Tensor, "2"]:
-    """The sums of a tensor, zero if there are none."""
-    pair = tables["sums"].get(name, torch.zeros(2, dtype=torch.float64))
-    check_tensor(f"sums of {name}", pair, (2,), torch.float64)
-    return pair
 
 
 def draw(seed: int, key: str, r: int, length: int) -> Float32[Tensor, "r length"]:
@@ -281,23 +240,20 @@ def draw(seed: int, key: str, r: int, length: int) -> Float32[Tensor, "r length"
     return torch.randn(r, length, generator=generator, dtype=torch.float32)
 
 
-def resize(saved: Tensor | None, r: int, length: int, seed: int, key: str) -> Float32[Tensor, "r length"]:
-    """A factor of rank r from `saved` [length, old r] or None. Raises ValueError if it has another length."""
-    if saved is None:
-        return orthonormalize(draw(seed, key, r, length)[None])[0]
-    if saved.shape[0] != length:
-        raise ValueError(f"{key} has shape {tuple(saved.shape)}, not ({length}, rank)")
-    if saved.shape[1] >= r:
-        return saved[:, :r].T
-    rows = torch.cat([saved.T.cpu(), draw(seed, key, r, length)[saved.shape[1] :]])
-    return orthonormalize(rows[None])[0]
+def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
+    """Adds X^T Y to each product if even, else Y^T X."""
+    terms = list(zip(X, Y, strict=True) if even else zip(Y, X, strict=True))
+    if products:
+        terms = [
+            (torch.cat([U, U_new], 1), torch.cat([W, W_new], 1))
+            for (U, W), (U_new, W_new) in zip(products, terms, strict=True)
+        ]
+    products[:] = terms
 
 
 @dataclass(eq=False)
 class _Step:
-    """Intermediate values of one step of a bucket.
-
-    sent: this rank's update. mean: U and W of the mean update, by batch. nonfinite: message for NaN or inf in a
+    """sent: this rank's update. mean: U and W of the mean update, by batch. nonfinite: message for NaN or inf in a
     gradient. largest: largest magnitude in the reply to each half step.
     """
 
@@ -352,19 +308,18 @@ class PowerSGDCompressor(Compressor):
         rank_every: int = 1,
         seed: int = 0,
     ):
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-        if num_iters_per_step < 1:
-            raise ValueError(f"num_iters_per_step must be at least 1, not {num_iters_per_step}")
+        check_choice(("residual", "paper", "square"), mode=mode)
+        check_choice(("fp32", "fp16"), wire=wire)
+        check_choice(WAYS, orthogonalization=orthogonalization)
+        for name, value in (("rank", rank), ("num_iters_per_step", num_iters_per_step)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         if mode != "residual" and num_iters_per_step != 1:
             raise ValueError(f"num_iters_per_step requires mode='residual'; {mode!r} sends P and Q once")
-        if wire not in ("fp32", "fp16"):
-            raise ValueError(f"wire must be 'fp32' or 'fp16', not {wire!r}")
         if high_rank is not None and mode == "square":
             raise ValueError("high_rank is chosen for each tensor, and mode='square' has one matrix for all")
-        check_orthogonalization(orthogonalization, epsilon)
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, not {rank}")
+        if not 0 < epsilon < 1:
+            raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
         if not min_compression_rate >= 0 or start_compressing_after_num_steps < 0:
             raise ValueError("min_compression_rate and start_compressing_after_num_steps must be at least 0")
         self.rank, self.min_compression_rate, self.seed = rank, min_compression_rate, seed
@@ -385,13 +340,9 @@ class PowerSGDCompressor(Compressor):
             seed=self.seed,
             settings=f"PowerSGD {self.mode} {self.num_iters_per_step} {self._wire.dtype}",
             envelope=envelope_of(bucket, bucket.bounds, 1.0, ""),
-            v=torch.empty(0, dtype=torch.float32),
-            P=(),
-            Q=(),
-            sums=(),
             keeps=self.error_feedback,
         )
-        return PowerSGDState.with_factors(empty, {"P": {}, "Q": {}, "sums": {}}, zeros(bucket))
+        return empty.with_factors({"P": {}, "Q": {}, "sums": {}}, zeros(bucket))
 
     def at_epoch(self, bucket: Bucket, state: PowerSGDState, epoch: int) -> PowerSGDState:
         return state if self._rule.accordion is None else state.chosen(epoch)
@@ -399,11 +350,6 @@ class PowerSGDCompressor(Compressor):
     def ratio_of(self, states: Sequence[tuple[Bucket, PowerSGDState]]) -> float:
         numel = sum(bucket.numel for bucket, _ in states)
         return sum(self._rule.floats_sent(state.layout) for _, state in states) / numel if numel else 1.0
-
-    @property
-    def compress_ratio(self) -> float:
-        """1, the largest ratio of a bucket. That of a run depends on the shapes of its tensors."""
-        return 1.0
 
     def floats_per_step(self, bucket: Bucket) -> float:
         """Numbers sent by a rank per compressed step of a bucket, averaged over two steps."""
@@ -421,7 +367,8 @@ class PowerSGDCompressor(Compressor):
         P, Q = yield from (self._residual if residual else self._paper)(state, step)
         sums = state.sums
         if self._rule.accordion is not None:
-            sums = tuple(s + square_norms(U, W) for s, (U, W) in zip(sums, step.mean, strict=True))
+            squares = ((U.bmm(U.mT) * W.bmm(W.mT)).sum((1, 2), dtype=torch.float64) for U, W in step.mean)
+            sums = tuple(s + torch.stack([q, torch.ones_like(q)], 1) for s, q in zip(sums, squares, strict=True))
         h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
         R = 1
         for b, (U, W) in enumerate(step.mean):
@@ -439,7 +386,8 @@ class PowerSGDCompressor(Compressor):
             source, target = ("P", "Q") if even else ("Q", "P")
             X = factors[source]
             if k == 0 and not self.warm_start:
-                X = self._orthonormal(state, step, state.random(source), source)
+                X = tuple(state.random_factor(batch, source, -1) for batch in state.layout.batches)
+                X = self._orthonormal(state, step, X, source)
             elif state.half_steps + k == 0 and self.orthogonalization == "authors":
                 X = self._orthonormal(state, step, X, source)  # the first factors are of norm 1 each
             Y = yield from self._half_step(state, step, X, even, first=k == 0)
@@ -447,7 +395,9 @@ class PowerSGDCompressor(Compressor):
         return factors["P"], factors["Q"]
 
     def _paper(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
-        Q = state.Q if self.warm_start else state.random("Q")
+        Q = state.Q
+        if not self.warm_start:
+            Q = tuple(state.random_factor(batch, "Q", -1) for batch in state.layout.batches)
         P = yield from self._half_step(state, step, Q, even=False, first=True, subtract=False)
         if state.layout.batches:
             P = self._orthonormal(state, step, P, "P")
@@ -457,9 +407,8 @@ class PowerSGDCompressor(Compressor):
     def _half_step(
         self, state: PowerSGDState, step: _Step, X: Factor, even: bool, first: bool, subtract: bool = True
     ) -> Conversation[Factor]:
-        """Returns the mean of Y = M^T X over the ranks if even, else of Y = M X.
-
-        first: read the gradients; send the uncompressed tensors and a flag too. subtract: X and Y join the update.
+        """Returns the mean of Y = M^T X over the ranks if even, else of Y = M X. first: read the gradients; send
+        the uncompressed tensors and a flag too. subtract: X and Y join the update.
         """
         layout, bucket = state.layout, state.layout.bucket
         side, is_exact = "Q" if even else "P", self._wire.dtype == "fp32" and bucket.dtype == torch.float32
@@ -470,8 +419,11 @@ class PowerSGDCompressor(Compressor):
             own = state.v[layout.begin_dense :]
             dense = [own if is_exact else self._wire.quantize(own, state.size, bucket.dtype)]
             step.sent.rounding_errors = own - dense[0]
-        else:
-            state.multiply(step.sent.products, X, even, Y)
+        for b, batch in enumerate(() if first else layout.batches):
+            kernels.of(state.v).lowrank.multiply(batch.of(state.v), X[b], even, Y[b])
+            if sent := step.sent.products:  # M is v without U^T W of this step so far
+                along, across = sent[b] if even else sent[b][::-1]
+                Y[b].baddbmm_(X[b].bmm(along.mT), across, alpha=-1)
         wire = flat if is_exact else self._wire.quantize(flat, state.size)
         message = torch.cat([wire, *dense])  # a copy, because the transport owns the message
         if first:
@@ -499,4 +451,4 @@ class PowerSGDCompressor(Compressor):
         def noise(b: int) -> Tensor:
             return state.random_factor(state.layout.batches[b], side, k)
 
-        return tuple(orthonormalize_each(Y, self.orthogonalization, self.epsilon, noise))
+        return tuple(orthonormalize(Y, self.orthogonalization, self.epsilon, noise))

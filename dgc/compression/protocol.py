@@ -1,16 +1,26 @@
-"""The interface between the optimizer and a compressor, and the results of `Compressor.reduce`."""
+"""The interface between the optimizer and a compressor, the results of `Compressor.reduce`, and whether they are
+finite: whose gradient is not, in which tensor. It is found once per step, and told on every rank."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
+from dgc.arguments import NUMBER, require
 from dgc.bucket import Bucket, Segment
-from dgc.comm.requests import Conversation
+from dgc.comm.requests import AllGather, Conversation, read
+from dgc.kernels.selection import first_tensor_nonfinite
 from dgc.memory import MomentumCorrection as MomentumCorrection
 from dgc.state import State, Tables
+from dgc.wire.envelope import open_numbers, seal_numbers
+
+Vector = Float32[Tensor, "n"]
+Position = Int64[Tensor, ""]  # of the first non-finite element of a gradient, or n
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +62,7 @@ class SparseResult:
 
 
 class NonFiniteGradientError(RuntimeError):
-    """NaN or inf in a gradient. It is raised on every rank, and the value is not kept in any error state."""
+    """NaN or inf in a gradient. It is raised on every rank, and the value is not kept in any residual."""
 
 
 Result: TypeAlias = DenseResult | SparseResult
@@ -65,8 +75,7 @@ class Reduced:
     Attributes:
         result: The mean.
         state: The state after the step.
-        dropped: The state if every rank drops the step: what this rank has sent is unsent again. None: that which
-            `reduce` was given.
+        dropped: That if every rank drops the step: what this rank has sent is unsent again. None: as before it.
     """
 
     result: Result
@@ -77,12 +86,12 @@ class Reduced:
 class Compressor(ABC):
     """Averages buckets over all ranks. The result is identical, bit for bit, on every rank.
 
-    It has settings. What it keeps of a bucket is in a `State`, which `dgc.engine.state.BucketStates` keeps, saves
-    and loads.
+    It has settings. What it keeps of a bucket is in a `State`, which the engine keeps, saves and loads.
 
     Attributes:
         point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
         keeps_server_errors: Whether a rank also keeps what it has not sent of the mean, for all ranks.
+        correction: Momentum that this compressor applies to its gradients in place of the optimizer.
     """
 
     point_to_point: bool = False
@@ -95,7 +104,6 @@ class Compressor(ABC):
 
     @property
     def correction(self) -> MomentumCorrection | None:
-        """Momentum that this compressor applies to its gradients in place of the optimizer."""
         return None
 
     @property
@@ -122,7 +130,6 @@ class Compressor(ABC):
     @abstractmethod
     def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
         """Average a bucket in one step. The number of communication rounds is the same on every rank."""
-        ...
 
     def begin_epoch(self, epoch: int) -> None:
         """Called before the first step of each epoch, counted from 0, with the same number on every rank."""
@@ -135,42 +142,6 @@ class Compressor(ABC):
     def ratio_of(self, states: Sequence[tuple[Bucket, Any]]) -> float:
         """`compress_ratio` for these buckets, if it depends on them."""
         return self.compress_ratio
-
-
-@runtime_checkable
-class MomentumOwner(Protocol):
-    """An optimizer that keeps momentum and lets a compressor exchange it in place of the gradients."""
-
-    @property
-    def exchanges_momentum(self) -> bool:
-        """Whether the next step takes momentum. Otherwise it takes gradients. The same on every rank."""
-        ...
-
-    def momentum_of(self, parameters: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
-        """The coefficient m and the momentum u of each parameter, for u = m u + (1 - m) g."""
-        ...
-
-    def receive_momentum_of(self, parameters: Iterable[Tensor]) -> None:
-        """Expect the mean of u in .grad of these parameters, in every step with `exchanges_momentum`."""
-        ...
-
-
-@runtime_checkable
-class Preconditioner(MomentumOwner, Protocol):
-    """An optimizer that divides by something that no longer changes once it takes momentum."""
-
-    def preconditioner_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The factor of each element of the parameters, the same on every rank."""
-        ...
-
-
-@runtime_checkable
-class ExchangesMomentum(Protocol):
-    """A compressor that needs a MomentumOwner."""
-
-    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
-        """Called once, before `plan`. parameters: those of this compressor, by name."""
-        ...
 
 
 class NoState(State):
@@ -188,3 +159,102 @@ class StatelessCompressor(Compressor):
 
     def init(self, bucket: Bucket, size: int, rank: int) -> NoState:
         return NoState(size, rank)
+
+
+def fraction_of(**ratio: float) -> float:
+    """Return a ratio as a fraction: above 1 it is the factor saved. Raises ValueError if it is not positive."""
+    require("a number", NUMBER, **ratio)
+    ((name, value),) = ratio.items()
+    if not 0 < value < inf:
+        raise ValueError(f"{name} must be positive and finite, not {value}")
+    return min(value, 1 / value)
+
+
+def check_choice(choices: Iterable[str | None], **option: str | None) -> None:
+    """Raise ValueError if the value of an option is none of `choices`."""
+    ((name, value),) = option.items()
+    if value not in (known := tuple(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, not {value!r}")
+
+
+# --- optimizers whose momentum is exchanged --------------------------------------------------------
+
+
+@runtime_checkable
+class MomentumOwner(Protocol):
+    """An optimizer that keeps momentum and lets a compressor exchange it in place of the gradients."""
+
+    @property
+    def exchanges_momentum(self) -> bool:
+        """Whether the next step takes momentum. Otherwise it takes gradients. The same on every rank."""
+
+    def momentum_of(self, parameters: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
+        """The coefficient m and the momentum u of each parameter, for u = m u + (1 - m) g."""
+
+    def receive_momentum_of(self, parameters: Iterable[Tensor]) -> None:
+        """Expect the mean of u in .grad of these parameters, in every step with `exchanges_momentum`."""
+
+
+@runtime_checkable
+class Preconditioner(MomentumOwner, Protocol):
+    """An optimizer that divides by something that no longer changes once it takes momentum."""
+
+    def preconditioner_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The factor of each element of the parameters, the same on every rank."""
+
+
+@runtime_checkable
+class ExchangesMomentum(Protocol):
+    """A compressor that needs a MomentumOwner."""
+
+    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
+        """Called once, before `plan`. parameters: those of this compressor, by name."""
+
+
+# --- what is not finite ----------------------------------------------------------------------------
+
+
+def check_means(results: Sequence[tuple[Bucket, Result]]) -> Conversation[str | None]:
+    """Why the results of a step must not be used, or None. The host waits once for the device.
+
+    A mean is the same on every rank. Either all ranks or none therefore take part in the additional round that
+    finds the rank whose gradient was not finite.
+    """
+    for _, result in results:
+        if result.nonfinite is not None:
+            return result.nonfinite
+    dense = [(b, r) for b, r in results if isinstance(r, DenseResult) and not r.is_finite]
+    finite = yield from read([bucket.probe().isfinite() for bucket, _ in dense])
+    for (bucket, result), is_finite in zip(dense, finite, strict=True):
+        number = 0 if is_finite else first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
+        if number and result.own is None:
+            return nonfinite_message(bucket, number, [])
+        if number and result.own is not None:
+            (payloads,) = yield (AllGather(seal_numbers([not result.own.isfinite()], bucket.device)),)
+            flags = yield from open_numbers(f"bucket {bucket.name}", payloads, 1)
+            return nonfinite_message(bucket, number, [rank for rank, (flag,) in enumerate(flags) if flag])
+    return None
+
+
+def nonfinite_message(bucket: Bucket, number: int, ranks: list[int]) -> str:
+    """The message for tensor `number` of the bucket, from 1. ranks: those with NaN or inf in the gradient."""
+    name = bucket.segments[number - 1].name
+    if not ranks:
+        return f"the mean gradient of {name} overflows the dtype that carries it (no rank has NaN or inf)"
+    return f"the gradient of {name} on rank {ranks[0]} has NaN or inf, or is 2**64 or more"
+
+
+def first_nonfinite_message(bucket: Bucket, nonfinite: Iterable[int]) -> str | None:
+    """The message for the first rank with a non-finite tensor: its number by rank, from 1, or 0. None without."""
+    for rank, number in enumerate(nonfinite):
+        if number:
+            return nonfinite_message(bucket, number, [rank])
+    return None
+
+
+def sparse_overflow_message(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
+    """The message for a mean that is zero except for `values` [k] at `indices` [k], if it is not finite."""
+    bad = indices[values.isfinite().logical_not()].tolist()
+    if not bad:
+        return None
+    return nonfinite_message(bucket, bisect_right([s.offset for s in bucket.segments], bad[0]), [])

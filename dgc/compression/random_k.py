@@ -1,31 +1,25 @@
 """Random-k and random block with a shared seed (Stich, Cordonnier, Jaggi 2018, arXiv 1809.07599; Vogels,
 Karimireddy, Jaggi 2019, arXiv 1905.13727, appendix on other compressors).
 
-From each tensor of d elements all ranks send the same k = ceil(D d) elements. The choice does not depend on the
-data, so only the values are sent, with an all-reduce:
+From each tensor of d elements all ranks send the values of the same k = ceil(D d) elements, with an all-reduce:
 
     random k      one element from each of k stretches of nearly equal length
     random block  k consecutive elements from a random start, with wrap-around
 
-With error feedback, unsent elements are kept. Without it, sent values are divided by their probability, so that
-the expected value is v.
-
+Without error feedback, sent values are divided by their probability, so that the expected value is v.
 Payload of a bucket in bytes: 4 sum of k (fp16: 2), and 24 for a header.
 
-Differences from the paper: Random k takes one element from each stretch, not any k elements. This needs no list of
-all elements.
+Differences from the paper: Random k takes one element from each stretch, not any k elements.
 """
 
-import math
-
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.bucket import Bucket
-from dgc.comm.requests import Conversation
-from dgc.compression.error_feedback import ErrorFeedbackCompressor
+from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean
+from dgc.compression.protocol import Position, Vector, check_choice, fraction_of
 from dgc.selection.selector import share
 from dgc.state import State
 from dgc.wire import CastValues
@@ -37,21 +31,17 @@ class RandomKCompressor(ErrorFeedbackCompressor):
 
     Args:
         compress_ratio (float): fraction of elements sent, D; above 1 the factor saved.
-        error_feedback (bool): keep unsent elements and add them to the next gradient.
         values (str): dtype of the payload, "fp32" or "fp16".
-        seed (int): seed of the choice, the same on all ranks.
+        error_feedback, seed: as `ErrorFeedbackCompressor`.
 
     Raises:
         ValueError: if compress_ratio is not positive or values is another dtype.
     """
 
     def __init__(self, compress_ratio: float, error_feedback: bool = True, values: str = "fp32", seed: int = 0):
-        if not 0 < compress_ratio < math.inf:
-            raise ValueError(f"compress_ratio must be positive and finite, not {compress_ratio}")
-        if values not in ("fp32", "fp16"):
-            raise ValueError(f"values must be fp32 or fp16, not {values!r}")
+        check_choice(("fp32", "fp16"), values=values)
         super().__init__(error_feedback, seed)
-        self._ratio = min(compress_ratio, 1 / compress_ratio)
+        self._ratio = fraction_of(compress_ratio=compress_ratio)
         self._cast = CastValues(values)
 
     @property
@@ -67,9 +57,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         within = (torch.rand(k, generator=generator, dtype=torch.float64) * lengths).long()
         return edges[:-1] + within.minimum(lengths - 1), lengths
 
-    def exchange(
-        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         generator = torch.Generator().manual_seed(self.noise(bucket, state, shared=True))
         parts, factors = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float32)]
         for s in bucket.segments:

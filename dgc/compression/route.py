@@ -1,4 +1,4 @@
-"""Assigns a compressor to each parameter: that of the first matching rule."""
+"""Assigns a compressor to each parameter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from dgc.compression.protocol import Compressor
 @checked
 @dataclass(frozen=True)
 class Rule:
-    """Matches parameters by name, number of dimensions and number of elements.
+    """Matches parameters, with inclusive ranges.
 
     Args:
-        compressor (Compressor): compressor of the matching parameters.
+        compressor (Compressor): that of the matching parameters.
         name (str): shell pattern for the parameter's name.
-        min_dim, max_dim (int): range of the number of dimensions, inclusive.
-        min_numel, max_numel (int): range of the number of elements, inclusive.
+        min_dim, max_dim (int): number of dimensions.
+        min_numel, max_numel (int): number of elements.
     """
 
     compressor: Compressor
@@ -42,8 +42,8 @@ class Rule:
 class Route:
     """Chooses compressors by rules in order. Tensors that a compressor does not accept go to its own fallback.
 
-    Of compressors without state and with equal settings, such as the fallbacks of several rules, the first one
-    chosen stands for all. Their tensors then share buckets, and so messages.
+    Of compressors without state and with equal settings, the first one chosen stands for all: their tensors share
+    buckets, and so messages.
 
     Args:
         rules (sequence of Rule): rules; the first that matches applies.
@@ -72,13 +72,11 @@ class Route:
     def compressor_for(self, segment: Segment) -> Compressor:
         for rule in self.rules:
             if rule.matches(segment):
-                accepted = rule.compressor.accepts(segment)
-                return self._first_alike(rule.compressor if accepted else rule.compressor.fallback)
+                compressor = rule.compressor
+                compressor = compressor if compressor.accepts(segment) else compressor.fallback
+                for chosen in self._chosen:
+                    if average_alike(chosen, compressor):
+                        return chosen
+                self._chosen.append(compressor)
+                return compressor
         raise ValueError(f"no rule matches {segment.name} of shape {segment.shape}; end with a rule for all")
-
-    def _first_alike(self, compressor: Compressor) -> Compressor:
-        for chosen in self._chosen:
-            if average_alike(chosen, compressor):
-                return chosen
-        self._chosen.append(compressor)
-        return compressor

@@ -11,31 +11,29 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
-from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
+from dgc.compression.error_feedback import AllGatherCompressor, Codes, join, split_all
+from dgc.compression.protocol import Vector
 from dgc.state import State
 
 
 class SignCompressor(AllGatherCompressor):
-    """Base class of compressors that send the signs and one scale of each tensor.
-
-    Codes: 4 bytes of scale for each tensor of d elements, then its signs, 4 ceil(d/32) bytes.
-    """
+    """Base class. Codes: 4 bytes of scale for each tensor of d elements, then its signs, 4 ceil(d/32) bytes."""
 
     bits = 1
 
     @abstractmethod
-    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]: ...
+    def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]: ...
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         bounds = bucket.bounds
         scales = self.scales(v, bounds)
         codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
         return join(scales, codes), kept
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         scales, signs = split_all(codes, len(bucket.segments))
         lows = [-own for own in scales]
         kernels.of(mean).quantize.sign_mean_(signs, bucket.bounds, lows, scales, None, state.size, mean)
@@ -50,13 +48,10 @@ class SignSGDCompressor(SignCompressor):
         Signum    m = beta m + (1 - beta) g;  send sign(m)
 
     The stored state is e = beta v with v = g + e: v equals m / (1 - beta) and has the signs of m. The result is
-    -1, 0 (a tie) or 1 for every element. Learning rates must therefore be much smaller than for SGD: the papers
-    use 1e-4.
-
-    The scale of a tensor is 1, or 0 if all its elements are 0.
+    -1, 0 (a tie) or 1 for every element, so learning rates must be much smaller than for SGD: the papers use 1e-4.
 
     Differences from the papers: An element of 0 votes as a negative one. If the whole tensor is 0 on a rank, that
-    rank does not vote.
+    rank does not vote: its scale is 0, not 1.
 
     Args:
         momentum (float): beta of Signum, in [0, 1); 0 is signSGD, which keeps no state.
@@ -71,14 +66,14 @@ class SignSGDCompressor(SignCompressor):
         super().__init__(error_feedback=momentum > 0)
         self.momentum = momentum
 
-    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
+    def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
         return (kernels.of(v).selection.moments(v, bounds).largest > 0).float()
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         codes, _ = super().encode(bucket, state, v)
         return codes, v * self.momentum
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         """Writes the majority, the sign of the sum."""
         super().mean_(bucket, state, codes, mean)
         mean.sign_()
@@ -93,12 +88,10 @@ class ScaledSignCompressor(SignCompressor):
     Differences from the paper: e has the unit of gradients and is not scaled by the learning rate. An element of 0
     is sent as a negative one.
 
-    Args:
-        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
-        seed (int): not used.
+    Args: as `ErrorFeedbackCompressor`. The seed is not used.
     """
 
-    def scales(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
+    def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
         return (kernels.of(v).selection.moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
 
 
@@ -117,8 +110,7 @@ class OneBitCompressor(AllGatherCompressor):
     Differences from the paper: The paper uses columns, because its matrices are the transposes of PyTorch's. All
     ranks gather all codes, where the paper sums stripes and quantizes the sums again.
 
-    Args:
-        error_feedback (bool): keep what a step does not send and add it to the next gradient, as in the paper.
+    Args: as `ErrorFeedbackCompressor`.
     """
 
     bits = 1
@@ -127,15 +119,14 @@ class OneBitCompressor(AllGatherCompressor):
         super().__init__(error_feedback)
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
-        state = super().init(bucket, size, rank)
         edges = [s.offset + i * (s.numel // rows_of(s)) for s in bucket.segments for i in range(rows_of(s))]
         rows = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
-        return replace(state, constants={"rows": rows})
+        return replace(super().init(bucket, size, rank), constants={"rows": rows})
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(rows_of(s) * (8 + 4 * -(-(s.numel // rows_of(s)) // 32)) for s in bucket.segments)
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         rows = state.constants["rows"]
         moments = kernels.of(v).selection.moments(v, rows)
         above = torch.cat([rows.new_zeros(1), (v > 0).cumsum(0)])[rows].diff()
@@ -146,7 +137,7 @@ class OneBitCompressor(AllGatherCompressor):
         codes, kept = kernels.of(v).quantize.sign_encode(v, rows, cuts, means[0], means[1])
         return join(means.view(-1), codes), kept
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         rows = state.constants["rows"]
         means, signs = split_all(codes, 2 * (rows.numel() - 1))
         lows, highs = zip(*(own.view(2, -1).unbind() for own in means), strict=True)

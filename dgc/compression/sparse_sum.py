@@ -1,24 +1,21 @@
 """How the ranks sum the elements that each of them has selected: `SparseCompressor(exchange=)`.
 
-An exchange takes what a rank has selected of one bucket, as `Chosen`, and returns
-
     result = 1/N * sum over the N ranks, in rank order, or the largest elements of that sum
 
-The result is the same on every rank, bit for bit. Nothing is lost: each rank removes from its error state only
-what it has sent of the elements of the result, and of a part of the sum that no rank receives, one rank keeps all:
+Nothing is lost: each rank removes from its residual only what it has sent of the elements of the result, and of
+a part of the sum that no rank receives, one rank keeps all:
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
 
-Each class describes its messages, its bytes per rank, and its differences from the paper. N is the number of
-ranks, k the number of elements that each has selected, and b = SparseFormat.nbytes(k) the bytes of their payload.
-Headers carry each rank's flag, its first tensor with NaN or inf, so that every rank learns all flags.
+k: number of elements that each rank has selected. b = SparseFormat.nbytes(k): bytes of their payload.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int64
@@ -28,57 +25,55 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import AllGather, AllToAll, Conversation, Exchange, read
-from dgc.compression.nonfinite import first_nonfinite_message, sparse_overflow_message
-from dgc.compression.protocol import DenseResult, Result, SparseResult
+from dgc.compression.protocol import (
+    DenseResult,
+    Position,
+    Result,
+    SparseResult,
+    first_nonfinite_message,
+    sparse_overflow_message,
+)
 from dgc.kernels import Budget, Merged, SparseVector
-from dgc.selection import Plan
-from dgc.wire import Encoded, SparseFormat
 from dgc.wire.envelope import Envelope, sealed_bytes
 from dgc.wire.payload import PayloadPlan
 
+# The mean, what of this rank's elements is in it, with the values that the other ranks have received, and parts of
+# the ranks' sum that no rank has received, and this one keeps.
+Exchanged: TypeAlias = tuple[Result, SparseVector, SparseVector | None]
+
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
-    """The elements of a bucket that one rank has selected in one step.
+class SparseExchange(ABC):
+    """Sums what the ranks have selected of one bucket, in the steps of one ratio.
 
-    Attributes:
-        bucket: The bucket.
-        plan: Number of elements per tensor.
-        payload: The payload of the elements.
-        elements: The elements, with the capacity of the plan.
-        first_nonfinite: Index of the gradient's first non-finite element; n if there is none.
-        size: Number of ranks.
-        rank: This rank.
-        wants_sparse: Whether a sparse mean saves the optimizer a pass. Only a memory with momentum correction
-            leaves it nothing to do but to subtract that.
+    payload: that of a selection. wants_sparse: whether a sparse mean saves the optimizer a pass: after momentum
+    correction it only subtracts. point_to_point: whether messages go from rank to rank, which not every transport
+    can do.
     """
 
-    bucket: Bucket
-    plan: Plan
     payload: PayloadPlan
-    elements: SparseVector
-    first_nonfinite: Tensor
     size: int
     rank: int
-    wants_sparse: bool
+    wants_sparse: bool = False
+    point_to_point: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def wire_bytes(payload: PayloadPlan, size: int) -> float:
+        """Bytes that a rank sends, by the meter's formulas; where ranks send different numbers, the largest."""
+
+    @abstractmethod
+    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
+        """Exchange what this rank has selected: elements with the capacity of the payload."""
+
+    @cached_property
+    def envelope(self) -> Envelope:
+        """That of messages without elements."""
+        return Envelope(self.payload.what, self.payload.budget.bounds, self.payload.terms)
 
     def part(self, budget: Budget, numel: int) -> PayloadPlan:
         """The payloads of other elements: those of `numel` elements of the bucket, or of a sum."""
-        return replace(self.payload, budget=budget, numel=numel, tensors=self.bucket.bounds)
-
-    def encode(
-        self, elements: SparseVector | None = None, payload: PayloadPlan | None = None, flagged: bool = True
-    ) -> Encoded:
-        """Encode elements as one payload, by default the selection.
-
-        Args:
-            elements: The elements.
-            payload: The plan of the payload. Default: that of the selection.
-            flagged: Whether the header names the first tensor with NaN or inf.
-        """
-        first = self.first_nonfinite if flagged else torch.full_like(self.first_nonfinite, self.bucket.numel)
-        codec = kernels.of(self.elements.values).codec
-        return (payload or self.payload).encode(codec, self.elements if elements is None else elements, first)
+        return replace(self.payload, budget=budget, numel=numel, tensors=self.payload.budget.bounds)
 
     def decode(
         self,
@@ -88,106 +83,49 @@ class Chosen:
         ranks: Sequence[int] | None = None,
     ) -> Conversation[tuple[list[SparseVector], list[int]]]:
         """Check and decode payloads. Returns the elements and the flag of each. See `PayloadPlan.decode`."""
-        decoded = payload.decode(kernels.of(self.elements.values).codec, payloads, bounds, ranks)
+        decoded = payload.decode(kernels.of(self.payload.budget.bounds).codec, payloads, bounds, ranks)
         return decoded.contents, decoded.check((yield from read(decoded.scalars)))
 
-    def mean(self, parts: Sequence[SparseVector], nonfinite: Sequence[int]) -> Conversation[SparseResult]:
+    def mean_of(
+        self, bucket: Bucket, parts: Sequence[SparseVector], nonfinite: Sequence[int]
+    ) -> Conversation[SparseResult]:
         """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
-        merged = kernels.of(self.elements.values).selection.merge_mean(parts, self.size, self.bucket.numel)
-        return (yield from self._result(merged, nonfinite))
-
-    def mean_of(self, payloads: Sequence[Tensor]) -> Conversation[Result]:
-        """The mean of payloads of the whole plan, one from each rank, in the bucket unless it `wants_sparse`."""
-        bucket, plan, decoder = self.bucket, self.payload, kernels.of(self.elements.values).decoder
-        if decoder is None or plan.sections is None:
-            return (yield from self.mean(*(yield from self.decode(payloads, plan))))
-        if self.wants_sparse or bucket.dtype != torch.float32:
-            return (yield from self._result(*plan.mean(decoder, payloads, self.size)))
-        bucket.release()  # the gradients are accumulated and need no copy
-        finite, nonfinite = plan.mean_into_(bucket.flat, decoder, payloads, self.size)
-        return DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=finite)
-
-    def _result(self, merged: Merged, nonfinite: Sequence[int]) -> Conversation[SparseResult]:
-        # entries that are not valid are zero
-        count, finite = yield from read([merged.count, merged.values.isfinite().all()])
-        indices, values = merged.indices[:count], merged.values[:count]
-        message = first_nonfinite_message(self.bucket, nonfinite) if any(nonfinite) else None
-        if not finite and message is None:
-            message = sparse_overflow_message(self.bucket, indices, values)
-        return SparseResult(indices, values, message)
+        merged = kernels.of(parts[0].values).selection.merge_mean(parts, self.size, bucket.numel)
+        return (yield from result_of(bucket, merged, nonfinite))
 
 
-class Exchanged(NamedTuple):
-    """The end of an exchange.
+class AllGatherExchange(SparseExchange):
+    """Every rank receives the selection of every rank, and sums all. Bytes per rank: b (N-1)."""
 
-    Attributes:
-        result: The mean.
-        sent: What of this rank's elements is in it, with the values that the other ranks have received.
-        returned: Parts of the ranks' sum that no rank has received, and this one keeps.
-    """
+    @staticmethod
+    def wire_bytes(payload: PayloadPlan, size: int) -> float:
+        return all_gather_wire_bytes(payload.layout.nbytes, size)
 
-    result: Result
-    sent: SparseVector
-    returned: SparseVector | None = None
-
-
-@runtime_checkable
-class SparseExchange(Protocol):
-    """Sums what the ranks have selected. The result is identical, bit for bit, on every rank."""
-
-    @property
-    def point_to_point(self) -> bool:
-        """Whether messages go from rank to rank, which not every transport can do."""
-        ...
-
-    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
-        """Bytes that a rank sends for a bucket of `numel` elements, by the meter's formulas.
-
-        The same on every rank: where ranks send different numbers of bytes, the largest.
-        """
-        ...
-
-    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
-        """Exchange the selections."""
-        ...
-
-
-def exchange_of(name: str) -> SparseExchange:
-    """The exchange that the option `exchange` of a compressor names.
-
-    Raises:
-        ValueError: There is no exchange of this name.
-    """
-    match name:
-        case "all_gather":
-            return AllGatherExchange()
-        case "reduce_scatter":
-            return ReduceScatterExchange()
-        case "gtopk":
-            return GTopKExchange()
-        case "auto":
-            return AutoExchange()
-    raise ValueError(f"exchange must be 'all_gather', 'reduce_scatter', 'gtopk' or 'auto', not {name!r}")
-
-
-# --- all-gather ------------------------------------------------------------------------------------
-
-
-class AllGatherExchange:
-    """Every rank receives the selection of every rank, and sums all.
-
-    One round. Bytes per rank: b (N-1).
-    """
-
-    point_to_point = False
-
-    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
-        return all_gather_wire_bytes(form.nbytes(plan.per_tensor, numel), size)
-
-    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
-        encoded = chosen.encode()
+    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
+        backend, plan = kernels.of(elements.values), self.payload
+        encoded = plan.encode(backend.codec, elements, first_nonfinite)
         (payloads,) = yield (AllGather(encoded.payload),)
-        return Exchanged((yield from chosen.mean_of(payloads)), encoded.sent)
+        result: Result
+        if backend.decoder is None or plan.sections is None:
+            result = yield from self.mean_of(bucket, *(yield from self.decode(payloads, plan)))
+        elif self.wants_sparse or bucket.dtype != torch.float32:
+            result = yield from result_of(bucket, *plan.mean(backend.decoder, payloads, self.size))
+        else:
+            bucket.release()  # the gradients are accumulated and need no copy
+            finite, nonfinite = plan.mean_into_(bucket.flat, backend.decoder, payloads, self.size)
+            result = DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=finite)
+        return result, encoded.sent, None
+
+
+def result_of(bucket: Bucket, merged: Merged, nonfinite: Sequence[int]) -> Conversation[SparseResult]:
+    """The result of a sparse mean. nonfinite: each rank's flag."""
+    # entries that are not valid are zero
+    count, finite = yield from read([merged.count, merged.values.isfinite().all()])
+    indices, values = merged.indices[:count], merged.values[:count]
+    message = first_nonfinite_message(bucket, nonfinite) if any(nonfinite) else None
+    if not finite and message is None:
+        message = sparse_overflow_message(bucket, indices, values)
+    return SparseResult(indices, values, message)
 
 
 # --- sparse vectors of a few elements, without waiting for the device ------------------------------
@@ -247,33 +185,18 @@ class Regions:
 
         r = (i // B) mod N      at the place      p = (i // (B N)) B + i mod B
 
-    B is a prime number that divides the dimensions of few layers. If B N divided the length of a tensor's rows, a
-    region would hold the same columns of every row, and columns differ in their magnitudes. B is small, because
-    large elements are close together, in filters and rows: of 149 elements selected from 14,664 on 16 ranks, 21 %
-    find their region's payload full with B = 61 and 5 % with B = 13. The map keeps the order of elements within a
-    region, and so the tensors of a bucket are adjacent in each region.
+    B is a prime number that divides the dimensions of few layers: if B N divided the length of a tensor's rows, a
+    region would hold the same columns of every row. B is small, because large elements are close together: of 149
+    elements selected from 14,664 on 16 ranks, 21 % find their region's payload full with B = 61 and 5 % with B =
+    13. The map keeps the order of elements within a region.
 
-    Attributes:
-        size: Number of regions.
-        numel: Number of elements of the largest region, the first.
-        bounds: For each region, the bounds of the tensors within it.
+    numel: number of elements of the largest region, the first. bounds: for each region, those of the tensors in
+    it.
     """
 
     size: int
     numel: int
     bounds: Int64[Tensor, "regions bounds"]
-
-    @cached_property
-    def bounds_of_each(self) -> tuple[Tensor, ...]:
-        return self.bounds.unbind()
-
-    @cached_property
-    def numels_of_each(self) -> tuple[Tensor, ...]:
-        return self.bounds.diff().unbind()
-
-    def budget(self, region: int, capacity: int) -> Budget:
-        """The budget of a payload of this region. Every tensor may fill the whole payload."""
-        return Budget(self.bounds_of_each[region], self.numels_of_each[region], capacity)
 
     def index_of(self, place: Int64[Tensor, "..."], region: Int64[Tensor, "..."] | int) -> Int64[Tensor, "..."]:
         """The index within the bucket."""
@@ -337,12 +260,10 @@ def divide_into_regions(bounds: Int64[Tensor, "bounds"], numel: int, size: int) 
     return Regions(size, largest_region(numel, size), turns * BLOCK + (rest - first).clamp(0, BLOCK))
 
 
-class ReduceScatterExchange:
+class ReduceScatterExchange(SparseExchange):
     """Each rank sums what all ranks have selected in its region of the bucket, and selects again.
 
-    After Ok-Topk (Li and Hoefler 2022, arXiv 2201.07598). The bytes per rank do not grow with the number of ranks.
-
-    Each rank owns one region of the bucket (`Regions`). With x_r the k elements that rank r has selected:
+    After Ok-Topk (Li and Hoefler 2022, arXiv 2201.07598). With x_r the k elements that rank r has selected:
 
         round 1    rank r sends the part of x_r in each region to the region's owner           all-to-all
                    the owner adds:                s = sum over r of x_r, in rank order
@@ -350,19 +271,17 @@ class ReduceScatterExchange:
         round 2    every rank receives the t of all regions                                    all-gather
                    result = t / N
 
-    Elements that are not in the result wait in the error states, whether they did not fit into a payload of round
+    Elements that are not in the result wait in the residuals, whether they did not fit into a payload of round
     1 or were not selected again. The owner keeps what the format rounds in round 2, s_i - t_i, as the whole sum.
 
-    Capacity of round 1. Blocks are dealt to regions without regard to the data, so each selected element falls
-    into a region with probability 1/N. The number in one region has the mean m = k/N and the standard deviation d
-    = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d elements, and then holds all of them with a probability
-    of 0.84 (normal approximation). On average 0.083 d elements per region wait for another step, the smallest
-    ones: 1.7 % of m = 25, less of larger m. For N = 1, d = 0.
+    Capacity of round 1. The number of selected elements in a region has the mean m = k/N and the standard
+    deviation d = sqrt(k (N-1)) / N. A payload has room for c_1 = m + d elements, and then holds all of them with a
+    probability of 0.84. On average the smallest 0.083 d elements per region wait: 1.7 % of m = 25, less of larger
+    m.
 
-    Capacity of round 2. The N ranks together select up to N k different elements. Those that the result does not
-    have wait on all ranks that selected them. With m elements per region they wait long, and a short training is
-    less accurate. So c_2 is 2 m where both rounds then cost at most six words of 4 bytes per selected element (in
-    fp32 and int32), and what fits into six words where they cost more, but at least 1.5 m:
+    Capacity of round 2. It is 2 m where both rounds then cost at most six words of 4 bytes per selected element
+    (in fp32 and int32), and what fits into six words where they cost more, but at least 1.5 m: with fewer,
+    elements wait long, and a short training is less accurate.
 
         c_2 = min(2 m, max(1.5 m, 3 k / (N-1) - c_1 - 6))          6 elements have the bytes of two headers
 
@@ -370,63 +289,57 @@ class ReduceScatterExchange:
 
         (N-1) (8 (m + d) + 8 c_2 + 48)        at most 24 k, where 1.5 m do not cost more
 
-    int8 and sign values have 4 bytes more per payload for each tensor of the bucket.
-
-    Differences from the paper: Thresholds are not reused from earlier steps: both selections are exact in every
-    step, and payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The result has
-    up to 2 k elements; in the paper it has about k.
+    Differences from the paper: Both selections are exact in every step, without thresholds of earlier steps, and
+    payloads have a fixed size. Regions are dealt in blocks, not moved to follow the data. The result has up to 2 k
+    elements; in the paper it has about k.
     """
 
-    point_to_point = False
-
-    def __init__(self) -> None:
-        self._regions: dict[str, tuple[Plan, Regions, list[PayloadPlan], PayloadPlan]] = {}  # by bucket
-
-    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
-        region, whole = largest_region(numel, size), plan.per_tensor
-        budgets = [Budget(whole.bounds, whole.ks, capacity) for capacity in capacities(plan.capacity, numel, size)]
+    @staticmethod
+    def wire_bytes(payload: PayloadPlan, size: int) -> float:
+        form, whole, region = payload.form, payload.budget, largest_region(payload.numel, size)
+        budgets = (replace(whole, capacity=c) for c in capacities(whole.capacity, payload.numel, size))
         return (size - 1) * sum(form.nbytes(budget, region) for budget in budgets)
 
-    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
-        (_, regions, to, kept), rank = self._regions_of(chosen), chosen.rank
+    @cached_property
+    def regions(self) -> Regions:
+        return divide_into_regions(self.payload.budget.bounds, self.payload.numel, self.size)
 
-        parts = regions.deal(chosen.elements, to[rank].budget.capacity)
-        dealt = [chosen.encode(part, payload) for part, payload in zip(parts, to, strict=True)]
-        sent = regions.join([encoded.sent for encoded in dealt])
-        payloads = [encoded.payload for encoded in dealt]
+    @cached_property
+    def payloads(self) -> tuple[list[PayloadPlan], PayloadPlan, list[Tensor]]:
+        """The payloads to the owner of each region in round 1, that of round 2, and the bounds of each region."""
+        regions, bounds = self.regions, list(self.regions.bounds)
+        to, kept = (
+            # every tensor may fill the whole payload
+            [self.part(Budget(own, own.diff(), capacity), regions.numel) for own in bounds]
+            for capacity in capacities(self.payload.budget.capacity, self.payload.numel, self.size)
+        )
+        return to, kept[self.rank], bounds
+
+    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
+        regions, (to, kept, bounds), codec = self.regions, self.payloads, kernels.of(elements.values).codec
+
+        dealt = zip(regions.deal(elements, to[self.rank].budget.capacity), to, strict=True)
+        encoded = [payload.encode(codec, part, first_nonfinite) for part, payload in dealt]
+        sent = regions.join([own.sent for own in encoded])
+        payloads = [own.payload for own in encoded]
         splits = tuple(payload.numel() for payload in payloads)
         (received,) = yield (AllToAll(torch.cat(payloads), splits),)
-        parts, nonfinite = yield from chosen.decode(received, to[rank])
+        parts, nonfinite = yield from self.decode(received, to[self.rank])
 
         total = total_of(parts, regions.numel)
-        encoded = chosen.encode(largest_of(total, kept.budget.capacity), kept, flagged=False)
-        (payloads,) = yield (AllGather(encoded.payload),)
-        parts, _ = yield from chosen.decode(payloads, kept, bounds=regions.bounds_of_each)
+        own = kept.encode(codec, largest_of(total, kept.budget.capacity), self.payload.budget.bounds[-1])
+        (received,) = yield (AllGather(own.payload),)
+        parts, _ = yield from self.decode(received, kept, bounds)
 
         result = regions.join(parts)
-        rest = shared(subtract(total, encoded.sent), encoded.sent)
-        indices = regions.index_of(rest.indices.long(), rank).to(torch.int32)
+        rest = shared(subtract(total, own.sent), own.sent)
+        indices = regions.index_of(rest.indices.long(), self.rank).to(torch.int32)
         returned = SparseVector(indices, rest.values, rest.count)
-        return Exchanged((yield from chosen.mean([result], nonfinite)), shared(sent, result), returned)
-
-    def _regions_of(self, chosen: Chosen) -> tuple[Plan, Regions, list[PayloadPlan], PayloadPlan]:
-        """The regions, the payloads to the owner of each in round 1, and that of round 2."""
-        bucket, plan = chosen.bucket, chosen.plan
-        known = self._regions.get(bucket.name)
-        if known is None or known[0] is not plan:
-            regions = divide_into_regions(plan.per_tensor.bounds, bucket.numel, chosen.size)
-            send, keep = capacities(plan.capacity, bucket.numel, chosen.size)
-            to = [chosen.part(regions.budget(r, send), regions.numel) for r in range(chosen.size)]
-            kept = chosen.part(regions.budget(chosen.rank, keep), regions.numel)
-            known = self._regions[bucket.name] = plan, regions, to, kept
-        return known
+        return (yield from self.mean_of(bucket, [result], nonfinite)), shared(sent, result), returned
 
 
 def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
-    """c_1 and c_2 for k of `numel` elements on `size` ranks.
-
-    In whole numbers, because all ranks must compute the same.
-    """
+    """c_1 and c_2 for k of `numel` elements. In whole numbers, because all ranks must compute the same."""
     region = largest_region(numel, size)
     send = min(region, -(-(k + isqrt(k * (size - 1))) // size))
     within_six_words = 3 * k // max(1, size - 1) - send - 6
@@ -434,44 +347,14 @@ def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
     return send, min(region, size * send, keep)
 
 
-# --- auto ------------------------------------------------------------------------------------------
-
-
-class AutoExchange:
-    """For each bucket, the all-gather unless the reduce-scatter sends fewer bytes.
-
-    The choice follows from the number of ranks and the planned sizes of payloads, so it is the same on every rank.
-    With fp32 values and int32 indices the reduce-scatter sends fewer bytes from 4 ranks on. It has a second round,
-    and a step changes fewer elements. gTop-k is not considered: it needs messages from rank to rank, and in these
-    formats it sends no fewer bytes than the better of the two.
-    """
-
-    point_to_point = False
-
-    def __init__(self) -> None:
-        self._gather, self._scatter = AllGatherExchange(), ReduceScatterExchange()
-
-    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
-        return self.choose(form, plan, numel, size).wire_bytes(form, plan, numel, size)
-
-    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
-        planned = (chosen.payload.form, chosen.plan, chosen.bucket.numel, chosen.size)
-        return (yield from self.choose(*planned).mean(chosen))
-
-    def choose(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> SparseExchange:
-        """The exchange for a bucket of `numel` elements."""
-        gathered, scattered = (e.wire_bytes(form, plan, numel, size) for e in (self._gather, self._scatter))
-        return self._scatter if scattered < gathered else self._gather
-
-
 # --- gTop-k ----------------------------------------------------------------------------------------
 
 
-class GTopKExchange:
+class GTopKExchange(SparseExchange):
     """Pairs of ranks add and select again what their groups have selected, for any number of ranks.
 
-    gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling, with messages from rank to rank. With x the k
-    elements that a rank has selected, and P the largest power of two up to the number of ranks N:
+    gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling. With x the k elements that a rank has
+    selected, and P the largest power of two up to the number of ranks N:
 
         first            rank P + p sends its x to rank p:               x_p = top_2k(x_p + x_{P+p})
         j = 0, 1, ..     ranks r and r xor 2**j exchange their x:        x = top_2k(x of one + x of the other)
@@ -483,84 +366,82 @@ class GTopKExchange:
 
     Of an element of the result, a part of the sum may have been dropped by another group, or rounded by the
     format. All ranks of that group see this part. One of them keeps it: for element i the member number (i // B)
-    mod (size of the group), with B of `Regions`, so that each keeps its share.
+    mod (size of the group), with B of `Regions`.
 
-    Before the first round an all-gather of headers brings each rank's flag, and its settings, to every rank.
-
-    Bytes of a rank: 24 (N-1) for the header, and for its messages b for x as selected, and
+    Bytes of a rank: 24 (N-1) for an all-gather of headers before the first round, and for its messages, with
     b_2 = SparseFormat.nbytes(2 k) for a sum:
 
         p < N - P         b_2 (log2 P + 1)
         N - P <= p < P    b + b_2 (log2 P - 1), or nothing for P = 1
         p >= P            b
 
-    Differences from the paper: The paper keeps k elements of each sum. The N ranks together select up to N k
-    different ones, and those that the result does not have wait on all ranks that selected them. With k they wait
-    long, and a short training is less accurate. The paper reduces along a tree to one rank and broadcasts, 2 b
-    log2 P bytes, and needs a power of two. There the parts that are dropped of elements of the result are lost.
+    Differences from the paper: The paper keeps k elements of each sum: more elements then wait, and a short
+    training is less accurate. It reduces along a tree to one rank and broadcasts, 2 b log2 P bytes, and needs a
+    power of two. There the parts that are dropped of elements of the result are lost.
     """
 
     point_to_point = True
 
-    def wire_bytes(self, form: SparseFormat, plan: Plan, numel: int, size: int) -> float:
+    @staticmethod
+    def wire_bytes(payload: PayloadPlan, size: int) -> float:
         power = largest_power_of_two(size)
         doublings = power.bit_length() - 1
-        own, summed = (form.nbytes(budget_of(plan, numel, is_sum), numel) for is_sum in (False, True))
+        summed = payload.form.nbytes(budget_of_sums(payload), payload.numel)
         header = all_gather_wire_bytes(sealed_bytes(0), size)
         if size > power:
             return header + (doublings + 1) * summed
-        return header + (own + (doublings - 1) * summed if doublings else 0)
+        return header + (payload.layout.nbytes + (doublings - 1) * summed if doublings else 0)
 
-    def mean(self, chosen: Chosen) -> Conversation[Exchanged]:
-        held = _Held(chosen)
-        nonfinite = yield from _all_flags(chosen)
-        size, rank, power = chosen.size, chosen.rank, largest_power_of_two(chosen.size)
-        twin = rank - power if rank >= power else rank + power  # of the first and the last round, if there is one
-        twins = [twin] if twin < size else []
+    @cached_property
+    def sums(self) -> PayloadPlan:
+        """The payload of a sum."""
+        return self.part(budget_of_sums(self.payload), self.payload.numel)
+
+    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
+        held = _Held(self, elements, first_nonfinite)
+        nothing = torch.empty(0, dtype=torch.uint8, device=bucket.device)
+        _, nonfinite = yield from self.envelope.gather(nothing, first_nonfinite)
+        size, rank, power = self.size, self.rank, largest_power_of_two(self.size)
+        twins = [rank ^ power] if rank ^ power < size else []  # of the first and the last round
         if size > power:
-            if rank >= power:
-                yield from held.swap({twin: held.message(1)})
-            else:
-                for part in (yield from held.swap({}, twins, sums=False)):
-                    held.add(held.x, part, 1)
+            sends = {rank ^ power: held.message(1)} if rank >= power else {}
+            for part in (yield from held.swap(sends, [] if sends else twins, self.payload)):
+                held.add(held.x, part, 1)
         for j in range(power.bit_length() - 1):
             partner = rank ^ 1 << j
             if rank >= power:
                 yield from held.swap({})
                 continue
-            sums = j > 0 or partner + power < size
-            (other,) = yield from held.swap({partner: held.message(1 << j)}, [partner], sums)
+            theirs = self.sums if j > 0 or partner + power < size else self.payload
+            (other,) = yield from held.swap({partner: held.message(1 << j)}, [partner], theirs)
             lower, upper = (held.x, other) if rank < partner else (other, held.x)
             held.add(lower, upper, 2 << j)
-        if size > power:
-            if rank >= power:
-                (held.x,) = yield from held.swap({}, twins, sums=True)
-            else:
-                message = held.message(power)  # with or without a twin: x is now what the twins receive
-                yield from held.swap(dict.fromkeys(twins, message))
-        return Exchanged((yield from chosen.mean([held.x], nonfinite)), *held.record())
+        if size > power and rank < power:
+            message = held.message(power)  # with or without a twin: x is now what the twins receive
+            yield from held.swap(dict.fromkeys(twins, message))
+        elif size > power:
+            (held.x,) = yield from held.swap({}, twins)
+        kept = shared(total_of(held.kept, bucket.numel), held.x) if held.kept else None
+        return (yield from self.mean_of(bucket, [held.x], nonfinite)), shared(held.own, held.x), kept
 
 
 class _Held:
-    """The elements x that a rank holds between rounds, and those that it keeps.
-
-    The ranks of a group hold the same. `members` is the size of the group, a power of two.
+    """What a rank holds between rounds: the elements x, which all ranks of its group hold, and parts of sums that
+    it keeps. own: what it has selected, as the other ranks receive it. members: size of a group, a power of two.
     """
 
-    def __init__(self, chosen: Chosen):
-        self._chosen = chosen
-        encoded = chosen.encode()
-        numel = chosen.bucket.numel
-        self._sums = chosen.part(budget_of(chosen.plan, numel, sums=True), numel)
-        self.x = self._own = encoded.sent
+    def __init__(self, exchange: GTopKExchange, elements: SparseVector, first_nonfinite: Position):
+        self._exchange, self._codec = exchange, kernels.of(elements.values).codec
+        encoded = exchange.payload.encode(self._codec, elements, first_nonfinite)
+        self.own = self.x = encoded.sent
         self._payload: Tensor | None = encoded.payload  # of x
-        self._kept: list[SparseVector] = []
+        self.kept: list[SparseVector] = []
 
     def message(self, members: int) -> Tensor:
         """The payload of x, for one rank. x is then what it receives, and a member keeps the rounding."""
-        chosen, payload = self._chosen, self._payload
+        payload, sums = self._payload, self._exchange.sums
         if payload is None:
-            encoded = chosen.encode(self.x, self._sums, flagged=False)
+            encoded = sums.encode(self._codec, self.x, self._exchange.payload.budget.bounds[-1])
             self._keep(subtract(self.x, encoded.sent), members)
             self.x, payload = encoded.sent, encoded.payload
         self._payload = None
@@ -568,36 +449,28 @@ class _Held:
 
     def add(self, lower: SparseVector, upper: SparseVector, members: int) -> None:
         """Set x to the largest elements of the sum of two groups. `members`: of both together."""
-        total = total_of([lower, upper], self._chosen.bucket.numel)
-        self.x, self._payload = largest_of(total, self._sums.budget.capacity), None
+        total = total_of([lower, upper], self._exchange.payload.numel)
+        self.x, self._payload = largest_of(total, self._exchange.sums.budget.capacity), None
         self._keep(subtract(total, self.x), members)
 
     def swap(
-        self, sends: dict[int, Tensor], sources: Sequence[int] = (), sums: bool = False
+        self, sends: dict[int, Tensor], sources: Sequence[int] = (), theirs: PayloadPlan | None = None
     ) -> Conversation[list[SparseVector]]:
-        """Send payloads by rank, and return those of other ranks. sums: whether the sources send sums."""
-        chosen, plan = self._chosen, self._sums if sums else self._chosen.payload
-        nbytes, device = plan.layout.nbytes, chosen.bucket.device
-        receives = {r: torch.empty(nbytes, dtype=torch.uint8, device=device) for r in sources}
+        """Send payloads by rank, and return those of other ranks. theirs: their plan, if not that of a sum."""
+        plan, device = theirs or self._exchange.sums, self.x.values.device
+        receives = {r: torch.empty(plan.layout.nbytes, dtype=torch.uint8, device=device) for r in sources}
         (received,) = yield (Exchange(sends, receives),)
-        parts, _ = yield from chosen.decode([received[r] for r in sources], plan, ranks=sources)
+        parts, _ = yield from self._exchange.decode([received[r] for r in sources], plan, ranks=sources)
         return parts
 
-    def record(self) -> tuple[SparseVector, SparseVector | None]:
-        """What of this rank's elements is in x, the result, and what this rank keeps of them."""
-        kept = shared(total_of(self._kept, self._chosen.bucket.numel), self.x) if self._kept else None
-        return shared(self._own, self.x), kept
-
     def _keep(self, rest: SparseVector, members: int) -> None:
-        own = rest.indices // BLOCK % members == self._chosen.rank % members
-        self._kept.append(SparseVector(rest.indices, torch.where(own, rest.values, 0.0), rest.count))
+        own = rest.indices // BLOCK % members == self._exchange.rank % members
+        self.kept.append(SparseVector(rest.indices, torch.where(own, rest.values, 0.0), rest.count))
 
 
-def budget_of(plan: Plan, numel: int, sums: bool) -> Budget:
-    """The elements of a message: those that a rank has selected, or twice as many of a sum."""
-    if not sums:
-        return plan.per_tensor
-    return Budget(plan.per_tensor.bounds, plan.per_tensor.ks, min(numel, 2 * plan.capacity))
+def budget_of_sums(payload: PayloadPlan) -> Budget:
+    """Twice as many elements as a selection."""
+    return replace(payload.budget, capacity=min(payload.numel, 2 * payload.budget.capacity))
 
 
 def largest_power_of_two(size: int) -> int:
@@ -605,9 +478,11 @@ def largest_power_of_two(size: int) -> int:
     return 1 << size.bit_length() - 1
 
 
-def _all_flags(chosen: Chosen) -> Conversation[list[int]]:
-    """For each rank, the position (from 1) of its first tensor with NaN or inf, or 0."""
-    nothing = torch.empty(0, dtype=torch.uint8, device=chosen.bucket.device)
-    envelope = Envelope(chosen.payload.what, chosen.bucket.bounds, chosen.payload.terms)
-    _, nonfinite = yield from envelope.gather(nothing, chosen.first_nonfinite)
-    return nonfinite
+# Of these, each bucket takes the one with the fewest planned bytes, the same on every rank. "auto" has no gTop-k,
+# which needs messages from rank to rank, and in fp32 and int32 sends no fewer bytes than the better of the two.
+EXCHANGES: dict[str, tuple[type[SparseExchange], ...]] = {
+    "all_gather": (AllGatherExchange,),
+    "reduce_scatter": (ReduceScatterExchange,),
+    "gtopk": (GTopKExchange,),
+    "auto": (AllGatherExchange, ReduceScatterExchange),
+}

@@ -3,20 +3,17 @@
     2 bits   v = g + e;   v >= t: send t,   v <= -t: send -t,   else 0;    e = v - what was sent
     1 bit    v = g + e;   v > t: send 1,    else -1;                       e = v - what was sent
 
-An element sends at most t (1 bit: 1) in a step. The codes of each tensor equal MXNet's, byte for byte. 2 bits: the
-first element is in the most significant bits of each byte, 11 means t, 10 means -t, in words of 16 elements. 1
-bit: the same order, in words of 32. If `threshold` is None (2 bits), t is the mean over the ranks of `factor`
-times the root mean square of v in each tensor. A gradient c g then sends c times what g sends. For a Laplace
-distribution, factor = 1 gives the least error. Heavier tails raise t. A multiple of mean |v| would not follow
-them, and large elements would wait long.
+The codes of each tensor equal MXNet's, byte for byte: `dgc.paper.threshold`. If `threshold` is None (2 bits), t is
+the mean over the ranks of `factor` times the root mean square of v in each tensor. A gradient c g then sends c
+times what g sends. For a Laplace distribution, factor = 1 gives the least error. Heavier tails raise t. A multiple
+of mean |v| would not follow them, and large elements would wait long.
 
 Exchanges (size: number of ranks N; C: bytes of the codes of a bucket):
 
     gather   all ranks gather all codes                                               C to each rank
     scatter  rank r adds up its share of all codes as integers. Then all ranks gather the sums, packed into
              b = ceil(log2(2 N + 1)) bits (1 bit: ceil(log2(N + 1))): the volume does not grow with N
-    server   like scatter, but the mean is gathered in fp32 in place of the sums: compressed in one direction, full
-             precision in the other, as between a worker and a parameter server
+    server   like scatter, but sums are gathered in fp32, as between a worker and a parameter server
     auto     gather with two ranks, scatter with more
 
 All exchanges give the same bits. Payload of a bucket in bytes, each part rounded up to 8 and with 24 for a header:
@@ -24,25 +21,25 @@ gather C; scatter N parts of C / N, and the share in b bits; server N parts of C
 share; thresholds from the data 4 per tensor more, without a header.
 
 Differences from MXNet: The result is the mean, where MXNet's servers return the sum; a learning rate N times as
-large is equivalent. Tensors of any size and dtype are accepted. With 1 bit, the values sent are 1 and -1 for any
-t, as in MXNet.
+large is equivalent. Tensors of any size and dtype are accepted.
 """
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
-from jaxtyping import Float32, Int64, UInt8
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.error_feedback import ErrorFeedbackCompressor, place_of_mean
+from dgc.compression.error_feedback import Codes, ErrorFeedbackCompressor, Mean, place_of_mean
+from dgc.compression.protocol import Position, Vector, check_choice
 from dgc.state import State
 
-WIRES = ("auto", "gather", "scatter", "server")
 WORD = 4
 
 
@@ -52,11 +49,11 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
 
     Args:
         bits (int): bits per element, 2 or 1.
-        threshold (float, optional): t, in the unit of the gradients. With 2 bits it is positive; None takes it
-            from the data. With 1 bit it is a finite number, usually 0. Default: 0.5, as in MXNet.
+        threshold (float, optional): t, in the unit of the gradients; 0.5 in MXNet. With 2 bits it is positive, or
+            None to take it from the data. With 1 bit it is a finite number, usually 0.
         factor (float): t as a multiple of the root mean square of v, if threshold is None.
         wire (str): "gather", "scatter", "server" or "auto"; see the module's description.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
+        error_feedback (bool): as `ErrorFeedbackCompressor`.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -82,11 +79,9 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             raise ValueError(f"with 1 bit threshold must be a number, not {threshold}; 0 is usual")
         if not 0 < factor < math.inf:
             raise ValueError(f"factor must be positive, not {factor}")
-        if wire not in WIRES:
-            raise ValueError(f"wire is one of {', '.join(WIRES)}, not {wire!r}")
+        check_choice(("auto", "gather", "scatter", "server"), wire=wire)
         super().__init__(error_feedback)
         self.bits, self.threshold, self.factor, self.wire = bits, threshold, factor, wire
-        self._wholes: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
     def compress_ratio(self) -> float:
@@ -96,13 +91,21 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         """Bytes of the codes of a bucket, C."""
         return sum(WORD * -(-s.numel * self.bits // 32) for s in bucket.segments)
 
-    def exchange(
-        self, bucket: Bucket, state: State, v: Float32[Tensor, "n"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[Tensor, Tensor, list[int]]]:
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         bounds = bucket.bounds
-        t = yield from self._thresholds(v, bounds)
-        codes, kept = self._encode(v, bounds, t)
-        unit = t.nan_to_num(0.0, posinf=0.0) if self.bits == 2 else torch.ones_like(t)
+        if self.threshold is not None:
+            t = torch.full((bounds.numel() - 1,), self.threshold, dtype=torch.float32, device=v.device)
+        else:
+            squares = kernels.of(v).selection.moments(v, bounds).squares / bounds.diff().clamp(min=1)
+            (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
+            # t = 0 means that the tensor is zero on every rank. If the mean overflows fp32, nothing is sent.
+            t = t.nan_to_num(torch.inf)
+        quantizers, unit = kernels.of(v).quantize, torch.ones_like(t)
+        if self.bits == 2:
+            codes, kept = quantizers.tern_encode(v, bounds, t)
+            unit = t.nan_to_num(0.0, posinf=0.0)
+        else:
+            codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit)
         if self.wire == "gather" or (self.wire == "auto" and state.size <= 2):
             parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)
@@ -111,27 +114,8 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             mean, nonfinite = yield from self._scatter(bucket, state.size, codes, first_nonfinite, unit)
         return mean, kept, nonfinite
 
-    def _thresholds(self, v: Tensor, bounds: Tensor) -> Conversation[Float32[Tensor, "S"]]:
-        if self.threshold is not None:
-            return torch.full((bounds.numel() - 1,), self.threshold, dtype=torch.float32, device=v.device)
-        squares = kernels.of(v).selection.moments(v, bounds).squares / bounds.diff().clamp(min=1)
-        (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
-        # t = 0 means that the tensor is zero on every rank. If the mean overflows fp32, nothing is sent.
-        return t.nan_to_num(torch.inf)
-
-    def _encode(self, v: Tensor, bounds: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        if self.bits == 2:
-            return kernels.of(v).quantize.tern_encode(v, bounds, t)
-        one = torch.ones_like(t)
-        return kernels.of(v).quantize.sign_encode(v, bounds, t, -one, one)
-
     def _mean_of_codes_(
-        self,
-        parts: Sequence[UInt8[Tensor, "nbytes"]],
-        bounds: Int64[Tensor, "bounds"],
-        unit: Float32[Tensor, "S"] | None,
-        size: int,
-        mean: Float32[Tensor, "n"],
+        self, parts: Sequence[Codes], bounds: Tensor, unit: Tensor | None, size: int, mean: Vector
     ) -> None:
         """Sums the codes of all ranks as integers, multiplies by the unit of each tensor and divides by `size`."""
         ones = torch.ones(bounds.numel() - 1, dtype=torch.float32, device=mean.device)
@@ -141,23 +125,18 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         else:
             quantizers.sign_mean_(parts, bounds, [-ones] * len(parts), each, unit, size, mean)
 
-    def _whole(self, fields: int, device: torch.device) -> Int64[Tensor, "2"]:
-        """One segment of this many fields, cached: a new tensor would cost a copy that the host waits for."""
-        key = (fields, device)
-        if key not in self._wholes:
-            self._wholes[key] = torch.tensor([0, fields], dtype=torch.int64, device=device)
-        return self._wholes[key]
-
     def _scatter(
         self, bucket: Bucket, size: int, codes: Tensor, first_nonfinite: Tensor, unit: Float32[Tensor, "S"]
-    ) -> Conversation[tuple[Float32[Tensor, "n"], list[int]]]:
+    ) -> Conversation[tuple[Vector, list[int]]]:
         share = WORD * -(-codes.numel() // (WORD * size))  # bytes per rank, padded at the end
         padded = torch.zeros(size, share, dtype=torch.uint8, device=codes.device)
         padded.view(-1)[: codes.numel()] = codes
         envelope, finite = self.envelope(bucket), bucket.bounds[-1]
         parts, nonfinite = yield from envelope.scatter(padded, first_nonfinite)
-        fields, bits, quantizers = share * 8 // self.bits, self._sum_bits(size), kernels.of(codes).quantize
-        whole = self._whole(fields, codes.device)
+        # the range of a sum is -N .. N; with 1 bit only every second value occurs
+        bits = math.ceil(math.log2(2 * size + 1 if self.bits == 2 else size + 1))
+        fields, quantizers = share * 8 // self.bits, kernels.of(codes).quantize
+        whole = _whole(fields, codes.device)
         if self.wire != "server" and bits <= 8:
             sums = quantizers.pack_sums(parts, whole, self.bits, bits)
             packed, _ = yield from envelope.gather(sums, finite)
@@ -168,29 +147,18 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             self._mean_of_codes_(parts, whole, None, 1, own)
             kind = torch.float32 if self.wire == "server" else torch.int16  # more than 8 bits
             shares, _ = yield from envelope.gather(own.to(kind).view(torch.uint8), finite)
-            total = torch.cat([part.clone().view(kind) for part in shares])
+            total = torch.cat([part.clone().view(kind) for part in shares]).float()
             mean = place_of_mean(bucket)
-            self._mean_of_sums_(bucket, size, total.float(), unit, mean)
+            word, at = 32 // self.bits, 0
+            for segment, factor in zip(bucket.segments, unit, strict=True):
+                place = mean[segment.offset : segment.offset + segment.numel]
+                torch.mul(total[at : at + segment.numel], factor, out=place)
+                at += -(-segment.numel // word) * word  # fields that only fill words are left out
+            mean.div_(size)
         return mean, nonfinite
 
-    def _sum_bits(self, size: int) -> int:
-        """Bits of a sum. Its range is -N .. N; with 1 bit only every second value occurs."""
-        values = 2 * size + 1 if self.bits == 2 else size + 1
-        bits = math.ceil(math.log2(values))
-        return bits if bits <= 8 else 16
 
-    def _mean_of_sums_(
-        self,
-        bucket: Bucket,
-        size: int,
-        sums: Float32[Tensor, "fields"],
-        unit: Float32[Tensor, "S"],
-        mean: Float32[Tensor, "n"],
-    ) -> None:
-        """Writes the mean in units of each tensor, without the fields that only fill words."""
-        word, at = 32 // self.bits, 0
-        for segment, factor in zip(bucket.segments, unit, strict=True):
-            own = slice(segment.offset, segment.offset + segment.numel)
-            torch.mul(sums[at : at + segment.numel], factor, out=mean[own])
-            at += -(-segment.numel // word) * word
-        mean.div_(size)
+@cache
+def _whole(fields: int, device: torch.device) -> Int64[Tensor, "2"]:
+    """One segment of this many fields, cached: a new tensor would cost a copy that the host waits for."""
+    return torch.tensor([0, fields], dtype=torch.int64, device=device)

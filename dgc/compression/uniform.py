@@ -5,17 +5,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket
-from dgc.compression.all_gather import AllGatherCompressor, Codes, join, split_all
+from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
+from dgc.comm.requests import Conversation
+from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor, clipped
+from dgc.compression.error_feedback import AllGatherCompressor, Codes, Mean, join, split_all
+from dgc.compression.protocol import Compressor, Position, Reduced, Vector, check_choice
 from dgc.kernels import Moments
+from dgc.memory import Clipping
 from dgc.state import State
+from dgc.wire import CastValues, ValueFormat
 
-NORMS = ("l2", "max")
+DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
+BLOCK = 1024  # elements of a block of int8 dense values
 
 
 class UniformCompressor(AllGatherCompressor):
@@ -24,10 +31,7 @@ class UniformCompressor(AllGatherCompressor):
         level = floor(L |v| / s + r),  value = sign(v) s level / L
 
     s is a scale of each block. r is random in [0, 1), which makes the expected value v, or 1/2, which rounds to
-    nearest.
-
-    Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) bytes, bits = 2, 4 or 8 with the
-    sign.
+    nearest. Codes: 4 bytes of scale for each block of d elements, then ceil(bits d / 8) bytes.
 
     Args:
         bits (int): bits per element with the sign: 2, 4 or 8.
@@ -35,8 +39,7 @@ class UniformCompressor(AllGatherCompressor):
         block (int, optional): elements that share a scale; None for one scale per tensor. A tensor's last block
             may be shorter.
         random (bool): stochastic rounding; False rounds to nearest.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
-        seed (int): seed of the rounding.
+        error_feedback, seed: as `ErrorFeedbackCompressor`.
 
     Raises:
         ValueError: if bits or block is out of range.
@@ -55,15 +58,13 @@ class UniformCompressor(AllGatherCompressor):
     @abstractmethod
     def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
         """The scale of each block. Larger magnitudes are clipped to it."""
-        ...
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
-        state = super().init(bucket, size, rank)
         edges: list[int] = []
         for s in bucket.segments:
             edges += range(s.offset, s.offset + s.numel, self.block or max(1, s.numel))
         blocks = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
-        return replace(state, constants={"blocks": blocks})
+        return replace(super().init(bucket, size, rank), constants={"blocks": blocks})
 
     def nbytes(self, bucket: Bucket) -> int:
         total = 0
@@ -73,7 +74,7 @@ class UniformCompressor(AllGatherCompressor):
             total += whole * (4 + -(-block * self.bits // 8)) + (4 + -(-rest * self.bits // 8) if rest else 0)
         return total
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         blocks = state.constants["blocks"]
         scales = self.scales(kernels.of(v).selection.moments(v, blocks), blocks.diff()).float()
         seed = self.noise(bucket, state) if self.random else None
@@ -81,7 +82,7 @@ class UniformCompressor(AllGatherCompressor):
         codes, kept = quantizers.uniform_encode(v, blocks, scales, self.levels, self.bits, seed)
         return join(scales, codes), kept
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         blocks = state.constants["blocks"]
         scales, fields = split_all(codes, blocks.numel() - 1)
         quantizers = kernels.of(mean).quantize
@@ -94,22 +95,15 @@ class QSGDCompressor(UniformCompressor):
 
         Q(v_i) = |v|_2 sign(v_i) xi_i / L,  xi_i = floor(L |v_i| / |v|_2 + r_i),  r_i uniform in [0, 1)
 
-    Each block has its own norm. The result is unbiased, with a variance of at most
-    min(d / L**2, sqrt(d) / L) |v|_2**2 for blocks of d elements.
+    The result is unbiased, with a variance of at most min(d / L**2, sqrt(d) / L) |v|_2**2 for blocks of d
+    elements.
 
     Differences from the paper: Codes have a fixed number of bits, with L = 2 ** (bits - 1) - 1 levels besides 0.
-    The paper uses Elias codes, which change in length from step to step. norm = "max" scales by the largest
-    magnitude, as in the paper's experiments.
+    The paper uses Elias codes, which change in length from step to step.
 
-    Args:
-        bits (int): bits per element with the sign: 2, 4 or 8.
-        block (int, optional): elements that share a norm; None for one norm per tensor.
-        norm (str): "max", or "l2" as in the paper's analysis.
+    Args, Raises: as `UniformCompressor`.
+        norm (str): "l2" as in the paper's analysis, or "max", the largest magnitude, as in its experiments.
         error_feedback (bool): not in the paper; it may diverge with norm "l2" and few levels.
-        seed (int): seed of the rounding.
-
-    Raises:
-        ValueError: if an argument is out of range.
 
     Example:
         >>> compression = QSGDCompressor(bits=4, block=512)
@@ -123,8 +117,7 @@ class QSGDCompressor(UniformCompressor):
         error_feedback: bool = False,
         seed: int = 0,
     ):
-        if norm not in NORMS:
-            raise ValueError(f"norm is one of {', '.join(NORMS)}, not {norm!r}")
+        check_choice(("l2", "max"), norm=norm)
         super().__init__(bits, 2 ** (bits - 1) - 1, block, True, error_feedback, seed)
         self.norm = norm
 
@@ -138,17 +131,14 @@ class TernGradCompressor(UniformCompressor):
 
         s = max |g|;  send s sign(g_i) b_i,  b_i = 1 with probability |g_i| / s, else 0
 
-    for each tensor. The result is unbiased. Gradients are first clipped to `clip` standard deviations, which
-    lowers s.
+    for each tensor, unbiased. Gradients are first clipped to `clip` standard deviations, which lowers s.
 
-    Differences from the paper: Ranks gather all codes, and s of each tensor differs between ranks. In the paper a
-    parameter server lets the ranks share the largest s. Error feedback is not in the paper; with it, the clipped
-    part is kept as well.
+    Differences from the paper: s of each tensor differs between ranks. In the paper a parameter server lets the
+    ranks share the largest s. With error feedback, which is not in the paper, the clipped part is kept as well.
 
     Args:
-        clip (float, optional): clipping limit in standard deviations, 2.5 in the paper; None for no clipping.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
-        seed (int): seed of the random choice.
+        clip (float, optional): a positive limit in standard deviations, 2.5 in the paper; None for no clipping.
+        error_feedback, seed: as `ErrorFeedbackCompressor`.
 
     Raises:
         ValueError: if clip is not positive.
@@ -172,21 +162,13 @@ class TernGradCompressor(UniformCompressor):
 
 @checked
 class BlockwiseCompressor(UniformCompressor):
-    """The nearest of 255 levels, with each block scaled by its largest magnitude.
-
-    As in block-wise quantization of optimizer states (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, arXiv
-    2110.02861, section 2.1).
+    """The nearest of 2 ** bits - 1 levels, with each block scaled by its largest magnitude, as in block-wise
+    quantization of optimizer states (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, arXiv 2110.02861, section 2.1).
 
     Differences from the paper: Levels are evenly spaced. The paper's dynamic data type has finer levels near 0.
     Error feedback compensates for the difference.
 
-    Args:
-        bits (int): 8 for 255 levels, 4 for 15, or 2 for 3.
-        block (int, optional): elements that share a scale; None for one scale per tensor.
-        error_feedback (bool): keep what a step does not send and add it to the next gradient.
-
-    Raises:
-        ValueError: if bits or block is out of range.
+    Args, Raises: as `UniformCompressor`.
     """
 
     def __init__(self, bits: int = 8, block: int | None = 2048, error_feedback: bool = True):
@@ -202,16 +184,15 @@ class NaturalCompressor(AllGatherCompressor):
 
         2**e <= |v| < 2**(e + 1):  send sign(v) 2**(e + 1) with probability |v| / 2**e - 1, else sign(v) 2**e
 
-    The result is unbiased, with a variance of at most |v|**2 / 8. Each element takes one byte: its sign, and its
-    exponent relative to the bucket's largest. The largest exponent takes 4 bytes per bucket.
+    The result is unbiased, with a variance of at most |v|**2 / 8. Codes: one byte for each element, its sign and
+    its exponent relative to the bucket's largest, and 4 bytes for that.
 
     Differences from the paper: Exponents have 7 bits in place of 8. Magnitudes at or below 2**-126 times the
-    bucket's largest are lost.
+    bucket's largest are lost. Error feedback is not in the paper.
 
     Args:
         random (bool): stochastic rounding, as in the paper; False rounds to the nearest power of two.
-        error_feedback (bool): keep what a step does not send; not in the paper.
-        seed (int): seed of the rounding.
+        error_feedback, seed: as `ErrorFeedbackCompressor`.
     """
 
     bits = 8
@@ -223,8 +204,106 @@ class NaturalCompressor(AllGatherCompressor):
     def nbytes(self, bucket: Bucket) -> int:
         return 4 + bucket.numel
 
-    def encode(self, bucket: Bucket, state: State, v: Float32[Tensor, "n"]) -> tuple[Codes, Float32[Tensor, "n"]]:
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         return kernels.of(v).quantize.natural_encode(v, self.noise(bucket, state) if self.random else None)
 
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Float32[Tensor, "n"]) -> None:
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         kernels.of(mean).quantize.natural_mean_(codes, state.size, mean)
+
+
+# --- tensors that a sparse method leaves -----------------------------------------------------------
+
+
+class DenseValuesCompressor(BlockwiseCompressor):
+    """Sends every element as fp16, bf16 or int8, with error feedback. `SparseCompressor(dense_values=)` makes it.
+
+    It takes what a sparse method leaves: vectors, and all else that it does not accept. At a ratio of 0.1 % these
+    tensors are most of the bytes, if they travel as fp32. int8 is that of `BlockwiseCompressor`, with blocks of
+    1024 elements.
+
+    Bytes of an all-gather grow with the number of ranks N. With many ranks an all-reduce costs fewer: of v as fp16
+    for fp16, of v as fp32 for the others. The transport rounds a sum in fp16. This is the only rounding that no
+    residual keeps.
+
+    Codes: 2 bytes per element, or for int8 1 per element and 4 per block. If an all-gather of the codes costs more
+    than the all-reduce, the payload has 24 + 2 (fp16) or 4 per element. This begins with N = 3 for fp16, N = 5 for
+    bf16, and N = 8 for int8, or earlier if tensors have only a few elements.
+
+    Args:
+        values (str): "fp16", "bf16" or "int8".
+        clipping (Clipping, optional): limit on the mean of each tensor.
+
+    Raises:
+        ValueError: if values is none of these.
+
+    Example:
+        >>> vectors = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), dense_values="int8").fallback
+    """
+
+    def __init__(self, values: str, clipping: Clipping | None = None):
+        check_choice(DENSE_VALUES[1:], values=values)
+        super().__init__(8, BLOCK)
+        self.values, self.clipping = values, clipping
+        # no transport can add bf16 or int8
+        self._reduced = CastValues("fp16" if values == "fp16" else "fp32")
+
+    @property
+    def compress_ratio(self) -> float:
+        return self.bits / 32 if self.values == "int8" else 1.0
+
+    def ratio_of(self, states: Sequence[tuple[Bucket, State]]) -> float:
+        return self.compress_ratio if all(self._gathers(bucket, state) for bucket, state in states) else 1.0
+
+    def _gathers(self, bucket: Bucket, state: State) -> bool:
+        ranks = max(2, state.size)  # one process uses the rule for two
+        gathered = all_gather_wire_bytes(self.nbytes(bucket), ranks)
+        return gathered <= all_reduce_wire_bytes(bucket.numel * self._reduced.itemsize, ranks)
+
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        reduced = yield from super().reduce(bucket, state)
+        if self.clipping is None:
+            return reduced
+        return replace(reduced, result=(yield from clipped(bucket, reduced.result, self.clipping)))
+
+    def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
+        if self._gathers(bucket, state):
+            return (yield from super().exchange(bucket, state, v, first_nonfinite))
+        sent = self._reduced.quantize(v, state.size, bucket.dtype)
+        kept = v - sent.float()
+        message = sent.clone()  # the reply may overwrite it
+        mean, nonfinite = yield from self.envelope(bucket).reduce(message, first_nonfinite)
+        return mean.float(), kept, nonfinite
+
+    def nbytes(self, bucket: Bucket) -> int:
+        return super().nbytes(bucket) if self.values == "int8" else 2 * bucket.numel
+
+    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
+        if self.values == "int8":
+            return super().encode(bucket, state, v)
+        cast = CastValues(self.values).quantize(v, result=bucket.dtype)
+        return cast.view(torch.uint8), v - cast.float()
+
+    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
+        if self.values == "int8":
+            return super().mean_(bucket, state, codes, mean)
+        mean.zero_()
+        for own in codes:
+            mean += own.view(CastValues(self.values).torch_dtype)
+        mean.div_(state.size)
+
+
+def make_fallback(dense_values: str | None, values: ValueFormat, clipping: Clipping | None) -> Compressor:
+    """Return the compressor of the tensors that a sparse method does not accept.
+
+    dense_values: one of DENSE_VALUES. None: those that cost about as much per element as the method's own
+    `values`, or the next larger ones. clipping: the limit on means. Raises ValueError for other dense_values.
+    """
+    check_choice((None, *DENSE_VALUES), dense_values=dense_values)
+    fitting = values.dtype if isinstance(values, CastValues) else values.dense.dtype
+    if not isinstance(values, CastValues) and values.nbytes(BLOCK, 0) < 2 * BLOCK:
+        fitting = "int8"
+    name = dense_values or fitting
+    if name == "fp32" or (name == "fp16" and dense_values is None):
+        dense = DenseCompressor() if name == "fp32" else FP16Compressor()
+        return dense if clipping is None else ClippedCompressor(dense, clipping)
+    return DenseValuesCompressor(name, clipping)

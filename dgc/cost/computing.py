@@ -1,14 +1,14 @@
 """Recorded exchanges: the requests of one rank without a network, and its seconds of computing.
 
 The conversation of the last rank gets replies as if every rank sent what this one sends (`AlikeRanks`). One
-process can thus record what a rank of 4096 sends: replies are not copied, and of many ranks the last all-gather is
-not decoded. If ranks of a machine differ, each of the last machine's is recorded, one after another:
-on two levels, each rank of a machine has a share of every bucket (dgc/engine/hierarchy.py). Shares hold whole
-tensors, so one rank may have most of a bucket and another nothing.
+process can thus record what a rank of 4096 sends. If ranks of a machine differ, each of the last machine's is
+recorded, one after another: on two levels, each rank of a machine has a share of every bucket
+(dgc/engine/hierarchy.py). Shares hold whole tensors, so one rank may have most of a bucket and another nothing.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -48,9 +48,7 @@ Refill = Callable[[Planned, int], None]
 
 
 class AlikeRanks:
-    """A transport without a network. It plans and records what a rank of a cluster would do.
-
-    Replies are not copied: one tensor stands for that of all ranks. A sum is the mean.
+    """A transport without a network. Replies are not copied: one tensor stands for that of all ranks.
 
     Args:
         size: Number of ranks.
@@ -58,7 +56,7 @@ class AlikeRanks:
         local_rank: Number of the rank on the last machine. None: the last one.
 
     Raises:
-        ValueError: `local_size` does not divide `size`, or no rank has the number `local_rank`.
+        ValueError: A number is out of range.
 
     Example:
         >>> from dgc.cost import AlikeRanks
@@ -84,17 +82,17 @@ class AlikeRanks:
     def group_rank(self, group: Group) -> int:
         return {"world": self.rank, "local": self.local_rank, "cross": self.group_size("cross") - 1}[group]
 
-    def open_lane(self, lane: str) -> None:
+    def open_communicator(self, communicator: str) -> None:
         """There is no order to keep."""
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
         return tuple(self.reply(request) for request in requests)
 
-    def poll(self, flight: Any) -> bool:
+    def poll(self, work: Any) -> bool:
         return True
 
-    def wait(self, flight: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        return flight
+    def wait(self, work: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        return work
 
     @property
     def awaited(self) -> int:
@@ -102,11 +100,7 @@ class AlikeRanks:
         return max((tensor.nbytes for tensor in self._sent.values()), default=0)
 
     def reply(self, request: Request) -> Reply:
-        """The reply of ranks that all contribute what this rank does.
-
-        Raises:
-            ValueError: It is not known, as this rank sends nothing like what it receives.
-        """
+        """The reply. Raises ValueError if it is not known, as this rank sends nothing like what it receives."""
         size, rank = self.group_size(request.group), self.group_rank(request.group)
         match request:
             case AllReduce(tensor) | Broadcast(tensor):
@@ -146,18 +140,15 @@ def record_steps(
     replies grow with the number of ranks.
 
     Args:
-        plan: Given the number of ranks and the rank, returns the buckets, with gradients, and their compressors.
-            It is called once or twice for each recorded rank, and must make new compressors each time.
-        size: Number of ranks. For a compressor that sends from rank to rank, a power of two.
-        local_size: Ranks of each machine. It must divide `size`.
+        plan: Given the number of ranks and the rank, returns the buckets, with gradients, and new compressors for
+            them. It is called once or twice for each recorded rank.
+        size, local_size: As in `AlikeRanks`. For a compressor that sends from rank to rank, a power of two.
         steps: Number of exchanges.
-        refill: Sets the gradients of the planned buckets before exchange number 0, 1, ... None: a single exchange
-            of what `plan` has set.
+        refill: Sets the gradients of the planned buckets before exchange number 0, 1, ... None: for a single one.
         decoded_bytes: Largest size of the replies to such an all-gather that are decoded nevertheless.
 
     Raises:
-        ValueError: `local_size` does not divide `size`, no reply to a request can be made, or there are several
-            steps without `refill`, which would exchange their own means.
+        ValueError: As AlikeRanks and its `reply`, or there are several steps without `refill`.
     """
     if steps < 1 or (steps > 1 and refill is None):
         raise ValueError(f"record_steps: {steps} steps need a function `refill` that sets the gradients of each")
@@ -166,8 +157,9 @@ def record_steps(
         return _record_rank(plan, AlikeRanks(size, local_size, local_rank), steps, refill, decoded_bytes)
 
     last = record_rank(local_size - 1)
-    if are_alike(last[-1]):
-        return last
+    messages = [message for bucket in last[-1].buckets for message in bucket]
+    if local_size == 1 or all(of.size == size and of.kind != "Exchange" for of in messages):
+        return last  # every message is a collective of all ranks, so all ranks of a machine are alike
     others = [record_rank(local_rank) for local_rank in range(local_size - 1)]
     return [machine_of(ranks) for ranks in zip(*others, last, strict=True)]
 
@@ -210,32 +202,24 @@ def _record(
     ends: tuple[str, ...],
     decoded_bytes: int,
 ) -> tuple[tuple[Message, ...], float, float | None]:
-    """The messages of one conversation of a rank, and its seconds before and after the first one.
-
-    The last number is None if the conversation was ended early.
-    """
+    """The messages of a conversation, and its seconds before and after the first one; None if it ends early."""
     messages: list[Message] = []
-
-    def next_or_none(replies: tuple[Reply, ...] | None) -> tuple[tuple[Request, ...] | None, float]:
+    seconds: list[float] = []  # before each message, and after the last one
+    replies: tuple[Reply, ...] | None = None
+    while True:
         start = _now(device)
         try:
             requests = next_requests(conversation, replies)
         except StopIteration:
-            requests = None
-        return requests, _now(device) - start
-
-    requests, encode = next_or_none(None)
-    later = 0.0
-    while requests is not None:
+            seconds.append(_now(device) - start)
+            return tuple(messages), seconds[0], sum(seconds[1:])
+        seconds.append(_now(device) - start)
         replies = tuple(ranks.reply(request) for request in requests)
         messages += [message_of(of, ranks, ranks.awaited if isinstance(of, Exchange) else 0) for of in requests]
         if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in messages):
             if messages[-1].size * messages[-1].payload > decoded_bytes:
                 conversation.close()
-                return tuple(messages), encode, None
-        requests, seconds = next_or_none(replies)
-        later += seconds
-    return tuple(messages), encode, later
+                return tuple(messages), seconds[0], None
 
 
 def _now(device: torch.device) -> float:
@@ -245,13 +229,7 @@ def _now(device: torch.device) -> float:
 
 
 def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
-    """The message of a request.
-
-    Args:
-        request: What this rank sends.
-        ranks: Transport of this rank.
-        awaited: For an Exchange, bytes that it waits for.
-    """
+    """The message of a request of this rank. awaited: for an Exchange, bytes that it waits for."""
     size, rank, local = ranks.group_size(request.group), ranks.group_rank(request.group), ranks.local_size
     inner = 1 if request.group == "cross" else local
     payload, wire, cross = bytes_of(request, rank, size, local)
@@ -268,14 +246,7 @@ def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
 
 
 def typical(traffics: Sequence[Traffic]) -> Traffic:
-    """The last of several exchanges of the same compressors, with the median seconds of all.
-
-    Args:
-        traffics: Exchanges whose last replies were decoded.
-
-    Raises:
-        ValueError: The replies of one were not decoded.
-    """
+    """The last of several decoded exchanges of the same compressors, with the median seconds of all."""
     decode = [traffic.decode for traffic in traffics if traffic.decode is not None]
     if len(decode) < len(traffics):
         raise ValueError(f"{len(traffics) - len(decode)} of {len(traffics)} exchanges were not decoded")
@@ -287,9 +258,6 @@ def fit_computing(traffics: Sequence[Traffic]) -> Compute:
     """Median time of encoding, and a line through the times of decoding; it neither falls nor begins below 0.
 
     It is flat for a method that only reduces: what a rank decodes is as large for any number of ranks.
-
-    Args:
-        traffics: Recorded exchanges of at least two numbers of ranks.
 
     Raises:
         ValueError: All exchanges whose last replies were decoded have the same number of ranks.
@@ -307,21 +275,11 @@ def fit_computing(traffics: Sequence[Traffic]) -> Compute:
     return Compute(median(traffic.encode for traffic in traffics), y - slope * x, slope)
 
 
-def are_alike(traffic: Traffic) -> bool:
-    """Whether all ranks of a machine send as this one: every message is a collective of all ranks."""
-    messages = [message for bucket in traffic.buckets for message in bucket]
-    return traffic.local_size == 1 or all(of.size == traffic.size and of.kind != "Exchange" for of in messages)
-
-
 def machine_of(ranks: Sequence[Traffic]) -> Traffic:
-    """The traffic of a machine whose ranks were recorded one by one, with the computing of the slowest.
+    """The traffic of a machine, with the computing of the slowest of its `ranks`, which were recorded one by one.
 
     Messages to all ranks, or to those of the machine, are the same on all of its ranks, in number and order. Those
-    in between go to the rank's own group on other machines. They share the network card, and ranks may differ in
-    their number.
-
-    Args:
-        ranks: The same exchange, recorded as each rank of the machine.
+    in between go to the rank's own group on other machines, and ranks may differ in their number.
     """
     decode = [traffic.decode for traffic in ranks]
     buckets = []
@@ -355,14 +313,9 @@ def _together(messages: Sequence[Message]) -> Message:
     )
 
 
-def cache_evictor() -> Callable[[], None]:
+def cache_evictor() -> Callable[[], object]:
     """A function that replaces the content of this machine's caches, as a step of a large model does."""
-    data = torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32)
-
-    def evict() -> None:
-        data.add_(1.0)
-
-    return evict
+    return partial(torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32).add_, 1.0)
 
 
 def last_level_cache(folder: Path = CACHE) -> int:

@@ -15,13 +15,11 @@ Collective Communication Operations in MPICH, sections 4 and 5.)
 
 Two levels: a group that spans machines has log2 of its ranks per machine, rounded up, of its l steps inside them.
 The bytes of one rank are those of the meter: `cross_wire_bytes` leave the machine, the rest stay inside it. The
-ranks of a machine share its network card, so the slowest of three resources counts: the card (bytes of all ranks
-between machines; ranks may differ), the link of one rank inside the machine, and the memory of the machine (bytes
-of all its ranks).
+slowest of three resources counts: the network card of the machine (bytes of all its ranks; they may differ), the
+link of one rank inside the machine, and the memory of the machine (bytes of all its ranks).
 
 Differences from the paper: The number of steps of all-gather and reduce-scatter is that of powers of two.
-Requests of a round, and the rounds of all buckets, follow each other on one network. `Prediction.step` has them
-overlap with backward (`overlapped`).
+Requests of a round, and the rounds of all buckets, follow each other on one network.
 """
 
 from collections.abc import Sequence
@@ -40,8 +38,7 @@ class Network:
         bandwidth: Bytes per second that a machine sends to others. All its ranks share it.
         ranks_per_machine: Ranks of each machine.
         inner_latency: Seconds per message inside a machine.
-        inner_bandwidth: Bytes per second that one rank sends inside its machine.
-        machine_bandwidth: Bytes per second that all ranks of a machine send inside it together.
+        inner_bandwidth, machine_bandwidth: Bytes per second that one rank, and all ranks, send inside a machine.
         reduction: Seconds to add one byte of an all-reduce or reduce-scatter.
         half_reduction: The same for 16-bit floating-point numbers, which MPI libraries add in software.
         cores: Cores of a machine. With more ranks than cores, computing takes as many times as long.
@@ -76,11 +73,7 @@ class Network:
                 raise ValueError(f"Network: {name} must be at least 1, not {number}")
 
     def local_size(self, size: int) -> int:
-        """Ranks on one machine, of `size` ranks.
-
-        Raises:
-            ValueError: The machines would have different numbers of ranks.
-        """
+        """Ranks on one machine, of `size`. Raises ValueError if machines would have different numbers of ranks."""
         local = min(size, self.ranks_per_machine)
         if size < 1 or size % local:
             raise ValueError(f"{size} ranks do not fill machines of {local}: take a multiple of {local}")
@@ -104,8 +97,7 @@ class Message:
         cross: Those of them that leave the machine.
         half: Whether 16-bit floating-point numbers are added.
         peers: Other ranks that it sends a message of its own.
-        awaited: Bytes that it waits for in a broadcast, an all-to-all or an exchange; in an exchange without a
-            message of its own, those of another rank.
+        awaited: Bytes that it waits for in a broadcast, an all-to-all or an exchange.
         machine: Bytes that all ranks of the machine send to others. None: each sends as many as this one.
     """
 
@@ -121,7 +113,7 @@ class Message:
     machine: float | None = None
 
     def leaving(self, local_size: int) -> float:
-        """Bytes that all ranks of a machine send to others."""
+        """Bytes that all ranks of its machine send to others."""
         return local_size * self.cross if self.machine is None else self.machine
 
     def seconds(self, network: Network, local_size: int) -> float:
@@ -155,7 +147,7 @@ class Message:
                 return turns + max(moved, self._transfer(network, local_size, self.awaited))
 
     def _transfer(self, network: Network, local_size: int, nbytes: float) -> float:
-        """Seconds in which this rank sends `nbytes`, and the others in proportion, in the same parts as `wire`."""
+        """Seconds in which this rank sends `nbytes`, and the others in proportion, to the same ranks as `wire`."""
         away = self.cross / self.wire if self.wire else float(self.size > self.inner)
         card = nbytes * (self.leaving(local_size) / self.wire if self.wire else local_size * away)
         inner = nbytes * (1 - away)
@@ -169,7 +161,7 @@ def _steps(size: int) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one exchange, and how long it computes. `machine_of` joins ranks that differ.
+    """What one rank sends in one exchange, and how long it computes.
 
     Attributes:
         size: Number of ranks.
@@ -189,7 +181,6 @@ class Traffic:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of each bucket in all gradient elements."""
         elements = self.elements or (1,) * len(self.buckets)
         return tuple(n / max(sum(elements), 1) for n in elements)
 
@@ -199,7 +190,6 @@ class Traffic:
 
     @property
     def machine_bytes(self) -> float:
-        """Bytes that all ranks of a machine send to others."""
         return sum(message.leaving(self.local_size) for bucket in self.buckets for message in bucket)
 
 
@@ -241,11 +231,7 @@ class BucketWork:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes and seconds of one rank in one exchange.
-
-    `cross_wire_bytes` is the part of its bytes that leaves the machine, `machine_wire_bytes` that of all ranks of
-    the machine together.
-    """
+    """Bytes and seconds of a rank in an exchange. machine_wire_bytes: from all ranks of its machine to others."""
 
     payload_bytes: float
     wire_bytes: float
@@ -257,16 +243,13 @@ class Prediction:
 
     @property
     def exchange(self) -> float:
-        """Seconds of an exchange without overlap."""
+        """Seconds without overlap."""
         return self.communication + self.compute
 
     def step(self, backward: float, overlap: bool = True, forward: float = 0.0) -> float:
-        """Seconds of a step without the update of the parameters.
+        """Seconds of forward, backward and the exchange.
 
-        Args:
-            backward: Seconds of the backward pass that completes the gradients.
-            overlap: Whether the exchange of a bucket begins in backward, as soon as its gradients are complete.
-            forward: Seconds before that backward pass.
+        overlap: whether a bucket's exchange begins in backward, as soon as its gradients are complete.
         """
         if not overlap:
             return forward + backward + self.exchange
@@ -278,13 +261,8 @@ def predict(
 ) -> Prediction:
     """Predict bytes and seconds of an exchange.
 
-    Args:
-        traffic: The messages of a rank.
-        network: Carries them.
-        compute: Seconds of computing. Each bucket has the share of its elements; what follows the first message is
-            divided equally between the times after each message.
-        ready: By bucket, the share of backward after which its gradients are complete. None: the share of the
-            elements of it and the buckets before it.
+    Each bucket has the share of its elements in the computing; what follows the first message is divided equally
+    between the times after each message. ready: of each BucketWork. None: the share of elements up to it.
 
     Raises:
         ValueError: The traffic was recorded for other machines than the network has, or `ready` does not have a
@@ -313,21 +291,13 @@ def predict(
 def overlapped(backward: float, buckets: Sequence[BucketWork]) -> float:
     """Seconds from the start of backward until it and the exchange of all buckets have ended.
 
-    This is simulated with one network and one processor. A bucket's gradients are complete at some point of
-    backward. Its exchange then alternates between computing (encode, combine, decode) and messages. Of both
-    resources one bucket at a time has each:
+    This is simulated with one network and one processor, which one bucket at a time has. The network sends
+    messages in the order in which they were handed over. On the processor the work of an exchange comes first, in
+    the order in which it became possible. Backward continues in the time between.
 
-        processor    work of an exchange comes first, in the order in which it became possible; backward continues
-                     in the time between
-        network      messages in the order in which they were handed over
-
-    Differences from the loop in dgc/engine/loop.py: There, replies are used when the next hook of backward
-    runs, and messages after the third round of a conversation wait for the end of backward. On a GPU, encoding may
-    overlap with backward. The network needs no processor here; MPI and Gloo use one.
-
-    Args:
-        backward: Seconds of backward alone.
-        buckets: The exchanges. Of those that are ready at the same time, the first one starts first.
+    Differences from dgc/engine/loop.py: There, replies are used when the next hook of backward runs, and messages
+    after the third round of a conversation wait for the end of backward. On a GPU, encoding may overlap with
+    backward. The network needs no processor here; MPI and Gloo use one.
     """
     waiting = sorted(range(len(buckets)), key=lambda b: buckets[b].ready)  # for their gradients
     possible: list[tuple[float, int, int]] = []  # (time, bucket, number) of computing that can begin then
@@ -344,7 +314,7 @@ def overlapped(backward: float, buckets: Sequence[BucketWork]) -> float:
             heappush(possible, (clock, waiting.pop(0), 0))
             continue
         target = buckets[waiting[0]].ready * backward if waiting else backward
-        reply = possible[0][0] if possible else float("inf")
+        reply = possible[0][0] if possible else inf
         if progress >= target:  # backward has ended
             clock = reply
         elif clock + (target - progress) <= reply:

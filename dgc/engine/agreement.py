@@ -51,14 +51,9 @@ def describe(**settings: object) -> dict[str, str]:
 def check_equal(tensor: Tensor, transport: Transport, name: str, what: str, cure: str) -> None:
     """Raise ValueError on every rank if a tensor has other values on another rank. Collective.
 
-    Args:
-        tensor: Contiguous.
-        transport: Connects the ranks.
-        name: Name of the messages.
-        what, cure: The tensor, and what to do, for the message.
+    name: of the messages. what, cure: the tensor, and what to do, for the error.
     """
-    digest = crc32(as_bytes(tensor.detach().cpu()).numpy().data)
-    digests = all_gather_object(transport, digest, name)
+    digests = all_gather_object(transport, _checksum(tensor), name)
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise ValueError(f"rank {rank} has another {what} than rank 0: {cure}")
@@ -123,7 +118,7 @@ class Agreement:
         self._optimizer = crc32(optimizer.encode())
         self._sequence.optimizers[self._optimizer] = optimizer
         self._own: dict[str, str] = {}
-        self._flight: Any = None
+        self._work: Any = None
         self._intact = Intact()
 
     def exchange(self) -> Intact:
@@ -137,7 +132,7 @@ class Agreement:
         # Horovod negotiates each new name, and refuses a name that is in flight
         name = f"dgc.agreement.{self._sequence.exchanges % MAX_IN_FLIGHT}"
         self._sequence.exchanges += 1
-        self._flight = self._transport.launch(name, (AllGather(with_checksum(digest)),))
+        self._work = self._transport.launch(name, (AllGather(with_checksum(digest)),))
         self._sequence.pending.append(self)
 
     def end(self) -> None:
@@ -151,7 +146,7 @@ class Agreement:
 
     def _compare(self) -> None:
         with self.exchange():
-            (replies,) = self._transport.wait(self._flight)
+            (replies,) = self._transport.wait(self._work)
             cure = f"in {self._what}, {self._cure}"
             digests = [DIGEST.unpack(checked(reply, rank, "a digest")) for rank, reply in enumerate(replies)]
             # no further message: ranks that step other optimizers may not expect it
@@ -216,7 +211,9 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
     if isinstance(obj, partial):
         return [(".func", obj.func), (".args", obj.args), (".keywords", obj.keywords)]
     kinds = type(obj).__mro__
-    slots = [name for kind in kinds for name in _names(vars(kind).get("__slots__", ()))]
+    declared = [vars(kind).get("__slots__", ()) for kind in kinds]
+    slots = [name for names in declared for name in ((names,) if isinstance(names, str) else names)]
+    slots = [name for name in slots if name[:2] != "__"]
     if not hasattr(obj, "__dict__") and not slots:
         return None
     own = dict(getattr(obj, "__dict__", {}))
@@ -232,11 +229,7 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return crc32(as_bytes(tensor.cpu().contiguous()).numpy().tobytes())
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if name[:2] != "__")
+    return crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
 
 
 def _repr(obj: object) -> str:

@@ -7,7 +7,7 @@ local rank l:
     rounds 2 ..   the compressor on g, with local rank l of the other machines         M machines are its ranks
     last round    the results of all shares                                            one broadcast per share
 
-Each rank thus carries 1/L of the traffic between machines and of the error state. A share holds whole tensors, so
+Each rank thus carries 1/L of the traffic between machines and of the residual. A share holds whole tensors, so
 that methods that need matrices work. Shares are balanced over all buckets; one may be empty.
 
 The number of rounds between machines may differ between shares, for example if one has no matrix. All ranks yield
@@ -48,12 +48,18 @@ from dgc.comm.requests import (
     between_machines,
 )
 from dgc.comm.transport import Transport
-from dgc.compression.nonfinite import check_means, nonfinite_message
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, StatelessCompressor
+from dgc.compression.protocol import (
+    Compressor,
+    DenseResult,
+    Reduced,
+    StatelessCompressor,
+    check_means,
+    nonfinite_message,
+)
 from dgc.engine.buckets import PlannedBucket, keep_states
 from dgc.engine.options import register_compressors
-from dgc.engine.state import ErrorStatePart
-from dgc.kernels.selection.reference import first_tensor_nonfinite
+from dgc.engine.state import ResidualPart
+from dgc.kernels.selection import first_tensor_nonfinite
 from dgc.memory import MomentumCorrection
 from dgc.state import State, Tables
 from dgc.wire.envelope import PayloadError, open_numbers, seal_numbers
@@ -81,7 +87,7 @@ class ShareState(State):
 
     @property
     def tensors(self) -> list[str]:
-        """Names of the parameters with error state on this rank."""
+        """Names of the parameters with a residual on this rank."""
         return [s.name for s in self.share.segments]
 
     def unsent(self, bucket: Bucket) -> list[Tensor]:
@@ -333,7 +339,7 @@ def _has_groups(transport: Transport) -> bool:
 
 def plan_compressors(
     planned: Sequence[PlannedBucket], transport: Transport, hierarchical: str | bool
-) -> tuple[MachineRank | None, ErrorStatePart | None]:
+) -> tuple[MachineRank | None, ResidualPart | None]:
     """Let the compressors plan their buckets, for all ranks or for the machines. Collective.
 
     Args:
@@ -342,7 +348,7 @@ def plan_compressors(
         hierarchical: As in `choose_place`.
 
     Returns:
-        This rank's place among the machines, and the part of its machine's error state that it has. None if all
+        This rank's place among the machines, and the part of its machine's residual that it has. None if all
         ranks are treated alike.
     """
     compressors = list({id(plan.compressor): plan.compressor for plan in planned}.values())
@@ -359,6 +365,6 @@ def plan_compressors(
         return None, None
     tensors = {name for plan in planned for name in plan.states[plan.bucket].tensors}
     others = {s.name for plan in planned for s in plan.bucket.segments} - tensors
-    return place, ErrorStatePart(
+    return place, ResidualPart(
         machine=place.machine, machines=place.machines, tensors=sorted(tensors), others=sorted(others)
     )

@@ -9,17 +9,17 @@ steps. An adapter fills the buckets, says when a gradient is complete, and puts 
     engine.advance()                             any number of times
     outcome = engine.finish()                    results, or the reason why every rank drops the step
 
-Which replies arrive first depends on timing. The order of launches on one lane must not depend on it:
+Which replies arrive first depends on timing. The order of launches on one communicator must not depend on it:
 
 - The caller starts groups, and so launches round 0 of their conversations, in the same order on every rank.
 - Round r of a conversation is launched after round r of all conversations that started before it.
-- Each round r < LANES has a lane of its own. The order between round 0 of one conversation and round 1 of another
+- Each round r < COMMUNICATORS has a communicator of its own. The order between round 0 of one conversation and round 1 of another
   therefore does not matter.
-- Later rounds are launched by `finish` alone, on the lane of round 0: for each r, round r of all conversations.
-  Whether a conversation ends after LANES rounds is known only when it is continued, so that is left to `finish`.
+- Later rounds are launched by `finish` alone, on the communicator of round 0: for each r, round r of all conversations.
+  Whether a conversation ends after COMMUNICATORS rounds is known only when it is continued, so that is left to `finish`.
 
 Loss scaling (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2): with scale s the loss is multiplied by s,
-so backward computes s g. A bucket is divided by s before compression and multiplied by s after it. The error state
+so backward computes s g. A bucket is divided by s before compression and multiplied by s after it. The residual
 therefore does not depend on s, which may change from step to step, and GradScaler.unscale_ works as usual. If any
 rank's gradient has NaN or inf, all ranks get NaN. Every rank's scaler then skips the step and lowers s by the same
 factor.
@@ -41,13 +41,12 @@ from dgc.comm.collectives import broadcast_object
 from dgc.comm.conversation import Intact, RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.nonfinite import check_means
-from dgc.compression.protocol import DenseResult, Result
+from dgc.compression.protocol import DenseResult, Result, check_means
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.state import BucketStates
 
 NO_STREAM = nullcontext()
-LANES = 3  # few methods have more rounds. A lane of torch.distributed is a process group, with its connections.
+COMMUNICATORS = 3  # few methods have more rounds. A communicator of torch.distributed is a process group, with its connections.
 
 
 class StartOrder:
@@ -215,7 +214,7 @@ class Engine:
         groups: The buckets. Those of one group start together.
         transport: Connects the ranks.
         meter: Counts bytes and seconds.
-        name: Prefix of lanes and messages, unique on the transport.
+        name: Prefix of communicators and messages, unique on the transport.
         begin_step: Called before the first bucket of each step starts.
         loss_scale: Removes the loss scale before compression.
         counts_dense: Count what a dense exchange would send. Otherwise the caller does.
@@ -243,9 +242,9 @@ class Engine:
         self.streams = {device: SideStream(device) for device in devices if device.type == "cuda"}
         self._transport, self._begin_step, self._counts_dense = transport, begin_step, counts_dense
         self._position = {plan.bucket.name: i for i, plan in enumerate(planned)}
-        self._lanes = [f"{name}.round{r}" for r in range(LANES)]
-        for lane in self._lanes:
-            transport.open_lane(lane)
+        self._communicators = [f"{name}.round{r}" for r in range(COMMUNICATORS)]
+        for communicator in self._communicators:
+            transport.open_communicator(communicator)
         self.intact, self.in_flight = Intact(), False
         self._started: list[Running] = []
         self._waiting: deque[Running] = deque()  # the last ones of them, not all of which are done
@@ -286,7 +285,7 @@ class Engine:
                     own.reduce(plan.bucket),
                     self._transport,
                     self.meter,
-                    self._lanes,
+                    self._communicators,
                 )
             running = Running(self._position[plan.bucket.name], plan, own, conversation, side)
             self._started.append(running)
@@ -296,7 +295,7 @@ class Engine:
         """Continue what has arrived, without waiting."""
         while self._waiting and self._waiting[0].conversation.done:
             self._waiting.popleft()
-        limit = LANES
+        limit = COMMUNICATORS
         for running in self._waiting:
             conversation = running.conversation
             if not conversation.done:
@@ -348,7 +347,7 @@ class Engine:
         """Return why the means must not be used; None if large finite elements have made their sum infinite."""
         check = check_means([(plan.bucket, result) for plan, result in results])
         name = f"{self._name}.means"
-        return RunningConversation(name, check, self._transport, self.meter, self._lanes).finish()
+        return RunningConversation(name, check, self._transport, self.meter, self._communicators).finish()
 
     def _wait(self) -> None:
         """Wait for all rounds of all conversations."""

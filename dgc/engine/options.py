@@ -82,10 +82,7 @@ def name_parameters(
 def check_not_sharded(named_parameters: Iterable[tuple[str, Tensor]], wrapper: str, cure: str) -> None:
     """Raise ValueError for a parameter of which each rank has another part, as of FSDP2.
 
-    Args:
-        named_parameters: (name, parameter) pairs.
-        wrapper: Name of the class that cannot exchange them.
-        cure: What to do.
+    wrapper: the class that cannot exchange them. cure: what to do.
     """
     for name, p in named_parameters:
         if hasattr(p, "to_local"):
@@ -127,10 +124,7 @@ def as_route(compression: Any) -> Route:
 def check_no_unfrozen(param_groups: Sequence[dict[str, Any]], known: Container[Tensor], wrapper: str) -> None:
     """Raise ValueError for a trainable parameter that is not known: each rank would train it alone.
 
-    Args:
-        param_groups: Those of the wrapped optimizer.
-        known: The parameters that were trainable when it was wrapped.
-        wrapper: Name of the class that wraps it.
+    known: the parameters that were trainable when `wrapper` was built.
     """
     for g, group in enumerate(param_groups):
         for i, p in enumerate(group["params"]):
@@ -233,14 +227,9 @@ def release(parameters: Iterable[Tensor]) -> None:
 
 
 def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """Check that nothing else averages the gradients of these parameters, because they would be averaged twice.
+    """Raise ValueError if something else averages the gradients of these parameters: they would be averaged twice.
 
-    Args:
-        named_parameters: (name, parameter) pairs.
-        name: What is to average them, as in `claim`. A new DistributedDataParallel may replace an earlier one.
-
-    Raises:
-        ValueError: A parameter belongs to another DistributedOptimizer, or to a DistributedDataParallel.
+    name: what is to average them, as in `claim`. A new DistributedDataParallel may replace an earlier one.
     """
     for parameter, p in named_parameters:
         owner, other = _owners.get(p, (lambda: None, ""))
@@ -258,10 +247,10 @@ def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]], name: str)
 
 
 def check_unused(compressor: Compressor) -> None:
-    """Raise ValueError if another optimizer uses the compressor: error state cannot be shared."""
+    """Raise ValueError if another optimizer uses the compressor: a residual cannot be shared."""
     if not isinstance(compressor, StatelessCompressor) and compressor in _in_use:
         raise ValueError(
-            f"this {type(compressor).__name__} has the error state of another DistributedOptimizer: create one "
+            f"this {type(compressor).__name__} has the residual of another DistributedOptimizer: create one "
             "compressor for each optimizer"
         )
 
@@ -301,15 +290,8 @@ class MomentumCheck:
 
     A scheduler that cycles momentum, or a loaded state, changes the momentum of the optimizer only.
 
-    Args:
-        optimizer: The wrapped optimizer.
-        planned: The buckets, with their compressors.
-        transport: Connects the ranks.
-        factor: Factor of the mean over the ranks in the optimizer's gradients.
-
-    Raises:
-        ValueError: The settings of optimizer and memory differ (see `assign_momentum`), or a compressor does not
-            get the momentum that it needs (see `share_momentum`).
+    factor: of the mean over the ranks, in the optimizer's gradients. Raises ValueError as `assign_momentum` and
+    `share_momentum`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Redistributes the error state to another number of ranks, so that its mean over the ranks is unchanged.
+"""Redistributes the residual to another number of ranks, so that its mean over the ranks is unchanged.
 
 Divide [0, 1) into one interval of length 1/old per old rank, and into one of length 1/new per new rank. New rank r
 takes from old rank o the share w[r, o] = new * (length of their overlap):
@@ -7,11 +7,11 @@ takes from old rank o the share w[r, o] = new * (length of their overlap):
     3 -> 2:  2/3 e0 + 1/3 e1,  1/3 e1 + 2/3 e2
 
 Columns sum to new/old, so the mean over the new ranks equals the mean over the old ranks. Rows sum to 1, so no
-rank begins with a larger error state than ranks had before, as it would if some states were scaled up. All updates
+rank begins with a larger residual than ranks had before, as it would if some states were scaled up. All updates
 of error and momentum are linear, so the mean evolves as it would have on the old ranks. A new rank combines at
-most ceil(old/new) + 1 old ranks, so a sparse error state stays about as sparse.
+most ceil(old/new) + 1 old ranks, so a sparse residual stays about as sparse.
 
-On two levels (`hierarchical`) the ranks of a machine divide one error state among them. Machines then take the
+On two levels (`hierarchical`) the ranks of a machine divide one residual among them. Machines then take the
 place of ranks: `merge` puts the parts of an old machine together, and `select` takes the part of a new rank.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.engine.state import KEY, ErrorStatePart, Identity, identified, identity_of
+from dgc.engine.state import KEY, ResidualPart, Identity, identified, identity_of
 
 
 class FixedSize(ValueError):
@@ -101,7 +101,7 @@ def merge(parts: Sequence[Any], where: str = "state") -> Any:
     return first
 
 
-def select(state: Any, part: ErrorStatePart) -> Any:
+def select(state: Any, part: ResidualPart) -> Any:
     """The part of a machine's state that belongs to one of its ranks."""
     if not isinstance(state, dict):
         return state
@@ -111,7 +111,7 @@ def select(state: Any, part: ErrorStatePart) -> Any:
 
 
 def redistribute(
-    states: Sequence[Mapping[str, Any]], size: int, parts: Sequence[ErrorStatePart | None] | None = None
+    states: Sequence[Mapping[str, Any]], size: int, parts: Sequence[ResidualPart | None] | None = None
 ) -> list[dict[str, Any]]:
     """Redistribute the states of all ranks of a run to another number of ranks. Their mean is unchanged.
 
@@ -162,13 +162,13 @@ def share_of(
     machines: Sequence[int],
     rank: int,
     size: int,
-    part: ErrorStatePart | None,
+    part: ResidualPart | None,
 ) -> dict[str, Any]:
     """One rank's share of the states that other ranks or machines have saved. See `redistribute`.
 
     Args:
         read: Returns the saved `compression_state_dict()` of an old rank. Only those that are needed are read.
-        machines: For each old rank, the number of the error state that it had a part of: its machine's on two
+        machines: For each old rank, the number of the residual that it had a part of: its machine's on two
             levels, otherwise its own.
         rank, size: This rank and the number of ranks.
         part: The new optimizer's `part`.

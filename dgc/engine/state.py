@@ -1,7 +1,7 @@
 """The saved state of the compression methods of an optimizer or a wrapped model: whose it is, of which step and
 epoch, and its checks.
 
-Error state differs between ranks, but that of another rank has the same names and shapes. Loaded here, it would
+The residual differs between ranks, but that of another rank has the same names and shapes. Loaded here, it would
 replace what this rank has not sent, which is then lost, by what the other rank sends as well. States carry their
 identity under the key `identity`: rank, step, and the settings that their meaning depends on. Every loader
 verifies it.
@@ -88,8 +88,8 @@ class EpochCount:
 KEY = "identity"
 
 
-class ErrorStatePart(TypedDict):
-    """Which part of the error state a rank has, if the ranks of a machine divide it among them."""
+class ResidualPart(TypedDict):
+    """Which part of the residual a rank has, if the ranks of a machine divide it among them."""
 
     machine: int
     machines: int
@@ -224,7 +224,7 @@ def compare_steps(transport: Transport, step: int) -> None:
         f"{'ranks' if len(its) > 1 else 'rank'} {', '.join(its)}: step {other}" for other, its in ranks.items()
     )
     raise ValueError(
-        f"the ranks have error states of different steps ({found}): load the states of one checkpoint on every "
+        f"the ranks have residuals of different steps ({found}): load the states of one checkpoint on every "
         "rank. A rank that has loaded none is at step 0"
     )
 
@@ -302,7 +302,7 @@ class BucketStates:
         return sum(n for n, dense in decided if dense) / max(1, sum(n for n, _ in decided)) if decided else None
 
     def errors(self) -> Iterator[Tensor]:
-        """The error state, bucket by bucket: tensors that are not yet sent."""
+        """The residual, bucket by bucket: tensors that are not yet sent."""
         return (error for bucket, state in self._of.values() for error in state.unsent(bucket))
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -379,7 +379,11 @@ def current_form(saved: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
 
 @runtime_checkable
 class Method(Protocol):
-    """The common interface of compressors, with their states, and of gossip algorithms."""
+    """The common interface of compressors, with their states, and of gossip algorithms.
+
+    The attribute `fixed_settings`, where there is one, has the settings that the meaning of a state depends on, as
+    plain values by name.
+    """
 
     @property
     def compress_ratio(self) -> float: ...
@@ -388,16 +392,6 @@ class Method(Protocol):
     def errors(self) -> Iterable[Tensor]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class HasFixedSettings(Protocol):
-    """A method whose state has another meaning with other settings."""
-
-    @property
-    def fixed_settings(self) -> dict[str, Any]:
-        """These settings, as plain values by name."""
-        ...
 
 
 def named_methods(methods: Iterable[Any]) -> dict[str, Any]:
@@ -417,7 +411,7 @@ class HasCompression:
         steps_per_epoch: Count epochs by steps. None: the user calls `begin_epoch`.
     """
 
-    part: ErrorStatePart | None = None  # None: the error state of this rank is its own
+    part: ResidualPart | None = None  # None: the residual of this rank is its own
     _is_sharded = False  # whether the ranks of a machine have shards of one model
     _takes_common_steps = True  # whether all ranks take the same number of steps
 
@@ -441,8 +435,7 @@ class HasCompression:
         settings = {
             f"{name}.{key}": value
             for name, method in named.items()
-            if isinstance(method, HasFixedSettings)
-            for key, value in method.fixed_settings.items()
+            for key, value in getattr(method, "fixed_settings", {}).items()
         }
         if not self._is_sharded:
             return Identity(ranks.rank, ranks.size, step, settings=settings)
@@ -475,7 +468,7 @@ class HasCompression:
         return min((m.compress_ratio for m in self._methods), default=1.0)
 
     def errors(self) -> Iterator[Tensor]:
-        """This rank's error state, the unsent part of its gradients: flat tensors, read-only."""
+        """This rank's residual, the unsent part of its gradients: flat tensors, read-only."""
         return (error for method in self._methods for error in method.errors())
 
     def error_norm(self) -> float:
@@ -483,13 +476,13 @@ class HasCompression:
         return sqrt(sum(float(error.norm(dtype=torch.float64)) ** 2 for error in self.errors()))
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """Return this rank's error state. Unlike `state_dict()` it differs between ranks: save it on each."""
+        """Return this rank's residual. Unlike `state_dict()` it differs between ranks: save it on each."""
         states: dict[str, Any] = {name: method.state_dict() for name, method in self._named_methods().items()}
         part = {} if self.part is None else {"part": self.part}
         return identified({**states, **part, **self._epochs.state_dict()}, self._identity())
 
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
-        """Load this rank's error state. Call it on every rank: the next step compares the steps of all states.
+        """Load this rank's residual. Call it on every rank: the next step compares the steps of all states.
 
         Args:
             state: What `compression_state_dict()` returned on this rank, or this rank's element of what
@@ -507,7 +500,7 @@ class HasCompression:
         self._epochs.check(epochs)
         if _division(saved, allow_other_rank) != _division(self.part, allow_other_rank):
             raise ValueError(
-                f"this error state is {_describe(saved)}, and this rank needs {_describe(self.part)}: load it "
+                f"this residual is {_describe(saved)}, and this rank needs {_describe(self.part)}: load it "
                 "with the same `hierarchical`, machines, ranks and bucket_mb, or redistribute it with "
                 "dgc.optim.redistribute (docs/checkpoints.md)"
             )
@@ -531,12 +524,12 @@ class HasCompression:
         )
 
 
-def _division(part: ErrorStatePart | None, allow_other_rank: bool) -> Any:
-    """What a state must have in common with the rank that loads it, of the division of a machine's error state."""
+def _division(part: ResidualPart | None, allow_other_rank: bool) -> Any:
+    """What a state must have in common with the rank that loads it, of the division of a machine's residual."""
     return part["tensors"] if part is not None and allow_other_rank else part
 
 
-def _describe(part: ErrorStatePart | None) -> str:
+def _describe(part: ResidualPart | None) -> str:
     if part is None:
         return "that of a rank of its own"
     return f"that of {len(part['tensors'])} tensors on machine {part['machine']} of {part['machines']}"

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from dgc.fsdp.compression import compress as compress
 from dgc.fsdp.exchange import FSDPExchange as FSDPExchange
+from dgc.fsdp.exchange import compress as compress
 from dgc.fsdp.local import ShardedLocalOptimizer as ShardedLocalOptimizer
 from dgc.fsdp.shards import local_mesh as local_mesh
 

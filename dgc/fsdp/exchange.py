@@ -1,4 +1,9 @@
-"""The exchange of FSDP2's gradients between machines.
+"""Compression of a model that is sharded with FSDP2: the exchange of its gradients between machines.
+
+    transport = connect(hierarchical=True)
+    fully_shard(model, mesh=local_mesh(transport))  # and each layer before
+    exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), transport=transport)
+    optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
 
 With M machines of L ranks, rank (m, l) has shard l of every parameter. For each parameter group, backward does
 
@@ -7,20 +12,19 @@ With M machines of L ranks, rank (m, l) has shard l of every parameter. For each
 
 The result is the mean over all M L ranks. The hook takes the gradients out of FSDP2 and leaves zeros. The means
 are added to .grad when backward ends, so that a gradient that is not finite can drop all of them. A group's
-exchange starts in its hook, once all groups before it have started. The order is the same on every rank. The
-first backward pass counts how often each group is reduced, and starts all exchanges at its end.
+exchange starts in its hook, once all groups before it have started. The first backward pass counts how often each
+group is reduced, and starts all exchanges at its end.
 
-An exception may end a backward pass. The next one then begins again, without the gradients that were taken since
-the last exchange, if no group of that pass has started. Otherwise it raises RuntimeError, because ranks may have
-started different groups. FSDP2 itself continues only after `reset_iter_state()`.
-
-The models of all machines are compared before the first step, because FSDP2 does not broadcast parameters.
+After an exception in backward, the next pass begins again without the gradients that were taken since the last
+exchange, if no group has started. Otherwise it raises RuntimeError, because ranks may have started other groups.
+FSDP2 itself continues only after `reset_iter_state()`.
 """
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -31,17 +35,37 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dgc.bucket import Bucket, Segment, check_real, lay_out
-from dgc.comm.collectives import all_gather_object
+from dgc.comm.collectives import all_gather_object, barrier
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllReduce, as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
+from dgc.compression.dense import HorovodCompression
+from dgc.compression.protocol import Compressor, ExchangesMomentum, NonFiniteGradientError
 from dgc.compression.route import Route
-from dgc.engine.buckets import PlannedBucket, check_equal_plans
-from dgc.engine.loop import Engine, LossScale, StartOrder, warn_of_drop
-from dgc.engine.options import MomentumCheck, observe_steps
-from dgc.engine.state import HasCompression, Method
-from dgc.fsdp.shards import ParameterGroup, Place, add_gradient, check_all_exchanged, machines, raise_not_exchanged
+from dgc.engine.agreement import check_settings
+from dgc.engine.buckets import PlannedBucket, check_equal_plans, keep_states
+from dgc.engine.loop import Engine, LossScale, StartOrder, is_used, warn_of_drop
+from dgc.engine.options import (
+    MomentumCheck,
+    as_route,
+    check_nonfinite,
+    observe_steps,
+    register_compressors,
+    unique_prefix,
+)
+from dgc.engine.state import HasCompression, check_steps_per_epoch
+from dgc.fsdp.shards import (
+    ParameterGroup,
+    Place,
+    check_all_exchanged,
+    check_ended,
+    check_ranks,
+    machines,
+    parameter_groups,
+    raise_not_exchanged,
+    sharded_like,
+)
+from dgc.gossip.model import local
 
 
 @dataclass(eq=False)
@@ -49,9 +73,8 @@ class GroupPlan:
     """A parameter group and the buckets of its shards, one for each compressor.
 
     Attributes:
-        group: The parameter group.
-        compressors: The compressor of each parameter.
-        buckets: The buckets. Parameters of which this rank has no rows are in none.
+        compressors: That of each parameter.
+        buckets: Parameters of which this rank has no rows are in none.
         places: For each bucket, the places of its parameters in the result of the reduce-scatter.
         has_gradients: Whether the buckets have gradients of this or an earlier backward pass.
     """
@@ -82,24 +105,26 @@ class GroupPlan:
         self.has_gradients = False
         for planned in self.buckets:
             for segment, p in zip(planned.bucket.segments, planned.parameters, strict=True):
-                add_gradient(p, segment.of(planned.bucket.flat))
+                gradient = segment.of(planned.bucket.flat)
+                assert isinstance(p, DTensor)
+                if p.grad is None:  # no backward pass has used the parameter's group yet
+                    p.grad = sharded_like(p, gradient.to(local(p).device, copy=True))
+                else:
+                    local(p.grad).add_(gradient.to(local(p.grad).device))
 
 
 def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> list[GroupPlan]:
-    """Plan the buckets of each group.
+    """Plan the buckets of each group, in the order of their exchange.
 
     A parameter's compressor depends on the whole parameter, so that all ranks choose the same.
-
-    Args:
-        groups: In the order of their exchange.
-        route: Chooses the compressor of each parameter.
-        prefix: Prefix of the buckets' names.
     """
     plans = []
     for g, group in enumerate(groups):
-        compressors = [
-            route.compressor_for(_whole(name, p)) for name, p in zip(group.names, group.parameters, strict=True)
-        ]
+        compressors = []
+        for name, p in zip(group.names, group.parameters, strict=True):
+            check_real(name, p.dtype)
+            whole = Segment(name, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
+            compressors.append(route.compressor_for(whole))
         buckets, places = [], []
         for c, compressor in enumerate(dict.fromkeys(compressors)):
             members = [
@@ -118,38 +143,10 @@ def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> 
     return plans
 
 
-def check_agreement(plans: Sequence[GroupPlan], transport: Transport) -> None:
-    """Raise ValueError on every rank if the ranks train different parameters. Collective.
-
-    Whole parameters are compared. A difference in rows that only some ranks have is then seen by all of them.
-    """
-    own = [
-        (plan.group.label, name, str(p.dtype), tuple(p.shape), type(compressor).__name__)
-        for plan in plans
-        for name, p, compressor in zip(plan.group.names, plan.group.parameters, plan.compressors, strict=True)
-    ]
-    check_equal_plans(own, transport)
-
-
-def _whole(name: str, p: DTensor) -> Segment:
-    check_real(name, p.dtype)
-    return Segment(name, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
-
-
 def check_equal_models(groups: Sequence[ParameterGroup], transport: Transport, name: str) -> None:
-    """Compare the parameters of all machines. Collective.
-
-    Args:
-        groups: The parameters.
-        transport: Connects all ranks.
-        name: Name of the message.
-
-    Raises:
-        ValueError: A parameter differs. Raised on every rank.
-    """
-    own = {
-        n: _digest(p.to_local()) for group in groups for n, p in zip(group.names, group.parameters, strict=True)
-    }
+    """Raise ValueError on every rank if a parameter differs between machines. Collective."""
+    named = [(n, p) for group in groups for n, p in zip(group.names, group.parameters, strict=True)]
+    own = {n: crc32(as_bytes(p.to_local().detach().cpu().contiguous()).numpy().data) for n, p in named}
     digests = all_gather_object(transport, own, name)
     first, *others = machines(transport)
     for machine, ranks in enumerate(others, 1):
@@ -162,29 +159,29 @@ def check_equal_models(groups: Sequence[ParameterGroup], transport: Transport, n
                     )
 
 
-def _digest(tensor: Tensor) -> int:
-    return crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
-
-
 class FSDPExchange(HasCompression):
-    """Exchanges the gradients of a sharded model between machines. `dgc.fsdp.compress` makes it.
+    """Exchanges a sharded model's gradients between machines with compression. `compress` is another name for it.
 
-    Save `compression_state_dict()` on each rank, beside the model and the optimizer. It has the error state of
-    this rank's rows, under parameter names.
+    Construction is collective, after `fully_shard` with `local_mesh(transport)` and before training. All machines
+    must begin with the same parameters. Parameters that are frozen now take no part. The gradient of a trainable
+    parameter that a backward pass does not use counts as zero. Save `compression_state_dict()` on each rank: it
+    has the residual of this rank's rows.
 
     Args:
-        model: The model.
-        plans: Its parameter groups. There is at least one.
-        methods: The compressors.
-        transport: Connects all ranks.
-        name: Prefix of lanes and messages, unique on the transport.
-        nonfinite: "skip" or "raise".
-        loss_scale: Removes the loss scale before compression.
-        steps_per_epoch: Steps in an epoch, to count epochs, or None.
+        model: The model, on which `fully_shard` was called last.
+        compression: A compressor of `dgc.compression`, a Route, or Horovod's Compression.none or .fp16. None: no
+            compression. A compressor that needs a matrix gets this rank's rows of the parameter.
+        transport: Connects all ranks. It needs groups inside and between machines: `connect(hierarchical=True)`.
+        nonfinite, steps_per_epoch: As for `dgc.ddp.compress`.
+        grad_scaler: The GradScaler or ShardedGradScaler that scales the loss, if any.
 
     Attributes:
         meter (TrafficMeter): Bytes that this rank sent to other machines, and seconds.
         dropped_steps (int): Backward passes whose gradients were dropped because of NaN or inf.
+
+    Raises:
+        ValueError: An argument is invalid, a setting differs between ranks, machines have different numbers of
+            ranks, the model is sharded in another way, or its gradients are exchanged already.
     """
 
     _is_sharded = True
@@ -192,47 +189,73 @@ class FSDPExchange(HasCompression):
     def __init__(
         self,
         model: nn.Module,
-        plans: Sequence[GroupPlan],
-        methods: Sequence[Method],
+        compression: Compressor | Route | HorovodCompression | None = None,
+        *,
         transport: Transport,
-        name: str,
-        nonfinite: str,
-        loss_scale: LossScale,
-        steps_per_epoch: int | None,
+        nonfinite: str = "skip",
+        grad_scaler: Any = None,
+        steps_per_epoch: int | None = None,
     ):
-        super().__init__(methods, transport, steps_per_epoch)
-        self.meter, self.dropped_steps = TrafficMeter(), 0
-        self._plans, self._transport, self._name = plans, transport, name
-        self._planned = [bucket for plan in plans for bucket in plan.buckets]
-        self._parameters = {p for plan in plans for p in plan.group.parameters}
-        self._model = weakref.ref(model)
-        self._nonfinite, self._loss_scale = nonfinite, loss_scale
-        self._machines = transport.group_size("cross")
-        between = CrossMachineTransport(transport)
-        self._engine = Engine(
-            [p.buckets for p in plans], between, self.meter, name, self._begin_step, self._loss_scale
+        check_nonfinite(nonfinite, grad_scaler)
+        check_steps_per_epoch(steps_per_epoch)
+        check_ranks(transport)
+        route = as_route(compression)
+        for rule in route.rules:
+            if isinstance(rule.compressor, ExchangesMomentum):
+                raise ValueError(
+                    f"{type(rule.compressor).__name__} exchanges the momentum of an optimizer, which dgc.fsdp does"
+                    " not pass to it: use a compressor of gradients"
+                )
+        check_settings(
+            transport,
+            "settings",
+            nonfinite=nonfinite,
+            steps_per_epoch=steps_per_epoch,
+            uses_grad_scaler=is_used(grad_scaler),
+            compression=route if isinstance(compression, Route) else route.rules[0].compressor,
         )
-        self._engine.order = StartOrder([1] * len(plans), transport, name)
-        self._parts = [0] * len(plans)  # reduce-scatters of each group in this backward pass
+        self._groups = groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
+        for group in groups:
+            group.check_no_hook()
+        self._name = unique_prefix(transport)
+        self._plans = plan_groups(groups, route, self._name)
+        self._planned = [bucket for plan in self._plans for bucket in plan.buckets]
+        cross = CrossMachineTransport(transport)
+        barrier(cross, "groups")  # raises ValueError if the transport has none
+        self._loss_scale = LossScale(grad_scaler, self._planned)
+        # whole parameters, so that a difference in rows that only some ranks have is seen by all of them
+        own = [
+            (plan.group.label, name, str(p.dtype), tuple(p.shape), type(compressor).__name__)
+            for plan in self._plans
+            for name, p, compressor in zip(plan.group.names, plan.group.parameters, plan.compressors, strict=True)
+        ]
+        check_equal_plans(own, transport)
+        # in model order: positions name the saved states
+        compressors = list(dict.fromkeys(c for plan in reversed(self._plans) for c in plan.compressors))
+        register_compressors(compressors, cross)
+        super().__init__(
+            keep_states(self._planned, cross.size, cross.rank, compressors), transport, steps_per_epoch
+        )
+        self.meter, self.dropped_steps = TrafficMeter(), 0
+        self._parameters = {p for group in groups for p in group.parameters}
+        self._model, self._nonfinite = weakref.ref(model), nonfinite
+        buckets = [plan.buckets for plan in self._plans]
+        self._engine = Engine(buckets, cross, self.meter, self._name, self._begin_step, self._loss_scale)
+        self._engine.order = StartOrder([1] * len(groups), transport, self._name)
+        self._parts = [0] * len(groups)  # reduce-scatters of each group in this backward pass
         self._expected: list[int] | None = None  # the same, of the first pass
         self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
         self._momentum: WeakKeyDictionary[Optimizer, MomentumCheck] = WeakKeyDictionary()
         self._handle = observe_steps(self.check_step)
-        self._side = side = self._engine.streams.get(plans[0].group.device)
-        for g, plan in enumerate(plans):
-            plan.group.install(self._hook_of(g), side.stream if side else None)
-            plan.group.claim(self)
+        self._side = side = self._engine.streams.get(groups[0].device)
+        for g, group in enumerate(groups):
+            group.install(partial(self._take, g), side.stream if side else None)
+            group.claim(self)
         self._epochs.begin()
 
     # --- one backward pass ------------------------------------------------------------------------
 
-    def _hook_of(self, g: int) -> Callable[[Tensor], None]:
-        def hook(output: Tensor) -> None:
-            with torch.no_grad():
-                self._take(g, output)
-
-        return hook
-
+    @torch.no_grad()
     def _take(self, g: int, output: Tensor) -> None:
         """Take the gradients of a group. On a GPU, the current stream is the side stream."""
         if self._end is None or self._end() is None:
@@ -244,21 +267,29 @@ class FSDPExchange(HasCompression):
         if output.is_cuda:  # FSDP2 may free it while this stream still reads it
             output.record_stream(torch.cuda.current_stream(output.device))
         if plan.group.is_exchanged:
-            self._count(g)
+            # there are several results if the module runs several times in forward
+            if self._expected is not None and self._parts[g] == self._expected[g]:
+                raise RuntimeError(
+                    f"{plan.group.label} runs more often in this forward pass than in the first, "
+                    f"{self._expected[g]} times: its exchange has started, and the rest of its gradient would be "
+                    "lost"
+                )
+            self._parts[g] += 1
+            self._engine.order.add(g)
             if self._expected is not None:
                 self._start(self._engine.order.start())
                 self._engine.advance()
 
     def _begin(self) -> None:
         """Begin a backward pass."""
-        self._check_ended()
-        check_all_exchanged([plan.group for plan in self._plans])
+        self._engine.check_ended("backward()")
+        check_all_exchanged(self._groups)
         if self._end is not None:  # an exception ended the pass before
             for plan in self._plans:
                 plan.has_gradients = False
 
         def end() -> None:
-            if any(plan.group.is_exchanged for plan in self._plans):
+            if any(group.is_exchanged for group in self._groups):
                 self._finish()
             self._end = None
 
@@ -267,116 +298,92 @@ class FSDPExchange(HasCompression):
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._parts = [0] * len(self._plans)
         self._engine.order.reset()
-        for g, plan in enumerate(self._plans):
-            if not plan.group.is_exchanged:
+        for g, group in enumerate(self._groups):
+            if not group.is_exchanged:
                 self._engine.order.add(g)  # nothing to wait for
-
-    def _count(self, g: int) -> None:
-        """Count a reduce-scatter of a group. There are several if the module runs several times in forward."""
-        if self._expected is not None and self._parts[g] == self._expected[g]:
-            raise RuntimeError(
-                f"{self._plans[g].group.label} runs more often in this forward pass than in the first, "
-                f"{self._expected[g]} times: its exchange has started, and the rest of its gradient would be lost"
-            )
-        self._parts[g] += 1
-        self._engine.order.add(g)
 
     def _start(self, groups: Iterable[int]) -> None:
         for g in groups:
-            if self._plans[g].group.is_exchanged:
+            if self._groups[g].is_exchanged:
                 self._plans[g].fill()
                 self._engine.start(g)
 
+    @torch.no_grad()
     def _finish(self) -> None:
         """Wait for the exchange of all groups, and complete .grad. Runs at the end of backward."""
-        with torch.no_grad():
-            is_first = self._expected is None
+        is_first = self._expected is None
+        if is_first:
+            check_equal_models(self._groups, self._ranks, f"{self._name}.models")
+        with self._side.after_caller() if self._side else nullcontext():
+            self._start(self._engine.order.start(only_full=False))
+            outcome = self._engine.finish(not is_first, self._reason)
             if is_first:
-                check_equal_models([plan.group for plan in self._plans], self._transport, f"{self._name}.models")
-            with self._side.after_caller() if self._side else nullcontext():
-                self._start(self._engine.order.start(only_full=False))
-                outcome = self._engine.finish(not is_first, self._reason)
-                if is_first:
-                    self._expected = [max(1, parts) for parts in self._parts]
-                    self._engine.order = StartOrder(self._expected, self._transport, self._name)
-                if outcome.nonfinite is None:
-                    self._deliver(outcome.results)
-            if self._side:
-                self._side.join()
-            if outcome.nonfinite is not None:
-                self._drop(outcome.nonfinite)
-
-    def _deliver(self, results: Sequence[tuple[PlannedBucket, Result]]) -> None:
-        """Add the means to .grad."""
-        for planned, result in results:
-            result.write_to(planned.bucket)
-            self._loss_scale.multiply_(planned.bucket.flat)
-        for plan in self._plans:
-            if plan.group.is_exchanged:
-                plan.deliver()
+                self._expected = [max(1, parts) for parts in self._parts]
+                self._engine.order = StartOrder(self._expected, self._ranks, self._name)
+            if outcome.nonfinite is None:
+                for planned, result in outcome.results:
+                    result.write_to(planned.bucket)
+                    self._loss_scale.multiply_(planned.bucket.flat)
+                for plan in self._plans:
+                    if plan.group.is_exchanged:
+                        plan.deliver()
+        if self._side:
+            self._side.join()
+        if outcome.nonfinite is not None:
+            self._drop(outcome.nonfinite)
 
     def _reason(self, reason: str | None) -> str | None:
-        """Return why this step is dropped, or None. The same on every rank.
-
-        All machines have the same results of a shard, so the ranks of one machine know of all shards.
-        """
+        """Return why every rank drops this step, or None. All machines have the same results of a shard."""
         flag = torch.tensor([reason is not None], dtype=torch.int64)
         request = AllReduce(flag, "max", "local")
-        (dropped,) = self._transport.wait(self._transport.launch(f"{self._name}.dropped", (request,)))
+        (dropped,) = self._ranks.wait(self._ranks.launch(f"{self._name}.dropped", (request,)))
         if not dropped.item():
             return None
-        reasons = all_gather_object(self._transport, reason, f"{self._name}.reason")
+        reasons = all_gather_object(self._ranks, reason, f"{self._name}.reason")
         return f"{next(filter(None, reasons))} (the rank is the number of a machine)"
 
     def _drop(self, reason: str) -> None:
         self.dropped_steps += 1
         for plan in self._plans:
             plan.has_gradients = False
-            plan.group.drop_gradients(keep_as_nan=self._loss_scale.enabled)
+        for p in self._parameters:
+            if not self._loss_scale.enabled:
+                p.grad = None
+            elif p.grad is not None:
+                local(p.grad).fill_(float("nan"))
         if self._nonfinite == "raise":
             raise NonFiniteGradientError(reason)
-        if self.dropped_steps == 1 and not self._loss_scale.enabled and self._transport.rank == 0:
+        if self.dropped_steps == 1 and not self._loss_scale.enabled and self._ranks.rank == 0:
             warn_of_drop(reason, "every rank drops this step, in which every .grad is None")
 
-    def _check_ended(self) -> None:
-        self._engine.check_ended("backward()")
-
     def compression_state_dict(self) -> dict[str, Any]:
-        self._check_ended()
+        self._engine.check_ended("backward()")
         return super().compression_state_dict()
 
     # --- steps of optimizers ----------------------------------------------------------------------
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Check that backward has ended and that momentum is applied once. Runs before each step of any optimizer.
-
-        Raises:
-            RuntimeError: An exception has ended a backward pass, so that gradients are missing. Or gradients are
-                scaled, or each machine would train a parameter alone.
-            ValueError: The optimizer applies the momentum of the compressor's memory again.
-        """
+        """Check that backward has ended and momentum is applied once. Runs before each step of any optimizer."""
         if optimizer not in self._momentum:
             steps = {p for group in optimizer.param_groups for p in group["params"]}
             if self._parameters.isdisjoint(steps):
                 return
-            self._check_no_others(steps)
-            self._momentum[optimizer] = MomentumCheck(optimizer, self._planned, self._transport)
-        self._check_ended()
-        self._plans[0].group.check_ended()
-        check_all_exchanged([plan.group for plan in self._plans])
+            model = self._model()
+            for name, p in model.named_parameters() if model is not None else ():
+                if p in steps and p.requires_grad and p not in self._parameters:
+                    raise_not_exchanged(name)
+            self._momentum[optimizer] = MomentumCheck(optimizer, self._planned, self._ranks)
+        self._engine.check_ended("backward()")
+        check_ended([self._groups[0].module])
+        check_all_exchanged(self._groups)
         self._loss_scale.check_before_step(optimizer)
         self._momentum[optimizer].check(optimizer)
-
-    def _check_no_others(self, parameters: Container[Tensor]) -> None:
-        """Raise RuntimeError if one of them is a trainable parameter of the model that was not there before."""
-        model = self._model()
-        for name, p in model.named_parameters() if model is not None else ():
-            if p in parameters and p.requires_grad and p not in self._parameters:
-                raise_not_exchanged(name)
 
     def close(self) -> None:
         """Remove the hooks. Gradients are then averaged inside machines only, until `compress` is called again."""
         self._handle.remove()
-        for plan in self._plans:
-            plan.group.remove()
-            plan.group.release(self)
+        for group in self._groups:
+            group.release(self)
+
+
+compress = FSDPExchange

@@ -1,18 +1,13 @@
 """Outer steps of a sharded model: the ranks of a machine train one model with FSDP2, and machines exchange.
 
-    transport = connect(hierarchical=True)
-    mesh = local_mesh(transport)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)  # model: sharded with local_mesh(transport)
     optimizer = ShardedLocalOptimizer(adam, model, OuterSteps(30, outer=Nesterov()), transport=transport)
 
 Local rank l of a machine has shard l of each parameter. It exchanges the pseudo-gradient of this shard with local
-rank l of the other machines. A machine is thus one worker of the outer steps. Its ranks send at the same time.
+rank l of the other machines. A machine is thus one worker of the outer steps.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,19 +29,16 @@ from dgc.optim.local import LocalOptimizer, check_method
 class ShardedLocalOptimizer(LocalOptimizer):
     """A LocalOptimizer of a model that FSDP2 shards inside each machine. Machines take the place of ranks.
 
-    Create it after `fully_shard` with `local_mesh(transport)`, as above. The loop is that of a LocalOptimizer.
     All machines must begin with the same parameters.
 
     Args:
         optimizer: The optimizer of the sharded parameters.
-        model: The model, on which `fully_shard` was called last.
+        model: The model, on which `fully_shard` was called last, with `local_mesh(transport)`.
         method: `dgc.local.OuterSteps`, or another synchronous algorithm, but not `ZeroOneSteps`. A compressor that
             needs a matrix gets this rank's rows of the parameter.
         transport: Connects all ranks, with groups inside and between machines: `connect(hierarchical=True)`, and
             `point_to_point=True` for algorithms that send to single neighbours.
-        nonfinite: Response of a machine to NaN or inf in a gradient of any of its ranks. "skip" leaves its model
-            unchanged in this step and increments `dropped_steps`; other machines are not affected. "raise" raises
-            NonFiniteGradientError on all its ranks.
+        nonfinite: As for LocalOptimizer. The ranks of a machine respond together.
 
     Raises:
         ValueError: An argument is invalid, settings or models differ between ranks, machines have different
@@ -73,16 +65,19 @@ class ShardedLocalOptimizer(LocalOptimizer):
                 "algorithm, without HierarchicalGossip"
             )
         self._groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
-        self._every_rank, self._modules = transport, [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        _check_optimizer(optimizer, {p for _, p in named})
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if others := len(set(stepped) - {p for _, p in named}):
+            raise ValueError(
+                f"{others} of the optimizer's {len(stepped)} parameters are not those of the sharded model: "
+                "create the optimizer after fully_shard and before a forward pass, from model.parameters()"
+            )
         super().__init__(optimizer, named, method, transport=CrossMachineTransport(transport), nonfinite=nonfinite)
         for group in self._groups:
             group.claim(self)
-
-    @property
-    def _all_ranks(self) -> Transport:
-        return self._every_rank
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -119,8 +114,7 @@ class ShardedLocalOptimizer(LocalOptimizer):
             is_finite = super()._has_finite_gradients()
         except NonFiniteGradientError as error:
             is_finite, raised = False, error
-        conversation = _all_are(is_finite)
-        if RunningConversation("local.finite", conversation, self._all_ranks, self.meter).finish():
+        if RunningConversation("local.finite", _all_are(is_finite), self._ranks, self.meter).finish():
             return True
         if raised is not None:
             raise raised
@@ -133,8 +127,6 @@ class ShardedLocalOptimizer(LocalOptimizer):
         super().close()
         for group in self._groups:
             group.release(self)
-
-    # --- checkpoints ------------------------------------------------------------------------------
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's shards, algorithm state and optimizer state, without DTensors. Collective."""
@@ -158,18 +150,6 @@ class ShardedLocalOptimizer(LocalOptimizer):
                             f"this rank's rows of it {tuple(p.to_local().shape)}: load what this rank has saved"
                         )
                     own[key] = sharded_like(p, value)
-
-
-def _check_optimizer(optimizer: Any, own: Container[Tensor]) -> None:
-    """Raise ValueError for what is no optimizer, or that of other parameters."""
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if others := sum(p not in own for p in stepped):
-        raise ValueError(
-            f"{others} of the optimizer's {len(stepped)} parameters are not those of the sharded model: create "
-            "the optimizer after fully_shard and before a forward pass, from model.parameters()"
-        )
 
 
 def _all_are(own: bool) -> Conversation[bool]:

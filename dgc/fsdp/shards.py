@@ -9,12 +9,11 @@ each. The last ranks may have fewer rows, or none. The rest of the place is padd
 
 A parameter that is sharded along another dimension has no padding, because FSDP2 requires a multiple of n there.
 
-All attributes of FSDP2 that are not part of its interface are read in this file. `local_mesh` makes the mesh of
-the ranks of one machine, on which a model is sharded.
+All attributes of FSDP2 that are not part of its interface are read in this file.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
@@ -36,10 +35,7 @@ _owners: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a parameter in the result of a reduce-scatter. `start` and `reserved` count elements.
-
-    shape: of this rank's rows. They are the first elements of the place; the others are padding.
-    """
+    """The place of a parameter in the result of a reduce-scatter, in elements: rows of `shape`, then padding."""
 
     start: int
     shape: tuple[int, ...]
@@ -51,11 +47,9 @@ class Place:
 
 
 def lay_out(shapes: Sequence[tuple[Sequence[int], Sequence[int], int]], ranks: int) -> tuple[Place, ...]:
-    """Return the place of each parameter of a group.
+    """Return the place of each parameter of a group, on a mesh of `ranks` ranks.
 
-    Args:
-        shapes: For each parameter its shape, the shape of this rank's shard, and the dimension that is divided.
-        ranks: Number of ranks of the mesh.
+    shapes: for each parameter its shape, the shape of this rank's shard, and the dimension that is divided.
     """
     places, start = [], 0
     for whole, shard, dim in shapes:
@@ -73,55 +67,48 @@ class ParameterGroup:
         label: Name of the module, for messages.
         module: A module on which `fully_shard` was called.
         names: Names of the model's parameters.
-        ranks: The ranks of this machine.
-
-    Raises:
-        ValueError: The module is sharded in a way that has no place for an exchange between machines.
+        ranks: The ranks of this machine. ValueError if the module is sharded over others, or in another way.
     """
 
     def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int]):
-        self.label, self._module = label, module
-        groups = _groups_of(module)
+        self.label, self.module = label, module
+        try:
+            groups: list[Any] = list(module._get_fsdp_state()._fsdp_param_groups)
+        except AttributeError:
+            version = torch.__version__
+            raise ValueError(f"dgc.fsdp supports torch 2.13, and not the FSDP2 of torch {version}") from None
         if len(groups) > 1:
             raise ValueError(
                 f"{label} has {len(groups)} parameter groups (shard_placement_fn with several meshes): FSDP2 has "
                 "no all-reduce hook for them. Shard all modules with one mesh"
             )
-        self._group = groups[0] if groups else None
+        self._group: Any = groups[0] if groups else None
+        self.device: Any = self._group and self._group.device  # of reduced gradients, also with CPU offloading
         self._hook: Callable[[Tensor], None] | None = None
         shards = [s for s in self._group.fsdp_params if s.sharded_param.requires_grad] if self._group else []
         self._shards = shards
         self.parameters: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in shards)
         self.names = tuple(names[p] for p in self.parameters)
-        for p in self.parameters:
-            _check_mesh(label, p, ranks)
-        shapes = [(p.shape, p.to_local().shape, _dim(p)) for p in self.parameters]
+        shapes = [(p.shape, p.to_local().shape, _divided_dim(label, p, ranks)) for p in self.parameters]
         self.places = lay_out(shapes, len(ranks))
         self.numel = sum(place.reserved for place in self.places)
 
-    @property
-    def device(self) -> torch.device:
-        """Device on which gradients are reduced. With CPU offloading it is not that of the parameters."""
-        assert self._group is not None
-        device: torch.device = self._group.device
-        return device
-
     def claim(self, owner: Any) -> None:
-        """Record that an object exchanges this group, so that `check_free` refuses others while it exists."""
         _owners[self._group] = weakref.ref(owner)
 
     def release(self, owner: Any) -> None:
-        """Forget the claim of an object."""
-        if self._owner is owner:
+        """Forget the claim, and remove the hook, unless another one has taken its place."""
+        if self._has_its_hook:
+            self._hook = None
+            self.module.set_reduce_scatter_unused_params(False, recurse=False)
+            self.module.set_all_reduce_hook(None)  # type: ignore[arg-type]
+        if self._group in _owners and _owners[self._group]() is owner:
             del _owners[self._group]
-
-    @property
-    def _owner(self) -> Any:
-        return _owners[self._group]() if self._group in _owners else None
 
     def check_free(self) -> None:
         """Raise ValueError if something else exchanges the group."""
-        if (owner := self._owner) is not None:
+        owner = _owners[self._group]() if self._group in _owners else None
+        if owner is not None:
             raise ValueError(
                 f"{self.label} has a {type(owner).__name__} already: close() it before another exchange takes its "
                 "place"
@@ -136,48 +123,22 @@ class ParameterGroup:
             )
 
     def install(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
-        """Set the hook that takes the result of each reduce-scatter, and its stream.
-
-        Parameters that a backward pass does not use get zeros, so that the result always has all places.
-        """
+        """Set the hook that takes the result of each reduce-scatter. Unused parameters get zeros there."""
         self._hook = hook
-        self._module.set_reduce_scatter_unused_params(True, recurse=False)
-        self._module.set_all_reduce_hook(hook, stream=stream)
-
-    def remove(self) -> None:
-        """Remove the hook, unless another one has taken its place."""
-        if self._has_its_hook:
-            self._hook = None
-            self._module.set_reduce_scatter_unused_params(False, recurse=False)
-            self._module.set_all_reduce_hook(None)  # type: ignore[arg-type]
+        self.module.set_reduce_scatter_unused_params(True, recurse=False)
+        self.module.set_all_reduce_hook(hook, stream=stream)
 
     @property
     def _has_its_hook(self) -> bool:
         return self._hook is not None and self._group is not None and self._group._all_reduce_hook is self._hook
-
-    def drop_gradients(self, keep_as_nan: bool) -> None:
-        """Set every .grad to None, or fill it with NaN."""
-        for p in self.parameters:
-            if not keep_as_nan:
-                p.grad = None
-            elif p.grad is not None:
-                _local(p.grad).fill_(float("nan"))
 
     @property
     def is_exchanged(self) -> bool:
         """Whether this backward pass ends with an exchange between machines: it does not only add gradients."""
         return self._group is not None and self._group.reduce_grads and self._group.all_reduce_grads
 
-    def check_ended(self) -> None:
-        """Check that FSDP2 has completed its last backward pass. Not to be called during one.
-
-        Raises:
-            RuntimeError: An exception has ended it. Gradients would be missing from then on.
-        """
-        check_ended([self._module])
-
     def check_not_replaced(self, since: str) -> None:
-        """Raise RuntimeError if parameters were replaced. since: name in dgc.fsdp of what the user has called."""
+        """Raise RuntimeError if parameters were replaced. since: what the user has called of dgc.fsdp."""
         if any(s.sharded_param is not p for s, p in zip(self._shards, self.parameters, strict=True)):
             raise RuntimeError(
                 f"parameters of {self.label} were replaced after dgc.fsdp.{since}, for example by "
@@ -185,12 +146,7 @@ class ParameterGroup:
             )
 
     def check_unchanged(self) -> None:
-        """Check that the hook is still there, and that the parameters are those of the group, and trainable.
-
-        Raises:
-            RuntimeError: They are not. The message says what has changed.
-        """
-        assert self._group is not None
+        """Raise RuntimeError if the hook was replaced, or other parameters of the group are trainable now."""
         self.check_not_replaced("compress")
         trained = [shard for shard in self._group.fsdp_params if shard.sharded_param.requires_grad]
         if trained != self._shards:
@@ -207,12 +163,7 @@ class ParameterGroup:
             )
 
     def check(self, output: Tensor) -> None:
-        """Check the result of a reduce-scatter.
-
-        Raises:
-            RuntimeError: A setting of FSDP2, or a hook of a parameter, does not fit. The message names it.
-        """
-        assert self._group is not None
+        """Raise RuntimeError if a reduce-scatter's result, a setting of FSDP2 or another hook does not fit."""
         if self._group.gradient_divide_factor is not None or self._group.force_sum_reduction_for_comms:
             raise RuntimeError(
                 "set_gradient_divide_factor and set_force_sum_reduction_for_comms are not supported with "
@@ -237,7 +188,7 @@ class ParameterGroup:
 
 
 def check_ended(modules: Iterable[FSDPModule]) -> None:
-    """Check that FSDP2 has completed the last backward pass of these modules. See `ParameterGroup.check_ended`."""
+    """Raise RuntimeError if an exception has ended FSDP2's last backward pass. Not to be called during one."""
     if any(module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for module in modules):
         raise RuntimeError(
             "an exception has ended a backward pass, and FSDP2 has not been reset: call reset_iter_state() on the "
@@ -246,37 +197,22 @@ def check_ended(modules: Iterable[FSDPModule]) -> None:
 
 
 def check_all_exchanged(groups: Sequence[ParameterGroup]) -> None:
-    """Check that machines exchange all gradients of the model that these groups are of.
-
-    Raises:
-        RuntimeError: Each machine would train a parameter alone, or a group has changed. The message names it.
-    """
+    """Raise RuntimeError if a group has changed, or each machine would train a parameter of the model alone."""
     for group in groups:
         group.check_unchanged()
-    for state in groups[0]._module._get_fsdp_state()._state_ctx.all_states:  # none before the first forward pass
+    for state in groups[0].module._get_fsdp_state()._state_ctx.all_states:  # none before the first forward pass
         for own in state._fsdp_param_groups:
             trained = [shard._param_fqn for shard in own.fsdp_params if shard.sharded_param.requires_grad]
             if trained and own._all_reduce_hook is None:
                 raise_not_exchanged(trained[0])
 
 
-def raise_not_exchanged(name: str | None) -> NoReturn:
-    """Raise the error for a parameter that no exchange averages."""
+def raise_not_exchanged(name: str) -> NoReturn:
     raise RuntimeError(
         f"each machine would train {name} alone: it was unfrozen, sharded or added after dgc.fsdp.compress, or it "
         "is not in the model that compress was called with. close() the exchange, and call compress with the "
         "whole model"
     )
-
-
-def add_gradient(p: Tensor, gradient: Tensor) -> None:
-    """Add a gradient of this rank's rows to .grad of a parameter."""
-    assert isinstance(p, DTensor)
-    if p.grad is None:  # no backward pass has used the parameter's group yet
-        p.grad = sharded_like(p, gradient.to(p.to_local().device, copy=True))
-    else:
-        local = _local(p.grad)
-        local.add_(gradient.to(local.device))
 
 
 def sharded_like(p: DTensor, own: Tensor) -> DTensor:
@@ -287,23 +223,22 @@ def sharded_like(p: DTensor, own: Tensor) -> DTensor:
 def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGroup]:
     """Return the groups with trainable parameters, in the order in which backward reduces them in most models.
 
-    That is the reverse order of registration, with a module after its children.
-
-    Args:
-        model: The model, on which `fully_shard` was called.
-        ranks: The ranks of this machine.
+    That is the reverse order of registration, with a module after its children. ranks: those of this machine.
 
     Raises:
-        ValueError: `model` is no module, a trainable parameter belongs to no group or is exchanged already, or
-            `fully_shard` was called in an unsupported way.
+        ValueError: `model` is no module, or a trainable parameter belongs to no group or is exchanged already.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module on which fully_shard was called, not {model!r}")
-    modules = list(_sharded_modules(model))
-    for _, module in modules:
+    sharded: dict[int, tuple[str, FSDPModule]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):  # of several modules in one call of fully_shard, the first
+            label = f"module {name}" if name else "the model"
+            sharded.setdefault(id(module._get_fsdp_state()), (label, module))
+    for _, module in sharded.values():
         module.reshard()  # after a forward pass the outermost module has gathered parameters in their place
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    groups = [ParameterGroup(label, module, names, ranks) for label, module in modules]
+    groups = [ParameterGroup(label, module, names, ranks) for label, module in sharded.values()]
     for group in groups:
         group.check_free()
     owned = {p for group in groups for p in group.parameters}
@@ -319,51 +254,23 @@ def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGr
     return used
 
 
-def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """The modules on which `fully_shard` was called. Of several modules in one call, the first."""
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            state = id(module._get_fsdp_state())
-            if state not in seen:
-                seen.add(state)
-                yield f"module {name}" if name else "the model", module
-
-
-def _groups_of(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    try:
-        return list(state._fsdp_param_groups)
-    except AttributeError:
-        raise ValueError(f"dgc.fsdp supports torch 2.13, and not the FSDP2 of torch {torch.__version__}") from None
-
-
-def _check_mesh(label: str, p: DTensor, ranks: Sequence[int]) -> None:
-    mesh = p.device_mesh
+def _divided_dim(label: str, p: DTensor, ranks: Sequence[int]) -> int:
+    """Return the dimension along which a parameter is sharded. Raise ValueError if not over these ranks."""
+    mesh, placement = p.device_mesh, p.placements[0]
     if mesh.ndim != 1:
         raise ValueError(
             f"{label} is sharded over a mesh of {mesh.ndim} dimensions. On such a mesh (HSDP) FSDP2 averages over "
             "machines at full precision before its hook runs, and tensor parallelism is not supported: call "
             "fully_shard(module, mesh=local_mesh(transport))"
         )
-    if not isinstance(p.placements[0], Shard):
+    if not isinstance(placement, Shard):
         raise ValueError(f"the parameters of {label} are replicated: call fully_shard, not replicate")
     if (found := mesh.mesh.tolist()) != list(ranks):
         raise ValueError(
             f"{label} is sharded over ranks {found}, and this machine has ranks {list(ranks)}: call "
             "fully_shard(module, mesh=local_mesh(transport))"
         )
-
-
-def _dim(p: DTensor) -> int:
-    placement = p.placements[0]
-    assert isinstance(placement, Shard)
     return placement.dim
-
-
-def _local(gradient: Tensor) -> Tensor:
-    assert isinstance(gradient, DTensor)
-    return gradient.to_local()
 
 
 def check_ranks(transport: Transport) -> None:
@@ -379,11 +286,7 @@ def check_ranks(transport: Transport) -> None:
 
 
 def machines(transport: Transport) -> list[list[int]]:
-    """Return the ranks of each machine. Collective.
-
-    Raises:
-        ValueError: Machines have different numbers of ranks. Raised on every rank.
-    """
+    """Return the ranks of each machine. Raise ValueError on every rank if their numbers differ. Collective."""
     own = find_machine_rank(transport, "FSDP2 between machines").machine
     numbers = all_gather_object(transport, own, "machines")
     return [[rank for rank, number in enumerate(numbers) if number == machine] for machine in sorted(set(numbers))]
@@ -401,14 +304,11 @@ def local_mesh(transport: Transport, device_type: str | None = None) -> DeviceMe
     """
     check_ranks(transport)
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not _is_device_type(device_type):
+    try:
+        is_type = isinstance(device_type, str) and torch.device(device_type).index is None
+    except RuntimeError:
+        is_type = False
+    if not is_type:
         raise ValueError(f"device_type must be 'cpu', 'cuda' or another one without a number, not {device_type!r}")
     groups = [dist.new_group(ranks) for ranks in machines(transport)]  # every rank takes part in all of them
     return DeviceMesh.from_group(groups[transport.group_rank("cross")], device_type, mesh_dim_names=("local",))
-
-
-def _is_device_type(device_type: Any) -> bool:
-    try:
-        return isinstance(device_type, str) and torch.device(device_type).index is None
-    except RuntimeError:
-        return False

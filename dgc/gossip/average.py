@@ -1,14 +1,13 @@
 """Averages of any tensor by gossip, without training. In each round a rank exchanges with a few peers.
 
-With P the mixing matrix of a round (`dgc.gossip.topology`), value x and push-sum weight w, initially 1, on
-rank i:
+P is the mixing matrix of a round (`dgc.gossip.topology`). Rank i has a value x and a weight w, initially 1:
 
     push-sum    x_i = sum over j of P_ij x_j;  w_i = sum over j of P_ij w_j;  z_i = x_i / w_i
                 (Kempe, Dobra, Gehrke 2003; Assran et al. 2019, arXiv 1811.10792, Algorithm 1)
     push-pull   x_i = sum over j of P_ij x_j; the rows of P must sum to one as well
 
 The columns of P sum to one. The sums of x and of w over the ranks are therefore preserved, and every z_i converges
-to the mean. Push-sum always sends the weight, 8 bytes after x, and works on any graph.
+to the mean.
 
 Payload of a rank and round in bytes: number of peers times (24, bytes of x, and 8 for a weight, rounded up to 8).
 """
@@ -32,12 +31,11 @@ class PushSum(NamedTuple):
 
     @property
     def z(self) -> Tensor:
-        """The de-biased value."""
         return self.x / self.w.to(self.x.device, self.x.dtype)
 
 
 def initial_state(x: Tensor) -> PushSum:
-    """Returns the state before the first round. Raises ValueError if x is not of a floating-point dtype."""
+    """The state before the first round."""
     if not x.is_floating_point():
         raise ValueError(f"gossip averages floating-point numbers, not {x.dtype}: their shares would be rounded")
     return PushSum(x, torch.ones((), dtype=torch.float64))
@@ -46,29 +44,19 @@ def initial_state(x: Tensor) -> PushSum:
 def push_sum_round(
     state: PushSum, rank: int, round: int, topology: Topology, mixing: Mixing = uniform, weighted: bool = True
 ) -> Conversation[PushSum]:
-    """One round of push-sum. `state` is not changed. Values are added in rank order, including this rank's.
-
-    Args:
-        state (PushSum): this rank's state.
-        rank (int): this rank.
-        round (int): number of the round.
-        topology (Topology): graph.
-        mixing (Mixing): shares; default `uniform`.
-        weighted (bool): send w as well. False: a round of push-pull, in which w has no meaning.
-    """
+    """One round of push-sum, or of push-pull, which has no weights. Values are added in rank order."""
     parts = {to: PushSum(state.x * share, state.w * share) for to, share in mixing(topology, rank, round).items()}
     end = state.x.numel() * state.x.element_size()
     nbytes = end + (WEIGHT_NBYTES if weighted else 0)
-    messages = {}
+    own, messages = parts.pop(rank), {}
     for to, part in parts.items():
-        if to != rank:
-            messages[to], content = blank(nbytes, state.x)
-            content[:end].copy_(as_bytes(part.x.contiguous()))
-            if weighted:
-                content[end:].copy_(as_bytes(part.w))
+        messages[to], content = blank(nbytes, state.x)
+        content[:end].copy_(as_bytes(part.x.contiguous()))
+        if weighted:
+            content[end:].copy_(as_bytes(part.w))
     sizes = dict.fromkeys(topology.in_peers(rank, round), nbytes)
     contents = yield from exchange(messages, sizes, "a message of an average", state.x)
-    parts = {rank: parts[rank]}
+    parts = {rank: own}
     for source, content in contents.items():
         x = content[:end].clone().view(state.x.dtype).view(state.x.shape)
         parts[source] = PushSum(x, weight_of(content) if weighted else state.w)
@@ -81,36 +69,27 @@ def push_sum_round(
 
 
 def push_sum_average(
-    x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
+    x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform
 ) -> Conversation[Tensor]:
-    """Returns z after some rounds of push-sum.
-
-    Args:
-        x (Tensor): this rank's value, of a floating-point dtype.
-        rounds (int): number of rounds.
-        rank (int): this rank.
-        topology (Topology): graph.
-        mixing (Mixing): shares; default `uniform`.
-        first (int): number of the first round.
+    """Returns z after some rounds of push-sum, which begins with this rank's value x.
 
     Raises:
         ValueError: if x is not of a floating-point dtype.
     """
     state = initial_state(x)
-    for round in range(first, first + rounds):
+    for round in range(rounds):
         state = yield from push_sum_round(state, rank, round, topology, mixing)
     return state.z
 
 
 def push_pull_average(
-    x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform, first: int = 0
+    x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform
 ) -> Conversation[Tensor]:
-    """Returns x after some rounds of push-pull. It converges to the mean if
-    `check_mixing(topology, mixing, doubly_stochastic=True)` passes.
+    """Returns x after some rounds of push-pull. Args and errors are those of `push_sum_average`.
 
-    Args and errors are those of `push_sum_average`.
+    It converges to the mean if `check_mixing(topology, mixing, doubly_stochastic=True)` passes.
     """
     state = initial_state(x)
-    for round in range(first, first + rounds):
+    for round in range(rounds):
         state = yield from push_sum_round(state, rank, round, topology, mixing, weighted=False)
     return state.x

@@ -9,17 +9,10 @@ symmetric, rows summing to one, and a compression operator Q:
     d_i = d_i + sum over j of W_ij (q_j - q_i)         so that d_i = sum over j of W_ij (xhat_j - xhat_i)
     x_i = x_i + gamma d_i
 
-The part that Q drops stays in x_i - xhat_i and is sent later. The d_i of all ranks sum to zero, so the mean of the
-models is preserved.
+The part that Q drops stays in x_i - xhat_i and is sent later. The d_i of all ranks sum to zero.
 
 Differences from the papers: d replaces s = d + xhat, the weighted sum of public copies (the memory-efficient
-form). As models converge, d and its rounding errors become small. In s the rounding errors would be those of x and
-would accumulate. Public copies begin as the initial model, which is the same on all ranks, not as zeros.
-
-Compression operators, each with a payload of fixed size:
-
-TopK    the ceil(ratio d) elements of largest magnitude of each tensor of d, in the format of `dgc.wire`
-Sign    (|v|_1 / d) sign(v) of each tensor of d elements; 0 is sent as a negative element
+form), in which the rounding errors of x would accumulate. Public copies begin as the initial model, not as zeros.
 
 Payload per exchange and rank in bytes: for each neighbour that of Q, rounded up to a multiple of 8. TopK: 24, and
 for each element 4 and the bytes of a value. Sign: 24, and 4 + 4 ceil(d/32) for each tensor.
@@ -27,7 +20,7 @@ for each element 4 and the bytes of a value. Sign: 24, and 4 + 4 ceil(d/32) for 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -38,10 +31,10 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, Exchange, as_bytes
-from dgc.gossip.difference import DifferenceGossip
 from dgc.gossip.graphs import two_way_ring
-from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, sealed
-from dgc.gossip.topology import Graph, Mixing, Peers, Shares, Topology, metropolis
+from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, write_header_
+from dgc.gossip.protocol import DifferenceGossip
+from dgc.gossip.topology import Graph, Mixing, Peers, Shares, metropolis
 from dgc.kernels import SparseVector
 from dgc.selection.selector import plan_selection
 from dgc.wire import CastValues, PlainIndices, SparseFormat
@@ -55,35 +48,12 @@ Bounds = Int64[Tensor, "bounds"]
 AddScaled = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a vector
 
 
-@runtime_checkable
-class Quantizer(Protocol):
-    """A compression operator Q. `plan` prepares it for a model; the other methods need what it returns."""
-
-    @property
-    def gamma(self) -> float:
-        """The default consensus step size."""
-        ...
-
-    def plan(self, segments: Sequence[Segment], device: torch.device) -> Any: ...
-
-    def nbytes(self, plan: Any) -> int: ...
-
-    def encode(self, plan: Any, v: Vector) -> tuple[Bytes, AddScaled]:
-        """Returns the payload and its decoded value."""
-        ...
-
-    def decode(self, plan: Any, payload: Bytes, source: int) -> AddScaled:
-        """Decodes a payload. Raises PayloadError, which names the rank `source`, if the payload is not valid."""
-        ...
-
-
 @checked
 @dataclass(frozen=True)
 class TopK:
-    """Top-k by magnitude in each tensor.
+    """The ceil(ratio d) elements of largest magnitude of each tensor of d elements, in the format of `dgc.wire`.
 
-    gamma is twice the ratio. On rings of 2 to 16 ranks, models then converge to each other; with 4 times the ratio
-    they mostly diverge.
+    gamma is twice the ratio: with 4 times the ratio, models mostly diverge.
 
     Args:
         ratio (float): fraction of elements sent, in (0, 1].
@@ -112,17 +82,20 @@ class TopK:
     def plan(self, segments: Sequence[Segment], device: torch.device) -> PayloadPlan:
         form = SparseFormat(CastValues(self.values), PlainIndices("int32"))
         selection = plan_selection(segments, self.ratio, device)
-        return PayloadPlan(form, selection.per_tensor, sum(selection.numels), what=DIFFERENCE)
+        numel = sum(segment.numel for segment in segments)
+        return PayloadPlan(form, selection.per_tensor, numel, what=DIFFERENCE)
 
     def nbytes(self, plan: PayloadPlan) -> int:
         return plan.layout.nbytes
 
     def encode(self, plan: PayloadPlan, v: Vector) -> tuple[Bytes, AddScaled]:
+        """Returns the payload, and what adds its decoded value."""
         chosen = kernels.of(v).selection.select(v, plan.budget)
         encoded = plan.encode(kernels.of(v).codec, chosen.elements, chosen.first_nonfinite)
         return encoded.payload, self._add(encoded.sent)
 
     def decode(self, plan: PayloadPlan, payload: Bytes, source: int) -> AddScaled:
+        """Raises PayloadError, which names the rank `source`, if the payload is not valid."""
         (sent,), _ = plan.decode(kernels.of(payload).codec, (payload,), ranks=(source,)).wait()
         return self._add(sent)
 
@@ -132,7 +105,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class Sign:
-    """Signs, scaled by the mean magnitude of each tensor: 1 bit per element.
+    """(|v|_1 / d) sign(v) of each tensor v of d elements: 1 bit per element. 0 is sent as a negative element.
 
     Example:
         >>> gossip = CHOCO(quantizer=Sign())
@@ -141,7 +114,6 @@ class Sign:
     gamma = 0.3
 
     def plan(self, segments: Sequence[Segment], device: torch.device) -> tuple[Bounds, int]:
-        """Returns the bounds of the tensors, and the bytes of scales and signs."""
         bounds = [0, *(segment.offset + segment.numel for segment in segments)]
         codes = sum(FP32 + FP32 * -(-segment.numel // 32) for segment in segments)
         return torch.tensor(bounds, dtype=torch.int64, device=device), codes
@@ -155,7 +127,9 @@ class Sign:
         scales = (sums / bounds.diff().clamp(min=1)).float()
         codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
         both = torch.cat([as_bytes(scales), codes])
-        return sealed(both, DIFFERENCE), self._add(bounds, both)
+        payload = message_of(both)
+        write_header_(payload, DIFFERENCE)
+        return payload, self._add(bounds, both)
 
     def decode(self, plan: tuple[Bounds, int], payload: Bytes, source: int) -> AddScaled:
         bounds, nbytes = plan
@@ -169,11 +143,6 @@ class Sign:
         return lambda target, factor: target.add_(q, alpha=factor)
 
 
-def digest(topology: Topology, mixing: Mixing) -> int:
-    """A checksum of W, the same on every rank."""
-    return crc32(repr([sorted(mixing(topology, rank, 0).items()) for rank in range(topology.size)]).encode())
-
-
 @checked
 class CHOCO(DifferenceGossip):
     """CHOCO-SGD (Koloskova et al. 2019, arXiv 1902.00340, Algorithm 2; 2020, arXiv 1907.09356).
@@ -181,9 +150,9 @@ class CHOCO(DifferenceGossip):
     Args:
         graph (callable): returns the topology for a number of ranks. Symmetric and the same in all rounds.
         mixing (Mixing): weights W, symmetric with rows that sum to one.
-        quantizer (Quantizer, optional): compression operator Q; default `TopK()`.
-        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. With a value that is too
-            large, models diverge; with one that is too small, averaging is slower than the local steps.
+        quantizer (TopK or Sign, optional): compression operator Q; default `TopK()`.
+        gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. If it is too large,
+            models diverge; if it is too small, averaging is slower than the local steps.
         average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
 
     Raises:
@@ -200,7 +169,7 @@ class CHOCO(DifferenceGossip):
         self,
         graph: Graph = two_way_ring,
         mixing: Mixing = metropolis,
-        quantizer: Quantizer | None = None,
+        quantizer: TopK | Sign | None = None,
         gamma: float | None = None,
         average_every: int = 1,
     ):
@@ -209,15 +178,18 @@ class CHOCO(DifferenceGossip):
         super().__init__(graph, mixing, average_every)
         self.quantizer = quantizer or TopK()
         self.gamma = self.quantizer.gamma if gamma is None else gamma
-        plan = self.quantizer.plan(NOMINAL, torch.device("cpu"))
+        plan = cast(Any, self.quantizer.plan(NOMINAL, torch.device("cpu")))
         ratio = self.quantizer.nbytes(plan) / (4 << 20)
         self.compress_ratio = min(1.0, ratio) / average_every
 
     def _allocate(self) -> float:
-        self._plan = self.quantizer.plan(self.model.segments, self.z.device)
+        self._plan = cast(Any, self.quantizer.plan(self.model.segments, self.z.device))
         self.xhat, self.d = self.z.clone(), torch.zeros_like(self.z)
         self._copies_valid = True
-        self._digest = 0 if self.topology is None else digest(self.topology, self.mixing)
+        self._digest = 0
+        if self.topology is not None:
+            W = [sorted(self.mixing(self.topology, rank, 0).items()) for rank in range(self.size)]
+            self._digest = crc32(repr(W).encode())
         return self.quantizer.nbytes(self._plan)
 
     @torch.no_grad()
@@ -236,7 +208,7 @@ class CHOCO(DifferenceGossip):
         self.z.add_(self.d, alpha=self.gamma)
 
     def _send_models(self, peers: Peers, weights: Shares) -> Conversation[None]:
-        """Sends whole models to make the public copies valid."""
+        """Makes the public copies valid."""
         self.xhat.copy_(self.z)
         self.d.zero_()
         sizes = dict.fromkeys(peers, self.z.numel() * self.z.element_size())
@@ -247,7 +219,6 @@ class CHOCO(DifferenceGossip):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Resets the public copies: all models are equal now."""
         super().restart()
         self.xhat.copy_(self.z)
         self.d.zero_()
@@ -256,16 +227,15 @@ class CHOCO(DifferenceGossip):
     def errors(self) -> Iterable[Tensor]:
         yield self.z - self.xhat
 
-    def _neighbour_state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         copies = {"xhat": self.xhat, "d": self.d}
-        return {**copies, "copies_valid": self._copies_valid, "graph": self._digest}
+        return {**super()._state(), **copies, "copies_valid": self._copies_valid, "graph": self._digest}
 
-    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
-        if state is None:
-            self._copies_valid = False
-            return
-        if state["graph"] != self._digest:
+    def _load(self, state: Mapping[str, Any]) -> None:
+        is_of_these_ranks = state["size"] == self.size
+        if is_of_these_ranks and state["graph"] != self._digest:
             raise ValueError("state of another graph or mixing, in which d is a sum over other neighbours")
+        super()._load(state)
         self.xhat.copy_(state["xhat"])
         self.d.copy_(state["d"])
-        self._copies_valid = state["copies_valid"]
+        self._copies_valid = is_of_these_ranks and state["copies_valid"]

@@ -1,8 +1,7 @@
 """Communication graphs of gossip, as functions of the number of ranks, `size`.
 
 `n_peer_exponential` to `ring` are the graphs of Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML
-2019, arXiv 1811.10792). With n ranks, rank r cycles through a schedule of peers r + offset (mod n), `peers` of
-them in each round:
+2019, arXiv 1811.10792). Of n ranks, rank r cycles through peers r + offset (mod n), `peers` of them in each round:
 
     n_peer_exponential    +j (m+1)^i for j = 1 .. m, i = 0, 1, ..: one i in each round, m = peers. With n = (m+1)^p
                           every rank has the exact mean after p rounds
@@ -21,24 +20,22 @@ one-directional shifts.
 
 All raise TopologyError if an argument is out of range, or if the graph is not valid for gossip (`Topology`).
 
-Differences from both versions: Logarithms are computed with integers, so 3^5 ranks have 5 rounds, not 4. A graph
-in which a rank would send to itself or to one rank twice is rejected.
+Differences from both versions: Logarithms are computed with integers, so 3^5 ranks have 5 rounds, not 4.
 """
 
 import random
 from collections.abc import Sequence
 from math import isqrt
-from typing import Literal, get_args
 
 from dgc.arguments import checked
 from dgc.gossip.topology import Peers, Topology, TopologyError, from_schedules
 
-Order = Literal["paper", "later"]
+ORDERS = ("paper", "later")
 
 
 @checked
 def n_peer_exponential(size: int, peers: int = 1) -> Topology:
-    """The n-peer exponential graph of SGP (arXiv 1811.10792), in which each round uses one power of peers + 1.
+    """The n-peer exponential graph of SGP, in which each round uses one power of peers + 1.
 
     Args:
         peers (int): peers per round, m. With size = (m + 1)^p, the mean is exact after p rounds.
@@ -47,64 +44,42 @@ def n_peer_exponential(size: int, peers: int = 1) -> Topology:
         >>> n_peer_exponential(8).out_peers(0, 2)
         (4,)
     """
-    _check_size("n_peer_exponential", size)
     if peers < 1:
         raise TopologyError(f"n_peer_exponential: peers must be at least 1, not {peers}")
     offsets = [j * power for power in powers(peers + 1, size - 1) for j in range(1, peers + 1)]
     schedules = [[(rank + offset) % size for offset in offsets] for rank in range(size)]
-    cure = (
-        "peers=1 works for any number of ranks, peers=m for powers of m + 1, and peers=size-1 always, in one round"
-    )
+    cure = "peers=1 works for any number of ranks, as does peers=size-1, and peers=m for powers of m + 1"
     return from_schedules("n_peer_exponential", schedules, peers, cure=cure)
 
 
 @checked
 def exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The exponential graph of SGP (arXiv 1811.10792): offsets +2^i and -2^i in turn.
-
-    Args:
-        peers (int): peers per round.
-        order (str): "paper" or "later"; see the module's description.
-    """
+    """The exponential graph of SGP: offsets +2^i and -2^i in turn. peers: per round. order: "paper" or "later"."""
     return _two_directions("exponential", size, peers, order, powers(2, size - 1), False)
 
 
 @checked
 def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The bipartite exponential graph of SGP (arXiv 1811.10792): offsets +-1, then +-(1 + 2^i).
-
-    Args are those of `exponential`. The number of ranks must be even.
-    """
+    """Offsets +-1, then +-(1 + 2^i), for an even number of ranks. Arguments as in `exponential`."""
     offsets = [1, *(1 + power for power in powers(2, size - 1)[1:])]
     return _two_directions("bipartite_exponential", size, peers, order, offsets, True)
 
 
 @checked
 def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The linear graph of SGP (arXiv 1811.10792): offsets +i and -i for odd i.
-
-    Args are those of `exponential`.
-    """
+    """The linear graph of SGP: offsets +i and -i for odd i. Args are those of `exponential`."""
     return _two_directions("linear", size, peers, order, range(1, size, 2), False)
 
 
 @checked
 def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The bipartite linear graph: the offsets of `linear`, between ranks of opposite parity.
-
-    Args are those of `exponential`. The number of ranks must be even.
-    """
+    """The offsets of `linear`, between ranks of opposite parity. Args are those of `bipartite_exponential`."""
     return _two_directions("bipartite_linear", size, peers, order, range(1, size, 2), True)
 
 
 @checked
 def ring(size: int, peers: int = 1) -> Topology:
-    """A ring, the same in all rounds.
-
-    Args:
-        peers (int): 1 for a directed ring, 2 for both neighbours.
-    """
-    _check_size("ring", size)
+    """A ring, the same in all rounds. peers: 1 for a directed ring, 2 for both neighbours."""
     schedules = [list(dict.fromkeys([(rank + 1) % size, (rank - 1) % size])) for rank in range(size)]
     return from_schedules("ring", schedules, peers, dynamic=False)
 
@@ -124,18 +99,13 @@ def two_way_ring(size: int) -> Topology:
 @checked
 def static_exponential(size: int) -> Topology:
     """Rank r sends to r + 1, r + 2, r + 4, .. in every round (Ying et al. 2021, arXiv 2110.13363)."""
-    return Topology(
-        "static_exponential", size, 1, lambda rank, _: ((rank + p) % size for p in powers(2, size - 1))
-    )
+    offsets = powers(2, size - 1)
+    return Topology("static_exponential", size, 1, lambda rank, _: ((rank + p) % size for p in offsets))
 
 
 @checked
 def star(size: int, hub: int = 0) -> Topology:
-    """Every rank exchanges with the hub, and the hub with every rank.
-
-    Args:
-        hub (int): rank of the hub.
-    """
+    """Every rank exchanges with the rank `hub`, and the hub with every rank."""
     if not 0 <= hub < size:
         raise TopologyError(f"star with {size} ranks: hub must be a rank from 0 to {size - 1}, not {hub}")
     return Topology("star", size, 1, lambda rank, _: (r for r in range(size) if r != rank and hub in (r, rank)))
@@ -143,11 +113,7 @@ def star(size: int, hub: int = 0) -> Topology:
 
 @checked
 def grid(size: int) -> Topology:
-    """A rectangle in which each rank exchanges with its neighbours. Opposite sides are not connected.
-
-    Args:
-        size (int): number of ranks. The rectangle is as close to a square as the divisors of `size` allow.
-    """
+    """Neighbours in a rectangle, as square as the divisors of `size` allow. Opposite sides are not connected."""
     rows = next((r for r in range(isqrt(max(size, 0)), 0, -1) if size % r == 0), 1)
     columns = size // rows
 
@@ -161,14 +127,9 @@ def grid(size: int) -> Topology:
 
 @checked
 def random_matching(size: int, seed: int = 0, rounds: int = 256) -> Topology:
-    """Random pairs, with new pairs in each round. If the number of ranks is odd, one rank has no peer in a round.
+    """Random pairs, new ones in each round until they repeat after `rounds`. The seed is the same on all ranks.
 
-    Args:
-        seed (int): seed of the pairs, the same on all ranks.
-        rounds (int): number of different rounds, after which they repeat.
-
-    Raises:
-        TopologyError: if the pairs of all rounds do not connect all ranks.
+    If the number of ranks is odd, one rank has no peer in a round.
     """
 
     def out(rank: int, t: int) -> Peers:
@@ -201,13 +162,8 @@ def bipartite_complete(size: int) -> Topology:
 
 @checked
 def hierarchical(size: int, local_size: int) -> Topology:
-    """Alternates rounds inside machines and between machines.
-
-    In even rounds all ranks of a machine exchange with each other. In odd rounds each rank sends to the rank with
-    its local rank on one other machine, as in `n_peer_exponential` with one peer.
-
-    Args:
-        local_size (int): ranks per machine. Ranks of a machine are consecutive.
+    """In even rounds a machine's ranks, which are consecutive, exchange with each other. In odd rounds each sends
+    to the rank with its local rank on one other machine, as in `n_peer_exponential` with one peer.
     """
     if local_size < 1 or size % local_size:
         raise TopologyError(f"hierarchical with {size} ranks: local_size must divide them, but it is {local_size}")
@@ -230,11 +186,7 @@ def hierarchical(size: int, local_size: int) -> Topology:
 
 @checked
 def from_weights(matrices: Sequence[Sequence[Sequence[float]]]) -> Topology:
-    """The edges of weight matrices. Use it together with `mixing_from_weights`.
-
-    Args:
-        matrices (sequence of matrices): one square matrix for each round. P[i][j] is the share of rank j's value
-            that rank i receives.
+    """The edges of weight matrices. Use it together with `mixing_from_weights`, whose Args it has.
 
     Raises:
         TopologyError: if there is no matrix, or the matrices are not square and of one size.
@@ -262,10 +214,8 @@ def powers(base: int, limit: int) -> list[int]:
 def _two_directions(
     name: str, size: int, peers: int, order: str, offsets: Sequence[int], bipartite: bool
 ) -> Topology:
-    """Every offset in both directions."""
-    _check_size(name, size)
-    if order not in get_args(Order):
-        raise TopologyError(f"{name}: order must be one of {', '.join(get_args(Order))}, not {order!r}")
+    if order not in ORDERS:
+        raise TopologyError(f"{name}: order must be one of {', '.join(ORDERS)}, not {order!r}")
     if bipartite and size % 2:
         raise TopologyError(f"{name} needs an even number of ranks, not {size}: odd ranks pair with even ranks")
     schedules = []
@@ -275,8 +225,3 @@ def _two_directions(
         schedule = [(rank + sign * offset) % size for offset in offsets for sign in signs]
         schedules.append(list(dict.fromkeys(schedule)) if order == "paper" else schedule)
     return from_schedules(name, schedules, peers)
-
-
-def _check_size(name: str, size: int) -> None:
-    if size < 2:
-        raise TopologyError(f"{name} needs at least 2 ranks, not {size}")

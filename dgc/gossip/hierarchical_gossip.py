@@ -1,6 +1,5 @@
-"""Gossip between machines of L ranks each, for clusters with fast links inside a machine. Each machine is a node,
-as in Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, section 5: 8 GPUs per
-node).
+"""Gossip between machines of L ranks each. Each machine is a node, as in Stochastic Gradient Push (Assran, Loizou,
+Ballas, Rabbat: ICML 2019, arXiv 1811.10792, section 5: 8 GPUs per node).
 
 All ranks of a machine have the same model z and optimizer. On every rank:
 
@@ -11,18 +10,14 @@ All ranks of a machine have the same model z and optimizer. On every rank:
                                                                   except PowerGossip: slices have no matrices
     z = concatenation of the L slices                             one all-gather inside the machine
 
-All ranks of a machine therefore keep equal models, and a machine acts as a single rank with L times the batch.
-Each rank sends 1/L of the data between machines, over its own links and network cards.
-
-The topology `hierarchical` also suits such clusters, but every rank has its own model: ranks of a machine average
-models every second round, step on their own gradients, and each sends a whole model to other machines.
+A machine therefore acts as a single rank with L times the batch. Each rank sends 1/L of the data between machines.
+With the topology `hierarchical`, in contrast, every rank has its own model and sends all of it.
 
 Differences from the paper: There, one rank of a machine communicates for all and sends the parameters to the
 others before each forward pass. Here, a machine drops a step if any of its ranks has a gradient with NaN or inf.
 
-Payload per step and rank in bytes: that of the base for n/L elements, and inside the machine 4 (n + number of
-tensors) for gradients, unless DDP averages them, and 4 ceil(n/L) for slices. compress_ratio counts only the data
-between machines.
+Payload per step and rank in bytes: that of the base for n/L elements, which alone compress_ratio counts, and
+inside the machine 4 (n + number of tensors) for gradients, unless DDP averages them, and 4 ceil(n/L) for slices.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -55,9 +50,8 @@ class HierarchicalGossip(Gossip):
             as with DistributedDataParallel among the ranks of a machine. The first step checks that.
 
     Raises:
-        ValueError: if base is asynchronous, by `start` if the number of ranks differs between machines or the
-            model has fewer elements than a machine has ranks, or by the first step if gradients differ inside a
-            machine and are not averaged.
+        ValueError: if base is asynchronous, by `start` if the machines have different numbers of ranks or more
+            ranks than the model has elements, or by the first step if gradients differ and are not averaged.
 
     Example:
         >>> transport = connect(hierarchical=True, point_to_point=True)
@@ -81,14 +75,12 @@ class HierarchicalGossip(Gossip):
 
     def _prepare(self) -> None:
         place = find_machine_rank(self._transport, "HierarchicalGossip")
-        L, local, n = place.local_size, place.local_rank, self.z.numel()
+        self._local_size = L = place.local_size
+        n = self.z.numel()
         if n < L:
-            raise ValueError(
-                f"a model of {n} elements cannot be divided into {L} slices, one for each rank of a machine"
-            )
+            raise ValueError(f"a model of {n} elements cannot be divided into {L} slices, one for each rank")
         self._bounds = [i * n // L for i in range(L + 1)]
-        self._local_size = L
-        self._slice = slice(self._bounds[local], self._bounds[local + 1])
+        self._slice = slice(*self._bounds[place.local_rank : place.local_rank + 2])
         part = ModelSlice(self.model, self._slice.start, self._slice.stop)
         self.base.start(part, CrossMachineTransport(self._transport), self._meter, f"{self.name}.cross")
         self.compress_ratio = self.base.compress_ratio
@@ -115,11 +107,7 @@ class HierarchicalGossip(Gossip):
         if not self.averages_gradients or self._average_gradients():
             step()
 
-    # --- inside the machine -----------------------------------------------------------------------
-
     def _run_locally(self, label: str, request: Request) -> Any:
-        """Returns the reply to a request to the ranks of the machine."""
-
         def conversation() -> Conversation[Any]:
             (reply,) = yield (request,)
             return reply
@@ -174,8 +162,6 @@ class HierarchicalGossip(Gossip):
         self.model.scatter()
         self._is_stale = False
 
-    # --- the common model -------------------------------------------------------------------------
-
     def synchronize_messages(self) -> None:
         self.base.synchronize_messages()
         self._gather_slices()
@@ -204,8 +190,6 @@ class HierarchicalGossip(Gossip):
         return self.base.island
 
     def join(self) -> None:
-        if self.island is None:
-            super().join()
         self.base.join()
         self._is_stale = self._local_size > 1  # the slices are gathered by all machines at the same moment
 

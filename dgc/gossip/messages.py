@@ -1,9 +1,7 @@
 """Messages from rank to rank, and the encodings of models in them.
 
-A message is sealed: a header of 24 bytes with a checksum (`dgc.wire.payload`), then its content, rounded up to a
+A message is sealed: a header of 24 bytes with a checksum (`dgc.wire.envelope`), then its content, rounded up to a
 multiple of 8 bytes.
-
-The sender keeps the rounding errors of an encoding (`dgc.gossip.sgp`), so the sum over ranks is preserved.
 """
 
 from collections.abc import Mapping
@@ -16,9 +14,9 @@ from jaxtyping import Float32, Float64, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.arguments import checked
+from dgc.arguments import WHOLE, checked, require
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
-from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
+from dgc.kernels.codec import HEADER_BYTES, Terms
 from dgc.wire.envelope import Envelope, Unchecked, no_segments, sealed_bytes
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -31,7 +29,7 @@ Payload = UInt8[Tensor, "total"]  # a message with its header
 
 
 def blank(nbytes: int, like: Tensor) -> tuple[Payload, Bytes]:
-    """Returns a message for `nbytes` bytes of content, on the device of `like`, and its content. Both are zero."""
+    """Returns a message on the device of `like`, and its content of `nbytes` bytes. Both are zero."""
     payload = kernels.of(like).codec.blank(sealed_bytes(nbytes), like)
     return payload, payload[HEADER_BYTES : HEADER_BYTES + nbytes]
 
@@ -50,27 +48,17 @@ def write_header_(payload: Payload, what: str) -> None:
     _envelope(what, payload.device).seal_(payload, nothing)
 
 
-def sealed(codes: Bytes, what: str) -> Payload:
-    """Returns a sealed message with these bytes."""
-    nothing, _ = no_segments(codes.device)
-    return _envelope(what, codes.device).seal(codes, nothing)
-
-
 def opened(payload: Payload, nbytes: int, what: str, source: int) -> Unchecked[Bytes]:
-    """Returns the content of a received message, not checked yet. source: rank of its sender."""
+    """Returns the content of a message of rank `source`, not checked yet."""
     return _envelope(what, payload.device).open([payload], nbytes, [source])
 
 
 def exchange(
     messages: Mapping[int, Payload], sizes: Mapping[int, int], what: str, like: Tensor
 ) -> Conversation[dict[int, Tensor]]:
-    """Seals messages and sends them. Returns the content of the received ones, by sender.
+    """Seals messages and sends them by receiver. Returns the contents, of these sizes, by sender.
 
-    Args:
-        messages (mapping): messages by receiver. One message may have several receivers.
-        sizes (mapping): bytes of the content that each sender sends.
-        what (str): name of the messages in errors.
-        like (Tensor): any tensor on the device of the messages.
+    what: name of the messages in errors. like: any tensor on their device.
 
     Raises:
         PayloadError: if a message is damaged. The error names its sender.
@@ -92,7 +80,7 @@ def _envelope(what: str, device: torch.device) -> Envelope:
 
 
 def weight_of(content: Bytes) -> Float64[Tensor, ""]:
-    """Returns the push-sum weight at the end of a content. The bytes are copied: they may be unaligned."""
+    """Returns the push-sum weight at the end of a content, which may be unaligned."""
     return content[-WEIGHT_NBYTES:].cpu().clone().view(torch.float64)[0]
 
 
@@ -176,9 +164,7 @@ class HalfPrecisionMessage:
 @checked
 @dataclass(frozen=True)
 class Int8Message:
-    """8-bit messages with one scale per block: 1 byte per element, and 4 per block.
-
-    An element x is sent as round(x / scale), with scale = largest magnitude of the block / 127.
+    """8-bit messages, 1 byte per element: round(x / scale), with scale = largest magnitude of a block / 127.
 
     Args:
         block (int): number of elements that share a scale. With 2048, scales add 0.2 % to the bytes.
@@ -195,8 +181,7 @@ class Int8Message:
     exact = False
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block must be at least 1, not {self.block}")
+        require("at least 1", WHOLE, least=1, block=self.block)
 
     def nbytes(self, n: int) -> int:
         return n + FP32 * self._blocks(n)
@@ -205,8 +190,7 @@ class Int8Message:
         return -(-n // self.block)
 
     def _bounds(self, z: Tensor, n: int) -> Tensor:
-        starts = torch.arange(0, n, self.block, dtype=torch.int64, device=z.device)
-        return torch.cat([starts, torch.tensor([n], dtype=torch.int64, device=z.device)])
+        return torch.arange(0, n + self.block, self.block, dtype=torch.int64, device=z.device).clamp(max=n)
 
     def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
         x, bounds = z * factor, self._bounds(z, z.numel())

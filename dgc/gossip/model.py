@@ -20,10 +20,8 @@ def local(tensor: Tensor) -> Tensor:
 class FlatModel:
     """A model as one flat vector z [n] fp32, which holds all parameters that are not empty.
 
-    fp32 parameters are views of z. Parameters of other dtypes are rounded copies of z. Of a parameter that FSDP2
-    has sharded, z has a copy of this rank's part.
-
-    Call `scatter` after a change of z, and `gather` after a change of the parameters.
+    fp32 parameters are views of z, others are rounded copies. Of what FSDP2 has sharded, z has a copy of this
+    rank's part. Call `scatter` after a change of z, and `gather` after a change of the parameters.
 
     Args:
         named_parameters (sequence): (name, parameter) pairs.
@@ -38,8 +36,7 @@ class FlatModel:
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]]):
         with torch.no_grad():
-            parts = [(name, p, local(p)) for name, p in named_parameters]
-            parts = [(name, p, part) for name, p, part in parts if part.numel()]
+            parts = [(name, p, part) for name, p in named_parameters if (part := local(p)).numel()]
         self.parameters = [p for _, p, _ in parts]
         if not self.parameters:
             raise ValueError("gossip needs at least one parameter that requires a gradient and has elements")
@@ -80,15 +77,7 @@ class FlatModel:
 
 
 class ModelSlice(FlatModel):
-    """Elements start .. end - 1 of a model, for gossip in which each rank of a machine averages a slice.
-
-    The segments of its tensors are one-dimensional.
-
-    Args:
-        model (FlatModel): the whole model.
-        start (int): first element.
-        end (int): element after the last one.
-    """
+    """Elements start .. end - 1 of a model. The segments of its tensors are one-dimensional."""
 
     def __init__(self, model: FlatModel, start: int, end: int):
         self._model, self.parameters, self.z = model, model.parameters, model.z[start:end]

@@ -7,10 +7,9 @@ Half steps alternate:
     even    X_i V and X_j V [n, r] are exchanged;      Y = D V;      X_i = X_i + W_ij Y V^T;      U = orth(Y)
     odd     X_i^T U and X_j^T U [m, r] are exchanged;  Y = D^T U;    X_i = X_i + W_ij U Y^T;      V = orth(Y)
 
-X_j moves by the same amount in the opposite direction, so the mean is preserved. Each half step acts on the part
-of D in r directions, those of a power iteration on D that continues from step to step. There is no error state:
-the unsent part of D is still in D in the next step. Vectors, and matrices smaller than their factors, are sent
-uncompressed.
+X_j moves by the opposite amount. Each half step acts on the part of D in r directions, those of a power iteration
+on D that continues from step to step. There is no residual: the unsent part of D is still in D in the next
+step. Vectors, and matrices smaller than their factors, are sent uncompressed.
 
 Differences from the paper: There are 2 half steps per step by default, after the optimizer's step. Each edge
 alternates by itself, so graphs may change from round to round. Small noise, the same at both ends, keeps `orth`
@@ -28,14 +27,14 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from dgc.arguments import checked
+from dgc.arguments import WHOLE, checked, require
 from dgc.bucket import Segment
 from dgc.comm.requests import Conversation
-from dgc.gossip.difference import DifferenceGossip
 from dgc.gossip.graphs import two_way_ring
 from dgc.gossip.messages import exchange, message_of
 from dgc.gossip.model import ModelSlice
-from dgc.gossip.topology import Graph, Mixing, Topology, metropolis
+from dgc.gossip.protocol import DifferenceGossip
+from dgc.gossip.topology import Graph, Mixing, metropolis, peer_schedule
 from dgc.wire.envelope import sealed_bytes
 
 NOISE = 1e-6  # of a factor's norm
@@ -73,7 +72,7 @@ def as_matrix(segment: Segment, rank: int, half_steps: int) -> Matrix | None:
 
 @dataclass(eq=False)
 class Edge:
-    """State of an edge. factors: V of each matrix before an even half step, U before an odd one."""
+    """factors: V of each matrix before an even half step, U before an odd one."""
 
     factors: list[Factor]
     even: bool = True
@@ -86,30 +85,19 @@ def orthonormal(Y: Factor, noise: Factor) -> Factor:
     return torch.linalg.qr(Y / Y.norm().clamp(min=NOISE) + NOISE * noise).Q.contiguous()
 
 
-def all_peers(topology: Topology | None) -> list[set[int]]:
-    """The peers of each rank, over all rounds."""
-    if topology is None:
-        return [set()]
-    rounds = range(topology.period)
-    return [{peer for t in rounds for peer in topology.in_peers(rank, t)} for rank in range(topology.size)]
-
-
 @checked
 class PowerGossip(DifferenceGossip):
     """Low-rank gossip with differences of models (Vogels et al. 2020, arXiv 2008.01425).
 
     Args:
-        graph (callable): returns the topology for a number of ranks. Symmetric.
-        mixing (Mixing): weights W, symmetric with rows that sum to one.
+        graph, mixing, average_every: see `CHOCO`. The graph may change from round to round.
         rank (int): rank r of the factors. A larger rank sends more bytes and averages faster.
         num_iters_per_step (int): half steps per step. Each is one exchange that a rank waits for.
         seed (int): seed of the initial factors, the same on every rank.
-        average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
 
     Raises:
-        ValueError: if rank, num_iters_per_step or average_every is less than 1, or by `start` if no tensor is a
-            large enough matrix.
-        TopologyError: by `start`, if the graph or the weights are not valid.
+        ValueError: if a number is less than 1, or by `start` if no tensor is a large enough matrix.
+        TopologyError: as by `CHOCO`.
 
     Example:
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
@@ -126,18 +114,14 @@ class PowerGossip(DifferenceGossip):
         seed: int = 0,
         average_every: int = 1,
     ):
-        if rank < 1 or num_iters_per_step < 1:
-            raise ValueError(
-                f"rank and num_iters_per_step must be at least 1, not {rank} and {num_iters_per_step}"
-            )
+        require("at least 1", WHOLE, least=1, rank=rank, num_iters_per_step=num_iters_per_step)
         super().__init__(graph, mixing, average_every)
         self.factor_rank, self.num_iters_per_step, self.seed = rank, num_iters_per_step, seed
 
     def _allocate(self) -> float:
         if isinstance(self.model, ModelSlice):
             raise ValueError(
-                "PowerGossip compresses matrices, but HierarchicalGossip averages slices of a model, which have no"
-                " matrices: use SGP, or CHOCO, which also compresses slices"
+                "HierarchicalGossip averages slices of a model, which have no matrices for PowerGossip: use CHOCO"
             )
         tensors = [(s, as_matrix(s, self.factor_rank, self.num_iters_per_step)) for s in self.model.segments]
         self.matrices = [matrix for _, matrix in tensors if matrix is not None]
@@ -149,18 +133,20 @@ class PowerGossip(DifferenceGossip):
         bounds = [(s.offset, s.offset + s.numel) for s, matrix in tensors if matrix is None]
         self._uncompressed = [self.z[start:end] for start, end in bounds]
         generator = torch.Generator().manual_seed(self.seed)
+
+        def random(rows: int, columns: int) -> Factor:
+            numbers = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
+            return torch.linalg.qr(numbers).Q.to(self.z)
+
         self._random_factors = {
-            even: [
-                torch.linalg.qr(
-                    torch.randn(matrix.sizes(even)[0], matrix.r, generator=generator, dtype=torch.float32)
-                ).Q.to(self.z)
-                for matrix in self.matrices
-            ]
-            for even in (True, False)
+            even: [random(matrix.sizes(even)[0], matrix.r) for matrix in self.matrices] for even in (True, False)
         }
         self._edges: dict[int, Edge] = {}
-        peers_of_all = all_peers(self.topology)
+        topology, ranks = self.topology, range(self.size)
+        peers_of_all = [set(() if topology is None else peer_schedule(topology, rank)) for rank in ranks]
         self._peers, self._max_edges = peers_of_all[self.rank], max(map(len, peers_of_all))
+        # in the state: the peer, from 1; whether an even half step is next; the larger factor of each matrix
+        self._row_length = 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)
         first = sum(part.numel() for part in self._uncompressed)
         factors = [sum(matrix.r * matrix.sizes(even)[1] for matrix in self.matrices) for even in (True, False)]
 
@@ -188,19 +174,13 @@ class PowerGossip(DifferenceGossip):
                 self._apply_difference(edge, difference, weights[peer], uncompressed, sign)
 
     def _products(self, edge: Edge, uncompressed: Sequence[Tensor]) -> Float32[Tensor, "length"]:
-        parts = [*uncompressed]
-        for matrix, factor in zip(self.matrices, edge.factors, strict=True):
-            X = matrix.of(self.z)
-            parts.append(((X if edge.even else X.T) @ factor).view(-1))
-        return torch.cat(parts)
+        pairs = zip((matrix.of(self.z) for matrix in self.matrices), edge.factors, strict=True)
+        return torch.cat([*uncompressed, *(((X if edge.even else X.T) @ factor).view(-1) for X, factor in pairs)])
 
     def _apply_difference(
         self, edge: Edge, difference: Tensor, weight: float, uncompressed: Sequence[Tensor], sign: float
     ) -> None:
-        """Moves the matrices towards the neighbour's.
-
-        difference: the neighbour's message minus this rank's. sign: makes Y the same at both ends.
-        """
+        """difference: the neighbour's message minus this rank's. sign: makes Y the same at both ends."""
         lengths = [matrix.sizes(edge.even)[1] * matrix.r for matrix in self.matrices]
         parts = difference.split([*(part.numel() for part in uncompressed), *lengths])
         for part, d in zip(uncompressed, parts, strict=False):
@@ -213,29 +193,22 @@ class PowerGossip(DifferenceGossip):
             edge.factors[i] = orthonormal(Y * sign, self._random_factors[not edge.even][i])
         edge.even = not edge.even
 
-    def _neighbour_state(self) -> dict[str, Any]:
-        """One row per edge, of equal length on all ranks, so that another number of ranks can sum such states."""
+    def _state(self) -> dict[str, Any]:
+        # one row per edge, of equal length on all ranks, so that another number of ranks can sum such states
         rows = self.z.new_zeros(self._max_edges, self._row_length)
         for row, (peer, edge) in zip(rows, self._edges.items(), strict=False):
             factors = torch.cat([factor.reshape(-1) for factor in edge.factors])
             row[0], row[1] = peer + 1, edge.even
             row[2 : 2 + factors.numel()] = factors
-        return {"edges": rows}
+        return {**super()._state(), "edges": rows}
 
-    @property
-    def _row_length(self) -> int:
-        """The peer, from 1; whether an even half step is next; space for the larger factor of each matrix."""
-        return 2 + sum(max(matrix.n, matrix.m) * matrix.r for matrix in self.matrices)
-
-    def _load_neighbours(self, state: Mapping[str, Any] | None) -> None:
-        if state is None:
-            self._edges = {}
-            return
-        rows = state["edges"].to(self.z)
-        if rows.dim() != 2 or rows.shape[1] != self._row_length:
+    def _load(self, state: Mapping[str, Any]) -> None:
+        rows, is_of_these_ranks = state["edges"].to(self.z), state["size"] == self.size
+        if is_of_these_ranks and (rows.dim() != 2 or rows.shape[1] != self._row_length):
             raise ValueError("state of another model, or of PowerGossip with another rank")
+        super()._load(state)
         self._edges = {}
-        for row in rows:
+        for row in rows if is_of_these_ranks else ():
             peer = int(row[0]) - 1
             if peer not in self._peers:
                 continue

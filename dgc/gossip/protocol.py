@@ -1,4 +1,4 @@
-"""The base class of algorithms that exchange models, for `dgc.optim.LocalOptimizer`. Each rank has its model."""
+"""The base classes of algorithms that exchange models, for `dgc.optim.LocalOptimizer`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import FLAG, require
+from dgc.arguments import FLAG, WHOLE, require
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
 from dgc.gossip.model import FlatModel
+from dgc.gossip.topology import ROUNDING, Graph, Mixing, Peers, Shares, Topology, build_topology, check_mixing
 from dgc.state import check_count, check_mapping, check_tensor
 
 MISSING_ZERO_GRAD = (
@@ -32,14 +34,16 @@ class Gossip(ABC):
         compress_ratio: Bytes of a message / bytes of the model in fp32.
         is_synchronous: Whether every rank takes the same number of steps.
         needs_groups: Whether the transport must have the groups `local` and `cross`.
-        island: After `start`, the number of this rank's island. Islands may be lost and join while the others keep
-            their states. An island is a rank, or the ranks of a machine that have one model together. None: no
-            island can join with these settings.
+        progress: Steps of all ranks together, as far as this rank has been informed. Only if asynchronous.
+        island: After `start`, the number of this rank's island: a rank, or the ranks of a machine that have one
+            model together. Islands may be lost and join while the others keep their states. None: no island can
+            join with these settings.
     """
 
     compress_ratio: float
     is_synchronous: bool = True
     needs_groups: bool = False
+    progress: int
     island: int | None = None
     _conversation: RunningConversation[Any] | None = None  # in flight
     _resizable: tuple[str, ...] = ()  # tensors of the state whose shape `_load` checks
@@ -54,11 +58,6 @@ class Gossip(ABC):
     def _prepare(self) -> None:
         """Called by `start`, when the model and the number of ranks are known."""
         return None
-
-    @property
-    def progress(self) -> int:
-        """Number of steps of all ranks together, as far as this rank has been informed. Only if asynchronous."""
-        raise NotImplementedError
 
     @property
     def is_running(self) -> bool:
@@ -86,10 +85,7 @@ class Gossip(ABC):
         assert self._conversation is None, "synchronize_messages() must be called first"
 
     def join(self) -> None:
-        """Continues from the common model and without errors, after the state of another island has been loaded.
-
-        Called on every rank of the island, before the next `begin_step`.
-        """
+        """Every rank of an island that has loaded the state of another one continues from the common model."""
         raise ValueError(f"no machine can join in mid-run with {type(self).__name__}")
 
     def flush(self) -> None:
@@ -100,18 +96,12 @@ class Gossip(ABC):
         assert self._conversation is None, "flush() must be called first"
 
     def biased_parameters(self) -> Tensor:
-        """[n] fp32, after `flush`: x of push-sum, with all received messages. Its mean over ranks is the model.
-
-        Without push-sum weights, these are the parameters.
-        """
+        """[n] fp32, after `flush`: x of push-sum, or the parameters. Its mean over ranks is the model."""
         self._check_flushed()
         return self.z.clone()
 
     def bias(self) -> float | Tensor:
-        """The factor between the parameters and `biased_parameters`, after `flush`: w of push-sum, or 1.
-
-        [n] if elements differ. Its mean over ranks is 1.
-        """
+        """After `flush`: w of push-sum, or 1. [n] if elements differ. Its mean over ranks is 1."""
         return 1.0
 
     def metrics(self) -> dict[str, float]:
@@ -127,12 +117,12 @@ class Gossip(ABC):
         self.synchronize_messages()
 
     def _state(self) -> dict[str, Any]:
-        """What `state_dict` copies: tensors, numbers, flags and mappings by name."""
-        raise NotImplementedError
+        """Tensors, numbers, flags and mappings that `state_dict` copies, unless the algorithm replaces it."""
+        return {}
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Takes over a state with the entries of `_state`. Raises ValueError before any change."""
-        raise NotImplementedError
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """After `flush`: this rank's part of the state that determines the next step, including the model."""
@@ -146,19 +136,91 @@ class Gossip(ABC):
         self._load(state)
 
 
+class DifferenceGossip(Gossip):
+    """Every `average_every` steps, a rank exchanges with its neighbours, in both directions of every edge.
+
+    The exchange completes before the next forward pass. With more than one step between exchanges these are local
+    steps (Koloskova et al.: ICML 2020, arXiv 2003.10422): what is compressed is the progress of all of them.
+
+    If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is -e_ji, the mean over ranks is preserved for
+    any compression of e.
+
+    Args and errors are those of `CHOCO`.
+    """
+
+    static = False  # whether neighbours must be the same in all rounds
+
+    def __init__(self, graph: Graph, mixing: Mixing, average_every: int):
+        require("at least 1 step", WHOLE, least=1, average_every=average_every)
+        self.graph, self.mixing, self.average_every = graph, mixing, average_every
+        self.compress_ratio = 1.0
+        self.steps = self.round = 0
+
+    def _prepare(self) -> None:
+        self.topology = None if self.size == 1 else build_topology(self.graph, self.size)
+        if self.topology is not None:
+            self._check(self.topology)
+        self.compress_ratio = min(1.0, self._allocate() / (4 * self.z.numel())) / self.average_every
+
+    def _check(self, topology: Topology) -> None:
+        needs = f"{type(self).__name__} needs"
+        cure = "use ring with peers=2, grid, star or full"
+        if self.static and topology.period != 1:
+            raise topology.error(f"{needs} the same neighbours in every round, but they change: {cure}")
+        if not topology.is_symmetric:
+            cure += "" if self.static else ", or a graph of pairs"
+            raise topology.error(f"{needs} edges in both directions, but some have only one: {cure}")
+        check_mixing(topology, self.mixing, doubly_stochastic=True)
+        for t in range(topology.period):
+            shares = [self.mixing(topology, rank, t) for rank in range(self.size)]
+            if any(abs(shares[j][i] - w) > ROUNDING for i, row in enumerate(shares) for j, w in row.items()):
+                raise topology.error(f"{needs} the same weight at both ends of an edge: use the mixing metropolis")
+
+    def neighbours(self, round: int) -> tuple[Peers, Shares]:
+        assert self.topology is not None
+        return self.topology.in_peers(self.rank, round), self.mixing(self.topology, self.rank, round)
+
+    @abstractmethod
+    def _allocate(self) -> float:
+        """Allocates state when the model is known. Returns the bytes sent to a neighbour in a step."""
+
+    @abstractmethod
+    def _average(self) -> Conversation[None]:
+        """Exchanges with the neighbours in one step and moves z."""
+
+    def begin_step(self) -> None:
+        self.synchronize_messages()
+
+    def update(self, step: Callable[[], object], lr: float) -> None:
+        if self._conversation is not None:
+            raise RuntimeError(MISSING_ZERO_GRAD)
+        step()
+        self.model.gather()
+        self.steps += 1
+        if self.size > 1 and self.steps % self.average_every == 0:
+            self._conversation = RunningConversation(self.name, self._average(), self._transport, self._meter)
+
+    def synchronize_messages(self) -> None:
+        if self._conversation is not None:
+            self._conversation.finish()
+            self._conversation = None
+            self.model.scatter()
+
+    def _state(self) -> dict[str, Any]:
+        return {"z": self.z, "steps": self.steps, "round": self.round, "size": self.size}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.z.copy_(state["z"])
+        self.model.scatter()
+        self.steps, self.round, self._conversation = state["steps"], state["round"], None
+
+
 def check_state(
     saved: Mapping[str, Any], own: Mapping[str, Any], resizable: Container[str] = (), prefix: str = ""
 ) -> None:
-    """Checks a saved state: finite tensors, whole numbers, flags, and mappings, whose content is not checked.
+    """Raises ValueError unless `saved` has the names, shapes and types of `own`, and finite numbers.
 
-    Args:
-        saved (mapping): the saved state.
-        own (mapping): a state of this rank, with the same names, shapes and types.
-        resizable (container): names of tensors that may have any shape.
-        prefix (str): of the names in errors.
-
-    Raises:
-        ValueError: if a value is missing or not valid, or there are others.
+    The content of mappings is not checked. resizable: tensors of any shape. prefix: of the names in errors.
     """
     if saved.keys() != own.keys():
         raise ValueError(f"state of another algorithm: it has {sorted(saved)}, not {sorted(own)}")

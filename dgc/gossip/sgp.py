@@ -1,18 +1,13 @@
 """Stochastic Gradient Push and its variants: gossip with push-sum weights during training.
 
-Rank i has biased parameters x and a push-sum weight w, initially 1. The model is z = x / w. P is the mixing matrix
-of a round; its columns sum to one.
+Rank i has biased parameters x and a push-sum weight w, initially 1. P is the mixing matrix of a round; its columns
+sum to one. The parameters hold the model z = x / w. The optimizer has gradients g at z and any direction O. It
+steps on z (weight decay therefore decays z), and x moves by the same difference. x is not stored: it is z w plus
+the received shares not added yet.
 
-SGP     messages are sent after the optimizer's step
-OSGP    messages are sent before it, while the gradient is computed
-DPSGD   SGP with rows of P that sum to one as well, without w
-
-The parameters hold z. The optimizer steps on z (weight decay therefore decays z), and x moves by the same
-difference. x is not stored: it equals z w plus the received shares that are not added yet. A rank keeps x minus
-the decoded values of its messages, so the sum over ranks is preserved even if messages are rounded.
-
-Differences from the papers: Messages may be rounded. In epochs with the graph None, all ranks average x and w with
-one all-reduce; for SGD with momentum this is all-reduce SGD.
+Differences from the papers: Messages may be rounded. A rank keeps x minus the decoded values of its messages, so
+the sum over ranks is preserved. In epochs with the graph None, all ranks average x and w with one all-reduce; for
+SGD with momentum this is all-reduce SGD.
 
 Payload per step and rank in bytes: for each peer 24, and message.nbytes(n) + 8 (message.nbytes(n) without w),
 rounded up to a multiple of 8.
@@ -26,33 +21,22 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.arguments import checked
+from dgc.arguments import WHOLE, checked, require
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation, as_bytes
 from dgc.gossip.graphs import n_peer_exponential
-from dgc.gossip.messages import (
-    WEIGHT_NBYTES,
-    FP32Message,
-    Message,
-    blank,
-    exchange,
-    weight_of,
-)
+from dgc.gossip.messages import WEIGHT_NBYTES, FP32Message, Message, blank, exchange, weight_of
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, check_state
 from dgc.gossip.topology import Graph, Mixing, Topology, build_topology, check_mixing, uniform
 
 POLL_INTERVAL = 5e-4  # seconds
-
-
 Share = tuple[Tensor, float]  # of x and of w
 
 
 @checked
 class SGP(Gossip):
     """Stochastic Gradient Push (Assran, Loizou, Ballas, Rabbat: ICML 2019, arXiv 1811.10792, Algorithm 1).
-
-    With gradients g at z and the direction O of any optimizer:
 
         x_i = x_i - lr O(g(z_i));      x_i = sum over j of P_ij x_j,  w_i likewise,  z_i = x_i / w_i
 
@@ -74,6 +58,7 @@ class SGP(Gossip):
 
     overlap = False
     weighted = True
+    biased = False
 
     def __init__(
         self,
@@ -110,13 +95,10 @@ class SGP(Gossip):
         return self._topologies[self._graph_epoch]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Switches to this epoch's graph. A new graph begins at round 0, after all messages of the old one."""
         since = max(first for first in self._graphs if first <= epoch)
         if since != self._graph_epoch:
             self.synchronize_messages()
             self._graph_epoch, self.round = since, 0
-
-    # --- one step ---------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         if self._in_step:
@@ -130,28 +112,21 @@ class SGP(Gossip):
         if not self._in_step and (self._overlaps or self._is_pending):
             raise RuntimeError(MISSING_ZERO_GRAD)
         self._gradient_weight = self.w
-        self._step(step)
+        before = None if self.w == 1 else self.z.clone()
+        step()
+        self.model.gather()
+        if before is not None:  # x moves by the same difference as z
+            self.z.sub_(before).div_(self.w).add_(before)
+            self.model.scatter()
         self._in_step = False
         if not self._overlaps:
             self._start_round()
         if self.blocking:
             self._receive(True)
 
-    def _step(self, step: Callable[[], object]) -> None:
-        """Runs the optimizer's step on z and moves x by the same difference."""
-        if self.w == 1:
-            step()
-            self.model.gather()
-            return
-        before = self.z.clone()
-        step()
-        self.model.gather()
-        self.z.sub_(before).div_(self.w).add_(before)
-        self.model.scatter()
-
     @property
     def _overlaps(self) -> bool:
-        """Whether messages overlap the gradient. An all-reduce does not: until it ends, a rank has no model."""
+        """Whether messages overlap the gradient. An all-reduce cannot: until it ends, a rank has no model."""
         return self.overlap and self.topology is not None
 
     @property
@@ -169,10 +144,7 @@ class SGP(Gossip):
 
     @torch.no_grad()
     def _receive(self, wait: bool) -> None:
-        """Adds the shares of a round in rank order, so that ranks with the same shares get the same result.
-
-        wait: for the end of the round.
-        """
+        """Adds the shares of a round in rank order, so that ranks with the same shares get the same result."""
         if not self._is_pending:
             return
         if self._conversation is not None and not wait and not self._conversation.advance():
@@ -187,7 +159,7 @@ class SGP(Gossip):
         x, *others = (shares[source][0] for source in sorted(shares))
         for other in others:
             x.add_(other)
-        self.w = self._divisor(w)
+        self.w = w if self.weighted and not self.biased else 1.0
         torch.div(x, self.w, out=self.z)
         self.model.scatter()
         self.staleness = 0
@@ -195,10 +167,6 @@ class SGP(Gossip):
     def _complete_round(self) -> None:
         if self._conversation is not None:
             self._received, self._conversation = self._conversation.finish(), None
-
-    def _divisor(self, w: float) -> float:
-        """The divisor of x after a round, and the new weight. w: the sum of all shares of w."""
-        return w
 
     def flush(self) -> None:
         if self._max_staleness:
@@ -208,11 +176,9 @@ class SGP(Gossip):
             self._receive(True)  # as the next step would
 
     def _align_rounds(self) -> None:
-        """Brings all ranks to the same number of rounds.
+        """Brings all ranks to the same number of rounds, which they may have added at different steps.
 
-        Ranks may have added rounds at different steps. A rank that is still stepping may wait for a round of a
-        rank that has already called this method, so each rank continues with rounds until all have called it. Then
-        the ranks that are behind start the rounds that others wait for.
+        A stepping rank may wait for a round of one that has called this, which continues until all have.
         """
         empty = torch.zeros(1, dtype=torch.float32)
         barrier = self._transport.launch(f"{self.name}.barrier", (AllReduce(empty, "sum"),))
@@ -234,8 +200,6 @@ class SGP(Gossip):
     def restart(self) -> None:
         assert not self._is_pending, "synchronize_messages() must be called first"
         self.w = 1.0
-
-    # --- one round --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _exchange(self) -> Conversation[dict[int, Share]]:
@@ -269,17 +233,20 @@ class SGP(Gossip):
             received[source] = self.message.decode(content[:end], n), w
         return received
 
+    @torch.no_grad()
     def _scale(self, share: float) -> None:
-        """Multiplies x and w by share. z does not change."""
-        self.w *= share
+        """Multiplies x and w by share. z does not change, unless it is x."""
+        if self.biased:
+            self.z.mul_(share)
+            self.model.scatter()
+        else:
+            self.w *= share
 
     def _all_reduce(self) -> Conversation[dict[int, Share]]:
         x, w = self.z * self.w, torch.tensor([self.w], dtype=torch.float64)
         self._scale(0.0)
         (x, w) = yield (AllReduce(x), AllReduce(w))
         return {self.rank: (x, float(w))}
-
-    # --- state ------------------------------------------------------------------------------------
 
     def biased_parameters(self) -> Tensor:
         self._check_flushed()
@@ -328,24 +295,22 @@ def fp64(w: float) -> Float64[Tensor, ""]:
 
 @checked
 class OSGP(SGP):
-    """Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2): communication overlaps
-    with the computation of gradients.
+    """Overlap Stochastic Gradient Push (Assran et al. 2019, arXiv 1811.10792, Algorithm 2).
 
         send P_ji x_i, P_ji w_i and keep P_ii x_i, P_ii w_i;   z_i = x_i / w_i
         x_i = x_i - lr O(g(z_i))       while messages are in flight
         add the received messages; after at most `synch_freq` steps without any, wait for them
 
     Differences from the paper: Messages are added before the next forward pass. A round begins after the previous
-    one is complete, so all ranks do the same number of rounds, but possibly at different steps. The optimizer's
-    step is not scaled by w. There is a payload only in steps in which a round begins.
+    one is complete, so ranks may do it at different steps, and only these have a payload. The optimizer's step is
+    not scaled by w.
 
     Args:
         graph, mixing, message, graph_from_epoch: see `SGP`.
         synch_freq (int): largest number of steps without a neighbour's message before a rank waits for it. 0 keeps
             models closest to each other; more steps hide longer delays.
         biased (bool): set z = x, without division by the weights (an ablation of the paper).
-        overlap (bool): send during forward and backward; False sends after the step, so that messages use the
-            newest model but their delay is not hidden.
+        overlap (bool): send during forward and backward. False sends the newest model, after the step.
 
     Raises:
         ValueError: if synch_freq is negative.
@@ -367,38 +332,18 @@ class OSGP(SGP):
         overlap: bool = True,
     ):
         super().__init__(graph, mixing, message, graph_from_epoch)
-        if synch_freq < 0:
-            raise ValueError(f"synch_freq must be 0 or more steps, not {synch_freq}")
+        require("0 or more steps", WHOLE, least=0, synch_freq=synch_freq)
         self.synch_freq, self.biased, self.overlap = synch_freq, biased, overlap
-
-    @torch.no_grad()
-    def _scale(self, share: float) -> None:
-        if self.biased:
-            self.z.mul_(share)
-            self.model.scatter()
-        else:
-            super()._scale(share)
-
-    def _divisor(self, w: float) -> float:
-        return 1.0 if self.biased else w
 
 
 class DPSGD(SGP):
-    """D-PSGD (Lian et al.: NeurIPS 2017, arXiv 1705.09056): SGP with a doubly stochastic P.
+    """D-PSGD (Lian et al.: NeurIPS 2017, arXiv 1705.09056): SGP with a doubly stochastic P. Every w stays 1.
 
         x_i = x_i - lr O(g(x_i));      x_i = sum over j of P_ij x_j
 
-    Every w stays 1.
-
     Differences from the paper: Ranks average after the local step, as the authors of SGP do, not before it.
 
-    Args are those of `SGP`.
-
-    Raises:
-        TopologyError: by `start`, if the rows of P do not sum to one.
+    Args and errors are those of `SGP`. `start` raises TopologyError if the rows of P do not sum to one.
     """
 
     weighted = False
-
-    def _divisor(self, w: float) -> float:
-        return 1.0

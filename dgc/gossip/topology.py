@@ -1,12 +1,10 @@
 """Topologies of gossip: who sends to whom in each round, and which share of its value.
 
-In round t rank r sends to `out_peers(r, t)`, in that order, and receives from `in_peers(r, t)`. Rounds repeat
-after `period`. Over one period, every rank must be able to reach every other rank; otherwise there is no
-consensus. The graph is a pure function of integers, which is validated on construction.
+In round t rank r sends to `out_peers(r, t)`, in that order, and receives from `in_peers(r, t)`. Over one period,
+every rank must be able to reach every other rank; otherwise there is no consensus.
 
 The shares of a rank, its mixing weights, are a column of the round's mixing matrix P. Each column sums to one, so
-the sum over ranks is preserved. If each row sums to one as well, all ranks converge to the mean without push-sum
-weights.
+the sum over ranks is preserved. If each row does as well, all ranks converge to the mean without push-sum weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,13 +24,13 @@ ROUNDING = 1e-9  # of a sum of shares
 
 
 class TopologyError(ValueError):
-    """A graph that is not valid for gossip. The message names the fault and a graph that would work."""
+    """A graph is not valid for gossip. The message names the fault and a graph that would work."""
 
 
 @checked
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """A communication graph that repeats after `period` rounds.
+    """A communication graph that repeats after `period` rounds. It is validated on construction.
 
     Args:
         name (str): name for error messages.
@@ -61,13 +59,24 @@ class Topology:
     def __post_init__(self) -> None:
         if self.size < 1 or self.period < 1:
             raise TopologyError(f"{self.name}: {self.size} ranks, {self.period} rounds; both must be at least 1")
-        check(self)
+        ranks, rounds = range(self.size), range(self.period)
+        for t in rounds:
+            for rank in ranks:
+                peers = self.out_peers(rank, t)
+                if rank in peers:
+                    raise self.error(f"rank {rank} sends to itself in round {t}")
+                if len(set(peers)) < len(peers):
+                    raise self.error(f"rank {rank} sends to one rank twice in round {t}: {list(peers)}")
+        for peers_of, fault in ((self.out_peers, "never reaches"), (self.in_peers, "is never reached from")):
+            edges = [{peer for t in rounds for peer in peers_of(rank, t)} for rank in ranks]
+            if missing := sorted(set(ranks) - _reachable(edges)):
+                raise self.error(f"rank 0 {fault} ranks {missing} in any number of rounds")
 
     def out_peers(self, rank: int, round: int) -> Peers:
         return self._round(round)[rank]
 
     def in_peers(self, rank: int, round: int) -> Peers:
-        """The ranks that send to `rank`, in ascending order."""
+        """In ascending order."""
         return self._round(round)[self.size + rank]
 
     def _round(self, round: int) -> tuple[Peers, ...]:
@@ -91,31 +100,11 @@ class Topology:
         return all(sorted(self.out_peers(*pair)) == list(self.in_peers(*pair)) for pair in pairs)
 
     def error(self, fault: str) -> TopologyError:
-        """An error whose message names the graph and the cure."""
         return TopologyError(f"{self.name} with {self.size} ranks: {fault}{'. ' if self.cure else ''}{self.cure}")
 
 
 Graph = Callable[[int], Topology]  # returns the topology for a number of ranks
 Mixing = Callable[[Topology, int, int], Shares]  # (topology, rank, round)
-
-
-def check(topology: Topology) -> None:
-    """Raises TopologyError if a rank sends to itself or twice to one rank in a round, or cannot reach a rank."""
-    reached: list[set[int]] = [set() for _ in range(topology.size)]
-    reaching: list[set[int]] = [set() for _ in range(topology.size)]
-    for t in range(topology.period):
-        for rank in range(topology.size):
-            peers = topology.out_peers(rank, t)
-            if rank in peers:
-                raise topology.error(f"rank {rank} sends to itself in round {t}")
-            if len(set(peers)) < len(peers):
-                raise topology.error(f"rank {rank} sends to one rank twice in round {t}: {list(peers)}")
-            reached[rank].update(peers)
-            reaching[rank].update(topology.in_peers(rank, t))
-    for edges, fault in ((reached, "never reaches"), (reaching, "is never reached from")):
-        missing = sorted(set(range(topology.size)) - _reachable(edges))
-        if missing:
-            raise topology.error(f"rank 0 {fault} ranks {missing} in any number of rounds")
 
 
 def _reachable(edges: Sequence[set[int]]) -> set[int]:
@@ -130,22 +119,14 @@ def _reachable(edges: Sequence[set[int]]) -> set[int]:
 def from_schedules(
     name: str, schedules: Sequence[Sequence[int]], peers: int, dynamic: bool = True, cure: str = ""
 ) -> Topology:
-    """A graph in which each rank cycles through its peer schedule, `peers` entries per round.
+    """A graph in which each rank cycles through its schedule of peers, all of one length, some of them per round.
 
-    Args:
-        name (str): name for error messages.
-        schedules (sequence of sequences): the peers of each rank, all of the same length.
-        peers (int): entries used per round, from 1 to the length of a schedule.
-        dynamic (bool): False uses the first entries in every round.
-        cure (str): advice that is appended to error messages.
-
-    Raises:
-        TopologyError: if the schedules differ in length, peers is out of range, or the graph is not valid.
+    dynamic: False uses the first entries in every round.
     """
-    size, lengths = len(schedules), {len(schedule) for schedule in schedules}
-    length = min(lengths)
-    if len(lengths) > 1:
-        raise TopologyError(f"{name} with {size} ranks: schedules of different lengths {sorted(lengths)}")
+    size = len(schedules)
+    if size < 2:
+        raise TopologyError(f"{name} needs at least 2 ranks, not {size}")
+    length = len(schedules[0])
     if not 1 <= peers <= length:
         fault = f"peers must be from 1 to {length}, the length of a peer schedule, not {peers}. {cure}"
         raise TopologyError(f"{name} with {size} ranks: {fault}".rstrip())
@@ -158,7 +139,6 @@ def from_schedules(
 
 
 def build_topology(graph: Graph, size: int) -> Topology:
-    """Calls `graph(size)`. Raises TopologyError if the graph has another number of ranks."""
     topology = graph(size)
     if not isinstance(topology, Topology):
         raise TopologyError(f"graph must return a Topology for {size} ranks, not {topology!r}")
@@ -168,13 +148,10 @@ def build_topology(graph: Graph, size: int) -> Topology:
 
 
 def bipartite_subgraph(topology: Topology) -> Topology:
-    """The edges of a graph between an odd and an even rank, in both directions, for asynchronous averaging.
+    """The edges of a graph between an odd and an even rank, in both directions, if they connect all ranks.
 
     Odd ranks initiate an average and wait for the reply. Even ranks only reply. Ranks can therefore never wait for
-    one another in a cycle (Lian, Zhang, Zhang, Liu: AD-PSGD, ICML 2018, arXiv 1710.06952).
-
-    Raises:
-        TopologyError: if these edges do not connect all ranks.
+    one another in a cycle.
     """
 
     def out(rank: int, t: int) -> Peers:
@@ -182,10 +159,7 @@ def bipartite_subgraph(topology: Topology) -> Topology:
         return tuple(peer for peer in dict.fromkeys(peers) if (peer - rank) % 2)
 
     name = f"the odd-even pairs of {topology.name}"
-    cure = (
-        "Without a path of odd-even pairs between all ranks there is no consensus: take bipartite_complete, for "
-        "any number of ranks, or bipartite_exponential, for an even number"
-    )
+    cure = "Take bipartite_complete, for any number of ranks, or bipartite_exponential, for an even number"
     return Topology(name, topology.size, topology.period, out, cure)
 
 
@@ -203,17 +177,12 @@ def uniform(topology: Topology, rank: int, round: int) -> Shares:
 def metropolis(topology: Topology, rank: int, round: int) -> Shares:
     """Metropolis weights (Xiao, Boyd, Kim 2007): the share of an edge is 1 / (1 + the larger degree of its ends).
 
-    The rank keeps the rest. Rows sum to one on every symmetric graph, even if the number of peers differs between
-    ranks.
-
-    Raises:
-        TopologyError: if the graph is not symmetric at this rank and round.
+    The rank keeps the rest. Rows sum to one on every symmetric graph, for any number of peers of each rank.
+    Raises TopologyError if the graph is not symmetric at this rank and round.
     """
     peers = topology.out_peers(rank, round)
     if sorted(peers) != list(topology.in_peers(rank, round)):
-        raise topology.error(
-            f"Metropolis weights need a symmetric graph, but round {round} is not symmetric at rank {rank}"
-        )
+        raise topology.error(f"metropolis needs a symmetric graph, but round {round} is not one at rank {rank}")
     shares = {peer: 1 / (1 + max(len(peers), len(topology.out_peers(peer, round)))) for peer in peers}
     return {rank: 1 - sum(shares.values()), **shares}
 
@@ -247,12 +216,7 @@ def mixing_matrix(topology: Topology, mixing: Mixing, round: int) -> Float64[Ten
 
 @checked
 def check_mixing(topology: Topology, mixing: Mixing, doubly_stochastic: bool = False) -> None:
-    """Validates mixing weights.
-
-    Args:
-        topology (Topology): graph.
-        mixing (Mixing): weights, as a function of (topology, rank, round).
-        doubly_stochastic (bool): require rows to sum to one as well.
+    """Validates mixing weights. doubly_stochastic: require rows to sum to one as well.
 
     Raises:
         TopologyError: if a share is negative, a rank keeps no share of its value, or a sum differs from one.

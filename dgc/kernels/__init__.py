@@ -1,6 +1,6 @@
-"""The hot loops in three equivalent tiers: `reference` (plain torch), `native` (C++) and `triton` (GPU).
+"""The hot loops in three equivalent backends: `reference` (plain torch), `native` (C++) and `triton` (GPU).
 
-The device of the tensor selects the tier, unless DGC_KERNELS or `use` names one.
+The device of the tensor selects the backend, unless DGC_KERNELS or `use` names one.
 """
 
 import os
@@ -11,18 +11,19 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dgc.kernels.codec.protocol import Codec as Codec
-from dgc.kernels.codec.protocol import MeanDecoder as MeanDecoder
-from dgc.kernels.lowrank.protocol import LowRank as LowRank
-from dgc.kernels.quantize.protocol import Quantizers as Quantizers
-from dgc.kernels.selection.protocol import Budget as Budget
-from dgc.kernels.selection.protocol import Merged as Merged
-from dgc.kernels.selection.protocol import Moments as Moments
-from dgc.kernels.selection.protocol import PassInputs as PassInputs
-from dgc.kernels.selection.protocol import SelectionKernels as SelectionKernels
-from dgc.kernels.selection.protocol import SparseVector as SparseVector
-from dgc.kernels.selection.protocol import Tail as Tail
-from dgc.kernels.selection.protocol import TopKResult as TopKResult
+from dgc.kernels.codec import Codec as Codec
+from dgc.kernels.library import KernelsUnavailable as KernelsUnavailable
+from dgc.kernels.lowrank import LowRank as LowRank
+from dgc.kernels.native import NativeCodec, NativeLowRank, NativeMeanDecoder, NativeQuantizers, NativeSelection
+from dgc.kernels.quantize import Quantizers as Quantizers
+from dgc.kernels.selection import Budget as Budget
+from dgc.kernels.selection import Merged as Merged
+from dgc.kernels.selection import Moments as Moments
+from dgc.kernels.selection import PassInputs as PassInputs
+from dgc.kernels.selection import SelectionKernels as SelectionKernels
+from dgc.kernels.selection import SparseVector as SparseVector
+from dgc.kernels.selection import Tail as Tail
+from dgc.kernels.selection import TopKResult as TopKResult
 from dgc.launch import started_by
 
 TIERS = ("auto", "reference", "native", "triton")
@@ -30,7 +31,7 @@ _asked = os.environ.get("DGC_KERNELS", "auto")
 
 
 @dataclass(frozen=True)
-class Tier:
+class Backend:
     """One implementation of every family of kernels.
 
     decoder: decodes and adds the payloads of all ranks in one call. None: the codec decodes each payload, and
@@ -41,19 +42,15 @@ class Tier:
     codec: Codec
     quantize: Quantizers
     lowrank: LowRank
-    decoder: MeanDecoder | None = None
-
-
-class KernelsUnavailable(ValueError):
-    """The requested tier cannot run on this machine or device."""
+    decoder: NativeMeanDecoder | None = None
 
 
 def use(name: str) -> None:
-    """Select the tier for all later calls.
+    """Select the backend for all later calls.
 
     Args:
         name: "auto", "reference", "native" or "triton". "auto" uses native on a CPU and triton on a GPU, or
-            reference with a warning if that tier is missing.
+            reference with a warning if that backend is missing.
 
     Raises:
         ValueError: `name` is none of these.
@@ -64,18 +61,18 @@ def use(name: str) -> None:
     _asked = name
 
 
-def of(tensor: Tensor) -> Tier:
+def of(tensor: Tensor) -> Backend:
     """Return the kernels for the tensor's device, for example `kernels.of(v).codec`."""
     return _tier(_asked, tensor.device)
 
 
 def describe(device: torch.device) -> str:
-    """Return a text for logs that names the device's tier."""
+    """Return a text for logs that names the device's backend."""
     return str(_tier(_asked, device).selection)
 
 
 @cache
-def _tier(asked: str, device: torch.device) -> Tier:
+def _tier(asked: str, device: torch.device) -> Backend:
     if asked not in TIERS:
         raise ValueError(f"DGC_KERNELS must be one of {', '.join(TIERS)}, not {asked!r}")
     kind = device.type
@@ -92,41 +89,24 @@ def _tier(asked: str, device: torch.device) -> Tier:
         # all ranks of a machine have the same files
         if started is None or os.environ.get(started.launcher.local_rank, "0") == "0":
             warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
-    from dgc.kernels.codec.reference import TorchCodec
-    from dgc.kernels.lowrank.protocol import TorchLowRank
-    from dgc.kernels.quantize.reference import TorchQuantizers
-    from dgc.kernels.selection.reference import Reference
-
-    plain = Reference()
-    return Tier(plain, TorchCodec(), TorchQuantizers(), TorchLowRank(plain))
+    plain = SelectionKernels()
+    return Backend(plain, Codec(), Quantizers(), LowRank(plain))
 
 
-def _native(device: str) -> Tier:
+def _native(device: str) -> Backend:
     if device != "cpu":
         raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
-    from dgc.kernels.codec.native import NativeCodec, NativeMeanDecoder
-    from dgc.kernels.library import KernelsMissing
-    from dgc.kernels.lowrank.native import NativeLowRank
-    from dgc.kernels.quantize.native import NativeQuantizers
-    from dgc.kernels.selection.native import Native
-
-    try:
-        native = Native()
-        return Tier(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
-    except KernelsMissing as error:
-        raise KernelsUnavailable(str(error)) from error
+    native = NativeSelection()
+    return Backend(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
 
 
-def _triton(device: str) -> Tier:
+def _triton(device: str) -> Backend:
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
-        from dgc.kernels.quantize.triton import TritonQuantizers
-        from dgc.kernels.selection.triton import Triton
+        from dgc.kernels.triton_quantize import TritonQuantizers
+        from dgc.kernels.triton_selection import TritonSelection
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
-    from dgc.kernels.codec.reference import TorchCodec
-    from dgc.kernels.lowrank.protocol import TorchLowRank
-
-    triton = Triton()
-    return Tier(triton, TorchCodec(), TritonQuantizers(), TorchLowRank(triton))
+    triton = TritonSelection()
+    return Backend(triton, Codec(), TritonQuantizers(), LowRank(triton))

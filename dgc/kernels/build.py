@@ -4,7 +4,7 @@
 
 It needs only a C++17 compiler ($CXX, else c++): the library has a C interface and does not use torch. Files named
 *_avx2.cpp and *_avx512.cpp may use those instructions. All others must run on any CPU. A kernel's variant is
-selected when it is called. Contraction to FMA is disabled, because all tiers of kernels must give the same bits.
+selected when it is called. Contraction to FMA is disabled, because all backends of kernels must give the same bits.
 The library contains a stamp of its sources and compiler. Building again does nothing while the stamp matches.
 """
 

@@ -1,45 +1,77 @@
-"""Loading of the native library, once per process, and helpers to call its functions."""
+"""Loading of the native library, once per process, and the types of its arguments."""
 
 import ctypes
 import os
 import shutil
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import repeat
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
-FP32, FP64, INT32, INT64, UINT8 = torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8
-
-Signatures = Mapping[str, tuple[type | None, tuple[type, ...]]]  # by function name: types of result and arguments
+as_pointer = ctypes.c_void_p.from_param  # faster than the construction of a c_void_p
 
 
-class KernelsMissing(RuntimeError):
-    """The native kernels cannot be used. The message names the fix."""
+def address(tensor: Tensor, dtype: torch.dtype) -> int:
+    if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous():
+        return tensor.data_ptr()
+    raise TypeError(refusal(tensor, dtype, "cpu"))
+
+
+class Address:
+    """Type of an argument: the address of a contiguous CPU tensor of one dtype. None is a null pointer.
+
+    Native code cannot check its arguments. Another tensor is a ctypes.ArgumentError, which says what it is.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def from_param(self, tensor: Any) -> Any:
+        return None if tensor is None else as_pointer(address(tensor, self.dtype))
+
+
+class Addresses(Address):
+    """Type of an argument: an array of addresses of tensors. None is a null pointer."""
+
+    def from_param(self, tensors: Any) -> Any:
+        # as bytes, because ctypes fills its own arrays slowly
+        return None if tensors is None else array("Q", map(address, tensors, repeat(self.dtype))).tobytes()
+
+
+class KernelsUnavailable(ValueError):
+    """A backend cannot run on this machine or device. The message names the fix."""
 
 
 ISAS = ("portable", "avx2", "avx512")
 
 
-def load() -> ctypes.CDLL:
+def load(signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> ctypes.CDLL:
     """Load the library. DGC_KERNELS_ISA names the instruction set; the default is the best that the CPU supports.
 
+    Args:
+        signatures: Types of the result and the arguments, by function name. By default ctypes uses C int, which is
+            too short for addresses.
+
     Raises:
-        KernelsMissing: The library is not built, was built from other sources, does not load on this machine, or
-            the CPU does not support DGC_KERNELS_ISA.
+        KernelsUnavailable: The library is not built, was built from other sources, does not load on this machine,
+            or the CPU does not support DGC_KERNELS_ISA.
     """
     library = _open()
     refusal = library.dgc_choose_isa(os.environ.get("DGC_KERNELS_ISA", "").encode())
     if refusal is not None:
-        raise KernelsMissing(refusal.decode())
+        raise KernelsUnavailable(refusal.decode())
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Return the instruction sets that this CPU supports, simplest first. Raises KernelsMissing like `load`."""
+    """Return the instruction sets that this CPU supports, simplest first. Raises the errors of `load`."""
     return ISAS[: _open().dgc_best_isa() + 1]
 
 
@@ -51,48 +83,17 @@ def _open() -> ctypes.CDLL:
     if shutil.which(build.compiler()[0]) is None:
         cure = f"install a C++ compiler (Debian, Ubuntu: apt install g++) or set CXX, then {cure}"
     if not build.LIBRARY.exists():
-        raise KernelsMissing(f"the native kernels are not built: {cure}")
+        raise KernelsUnavailable(f"the native kernels are not built: {cure}")
     try:
         library = ctypes.CDLL(str(build.LIBRARY))
         built_from = library.dgc_stamp
     except (OSError, AttributeError) as error:
-        raise KernelsMissing(f"the native kernels do not load ({error}): {cure}") from error
+        raise KernelsUnavailable(f"the native kernels do not load ({error}): {cure}") from error
     built_from.restype = ctypes.c_char_p
     if not built_from().decode().startswith(build.stamp(build.sources_digest())):
-        raise KernelsMissing(f"the native kernels were built from other sources: {cure}")
+        raise KernelsUnavailable(f"the native kernels were built from other sources: {cure}")
     library.dgc_choose_isa.restype, library.dgc_choose_isa.argtypes = ctypes.c_char_p, (ctypes.c_char_p,)
     return library
-
-
-def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
-    """Declare argument and result types. By default ctypes uses C int, which is too short for addresses."""
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-
-
-@overload
-def pointer(tensor: Tensor, dtype: torch.dtype) -> int: ...
-@overload
-def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None: ...
-def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
-    """Return the address of the tensor's elements, for native code, which cannot check its arguments.
-
-    None gives None, a null pointer.
-
-    Raises:
-        TypeError: The tensor has another dtype, is not on the CPU, or is not contiguous.
-    """
-    if tensor is None:
-        return None
-    if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous():
-        return tensor.data_ptr()
-    raise TypeError(refusal(tensor, dtype, "cpu"))
-
-
-def pointers(tensors: Sequence[Tensor], dtype: torch.dtype) -> bytes:
-    """Return an array of addresses, as bytes because ctypes fills its own arrays slowly."""
-    return array("Q", map(pointer, tensors, repeat(dtype))).tobytes()
 
 
 def refusal(tensor: Tensor, dtype: torch.dtype, device: str) -> str:

@@ -6,5 +6,5 @@ from dgc.local.optimizers import SlowMo as SlowMo
 from dgc.local.steps import OuterSchedule as OuterSchedule
 from dgc.local.steps import OuterSteps as OuterSteps
 from dgc.local.steps import Ramp as Ramp
-from dgc.local.zero_one_adam import ZeroOneAdam as ZeroOneAdam
+from dgc.local.zero_one_steps import ZeroOneAdam as ZeroOneAdam
 from dgc.local.zero_one_steps import ZeroOneSteps as ZeroOneSteps

@@ -1,5 +1,4 @@
-"""Outer optimizers: SlowMo (Wang et al.: ICLR 2020, arXiv 1910.00643, Algorithm 1) and the Nesterov momentum of
-DiLoCo (Douillard et al. 2023, arXiv 2311.08105, Algorithm 1).
+"""Outer optimizers: SlowMo, and the Nesterov momentum of DiLoCo.
 
 z0 is the model after the last exchange, and d the mean over the ranks of their pseudo-gradients z0 - z:
 
@@ -20,8 +19,8 @@ from torch.optim import SGD, Optimizer
 
 from dgc.arguments import NUMBER, require
 
-# Makes the optimizer of z0. Each parameter group has the inner optimizer's learning rate as `inner_lr`. If the
-# optimizer has a default of it, ranks must have the same learning rate in the step of an exchange.
+# Makes the optimizer of z0. Each group has the learning rate of the inner optimizer as `inner_lr`. If an optimizer
+# has a default of it, ranks must have the same learning rate in the step of an exchange.
 OuterOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer]
 
 
@@ -30,12 +29,9 @@ class SlowMo:
     """SlowMo's outer step (Wang et al. 2020, arXiv 1910.00643, Algorithm 1).
 
     Args:
-        beta (float): slow momentum, in [0, 1).
-        alpha (float): slow learning rate, positive. 1 equals the learning rate of the wrapped optimizer, which
-            must be the same on all ranks in the step of an exchange.
-
-    Raises:
-        ValueError: if an argument is out of range.
+        beta: Slow momentum, in [0, 1).
+        alpha: Slow learning rate, positive. 1 equals the learning rate of the wrapped optimizer, which must be the
+            same on all ranks in the step of an exchange.
 
     Example:
         >>> slowmo = OuterSteps(average_every=48, base=SGP(), outer=SlowMo(beta=0.6))
@@ -58,11 +54,8 @@ class Nesterov:
     """DiLoCo's outer step, with its default values (Douillard et al. 2023, arXiv 2311.08105, Algorithm 1).
 
     Args:
-        outer_lr (float): learning rate, positive.
-        momentum (float): Nesterov momentum, in [0, 1).
-
-    Raises:
-        ValueError: if an argument is out of range.
+        outer_lr: Learning rate, positive.
+        momentum: Nesterov momentum, in [0, 1).
 
     Example:
         >>> diloco = OuterSteps(average_every=500, outer=Nesterov())

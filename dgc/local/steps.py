@@ -8,34 +8,25 @@ z is the model of a rank, and z0 that of all ranks after the last exchange. Ever
 
     d  = z0 - z                    pseudo-gradient of a rank, of H steps of any optimizer, or of gossip (`base`);
                                    w (z0 - z) with the weight w of push-sum
-    D  = mean over ranks of C(d)   by any compressor C, which keeps what it does not send in its error state
-    z0 = outer(z0, D)              outer optimizer; z0 - D is the mean of the models
+    D  = mean over ranks of C(d)   by any compressor C, which keeps what it does not send in its residual
+    z0 = outer(z0, D)              outer optimizer; z0 - D is the mean of the models. Its learning rate may have a
+                                   factor f(t), of the step t in which the exchange began alone
     z  = alpha z + (1 - alpha) z0
 
-A fragment is a part of the model. The exchange of fragment i of P begins at step i H/P of each H steps, and D is
-used `delay` steps later. Training goes on meanwhile.
+The exchange of fragment i of P, a part of the model, begins at step i H/P of each H steps, and D is used `delay`
+steps later. Training goes on meanwhile. If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was
+finite stays in the residual of the compressor, if it has one, and is sent later.
 
 Differences from the papers: Each rank keeps its own inner optimizer buffers, which are never reset. The learning
 rate of SlowMo is that of the first parameter group in the step of the exchange. In Streaming DiLoCo a fragment is
 made of transformer blocks, here of any tensors in the order of the model.
 
-If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was finite stays in the error state of the
-compressor, if it has one, and is sent later.
-
 Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
-
-Schedules of the outer learning rate: factors by the number of inner steps, as SparseLoCo's alpha from 0.4 to 1
-(Sarfi et al. 2025, arXiv 2508.15706).
-
-    z0 = outer(z0, D),   with the learning rate of `outer` times f(t)      t: step in which the exchange began
-
-f depends on t alone, so a run that resumes has the same rates.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from typing import Any, TypeAlias
 
 import torch
@@ -50,10 +41,9 @@ from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_equal
 from dgc.engine.options import as_route
-from dgc.engine.state import BucketStates
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
-from dgc.local.exchange import EXCHANGE_STATE, Fragment, OuterExchange, divide
+from dgc.local.exchange import Flight, Fragment, OuterExchange, divide
 from dgc.local.optimizers import OuterOptimizer, average
 from dgc.state import check_count, check_tensor
 
@@ -61,111 +51,6 @@ COMMON_START = (
     "call dgc.optim.broadcast_parameters(model.state_dict()) before LocalOptimizer, because ranks exchange only "
     "changes"
 )
-
-
-def check_arguments(
-    average_every: int,
-    base: Gossip | None,
-    outer: object,
-    outer_schedule: object,
-    fragment_mb: float | None,
-    delay: int,
-    alpha: float,
-    warmup_steps: int,
-) -> None:
-    """Raise ValueError for an argument that is out of range, or arguments that do not fit together."""
-    require("a whole number of at least 1 step", WHOLE, least=1, average_every=average_every)
-    require("a whole number of 0 steps or more", WHOLE, least=0, delay=delay, warmup_steps=warmup_steps)
-    require("a number", NUMBER, alpha=alpha)
-    require("a number, or None for one fragment", NUMBER + NOTHING, fragment_mb=fragment_mb)
-    if base is not None and (isinstance(base, type) or not isinstance(base, Gossip)):
-        raise ValueError(f"base must be a gossip algorithm such as SGP(), or None, not {base!r}")
-    if base is not None and not base.is_synchronous:
-        raise ValueError(
-            f"{type(base).__name__} is asynchronous, so its ranks have no common step after which to average"
-        )
-    is_optimizer = isinstance(outer, type) and issubclass(outer, Optimizer)
-    if outer is not None and not is_optimizer and not _is_maker(outer):
-        raise ValueError(
-            f"outer must make an optimizer from a list of tensors, such as Nesterov() or partial(torch.optim.SGD, "
-            f"lr=1.0), not {outer!r}"
-        )
-    if outer_schedule is not None and not _is_maker(outer_schedule):
-        raise ValueError(
-            "outer_schedule must return a factor of the outer learning rate for a step, such as "
-            f"Ramp(0.4, 1.0, 3000), not {outer_schedule!r}"
-        )
-    if fragment_mb is not None and not fragment_mb > 0:
-        raise ValueError(f"fragment_mb must be positive, or None for one fragment, not {fragment_mb}")
-    if not 0 <= alpha < 1:
-        raise ValueError(f"alpha must be in [0, 1): at 1 a rank would never take over a mean. It is {alpha}")
-    if alpha == 0 and delay == average_every:
-        raise ValueError(
-            f"delay={delay} is all of average_every={average_every} steps, and with alpha=0 what a rank learns "
-            "in these steps is dropped: use a shorter delay, or alpha=0.5"
-        )
-    if base is not None and (fragment_mb is not None or delay or alpha):
-        raise ValueError(
-            f"{type(base).__name__} mixes whole models between exchanges: leave out fragment_mb, delay and alpha, "
-            "or the base"
-        )
-
-
-def outer_factor(schedule: Callable[[int], float], step: int) -> float:
-    """The factor of the outer learning rate. Raises ValueError if it is not a finite number of at least 0."""
-    value = schedule(step)
-    try:
-        factor = float(value)
-    except (TypeError, ValueError):
-        factor = math.nan
-    if not 0 <= factor < math.inf:
-        raise ValueError(
-            f"outer_schedule returned {value!r} at step {step}: it must return the factor of the outer learning "
-            "rate, a finite number of at least 0"
-        )
-    return factor
-
-
-def _is_maker(value: object) -> bool:
-    """Whether it can be called, and is no class whose instances are meant, such as Nesterov for Nesterov()."""
-    return callable(value) and not isinstance(value, type)
-
-
-def check_momentum(route: Route) -> None:
-    """Raise ValueError if a compressor applies momentum, which is the outer optimizer's."""
-    for rule in route.rules:
-        if rule.compressor.correction is not None:
-            raise ValueError(
-                f"{type(rule.compressor).__name__} applies momentum to pseudo-gradients, and the outer optimizer "
-                "does too: give it memory=ResidualMemory()"
-            )
-
-
-def check_alpha(alpha: float, methods: Iterable[BucketStates]) -> None:
-    """Raise ValueError if what a compressor keeps for later would stay in the model as well, and be sent twice."""
-    for states in methods:
-        if alpha and any(True for _ in states.errors()):
-            raise ValueError(
-                f"alpha={alpha} keeps a share of the rank's own model, and {states.compressor.class_name} sends "
-                "later what it has not sent of it, which would count twice: use alpha=0, or a compressor without "
-                "error state such as FP16Compressor()"
-            )
-
-
-def check_schedule(fragments: int, average_every: int, delay: int) -> None:
-    """Raise ValueError if the exchanges of two fragments would be in flight at once."""
-    if fragments > average_every:
-        raise ValueError(
-            f"the model has {fragments} fragments, but average_every={average_every} steps begin at most as many "
-            "exchanges: increase fragment_mb or average_every"
-        )
-    if delay > average_every // fragments:
-        raise ValueError(
-            f"delay={delay} is too long: with {fragments} fragments every {average_every} steps, an exchange "
-            f"begins {average_every // fragments} steps after the one before it, which must have ended"
-        )
-
-
 OuterSchedule: TypeAlias = Callable[[int], float]
 
 
@@ -174,12 +59,9 @@ class Ramp:
     """A factor of the outer learning rate that goes linearly from one value to another, and then stays.
 
     Args:
-        first (float): factor at step 0, positive.
-        last (float): factor from step `steps` on, positive.
-        steps (int): inner steps until `last`, at least 1.
-
-    Raises:
-        ValueError: if an argument is out of range.
+        first: Factor at step 0, positive.
+        last: Factor from step `steps` on, positive.
+        steps: Inner steps until `last`, at least 1.
 
     Example:
         >>> sparseloco = OuterSteps(30, outer_schedule=Ramp(0.4, 1.0, steps=3000))
@@ -199,6 +81,16 @@ class Ramp:
         return self.first + (self.last - self.first) * min(1.0, step / self.steps)
 
 
+def check_momentum(route: Route) -> None:
+    """Raise ValueError if a compressor applies momentum, which is the outer optimizer's."""
+    for rule in route.rules:
+        if rule.compressor.correction is not None:
+            raise ValueError(
+                f"{type(rule.compressor).__name__} applies momentum to pseudo-gradients, and the outer optimizer "
+                "does too: give it memory=ResidualMemory()"
+            )
+
+
 class OuterSteps(Gossip):
     """Trains without communication, and exchanges compressed pseudo-gradients every H steps.
 
@@ -206,36 +98,30 @@ class OuterSteps(Gossip):
     of `configs/local/sparseloco.py`.
 
     Args:
-        average_every (int): steps between two exchanges, H.
-        base (Gossip, optional): synchronous gossip between exchanges; None for local steps.
-        outer (callable, optional): makes the outer optimizer of a list of tensors: `SlowMo()`, `Nesterov()` or
+        average_every: Steps between two exchanges, H.
+        base: Synchronous gossip between exchanges. None: local steps.
+        outer: Makes the outer optimizer of a list of tensors: `SlowMo()`, `Nesterov()` or
             `partial(torch.optim.AdamW, lr=0.1)`. None continues from the mean of the models.
-        compression (Compressor, Route, optional): exchanges the pseudo-gradients; None sends them dense in fp32.
-            It must leave momentum to the outer optimizer, so not DGCSGDMemory.
-        fragment_mb (float, optional): largest size of a fragment in MB (2**20 bytes of fp32), unless a tensor is
-            larger. None: the model is one fragment.
-        delay (int): steps between the beginning of an exchange and the use of its result, at most H divided by
-            the number of fragments. With alpha 0 what a rank has learned in these steps is dropped.
-        alpha (float): share of this rank's own model that it keeps after an exchange, in [0, 1). Only 0 for a
-            compressor with error state, because a share of what is not sent would stay in the model, too.
-        warmup_steps (int): first steps, each of which ends with the mean of all models, without the outer
-            optimizer (post-local SGD).
-        bucket_mb (float): largest size of a message's tensors in MB.
-        outer_schedule (callable, optional): given the number of inner steps, returns the factor of the outer
-            optimizer's learning rate: `Ramp(0.4, 1.0, steps=3000)`. None: always 1.
+        compression: Exchanges the pseudo-gradients. None sends them dense in fp32. It must leave momentum to the
+            outer optimizer, so not DGCSGDMemory.
+        fragment_mb: Largest size of a fragment in MB (2**20 bytes of fp32), unless a tensor is larger. None: the
+            model is one fragment.
+        delay: Steps from the beginning of an exchange to the use of its result, at most H divided by the number of
+            fragments. With alpha 0 what a rank has learned in these steps is dropped.
+        alpha: Share of its own model that a rank keeps after an exchange, in [0, 1). 0 with a residual.
+        warmup_steps: First steps, each of which ends with the mean of all models (post-local SGD).
+        bucket_mb: Largest size of a message's tensors in MB.
+        outer_schedule: Given the number of inner steps, returns the factor of the outer optimizer's learning rate:
+            `Ramp(0.4, 1.0, steps=3000)`. None: always 1.
 
     Raises:
-        ValueError: if an argument is out of range, base is asynchronous, or by `start` if the model has more
-            fragments than `average_every` and `delay` allow, the outer optimizer has no learning rate for
-            `outer_schedule`, `alpha` is not 0 and a compressor keeps an error state, or the ranks begin with
-            different models.
+        ValueError: An argument is out of range, or does not fit the others, the model or the transport. Or the
+            ranks begin with different models.
 
     Example:
         >>> diloco = OuterSteps(average_every=500, outer=Nesterov())
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), diloco)
     """
-
-    is_synchronous = True
 
     def __init__(
         self,
@@ -251,19 +137,58 @@ class OuterSteps(Gossip):
         bucket_mb: float = 25.0,
         outer_schedule: OuterSchedule | None = None,
     ):
-        check_arguments(average_every, base, outer, outer_schedule, fragment_mb, delay, alpha, warmup_steps)
         self.average_every, self.base, self.outer = average_every, base, outer
         self.outer_schedule = outer_schedule
         self.fragment_mb, self.delay, self.alpha = fragment_mb, delay, alpha
         self.warmup_steps, self.bucket_mb = warmup_steps, bucket_mb
+        self._check_arguments()
         self.compression = as_route(compression)
         check_momentum(self.compression)
         self.steps = 0
         self.island: int | None = None  # set by `start`
         self._methods: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
-        self.compress_ratio = self._ratio()
 
-    def _ratio(self) -> float:
+    def _check_arguments(self) -> None:
+        """Raise ValueError for an argument that is out of range, or arguments that do not fit together."""
+        H, delay, alpha, fragment_mb = self.average_every, self.delay, self.alpha, self.fragment_mb
+        require("a whole number of at least 1 step", WHOLE, least=1, average_every=H)
+        require("a whole number of 0 steps or more", WHOLE, least=0, delay=delay, warmup_steps=self.warmup_steps)
+        require("a number", NUMBER, alpha=alpha)
+        require("a number, or None for one fragment", NUMBER + NOTHING, fragment_mb=fragment_mb)
+        if fragment_mb is not None and not fragment_mb > 0:
+            raise ValueError(f"fragment_mb must be positive, or None for one fragment, not {fragment_mb}")
+        if not 0 <= alpha < 1:
+            raise ValueError(f"alpha must be in [0, 1): at 1 a rank would never take over a mean. It is {alpha}")
+        if alpha == 0 and delay == H:
+            raise ValueError(
+                f"delay={delay} is all of average_every={H} steps, and with alpha=0 what a rank learns in these "
+                "steps is dropped: use a shorter delay, or alpha=0.5"
+            )
+        base, outer, kind = self.base, self.outer, type(self.base).__name__
+        if base is not None and (isinstance(base, type) or not isinstance(base, Gossip)):
+            raise ValueError(f"base must be a gossip algorithm such as SGP(), or None, not {base!r}")
+        if base is not None and not base.is_synchronous:
+            raise ValueError(f"{kind} is asynchronous, so its ranks have no common step after which to average")
+        if base is not None and (self.fragment_mb is not None or self.delay or self.alpha):
+            raise ValueError(
+                f"{kind} mixes whole models between exchanges: leave out fragment_mb, delay and alpha, or the base"
+            )
+        # a class such as Nesterov is no maker, but its instance Nesterov() is
+        is_other_class = isinstance(outer, type) and not issubclass(outer, Optimizer)
+        if outer is not None and (is_other_class or not callable(outer)):
+            raise ValueError(
+                "outer must make an optimizer from a list of tensors, such as Nesterov() or "
+                f"partial(torch.optim.SGD, lr=1.0), not {outer!r}"
+            )
+        schedule = self.outer_schedule
+        if schedule is not None and (isinstance(schedule, type) or not callable(schedule)):
+            raise ValueError(
+                "outer_schedule must return a factor of the outer learning rate for a step, such as "
+                f"Ramp(0.4, 1.0, 3000), not {schedule!r}"
+            )
+
+    @property
+    def compress_ratio(self) -> float:  # type: ignore[override]
         if self.base is not None:
             return self.base.compress_ratio
         return min(c.compress_ratio for c in self._methods) / self.average_every
@@ -281,18 +206,13 @@ class OuterSteps(Gossip):
         if self.base is not None:
             self.base.start(model, transport, meter, name)
         parts = divide(model.segments, self.fragment_mb)
-        check_schedule(len(parts), self.average_every, self.delay)
         check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
         how = (self.compression, self.outer or average, self.bucket_mb)
         fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
-        if self.outer_schedule is not None:
-            outer_factor(self.outer_schedule, self.average_every)
-            for fragment in fragments:
-                fragment.check_learning_rate()
+        self._outer_factor(self.average_every)
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
         self._methods = self.exchange.states
-        check_alpha(self.alpha, self._methods)
-        self.compress_ratio = self._ratio()
+        self._check_fit(len(fragments))
         # by the rules, because the ranks of a machine may have other tensors, and so other compressors
         chosen = [rule.compressor for rule in self.compression.rules]
         can_join = self.base is None and not any(
@@ -300,12 +220,54 @@ class OuterSteps(Gossip):
         )
         self.island = transport.rank if can_join else None
 
+    def _check_fit(self, count: int) -> None:
+        """Raise ValueError if the number of fragments, the outer optimizer or a compressor does not fit."""
+        H = self.average_every
+        if count > H:
+            raise ValueError(
+                f"the model has {count} fragments, but average_every={H} steps begin at most as many exchanges: "
+                "increase fragment_mb or average_every"
+            )
+        if self.delay > H // count:
+            raise ValueError(
+                f"delay={self.delay} is too long: with {count} fragments every {H} steps, an exchange begins "
+                f"{H // count} steps after the one before it, which must have ended"
+            )
+        optimizer = self.exchange.fragments[0].optimizer
+        if self.outer_schedule is not None and any("lr" not in group for group in optimizer.param_groups):
+            raise ValueError(
+                "outer_schedule needs an outer optimizer with a learning rate, and "
+                f"{type(optimizer).__name__} has none: leave outer_schedule out, or use Nesterov()"
+            )
+        for states in self.exchange.states:
+            if self.alpha and any(True for _ in states.errors()):
+                raise ValueError(
+                    f"alpha={self.alpha} keeps a share of the rank's own model, and "
+                    f"{states.compressor.class_name} sends later what it has not sent of it, which would count "
+                    "twice: use alpha=0, or a compressor without a residual such as FP16Compressor()"
+                )
+
+    def _outer_factor(self, step: int) -> float | None:
+        """The factor of the outer learning rate. Raises ValueError if it is not a finite number of at least 0."""
+        if self.outer_schedule is None:
+            return None
+        value = self.outer_schedule(step)
+        try:
+            factor = float(value)
+        except (TypeError, ValueError):
+            factor = nan
+        if not 0 <= factor < inf:
+            raise ValueError(
+                f"outer_schedule returned {value!r} at step {step}: it must return the factor of the outer "
+                "learning rate, a finite number of at least 0"
+            )
+        return factor
+
     def begin_epoch(self, epoch: int) -> None:
         if self.base is not None:
             self.base.begin_epoch(epoch)
         for method in self._methods:
             method.begin_epoch(epoch)
-        self.compress_ratio = self._ratio()
 
     def begin_step(self) -> None:
         if self.base is not None:
@@ -322,7 +284,8 @@ class OuterSteps(Gossip):
         self.steps += 1
         with torch.no_grad():
             self.exchange.advance()
-            if self.exchange.is_due(self.steps):
+            flight = self.exchange.flight
+            if flight is not None and self.steps >= flight.due:
                 self._land()
             if due := self._due():
                 self._launch(due, lr)
@@ -338,10 +301,10 @@ class OuterSteps(Gossip):
         is_warmup = self.steps <= self.warmup_steps
         if self.base is not None:
             self.base.synchronize_messages()
-        x = self.z if self.base is None else self.base.biased_parameters()
         delay = 0 if is_warmup else self.delay
-        factor = None if self.outer_schedule is None else outer_factor(self.outer_schedule, self.steps)
-        self.exchange.begin(due, x, self.bias(), self.steps + delay, None if is_warmup else lr, factor)
+        factor = self._outer_factor(self.steps)
+        flight = Flight(list(due), self.steps + delay, None if is_warmup else lr, outer_factor=factor)
+        self.exchange.begin(flight, self.z if self.base is None else self.base.biased_parameters(), self.bias())
         if delay == 0:
             self._land()
 
@@ -357,7 +320,7 @@ class OuterSteps(Gossip):
     def synchronize_messages(self) -> None:
         if self.base is not None:
             self.base.synchronize_messages()
-        if self.exchange.in_flight:
+        if self.exchange.flight is not None:
             self._land()
 
     @torch.no_grad()
@@ -391,8 +354,7 @@ class OuterSteps(Gossip):
     def errors(self) -> Iterable[Tensor]:
         if self.base is not None:
             yield from self.base.errors()
-        for states in self.exchange.states:
-            yield from states.errors()
+        yield from self.exchange.errors()
 
     def close(self) -> None:
         if self.base is not None:
@@ -405,9 +367,9 @@ class OuterSteps(Gossip):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = "z" if self.base is None else "base"
-        if state.keys() != {"steps", own, *EXCHANGE_STATE}:
-            wanted = sorted(("steps", own, *EXCHANGE_STATE))
-            raise ValueError(f"state of another algorithm: it has {sorted(state)}, not {wanted}")
+        wanted = {"steps", own, "z0", "outer", "compression", "flight", "means", "dropped"}
+        if state.keys() != wanted:
+            raise ValueError(f"state of another algorithm: it has {sorted(state)}, not {sorted(wanted)}")
         check_count("steps", state["steps"])
         if self.base is None:
             check_tensor("z", state["z"], self.z.shape)
@@ -416,4 +378,4 @@ class OuterSteps(Gossip):
         else:
             self.base.load_state_dict(state["base"])
         self.steps = state["steps"]
-        self.exchange.load_state_dict({name: state[name] for name in EXCHANGE_STATE})
+        self.exchange.load_state_dict(state)

@@ -1,163 +1,172 @@
 """0/1 Adam (Lu, Li, Zhang, De Sa, He 2022, arXiv 2202.06009, Algorithm 1): a second moment that is updated more
 and more seldom, and local steps whose sum is exchanged in 1 bit per element.
 
-A rank has its own m and x. x' is the model of all ranks after the last exchange. In step t = 0, 1, ..
+A rank has its own m and x. x' is the model of all ranks after the last exchange. With the learning rate gamma and
+weight decay lambda, in step t = 0, 1, ..
 
-    t in T_v      g = mean over the ranks of g_i, not compressed;  v is updated
-    always        m = beta1 m + (1 - beta1) g,   x = x - gamma_t m / (sqrt(v) + eps),   u = u + gamma_t m
-    t in T_u      u = DoubleSqueeze of u_i       m = u / (sum of gamma since the last exchange)
-                                                 x' = x = x' - u / (sqrt(v) + eps),   u = 0
+    always        rate = gamma / c1,   c1 = 1 - beta1**(t + 1)
+    t in T_v      g = mean over the ranks of g_i, not compressed
+                  v = beta2 v + (1 - beta2) g**2
+    always        m = beta1 m + (1 - beta1) g
+                  x = (1 - gamma lambda) x - rate m / (sqrt(v / c2) + eps)      c2 = 1 - beta2**(updates of v)
+    t not in T_v  u = u + rate m
+    t in T_u      u = DoubleSqueeze of u_i       m = u / (sum of the rates since the last exchange)
+                                                 x' = x = x' - u / (sqrt(v / c2) + eps),   u = 0
 
-`ZeroOneSchedule` has the sets T_v and T_u, `ZeroOneAdam` m, v and the step. Local steps begin when v is frozen. A
-step of T_v needs no second exchange: m, u and x remain the same on all ranks.
+Local steps begin when v is frozen. A step of T_v needs no second exchange: m, u and x remain equal on all ranks.
 
 Payload in bytes: 4 n in a step of T_v (or that of `gradients`), in a step of T_u that of DoubleSqueeze, otherwise
 nothing. Dense: 4 n.
 
-Differences from the paper: the order within a step is that of DeepSpeed's code. v is updated before it is used, m
-takes the mean gradient in steps of T_v, and x and u take the new m. Where v is zero, nothing moves. Weight decay
-is decoupled: u, x' and the sum of gamma decay as x does. If that sum is 0, m becomes 0. (DeepSpeed exchanges the
-gradients before local steps begin. Here it is u in every step of T_u, and the error state needs no reset.)
+Differences from the paper: those of `dgc.optim.OneBitAdam` (bias corrections, decoupled weight decay, `floor`),
+and the order within a step, which is that of DeepSpeed's code. v is updated before it is used, m takes the mean
+gradient in steps of T_v, and x and u take the new m. Where v is zero, nothing moves. u, x' and the sum of the
+rates decay as x does. If that sum is 0, m becomes 0. (DeepSpeed exchanges the gradients before local steps begin.
+Here it is u in every step of T_u, and the residual needs no reset.)
 
 If a mean gradient of T_v is not finite, no rank changes anything in this step. If a rank's u is not, all return to
 x', with m = 0. A rank whose gradient is not finite leaves out a step of its own.
 
-The steps in which ranks communicate, as DeepSpeed's options choose them:
-
 T_v     F = var_freeze_step, kappa = var_update_scaler:
         k_0 = 0,  k_(j+1) = k_j + 2**(j // kappa),  all k_j < F
 T_u     every step before F; then the gap H is 1 for local_step_scaler steps, 2 for as many, 4, ..,
-        and at most local_step_clipper
+        and at most local_step_clipper. These are DeepSpeed's options.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import NUMBER, WHOLE, require
+from dgc.arguments import NUMBER, WHOLE, checked, require
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import for_gradients
 from dgc.compression.double_squeeze import DoubleSqueezeCompressor
 from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.route import Route
-from dgc.engine.agreement import Agreement, check_equal, check_settings
-from dgc.engine.buckets import keep_states, plan_buckets, states_in_order
-from dgc.engine.loop import Engine, warn_of_drop
-from dgc.engine.options import as_route, register_compressors
-from dgc.engine.state import BucketStates, named_methods
+from dgc.engine.agreement import check_equal, check_settings
+from dgc.engine.buckets import plan_buckets
+from dgc.engine.options import as_route, check_adam, loss_of
+from dgc.engine.state import BucketStates
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
-from dgc.local.exchange import AGREE, optimizer_text
+from dgc.local.exchange import ModelExchange
 from dgc.local.steps import COMMON_START, check_momentum
-from dgc.local.zero_one_adam import ZeroOneAdam, dense
-from dgc.state import check_count, check_tensor
+from dgc.state import check_tensor
 
 
-class ZeroOneExchange:
-    """Buffers in fp32, by parameter name, whose means over the ranks replace them. Construction is collective.
+@checked
+class ZeroOneAdam(Optimizer):
+    """Adam for `ZeroOneSteps`, which says when the second moment is updated and exchanges the first one (Lu et al.
+    2022, arXiv 2202.06009, Algorithm 1).
 
     Args:
-        model: The model of this rank.
-        route: Chooses the compressors.
-        gradients: Averages gradients.
-        bucket_mb: Largest size of a bucket in MB.
-        transport: Connects the ranks.
-        meter: Counts bytes and seconds.
-        name: Prefix of lanes and messages, unique on the transport.
+        params, lr, betas, eps, weight_decay, floor: As `dgc.optim.OneBitAdam`. After a sudden fall of the learning
+            rate, momentum is too large for some steps.
+        bias_correction: Divide the moments by 1 - beta**t. DeepSpeed does not.
 
-    Raises:
-        ValueError: A compressor belongs to another optimizer, or does not fit the transport.
+    Example:
+        optimizer = ZeroOneAdam(model.parameters(), lr=1e-3)
+        optimizer = LocalOptimizer(optimizer, model.named_parameters(), ZeroOneSteps(var_freeze_step=1000))
     """
 
     def __init__(
         self,
-        model: FlatModel,
-        route: Route,
-        gradients: StatelessCompressor,
-        bucket_mb: float,
-        transport: Transport,
-        meter: TrafficMeter,
-        name: str,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        floor: float = 0.01,
     ):
-        named = [(s.name, s.of(model.z)) for s in model.segments]
-        self._planned = plan_buckets(named, route.compressor_for, bucket_mb, name)
-        register_compressors(dict.fromkeys(plan.compressor for plan in self._planned), transport)
-        keep_states(self._planned, transport.size, transport.rank)
-        self.states = states_in_order(self._planned, named)
-        self.parts = {s.name: s.of(plan.bucket.flat) for plan in self._planned for s in plan.bucket.segments}
-        self.dropped = 0
-        self._gradients = BucketStates(gradients)
-        for plan in self._planned:
-            self._gradients.add(plan.bucket, transport.size, transport.rank)
-        # LocalOptimizer counts the dense bytes of all steps
-        self._engine = Engine([[p] for p in self._planned], transport, meter, name, counts_dense=False)
-        self._agreement = Agreement(transport, optimizer_text(name, named), "an exchange of 0/1 Adam", AGREE)
-        self._warns = transport.rank == 0
+        check_adam(betas, floor, lr=lr, eps=eps, weight_decay=weight_decay)
+        # u of each parameter, fp32, to which the steps add what moves it while they leave the second moments
+        self.buffers: Mapping[Tensor, Tensor] | None = None
+        self._updates_variance = False
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction, floor=floor
+        )
+        super().__init__(params, defaults)
 
-    def zero_(self) -> None:
-        for plan in self._planned:
-            plan.bucket.flat.zero_()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        first, new = self.param_groups[0], self.param_groups[-1]
+        for count in ("steps", "variance_steps"):
+            new[count] = 0 if new is first else first[count]
 
-    def average(self, common: Mapping[str, object], are_gradients: bool = False) -> bool:
-        """Replace the buffers by their means, and return True. If these are not finite, return False.
+    @property
+    def steps(self) -> int:
+        """Number of steps so far, those without finite gradients included. The same on every rank."""
+        return int(self.param_groups[0]["steps"])
 
-        Args:
-            common: What must be equal on every rank, by name.
-            are_gradients: The buffers hold gradients, to be sent by `gradients` without error state.
+    def advance(self, updates_variance: bool) -> None:
+        """Begin the next step. updates_variance: whether .grad is the mean gradient, and changes v."""
+        self._updates_variance = updates_variance
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["variance_steps"] += updates_variance
 
-        Raises:
-            ValueError: Some of `common` is not.
-        """
-        with self._agreement.exchange():
-            self._agreement.begin(are_gradients=are_gradients, **common)
-            states, suffix = (self._gradients, ".gradients") if are_gradients else (None, "")
-            for b in range(len(self._planned)):
-                self._engine.start(b, states, suffix)
-            self._agreement.end()
-            outcome = self._engine.finish()
-        if outcome.nonfinite is not None:
-            self._drop(outcome.nonfinite)
-            return False
-        for plan, result in outcome.results:
-            result.write_to(plan.bucket)
-        return True
+    def rate(self, group: Mapping[str, Any]) -> float:
+        """The factor of the momentum in this step: gamma / c1."""
+        c1 = 1 - group["betas"][0] ** group["steps"] if group["bias_correction"] else 1.0
+        return float(group["lr"] / c1)
 
-    def _drop(self, reason: str) -> None:
-        self.dropped += 1
-        if self.dropped == 1 and self._warns:
-            effect = "every rank drops the steps since the exchange before"
-            warn_of_drop(f"in an exchange of 0/1 Adam, {reason}", effect, "dropped_exchanges")
+    def moments(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """m and v of a parameter, which are zero before its first step."""
+        state = self.state[p]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state["exp_avg"], state["exp_avg_sq"]
 
-    def errors(self) -> Iterable[Tensor]:
-        return (error for states in self.states for error in states.errors())
+    def denominator(self, v: Float[Tensor, "..."], group: Mapping[str, Any]) -> Float[Tensor, "..."]:
+        """sqrt(v / c2) + eps, in a new tensor."""
+        c2 = 1 - group["betas"][1] ** max(1, group["variance_steps"]) if group["bias_correction"] else 1.0
+        return v.sqrt().div_(c2**0.5).add_(group["eps"])
 
-    # --- state ------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.buffers is None:
+            raise ValueError(
+                "ZeroOneAdam steps only within ZeroOneSteps: wrap it in LocalOptimizer(optimizer, "
+                "model.named_parameters(), ZeroOneSteps(...)), or use torch.optim.AdamW"
+            )
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    self._update(p, p.grad, self.buffers[p], group)
+        return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        compression = {name: states.state_dict() for name, states in named_methods(self.states).items()}
-        return {"compression": compression, "dropped": self.dropped}
+    def _update(self, p: Tensor, gradient: Tensor, u: Tensor, group: dict[str, Any]) -> None:
+        (m, v), (beta1, beta2), rate = self.moments(p), group["betas"], self.rate(group)
+        m.lerp_(dense(gradient), 1 - beta1)
+        if self._updates_variance:
+            v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            v.clamp_(min=group["floor"] * v.sum(dtype=torch.float64).div(max(1, v.numel())).to(v.dtype))
+        m.masked_fill_(v == 0, 0.0)
+        if not self._updates_variance:
+            u.add_(m, alpha=rate)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.addcdiv_(m, self.denominator(v, group), value=-rate)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        compressors, saved = named_methods(self.states), state["compression"]
-        if compressors.keys() != saved.keys():
-            raise ValueError(f"state of other compressors: {sorted(saved)}, not {sorted(compressors)}")
-        for name, compressor in compressors.items():
-            compressor.load_state_dict(saved[name])
-        self.dropped = state["dropped"]
+
+def dense(gradient: Tensor) -> Tensor:
+    """The gradient. Raises ValueError if it is sparse."""
+    if gradient.is_sparse:
+        raise ValueError("ZeroOneAdam takes dense gradients: set sparse=False in the embedding")
+    return gradient
 
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
-    """The steps of T_v and the gaps of T_u. Steps are counted from 0. The arguments are those of `ZeroOneSteps`.
-
-    Raises:
-        ValueError: if an argument is not a whole number of at least 1.
-    """
+    """The steps of T_v and the gaps of T_u. Steps count from 0. The arguments are those of `ZeroOneSteps`."""
 
     var_freeze_step: int
     var_update_scaler: int
@@ -174,26 +183,59 @@ class ZeroOneSchedule:
         return t < self.var_freeze_step and (t - kappa * (2**doublings - 1)) % 2**doublings == 0
 
     def interval(self, t: int) -> int:
-        """H: the gap of T_u in step t."""
+        """H: the gap of T_u in step t, which is in T_u if the last exchange was so many steps ago."""
         doublings = max(0, t - self.var_freeze_step) // self.local_step_scaler
         return min(self.local_step_clipper, 2 ** min(doublings, 62))
-
-    def exchanges_sum(self, t: int, local_steps: int) -> bool:
-        """Whether step t, the `local_steps`-th since the last exchange, ends with an exchange: it is in T_u."""
-        return local_steps >= self.interval(t)
 
     def exchanges(self, steps: int) -> int:
         """Number of exchanges in the first `steps` steps, of gradients or sums."""
         count = local_steps = 0
         for t in range(steps):
             local_steps += 1
-            if self.updates_variance(t) or self.exchanges_sum(t, local_steps):
+            if self.updates_variance(t) or local_steps >= self.interval(t):
                 count, local_steps = count + 1, 0
         return count
 
 
+class ZeroOneExchange(ModelExchange):
+    """Buffers in fp32, by parameter name, whose means over the ranks replace them. See `ModelExchange`."""
+
+    what, counter = "an exchange of 0/1 Adam", "dropped_exchanges"
+
+    def __init__(
+        self, model: FlatModel, steps: "ZeroOneSteps", transport: Transport, meter: TrafficMeter, name: str
+    ):
+        named = [(s.name, s.of(model.z)) for s in model.segments]
+        self._planned = plan_buckets(named, steps.compression.compressor_for, steps.bucket_mb, name)
+        super().__init__([[plan] for plan in self._planned], named, transport, meter, name)
+        self.parts = {s.name: s.of(plan.bucket.flat) for plan in self._planned for s in plan.bucket.segments}
+        self._gradients = BucketStates(steps.gradients)
+        for plan in self._planned:
+            self._gradients.add(plan.bucket, transport.size, transport.rank)
+
+    def zero_(self) -> None:
+        for plan in self._planned:
+            plan.bucket.flat.zero_()
+
+    def average(self, common: Mapping[str, object], are_gradients: bool = False) -> bool:
+        """Replace the buffers by their means, and return True. If these are not finite, return False.
+
+        Args:
+            common: What must be equal on every rank, by name. ValueError on every rank if it is not.
+            are_gradients: The buffers hold gradients, to be sent by `gradients` without a residual.
+        """
+        with self._agreement.exchange():
+            self._agreement.begin(are_gradients=are_gradients, **common)
+            states, suffix = (self._gradients, ".gradients") if are_gradients else (None, "")
+            for b in range(len(self._planned)):
+                self._engine.start(b, states, suffix)
+            reason = self._finish()
+        if reason is not None:
+            self._drop(reason)
+        return reason is None
+
+
 PARTS = ("z", "z0", "u")
-STATE = {*PARTS, "rates", "local_steps", "compression", "dropped"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,35 +251,29 @@ class _Tensor:
 
 
 class ZeroOneSteps(Gossip):
-    """0/1 Adam: the mean gradient at growing intervals, and local steps whose sum the ranks exchange in 1 bit per
-    element (Lu et al. 2022, arXiv 2202.06009, Algorithm 1).
-
-    It needs a `ZeroOneAdam` as the optimizer. Models differ between exchanges. The run's model is their mean.
+    """0/1 Adam: the mean gradient at growing intervals, and local steps whose sum is exchanged in 1 bit per
+    element (Lu et al. 2022, arXiv 2202.06009, Algorithm 1). It needs a `ZeroOneAdam` as the optimizer.
 
     Args:
-        var_freeze_step (int): number of first steps in which the second moment may be updated, at least 1. Local
-            steps begin then. Take at least the warm-up of the learning rate.
-        var_update_scaler (int): number of updates after which the interval between them doubles, kappa.
-        local_step_scaler (int): number of steps after which the interval between exchanges doubles. Take those in
-            which the learning rate halves.
-        local_step_clipper (int): largest interval between exchanges in steps, H. 1: no local steps.
-        compression (Compressor, Route, optional): exchanges u, without momentum of its own; None is
-            DoubleSqueezeCompressor, the exchange of 1-bit Adam.
-        gradients (StatelessCompressor, optional): exchanges the gradients from which the second moment is updated;
-            None sends them in fp32, `FP16Compressor()` in half the bytes.
-        bucket_mb (float): largest size of a message's tensors in MB (2**20 bytes of fp32).
+        var_freeze_step: Steps until the second moment stays and local steps begin, at least 1. Take at least the
+            warm-up of the learning rate.
+        var_update_scaler: Updates of it after which the interval between them doubles, kappa.
+        local_step_scaler: Steps after which the interval between exchanges doubles. Take those in which the
+            learning rate halves.
+        local_step_clipper: Largest interval between exchanges in steps, H. 1: no local steps.
+        compression: Exchanges u, without momentum of its own. None: DoubleSqueezeCompressor, as 1-bit Adam.
+        gradients: Exchanges the gradients of T_v. None sends them in fp32, `FP16Compressor()` in half the bytes.
+        bucket_mb: Largest size of a message's tensors in MB (2**20 bytes of fp32).
 
     Raises:
-        ValueError: if an argument is out of range, or by LocalOptimizer if its optimizer is not a ZeroOneAdam or
-            differs between ranks, or if the model does.
+        ValueError: An argument is out of range, the optimizer is not a ZeroOneAdam, or it or the model differs
+            between ranks.
 
     Example:
         >>> steps = ZeroOneSteps(var_freeze_step=1000, local_step_scaler=2000)
         >>> optimizer = ZeroOneAdam(model.parameters(), lr=1e-3)
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), steps)
     """
-
-    is_synchronous, needs_groups = True, False
 
     def __init__(
         self,
@@ -280,12 +316,11 @@ class ZeroOneSteps(Gossip):
         self._adam = optimizer
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
-        adam, self.model = self.adam, model
+        super().start(model, transport, meter, name)
+        adam = self.adam
         self.rates = [0.0 for _ in adam.param_groups]  # sum of gamma since the last exchange
         check_settings(transport, f"{name}.optimizer", **self._common())
-        self.exchange = ZeroOneExchange(
-            model, self.compression, self.gradients, self.bucket_mb, transport, meter, f"{name}.u"
-        )
+        self.exchange = ZeroOneExchange(model, self, transport, meter, f"{name}.u")
         self._methods = self.exchange.states
         group_of = {p: g for g, group in enumerate(adam.param_groups) for p in group["params"]}
         check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
@@ -294,7 +329,7 @@ class ZeroOneSteps(Gossip):
             _Tensor(s.name, p, group_of[p], s.of(model.z), s.of(self._z0), self.exchange.parts[s.name])
             for s, p in zip(model.segments, model.parameters, strict=True)
         ]
-        adam.use_buffers({tensor.parameter: tensor.u for tensor in self._tensors})
+        adam.buffers = {tensor.parameter: tensor.u for tensor in self._tensors}
 
     def _common(self) -> dict[str, object]:
         """What is equal on every rank in the step of an exchange."""
@@ -314,8 +349,6 @@ class ZeroOneSteps(Gossip):
     def begin_step(self) -> None:
         return None
 
-    # --- one step ---------------------------------------------------------------------------------
-
     @torch.no_grad()
     def update(self, step: Callable[[], object], lr: float) -> None:
         t = self.adam.steps
@@ -327,7 +360,7 @@ class ZeroOneSteps(Gossip):
         step()
         self.model.gather()
         self.local_steps += 1
-        if self.schedule.exchanges_sum(t, self.local_steps):
+        if self.local_steps >= self.schedule.interval(t):
             self._synchronize()
 
     def _update_variance(self) -> None:
@@ -344,7 +377,7 @@ class ZeroOneSteps(Gossip):
                 tensor.parameter.grad.copy_(tensor.u)
             self.adam.step()
             self.model.gather()
-        self._begin_interval()
+        self.restart()
 
     def _decay(self) -> None:
         """Weight decay of x' and u, and the sums of gamma. x decays in the optimizer's step."""
@@ -367,28 +400,18 @@ class ZeroOneSteps(Gossip):
             m.copy_(u / rate if rate else torch.zeros_like(u))
             tensor.z.copy_(tensor.z0 - u / self.adam.denominator(v, groups[tensor.group]))
         self.model.scatter()
-        self._begin_interval()
+        self.restart()
 
     @torch.no_grad()
-    def _begin_interval(self) -> None:
+    def restart(self) -> None:
+        """Begin an interval from the present model."""
         self._z0.copy_(self.model.z)
         self.exchange.zero_()
         self.rates = [0.0 for _ in self.rates]
         self.local_steps = 0
 
-    # --- the common model -------------------------------------------------------------------------
-
     def synchronize_messages(self) -> None:
         return None
-
-    def flush(self) -> None:
-        return None
-
-    def restart(self) -> None:
-        self._begin_interval()
-
-    def biased_parameters(self) -> Tensor:
-        return self.model.z.clone()
 
     def metrics(self) -> dict[str, float]:
         interval = self.schedule.interval(self.adam.steps)
@@ -397,17 +420,11 @@ class ZeroOneSteps(Gossip):
     def errors(self) -> Iterable[Tensor]:
         return self.exchange.errors()
 
-    def close(self) -> None:
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         parts = {part: {t.name: getattr(t, part).clone() for t in self._tensors} for part in PARTS}
         return {**parts, "rates": list(self.rates), "local_steps": self.local_steps, **self.exchange.state_dict()}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != STATE:
-            raise ValueError(f"state of another algorithm: it has {sorted(state)}, not {sorted(STATE)}")
+    def _load(self, state: Mapping[str, Any]) -> None:
         for part in PARTS:
             if (found := state[part].keys()) != (names := {tensor.name for tensor in self._tensors}):
                 raise ValueError(f"{part} of another model: of {sorted(found)}, not {sorted(names)}")
@@ -416,7 +433,6 @@ class ZeroOneSteps(Gossip):
         if len(state["rates"]) != len(self.rates):
             raise ValueError(f"state of {len(state['rates'])} parameter groups, not {len(self.rates)}")
         require("a list of numbers", NUMBER, **{f"rates[{i}]": rate for i, rate in enumerate(state["rates"])})
-        check_count("local_steps", state["local_steps"])
         self.exchange.load_state_dict(state)
         for tensor in self._tensors:
             for part in PARTS:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dgc.engine.redistribute import redistribute as redistribute
-from dgc.engine.state import ErrorStatePart as ErrorStatePart
+from dgc.engine.state import ResidualPart as ResidualPart
 from dgc.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
 from dgc.optim.broadcast import broadcast_parameters as broadcast_parameters
 from dgc.optim.dgc_adam import DGCAdam as DGCAdam

@@ -27,25 +27,20 @@ def broadcast_parameters(
     """
     transport = transport or default_transport()
     named = params.items() if isinstance(params, Mapping) else params
-    flights = []
+    works = []
     for name, tensor in named:
         # as bytes: Horovod supports neither bool nor bf16
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
-        flights.append((tensor, transport.launch(f"dgc.broadcast.{name}", (Broadcast(data, root),))))
-    for tensor, flight in flights:
-        (data,) = transport.wait(flight)
+        works.append((tensor, transport.launch(f"dgc.broadcast.{name}", (Broadcast(data, root),))))
+    for tensor, work in works:
+        (data,) = transport.wait(work)
         tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, transport: Transport | None = None) -> None:
-    """Load the optimizer state of rank `root` on every rank. Collective.
+    """Load the state of rank `root`'s optimizer on every rank. Collective. Groups must be the same on every rank.
 
-    No optimizer step is taken to create missing state.
-
-    Args:
-        optimizer: An optimizer with the same parameter groups on every rank.
-        root: Rank that sends its state.
-        transport: Connects the ranks. None: see `dgc.init`.
+    No optimizer step is taken to create missing state. root, transport: as for `broadcast_parameters`.
     """
     transport = transport or default_transport()
     state = optimizer.state_dict() if transport.rank == root else None
@@ -56,12 +51,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, transport: Tr
 
 @torch.no_grad()
 def create_state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Create the state of an optimizer by a step on gradients of zero. Parameters and settings stay.
-
-    Args:
-        optimizer: An optimizer without state.
-        parameters: Those whose .grad the caller has set to zero.
-    """
+    """Create the state of an optimizer by a step on gradients of zero. Parameters and settings stay."""
     before = [(p, p.clone()) for p in parameters]
     settings = [dict(group) for group in optimizer.param_groups]
     optimizer.step()

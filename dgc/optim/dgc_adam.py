@@ -25,22 +25,9 @@ NEGLIGIBLE = 1e-6  # share of the warm-up's momentum
 class DGCAdam(OneBitAdam):
     """AdamW for `freeze_step` steps, then updates that `DGCAdamCompressor` sends with a second moment that stays.
 
-    With other compressors, and for parameters that a Route assigns to them, it is AdamW with a second moment that
-    stays constant after the warm-up.
-
     Args:
-        params: Parameters or parameter groups.
-        lr: Learning rate.
-        betas: Coefficients of the first and the second moment, each in [0, 1).
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay: p = p - lr weight_decay p.
-        freeze_step: Number of steps of the warm-up, at least 1. Dropped steps do not count. The second moment
-            must have settled by then: take 10 to 20 % of all steps, and at least the learning rate's warm-up.
-        bias_correction: Divide the moments by 1 - beta**t.
-        floor: Smallest second moment after the warm-up, as a fraction of the mean of its tensor, from 0 to 1.
-
-    Raises:
-        ValueError: An argument is out of range, or parameter groups differ in freeze_step.
+        params, lr, betas, eps, weight_decay, bias_correction, floor: As `OneBitAdam`.
+        freeze_step: As `OneBitAdam`. Take 10 to 20 % of all steps, and at least the learning rate's warm-up.
 
     Example:
         optimizer = DGCAdam(model.parameters(), lr=1e-3, freeze_step=1000)
@@ -54,9 +41,9 @@ class DGCAdam(OneBitAdam):
         self._preconditioners: dict[Tensor, tuple[Tensor, int, Tensor]] = {}
 
     def preconditioner_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return 1 / (sqrt(v / c2) + eps) of each parameter. It is zero where v is zero.
+        """Return 1 / (sqrt(v / c2) + eps) of each parameter, and zero where v is zero, after the warm-up.
 
-        Call it once `exchanges_momentum` is True. The tensors are kept, because v no longer changes.
+        The tensors are kept, because v stays.
         """
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         return [self._preconditioner(p, group_of[p]) for p in parameters]

@@ -7,7 +7,7 @@ rank exchanges all buckets, in the same order. A parameter without a gradient co
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -27,7 +27,7 @@ from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, SparseUpdate, check_agreement, plan_buckets, states_in_order
 from dgc.engine.hierarchy import plan_compressors
-from dgc.engine.loop import Engine, LossScale, Outcome, is_used, warn_of_drop
+from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
 from dgc.engine.options import (
     MomentumCheck,
     SupportsCorrectedGradients,
@@ -57,8 +57,10 @@ class DistributedOptimizer(Wrapper):
     requires_grad at construction take no part: to train them later, close() this optimizer and wrap again.
     Parameters that are frozen later stay unchanged.
 
-    After an exception in backward, zero_grad() begins the step again, or says that gradients are in flight: step()
-    then finishes it, as on the other ranks. After an exception in step() or in a compressor nothing can be used.
+    A parameter's .grad may change between backward passes, but not between its last gradient and step() or
+    synchronize(), whether or not its bucket has started (RuntimeError). After an exception in backward,
+    zero_grad() begins the step again, or says that gradients are in flight: step() then finishes it, as on the
+    other ranks. After an exception in step() or in a compressor nothing can be used.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -76,8 +78,8 @@ class DistributedOptimizer(Wrapper):
         bucket_mb: Largest size of a bucket in MB (2**20 bytes), unless a single tensor is larger.
         transport: Connects the ranks. None: see `dgc.init`.
         nonfinite: Response of all ranks to NaN or inf in any rank's gradient, and to magnitudes of 2**64 or more
-            if a method keeps error state. "skip" drops and counts the step: nothing is updated, and sent elements
-            return to the error state. "raise" also raises NonFiniteGradientError, with parameter and rank.
+            if a method keeps a residual. "skip" drops and counts the step: nothing is updated, and sent elements
+            return to the residual. "raise" also raises NonFiniteGradientError, with parameter and rank.
         grad_scaler: The torch.amp.GradScaler that scales the loss, if any. Step by `grad_scaler.step(optimizer)`,
             with or without synchronize() and unscale_() before it.
         steps_per_epoch: Optimizer steps per epoch, to count epochs for compressors that warm up. Dropped steps
@@ -142,227 +144,49 @@ class DistributedOptimizer(Wrapper):
             compression=self.route if isinstance(compression, Route) else self.route.rules[0].compressor,
         )
         prefix = unique_prefix(self.transport)
-        planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
-        self._loss_scale = LossScale(grad_scaler, planned)
-        self._momentum = MomentumCheck(optimizer, planned, self.transport, self._factor)
-        check_agreement(planned, self.transport)
-        self.place, self.part = plan_compressors(planned, self.transport, hierarchical)
-        super().__init__(optimizer, states_in_order(planned, named), self.transport, steps_per_epoch)
-        self._engine = Engine(
-            [[plan] for plan in planned], self.transport, self.meter, prefix, self._begin_step, self._loss_scale
-        )
-        self.exchange = GradientExchange(self._engine, backward_passes_per_step)
+        self.planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
+        self._loss_scale = LossScale(grad_scaler, self.planned)
+        self._momentum = MomentumCheck(optimizer, self.planned, self.transport, self._factor)
+        check_agreement(self.planned, self.transport)
+        self.place, self.part = plan_compressors(self.planned, self.transport, hierarchical)
+        super().__init__(optimizer, states_in_order(self.planned, named), self.transport, steps_per_epoch)
+        buckets = [[plan] for plan in self.planned]
+        self._engine = Engine(buckets, self.transport, self.meter, prefix, self._begin_step, self._loss_scale)
         self._epochs.begin()
         self._should_synchronize, self._averaged_for_scaler = True, False
+        self._had_backward = False
+        self._averaged = False  # whether .grad holds the averages, with nothing added since
         self._dropped = False  # whether the last averaged gradients were not finite
         self._is_first_step, self._created_state = True, None
         self._takes_sparse = isinstance(optimizer, SupportsCorrectedGradients) and self._factor == 1
-        self.exchange.zero(set_to_none=True)
-
-    # --- one step ---------------------------------------------------------------------------------
-
-    def synchronize(self) -> None:
-        """Wait until .grad of every parameter is the average over all ranks, or NaN if the step is dropped."""
-        if self.exchange.averaged:
-            return  # a second exchange would add the averages to the error state
-        for plan, result in self._finish():
-            flat = plan.bucket.flat
-            if self._dropped:
-                flat.fill_(float("nan"))
-                continue
-            if isinstance(result, SparseResult):
-                plan.make_dense(result)
-            if self._factor != 1:
-                flat.mul_(self._factor)
-            if self._loss_scale.enabled:
-                self._loss_scale.multiply_(flat)
-        for plan in self.exchange.planned:
-            plan.attach()
-        if isinstance(self.inner, SparseAdam):
-            self._make_sparse()
-
-    def _make_sparse(self) -> None:
-        """Give SparseAdam the rows that are not zero. All other optimizers take dense gradients."""
-        for p in self.exchange:
-            p.grad = None if p.grad is None else p.grad.to_sparse(1)
-
-    def _finish(self) -> list[tuple[PlannedBucket, Result]]:
-        """Finish the exchange. If a result is not finite, every rank drops the step or raises, by `nonfinite`."""
-        self._averaged_for_scaler = False
-        outcome = self.exchange.finish()
-        if self._is_first_step:
-            self._drop_created_state()
-        self._dropped = outcome.nonfinite is not None
-        if outcome.nonfinite is not None:
-            if self.nonfinite == "raise":
-                raise NonFiniteGradientError(outcome.nonfinite)
-            self.dropped_steps += 1
-            if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
-                warn_of_drop(outcome.nonfinite, "every rank drops this step", stacklevel=4)
-        return outcome.results
-
-    def _drop_created_state(self) -> None:
-        """Drop the state of `create_state` if no rank has loaded or had another one to broadcast. Collective."""
-        created = torch.tensor([self.inner.state is self._created_state], dtype=torch.int64)
-        if all_reduce(self.transport, created, "min", "created_state").item():
-            self.inner.state.clear()
-        self._is_first_step = False
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Context in which step() uses the gradients as they are. Use it after synchronize()."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step reads this before it checks for inf, so the gradients are averaged here.
-
-        Otherwise each rank's scaler would check only local gradients, and the ranks would diverge.
-        """
-        if self._should_synchronize and not self.exchange.averaged:
-            self._loss_scale.check_before_averaging(self)
-            self.synchronize()
-            self._averaged_for_scaler = True
-        return False
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Finish the exchange, then step the wrapped optimizer unless the step is dropped.
-
-        If that optimizer accepts sparse updates, .grad of a compressed parameter has the local gradient
-        afterwards. Call synchronize() first if you need the average.
-        """
-        self._engine.intact.check()
-        for group in self.inner.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and p not in self.exchange.slots:
-                    check_no_unfrozen(self.inner.param_groups, self.exchange.slots, "DistributedOptimizer")
-        if self._momentum.watched:
-            self._momentum.check(self.inner)
-        loss = None if closure is None else loss_of(closure)
-        if not self.exchange.had_backward and self.exchange.is_state_initialisation():
-            if not self.inner.state:
-                if isinstance(self.inner, SparseAdam):
-                    self._make_sparse()
-                create_state(self.inner, self.exchange)
-                self._created_state = self.inner.state
-            return loss
-        if self._loss_scale.enabled:
-            self._loss_scale.check_before_step(self)
-        sparse: list[SparseUpdate] = []
-        if self._should_synchronize and self.exchange.averaged:
-            if not self._averaged_for_scaler:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(): the gradients are not exchanged again",
-                    stacklevel=2,
-                )
-        elif self._should_synchronize and self._takes_sparse:
-            sparse = self._synchronize_sparse()
-        elif self._should_synchronize:
-            self.synchronize()
-        if not (self._dropped and self.exchange.averaged):
-            with self._engine.intact:  # other ranks take the step
-                self._step_inner(sparse)
-        self.exchange.averaged = False
-        return loss
-
-    def _step_inner(self, sparse: Sequence[SparseUpdate]) -> None:
-        start = perf_counter()
-        for p in self.exchange.slots:
-            if not p.requires_grad:  # frozen after construction: momentum and weight decay must not change it
-                p.grad = None
-        self.inner.step(**({"sparse": sparse} if sparse else {}))
-        self.meter.add_time("step", "optimizer", start, perf_counter())
-
-    def _synchronize_sparse(self) -> list[SparseUpdate]:
-        """Like synchronize(), but return sparse results that need no momentum instead of making them dense."""
-        updates = []
-        for plan, result in self._finish():
-            if isinstance(result, SparseResult) and not self._dropped:
-                if plan.takes_sparse_updates:
-                    updates.append(plan.sparse_update(result.indices, result.values))
-                else:
-                    plan.make_dense(result)
-        return updates
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. With set_to_none=False they become zero views into the buckets."""
-        self.exchange.zero(set_to_none)
-        for group in self.inner.param_groups:
-            for p in group["params"]:
-                if p not in self.exchange.slots:
-                    p.grad = None  # always: a zero gradient would decay frozen parameters
-
-    def compression_state_dict(self) -> dict[str, Any]:
-        self._engine.intact.check()
-        return super().compression_state_dict()
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters, so that another DistributedOptimizer can wrap them."""
-        self.exchange.close()
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.inner!r}, size={self.transport.size})"
-
-
-class GradientExchange:
-    """Exchanges the gradients of every step, always in the same buckets.
-
-    A bucket is full when each of its parameters has received `passes` gradients. It starts then, if all buckets
-    before it have started, or at `finish`. Hooks may run in several threads (one per device), so a lock guards the
-    state. A parameter's .grad may change between passes. It must not change between its last gradient and
-    `finish`, whether or not its bucket has started (RuntimeError).
-
-    After an exception in backward, `zero` begins the step again if no bucket has started. Otherwise `finish` must
-    be called, as on the other ranks: gradients that are missing count as zero. After an exception in the exchange
-    itself, `engine.intact` does not let it continue.
-
-    Args:
-        engine: Exchanges the buckets. Each is a group of its own.
-        passes: Backward passes per step.
-    """
-
-    def __init__(self, engine: Engine, passes: int):
-        self.engine, self.passes = engine, passes
-        self.planned = [plan for group in engine.groups for plan in group]
-        self.had_backward = False
-        self.averaged = False  # whether .grad holds the results of `finish`, with nothing added since
-        self._lock = threading.RLock()
-        self.slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}
+        self._passes, self._lock = backward_passes_per_step, threading.RLock()  # hooks run in a thread per device
+        self._slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(partial(self._hook, b, i)) for p, (b, i) in self.slots.items()
+            p.register_post_accumulate_grad_hook(partial(self._hook, b, i)) for p, (b, i) in self._slots.items()
         ]
-        claim(self.slots, self, "DistributedOptimizer")
-        self._reset()
+        claim(self._slots, self, "DistributedOptimizer")
+        self.zero_grad()
+
+    # --- backward ---------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         # of each parameter of each bucket: missing gradients, and the complete one with its version
         self._passes_left: list[list[int]] = []
         self._final_gradients: list[list[tuple[Tensor, int] | None]] = []
         for plan in self.planned:
-            self._passes_left.append([self.passes] * len(plan.parameters))
+            self._passes_left.append([self._passes] * len(plan.parameters))
             self._final_gradients.append([None] * len(plan.parameters))
-        self.engine.reset()
-
-    def __contains__(self, p: object) -> bool:
-        return p in self.slots
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.slots)
+        self._engine.reset()
 
     def _hook(self, b: int, i: int, p: Tensor) -> None:
         """Called when parameter i of bucket b has received a gradient."""
         with self._lock:
-            self.had_backward, self.averaged = True, False
+            self._had_backward, self._averaged = True, False
             left = self._passes_left[b]
             if left[i] == 0:
                 raise RuntimeError(
                     f"{self.planned[b].bucket.segments[i].name} received more gradients than "
-                    f"backward_passes_per_step={self.passes} since the last step() or synchronize(). If an "
+                    f"backward_passes_per_step={self._passes} since the last step() or synchronize(). If an "
                     "exception ended an earlier backward, call zero_grad() after it"
                 )
             self.planned[b].collect(i)
@@ -370,10 +194,10 @@ class GradientExchange:
             if left[i] == 0:
                 assert p.grad is not None
                 self._final_gradients[b][i] = p.grad, p.grad._version
-                if self.engine.order.add(b):
-                    for full in self.engine.order.start():
+                if self._engine.order.add(b):
+                    for full in self._engine.order.start():
                         self._start(full)
-                    self.engine.advance()
+                    self._engine.advance()
 
     def _check_unchanged(self, b: int) -> None:
         """Raise RuntimeError if a complete gradient has changed, as sent values would depend on timing."""
@@ -390,39 +214,167 @@ class GradientExchange:
     def _start(self, b: int) -> None:
         plan = self.planned[b]
         self._check_unchanged(b)
-        self.engine.start(b)
+        self._engine.start(b)
         if plan.bucket.is_flat:
             plan.attach()  # the gradients were copied: free the originals
             for i, view in enumerate(plan.views):
                 self._final_gradients[b][i] = view, view._version
 
-    def finish(self) -> Outcome:
-        """Start the buckets that backward did not fill, and wait for all. There is one result per bucket."""
+    # --- one step ---------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until .grad of every parameter is the average over all ranks, or NaN if the step is dropped."""
+        if self._averaged:
+            return  # a second exchange would add the averages to the residual
+        for plan, result in self._finish():
+            flat = plan.bucket.flat
+            if self._dropped:
+                flat.fill_(float("nan"))
+                continue
+            if isinstance(result, SparseResult):
+                plan.make_dense(result)
+            if self._factor != 1:
+                flat.mul_(self._factor)
+            if self._loss_scale.enabled:
+                self._loss_scale.multiply_(flat)
+        for plan in self.planned:
+            plan.attach()
+        if isinstance(self.inner, SparseAdam):
+            self._make_sparse()
+
+    def _make_sparse(self) -> None:
+        """Give SparseAdam the rows that are not zero. All other optimizers take dense gradients."""
+        for p in self._slots:
+            p.grad = None if p.grad is None else p.grad.to_sparse(1)
+
+    def _finish(self) -> list[tuple[PlannedBucket, Result]]:
+        """Start the buckets that backward did not fill, wait for all, and drop the step, or raise, if needed."""
+        self._averaged_for_scaler = False
         with self._lock:
             for b in range(len(self.planned)):
                 self._check_unchanged(b)
-            with self.engine.intact:
-                for b in self.engine.order.start(only_full=False):
+            with self._engine.intact:
+                for b in self._engine.order.start(only_full=False):
                     plan = self.planned[b]
                     for i in range(len(plan.parameters)):
                         plan.collect(i)
                     self._start(b)
-                outcome = self.engine.finish(learn=True)
+                outcome = self._engine.finish(learn=True)
                 for plan in self.planned:
                     if plan.bucket.is_flat:
                         plan.attach()
                     plan.bucket.release()
                 self._reset()
-                self.averaged = True
-            return outcome
+                self._averaged = True
+        if self._is_first_step:
+            self._is_first_step = False
+            # the state of `create_state` is dropped if no rank has loaded or had another one to broadcast
+            created = torch.tensor([self.inner.state is self._created_state], dtype=torch.int64)
+            if all_reduce(self.transport, created, "min", "created_state").item():
+                self.inner.state.clear()
+        self._dropped = outcome.nonfinite is not None
+        if outcome.nonfinite is not None:
+            if self.nonfinite == "raise":
+                raise NonFiniteGradientError(outcome.nonfinite)
+            self.dropped_steps += 1
+            if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
+                warn_of_drop(outcome.nonfinite, "every rank drops this step", stacklevel=4)
+        return outcome.results
 
-    def zero(self, set_to_none: bool) -> None:
-        """Drop all gradients, or make them zero views into the buckets.
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Context in which step() uses the gradients as they are. Use it after synchronize()."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
 
-        Dropping is faster: backward then stores a new gradient instead of adding to zeros.
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler.step reads this before it checks for inf, so the gradients are averaged here."""
+        if self._should_synchronize and not self._averaged:
+            self._loss_scale.check_before_averaging(self)
+            self.synchronize()
+            self._averaged_for_scaler = True
+        return False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish the exchange, then step the wrapped optimizer unless the step is dropped.
+
+        With sparse updates, .grad then has the local gradient. Call synchronize() first if you need the average.
         """
-        self.engine.intact.check()
-        if self.engine.in_flight:
+        self._engine.intact.check()
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p not in self._slots:
+                    check_no_unfrozen(self.inner.param_groups, self._slots, "DistributedOptimizer")
+        if self._momentum.watched:
+            self._momentum.check(self.inner)
+        loss = None if closure is None else loss_of(closure)
+        if not self._had_backward and self._is_state_initialisation():
+            if not self.inner.state:
+                if isinstance(self.inner, SparseAdam):
+                    self._make_sparse()
+                create_state(self.inner, self._slots)
+                self._created_state = self.inner.state
+            return loss
+        if self._loss_scale.enabled:
+            self._loss_scale.check_before_step(self)
+        sparse: list[SparseUpdate] = []
+        if self._should_synchronize and self._averaged:
+            if not self._averaged_for_scaler:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are not exchanged again",
+                    stacklevel=2,
+                )
+        elif self._should_synchronize and self._takes_sparse:
+            sparse = self._synchronize_sparse()
+        elif self._should_synchronize:
+            self.synchronize()
+        if not (self._dropped and self._averaged):
+            with self._engine.intact:  # other ranks take the step
+                start = perf_counter()
+                for p in self._slots:
+                    if not p.requires_grad:  # frozen later: momentum and weight decay must not change it
+                        p.grad = None
+                self.inner.step(**({"sparse": sparse} if sparse else {}))
+                self.meter.add_time("step", "optimizer", start, perf_counter())
+        self._averaged = False
+        return loss
+
+    def _is_state_initialisation(self) -> bool:
+        """Whether hvd.broadcast_optimizer_state called step() on zero gradients to create optimizer state.
+
+        Only the ranks without state do so, so nothing may be exchanged.
+        """
+        foreign = [
+            p.grad
+            for plan in self.planned
+            for i, p in enumerate(plan.parameters)
+            if p.grad is not None and not plan.is_view(i, p.grad)
+        ]
+        if not foreign or len(foreign) < len(self._slots):
+            return False
+        # small ones first: one of them usually ends the search
+        return not any(g.count_nonzero() for g in sorted(foreign, key=Tensor.numel))
+
+    def _synchronize_sparse(self) -> list[SparseUpdate]:
+        """Like synchronize(), but return sparse results that need no momentum instead of making them dense."""
+        updates = []
+        for plan, result in self._finish():
+            if isinstance(result, SparseResult) and not self._dropped:
+                if plan.takes_sparse_updates:
+                    updates.append(plan.sparse_update(result.indices, result.values))
+                else:
+                    plan.make_dense(result)
+        return updates
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. With set_to_none=False they become zero views into the buckets, which is slower."""
+        self._engine.intact.check()
+        if self._engine.in_flight:
             raise RuntimeError(
                 "zero_grad() between backward and step() or synchronize(), while gradients are in flight. After "
                 "an exception in backward call step() all the same, as other ranks do: what is missing is zero"
@@ -436,26 +388,21 @@ class GradientExchange:
                 plan.bucket.flat.zero_()
                 plan.attach()
         self._reset()
-        self.averaged = False
+        self._averaged = False
+        for group in self.inner.param_groups:
+            for p in group["params"]:
+                if p not in self._slots:
+                    p.grad = None  # always: a zero gradient would decay frozen parameters
 
-    def is_state_initialisation(self) -> bool:
-        """Whether hvd.broadcast_optimizer_state called step() on zero gradients to create optimizer state.
-
-        Only the ranks without state do so. Nothing may be exchanged, and no weight may change.
-        """
-        gradients = [p.grad for p in self.slots]
-        foreign = [
-            p.grad
-            for plan in self.planned
-            for i, p in enumerate(plan.parameters)
-            if p.grad is not None and not plan.is_view(i, p.grad)
-        ]
-        if not foreign or len(foreign) < len(gradients):
-            return False
-        # small ones first: one of them usually ends the search
-        return not any(g.count_nonzero() for g in sorted(foreign, key=Tensor.numel))
+    def compression_state_dict(self) -> dict[str, Any]:
+        self._engine.intact.check()
+        return super().compression_state_dict()
 
     def close(self) -> None:
+        """Remove the hooks from the parameters, so that another DistributedOptimizer can wrap them."""
         for handle in self._handles:
             handle.remove()
-        release(self.slots)
+        release(self._slots)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.inner!r}, size={self.transport.size})"

@@ -1,26 +1,27 @@
 """LocalOptimizer: each rank steps on its own gradients, and ranks exchange models (`dgc.gossip`, `dgc.local`)."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import isnan
 from time import perf_counter
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.comm.collectives import all_gather_object, all_reduce, barrier
+from dgc.comm.collectives import all_reduce, barrier
 from dgc.comm.connect import default_transport
 from dgc.comm.conversation import Intact
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.transport import Transport
+from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.engine.agreement import check_settings, first_difference
+from dgc.engine.agreement import check_settings
+from dgc.engine.buckets import check_equal_plans
+from dgc.engine.loop import warn_of_drop
 from dgc.engine.options import (
     check_no_unfrozen,
+    check_nonfinite,
     check_not_sharded,
     check_optimizer_state,
     check_transport,
@@ -48,11 +49,9 @@ class LocalOptimizer(Wrapper):
         optimizer: The optimizer to wrap.
         named_parameters: `model.named_parameters()`. None: names are made from groups and positions.
         method: How models are exchanged: an algorithm of `dgc.gossip` or `dgc.local`.
-        transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries the
-            messages between two ranks.
-        nonfinite: Response to NaN or inf in this rank's gradient. "skip" leaves this rank's model unchanged in
-            this step and increments `dropped_steps`; other ranks are not affected. "raise" raises
-            NonFiniteGradientError.
+        transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries messages of two ranks.
+        nonfinite: Response to NaN or inf in this rank's gradient. "skip" drops this rank's step and counts it in
+            `dropped_steps`; other ranks are not affected. "raise" raises NonFiniteGradientError.
 
     Raises:
         ValueError: An argument is invalid, or settings or models differ between ranks.
@@ -76,13 +75,15 @@ class LocalOptimizer(Wrapper):
         transport: Transport | None = None,
         nonfinite: str = "skip",
     ):
-        if nonfinite not in ("skip", "raise"):
-            raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
+        check_nonfinite(nonfinite, None)
         check_method(method)
         check_transport(transport)
         self.transport = transport or default_transport(point_to_point=True)
-        super().__init__(optimizer, [method], self._all_ranks)
+        # all ranks of the run, by whose numbers messages name them
+        ranks = transport.inner if isinstance(transport, CrossMachineTransport) else self.transport
+        super().__init__(optimizer, [method], ranks)
         self._takes_common_steps = method.is_synchronous
+        self.max_step_lag = MAX_STEP_LAG if method.is_synchronous else None
         self.method, self.nonfinite = method, nonfinite
         # HierarchicalGossip's algorithm between machines counts these as its ranks
         self.meter = TrafficMeter(1 if method.needs_groups else self.transport.local_size)
@@ -92,24 +93,15 @@ class LocalOptimizer(Wrapper):
         named = name_parameters(optimizer, named_parameters)
         if not self._is_sharded:
             check_not_sharded(named, "LocalOptimizer", "use dgc.fsdp.ShardedLocalOptimizer")
-        check_settings(self._all_ranks, "local.settings", nonfinite=nonfinite, method=method)
-        _check_agreement(named, self._all_ranks)
+        check_settings(ranks, "local.settings", nonfinite=nonfinite, method=method)
+        check_equal_plans([(name, tuple(p.shape), str(p.dtype)) for name, p in named], ranks)
         self.model, self._trained = FlatModel(named), {p for _, p in named}
         if isinstance(method, UsesOptimizer):
             method.use_optimizer(optimizer)
         method.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.local")
+        self.island = method.island
         if not method.is_synchronous:  # a rank could train alone, and end, before the others are connected to it
             barrier(self.transport, "local.started")
-
-    @property
-    def _all_ranks(self) -> Transport:
-        """Connects all ranks of the run, by whose numbers messages name them."""
-        return self.transport
-
-    @property
-    def max_step_lag(self) -> int | None:  # type: ignore[override]
-        """Largest number of steps by which a rank should be ahead of another. A lower limit causes extra waits."""
-        return MAX_STEP_LAG if self.method.is_synchronous else None
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -123,7 +115,7 @@ class LocalOptimizer(Wrapper):
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
         self.meter.count_dense(self.model.z.numel(), self.transport.size)
         self._begin_step()  # collective in the first step: before what may raise an error on some ranks only
-        step = self.inner.step if self._has_finite_gradients() else _no_step
+        step = self.inner.step if self._has_finite_gradients() else lambda: None
         self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
         return loss
 
@@ -137,17 +129,19 @@ class LocalOptimizer(Wrapper):
 
     def _has_finite_gradients(self) -> bool:
         """Whether this rank's gradients are finite. If a GradScaler has scaled them, they are unscaled first."""
-        gradients = [local(p.grad) for p in self.model.parameters if p.grad is not None]
-        if not gradients:
+        pairs = zip(self.model.segments, self.model.parameters, strict=True)
+        owned = [(segment.name, local(p.grad)) for segment, p in pairs if p.grad is not None]
+        if not owned:
             return True
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
-            torch._foreach_mul_(gradients, float(1 / scale.double()))
+            torch._foreach_mul_([gradient for _, gradient in owned], float(1 / scale.double()))
         if found_inf is not None:
             is_finite = not float(found_inf)
             self.dropped_steps += not is_finite
             return is_finite
-        named = self._named_values()
+        every = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in owned]
+        named = [(name, values) for name, values in every if values.numel()]
         if not named:
             return True
         # sums take a tenth of the time of a look at each element, but may overflow
@@ -155,29 +149,15 @@ class LocalOptimizer(Wrapper):
         if bool(sums.isfinite().all()):
             return True
         first = next((name for name, values in named if not bool(values.isfinite().all())), None)
-        if first is not None:
-            self._warn_nonfinite(first)
-        return first is None
-
-    def _named_values(self) -> list[tuple[str, Tensor]]:
-        """Return (name, values) of this rank's gradients, without empty ones."""
-        named = zip(self.model.segments, self.model.parameters, strict=True)
-        gradients = [(segment.name, local(p.grad)) for segment, p in named if p.grad is not None]
-        values = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients]
-        return [(name, v) for name, v in values if v.numel()]
-
-    def _warn_nonfinite(self, name: str) -> None:
-        """Count a dropped step and warn once, or raise, by `nonfinite`."""
-        reason = f"the gradient of {name} on rank {self._all_ranks.rank} has NaN or inf"
+        if first is None:
+            return True
+        reason = f"the gradient of {first} on rank {self._ranks.rank} has NaN or inf"
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(reason)
         self.dropped_steps += 1
         if self.dropped_steps == 1:
-            warnings.warn(
-                f"{reason}: this {self._worker} drops its step. Further dropped steps are only counted, in "
-                "dropped_steps; nonfinite='raise' raises an error instead",
-                stacklevel=4,
-            )
+            warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=4)
+        return False
 
     # --- the common model -------------------------------------------------------------------------
 
@@ -187,16 +167,14 @@ class LocalOptimizer(Wrapper):
         return lambda: self.method.progress < total
 
     def synchronize_messages(self) -> None:
-        """Receive all messages in flight and add them to the model. Collective."""
         self._intact.check()
         self.method.synchronize_messages()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Context in which every rank's parameters are the mean over all ranks. They are restored afterwards.
+        """Context in which every rank's parameters are the mean over all ranks, with all messages in flight.
 
-        Messages in flight are received first and are part of the mean. Sets `consensus_distance`, the L2 distance
-        of this rank's parameters from the mean. Collective.
+        Sets `consensus_distance`, the L2 distance of this rank's parameters from the mean. Collective.
         """
         self._intact.check()
         self.method.flush()
@@ -215,24 +193,18 @@ class LocalOptimizer(Wrapper):
             self.model.scatter()
 
     def metrics(self) -> dict[str, float]:
-        """Return values for logs: those of the algorithm, and consensus_distance once measured."""
         measured = {} if isnan(self.consensus_distance) else {"consensus_distance": self.consensus_distance}
         return {**self.method.metrics(), **measured}
 
     def close(self) -> None:
         """Receive all messages in flight, then stop sending and receiving. Collective.
 
-        Call it before the program ends. When the first rank exits, Horovod ends MPI on all ranks, even if some of
-        them are still training.
+        Call it before the program ends. When the first rank exits, Horovod ends MPI on all ranks.
         """
         if self.method.is_running:
             self.synchronize_messages()
         self.method.close()
         barrier(self.transport, "local.closed")
-
-    @property
-    def island(self) -> int | None:  # type: ignore[override]
-        return self.method.island
 
     def join(self) -> None:
         if self.island is None:
@@ -264,21 +236,3 @@ def check_method(method: Any) -> None:
     """Raise ValueError if `method` is no algorithm that exchanges models."""
     if isinstance(method, type) or not isinstance(method, Gossip):
         raise ValueError(f"method must be an algorithm such as dgc.gossip.SGP(), not {method!r}")
-
-
-def _no_step() -> None:
-    """Replaces the optimizer's step if the step is dropped."""
-
-
-def _check_agreement(named: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
-    """Raise ValueError on every rank if the ranks have different parameters. Collective."""
-    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
-    digest = crc32(repr(own).encode())
-    both = torch.tensor([digest, -digest], dtype=torch.int64)
-    largest = all_reduce(transport, both, "max", "local.digest").tolist()
-    if largest == [digest, -digest]:
-        return
-    for rank, other in enumerate(all_gather_object(transport, own, "local.model")):
-        if other != own:
-            difference = first_difference(other, own, "parameters")
-            raise ValueError(f"rank {rank} and rank {transport.rank} train different models: {difference}")

@@ -12,12 +12,10 @@ With the learning rate gamma and T_w = freeze_step, in step t = 1, 2, ..:
 Adam's step is not linear in the gradient, so error feedback of gradients does not fit it. With a frozen v the step
 is linear in m, and what compression leaves out of m can be added later.
 
-Differences from the paper: c1 and c2, the bias corrections of Adam, which the paper leaves out
-(bias_correction=False). Weight decay is decoupled, as in AdamW. After step T_w, v is raised to `floor` times its
-mean over the tensor, which the paper does not do (floor=0): C[x] has one magnitude for all elements of a piece,
-and an element moves by it, divided by its own sqrt(v). One with a far smaller v than others would move too far.
-Where v is zero for a whole tensor, which then has had no gradient, nothing moves after the warm-up. The authors'
-code masks elements without gradients by hand.
+Differences from the paper: the bias corrections c1 and c2 (the paper's: bias_correction=False), and decoupled
+weight decay. After step T_w, v is raised to `floor` times its mean over the tensor (the paper's: floor=0), because
+C[x] has one magnitude for all elements of a piece, and one with a far smaller v would move too far. A tensor that
+has had no gradient in the warm-up does not move after it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.arguments import WHOLE, require
 from dgc.engine.options import check_adam, loss_of
 
 
@@ -34,8 +33,7 @@ class OneBitAdam(Optimizer):
     """Adam whose momentum is exchanged in 1 bit per element after a warm-up (Tang et al. 2021, arXiv 2102.02888).
 
     For the first `freeze_step` steps it is torch.optim.AdamW. Then the second moment stays as it is, and
-    `OneBitAdamCompressor` exchanges the first moment. With other compressors, and for parameters that a Route
-    assigns to them, it is AdamW with a second moment that stays constant after the warm-up.
+    `OneBitAdamCompressor` exchanges the first moment. Parameters of other compressors go on with AdamW.
 
     Args:
         params: Parameters or parameter groups.
@@ -46,8 +44,8 @@ class OneBitAdam(Optimizer):
         freeze_step: Number of steps of the warm-up, at least 1. Dropped steps do not count. The second moment
             must have settled by then: take 15 to 25 % of all steps, and at least the learning rate's warm-up.
         bias_correction: Divide the moments by 1 - beta**t. The paper does not.
-        floor: Smallest second moment after the warm-up, as a fraction of the mean of its tensor, from 0 to 1. 0 is
-            the paper's. Training may then diverge if some elements have had very small gradients.
+        floor: Smallest second moment after the warm-up, as a fraction of the mean of its tensor, from 0 to 1. With
+            0 training may diverge if some elements have had very small gradients.
 
     Raises:
         ValueError: An argument is out of range, or parameter groups differ in freeze_step.
@@ -70,8 +68,7 @@ class OneBitAdam(Optimizer):
         floor: float = 0.01,
     ):
         check_adam(betas, floor, lr=lr, eps=eps, weight_decay=weight_decay)
-        if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 1:
-            raise ValueError(f"freeze_step must be a whole number of at least 1, not {freeze_step!r}")
+        require("a whole number of at least 1", WHOLE, least=1, freeze_step=freeze_step)
         self._receives_momentum: frozenset[Tensor] = frozenset()
         defaults = dict(
             lr=lr,
@@ -97,8 +94,6 @@ class OneBitAdam(Optimizer):
             )
         new["steps"] = 0 if new is first else first["steps"]
 
-    # --- the compressor's view --------------------------------------------------------------------
-
     @property
     def exchanges_momentum(self) -> bool:
         """Whether the next step needs the momentum of the ranks. Before, it needs their gradients."""
@@ -119,8 +114,6 @@ class OneBitAdam(Optimizer):
     def receive_momentum_of(self, parameters: Iterable[Tensor]) -> None:
         """Take .grad of these parameters as their momentum in every step with `exchanges_momentum`."""
         self._receives_momentum = frozenset(parameters)
-
-    # --- one step ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

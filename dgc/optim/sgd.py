@@ -6,10 +6,8 @@ and w is weight decay with its own momentum buffer, which is local and dense:
     b = m b + (1 - dampening) wd p;   w = wd p + m b (Nesterov) or b
 
 By linearity this equals the treatment of weight decay in momentum SGD. Other parameters follow torch.optim.SGD.
-A corrected gradient may be sparse. It then changes only the elements in its indices.
-
-With decoupled_weight_decay, p = p - lr wd p for all parameters, without momentum (SGDW, Loshchilov and Hutter
-2019, arXiv 1711.05101).
+A corrected gradient may be sparse, and then changes only the elements in its indices. With decoupled_weight_decay,
+p = p - lr wd p for all parameters, without momentum (SGDW, Loshchilov and Hutter 2019, arXiv 1711.05101).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,17 +29,13 @@ class DGCSGD(Optimizer):
     It follows torch.optim.SGD until a DistributedOptimizer calls `skip_momentum_of`.
 
     Args:
-        params: Parameters or parameter groups.
-        lr: Learning rate.
-        momentum: Momentum coefficient. It must equal the memory's for compressed parameters.
-        dampening: Dampening of momentum. It must be 0 for compressed parameters.
-        weight_decay: Weight decay (L2 penalty).
-        nesterov: Use Nesterov momentum. It must equal the memory's for compressed parameters.
+        params, lr, weight_decay: As torch.optim.SGD.
+        momentum, nesterov: As torch.optim.SGD. They must equal the memory's for compressed parameters.
+        dampening: As torch.optim.SGD. It must be 0 for compressed parameters.
         decoupled_weight_decay: Apply weight decay without momentum (SGDW).
 
     Raises:
-        ValueError: `lr`, `momentum` or `weight_decay` is negative, or `nesterov` is set without momentum or with
-            dampening.
+        ValueError: A number is negative, or `nesterov` is set without momentum or with dampening.
 
     Example:
         optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)

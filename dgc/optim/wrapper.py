@@ -13,16 +13,9 @@ from dgc.engine.state import BucketStates, HasCompression, Method
 
 
 class Wrapper(HasCompression, Optimizer):
-    """Wraps the optimizer `inner`. Attributes that are not defined here are those of `inner`.
+    """Wraps the optimizer `inner`, with compressors or a gossip algorithm. Other attributes are those of `inner`.
 
-    It cannot be copied or pickled, because it has hooks on its parameters and a connection to the other ranks.
-    Save `state_dict()` and, on each rank, `compression_state_dict()`.
-
-    Args:
-        inner: The wrapped optimizer.
-        methods: Its compressors, or its gossip algorithm.
-        transport: Connects all ranks.
-        steps_per_epoch: Count epochs by steps.
+    It cannot be copied or pickled. Save `state_dict()` and, on each rank, `compression_state_dict()`.
     """
 
     transport: Transport
@@ -39,8 +32,6 @@ class Wrapper(HasCompression, Optimizer):
         # Optimizer.__init__ is not called: it would create its own groups and hooks
         self.inner: Any = inner
         HasCompression.__init__(self, methods, transport, steps_per_epoch)
-
-    # --- the wrapped optimizer ---------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -72,28 +63,22 @@ class Wrapper(HasCompression, Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    # --- ranks ------------------------------------------------------------------------------------
-
     max_step_lag: int | None = 0  # largest number of steps by which a rank may be ahead of another; None: no limit
 
     def more_steps(self, total: int) -> Callable[[], bool] | None:
-        """Return a function that decides whether this rank takes another step, or None if ranks are synchronous.
+        """Return a function that is True until the steps of all ranks together reach `total`.
 
-        Without synchronization, ranks take different numbers of steps. The function returns True until the steps
-        of all ranks together reach `total`.
+        None: ranks are synchronous, and take the same number of steps.
         """
         return None
 
-    # The index of this rank's island, if islands can be lost and `join`. None: they cannot. The ranks of an island
-    # share one model.
-    island: int | None = None
+    island: int | None = None  # that of this rank, see `Gossip`
 
     def join(self) -> None:
-        """Continue as an island that joins or returns, from the state of another one, which must have been loaded.
+        """Continue as an island that joins or returns, from the common model and without a residual.
 
-        It begins with the common model, and without error state: what it has not sent is lost, or was that of
-        another island and would be counted twice. Load that state with allow_other_rank=True. Call it on every
-        rank of the island, before zero_grad().
+        Load the state of another island before, with allow_other_rank=True. Call it on every rank of the island,
+        before zero_grad().
         """
         raise ValueError(f"no island can join in mid-run with {self!r}: use `dgc.local.OuterSteps` without a base")
 

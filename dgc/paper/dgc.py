@@ -27,7 +27,7 @@ from torch import Tensor
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllGather, Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import Compressor, MomentumCorrection, Reduced
+from dgc.compression.protocol import MomentumCorrection, Reduced
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
 from dgc.state import State
 
@@ -35,7 +35,7 @@ from dgc.state import State
 class DGC(ErrorFeedback):
     """compress_ratio: D. momentum: m. masking: of U. thr_G: local limit, N ** -0.5 of the global one, or None."""
 
-    error, others = "V", ("U",)
+    error, others, fallback = "V", ("U",), DenseCompressor()
 
     def __init__(
         self,
@@ -49,10 +49,6 @@ class DGC(ErrorFeedback):
         self.D, self.m, self.nesterov, self.masking = compress_ratio, momentum, nesterov, masking
         self.thr_G, self.warmup, self.correction = thr_G, warmup_epochs, MomentumCorrection(momentum, nesterov)
         self.begin_epoch(0)
-
-    @property
-    def fallback(self) -> Compressor:
-        return DenseCompressor()
 
     def accepts(self, segment: Segment) -> bool:
         return len(segment.shape) > 1

@@ -8,8 +8,7 @@ from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
 from dgc.bucket import Bucket
-from dgc.compression.nonfinite import first_nonfinite_message
-from dgc.compression.protocol import Compressor, DenseResult, MomentumCorrection
+from dgc.compression.protocol import Compressor, DenseResult, MomentumCorrection, first_nonfinite_message
 from dgc.state import State, zeros
 
 

@@ -48,10 +48,6 @@ def compress_aggregate(
     return P_hat, Q_w, Q
 
 
-def decompress(P_hat: Float[Tensor, "n r"], Q: Float[Tensor, "m r"]) -> Float[Tensor, "n m"]:
-    return P_hat @ Q.T
-
-
 @dataclass(eq=False)
 class Factors(State):
     """Q: of each matrix, by name. steps: t."""
@@ -60,8 +56,8 @@ class Factors(State):
 
 
 class PowerSGD(Compressor):
-    """Algorithm 2. rank: r. draw(name, t, m, r): a random Q [m, r] for step t, the same on all workers.
-    warm_start: begin with the Q of the step before. error_feedback: keep e_w.
+    """rank: r. draw(name, t, m, r): a random Q [m, r] for step t, the same on all workers. warm_start: begin with
+    the Q of the step before. error_feedback: keep e_w.
     """
 
     def __init__(self, rank: int, draw: Draw, warm_start: bool = True, error_feedback: bool = True):
@@ -83,7 +79,7 @@ class PowerSGD(Compressor):
                     Q = self.draw(s.name, state.steps, m, min(self.rank, n, m)).to(delta_w)
                 P_hat, Q_w, new.Q[s.name] = yield from compress_aggregate(delta_w, Q)
                 if self.error_feedback:
-                    s.of(new.errors["e"]).copy_((delta_w - decompress(P_hat, Q_w)).view(s.shape))
-                update = decompress(P_hat, new.Q[s.name])
+                    s.of(new.errors["e"]).copy_((delta_w - P_hat @ Q_w.T).view(s.shape))
+                update = P_hat @ new.Q[s.name].T
             g_w.copy_(update.view(s.shape))
         return Reduced(DenseResult(), new)

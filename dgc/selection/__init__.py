@@ -13,7 +13,7 @@ from dgc.selection.exact import Exact as Exact
 from dgc.selection.exact import Histogram as Histogram
 from dgc.selection.exact import Predicted as Predicted
 from dgc.selection.exact import Radix as Radix
-from dgc.selection.per_chunk import TopKPerChunk as TopKPerChunk
+from dgc.selection.exact import TopKPerChunk as TopKPerChunk
 from dgc.selection.selector import Plan as Plan
 from dgc.selection.selector import Selector as Selector
 from dgc.selection.selector import SelectorResult as SelectorResult

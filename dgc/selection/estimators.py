@@ -1,9 +1,9 @@
 """Selectors that estimate a threshold for each tensor and send the elements that reach it.
 
 All tensors of a bucket are searched at the same time. In each tensor, one pass over memory counts the elements at
-or above that tensor's threshold; tensors with a final threshold are skipped. If more elements reach a threshold
-than may be sent, they are cut by magnitude, never by position. Slots that one tensor leaves free are used by
-others.
+or above that tensor's threshold; tensors with a final threshold are skipped. No threshold exceeds the largest
+element, and zeros are not sent. Slots that one tensor leaves free are used by others. If more elements reach a
+threshold than may be sent, they are cut by magnitude, never by position.
 """
 
 import math
@@ -17,7 +17,7 @@ from jaxtyping import Float32, Float64, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.arguments import checked
+from dgc.arguments import WHOLE, checked, require
 from dgc.kernels import Moments, SparseVector, Tail
 from dgc.selection.selector import Plan, Selector, share
 
@@ -33,7 +33,6 @@ class Estimator(Selector):
     @abstractmethod
     def estimate(self, segments: "Ranges") -> tuple[Thresholds, Counts]:
         """Returns a threshold for each tensor, and the number of elements that reach it."""
-        ...
 
     def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
         thresholds, counts = self.estimate(Ranges(v, plan, seed))
@@ -140,6 +139,13 @@ def narrow(
     return found, segments.count(found, short).where(short, counts)
 
 
+def require_around_one(**bounds: float) -> None:
+    """Raises ValueError unless the first bound is in (0, 1], and the second at least 1."""
+    (lower, least), (upper, most) = bounds.items()
+    if not 0 < least <= 1 <= most:
+        raise ValueError(f"0 < {lower} <= 1 <= {upper} is needed, not {least} and {most}")
+
+
 @checked
 @dataclass(frozen=True)
 class Sampled(Estimator):
@@ -157,9 +163,7 @@ class Sampled(Estimator):
     The search takes one pass for each count, and the sample.
 
     Differences from the original: A selection between k and upper * k is cut by magnitude. The original keeps the
-    first k positions, which starves the end of every tensor. Slots that one tensor leaves free are used by others.
-    Zeros are not sent. A threshold is never raised beyond the largest element. The random start is seeded, so runs
-    repeat.
+    first k positions, which starves the end of every tensor. The random start is seeded, so runs repeat.
 
     Args:
         sample_ratio (float): s, the fraction of each tensor that is sampled. In (0, 1].
@@ -183,13 +187,10 @@ class Sampled(Estimator):
     def __post_init__(self) -> None:
         if not 0 < self.sample_ratio <= 1:
             raise ValueError(f"sample_ratio is a fraction in (0, 1], not {self.sample_ratio}")
-        if not 0 < self.compress_lower_bound <= 1 <= self.compress_upper_bound:
-            raise ValueError(
-                "0 < compress_lower_bound <= 1 <= compress_upper_bound is needed, not "
-                f"{self.compress_lower_bound} and {self.compress_upper_bound}"
-            )
-        if self.max_adaptation_iters < 0:
-            raise ValueError(f"max_adaptation_iters must not be negative, not {self.max_adaptation_iters}")
+        require_around_one(
+            compress_lower_bound=self.compress_lower_bound, compress_upper_bound=self.compress_upper_bound
+        )
+        require("at least 0", WHOLE, least=0, max_adaptation_iters=self.max_adaptation_iters)
 
     def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
         k, (t, whole) = segments.k, self._from_samples(segments)
@@ -261,8 +262,7 @@ class Exponential(Estimator):
 
     Differences from the paper and its code: Each tensor has its own M, which begins at 1. The excess is measured
     from the threshold, not from the smallest element above it. A stage that no element survives therefore leaves
-    the threshold unchanged. No threshold exceeds the largest element. Elements beyond k that find no free slot are
-    cut by magnitude.
+    the threshold unchanged.
 
     Args:
         period (int): steps between changes of the number of stages M.
@@ -279,10 +279,8 @@ class Exponential(Estimator):
     remembers = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.lower <= 1 <= self.upper:
-            raise ValueError(f"0 < lower <= 1 <= upper is needed, not {self.lower} and {self.upper}")
-        if self.period < 1:
-            raise ValueError(f"period must be at least 1, not {self.period}")
+        require_around_one(lower=self.lower, upper=self.upper)
+        require("at least 1", WHOLE, least=1, period=self.period)
 
     def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
         k, density = segments.k, segments.density
@@ -342,7 +340,7 @@ class Laplace(Estimator):
 
     Differences from the paper: Only its abstract, tables and captions are public. The range of accepted counts,
     the limit of passes, secant and warm start are this project's. `redsync` is the rule of the method that the
-    paper builds on. Elements beyond k that find no free slot are cut by magnitude.
+    paper builds on.
 
     Args:
         stop (str): range of accepted counts: "redsync" (k to 2 k), "tight" (0.8 k to 1.25 k) or "exact" (k).
@@ -364,8 +362,7 @@ class Laplace(Estimator):
             raise ValueError(f"stop is one of {', '.join(STOP)}, not {self.stop!r}")
         if self.method not in METHODS:
             raise ValueError(f"method is one of {', '.join(METHODS)}, not {self.method!r}")
-        if self.passes < 1:
-            raise ValueError(f"passes must be at least 1, not {self.passes}")
+        require("at least 1", WHOLE, least=1, passes=self.passes)
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]
@@ -422,8 +419,7 @@ class Gaussian(Estimator):
     passes: int = 4
 
     def __post_init__(self) -> None:
-        if self.passes < 1:
-            raise ValueError(f"passes must be at least 1, not {self.passes}")
+        require("at least 1", WHOLE, least=1, passes=self.passes)
 
     def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
         n, moments = segments.n.clamp(min=1), segments.moments
@@ -496,8 +492,8 @@ class Bisection(Estimator):
     then the last step may be too coarse.
 
     Differences from the paper: For k/2 <= c < k the paper moves l up, away from the threshold it searches for, and
-    it never accepts such a count. This code moves r. Candidates beyond k are cut by magnitude. If fewer than k
-    elements reach the mean, which is the lower end of the bracket, all elements are candidates.
+    it never accepts such a count. This code moves r. If fewer than k elements reach the mean, which is the lower
+    end of the bracket, all elements are candidates.
 
     Args:
         lower (float): smallest accepted count, as a multiple of k. In (0, 1].
@@ -513,10 +509,8 @@ class Bisection(Estimator):
     passes: int = 10
 
     def __post_init__(self) -> None:
-        if not 0 < self.lower <= 1 <= self.upper:
-            raise ValueError(f"0 < lower <= 1 <= upper is needed, not {self.lower} and {self.upper}")
-        if self.passes < 1:
-            raise ValueError(f"passes must be at least 1, not {self.passes}")
+        require_around_one(lower=self.lower, upper=self.upper)
+        require("at least 1", WHOLE, least=1, passes=self.passes)
 
     def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
         low = segments.threshold(segments.mean)
@@ -541,13 +535,7 @@ class MSTopk(Bisection):
     position, so the selection equals an exact top-k. The search ends early if c = k. If fewer than k elements
     reach the mean, all elements are candidates.
 
-    Args:
-        lower (float): smallest accepted count, as a multiple of k; see `Bisection`.
-        upper (float): largest accepted count, as a multiple of k.
-        passes (int): largest number of counts, N in the paper.
-
-    Raises:
-        ValueError: if an argument is out of range.
+    Args and Raises as `Bisection`. `passes` is N in the paper.
     """
 
     upper: float = 1.0
@@ -561,7 +549,7 @@ class Fixed(Estimator):
     Interspeech 2015).
 
     The selection takes one count. The number of elements depends only on the gradients. The ratio of the
-    compressor sets the plan's capacity: elements beyond it are cut by magnitude and stay in the error state.
+    compressor sets the plan's capacity: elements beyond it are cut by magnitude and stay in the residual.
 
     Args:
         threshold (float): t, in the unit of the gradients. Positive and finite.

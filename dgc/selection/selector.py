@@ -21,16 +21,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Parallel tables with one entry per tensor of the bucket. The payload holds `capacity` elements.
+    """Tuples with one entry per tensor of the bucket. The payload holds `capacity` elements.
 
     ratio: that of tensors of two or more dimensions. ratios: those of all tensors.
     history: tensors that a selector keeps for its next step. If the selector `remembers`, each tensor in it has
     one row per tensor of the bucket.
     """
 
-    names: tuple[str, ...]
-    offsets: tuple[int, ...]
-    numels: tuple[int, ...]
+    segments: tuple[Segment, ...]
     ks: tuple[int, ...]
     ratio: float
     ratios: tuple[float, ...]
@@ -45,29 +43,29 @@ class Plan:
     @cached_property
     def per_tensor(self) -> Budget:
         """The k of every tensor."""
-        return self._budget([*self.offsets, sum(self.numels)], self.ks)
+        return self._budget([segment.offset for segment in self.segments], self.ks)
 
     @cached_property
     def per_bucket(self) -> Budget:
         """One k for the whole bucket: large tensors may send more than their share, and small ones nothing."""
-        return self._budget([0, sum(self.numels)], [self.capacity])
+        return self._budget([0], [self.capacity])
 
     def per_chunk(self, chunk_size: int) -> Budget:
         """The k of every tensor, divided among chunks of about `chunk_size` elements: see `TopKPerChunk`."""
         if chunk_size not in self._chunked:
-            bounds: list[int] = []
+            starts: list[int] = []
             ks: list[int] = []
-            for offset, numel, k in zip(self.offsets, self.numels, self.ks, strict=True):
-                chunks = min(-(-numel // chunk_size), k)
+            for segment, k in zip(self.segments, self.ks, strict=True):
+                chunks = min(-(-segment.numel // chunk_size), k)
                 sent = [i * k // chunks for i in range(chunks)] + [k]
                 # from k and not from the size, so that no chunk has fewer elements than it sends
-                bounds += [offset + start * numel // k for start in sent[:-1]]
+                starts += [segment.offset + start * segment.numel // k for start in sent[:-1]]
                 ks += [end - start for start, end in pairwise(sent)]
-            self._chunked[chunk_size] = self._budget([*bounds, sum(self.numels)], ks)
+            self._chunked[chunk_size] = self._budget(starts, ks)
         return self._chunked[chunk_size]
 
-    def split(self, v: Tensor) -> list[Tensor]:
-        return [v[o : o + n] for o, n in zip(self.offsets, self.numels, strict=True)]
+    def split(self, v: Tensor) -> tuple[Tensor, ...]:
+        return v.split([segment.numel for segment in self.segments])
 
     def shared(self, counts: Int64[Tensor, "S"]) -> Budget:
         """How many of `counts` candidates each tensor may send: its k, and slots that other tensors leave free.
@@ -84,18 +82,19 @@ class Plan:
     def rows_of_history(self) -> dict[str, dict[str, Any]]:
         """The history by tensor name, independent of the division into buckets. It belongs to this ratio."""
         return {
-            name: {"ratio": self.ratio, **{key: h[i].clone() for key, h in self.history.items()}}
-            for i, name in enumerate(self.names)
+            segment.name: {"ratio": self.ratio, **{key: h[i].clone() for key, h in self.history.items()}}
+            for i, segment in enumerate(self.segments)
         }
 
     def take_history(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
         """Loads rows of `rows_of_history`, if there are rows of this ratio for all tensors of this plan."""
-        own = [rows.get(name, {}) for name in self.names]
+        own = [rows.get(segment.name, {}) for segment in self.segments]
         if all(row.keys() == own[0].keys() and row.get("ratio") == self.ratio for row in own):
             for key in (key for row in own[:1] for key in row if key != "ratio"):
                 self.history[key] = torch.stack([row[key].to(self.device) for row in own])
 
-    def _budget(self, bounds: Sequence[int], ks: Sequence[int]) -> Budget:
+    def _budget(self, starts: Sequence[int], ks: Sequence[int]) -> Budget:
+        bounds = [*starts, sum(segment.numel for segment in self.segments)]
         return Budget(
             torch.tensor(bounds, dtype=torch.int64, device=self.device),
             torch.tensor(ks, dtype=torch.int64, device=self.device),
@@ -117,15 +116,8 @@ def plan_selection(
     """
     vectors = max(ratio, vector_ratio or 0.0)
     ratios = tuple(ratio if len(s.shape) > 1 else vectors for s in segments)
-    return Plan(
-        names=tuple(s.name for s in segments),
-        offsets=tuple(s.offset for s in segments),
-        numels=tuple(s.numel for s in segments),
-        ks=tuple(share(s.numel, own) for s, own in zip(segments, ratios, strict=True)),
-        ratio=ratio,
-        ratios=ratios,
-        device=device,
-    )
+    ks = tuple(share(s.numel, own) for s, own in zip(segments, ratios, strict=True))
+    return Plan(tuple(segments), ks, ratio, ratios, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,14 +142,8 @@ class Selector(ABC):
     @abstractmethod
     def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
         """Selects elements of v, which is not changed. All randomness of a selector must come from `seed`."""
-        ...
 
     def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
         """Accumulates the gradient into v in one pass, then chooses from the new v."""
         first = kernels.of(inputs.v).selection.accumulate_(inputs)
         return SelectorResult(self.choose(inputs.v, plan, seed), first)
-
-    def indices(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> Int64[Tensor, "count"]:
-        """The indices that `choose` selects, ascending."""
-        selection = self.choose(v, plan, seed)
-        return selection.indices[: int(selection.count)].long()

@@ -1,7 +1,7 @@
 """Payload formats: encoding of a sparse selection as one uint8 buffer of planned size, and decoding."""
 
-from dgc.wire.chunks import ChunkIndices as ChunkIndices
 from dgc.wire.envelope import PayloadError as PayloadError
+from dgc.wire.indices import ChunkIndices as ChunkIndices
 from dgc.wire.indices import IndexFormat as IndexFormat
 from dgc.wire.indices import PackedIndices as PackedIndices
 from dgc.wire.indices import PlainIndices as PlainIndices

@@ -2,7 +2,7 @@
 
     bytes 0-3    int32   number of elements of a sparse payload; else 0
     bytes 4-7    int32   number, from 1, of the first tensor with a non-finite gradient; 0 if all are finite
-    bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.codec.protocol)
+    bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.codec)
     bytes 12-15  fp32    scale of the values of a sparse payload; else 1
     bytes 16-19  fp32    ratio of the elements sent in this step, or the nominal ratio
     bytes 20-23  uint32  number of the form: crc32 of what must be the same on every rank
@@ -27,7 +27,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, Op, read
-from dgc.kernels.codec.protocol import HEADER_BYTES, Terms
+from dgc.kernels.codec import HEADER_BYTES, Terms
 
 T = TypeVar("T")
 
@@ -54,7 +54,10 @@ class Unchecked(Generic[T]):
 
     def wait(self) -> tuple[list[T], list[int]]:
         """Wait for the device, and return the contents and what `check` does."""
-        return self.contents, self.check(read_scalars(self.scalars))
+        if not self.scalars or self.scalars[0].is_cpu:
+            return self.contents, self.check(list(map(int, self.scalars)))
+        # one read gets all, because each read waits
+        return self.contents, self.check(torch.stack([scalar.int() for scalar in self.scalars]).tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,7 @@ class Envelope:
     def seal(self, codes: UInt8[Tensor, "nbytes"], first_nonfinite: Int64[Tensor, ""]) -> UInt8[Tensor, "total"]:
         """Return the payload for `codes`."""
         nbytes, codec, (none, one) = codes.numel(), kernels.of(codes).codec, _count_and_scale(codes.device)
-        payload = codec.blank(HEADER_BYTES + -(-nbytes // 8) * 8, codes)
+        payload = codec.blank(sealed_bytes(nbytes), codes)
         if nbytes:
             payload[HEADER_BYTES : HEADER_BYTES + nbytes] = codes
         codec.seal_(payload, none, first_nonfinite, self.bounds, one, self.terms)
@@ -134,7 +137,7 @@ class Envelope:
         """
         codec, codes, scalars = kernels.of(payloads[0]).codec, [], []
         ranks = range(len(payloads)) if ranks is None else ranks
-        check_sizes(payloads, HEADER_BYTES + -(-nbytes // 8) * 8, self.terms, self.what, ranks)
+        check_sizes(payloads, sealed_bytes(nbytes), self.terms, self.what, ranks)
         for payload in payloads:
             whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
             header = codec.unseal(whole)
@@ -245,11 +248,3 @@ def refuse_other_terms(rank: int, words: Sequence[int], terms: Terms, what: str)
         raise PayloadError(
             f"rank {rank} encoded {what} in another format than this rank: every rank needs the same settings"
         )
-
-
-def read_scalars(scalars: Sequence[Tensor]) -> list[int]:
-    """Return the values of zero-dimensional tensors. On a GPU one read gets them all, because each read waits."""
-    if not scalars or scalars[0].is_cpu:
-        return [int(scalar) for scalar in scalars]
-    known: list[int] = torch.stack([scalar.int() for scalar in scalars]).tolist()
-    return known

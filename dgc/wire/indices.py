@@ -26,132 +26,38 @@ needs at most 4 more bytes, that length is planned instead. All of this uses dec
 which rounds equally on every machine, because all ranks must compute the same sizes.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from functools import cache
-from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int32, UInt8
-from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec.protocol import (
-    LARGEST_PARAMETER,
-    PACKED_BLOCK,
-    RICE_BLOCK,
-    Codec,
-    IndexKind,
-    PackedCode,
-    RiceCode,
-    block_count,
-)
-from dgc.kernels.selection.protocol import SparseVector
+from dgc.kernels.codec import BLOCKS, CHUNK, LARGEST_PARAMETER, PLAIN, IndexCode, IndexKind, block_count
 
 INT32_MAX = torch.iinfo(torch.int32).max
+PACKED_BLOCK, RICE_BLOCK = BLOCKS[IndexKind.PACKED], BLOCKS[IndexKind.RICE]
 FURTHER_BITS = 32
 ARITHMETIC = Context(prec=50)
 
 
-@runtime_checkable
-class IndexSection(Protocol):
-    """The section that a format plans for one bucket."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the section in bytes, a multiple of 4."""
-        ...
-
-    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
-        """Write the indices into a section of zeros. Returns the part of the selection that is sent."""
-        ...
-
-    def decode(
-        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        """Return (indices, whether they are ascending and within the bucket). Any bytes and any count are safe."""
-        ...
-
-
-@runtime_checkable
-class IndexFormat(Protocol):
+class IndexFormat(ABC):
     """A format of indices."""
 
-    def plan(self, capacity: int, numel: int) -> IndexSection:
+    @abstractmethod
+    def plan(self, capacity: int, numel: int) -> IndexCode:
         """Plan the section for `capacity` of `numel` elements.
 
         Raises:
             ValueError: This format cannot hold such indices.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class PlainSection:
-    """Consecutive integers, followed by zeros."""
-
-    capacity: int
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.capacity * self.dtype.itemsize
-
-    @property
-    def kind(self) -> IndexKind:
-        return IndexKind.INT32 if self.dtype == torch.int32 else IndexKind.INT64
-
-    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
-        codec.plain_encode_(selection.indices, self.dtype, section)
-        return selection
-
-    def decode(
-        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        return codec.plain_decode(section, count, self.numel, self.dtype)
-
-
-@dataclass(frozen=True)
-class PackedSection:
-    code: PackedCode
-    kind: ClassVar[IndexKind] = IndexKind.PACKED
-
-    @property
-    def nbytes(self) -> int:
-        return self.code.nbytes
-
-    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
-        return codec.packed_encode_(selection, self.code, section)
-
-    def decode(
-        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        return codec.packed_decode(section, count, self.code)
-
-
-@dataclass(frozen=True)
-class RiceSection:
-    code: RiceCode
-    kind: ClassVar[IndexKind] = IndexKind.RICE
-
-    @property
-    def nbytes(self) -> int:
-        return self.code.nbytes
-
-    def encode_(self, codec: Codec, selection: SparseVector, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
-        return codec.rice_encode_(selection, self.code, section)
-
-    def decode(
-        self, codec: Codec, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""]
-    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        return codec.rice_decode(section, count, self.code)
 
 
 @checked
 @dataclass(frozen=True)
-class PlainIndices:
+class PlainIndices(IndexFormat):
     """Indices within the bucket, not compressed.
 
     Args:
@@ -167,29 +73,64 @@ class PlainIndices:
         if self.dtype not in ("int64", "int32"):
             raise ValueError(f"plain indices are int64 or int32, not {self.dtype!r}")
 
-    def plan(self, capacity: int, numel: int) -> IndexSection:
+    def plan(self, capacity: int, numel: int) -> IndexCode:
         if numel > INT32_MAX:
             raise ValueError(f"a bucket of {numel} elements is too large: the maximum is {INT32_MAX}")
-        return PlainSection(capacity, numel, torch.int64 if self.dtype == "int64" else torch.int32)
+        kind = IndexKind[self.dtype.upper()]
+        return IndexCode(kind, capacity, numel, capacity * PLAIN[kind].itemsize)
 
 
 @dataclass(frozen=True)
-class PackedIndices:
+class PackedIndices(IndexFormat):
     """Gaps between indices in blocks of 128, each with the bit width of its largest gap: fast on any machine."""
 
-    def plan(self, capacity: int, numel: int) -> IndexSection:
-        return or_plain(lambda *sizes: PackedSection(plan_packed(*sizes)), capacity, numel)
+    def plan(self, capacity: int, numel: int) -> IndexCode:
+        return or_plain(plan_packed, capacity, numel)
 
 
 @dataclass(frozen=True)
-class RiceIndices:
+class RiceIndices(IndexFormat):
     """Gaps between indices in a Rice code, with one parameter per 512 gaps: about 0.1 bit above the entropy."""
 
-    def plan(self, capacity: int, numel: int) -> IndexSection:
-        return or_plain(lambda *sizes: RiceSection(plan_rice(*sizes)), capacity, numel)
+    def plan(self, capacity: int, numel: int) -> IndexCode:
+        return or_plain(plan_rice, capacity, numel)
 
 
-def or_plain(code: Callable[[int, int], IndexSection], capacity: int, numel: int) -> IndexSection:
+@dataclass(frozen=True)
+class ChunkIndices(IndexFormat):
+    """Indices of 12 bits within chunks of 4096 elements, as of SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706).
+
+    Chunk c of the bucket has the elements 4096 c .. 4096 c + 4095. A section has
+
+        2 bytes for each chunk     number of its elements that are sent
+        12 bits for each element   its index modulo 4096, in ascending order; two in 3 bytes, the first one low
+
+    Bytes for k of n elements: 2 ceil(n / 4096) + 3 ceil(k / 2), rounded up to a multiple of 4. With 64 elements of
+    each chunk these are 12.25 bits per element.
+
+    A Rice code of the same indices needs 7.5 bits (`RiceIndices`). This one has a fixed length for any selection,
+    and every element is found without the ones before it.
+
+    Differences from the paper: Chunks are those of the bucket and not of a tensor, and their numbers of elements
+    are sent, 0.25 bits per element. So any selection has a code, also one of chunks that cross bounds of tensors.
+
+    Example:
+        >>> memory, selector = ResidualMemory(decay=0.95), TopKPerChunk(4096)
+        >>> compression = SparseCompressor(64 / 4096, memory, selector, TwoBitValues(), ChunkIndices())
+    """
+
+    def plan(self, capacity: int, numel: int) -> IndexCode:
+        return or_plain(plan_chunks, capacity, numel)
+
+
+def plan_chunks(capacity: int, numel: int) -> IndexCode:
+    """Plan a code in chunks. Requires capacity >= 1."""
+    chunks = -(-numel // CHUNK)
+    nbytes = _nbytes(16 * chunks + 24 * ((capacity + 1) // 2))
+    return IndexCode(IndexKind.CHUNKS, capacity, numel, nbytes, chunks)
+
+
+def or_plain(code: Callable[[int, int], IndexCode], capacity: int, numel: int) -> IndexCode:
     """Plan the section of a code, or int32 indices if these need no more bytes."""
     plain = PlainIndices("int32").plan(capacity, numel)
     if not capacity:
@@ -199,7 +140,7 @@ def or_plain(code: Callable[[int, int], IndexSection], capacity: int, numel: int
 
 
 @cache
-def plan_packed(capacity: int, numel: int) -> PackedCode:
+def plan_packed(capacity: int, numel: int) -> IndexCode:
     """Plan a packed code. Requires numel >= capacity >= 1."""
     full, rest = divmod(capacity, PACKED_BLOCK)
     with localcontext(ARITHMETIC):
@@ -213,11 +154,12 @@ def plan_packed(capacity: int, numel: int) -> PackedCode:
     longest = packed_longest(capacity, numel)
     room = _room(likely, longest)
     sure = max(room // numel.bit_length(), PACKED_BLOCK * _sure_blocks(room, blocks, numel))
-    return PackedCode(capacity, numel, _nbytes(room + 8 * blocks), capacity if room == longest else sure)
+    nbytes = _nbytes(room + 8 * blocks)
+    return IndexCode(IndexKind.PACKED, capacity, numel, nbytes, capacity if room == longest else sure)
 
 
 @cache
-def plan_rice(capacity: int, numel: int) -> RiceCode:
+def plan_rice(capacity: int, numel: int) -> IndexCode:
     """Plan a Rice code with the parameter b* that needs the fewest bits. Requires numel >= capacity >= 1."""
     with localcontext(ARITHMETIC):
         p = Decimal(capacity) / numel
@@ -225,7 +167,8 @@ def plan_rice(capacity: int, numel: int) -> RiceCode:
         exact, parameter = min(plans)
         likely = _ceil(exact)
     room = _room(likely, capacity * (parameter + 1) + (numel - capacity >> parameter))
-    return RiceCode(capacity, numel, _nbytes(room + 8 * block_count(capacity, RICE_BLOCK)), parameter)
+    nbytes = _nbytes(room + 8 * block_count(capacity, RICE_BLOCK))
+    return IndexCode(IndexKind.RICE, capacity, numel, nbytes, parameter)
 
 
 def packed_longest(count: int, numel: int) -> int:

@@ -20,10 +20,11 @@ from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec.protocol import HEADER_BYTES, WORDS, Codec, MeanDecoder, Sections, Terms
-from dgc.kernels.selection.protocol import Budget, Merged, SparseVector
+from dgc.kernels.codec import HEADER_BYTES, PLAIN, WORDS, Codec, IndexKind, Layout, Terms
+from dgc.kernels.native import NativeMeanDecoder
+from dgc.kernels.selection import Budget, Merged, SparseVector
 from dgc.wire.envelope import PayloadError, Unchecked, check_sizes, refuse_changed, refuse_other_terms
-from dgc.wire.indices import IndexFormat, IndexSection, PlainIndices, PlainSection
+from dgc.wire.indices import IndexFormat, PlainIndices
 from dgc.wire.values import CastValues, ValueFormat
 
 
@@ -40,16 +41,6 @@ class Encoded:
     payload: UInt8[Tensor, "nbytes"]
     sent: SparseVector
     own: Float32[Tensor, "capacity"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The positions of a payload's sections."""
-
-    indices: IndexSection
-    index_bytes: slice
-    value_bytes: slice
-    nbytes: int
 
 
 @checked
@@ -77,7 +68,8 @@ class SparseFormat:
         indices = self.indices.plan(budget.capacity, numel)
         middle = HEADER_BYTES + indices.nbytes
         end = middle + self.values.nbytes(budget.capacity, budget.bounds.numel() - 1)
-        return Layout(indices, slice(HEADER_BYTES, middle), slice(middle, end), -(-end // 8) * 8)
+        nbytes = -(-end // 8) * 8
+        return Layout(indices, self.values.kind, slice(HEADER_BYTES, middle), slice(middle, end), nbytes)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -118,22 +110,18 @@ class PayloadPlan:
         return Terms(self.ratio, self.form.fingerprint)
 
     @cached_property
-    def plain(self) -> tuple[tuple[torch.dtype, torch.dtype], float] | None:
-        """Types of indices and values, and largest value, of a payload that one fused call encodes, or None."""
-        indices, values = self.layout.indices, self.form.values
-        if isinstance(indices, PlainSection) and isinstance(values, CastValues):
-            return (indices.dtype, values.torch_dtype), values.largest(self.result)
+    def limit(self) -> float | None:
+        """Largest value of a payload that one fused call encodes, or None."""
+        values = self.form.values
+        if self.layout.indices.kind in PLAIN and isinstance(values, CastValues):
+            return values.largest(self.result)
         return None
 
     @cached_property
-    def sections(self) -> Sections | None:
-        """The sections for a `MeanDecoder`, or None if it cannot decode a payload of this format."""
-        layout, values = self.layout, getattr(self.form.values, "kind", None)
-        indices = getattr(layout.indices, "kind", None)
-        if indices is None or values is None:
-            return None
-        capacity = self.budget.capacity
-        return Sections(indices, layout.indices.nbytes, values, capacity, self.numel, layout.nbytes)
+    def sections(self) -> Layout | None:
+        """The layout, if a `NativeMeanDecoder` can decode payloads of this format."""
+        layout = self.layout
+        return None if layout.values is None or layout.indices.kind == IndexKind.CHUNKS else layout
 
     def encode(self, codec: Codec, selection: SparseVector, first_nonfinite: Int64[Tensor, ""]) -> Encoded:
         """Encode a selection.
@@ -145,13 +133,13 @@ class PayloadPlan:
         """
         assert selection.values.numel() == self.budget.capacity
         layout, tensors = self.layout, self.budget.bounds if self.tensors is None else self.tensors
-        if self.plain is not None:
+        if self.limit is not None:
             # one fused call with the same result: after a pass over the bucket, caches are cold for small calls
-            how = (*self.plain, first_nonfinite, tensors, self.terms, layout.nbytes)
+            how = (layout, self.limit, first_nonfinite, tensors, self.terms)
             payload, values = codec.encode_plain(selection, *how)
             return Encoded(payload, SparseVector(selection.indices, values, selection.count), selection.values)
         payload = codec.blank(layout.nbytes, selection.values)
-        own = layout.indices.encode_(codec, selection, payload[layout.index_bytes])
+        own = codec.indices_encode_(selection, layout.indices, payload[layout.index_bytes])
         section = payload[layout.value_bytes]
         values, scale = self.form.values.encode_(codec, own, self.budget.bounds, section, self.result)
         codec.seal_(payload, own.count, first_nonfinite, tensors, scale, self.terms)
@@ -184,7 +172,7 @@ class PayloadPlan:
         for given, edges in zip(payloads, bounds, strict=True):
             payload = given if given.is_contiguous() and given.storage_offset() % 8 == 0 else given.clone()
             header = codec.unseal(payload)
-            indices, valid = layout.indices.decode(codec, payload[layout.index_bytes], header.count)
+            indices, valid = codec.indices_decode(payload[layout.index_bytes], header.count, layout.indices)
             section = payload[layout.value_bytes]
             values, finite = self.form.values.decode(codec, section, indices, header, edges)
             selections.append(SparseVector(indices, values, header.count))
@@ -192,48 +180,35 @@ class PayloadPlan:
         return Unchecked(selections, scalars, partial(self._check, ranks=ranks))
 
     def mean(
-        self, decoder: MeanDecoder, payloads: Sequence[UInt8[Tensor, "nbytes"]], size: int
+        self, decoder: NativeMeanDecoder, payloads: Sequence[UInt8[Tensor, "nbytes"]], size: int
     ) -> tuple[Merged, list[int]]:
         """Decode the payloads of all ranks and add them in rank order, in one call of the kernels.
 
-        This is possible on a CPU, for formats with `sections`. It gives the bits of `decode`.
-
-        Args:
-            decoder: Decoder for the payloads' device.
-            payloads: One per rank.
-            size: Number of ranks.
-
-        Returns:
-            The mean over the ranks, and the numbers of `decode`.
-
-        Raises:
-            PayloadError: See `decode`.
+        This is possible on a CPU, for formats with `sections`. It gives the bits of `decode`, and raises the same
+        errors. Returns (the mean over `size` ranks, the numbers of `decode`).
         """
         assert self.sections is not None
-        whole = self._whole(payloads)
-        decoded, mean = decoder.mean(whole, self.sections, self.budget.bounds, size)
-        nonfinite = self._check(decoded.words.tolist(), range(len(payloads)))
-        assert decoded.valid, "a payload without a fault"
+        words, mean = decoder.mean(self._whole(payloads), self.sections, self.budget.bounds, size)
+        nonfinite = self._check(words.tolist(), range(len(payloads)))
+        assert mean is not None, "a payload without a fault"
         return mean, nonfinite
 
     def mean_into_(
         self,
         dense: Float32[Tensor, "n"],
-        decoder: MeanDecoder,
+        decoder: NativeMeanDecoder,
         payloads: Sequence[UInt8[Tensor, "nbytes"]],
         size: int,
     ) -> tuple[bool, list[int]]:
         """Same as `mean`, into a tensor. Returns (whether the mean is finite, the numbers of `decode`).
 
-        Raises:
-            PayloadError: See `decode`. The content of `dense` is then undefined.
+        After an error the content of `dense` is undefined.
         """
         assert self.sections is not None
-        whole = self._whole(payloads)
-        decoded = decoder.mean_into_(dense, whole, self.sections, self.budget.bounds, size)
-        nonfinite = self._check(decoded.words.tolist(), range(len(payloads)))
-        assert decoded.valid, "a payload without a fault"
-        return decoded.finite, nonfinite
+        words, finite = decoder.mean_into_(dense, self._whole(payloads), self.sections, self.budget.bounds, size)
+        nonfinite = self._check(words.tolist(), range(len(payloads)))
+        assert finite is not None, "a payload without a fault"
+        return finite, nonfinite
 
     def _whole(self, payloads: Sequence[Tensor]) -> list[Tensor]:
         """Return contiguous payloads of the planned size."""
@@ -241,7 +216,7 @@ class PayloadPlan:
         return list(map(Tensor.contiguous, payloads))
 
     def _check(self, words: Sequence[int], ranks: Sequence[int]) -> list[int]:
-        """Return the number of each rank's first tensor with a non-finite gradient. words: see `Decoded`."""
+        """Return the number of each rank's first tensor with a non-finite gradient. words: WORDS per payload."""
         segments, capacity = self.budget.bounds.numel() - 1, self.budget.capacity
         for i, rank in enumerate(ranks):
             count, number, ratio, form, sealed, indices_valid, values_valid = words[WORDS * i : WORDS * (i + 1)]
@@ -256,5 +231,5 @@ class PayloadPlan:
             if not indices_valid:
                 raise PayloadError(f"rank {rank} sent indices that do not ascend within 0..{self.numel - 1}")
             if not values_valid:
-                raise PayloadError(f"rank {rank} sent values that are not finite: its error state has overflowed")
+                raise PayloadError(f"rank {rank} sent values that are not finite: its residual has overflowed")
         return list(words[1::WORDS])

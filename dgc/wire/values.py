@@ -1,37 +1,51 @@
-"""Value formats of a payload. The rounding error of a format stays in the sender's error state."""
+"""Value formats of a payload. The rounding error of a format stays in the sender's residual."""
 
 from dataclasses import dataclass
 from functools import cache
 from math import inf
 from numbers import Real
-from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec.protocol import Codec, Header, ValueKind
-from dgc.kernels.selection.protocol import SparseVector
+from dgc.kernels.codec import CASTS, TABLES, Codec, Header, ValueKind
+from dgc.kernels.selection import SparseVector
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-KINDS = {"fp32": ValueKind.FP32, "fp16": ValueKind.FP16, "bf16": ValueKind.BF16}
+ROUNDING = {"fp32": 0.0, "fp16": torch.finfo(torch.float16).eps, "bf16": torch.finfo(torch.bfloat16).eps}
 FP32 = torch.finfo(torch.float32)
-BINS = 4  # of TwoBitValues
 
 
-@runtime_checkable
-class ValueFormat(Protocol):
-    """A format of values."""
+class ValueFormat:
+    """A format of values. These methods are for the codes with a table of fp32 numbers per tensor.
+
+    A format of another kind has a `kind` of None, and its own `nbytes`, `encode_` and `decode`.
+    """
+
+    rounding = 0.0  # largest relative error by which a decoded value may exceed the largest magnitude
+
+    @property
+    def kind(self) -> ValueKind | None:
+        """The code."""
+        return None
 
     @property
     def dense(self) -> "CastValues":
         """Format for a dense all-reduce of all values. Never bf16, which no transport can add."""
-        ...
+        return CastValues()
+
+    @property
+    def r(self) -> float:
+        """Parameter of `Codec.table_encode_`."""
+        return 0.0
 
     def nbytes(self, capacity: int, segments: int) -> int:
         """Return the size in bytes of the section for `capacity` elements from `segments` tensors."""
-        ...
+        assert self.kind is not None
+        numbers, bits = TABLES[self.kind]
+        return 4 * numbers * segments + (capacity * bits + 7) // 8
 
     def encode_(
         self,
@@ -48,7 +62,12 @@ class ValueFormat(Protocol):
         Returns:
             (the values that `decode` will return, the scale for the header).
         """
-        ...
+        assert self.kind is not None
+        limit = largest_within(result, self.rounding)
+        values = selection.values if limit == inf else selection.values.clamp(-limit, limit)
+        limited = SparseVector(selection.indices, values, selection.count)
+        decoded = codec.table_encode_(self.kind, limited, bounds, section, self.r)
+        return decoded, torch.ones((), dtype=torch.float32, device=section.device)
 
     def decode(
         self,
@@ -59,12 +78,13 @@ class ValueFormat(Protocol):
         bounds: Int64[Tensor, "bounds"],
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
         """Return (the values of these indices, followed by zeros; whether they are finite)."""
-        ...
+        assert self.kind is not None
+        return codec.table_decode(self.kind, section, indices, header.count, bounds)
 
 
 @checked
 @dataclass(frozen=True)
-class CastValues:
+class CastValues(ValueFormat):
     """Values cast to a floating-point type.
 
     The 16-bit types are scaled by a power of two, per bucket and step, that puts the largest magnitude just below
@@ -93,7 +113,7 @@ class CastValues:
 
     @property
     def kind(self) -> ValueKind:
-        return KINDS[self.dtype]
+        return ValueKind(CASTS.index(self.torch_dtype))
 
     @property
     def dense(self) -> "CastValues":
@@ -104,7 +124,7 @@ class CastValues:
 
     def largest(self, result: torch.dtype) -> float:
         """Return the limit of magnitudes for gradients of type `result`."""
-        return largest_cast(self.dtype, result)
+        return largest_within(result, ROUNDING[self.dtype])
 
     def quantize(
         self, values: Float32[Tensor, "n"], summands: int = 1, result: torch.dtype = torch.float32
@@ -145,80 +165,26 @@ class CastValues:
 
 
 @dataclass(frozen=True)
-class Int8Values:
+class Int8Values(ValueFormat):
     """One byte per element: round(value / scale), with one fp32 scale per tensor = largest magnitude / 127."""
 
-    kind: ClassVar[ValueKind] = ValueKind.INT8
-
-    @property
-    def dense(self) -> CastValues:
-        return CastValues()
-
-    def nbytes(self, capacity: int, segments: int) -> int:
-        return 4 * segments + capacity
-
-    def encode_(
-        self,
-        codec: Codec,
-        selection: SparseVector,
-        bounds: Int64[Tensor, "bounds"],
-        section: UInt8[Tensor, "nbytes"],
-        result: torch.dtype,
-    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        # 127 * (largest / 127) may exceed the largest magnitude by rounding
-        return codec.int8_encode_(within(selection, result, 2.0**-20), bounds, section), one(section)
-
-    def decode(
-        self,
-        codec: Codec,
-        section: UInt8[Tensor, "nbytes"],
-        indices: Int32[Tensor, "capacity"],
-        header: Header,
-        bounds: Int64[Tensor, "bounds"],
-    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        return codec.int8_decode(section, indices, header.count, bounds)
+    kind = ValueKind.INT8
+    rounding = 2.0**-20  # of 127 * (largest / 127)
 
 
 @dataclass(frozen=True)
-class SignValues:
+class SignValues(ValueFormat):
     """One bit per element and one fp32 mean magnitude per tensor.
 
     With error feedback the sent magnitudes are nearly equal, because they have just passed the threshold. The rest
     is sent later.
     """
 
-    kind: ClassVar[ValueKind] = ValueKind.SIGN
-
-    @property
-    def dense(self) -> CastValues:
-        return CastValues()
-
-    def nbytes(self, capacity: int, segments: int) -> int:
-        return 4 * segments + (capacity + 7) // 8
-
-    def encode_(
-        self,
-        codec: Codec,
-        selection: SparseVector,
-        bounds: Int64[Tensor, "bounds"],
-        section: UInt8[Tensor, "nbytes"],
-        result: torch.dtype,
-    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        return codec.sign_encode_(within(selection, result), bounds, section), one(section)
-
-    def decode(
-        self,
-        codec: Codec,
-        section: UInt8[Tensor, "nbytes"],
-        indices: Int32[Tensor, "capacity"],
-        header: Header,
-        bounds: Int64[Tensor, "bounds"],
-    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        return codec.sign_decode(section, indices, header.count, bounds)
+    kind = ValueKind.SIGN
 
 
 @dataclass(frozen=True)
-class TwoBitValues:
+class TwoBitValues(ValueFormat):
     """Two bits per element and a table of 4 fp32 means per tensor (SparseLoCo, Sarfi et al. 2025,
     arXiv 2508.15706).
 
@@ -251,7 +217,7 @@ class TwoBitValues:
     """
 
     range_in_sigmas: float = 6.0
-    kind: ClassVar[ValueKind] = ValueKind.TWO_BITS
+    kind = ValueKind.TWO_BITS
 
     def __post_init__(self) -> None:
         given = self.range_in_sigmas
@@ -259,50 +225,8 @@ class TwoBitValues:
             raise ValueError(f"range_in_sigmas must be a positive number of standard deviations, not {given!r}")
 
     @property
-    def dense(self) -> CastValues:
-        return CastValues()
-
-    def nbytes(self, capacity: int, segments: int) -> int:
-        return 4 * BINS * segments + (capacity + 3) // 4
-
-    def encode_(
-        self,
-        codec: Codec,
-        selection: SparseVector,
-        bounds: Int64[Tensor, "bounds"],
-        section: UInt8[Tensor, "nbytes"],
-        result: torch.dtype,
-    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
-        values = codec.two_bit_encode_(within(selection, result), bounds, section, self.range_in_sigmas)
-        return values, one(section)
-
-    def decode(
-        self,
-        codec: Codec,
-        section: UInt8[Tensor, "nbytes"],
-        indices: Int32[Tensor, "capacity"],
-        header: Header,
-        bounds: Int64[Tensor, "bounds"],
-    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        return codec.two_bit_decode(section, indices, header.count, bounds)
-
-
-def one(section: UInt8[Tensor, "nbytes"]) -> Float32[Tensor, ""]:
-    """Return the scale of a payload whose values have scales of their own."""
-    return torch.ones((), dtype=torch.float32, device=section.device)
-
-
-def within(selection: SparseVector, result: torch.dtype, rounding: float = 0.0) -> SparseVector:
-    """Return the selection with values clamped to `largest_within`."""
-    limit = largest_within(result, rounding)
-    values = selection.values if limit == inf else selection.values.clamp(-limit, limit)
-    return SparseVector(selection.indices, values, selection.count)
-
-
-@cache
-def largest_cast(dtype: str, result: torch.dtype) -> float:
-    """Return `largest_within` for values cast to `dtype`."""
-    return largest_within(result, 0.0 if dtype == "fp32" else torch.finfo(DTYPES[dtype]).eps)
+    def r(self) -> float:
+        return self.range_in_sigmas
 
 
 @cache

@@ -12,7 +12,7 @@ differs from its manifest is refused.
 
 Ranks on several machines need no shared file system: each rank reads the file that it wrote, and rank 0 sends the
 shared part and every decision to the others. A different number of ranks reads the files of the old ranks that it
-takes error state from (`dgc.engine.redistribute`), so they must be readable.
+takes the residual from (`dgc.engine.redistribute`), so they must be readable.
 """
 
 import json
@@ -30,7 +30,7 @@ import torch
 
 from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
 from dgc.engine.redistribute import FixedSize, share_of
-from dgc.optim import ErrorStatePart
+from dgc.optim import ResidualPart
 from dgc_training.atomic_write import write_atomically, write_json
 from dgc_training.checkpoint.islands import Islands, read_islands
 from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors, reader
@@ -51,7 +51,7 @@ class Loaded:
     """A checkpoint as loaded on one rank.
 
     If it was saved on a different number of ranks, `own` has only "compression": this rank's share of their
-    error state. redistributed: whether `own["compression"]` comes from other ranks or machines. islands: which
+    residual. redistributed: whether `own["compression"]` comes from other ranks or machines. islands: which
     ranks stay, are lost or join, if islands can join.
     """
 
@@ -207,12 +207,12 @@ class Checkpoints:
         return [(host, found) for host, found, _ in views]
 
     def load(
-        self, name: str, own_part: bool = True, part: ErrorStatePart | None = None, island: int | None = None
+        self, name: str, own_part: bool = True, part: ResidualPart | None = None, island: int | None = None
     ) -> Loaded:
         """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
 
         own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
-        part: the part of the error state that the optimizer needs.
+        part: the part of the residual that the optimizer needs.
         island: the number of this rank's island, if islands keep their states while others are lost or join (see
         `islands.py`). None: they do not.
         """
@@ -243,9 +243,9 @@ class Checkpoints:
         return Loaded(name, manifest["size"], shared, own, redistributed, islands)
 
     def _read_own(
-        self, folder: Path, manifest: dict[str, Any], part: ErrorStatePart | None
+        self, folder: Path, manifest: dict[str, Any], part: ResidualPart | None
     ) -> tuple[dict[str, Any], bool]:
-        """Returns this rank's part, and whether its error state comes from other ranks or machines."""
+        """Returns this rank's part, and whether its residual comes from other ranks or machines."""
         rank, size = self.transport.rank, self.transport.size
         read = reader(folder, manifest, size)
         own: dict[str, Any] = read(rank) if manifest["size"] == size else {}
@@ -255,7 +255,7 @@ class Checkpoints:
         def read_compression(old: int) -> dict[str, Any]:
             content = read(old)
             if not isinstance(content, dict) or not isinstance(content.get("compression"), dict):
-                raise ValueError(f"rank{old}.pt has no error state")
+                raise ValueError(f"rank{old}.pt has no residual")
             return content["compression"]
 
         try:
@@ -268,7 +268,7 @@ class Checkpoints:
         return {**own, "compression": compression}, True
 
 
-def part_of(own: Any) -> ErrorStatePart | None:
-    """The part of a machine's error state in a rank's file; None if the rank has an error state of its own."""
+def part_of(own: Any) -> ResidualPart | None:
+    """The part of a machine's residual in a rank's file; None if the rank has a residual of its own."""
     compression = own.get("compression") if isinstance(own, dict) else None
     return compression.get("part") if isinstance(compression, dict) else None

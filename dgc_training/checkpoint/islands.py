@@ -40,9 +40,9 @@ class Islands:
 
     def __str__(self) -> str:
         joined, lost = (", ".join(map(str, ranks)) for ranks in (self.joined, self.lost))
-        parts = [f"ranks {joined} join with the common model and without error state"] if joined else []
-        parts += [f"the models and error states of the old ranks {lost} are lost"] if lost else []
-        return "; ".join(["all others keep their own model and error state", *parts])
+        parts = [f"ranks {joined} join with the common model and without a residual"] if joined else []
+        parts += [f"the models and residuals of the old ranks {lost} are lost"] if lost else []
+        return "; ".join(["all others keep their own model and residual", *parts])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Shared by all ranks: model, optimizer, schedule, progress, and in fp16 the loss scale. The shared running
 statistics of batch norm are the mean over the ranks, and so are the weights if ranks gossip. Evaluating the
-checkpoint on any number of ranks therefore gives the reported accuracy. Separate for each rank: its error state
+checkpoint on any number of ranks therefore gives the reported accuracy. Separate for each rank: its residual
 (in gossip its model and its optimizer's state), its batch norm running statistics, its random generators, and the
 task's state, if it has one.
 """
@@ -178,10 +178,10 @@ class RunState:
         if loaded.redistributed and self.transport.rank == 0:
             how = f"by {loaded.size} ranks and is resumed by {self.transport.size}"
             if is_whole:
-                how = "with another division of the error state (train.hierarchical, machines, train.bucket_mb)"
+                how = "with another division of the residual (train.hierarchical, machines, train.bucket_mb)"
             seeds = "" if is_whole else "; random generators are seeded again"
             warnings.warn(
-                f"checkpoint {loaded.name} was saved {how}: unsent gradients (the error state) are redistributed "
+                f"checkpoint {loaded.name} was saved {how}: unsent gradients (the residual) are redistributed "
                 f"so that their mean over the ranks is unchanged{seeds}.",
                 stacklevel=2,
             )

@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dgc_training.config.earlier import converted, key_now
 from dgc_training.config.formulas import NUMBER, is_formula, number
 from dgc_training.config.tree import Config, Key, assign_, checked, kinds_of, leaves, merge_, plain, similar
 from dgc_training.errors import ConfigError, closest, collecting, short
@@ -61,6 +62,8 @@ class Stack:
                 self.apply(show(layer), execute, layer, declares=layer in bases[:1])
                 continue
             content = parse_yaml(layer)
+            if is_first and not bases:  # it may be the config.yaml of a run of an earlier version
+                content = converted(content)
             # A first file with all declared keys, like the config.yaml of a run, replaces the tree. It may have
             # further keys, which its own stack declared.
             declared = {f"{path}.{name}".lstrip(".") for path, keys in self.sections.items() for name in keys}
@@ -84,6 +87,8 @@ class Stack:
                     cure = f"write {key} VALUE: null for none, '\"\"' for the empty string"
                     raise ConfigError(f"{key} has no value; {cure}")
                 value = literal(text.strip(), key)
+                if (now := key_now(key.removeprefix(PREFIX), self.tree)) is not None:
+                    raise ConfigError(f"{key}: local steps are not gossip; write {PREFIX}{now}")
                 self.apply(f"command line, {key}", assign_, key.removeprefix(PREFIX), value)
 
     def apply(self, origin: str, change: Callable[..., None], *args: Any, declares: bool = False) -> None:

@@ -1,12 +1,12 @@
-"""Warning when the error state grows without bound.
+"""Warning when the residual grows without bound.
 
-With error feedback the norm of the error state rises at first and then levels off, once the amount sent per step
+With error feedback the norm of the residual rises at first and then levels off, once the amount sent per step
 balances the amount added. If the ratio is too small, the learning rate diverges or a rank no longer sends, the
 norm keeps growing. The rule compares windows of points (a point is `train.log_every` steps). The reference is the
 highest norm of the first WINDOW points at a settled ratio. The warning is issued, once, when two consecutive
 windows are above FACTOR times the reference and the second is above the first.
 
-A coordinate is sent every 1 / ratio steps on average, and a healthy error state fills within that many steps. It
+A coordinate is sent every 1 / ratio steps on average, and a healthy residual fills within that many steps. It
 fills again when warm-up lowers the ratio. The reference is therefore taken only after half of these steps at one
 ratio, and after at least SETTLING steps.
 """
@@ -32,7 +32,7 @@ class ErrorGrowthMonitor:
         """Returns the warning, or None.
 
         Args:
-            norm: norm of the error state.
+            norm: norm of the residual.
             ratio: current compress_ratio.
             steps: steps since the previous point.
         """
@@ -40,7 +40,7 @@ class ErrorGrowthMonitor:
             return None
         if not isfinite(norm):
             self._has_warned = True
-            return f"the error state is not finite ({norm}): the unsent gradients in it are lost."
+            return f"the residual is not finite ({norm}): the unsent gradients in it are lost."
         if ratio != self._ratio:
             self._ratio, self._steps, self._early, self._recent = ratio, 0, [], []
         self._steps += steps
@@ -58,7 +58,7 @@ class ErrorGrowthMonitor:
             return None
         self._has_warned = True
         return (
-            f"the error state's norm has grown from {early:.3g} to {norm:.3g} at compress_ratio {ratio:.3g} and "
+            f"the residual's norm has grown from {early:.3g} to {norm:.3g} at compress_ratio {ratio:.3g} and "
             "keeps growing: less is sent than is added, and what is sent is out of date. Raise the ratio, lower "
             "the learning rate, or clip gradients (compression/error_norm in TensorBoard shows the norm)."
         )

@@ -65,19 +65,19 @@ class WatchedTransport:
         """The point-to-point channel. Its waits are not watched, since gossip has its own time limit."""
         return open_channel(self.inner)
 
-    def open_lane(self, lane: str) -> None:
-        self.inner.open_lane(lane)
+    def open_communicator(self, communicator: str) -> None:
+        self.inner.open_communicator(communicator)
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> tuple[str, Any]:
-        return name, self.inner.launch(name, requests, lane)
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> tuple[str, Any]:
+        return name, self.inner.launch(name, requests, communicator)
 
-    def poll(self, flight: tuple[str, Any]) -> bool:
-        return self.inner.poll(flight[1])
+    def poll(self, work: tuple[str, Any]) -> bool:
+        return self.inner.poll(work[1])
 
-    def wait(self, flight: tuple[str, Any]) -> tuple[Reply, ...]:
-        self._since = (time.monotonic(), flight[0])
+    def wait(self, work: tuple[str, Any]) -> tuple[Reply, ...]:
+        self._since = (time.monotonic(), work[0])
         try:
-            return self.inner.wait(flight[1])
+            return self.inner.wait(work[1])
         finally:
             self._since = None
 
@@ -113,7 +113,7 @@ def watching(
 
     heartbeat = Heartbeat(transport.inner)
     # The exchanges of the watchdog come at any time between those of the training.
-    transport.inner.open_lane(LANE)
+    transport.inner.open_communicator(LANE)
 
     def end_without_exchange() -> None:
         _report_missing(heartbeat, transport, limit)
@@ -129,7 +129,7 @@ def watching(
             timer.daemon = True
             timer.start()
             # Uses the inner transport, so that this thread's wait does not count as a wait of the rank.
-            views = all_gather_object(transport.inner, (transport.waiting, last), name="watchdog", lane=LANE)
+            views = all_gather_object(transport.inner, (transport.waiting, last), name="watchdog", communicator=LANE)
             timer.cancel()
             # Every rank has the same views, so all ranks stop after the same exchange.
             if all(over for _, over in views):

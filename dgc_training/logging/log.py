@@ -5,7 +5,7 @@ Only rank 0 writes. Each rank adds up the loss, which is averaged over the ranks
 no step waits for it. The x axis of every scalar is the number of samples (or tokens: what the task
 counts) seen by all ranks together.
 
-A rank warns once if its error state grows without bound (`dgc_training.faults.error_growth`).
+A rank warns once if its residual grows without bound (`dgc_training.faults.error_growth`).
 
 With train.trace every rank writes its exchanges and its own phases as a timeline, trace/rank<N>.json, for
 ui.perfetto.dev or chrome://tracing.

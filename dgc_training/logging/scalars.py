@@ -26,7 +26,7 @@ class Point:
     samples: int
     steps: int
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
-    flight: Any = None
+    work: Any = None
 
 
 class ScalarLog:
@@ -90,7 +90,7 @@ class ScalarLog:
             point.loss = loss
         else:
             name = f"dgc.control.loss.{self.launched % (self.lag + 1)}"
-            point.flight = self.transport.launch(name, (AllReduce(loss.view(1)),))
+            point.work = self.transport.launch(name, (AllReduce(loss.view(1)),))
             self.launched += 1
         self.points.append(point)
         self._write_points(self.lag or 0)
@@ -99,7 +99,7 @@ class ScalarLog:
         """Writes all points except the newest `left`."""
         while len(self.points) > left:
             point = self.points.popleft()
-            (loss,) = (point.loss,) if point.flight is None else self.transport.wait(point.flight)
+            (loss,) = (point.loss,) if point.work is None else self.transport.wait(point.work)
             self.loss = float(loss)
             self.epoch_loss += self.loss * point.steps
             self.epoch_steps += point.steps

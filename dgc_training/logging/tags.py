@@ -17,7 +17,7 @@ TAGS = {
     "train/dropped_steps": "Steps dropped since the run's first start because a gradient was not finite.",
     "compression/compress_ratio": "Share of the elements (or of the bytes) of a compressed tensor that is sent.",
     "compression/dense_share": "Share of the elements of sparse compressors that is sent dense, with fewer bytes.",
-    "compression/error_norm": "L2 norm of rank 0's error state: the unsent part of its gradients.",
+    "compression/error_norm": "L2 norm of rank 0's residual: the unsent part of its gradients.",
     "bytes/payload_per_step": "Bytes per step that one rank contributes to collectives and messages.",
     "bytes/wire_per_step": "Bytes per step that one rank sends to carry its payload.",
     "bytes/cross_wire_per_step": "Those of them that go to other machines.",

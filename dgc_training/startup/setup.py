@@ -83,7 +83,7 @@ def prepare_device(tree: DictConfig, devices: str, transport: Transport) -> torc
 
 
 def choose_kernels(name: str, device: torch.device) -> str:
-    """Selects a tier of `dgc.kernels` and returns its description. Raises ValueError if it is not available.
+    """Selects a backend of `dgc.kernels` and returns its description. Raises ValueError if it is not available.
 
     "auto" selects by device, or by the environment variable DGC_KERNELS.
     """

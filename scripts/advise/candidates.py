@@ -1,7 +1,7 @@
 """What each method sends and computes, with the model's own gradients and the optimizer that a run would use.
 
 The optimizer is built as by train.py, on `AlikeRanks`: with its buckets, its fallbacks and, where the config and
-the machines have two levels, with these. Several exchanges come first, so that the error state is that of
+the machines have two levels, with these. Several exchanges come first, so that the residual is that of
 training. Before each measured one, other data pushes everything out of the caches, as forward and backward do.
 On two levels, every rank of a machine has another share of the model: the slowest counts, and the bytes of all.
 """
@@ -34,7 +34,7 @@ from scripts.advise.optimizers import build_inner
 from scripts.advise.workload import Workload
 
 MEASURED = (2, 4, 8)  # machines whose replies are decoded to measure computing
-WARMUP = 4  # exchanges that fill the error state
+WARMUP = 4  # exchanges that fill the residual
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def measure_candidate(
         alike = AlikeRanks(ranks, local_size, rank % local_size)
         optimizer = wrap_optimizer(inner, model, settings, alike)
         optimizer.begin_epoch(settings.num_epochs - 1)  # after a warm-up of the ratio
-        planned = optimizer.exchange.planned
+        planned = optimizer.planned
         optimizer.close()
         ready = tuple(max(workload.ready[s.name] for s in of.bucket.segments) for of in planned)
 

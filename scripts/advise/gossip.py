@@ -30,8 +30,8 @@ class RecordingRanks(AlikeRanks):
         super().__init__(size, local_size)
         self.messages: list[Message] = []
 
-    def launch(self, name: str, requests: Sequence[Request], lane: str = "") -> Any:
-        replies = super().launch(name, requests, lane)
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
+        replies = super().launch(name, requests, communicator)
         self.messages += [message_of(request, self, self.awaited) for request in requests]
         return replies
 

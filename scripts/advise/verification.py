@@ -45,7 +45,7 @@ def chosen(rows: Sequence[Row], every: bool = False) -> list[Row]:
 
 
 def no_update(**sparse: object) -> None:
-    """In place of the optimizer's step. Gradients and error state go on as before."""
+    """In place of the optimizer's step. Gradients and the residual go on as before."""
 
 
 @dataclass

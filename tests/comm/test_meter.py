@@ -127,7 +127,7 @@ def test_a_step_has_every_phase_of_every_bucket(tmp_path: Path) -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 30)).square().sum().backward()
             optimizer.step()
-        return [plan.bucket.name for plan in optimizer.exchange.planned], optimizer.meter
+        return [plan.bucket.name for plan in optimizer.planned], optimizer.meter
 
     for rank, (buckets, meter) in enumerate(LockstepWorld(2).run(body)):
         events = saved(meter.trace, tmp_path)["traceEvents"]

@@ -25,10 +25,10 @@ class SlowCopy(HostCopy):
         self.waited = 0
         self.made.append(self)
 
-    def poll(self, flight: Any = None) -> bool:
+    def poll(self, work: Any = None) -> bool:
         return self.waited > 0
 
-    def wait(self, flight: Any = None) -> list[int]:
+    def wait(self, work: Any = None) -> list[int]:
         self.waited += 1
         return super().wait()
 

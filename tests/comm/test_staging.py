@@ -75,36 +75,36 @@ class Recording:
     def __getattr__(self, name: Any) -> Any:
         return getattr(self._transport, name)
 
-    def launch(self, name: Any, requests: Any, lane: Any = "") -> Any:
+    def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
         self.launched.append(name)
-        return self._transport.launch(name, requests, lane)
+        return self._transport.launch(name, requests, communicator)
 
 
 def test_a_message_is_launched_once_its_copy_is_complete() -> None:
     inner = Recording(LockstepWorld(1).transports[0])
     transport = staged(inner)
-    flight = transport.launch("a", (AllReduce(torch.ones(3)),))
-    assert inner.launched == [] and not transport.poll(flight) and inner.launched == []
+    work = transport.launch("a", (AllReduce(torch.ones(3)),))
+    assert inner.launched == [] and not transport.poll(work) and inner.launched == []
     Copying.made[0].over = True
-    assert transport.poll(flight) and inner.launched == ["a"]
-    assert torch.equal(transport.wait(flight)[0], torch.ones(3)) and inner.launched == ["a"]
+    assert transport.poll(work) and inner.launched == ["a"]
+    assert torch.equal(transport.wait(work)[0], torch.ones(3)) and inner.launched == ["a"]
 
 
 def test_the_messages_of_a_lane_are_launched_in_order() -> None:
     inner = Recording(LockstepWorld(1).transports[0])
     transport = staged(inner)
-    transport.open_lane("other")
-    flights = [transport.launch(name, (AllReduce(torch.ones(3)),), lane) for name, lane in LANES_OF.items()]
+    transport.open_communicator("other")
+    works = [transport.launch(name, (AllReduce(torch.ones(3)),), communicator) for name, communicator in LANES_OF.items()]
     Copying.made[1].over = Copying.made[2].over = True
-    assert not transport.poll(flights[1]) and inner.launched == ["c"]
+    assert not transport.poll(works[1]) and inner.launched == ["c"]
     Copying.made[0].over = True
-    assert transport.poll(flights[1]) and inner.launched == ["c", "a", "b"]
+    assert transport.poll(works[1]) and inner.launched == ["c", "a", "b"]
 
 
 def test_waiting_waits_for_the_copy_first() -> None:
     transport = staged(Recording(LockstepWorld(1).transports[0]))
-    flight = transport.launch("a", (AllReduce(torch.ones(3)),))
-    (reply,) = transport.wait(flight)
+    work = transport.launch("a", (AllReduce(torch.ones(3)),))
+    (reply,) = transport.wait(work)
     assert Copying.made[0].over and torch.equal(reply, torch.ones(3))
 
 
@@ -118,9 +118,9 @@ def test_values_are_those_at_the_launch() -> None:
     """The sender may reuse its memory at once: the copy is queued before any later operation."""
     transport = staged(LockstepWorld(1).transports[0])
     own = torch.ones(3)
-    flight = transport.launch("a", (AllReduce(own),))
+    work = transport.launch("a", (AllReduce(own),))
     own.zero_()
-    assert torch.equal(transport.wait(flight)[0], torch.ones(3))
+    assert torch.equal(transport.wait(work)[0], torch.ones(3))
 
 
 def test_ranks_that_wait_in_different_orders_do_not_deadlock() -> None:
@@ -128,8 +128,8 @@ def test_ranks_that_wait_in_different_orders_do_not_deadlock() -> None:
 
     def body(transport: Any) -> Any:
         own = staged(transport)
-        flights = {name: own.launch(name, (AllReduce(torch.ones(1), "sum"),)) for name in "ab"}
-        return [own.wait(flights[name])[0].item() for name in ("ab" if transport.rank else "ba")]
+        works = {name: own.launch(name, (AllReduce(torch.ones(1), "sum"),)) for name in "ab"}
+        return [own.wait(works[name])[0].item() for name in ("ab" if transport.rank else "ba")]
 
     assert LockstepWorld(2).run(body) == [[2.0, 2.0]] * 2
 
@@ -168,8 +168,8 @@ def test_replies_are_those_of_the_inner_transport(make: Any) -> None:
 def test_a_rank_that_only_receives_uses_host_memory() -> None:
     inner = Recording(LockstepWorld(2).transports[0])
     into = torch.zeros(3)
-    flight = staged(inner).launch("a", (Exchange({}, {1: into}),))
-    assert len(Copying.made) == 1 and flight.requests[0].receives[1] is not into
+    work = staged(inner).launch("a", (Exchange({}, {1: into}),))
+    assert len(Copying.made) == 1 and work.requests[0].receives[1] is not into
 
 
 def test_ranks_are_those_of_the_inner_transport() -> None:

@@ -38,7 +38,7 @@ print("program", threads())
 
 def main():
     transport = connect(hierarchical=True)
-    transport.open_lane("lane")
+    transport.open_communicator("communicator")
     all_reduce(transport, torch.ones(3), "sum")
     if {unfinished}:
         transport.launch("unfinished", (AllReduce(torch.ones(3)),))
@@ -122,8 +122,8 @@ dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(st
 transport = connect(point_to_point=True)
 channel = transport.channel()
 other = 1 - rank
-flight = transport.launch("both", (Exchange({other: torch.ones(3)}, {other: torch.zeros(3)}),))
-transport.wait(flight)
+work = transport.launch("both", (Exchange({other: torch.ones(3)}, {other: torch.zeros(3)}),))
+transport.wait(work)
 if rank == 1:
     transport.launch("never", (Exchange({}, {0: torch.zeros(3)}),))
     channel.irecv(torch.zeros(3), 1)

@@ -8,9 +8,9 @@ from compression.ranks import Ranks, dense, normal
 
 import dgc.kernels as kernels
 from dgc.bucket import make_bucket
-from dgc.comm.requests import next_requests
+from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import DenseResult, DGCCompressor, SparseCompressor, SparseResult
-from dgc.compression.sparse_sum import Chosen
+from dgc.compression.sparse_sum import AllGatherExchange
 from dgc.kernels import SparseVector
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.selection import plan_selection
@@ -75,10 +75,11 @@ def test_a_sum_that_overflows_is_named() -> None:
     one, none = torch.ones((), dtype=torch.int32), torch.tensor(bucket.numel)
     elements = SparseVector(torch.full((1,), 7, dtype=torch.int32), torch.full((1,), 3e38), one)
     payload = PayloadPlan(form, plan.per_tensor, bucket.numel, 0.01, "bucket b")
-    chosen = Chosen(bucket, plan, payload, elements, none, size, 0, wants_sparse=True)
-    sent = chosen.encode().payload
+    conversation = AllGatherExchange(payload, size, 0, wants_sparse=True).mean(bucket, elements, none)
+    (message,) = next_requests(conversation)
+    assert isinstance(message, AllGather)
     with pytest.raises(StopIteration) as ended:
-        next_requests(chosen.mean_of([sent] * size))
-    assert ended.value.value.nonfinite == (
+        next_requests(conversation, ((message.tensor,) * size,))
+    assert ended.value.value[0].nonfinite == (
         "the mean gradient of p overflows the dtype that carries it (no rank has NaN or inf)"
     )

@@ -386,7 +386,7 @@ def test_it_takes_matrices_unless_told_otherwise() -> None:
 
 @pytest.mark.parametrize("ratio", [0.05, 1.0])
 def test_finite_gradients_whose_mean_is_not_are_named(ratio: Any) -> None:
-    """Their sum is not in range: the step must not reach the parameters, nor the error state keep them."""
+    """Their sum is not in range: the step must not reach the parameters, nor the residual keep them."""
     ranks = ranks_of(2, lambda: DGCCompressor(ratio, DGCSGDMemory(0.0)))
     for bucket in ranks.buckets:
         bucket.flat.fill_(3e38)

@@ -1,4 +1,4 @@
-"""DoubleSqueeze: both directions by hand, and error state that moves to other ranks and buckets."""
+"""DoubleSqueeze: both directions by hand, and residual that moves to other ranks and buckets."""
 
 from typing import Any
 

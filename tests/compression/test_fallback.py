@@ -20,7 +20,7 @@ from dgc.compression import (
     SparseCompressor,
 )
 from dgc.compression.dense import ClippedCompressor
-from dgc.compression.sparse import DenseValuesCompressor
+from dgc.compression.uniform import DenseValuesCompressor
 from dgc.memory import ClipByNorm, ClipByValue, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import CastValues, Int8Values, SignValues, ValueFormat
@@ -53,7 +53,7 @@ def test_dense_values_fit_the_values_of_the_method_unless_they_are_named() -> No
 
 @pytest.mark.parametrize("name", ["int4", "FP16", ""])
 def test_other_dense_values_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="dense_values must be None or one of fp32, fp16, bf16, int8, not"):
+    with pytest.raises(ValueError, match="dense_values must be one of None, fp32, fp16, bf16, int8, not"):
         fallback(name)
 
 
@@ -151,7 +151,7 @@ def test_an_optimizer_s_fallback_is_not_used_by_another() -> None:
     compression = DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8")
     transport = LockstepWorld(1).transports[0]
     vectors(transport, Route([Rule(compression.fallback)]), 0)
-    with pytest.raises(ValueError, match="DenseValuesCompressor has the error state of another"):
+    with pytest.raises(ValueError, match="DenseValuesCompressor has the residual of another"):
         vectors(transport, compression, 0)
 
 
@@ -197,7 +197,7 @@ def test_momentum_of_compressed_vectors_is_the_memory_s() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"vectors": "both"}, "vectors must be 'dense' or 'sparse', not 'both'"),
+        ({"vectors": "both"}, "vectors must be one of dense, sparse, not 'both'"),
         ({"vector_ratio": 0.1}, "vector_ratio has no effect .* set vectors='sparse'"),
         ({"vectors": "sparse", "vector_ratio": 0.0}, "vector_ratio must be positive and finite, not 0.0"),
         ({"vectors": "sparse", "vector_ratio": 0.001}, "vector_ratio is 0.001, less than .* of 0.01"),

@@ -219,13 +219,13 @@ def test_probabilities_add_up(s: Any, r: Any, expected: Any) -> None:
     ("make", "words"),
     [
         (lambda: QSGDCompressor(bits=3), "bits must be 2, 4 or 8"),
-        (lambda: QSGDCompressor(norm="l1"), "norm is one of l2, max"),
+        (lambda: QSGDCompressor(norm="l1"), "norm must be one of l2, max"),
         (lambda: QSGDCompressor(block=0), "block"),
         (lambda: TernGradCompressor(clip=0.0), "clip"),
         (lambda: SignSGDCompressor(momentum=1.0), "momentum"),
         (lambda: RandomKCompressor(0.0), "compress_ratio"),
         (lambda: RandomKCompressor(math.inf), "compress_ratio"),
-        (lambda: RandomKCompressor(0.1, values="bf16"), "fp32 or fp16"),
+        (lambda: RandomKCompressor(0.1, values="bf16"), "one of fp32, fp16"),
         (lambda: SVDCompressor(0), "rank"),
     ],
 )

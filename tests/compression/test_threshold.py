@@ -100,7 +100,7 @@ def test_what_is_far_below_the_threshold_leaves_in_the_end() -> None:
         ({"threshold": -1.0}, "threshold must be positive"),
         ({"bits": 1, "threshold": None}, "threshold must be a number"),
         ({"factor": 0.0}, "factor"),
-        ({"wire": "ring"}, "wire is one of auto, gather, scatter, server"),
+        ({"wire": "ring"}, "wire must be one of auto, gather, scatter, server"),
     ],
 )
 def test_bad_options(settings: Any, words: Any) -> None:

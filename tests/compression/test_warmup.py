@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dgc.compression import DGCCompressor
-from dgc.compression.warmup import RatioWarmup
+from dgc.compression.sparse import RatioWarmup
 from dgc.memory import NoMemory
 
 

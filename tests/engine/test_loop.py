@@ -21,7 +21,7 @@ from dgc.compression import (
     StatelessCompressor,
 )
 from dgc.engine.buckets import PlannedBucket, keep_states, plan_buckets
-from dgc.engine.loop import LANES, Engine, StartOrder
+from dgc.engine.loop import COMMUNICATORS, Engine, StartOrder
 from dgc.memory import DGCSGDMemory
 
 SHAPES = [(8, 6), (5,), (4, 4, 3), (12, 2), (1, 7), (9, 3)]
@@ -84,8 +84,8 @@ class Late(LockstepTransport):
 
     random = random.Random(0)
 
-    def poll(self, flight: Any) -> bool:
-        return self.random.random() < 0.5 and super().poll(flight)
+    def poll(self, work: Any) -> bool:
+        return self.random.random() < 0.5 and super().poll(work)
 
 
 class Run:
@@ -181,7 +181,7 @@ def sums(transport: LockstepTransport, numbers: tuple[int, ...], seed: int) -> l
 
 def test_rounds_are_launched_in_one_order_whatever_arrives_first() -> None:
     for size in (2, 3):
-        for numbers in ((1, 1, 1), (2, 2, 2), (1, 3, 2, 1), (LANES + 3, 2, LANES + 2, 1)):
+        for numbers in ((1, 1, 1), (2, 2, 2), (1, 3, 2, 1), (COMMUNICATORS + 3, 2, COMMUNICATORS + 2, 1)):
             for seed in range(8):
                 with case(size, numbers, seed):
                     expected = [sum(sum(range(size)) + size * r for r in range(n)) for n in numbers]
@@ -263,7 +263,7 @@ def test_the_loop_asks_only_for_replies_that_let_it_continue() -> None:
     class Counting(LockstepTransport):
         polls = 0
 
-        def poll(self, flight: Any) -> bool:
+        def poll(self, work: Any) -> bool:
             self.polls += 1
             return False
 

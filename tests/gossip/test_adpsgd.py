@@ -15,7 +15,7 @@ from dgc import gossip
 from dgc.comm import TrafficMeter
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.gossip import Topology, TopologyError
-from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError, MessageLink
+from dgc.gossip.adpsgd import ADPSGD, AveragingProtocol, GossipError
 from dgc.gossip.graphs import bipartite_complete
 from dgc.gossip.model import FlatModel
 from dgc.gossip.topology import bipartite_subgraph, peer_schedule
@@ -67,9 +67,9 @@ class Simulation:
         generator = torch.Generator().manual_seed(self.seed)
         self.xs = list(torch.randn(size, self.numel, generator=generator, dtype=torch.float32))
         pairs = bipartite_subgraph(self.topology)
-        self.protocols = [AveragingProtocol(x, r, pairs, self.averagings_per_step) for r, x in enumerate(self.xs)]
-        self.links = [
-            MessageLink(m, c, self.timeout) for m, c in zip(self.protocols, self.world.channels, strict=True)
+        self.protocols = [
+            AveragingProtocol(x, pairs, channel, self.averagings_per_step, self.timeout)
+            for x, channel in zip(self.xs, self.world.channels, strict=True)
         ]
         self.now, self.tag = 0.0, 0
         for rank in range(size):
@@ -77,13 +77,13 @@ class Simulation:
 
     def begin(self, rank: Any) -> None:
         self.protocols[rank].begin()
-        self.links[rank].begin(self.tag, self.now)
+        self.protocols[rank].open(self.tag, self.now)
 
     def look(self, rank: Any = None) -> None:
         rank = self.random.randrange(self.topology.size) if rank is None else rank
         self.now += 0.01
-        if rank not in self.stopped and not self.links[rank].is_over:
-            self.links[rank].poll(self.now)
+        if rank not in self.stopped and not self.protocols[rank].is_over:
+            self.protocols[rank].poll(self.now)
 
     def run(self, looks: Any) -> None:
         for _ in range(looks):
@@ -98,11 +98,11 @@ class Simulation:
 
     def finish(self) -> None:
         for _ in range(3000):
-            if all(link.is_over for link in self.links):
+            if all(protocol.is_over for protocol in self.protocols):
                 break
             for rank in range(self.topology.size):
                 self.look(rank)
-        assert all(link.is_over for link in self.links)
+        assert all(protocol.is_over for protocol in self.protocols)
         assert self.world.in_flight == self.world.pending_receives == 0
 
     def spread(self) -> Any:
@@ -132,7 +132,7 @@ def test_many_cycles_and_messages_that_overtake_the_end_of_one() -> None:
     cycle = [0] * 5
     for _ in range(40_000):
         rank = simulation.random.randrange(5)
-        if simulation.links[rank].is_over:
+        if simulation.protocols[rank].is_over:
             cycle[rank] += 1
             simulation.tag = cycle[rank]
             simulation.begin(rank)
@@ -218,7 +218,7 @@ def test_a_lost_rank_is_reported_to_all_others(size: Any, draining: Any) -> None
         for _ in range(40_000 * size):
             rank = simulation.random.randrange(size)
             if rank in errors:
-                simulation.links[rank].complete_sends()
+                simulation.protocols[rank].complete_sends()
                 continue
             try:
                 simulation.look(rank)
@@ -249,10 +249,10 @@ def test_messages_are_as_long_as_documented() -> None:
     simulation = Simulation(bipartite_complete(4), numel=101)
     simulation.run(200)
     simulation.drain()
-    for protocol, link in zip(simulation.protocols, simulation.links, strict=True):
+    for protocol in simulation.protocols:
         header, averages = 8 * (6 + 4), protocol.averagings
         without_x = {0: 3, 1: 3, 2: 1, 3: 3}[protocol.rank]  # messages of header size
-        assert link.sent_bytes == averages * (header + 8 * 51) + without_x * header
+        assert protocol.sent_bytes == averages * (header + 8 * 51) + without_x * header
 
 
 def noisy(world: ChannelWorld, number: int, byte: int) -> Any:
@@ -491,7 +491,7 @@ def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:
             raise OSError("the cable is cut")
 
         if rank == 1:
-            own._link.channel.isend = fail
+            own._protocol.channel.isend = fail
         try:
             for _ in range(100_000):
                 steps(own, z, 1)

@@ -18,9 +18,9 @@ def values(size: Any, dtype: Any = torch.float64, shape: Any = (5,)) -> Any:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
 
 
-def averaged(average: Any, own: Any, rounds: Any, topology: Any, mixing: Any = uniform, first: int = 0) -> Any:
+def averaged(average: Any, own: Any, rounds: Any, topology: Any, mixing: Any = uniform) -> Any:
     world = LockstepWorld(len(own))
-    conversations = [average(x, rounds, rank, topology, mixing, first) for rank, x in enumerate(own)]
+    conversations = [average(x, rounds, rank, topology, mixing) for rank, x in enumerate(own)]
     return world.converse("average", conversations), world.meters
 
 

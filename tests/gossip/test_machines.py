@@ -10,7 +10,7 @@ import torch
 from gossip.networks import Trained
 
 from dgc import gossip
-from dgc.comm.lockstep import LockstepFlight, LockstepTransport, LockstepWorld
+from dgc.comm.lockstep import LockstepWork, LockstepTransport, LockstepWorld
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllReduce
 from dgc.comm.transport import CrossMachineTransport
@@ -252,9 +252,9 @@ def test_optimizers_between_machines_have_names_of_their_own() -> None:
 class InPlaceTransport(LockstepTransport):
     """Stores the reply to an all-reduce in the tensor of the request, as Horovod and torch.distributed do."""
 
-    def wait(self, flight: LockstepFlight) -> tuple[Any, ...]:
-        replies = super().wait(flight)
-        for request, reply in zip(flight.requests[self.rank], replies, strict=True):
+    def wait(self, work: LockstepWork) -> tuple[Any, ...]:
+        replies = super().wait(work)
+        for request, reply in zip(work.requests[self.rank], replies, strict=True):
             if isinstance(request, AllReduce):
                 request.tensor.copy_(reply)
         return replies

@@ -347,7 +347,7 @@ def test_a_rank_waits_after_as_many_steps_as_synch_freq() -> None:
 
     def body(transport: Any) -> Any:
         own, staleness = Trained(transport, OSGP(synch_freq=2)), []
-        transport.poll = lambda flight: False
+        transport.poll = lambda work: False
         for _ in range(7):
             own.step()
             staleness.append(own.optimizer.metrics()["staleness"])
@@ -536,7 +536,7 @@ def test_ranks_with_other_models_are_told_apart() -> None:
         model = torch.nn.Linear(2 + transport.rank, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         other = 1 - transport.rank
-        message = rf"rank {other} and rank {transport.rank} train different models: \('weight', \(1, {2 + other}\)"
+        message = rf"rank {other} and rank {transport.rank} train different .*\('weight', \(1, {2 + other}\)"
         with pytest.raises(ValueError, match=message):
             LocalOptimizer(inner, model.named_parameters(), SGP(), transport=transport)
         raise ValueError("done")

@@ -13,9 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc.kernels.quantize.triton import TritonQuantizers
-from dgc.kernels.selection import triton as tier
-from dgc.kernels.selection.protocol import Budget, PassInputs, SparseVector
+from dgc.kernels import triton_selection as backend
+from dgc.kernels.selection import Budget, PassInputs, SparseVector
+from dgc.kernels.triton_quantize import TritonQuantizers
 from dgc.kernels.triton_tables import WARPS
 
 POINTERS = {
@@ -96,14 +96,14 @@ def every_quantizer(quantizers: Any) -> None:
             quantizers.uniform_add_(codes, bounds, each, 2 ** (bits - 1) - 1, bits, v)
         quantizers.natural_add_(quantizers.natural_encode(v, seed)[0], v)
     for bits in (1, 3, 8):
-        quantizers.unpack(quantizers.pack(codes[:n], bits), bits, n)
+        quantizers.pack(codes[:n], bits)
 
 
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
-    tier.INTERPRETED = True
+    backend.INTERPRETED = True
     launch: Any = Compile(sys.argv[1])
-    kernels = tier.Triton()
+    kernels = backend.TritonSelection()
     kernels._launch = launch
     every_operation(kernels, [getattr(torch, name) for name in sys.argv[2:]])
     quantizers = TritonQuantizers()

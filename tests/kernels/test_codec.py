@@ -23,7 +23,7 @@ from wire.payloads import (
     selection_of,
 )
 
-from dgc.kernels.codec.protocol import HEADER_BYTES, RICE_BLOCK, Terms
+from dgc.kernels.codec import BLOCKS, HEADER_BYTES, PLAIN, IndexCode, IndexKind, Terms
 from dgc.wire import PayloadError
 from dgc.wire.indices import plan_packed, plan_rice
 from dgc.wire.payload import PayloadPlan
@@ -100,11 +100,11 @@ def test_any_parameter_and_count_is_safe(codec: Any, form: Any) -> None:
         noise = torch.randint(0, 256, (section.nbytes,), dtype=torch.uint8, generator=generator)
         count = torch.randint(-3, 705, (), generator=generator).to(torch.int32)
         noise[:8] = torch.randint(0, 34, (8,), generator=generator).to(torch.uint8)
-        indices, valid = section.decode(codec, noise, count)
+        indices, valid = codec.indices_decode(noise, count, section)
         used = indices[: max(0, int(count))].long()
         assert not valid or ((torch.diff(used) > 0).all() and (used >= 0).all() and (used < 5000).all())
         for extreme in (-(2**31), 2**31 - 1):
-            assert not section.decode(codec, noise, torch.tensor(extreme, dtype=torch.int32))[1]
+            assert not codec.indices_decode(noise, torch.tensor(extreme, dtype=torch.int32), section)[1]
 
 
 @every_codec
@@ -175,13 +175,14 @@ def test_fp32_is_kept_bit_for_bit(codec: Any) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_plain_indices_are_read_as_they_were_written(codec: Any, dtype: Any) -> None:
-    support = scattered(5000, 50)
-    section = torch.zeros(60 * dtype.itemsize, dtype=torch.uint8)
-    codec.plain_encode_(selection_of(support, capacity=60).indices, dtype, section)
+@pytest.mark.parametrize("kind", PLAIN)
+def test_plain_indices_are_read_as_they_were_written(codec: Any, kind: Any) -> None:
+    support, dtype = scattered(5000, 50), PLAIN[kind]
+    code = IndexCode(kind, 60, 5000, 60 * dtype.itemsize)
+    section = torch.zeros(code.nbytes, dtype=torch.uint8)
+    codec.indices_encode_(selection_of(support, capacity=60), code, section)
     assert torch.equal(section.view(dtype)[:50], support.to(dtype)) and not section.view(dtype)[50:].any()
-    indices, valid = codec.plain_decode(section, torch.tensor(50, dtype=torch.int32), 5000, dtype)
+    indices, valid = codec.indices_decode(section, torch.tensor(50, dtype=torch.int32), code)
     assert valid and torch.equal(indices[:50], support.int())
 
 
@@ -189,7 +190,8 @@ def test_plain_indices_are_read_as_they_were_written(codec: Any, dtype: Any) -> 
 def test_a_count_beyond_the_section_is_not_sound(codec: Any) -> None:
     section = torch.arange(4, dtype=torch.int32).view(torch.uint8)
     for count, expected in ((4, True), (5, False), (-1, False)):
-        _, valid = codec.plain_decode(section, torch.tensor(count, dtype=torch.int32), 100, torch.int32)
+        code = IndexCode(IndexKind.INT32, 4, 100, 16)
+        _, valid = codec.indices_decode(section, torch.tensor(count, dtype=torch.int32), code)
         assert bool(valid) is expected
 
 
@@ -205,9 +207,10 @@ def test_every_block_has_its_best_rice_parameter(codec: Any) -> None:
     support = torch.cat(parts)
     code = plan_rice(support.numel(), numel)
     section = torch.zeros(code.nbytes, dtype=torch.uint8)
-    codec.rice_encode_(selection_of(support), code, section)
-    for k, block in enumerate(support.split(RICE_BLOCK)):
-        before = support[k * RICE_BLOCK - 1] + 1 if k else 0
+    codec.indices_encode_(selection_of(support), code, section)
+    size = BLOCKS[IndexKind.RICE]
+    for k, block in enumerate(support.split(size)):
+        before = support[k * size - 1] + 1 if k else 0
         lengths = [rice_bits(block - before, b) for b in range(31)]
         assert section[k] == lengths.index(min(lengths))
 
@@ -223,17 +226,16 @@ def test_leaving_out_what_rice_cannot_hold_is_enough(codec: Any) -> None:
             support = (step * torch.diff(multiples).clamp(min=0) + extra + 1).cumsum(0) - 1
             support = support[support < numel]
             section = torch.zeros(code.nbytes, dtype=torch.uint8)
-            sent = codec.rice_encode_(selection_of(support, capacity=capacity), code, section)
-            indices, valid = codec.rice_decode(section, sent.count, code)
+            sent = codec.indices_encode_(selection_of(support, capacity=capacity), code, section)
+            indices, valid = codec.indices_decode(section, sent.count, code)
             assert valid and torch.equal(indices, sent.indices) and int(sent.count) > 0.8 * support.numel()
 
 
 @every_codec
 def test_a_selection_that_fits_is_handed_on_as_it_is(codec: Any) -> None:
     selection = selection_of(scattered(5000, 50))
-    rice, packed = plan_rice(50, 5000), plan_packed(50, 5000)
-    for encode_, code in ((codec.rice_encode_, rice), (codec.packed_encode_, packed)):
-        sent = encode_(selection, code, torch.zeros(code.nbytes, dtype=torch.uint8))
+    for code in (plan_rice(50, 5000), plan_packed(50, 5000)):
+        sent = codec.indices_encode_(selection, code, torch.zeros(code.nbytes, dtype=torch.uint8))
         assert torch.equal(sent.indices, selection.indices) and torch.equal(sent.values, selection.values)
 
 
@@ -265,7 +267,7 @@ def test_encoding_never_waits_and_decoding_does_once(name: Any) -> None:
         plan = form.indices.plan(40, 5000)
         header = CODECS["reference"].unseal(done.payload)
         section = done.payload[HEADER_BYTES : HEADER_BYTES + plan.nbytes]
-        indices, _ = plan.decode(CODECS["reference"], section, header.count)
+        indices, _ = CODECS["reference"].indices_decode(section, header.count, plan)
         assert indices.numel() == 40
     assert not waits.waiting
 
@@ -279,7 +281,5 @@ def test_the_waiting_test_would_notice() -> None:
 
 def test_sections_are_in_use() -> None:
     """The formats above really are coded, and not int32 for want of room."""
-    assert [type(INDICES[name].plan(700, 5000)).__name__ for name in ("packed", "rice")] == [
-        "PackedSection",
-        "RiceSection",
-    ]
+    kinds = [INDICES[name].plan(700, 5000).kind for name in ("packed", "rice", "chunks")]
+    assert kinds == [IndexKind.PACKED, IndexKind.RICE, IndexKind.CHUNKS]

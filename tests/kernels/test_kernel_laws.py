@@ -1,4 +1,4 @@
-"""Every tier gives the reference's bits, whatever the sizes, the numbers and the lower bounds."""
+"""Every backend gives the reference's bits, whatever the sizes, the numbers and the lower bounds."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 from torch import Tensor
 
 from dgc.kernels import Budget, PassInputs, TopKResult
-from dgc.kernels.selection.protocol import TOO_LARGE
-from dgc.kernels.selection.reference import Reference, as_selection
+from dgc.kernels.selection import TOO_LARGE, SelectionKernels, as_selection
 
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 
 
 @pytest.fixture(params=NAMES[1:], scope="module")
 def kernels(request: pytest.FixtureRequest) -> Any:
-    with tier(request.param) as chosen:
+    with backend(request.param) as chosen:
         yield chosen
 
 
@@ -85,7 +84,7 @@ def assert_same_choice(ours: TopKResult, expected: TopKResult) -> None:
 
 @cache
 def selected(kind: Any, n: Any) -> Any:
-    """v, and for each of BUDGETS what the reference chooses: it is the same for every tier."""
+    """v, and for each of BUDGETS what the reference chooses: it is the same for every backend."""
     v = DATA[kind](n)
     plans = [budget_for(n, ratio, pieces) for ratio, pieces in BUDGETS]
     return v, [(budget, REFERENCE.select(v, budget)) for budget in plans]
@@ -127,7 +126,7 @@ def test_floors_do_not_change_what_is_selected(kernels: Any, lower_bound: Any) -
 def accumulated(kind: Any, n: Any, number: Any) -> Any:
     """Plan and inputs of case `number`, the state that the reference leaves and its choice.
 
-    They depend neither on the lower bounds nor on the tier.
+    They depend neither on the lower bounds nor on the backend.
     """
     nesterov = number % 2 == 1
     budget = budget_for(n, *BUDGETS[number])

@@ -1,4 +1,4 @@
-"""Products of low-rank methods: every tier, instruction set and number of threads is close to fp64, and where bits
+"""Products of low-rank methods: every backend, instruction set and number of threads is close to fp64, and where bits
 are promised they are the same.
 """
 
@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 
-from dgc.kernels.lowrank.native import NativeLowRank
-from dgc.kernels.lowrank.protocol import TorchLowRank
-from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import TOO_LARGE
+from dgc.kernels.lowrank import LowRank
+from dgc.kernels.native import NativeLowRank, NativeSelection
+from dgc.kernels.selection import TOO_LARGE
 
 # B, n, m, R, r: one row, one column, ends that fill no vector and no block of rows, ranks beyond the registers
 SHAPES = [
@@ -29,13 +28,13 @@ SHAPES = [
 
 @pytest.fixture(params=NAMES, scope="module")
 def kernels(request: pytest.FixtureRequest) -> Any:
-    with tier(request.param) as own:
+    with backend(request.param) as own:
         yield own
 
 
 @pytest.fixture
 def products(kernels: Any) -> Any:
-    return NativeLowRank(kernels) if isinstance(kernels, Native) else TorchLowRank(kernels)
+    return NativeLowRank(kernels) if isinstance(kernels, NativeSelection) else LowRank(kernels)
 
 
 class Given:
@@ -78,7 +77,7 @@ def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
 
 
 def test_what_is_subtracted_has_the_same_bits_alone(products: Any) -> None:
-    """An error state that is saved goes on exactly as one that is kept."""
+    """A residual that is saved goes on exactly as one that is kept."""
     for shape in SHAPES:
         given = Given(*shape)
         alone, together = given.M.clone(), given.M.clone()

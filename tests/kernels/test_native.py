@@ -1,4 +1,4 @@
-"""What is particular to the native tier: its segments, threads and instruction sets, its building and loading."""
+"""What is particular to the native backend: its segments, threads and instruction sets, its building and loading."""
 
 import os
 import platform
@@ -14,21 +14,20 @@ import pytest
 import torch
 from cases import case
 from environment import patient
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 
 from dgc.kernels import _tier, build, library
-from dgc.kernels.library import KernelsMissing, supported_isas
-from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import TOO_LARGE, Budget, PassInputs, TopKResult
-from dgc.kernels.selection.reference import Reference, as_selection
+from dgc.kernels.library import KernelsUnavailable, supported_isas
+from dgc.kernels.native import NativeSelection
+from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SelectionKernels, TopKResult, as_selection
 
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 ISAS = supported_isas()
 
 
 @pytest.fixture(params=NAMES[1:])
 def native(request: pytest.FixtureRequest) -> Any:
-    with tier(request.param) as kernels:
+    with backend(request.param) as kernels:
         yield kernels
 
 
@@ -57,7 +56,7 @@ def assert_same(ours: TopKResult, expected: TopKResult) -> None:
 
 
 class Given:
-    """A pass over random numbers and what the reference makes of it, computed once for all tiers."""
+    """A pass over random numbers and what the reference makes of it, computed once for all backends."""
 
     def __init__(self, budget: Any, bad: Any = ()) -> None:
         n = int(budget.bounds[-1])
@@ -259,9 +258,9 @@ def test_a_child_of_fork_has_threads_of_its_own() -> None:
         """
 import os, torch
 torch.set_num_threads(3)
-from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.protocol import Budget
-native, v = Native(), torch.randn(400_000)
+from dgc.kernels.native import NativeSelection
+from dgc.kernels.selection import Budget
+native, v = NativeSelection(), torch.randn(400_000)
 budget = Budget(torch.tensor([0, 400_000]), torch.tensor([400]), 400)
 before = native.select(v, budget).elements.indices
 child = os.fork()
@@ -278,15 +277,15 @@ print("done")
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_environment_names_the_instructions(monkeypatch: pytest.MonkeyPatch, isa: Any) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", isa)
-    assert Native().isa == isa and isa in str(Native())
+    assert NativeSelection().isa == isa and isa in str(NativeSelection())
     monkeypatch.delenv("DGC_KERNELS_ISA")
-    assert Native().isa == ISAS[-1]
+    assert NativeSelection().isa == ISAS[-1]
 
 
 def test_instructions_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", "mmx")
-    with pytest.raises(KernelsMissing, match="DGC_KERNELS_ISA=mmx: expected portable, avx2 or avx512"):
-        Native()
+    with pytest.raises(KernelsUnavailable, match="DGC_KERNELS_ISA=mmx: expected portable, avx2 or avx512"):
+        NativeSelection()
 
 
 def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,18 +294,18 @@ def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyP
     limited(0)
     try:
         assert supported_isas() == ("portable",)
-        with pytest.raises(KernelsMissing, match="this CPU has only portable"):
-            Native()
+        with pytest.raises(KernelsUnavailable, match="this CPU has only portable"):
+            NativeSelection()
     finally:
         limited(2)
 
 
 def test_a_library_that_was_never_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
-    with pytest.raises(KernelsMissing, match=r"not built: run `python -m dgc\.kernels\.build`"):
+    with pytest.raises(KernelsUnavailable, match=r"not built: run `python -m dgc\.kernels\.build`"):
         library._open.__wrapped__()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(KernelsMissing, match=r"install a C\+\+ compiler .* or set CXX, then run `"):
+    with pytest.raises(KernelsUnavailable, match=r"install a C\+\+ compiler .* or set CXX, then run `"):
         library._open.__wrapped__()
 
 
@@ -322,8 +321,8 @@ def test_one_rank_of_a_machine_warns(
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        tier = _tier.__wrapped__("auto", torch.device("cpu"))
-    assert len(said) == warned and tier.decoder is None
+        backend = _tier.__wrapped__("auto", torch.device("cpu"))
+    assert len(said) == warned and backend.decoder is None
 
 
 def test_the_command_that_builds_says_nothing_of_itself() -> None:
@@ -333,14 +332,14 @@ def test_the_command_that_builds_says_nothing_of_itself() -> None:
 
 def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "sources_digest", lambda: "0" * 20)
-    with pytest.raises(KernelsMissing, match=r"from other sources: run `python -m dgc\.kernels\.build`"):
+    with pytest.raises(KernelsUnavailable, match=r"from other sources: run `python -m dgc\.kernels\.build`"):
         library._open.__wrapped__()
 
 
 def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "libdgc_kernels.so").write_bytes(b"nothing of the kind")
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
-    with pytest.raises(KernelsMissing, match="do not load"):
+    with pytest.raises(KernelsUnavailable, match="do not load"):
         library._open.__wrapped__()
 
 

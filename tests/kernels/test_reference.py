@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from dgc.kernels import PassInputs
-from dgc.kernels.selection.protocol import TOO_LARGE
-from dgc.kernels.selection.reference import (
-    Reference,
-    above,
+from dgc.kernels.selection import (
+    TOO_LARGE,
+    SelectionKernels,
     as_selection,
     first_tensor_nonfinite,
     largest,
     remove_nonfinite_,
 )
 
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 
 
 def random(n: Any, seed: int = 0) -> Any:
@@ -69,7 +68,7 @@ def test_gradients_of_other_types_leave_the_state_in_fp32(dtype: Any) -> None:
     assert g.tolist() == [1.0, -2.0, 0.5]
 
 
-# --- largest and above -----------------------------------------------------------------------------
+# --- largest ---------------------------------------------------------------------------------------
 
 DENORMAL = 1e-42
 
@@ -113,23 +112,6 @@ def test_denormals_count_as_non_zero() -> None:
     v = torch.tensor([0.0, DENORMAL, -2 * DENORMAL, 0.0])
     assert largest(v, 1).tolist() == [2]
     assert largest(v, 4).tolist() == [1, 2]
-    assert above(v, torch.tensor(0.0)).tolist() == [1, 2]
-
-
-def test_above_is_inclusive_ascending_and_without_zeros() -> None:
-    v = torch.tensor([3.0, -1.0, 0.0, 1.0, 0.5, -4.0])
-    chosen = above(v, torch.tensor(1.0))
-    assert chosen.tolist() == [0, 1, 3, 5] and chosen.dtype == torch.int64
-    assert above(v, torch.tensor(0.0)).tolist() == [0, 1, 3, 4, 5]
-    assert above(v, torch.tensor(9.0)).tolist() == []
-    assert above(torch.full((5,), -7.0), torch.tensor(7.0)).tolist() == [0, 1, 2, 3, 4]
-    assert above(torch.empty(0), torch.tensor(0.0)).tolist() == []
-
-
-def test_above_the_kth_magnitude_is_largest() -> None:
-    v = random(500, 7)
-    threshold = v.abs().sort(descending=True).values[30 - 1]
-    assert torch.equal(above(v, threshold), largest(v, 30))
 
 
 # --- merge_mean ------------------------------------------------------------------------------------

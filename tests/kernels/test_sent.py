@@ -8,22 +8,21 @@ from itertools import product
 import pytest
 import torch
 from cases import case
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 from torch import Tensor
 
 from dgc.kernels import Budget, PassInputs, SparseVector, TopKResult
-from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.reference import Reference
+from dgc.kernels.selection import SelectionKernels
 
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 FORMS = ("plain", "nesterov", "residual")
 # where blocks, units of threads and the buffer begin and end
 EDGES = (0, 1, 15, 16, 255, 256, 257, 511, 512, 8191, 8192, 32767, 32768, 32769, 65535, 65536)
 
 
 @pytest.fixture(params=NAMES, scope="module")
-def kernels(request: pytest.FixtureRequest) -> Iterator[Reference | Native]:
-    with tier(request.param) as chosen:
+def kernels(request: pytest.FixtureRequest) -> Iterator[SelectionKernels]:
+    with backend(request.param) as chosen:
         yield chosen
 
 
@@ -56,7 +55,7 @@ def at(tensor: Tensor, offset: int) -> Tensor:
 @dataclass(frozen=True)
 class Pass:
     """What a pass starts from, and what the reference makes of it: it takes out what was sent, then does a pass
-    that knows of nothing sent. The same for every tier.
+    that knows of nothing sent. The same for every backend.
     """
 
     start: PassInputs
@@ -106,7 +105,7 @@ def accumulations(n: int) -> list[tuple[str, Pass]]:
     ]
 
 
-def test_accumulate(kernels: Reference | Native) -> None:
+def test_accumulate(kernels: SelectionKernels) -> None:
     for n in (1, 16, 17, 300, 70_001):
         for name, expected in accumulations(n):
             with case(name):
@@ -126,7 +125,7 @@ def in_pieces(form: str) -> Pass:
     return reference_pass(n, form, True, sent_of(n, indices))
 
 
-def test_pieces_and_addresses_of_any_kind(kernels: Reference | Native) -> None:
+def test_pieces_and_addresses_of_any_kind(kernels: SelectionKernels) -> None:
     for form, offset in product(FORMS, (0, 1, 7)):
         with case(form, offset):
             expected = in_pieces(form)
@@ -151,7 +150,7 @@ def selections() -> list[tuple[str, Pass]]:
 
 
 @pytest.mark.parametrize("lower_bound", [None, 0.0, 0.98, 1.001, 1e-30, float("inf")])
-def test_accumulate_and_select(kernels: Reference | Native, lower_bound: float | None) -> None:
+def test_accumulate_and_select(kernels: SelectionKernels, lower_bound: float | None) -> None:
     """Lower bounds that fit, and such that a second pass over v is needed, which may take nothing out again."""
     for name, expected in selections():
         assert expected.chosen is not None
@@ -167,7 +166,7 @@ def test_accumulate_and_select(kernels: Reference | Native, lower_bound: float |
                 assert int(chosen.missed) > 0
 
 
-def test_nonfinite_gradients_where_something_was_sent(kernels: Reference | Native) -> None:
+def test_nonfinite_gradients_where_something_was_sent(kernels: SelectionKernels) -> None:
     expected = reference_pass(1000, "plain", True, sent_of(1000, [3, 500]), nan=(3, 500))
     ours = expected.inputs()
     assert int(kernels.accumulate_(ours)) == expected.first == 3
@@ -175,7 +174,7 @@ def test_nonfinite_gradients_where_something_was_sent(kernels: Reference | Nativ
     assert ours.u is not None and ours.u[3] == 0 and ours.v.isfinite().all()
 
 
-def test_taking_alone(kernels: Reference | Native) -> None:
+def test_taking_alone(kernels: SelectionKernels) -> None:
     for n, indices in ((1, {0}), (5000, some(5000, 0.01)), (100_000, some(100_000, 0.2)), (9, set[int]())):
         for masking in (True, False):
             sent = sent_of(n, indices)

@@ -1,4 +1,4 @@
-"""Sums over segments: of every tier against fp64, and the same bits whatever the threads and instructions."""
+"""Sums over segments: of every backend against fp64, and the same bits whatever the threads and instructions."""
 
 from functools import cache
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.test_kernel_laws import DATA, SIZES, random, same
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 
 INF = float("inf")
 # of the largest magnitude in a segment; 1 reaches it, more does not
@@ -15,7 +15,7 @@ LOWER_BOUNDS = (0.0, 1e-3, 0.3, 1.0, 1.01)
 
 @pytest.fixture(params=NAMES, scope="module")
 def kernels(request: pytest.FixtureRequest) -> Any:
-    with tier(request.param) as chosen:
+    with backend(request.param) as chosen:
         yield chosen
 
 
@@ -128,7 +128,7 @@ def test_threads_addresses_and_instructions_change_no_bit() -> None:
     v = DATA["heavy"](200_003)
     results = []
     for name in NAMES[1:]:
-        with tier(name) as native:
+        with backend(name) as native:
             for shift in (0, 1, 5):
                 shifted = torch.cat([random(shift, 3), v])
                 bounds, lower_bounds = torch.tensor([0, shift, len(shifted)]), torch.tensor([0.0, 0.7])

@@ -1,4 +1,4 @@
-"""The Triton tier against the reference, bit for bit; in Triton's interpreter where there is no GPU."""
+"""The Triton backend against the reference, bit for bit; in Triton's interpreter where there is no GPU."""
 
 import os
 import subprocess
@@ -16,15 +16,14 @@ with pytest.MonkeyPatch.context() as patch:
     if DEVICE == "cpu":
         patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc.kernels.quantize.reference import TorchQuantizers
-    from dgc.kernels.quantize.triton import TritonQuantizers
-    from dgc.kernels.selection.protocol import TOO_LARGE, Budget, PassInputs, SparseVector
-    from dgc.kernels.selection.reference import Reference
-    from dgc.kernels.selection.triton import INTERPRETED, Triton
+    from dgc.kernels.quantize import Quantizers
+    from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SelectionKernels, SparseVector
+    from dgc.kernels.triton_quantize import TritonQuantizers
+    from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
     from dgc.kernels.triton_tables import cut
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 TILE = 64
 SLOTS = 8
 
@@ -38,7 +37,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kernels() -> Any:
-    return Triton(TILE, SLOTS)
+    return TritonSelection(TILE, SLOTS)
 
 
 def random(n: Any, seed: Any) -> Any:
@@ -93,7 +92,7 @@ def accumulated(
 
 def test_accumulate() -> None:
     for n, nesterov in ((0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)):
-        kernels, g, u, v = Triton(TILE, SLOTS), random(n, 1), random(n, 2), random(n, 3)
+        kernels, g, u, v = TritonSelection(TILE, SLOTS), random(n, 1), random(n, 2), random(n, 3)
         ours = accumulated(kernels, (g,), u, v, 0.9, nesterov)
         theirs = accumulated(REFERENCE, (g,), u, v, 0.9, nesterov)
         assert all(map(same_bits, ours, theirs)), (n, nesterov)
@@ -136,7 +135,7 @@ def test_denormals_and_negative_zeros_survive(kernels: Any) -> None:
 
 def test_select() -> None:
     for n, k in ((1, 0), (1, 1), (64, 64), (65, 30), (150, 149)):
-        kernels, v, budget = Triton(TILE, SLOTS), random(n, n), budget_of([n], [k])
+        kernels, v, budget = TritonSelection(TILE, SLOTS), random(n, n), budget_of([n], [k])
         with case(n, k):
             assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
             assert kernels.launches == 9
@@ -200,7 +199,7 @@ def test_awkward_values(kernels: Any, awkward_bucket: Any) -> None:
 def test_floors_never_change_the_choice(awkward_bucket: Any, scale: Any) -> None:
     """Too low, right, too high. A segment that is mostly zeros has a threshold, and so a lower bound, of 0."""
     g, budget, expected = awkward_bucket
-    kernels, zeros = Triton(TILE, 32), torch.zeros_like(g)
+    kernels, zeros = TritonSelection(TILE, 32), torch.zeros_like(g)
     lower_bounds = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
     chosen, u, v = accumulated(
         kernels, split(g, [33, g.numel() - 33]), zeros, zeros, budget=budget, lower_bounds=lower_bounds
@@ -229,7 +228,7 @@ def test_missed(kernels: Any, lower_bounds: Any, missed: Any) -> None:
     g, budget = random(1000, 7), budget_of([500, 500], [10, 10])
     lower_bounds = torch.tensor(lower_bounds, device=DEVICE)
     chosen, _, _ = accumulated(
-        Triton(256, 64), (g,), None, torch.zeros_like(g), budget=budget, lower_bounds=lower_bounds
+        TritonSelection(256, 64), (g,), None, torch.zeros_like(g), budget=budget, lower_bounds=lower_bounds
     )
     assert int(chosen.missed) == missed
     assert_same_choice(chosen, REFERENCE.select(g, budget))
@@ -300,7 +299,7 @@ def test_moments(kernels: Any, name: Any) -> None:
     errors = (found.sums.cpu() - torch.stack([part.sum() for part in parts])).abs()
     assert (errors <= 1e-9 * found.magnitudes.cpu()).all()
     assert found.largest.tolist() == [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
-    again = Triton(TILE, SLOTS).moments(v, bounds)
+    again = TritonSelection(TILE, SLOTS).moments(v, bounds)
     assert same_bits(again.sums, found.sums) and same_bits(again.squares, found.squares)
 
 
@@ -328,7 +327,7 @@ def test_tail(kernels: Any, name: Any) -> None:
 
 
 def test_statistics_of_more_tiles_than_a_block(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dgc.kernels.selection.triton_statistics.BLOCK", 4)
+    monkeypatch.setattr("dgc.kernels.triton_selection.SUMS", 4)
     for sizes in ([1200], [1, 0, 0, 1000, 130, 0]):
         bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
         parts, lower_bounds = segments_of(v, bounds), torch.ones(len(sizes), device=DEVICE)
@@ -370,8 +369,8 @@ def test_what_was_sent_is_taken_out(kernels: Any, ks: Any, form: Any, masked: An
         )
         for _ in range(2)
     )
-    for tier, inputs in ((kernels, ours), (REFERENCE, theirs)):
-        tier.remove_sent_(sent, inputs.u if masked else None, inputs.v)
+    for backend, inputs in ((kernels, ours), (REFERENCE, theirs)):
+        backend.remove_sent_(sent, inputs.u if masked else None, inputs.v)
     assert same_bits(ours.v, theirs.v) and same_bits(ours.u, theirs.u)
     before = kernels.launches
     assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == 250
@@ -498,7 +497,7 @@ def test_quantizers(sizes: Any, scales: Any) -> None:
     for scale in scales:
         v = random(n, 9) * scale
         v[::7] = -0.0
-        ours, theirs = (quantized(q, v, bounds, scale * each) for q in (TritonQuantizers(TILE), TorchQuantizers()))
+        ours, theirs = (quantized(q, v, bounds, scale * each) for q in (TritonQuantizers(TILE), Quantizers()))
         for mine, expected in zip(ours, theirs, strict=True):
             assert torch.equal(mine[0], expected[0])
             assert same_bits(mine[1], expected[1]) and same_bits(mine[2], expected[2])
@@ -509,8 +508,7 @@ def test_small_integers() -> None:
         levels = torch.arange(n, device=DEVICE).mul(37).byte()
         for bits in range(1, 9):
             packed = TritonQuantizers().pack(levels, bits)
-            assert torch.equal(packed, TorchQuantizers().pack(levels, bits))
-            assert torch.equal(TritonQuantizers().unpack(packed, bits, n), levels & 2**bits - 1)
+            assert torch.equal(packed, Quantizers().pack(levels, bits))
 
 
 def test_quantizers_wait_for_nothing_but_the_bounds(no_lists: Any) -> None:
@@ -610,7 +608,7 @@ def test_a_bucket_too_large_for_32_bits_is_refused() -> None:
 
 def test_importing_dgc_does_not_import_triton() -> None:
     rooms = "dgc, dgc.compression, dgc.kernels, dgc.memory, dgc.optim, dgc.selection, dgc.wire"
-    code = f"import sys, {rooms}; assert 'dgc.kernels.selection.triton' not in sys.modules, 'imports Triton'"
+    code = f"import sys, {rooms}; assert 'dgc.kernels.triton_selection' not in sys.modules, 'imports Triton'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -637,5 +635,5 @@ def test_every_kernel_compiles_for_gpus(arguments: Any, tmp_path: Path) -> None:
         "accumulate", "count_digits", "pick_digits", "tally", "offsets", "write", "take", "hide_tails",
         "mark_heads", "sum_runs", "subtract_at", "decay", "moments_of_tiles", "moments_of_ranges", "tail_of_tiles",
         "tail_of_ranges", "sign_encode", "sign_add", "tern_encode", "tern_add", "uniform_encode", "uniform_add",
-        "natural_largest", "natural_encode", "natural_add", "pack", "unpack",
+        "natural_largest", "natural_encode", "natural_add", "pack",
     }  # fmt: skip

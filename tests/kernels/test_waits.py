@@ -61,7 +61,7 @@ READ = {"comm/requests.py read"} if DEVICE == "cpu" else set()
 
 
 @pytest.fixture(autouse=True)
-def triton_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "_asked", "triton")
@@ -157,7 +157,7 @@ def test_dgc_never_waits(values: Any, indices: Any) -> None:
     assert set(seen) == READ
 
 
-FACTORS = "compression/matrices.py orthonormalize_each"
+FACTORS = "compression/matrices.py orthonormalize"
 
 
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])

@@ -26,7 +26,7 @@ from dgc.compression import (
     TernGradCompressor,
     ThresholdCompressor,
 )
-from dgc.compression.all_gather import AllGatherCompressor
+from dgc.compression.error_feedback import AllGatherCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, Memory, ResidualMemory
 from dgc.selection import Fixed, Sampled, Selector
 from dgc.wire.envelope import sealed_bytes

@@ -57,7 +57,7 @@ class Row:
     payload: bytes that one rank contributes for a bucket in one step. first_step: the mean gradient's factor in
     the first result, where all is sent. by_shape: what it sends depends on a tensor's shape, not on the order of
     its elements in memory. payload_at: in place of payload where the number of ranks matters; payload_of: where
-    the rank matters too. feedback: whether it has an error state though no setting makes it dense. at_zero: zeros
+    the rank matters too. feedback: whether it has a residual though no setting makes it dense. at_zero: zeros
     stay zeros. one_element: a tensor of a single element is sent as it is. left: the share of the distance to a
     quadratic's minimum that may be left.
     """
@@ -86,7 +86,7 @@ class Row:
 
     @property
     def keeps(self) -> bool:
-        """Whether it conserves by an error state of its own: what a dropped step has sent must return there."""
+        """Whether it conserves by a residual of its own: what a dropped step has sent must return there."""
         return self.conserves and (self.feedback or self.dense_limit is not None)
 
 

@@ -1,7 +1,7 @@
 """Two levels: every compressor between machines, with dense means inside them.
 
 The reference takes the means of the machines' gradients, and runs the compressor in a world with the machines as
-its ranks, once for each share of the tensors. Results and error state must be equal to it bit for bit.
+its ranks, once for each share of the tensors. Results and residuals must be equal to it bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Machines(Fleet):
         return [states[bucket].share for states, bucket in zip(self.states, self.buckets, strict=True)]
 
     def errors(self) -> list[Tensor]:
-        """Each machine's error state [n] in float64, put together from its ranks'."""
+        """Each machine's residual [n] in float64, put together from its ranks'."""
         parts = [
             sum((e.double() for e in states.errors()), torch.zeros(share.numel, dtype=torch.float64))
             for states, share in zip(self.states, self.shares(), strict=True)

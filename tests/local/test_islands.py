@@ -1,4 +1,4 @@
-"""Ranks that are lost, join and return: the others keep their error state, and nothing of it is lost."""
+"""Ranks that are lost, join and return: the others keep their residual, and nothing of it is lost."""
 
 import copy
 import json
@@ -179,7 +179,7 @@ def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
 @pytest.mark.parametrize(
     ("readable", "old", "continues", "lost", "says"),
     [
-        ([{0, 1, 2}] * 3, "012", (0, 1, 2), [], "all others keep their own model and error state"),
+        ([{0, 1, 2}] * 3, "012", (0, 1, 2), [], "all others keep their own model and residual"),
         ([{0, 1, 2, 3}] * 3, "0123", (0, 1, 2), [3], "old ranks 3 are lost"),
         ([{0, 1}] * 4, "01", (0, 1, None, None), [], "ranks 2, 3 join"),
         # machines with disks of their own: that of rank 1 is lost, and the ranks after it have new numbers
@@ -343,7 +343,7 @@ def test_a_run_of_the_trainer_goes_on(tmp_path: Path) -> None:
     checkpoints = tmp_path / "run/checkpoints"
     (checkpoints / "latest.json").write_text(json.dumps({"checkpoint": "e0000s00003"}))
     (checkpoints / "e0000s00003/rank1.pt").unlink()
-    with pytest.warns(UserWarning, match="ranks 1, 2 join .*; the models and error states .* 1 are lost"):
+    with pytest.warns(UserWarning, match="ranks 1, 2 join .*; the models and residuals .* 1 are lost"):
         run_trainer(tmp_path, 3, *words)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["ranks"] == 3 and summary["epochs"] == 1

@@ -67,7 +67,7 @@ def named(own: Trained, flat: Tensor) -> dict[str, Tensor]:
 
 
 def errors(own: Trained) -> dict[str, Tensor]:
-    """The error state of a rank by parameter name; zeros for tensors without one."""
+    """The residual of a rank by parameter name; zeros for tensors without one."""
     found = named(own, torch.zeros_like(own.z))
     for states in own.algorithm.exchange.states:
         state = states.state_dict()
@@ -466,7 +466,7 @@ def test_a_compressor_of_another_optimizer_is_refused() -> None:
         Trained(transport, OuterSteps(2, compression=shared))
         Trained(transport, OuterSteps(2, compression=shared))
 
-    with pytest.raises(ValueError, match="has the error state of another"):
+    with pytest.raises(ValueError, match="has the residual of another"):
         on(1, body)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dgc.bucket import make_bucket
 from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import SparseCompressor
-from dgc.kernels.codec.reference import TorchCodec
-from dgc.kernels.selection.protocol import SparseVector
+from dgc.kernels.codec import Codec
+from dgc.kernels.selection import SparseVector
 from dgc.local import OuterSteps
 from dgc.memory import ResidualMemory
 from dgc.optim import LocalOptimizer
@@ -151,7 +151,7 @@ def test_indices_within_chunks(count: int) -> None:
     padded[: chosen.numel()] = chosen
     selection = SparseVector(padded, padded.float(), torch.tensor(chosen.numel(), dtype=torch.int32))
     planned = PayloadPlan(form, plan.per_tensor, numel)
-    payload = planned.encode(TorchCodec(), selection, torch.tensor(numel)).payload
+    payload = planned.encode(Codec(), selection, torch.tensor(numel)).payload
     assert payload.numel() == form.nbytes(plan.per_tensor, numel)
-    (decoded,), _ = planned.decode(TorchCodec(), [payload]).wait()
+    (decoded,), _ = planned.decode(Codec(), [payload]).wait()
     assert torch.equal(decoded.indices, padded)

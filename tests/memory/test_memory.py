@@ -1,4 +1,4 @@
-"""Error state: what enters it, what leaves it, how it is clipped, saved and loaded."""
+"""Residual: what enters it, what leaves it, how it is clipped, saved and loaded."""
 
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from memory.held import Held
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.kernels import PassInputs
-from dgc.kernels.selection.reference import Reference, as_selection
+from dgc.kernels.selection import SelectionKernels, as_selection
 from dgc.memory import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -23,7 +23,7 @@ from dgc.memory import (
 )
 
 DGC = partial(DGCSGDMemory, 0.9)
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 
 
 def rng(seed: Any) -> Any:
@@ -240,7 +240,8 @@ class Eager:
     """u and v by hand, which lose what is sent at once."""
 
     def __init__(self, memory: Any, n: Any) -> None:
-        self.momentum, self.nesterov = getattr(memory, "momentum", None), getattr(memory, "nesterov", False)
+        correction = memory.correction or MomentumCorrection(None, False)
+        self.momentum, self.nesterov = correction.momentum, bool(correction.nesterov)
         self.masking = getattr(memory, "momentum_masking", False)
         self.u = None if self.momentum is None else torch.zeros(n)
         self.v = torch.zeros(n)

@@ -173,7 +173,7 @@ def test_too_many_passes() -> None:
         loss_of(model, part).backward()
     with pytest.raises(RuntimeError, match="backward_passes_per_step=2"):
         loss_of(model, 2).backward()
-    assert optimizer.exchange.engine.in_flight
+    assert optimizer._engine.in_flight
 
 
 def test_bad_number_of_passes() -> None:
@@ -353,7 +353,7 @@ def test_a_route_of_compressors() -> None:
     def body(model: Any, transport: Any) -> None:
         route = Route([Rule(BF16Compressor(), name="last.*"), Rule(dgc(0.1), min_dim=2), Rule(DenseCompressor())])
         optimizer = wrap(model, transport, dgc_sgd, compression=route)
-        kinds = {s.name: type(p.compressor) for p in optimizer.exchange.planned for s in p.bucket.segments}
+        kinds = {s.name: type(p.compressor) for p in optimizer.planned for s in p.bucket.segments}
         assert kinds == {
             "first.weight": DGCCompressor,
             "spare.weight": DGCCompressor,

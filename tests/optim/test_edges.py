@@ -111,7 +111,7 @@ def test_shared_parameters_compressed(ratio: Any) -> None:
 
     def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(ratio))
-        assert [s.name for p in optimizer.exchange.planned for s in p.bucket.segments] == ["words.weight"]
+        assert [s.name for p in optimizer.planned for s in p.bucket.segments] == ["words.weight"]
         for _ in range(5):
             optimizer.zero_grad()
             loss(model, transport.rank).backward()
@@ -262,7 +262,7 @@ def test_copies_of_the_model_are_free_of_hooks(compression: Any) -> None:
         for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
             assert_same(twin, model, exactly=True)
             loss_of(twin, 0).backward()
-            assert not optimizer.exchange.engine.in_flight
+            assert not optimizer._engine.in_flight
         step(model, optimizer, 1, transport.rank)
 
     run(2, body)
@@ -309,7 +309,7 @@ def test_the_same_parameters_twice() -> None:
 def test_one_compressor_for_two_optimizers() -> None:
     shared = DGCCompressor(0.1, ResidualMemory())
     wrap(net(), alone(), compression=shared)
-    with pytest.raises(ValueError, match="this DGCCompressor has the error state of another"):
+    with pytest.raises(ValueError, match="this DGCCompressor has the residual of another"):
         wrap(net(), alone(), compression=Route([Rule(shared)]))
     stateless = DenseCompressor()
     wrap(net(), alone(), compression=stateless)

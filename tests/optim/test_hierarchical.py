@@ -159,11 +159,11 @@ def resumed(transport: Any, name: str, stop: bool) -> torch.Tensor:
     for step in range(6):
         if stop and step == 3:
             state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-            error_state = copy.deepcopy(run.optimizer.compression_state_dict())
+            residual = copy.deepcopy(run.optimizer.compression_state_dict())
             run = Run(transport, METHODS[name](), "on")
             run.model.load_state_dict(state[0])
             run.optimizer.load_state_dict(state[1])
-            run.optimizer.load_compression_state_dict(error_state)
+            run.optimizer.load_compression_state_dict(residual)
         run.step([10 * step + transport.rank])
     return run.weights()
 

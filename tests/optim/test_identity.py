@@ -317,7 +317,7 @@ def test_shards_are_redistributed_among_machines() -> None:
         redistribute(states, 3)
 
 
-def test_a_broadcast_of_the_optimizer_leaves_every_rank_its_error_state() -> None:
+def test_a_broadcast_of_the_optimizer_leaves_every_rank_its_residual() -> None:
     def body(transport: Any) -> None:
         adapter = optimizer(transport).train(range(3))
         before = adapter.state()

@@ -64,7 +64,7 @@ def test_frozen_parameters_take_no_part() -> None:
     def body(model: Any, transport: Any) -> None:
         model.first.requires_grad_(False)
         optimizer = wrap(model, transport)
-        names = [s.name for plan in optimizer.exchange.planned for s in plan.bucket.segments]
+        names = [s.name for plan in optimizer.planned for s in plan.bucket.segments]
         assert names == ["last.bias", "last.weight", "spare.bias", "spare.weight"]
         for step in range(3):
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""NaN and inf in a gradient: every rank drops the step, or every rank raises. The error state stays finite."""
+"""NaN and inf in a gradient: every rank drops the step, or every rank raises. The residual stays finite."""
 
 import warnings
 from typing import Any
@@ -78,7 +78,7 @@ def test_a_step_is_dropped_on_every_rank(compression: Any, through_gradients: An
                 assert all(torch.equal(a, b) for a, b in zip(before[1], after, strict=True))
         assert optimizer.dropped_steps == 1 and optimizer.error_norm() < float("inf")
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-        assert not optimizer.exchange.engine.in_flight
+        assert not optimizer._engine.in_flight
 
     with pytest.warns(UserWarning, match="gradient of spare.weight on rank 1 has NaN or inf, or is"):
         run(2, body)
@@ -123,11 +123,11 @@ def test_raise_is_one_error_on_every_rank_and_training_can_continue(compression:
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
 def test_what_was_sent_in_any_bucket_returns(ratio: Any) -> None:
-    """A flag in one bucket drops all buckets: their error state keeps the whole gradient."""
+    """A flag in one bucket drops all buckets: their residual keeps the whole gradient."""
 
     def body(model: Any, transport: Any) -> None:
         optimizer = wrap(model, transport, dgc_sgd, compression=dgc(ratio), bucket_mb=1e-5)
-        assert len(optimizer.exchange.planned) == 6
+        assert len(optimizer.planned) == 6
         optimizer.zero_grad()
         spoilt(model, 0, transport.rank, at=0)
         twin = net()

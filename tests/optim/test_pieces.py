@@ -12,7 +12,7 @@ from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 def buffers(optimizer: Any) -> Any:
     """The compressed buckets that have allocated a flat buffer."""
-    planned = [p for p in optimizer.exchange.planned if isinstance(p.compressor, DGCCompressor)]
+    planned = [p for p in optimizer.planned if isinstance(p.compressor, DGCCompressor)]
     assert planned
     return [p for p in planned if "_flat" in p.bucket.__dict__]
 

@@ -27,27 +27,27 @@ class Slow:
     def __getattr__(self, name: Any) -> Any:
         return getattr(self._transport, name)
 
-    def launch(self, name: Any, requests: Any, lane: Any = "") -> Any:
+    def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
         self.events.append(("launch", name))
-        return name, self._transport.launch(name, requests, lane)
+        return name, self._transport.launch(name, requests, communicator)
 
-    def poll(self, flight: Any) -> Any:
+    def poll(self, work: Any) -> Any:
         return False
 
-    def wait(self, flight: Any) -> Any:
-        self.events.append(("wait", flight[0]))
-        return self._transport.wait(flight[1])
+    def wait(self, work: Any) -> Any:
+        self.events.append(("wait", work[0]))
+        return self._transport.wait(work[1])
 
 
 class Prompt(Slow):
-    def poll(self, flight: Any) -> Any:
+    def poll(self, work: Any) -> Any:
         return True
 
 
 def events_of(transport: Any) -> Any:
     model = net()
     optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
-    names = [plan.bucket.name for plan in optimizer.exchange.planned]
+    names = [plan.bucket.name for plan in optimizer.planned]
     assert len(names) > 2
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -68,6 +68,6 @@ def test_available_replies_are_used_during_backward() -> None:
     model = net()
     optimizer = wrap(model, transport, dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
     loss_of(model, 0).backward()
-    names = [plan.bucket.name for plan in optimizer.exchange.planned]
+    names = [plan.bucket.name for plan in optimizer.planned]
     assert ("wait", f"{names[0]}.1") in transport.events
     optimizer.step()

@@ -42,7 +42,7 @@ RECIPES = {"explicit": explicit, "plain": plain}
 @every_compression
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_scaling_by_powers_of_two_changes_no_bit(compression: Any, recipe: Any) -> None:
-    """Neither the weights nor the error state: it is unscaled while the scale grows."""
+    """Neither the weights nor the residual: it is unscaled while the scale grows."""
 
     def train(scaled: Any) -> Any:
         states = {}

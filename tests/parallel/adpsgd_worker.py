@@ -74,8 +74,8 @@ def least_squares(transport: Any) -> Finding:
         "losses": losses,
         "totals": totals,
         "distances": distances,
-        "averagings": gossip.averagings,
-        "per_average": meter.payload_bytes / max(1, gossip.averagings),
+        "averagings": gossip.metrics()["averagings"],
+        "per_average": meter.payload_bytes / max(1, gossip.metrics()["averagings"]),
         "steps": state["steps"],
         "taken": taken,
     }
@@ -91,8 +91,9 @@ def mean_is_kept(transport: Any) -> Finding:
     before = all_reduce(transport, z.clone(), "sum", "before")
     for _ in range(3):
         gossip.resume()
-        enough = gossip.averagings + 40
-        while transport.rank % 2 and gossip.averagings < enough:  # odd ranks begin averages, even ones answer
+        enough = gossip.metrics()["averagings"] + 40
+        # odd ranks begin averages, even ones answer
+        while transport.rank % 2 and gossip.metrics()["averagings"] < enough:
             time.sleep(0.01)
         gossip.synchronize_messages()
     after = all_reduce(transport, z.clone(), "sum", "after")

@@ -81,7 +81,7 @@ class Restart:
         return max(0.0, ahead / self.before.size)
 
     def mean_error(self) -> float:
-        """Largest difference between the means of the error state over the old and over the new ranks.
+        """Largest difference between the means of the residual over the old and over the new ranks.
 
         Relative to the largest element of the tensor. The new ranks load the checkpoint as the run does.
         """
@@ -89,7 +89,7 @@ class Restart:
         machines = read_manifest(self.checkpoint)["machines"]
         files = [self.checkpoint / f"rank{rank}.pt" for rank in range(len(machines))]
         states = [{**read_tensors(file)["compression"], "part": None} for file in files]
-        # On two levels the ranks of a machine divide its error state among them.
+        # On two levels the ranks of a machine divide its residual among them.
         parts = [[state for state, its in zip(states, machines, strict=True) if its == m] for m in set(machines)]
         old = mean_of_tensors([merge(part) for part in parts])
         assert any(float(tensor.norm()) > 0 for tensor in old.values())

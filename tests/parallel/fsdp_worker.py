@@ -232,7 +232,7 @@ def method_between_machines(transport: Any) -> Finding:
         exchange = compress(model, make(model.named_parameters()), transport=transport)
         expected = Expected(make, local_rank)
         differences = []
-        for step in range(4):  # the error state of a step is in the next
+        for step in range(4):  # the residual of a step is in the next
             model.zero_grad()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the dropped step

@@ -115,7 +115,7 @@ MODELS = {
     "compressed already": "the model has a FSDPExchange already: close() it before another exchange",
     "complex": "is complex, which only DistributedOptimizer and dgc.ddp.compress exchange",
     "policy": "nonfinite must be 'skip' or 'raise', not 'ignore'",
-    "compressor in use": "this DGCCompressor has the error state of another",
+    "compressor in use": "this DGCCompressor has the residual of another",
     "setting differs": "compression.threshold is 0.5 on rank 0 and 1.5 on rank 1",
     "raise and scaler": "it needs nonfinite='skip'",
     "no groups": "group 'cross' does not exist: use TorchTransport(hierarchical=True)",

@@ -50,7 +50,7 @@ def check_horovod(found: list[dict]) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What the scenarios found on two ranks of mpirun, in one start of the ranks."""
-    names = [*QUICK, "other_settings", "clipped_in_flight", "every_tier_briefly"]
+    names = [*QUICK, "other_settings", "clipped_in_flight", "every_backend_briefly"]
     if find_spec("horovod"):
         names += [*HOROVOD, "ratios_of_a_step"]  # the last one ends Horovod
     return findings(2, tmp_path_factory.mktemp("two_ranks"), *names)
@@ -127,25 +127,25 @@ def test_200_steps_repeat_bit_for_bit_on_equal_replicas(ranks: int, tmp_path: Pa
 
 
 def one_model(found: list[dict]) -> set[str]:
-    """The models of all ranks and tiers, of which there must be one."""
+    """The models of all ranks and backends, of which there must be one."""
     return {result["model"] for own in found for result in own.values()}
 
 
-def check_tiers(found: list[dict]) -> None:
+def check_backends(found: list[dict]) -> None:
     assert len(one_model(found)) == 1
-    assert all(own[tier]["kernels"].startswith(tier) for own in found for tier in ("native", "reference"))
+    assert all(own[backend]["kernels"].startswith(backend) for own in found for backend in ("native", "reference"))
     isas = [own["mixed"]["kernels"] for own in found]
     assert isas[1] == "native (portable)" and (isas[0] == "native (avx2)" or "avx2" not in supported_isas())
 
 
 def test_every_tier_and_a_tier_of_each_ranks_own(two_ranks: list[dict]) -> None:
-    check_tiers([own["every_tier_briefly"] for own in two_ranks])
+    check_backends([own["every_backend_briefly"] for own in two_ranks])
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_200_steps_on_every_tier(ranks: int, tmp_path: Path) -> None:
-    check_tiers([own["every_tier"] for own in findings(ranks, tmp_path, "every_tier")])
+def test_200_steps_on_every_backend(ranks: int, tmp_path: Path) -> None:
+    check_backends([own["every_backend"] for own in findings(ranks, tmp_path, "every_backend")])
 
 
 @pytest.mark.proof

@@ -162,8 +162,8 @@ def forty_steps_twice(transport: Any) -> Finding:
     return {"models": [train(transport, compressors()["dgc-wire"](), steps=40)[0] for _ in range(2)]}
 
 
-def on_tiers(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
-    """The model that each tier leads to, and on a different instruction set per rank ("mixed").
+def on_backends(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
+    """The model that each backend leads to, and on a different instruction set per rank ("mixed").
 
     Indices in a Rice code, fp16 values, clipping, Nesterov and a warm-up of the ratio pass through every kernel.
     """
@@ -187,16 +187,16 @@ def on_tiers(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
     return found
 
 
-def every_tier(transport: Any) -> Finding:
-    return on_tiers(transport, 200, 300, "native", "mixed", "reference")
+def every_backend(transport: Any) -> Finding:
+    return on_backends(transport, 200, 300, "native", "mixed", "reference")
 
 
-def every_tier_briefly(transport: Any) -> Finding:
-    return on_tiers(transport, 70, 300, "native", "mixed", "reference")
+def every_backend_briefly(transport: Any) -> Finding:
+    return on_backends(transport, 70, 300, "native", "mixed", "reference")
 
 
 def interpreted(transport: Any) -> Finding:
-    return on_tiers(transport, 200, 24, "native", "triton")
+    return on_backends(transport, 200, 24, "native", "triton")
 
 
 def one_rank_differs(transport: Any) -> Finding:
@@ -409,8 +409,8 @@ SCENARIOS = {
         horovods_compressions,
         two_hundred_steps,
         forty_steps_twice,
-        every_tier,
-        every_tier_briefly,
+        every_backend,
+        every_backend_briefly,
         interpreted,
         one_rank_differs,
         other_settings,

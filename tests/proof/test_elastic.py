@@ -83,7 +83,7 @@ def test_kills(tmp_path: Path, chunk: int) -> None:
         print(
             f"\nchunk {chunk}, run {number}: killed {', '.join(done) or 'nothing'}; attempts on {sizes} ranks; "
             f"steps lost: {max(restart.lost for restart in run.restarts):g} of at most {CHECKPOINT_EVERY}; "
-            f"{len(resized)} times resumed on another number of ranks, mean of the error state within "
+            f"{len(resized)} times resumed on another number of ranks, mean of the residual within "
             f"{max((restart.mean_error() for restart in resized), default=0.0):.1e}",
             flush=True,
         )

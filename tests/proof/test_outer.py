@@ -116,8 +116,8 @@ def killed(
         run.finish(1200)
     text, summary = run.text(), json.loads((run.run / "summary.json").read_text())
     assert summary["epochs"] == epochs and "Traceback" not in text, text
-    joined = len(re.findall("join with the common model and without error state", text))
-    lost = len(re.findall("error states of the old ranks .+ are lost", text))
+    joined = len(re.findall("join with the common model and without a residual", text))
+    lost = len(re.findall("residuals of the old ranks .+ are lost", text))
     assert joined >= kills // 2 and lost >= kills // 2, text
     restarts = [restart for restart in run.restarts if restart.checkpoint is not None]
     for restart in restarts:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dgc.bucket import Segment
-from dgc.selection import plan_selection
+from dgc.selection import Selector, plan_selection
 
 
 def rng(seed: Any) -> Any:
@@ -23,6 +23,12 @@ def plan_of(*numels: Any, ratio: Any) -> Any:
         segments.append(Segment(f"p{i}", offset, n, (n,), (1,)))
         offset += n
     return plan_selection(segments, ratio)
+
+
+def indices_of(selector: Selector, v: Any, plan: Any, seed: Any) -> Any:
+    """The indices that a selector chooses, ascending."""
+    selection = selector.choose(v, plan, seed)
+    return selection.indices[: int(selection.count)].long()
 
 
 WALL_THRESHOLD = 1.0

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from selection.shapes import laplace, plan_of
+from selection.shapes import indices_of, laplace, plan_of
 
 from dgc.selection import TopKPerChunk
 from dgc.selection.selector import share
@@ -31,9 +31,9 @@ def test_the_largest_of_each_chunk(chunk: int, ratio: float) -> None:
     numels = (8192, 20_000, 0, 3, 1)
     plan = plan_of(*numels, ratio=ratio)
     v = laplace(sum(numels))
-    parts = zip(plan.offsets, plan.split(v), strict=True)
-    expected = [offset + i for offset, part in parts for i in by_topk(part, chunk, ratio)]
-    assert TopKPerChunk(chunk).indices(v, plan, 0).tolist() == expected
+    parts = zip(plan.segments, plan.split(v), strict=True)
+    expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
+    assert indices_of(TopKPerChunk(chunk), v, plan, 0).tolist() == expected
     assert len(expected) == plan.capacity
 
 
@@ -41,7 +41,7 @@ def test_64_of_each_4096_whatever_their_magnitudes() -> None:
     plan = plan_of(3 * 4096, ratio=64 / 4096)
     v = laplace(3 * 4096)
     v[4096:8192] *= 1e-3
-    chosen = TopKPerChunk(4096).indices(v, plan, 0)
+    chosen = indices_of(TopKPerChunk(4096), v, plan, 0)
     assert torch.bincount(chosen // 4096).tolist() == [64] * 3
     assert plan.per_chunk(4096).ks.tolist() == [64] * 3
 
@@ -50,7 +50,7 @@ def test_zeros_are_not_chosen() -> None:
     plan = plan_of(100, ratio=0.1)
     v = torch.zeros(100)
     v[55] = -2.0
-    assert TopKPerChunk(10).indices(v, plan, 0).tolist() == [55]
+    assert indices_of(TopKPerChunk(10), v, plan, 0).tolist() == [55]
 
 
 def test_a_chunk_has_elements() -> None:

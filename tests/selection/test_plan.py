@@ -11,7 +11,7 @@ def test_plan_rounds_up_and_sends_at_least_one() -> None:
     plan = plan_of(1, 10, 999, 1000, 1001, 0, ratio=0.001)
     assert plan.ks == (1, 1, 1, 1, 2, 0)
     assert plan.capacity == 6
-    assert plan.offsets == (0, 1, 11, 1010, 2010, 3011)
+    assert plan.per_tensor.bounds.tolist() == [0, 1, 11, 1010, 2010, 3011, 3011]
 
 
 def test_plan_at_ratio_one_is_everything() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from selection.shapes import SHAPES, laplace, plan_of, rng, wall
+from selection.shapes import SHAPES, indices_of, laplace, plan_of, rng, wall
 
-from dgc.kernels.selection.reference import largest
+from dgc.kernels.selection import largest
 from dgc.selection import Sampled
 from dgc.selection.estimators import Ranges
 
@@ -25,7 +25,7 @@ def test_count_on_laplace_data(ratio: Any, strided: Any) -> None:
     n = 100_000
     plan = plan_of(n, ratio=ratio)
     for seed in range(5):
-        count = Sampled(strided_sample=strided).indices(laplace(n, seed), plan, seed).numel()
+        count = indices_of(Sampled(strided_sample=strided), laplace(n, seed), plan, seed).numel()
         assert 0.8 * plan.capacity <= count <= plan.capacity
 
 
@@ -39,7 +39,7 @@ def test_candidates_before_the_cut_lie_within_the_bounds(ratio: Any) -> None:
 def test_count_on_the_wall() -> None:
     """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k."""
     n, plan = 100_000, plan_of(100_000, ratio=0.001)
-    counts = [Sampled().indices(wall(n, seed), plan, seed).numel() for seed in range(10)]
+    counts = [indices_of(Sampled(), wall(n, seed), plan, seed).numel() for seed in range(10)]
     assert all(80 <= count <= 100 for count in counts)
 
 
@@ -47,20 +47,20 @@ def test_a_single_outlier_is_found() -> None:
     """A sample that misses it gives threshold 0, which takes what is not zero and no more."""
     v, plan = SHAPES["outlier"](30_000), plan_of(30_000, ratio=0.001)
     for seed in range(5):
-        assert Sampled().indices(v, plan, seed).tolist() == [10_000]
+        assert indices_of(Sampled(), v, plan, seed).tolist() == [10_000]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 100, 1999])
 def test_tiny_tensors_send_at_least_one(n: Any) -> None:
     """Where the sample would be the whole tensor, the selection is exact."""
     v = laplace(n) + 0.01
-    chosen = Sampled().indices(v, plan_of(n, ratio=0.001), 0)
+    chosen = indices_of(Sampled(), v, plan_of(n, ratio=0.001), 0)
     assert torch.equal(chosen, largest(v, math.ceil(n / 1000)))
 
 
 def test_seeds_differ() -> None:
     v, plan = laplace(60_000), plan_of(60_000, ratio=0.005)
-    different = {tuple(Sampled().indices(v, plan, seed).tolist()) for seed in range(6)}
+    different = {tuple(indices_of(Sampled(), v, plan, seed).tolist()) for seed in range(6)}
     assert len(different) > 1
 
 
@@ -69,7 +69,7 @@ def test_torchs_global_generator_is_left_alone() -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     for selector in (Sampled(), Sampled(strided_sample=False)):
-        selector.indices(laplace(20_000), plan_of(20_000, ratio=0.01), 1)
+        indices_of(selector, laplace(20_000), plan_of(20_000, ratio=0.01), 1)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -132,7 +132,7 @@ def test_too_few_lowers_the_threshold_step_by_step(counted: Any) -> None:
 
 def test_too_many_are_resampled_at_once(counted: Any) -> None:
     plan = plan_of(1000, ratio=0.1)
-    assert Low().indices(ramp(), plan, 0).tolist() == list(range(900, 1000))
+    assert indices_of(Low(), ramp(), plan, 0).tolist() == list(range(900, 1000))
     assert counted == [950]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from selection.shapes import SHAPES, laplace, plan_of
+from selection.shapes import SHAPES, indices_of, laplace, plan_of
 
 import dgc.kernels as kernels
 from dgc.kernels import PassInputs
-from dgc.kernels.selection.reference import largest
+from dgc.kernels.selection import largest
 from dgc.selection import (
     Bisection,
     Exact,
@@ -73,9 +73,9 @@ def check(indices: Any, v: Any, plan: Any) -> None:
 
 def each(v: Any, plan: Any, indices: Any) -> Any:
     """Of every tensor its part of v and what was chosen in it."""
-    for offset, n in zip(plan.offsets, plan.numels, strict=True):
-        own = indices[(indices >= offset) & (indices < offset + n)] - offset
-        yield v[offset : offset + n], own
+    for segment in plan.segments:
+        start, end = segment.offset, segment.offset + segment.numel
+        yield v[start:end], indices[(indices >= start) & (indices < end)] - start
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -116,34 +116,34 @@ def test_nan_and_inf_end_in_a_choice(selector: Any) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         v, plan = laplace(30_000), plan_of(10_000, 20_000, ratio=0.01)
         v[[17, 12_345]] = bad
-        chosen = SELECTORS[selector].indices(v, plan, 0)
+        chosen = indices_of(SELECTORS[selector], v, plan, 0)
         assert 2 <= chosen.numel() <= plan.capacity, bad
         assert {17, 12_345} <= set(chosen.tolist()), bad
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_nothing_to_choose_from(selector: Any) -> None:
-    empty = SELECTORS[selector].indices(torch.empty(0), plan_of(0, ratio=0.1), 0)
+    empty = indices_of(SELECTORS[selector], torch.empty(0), plan_of(0, ratio=0.1), 0)
     assert empty.numel() == 0
-    assert SELECTORS[selector].indices(torch.ones(3), plan_of(0, 3, ratio=0.1), 0).numel() == 1
+    assert indices_of(SELECTORS[selector], torch.ones(3), plan_of(0, 3, ratio=0.1), 0).numel() == 1
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_single_element(selector: Any) -> None:
     for value in (1e-45, -1.0, 3e38):
-        assert SELECTORS[selector].indices(torch.tensor([value]), plan_of(1, ratio=0.001), 0).tolist() == [0]
+        assert indices_of(SELECTORS[selector], torch.tensor([value]), plan_of(1, ratio=0.001), 0).tolist() == [0]
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_all_equal_fills_the_plan(selector: Any) -> None:
     plan = plan_of(30_000, ratio=0.001)
-    assert SELECTORS[selector].indices(torch.full((30_000,), 2.0), plan, 0).numel() == plan.capacity == 30
+    assert indices_of(SELECTORS[selector], torch.full((30_000,), 2.0), plan, 0).numel() == plan.capacity == 30
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_all_elements_are_due_and_chosen(selector: Any) -> None:
     v = laplace(5000)
-    assert SELECTORS[selector].indices(v, plan_of(5000, ratio=1.0), 0).numel() >= 0.8 * 5000
+    assert indices_of(SELECTORS[selector], v, plan_of(5000, ratio=1.0), 0).numel() >= 0.8 * 5000
 
 
 # --- estimates -------------------------------------------------------------------------------------
@@ -152,18 +152,18 @@ def test_all_elements_are_due_and_chosen(selector: Any) -> None:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The name of every pass over v that estimates make."""
-    tier, made = kernels.of(torch.empty(0)), []
+    backend, made = kernels.of(torch.empty(0)), []
 
-    class Noted(type(tier.selection)):  # type: ignore[misc]
+    class Noted(type(backend.selection)):  # type: ignore[misc]
         def moments(self, *arguments: Any) -> Any:
             made.append("moments")
-            return tier.selection.moments(*arguments)
+            return backend.selection.moments(*arguments)
 
         def tail(self, *arguments: Any) -> Any:
             made.append("tail")
-            return tier.selection.tail(*arguments)
+            return backend.selection.tail(*arguments)
 
-    monkeypatch.setattr(kernels, "of", lambda v: replace(tier, selection=Noted()))
+    monkeypatch.setattr(kernels, "of", lambda v: replace(backend, selection=Noted()))
     return made
 
 
@@ -286,10 +286,10 @@ def test_every_estimator_is_in_the_table() -> None:
 def test_a_fixed_threshold() -> None:
     plan, v = plan_of(40, 40, ratio=0.1), torch.zeros(80)
     v[[3, 50, 51, 52, 53, 54, 55]] = torch.tensor([0.4, 0.5, -0.6, 0.7, 0.8, -0.9, 1.0])
-    assert Fixed(0.5).indices(v, plan, 0).tolist() == [50, 51, 52, 53, 54, 55]
-    assert Fixed(2.0).indices(v, plan, 0).numel() == 0
+    assert indices_of(Fixed(0.5), v, plan, 0).tolist() == [50, 51, 52, 53, 54, 55]
+    assert indices_of(Fixed(2.0), v, plan, 0).numel() == 0
     crowded = torch.arange(80.0) + 1
-    assert Fixed(0.5).indices(crowded, plan, 0).tolist() == [36, 37, 38, 39, 76, 77, 78, 79]
+    assert indices_of(Fixed(0.5), crowded, plan, 0).tolist() == [36, 37, 38, 39, 76, 77, 78, 79]
 
 
 # --- no place in a tensor is worse than another ----------------------------------------------------

@@ -109,13 +109,13 @@ def test_a_watched_transport_records_its_waits() -> None:
     class Slow:
         rank, size, local_rank, local_size, point_to_point = 0, 1, 0, 1, False
 
-        def launch(self, name: Any, requests: Any, lane: Any = "") -> Any:
-            return "flight"
+        def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
+            return "work"
 
-        def wait(self, flight: Any) -> Any:
+        def wait(self, work: Any) -> Any:
             seen.append(watched.waiting)
-            return (flight,)
+            return (work,)
 
     watched = WatchedTransport(cast(Transport, Slow()))
-    assert watched.wait(watched.launch("a", ())) == ("flight",)
+    assert watched.wait(watched.launch("a", ())) == ("work",)
     assert seen[0][1] == "a" and watched.waiting is None

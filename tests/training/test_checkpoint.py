@@ -108,7 +108,7 @@ def test_nothing_to_find(tmp_path: Path) -> None:
 
 
 def save_errors(directory: Any, size: Any) -> None:
-    """Saves a checkpoint. The error state of rank r is filled with r."""
+    """Saves a checkpoint. The residual of rank r is filled with r."""
 
     def body(transport: Any) -> None:
         own = {"compression": {"velocities": {"w": torch.full((4,), float(transport.rank))}, "steps": 7}}
@@ -118,7 +118,7 @@ def save_errors(directory: Any, size: Any) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (4, 1), (1, 4)])
-def test_another_number_of_ranks_redistributes_the_error_state(tmp_path: Path, old: Any, new: Any) -> None:
+def test_another_number_of_ranks_redistributes_the_residual(tmp_path: Path, old: Any, new: Any) -> None:
     save_errors(tmp_path, old)
     loaded = load(tmp_path, "latest", size=new)
     assert all(part.size == old and part.shared["name"] == "e0001" for part in loaded)

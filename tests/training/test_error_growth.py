@@ -1,4 +1,4 @@
-"""The monitor of the error state: no warning for a healthy one, one warning for unbounded growth."""
+"""The monitor of the residual: no warning for a healthy one, one warning for unbounded growth."""
 
 import math
 import warnings
@@ -37,7 +37,7 @@ def test_a_new_ratio_starts_a_new_reference() -> None:
 @pytest.mark.parametrize("growth", [lambda i: 1.02**i, lambda i: float(i)])
 def test_unbounded_growth_gives_one_warning(growth: Any) -> None:
     (text,) = warnings_of([growth(i) for i in range(1, 600)])
-    assert "error state's norm has grown from" in text and "compress_ratio 0.01" in text
+    assert "residual's norm has grown from" in text and "compress_ratio 0.01" in text
 
 
 def test_a_high_plateau_is_not_growth() -> None:

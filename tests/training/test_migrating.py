@@ -138,8 +138,8 @@ def test_files_in_the_original_form_load(place: Path) -> None:
         compression = instantiate(tree.train.compression)
         assert type(compression) is DGCCompressor
         memory = compression.memory
-        assert isinstance(memory, DGCSGDMemory) and memory.momentum == 0.8
-        assert memory.nesterov == bool(extra)
+        assert isinstance(memory, DGCSGDMemory) and memory.correction.momentum == 0.8
+        assert memory.correction.nesterov == bool(extra)
 
 
 @pytest.mark.usefixtures("no_type_checks")

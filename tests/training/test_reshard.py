@@ -1,4 +1,4 @@
-"""Error state redistributed to another number of ranks: the mean is unchanged, and no state is scaled up."""
+"""Residual redistributed to another number of ranks: the mean is unchanged, and no state is scaled up."""
 
 from fractions import Fraction
 from functools import partial
@@ -117,7 +117,7 @@ FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (
 def run(
     transport: Any, method: str, two_levels: bool, states: Any = None, machines: Any = None, **settings: Any
 ) -> Any:
-    """The error state after four steps, or, with the states of other ranks, this rank's share of them."""
+    """The residual after four steps, or, with the states of other ranks, this rank's share of them."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
     optimizer = DistributedOptimizer(

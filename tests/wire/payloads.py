@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from dgc.kernels.codec.reference import TorchCodec
-from dgc.kernels.selection.protocol import Budget, SparseVector
+from dgc.kernels.codec import Codec
+from dgc.kernels.selection import Budget, SparseVector
 from dgc.wire import (
     CastValues,
     ChunkIndices,
@@ -42,7 +42,7 @@ NAMES = ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice", "2
 SOME = {name: FORMATS[name] for name in NAMES}
 # Those that the native kernels decode and add in one call.
 ADDED = {name: form for name, form in FORMATS.items() if "chunks" not in name}
-CODEC = TorchCodec()
+CODEC = Codec()
 
 
 def formats_for(number: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, seal_, selection_of
 
-from dgc.kernels.codec.protocol import Terms
+from dgc.kernels.codec import Terms
 from dgc.wire import PayloadError
 from dgc.wire.envelope import Envelope
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.tiers import NAMES, tier
+from kernels.backends import NAMES, backend
 from wire.payloads import (
     ADDED,
     FORMATS,
@@ -20,17 +20,16 @@ from wire.payloads import (
     selection_of,
 )
 
-from dgc.kernels.codec.native import NativeMeanDecoder
-from dgc.kernels.codec.protocol import MeanDecoder
-from dgc.kernels.selection.reference import Reference
-from dgc.wire import PayloadError
+from dgc.kernels.native import NativeMeanDecoder
+from dgc.kernels.selection import SelectionKernels
+from dgc.wire import PayloadError, ValueFormat
 from dgc.wire.payload import PayloadPlan
 
-REFERENCE = Reference()
+REFERENCE = SelectionKernels()
 BOUNDS = (0, 7, 7, 3000)
 SOME_ADDED = {name: form for name, form in SOME.items() if name in ADDED}
 some_formats = pytest.mark.parametrize("form", SOME_ADDED.values(), ids=SOME_ADDED)
-native_tiers = pytest.mark.parametrize("name", [name for name in NAMES if name != "reference"])
+native_backends = pytest.mark.parametrize("name", [name for name in NAMES if name != "reference"])
 
 
 class Together:
@@ -52,7 +51,6 @@ def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None)
     parts, flags = decode(form, payloads, budget, numel)
     indices, values = REFERENCE.merge_mean(parts, size or len(payloads), numel).valid()
     together, decoder = Together(form, payloads, budget, numel, size), NativeMeanDecoder()
-    assert isinstance(decoder, MeanDecoder)
     found, numbers = together.mean(decoder)
     assert int(found.count) == indices.numel() and torch.equal(found.indices, indices) and numbers == flags
     assert torch.equal(found.values.view(torch.int32), values.view(torch.int32))
@@ -62,11 +60,11 @@ def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None)
     assert torch.equal(dense.view(torch.int32), expected.view(torch.int32))
 
 
-@native_tiers
+@native_backends
 def test_means_have_the_bits_of_the_reference(name: Any) -> None:
     numel, budget = 5000, budget_of(200, *BOUNDS, 5000)
     counts = ((200,), (0,), (0, 0), (200, 0, 1), (130, 200), (200, 199, 129, 64, 200))
-    with tier(name):
+    with backend(name):
         for key, form in ADDED.items():
             for ranks in counts:
                 with case(key, ranks):
@@ -79,14 +77,14 @@ def test_means_have_the_bits_of_the_reference(name: Any) -> None:
                     )
 
 
-@native_tiers
+@native_backends
 def test_a_large_bucket_at_any_address(name: Any) -> None:
     """Large buckets are stored past the caches, which needs aligned addresses."""
     numel, form = (1 << 20) + 5, FORMATS["sign rice"]
     budget = budget_of(900, 0, 1, numel // 2, numel)
     made = [selection_of(scattered(numel, 900, r), capacity=900, seed=r) for r in range(3)]
     payloads = [encode(form, one, budget, numel).payload for one in made]
-    with tier(name):
+    with backend(name):
         for size in (3, 4):
             together, decoder = Together(form, payloads, budget, numel, size), NativeMeanDecoder()
             indices, values = together.mean(decoder)[0].valid()
@@ -99,11 +97,11 @@ def test_a_large_bucket_at_any_address(name: Any) -> None:
                 assert int(memory.isnan().sum()) == 17, "nothing beside it is written"
 
 
-@native_tiers
+@native_backends
 @pytest.mark.usefixtures("no_type_checks")
 def test_means_of_buckets_of_many_regions(name: Any) -> None:
     """Sizes around the regions and the shares of the threads, with entries in few of them or in all."""
-    with tier(name):
+    with backend(name):
         for numel in (16384, 16385, 200_003):
             budget = budget_of(900, 0, 1, numel // 2, numel)
             for number, (key, form) in enumerate(SOME_ADDED.items()):
@@ -119,7 +117,7 @@ def test_an_empty_bucket_and_an_empty_plan() -> None:
         check(FORMATS["fp32 int32"], [selection_of(torch.arange(0))] * 2, budget_of(0, 0, numel), numel)
 
 
-@native_tiers
+@native_backends
 def test_values_are_added_in_the_order_of_ranks(name: Any) -> None:
     form, budget = FORMATS["fp32 packed"], budget_of(1, 0, 100)
 
@@ -130,28 +128,28 @@ def test_values_are_added_in_the_order_of_ranks(name: Any) -> None:
         together.mean_into_(dense, decoder)
         return together.mean(decoder)[0].values.tolist(), dense[70].item()
 
-    with tier(name):
+    with backend(name):
         assert mean(1e8, 1.0, -1e8) == ([0.0], 0.0)
         assert mean(1e8, -1e8, 1.0) == ([1.0], 1.0)
 
 
-@native_tiers
+@native_backends
 def test_quotients_are_rounded_once(name: Any) -> None:
     """Smallest numbers too, which an inverse that is not exact would change."""
     values = torch.cat([torch.randn(100) * 10.0**e for e in range(-44, 38, 3)])
     values = values[values != 0]
     form, numel = FORMATS["fp32 int32"], 4 * values.numel()
     budget = budget_of(values.numel(), 0, numel)
-    with tier(name):
+    with backend(name):
         for size in (1, 2, 3, 7, 48, 64, 100, 256):
             check(form, [selection_of(torch.arange(0, numel, 4), values)], budget, numel, size)
 
 
-@native_tiers
+@native_backends
 def test_a_mean_that_is_not_finite_is_reported(name: Any) -> None:
     form, numel = FORMATS["fp32 rice"], 70_000
     budget = budget_of(1, 0, numel)
-    with tier(name):
+    with backend(name):
         for at in (0, 15, 17_000, numel - 1):
             large = selection_of(torch.tensor([at]), torch.tensor([3e38]))
             payloads, dense = [encode(form, large, budget, numel).payload] * 3, torch.empty(numel)
@@ -216,9 +214,13 @@ def test_the_first_tensor_that_is_not_finite_is_named() -> None:
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_formats_of_users_have_no_sections() -> None:
-    class Own:
+    class Own(ValueFormat):
         def nbytes(self, capacity: Any, segments: Any) -> int:
             return 4 * capacity
+
+        def encode_(self, *arguments: Any) -> Any: ...
+
+        def decode(self, *arguments: Any) -> Any: ...
 
     form = FORMATS["fp32 rice"]
     own = copy.copy(form)

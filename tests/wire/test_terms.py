@@ -8,15 +8,14 @@ from wire.payloads import FORMATS, SOME, budget_of, encode, scattered, selection
 
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.compression import DGCCompressor
-from dgc.kernels.codec.protocol import Terms
-from dgc.kernels.codec.reference import TorchCodec
+from dgc.kernels.codec import Codec, Terms
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import PayloadError
 from dgc.wire.envelope import Envelope
 from dgc.wire.payload import PayloadPlan
 
-CODEC, NUMEL = TorchCodec(), 4000
+CODEC, NUMEL = Codec(), 4000
 
 
 def sent(form: Any, ratio: Any) -> Any:
@@ -94,7 +93,7 @@ def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent() -> None
     """The lockstep transport refuses payloads of two sizes, or a dense step beside a sparse one."""
     for ratios, words in (
         ((0.25, 0.125), "AllGather"),
-        ((1.0, 0.125), "different numbers of requests: rank 1 sent 1 to the group 'world', rank 0 sent 2"),
+        ((1.0, 0.125), "'world' rank 1 sent {0: [^}]*}, rank 0 sent {0: .*, 1: "),
     ):
 
         def body(transport: Any, ratios: Any = ratios) -> None:

@@ -5,9 +5,9 @@ from ..fault import Fault
 COMM = [
     Fault(
         "cross-group-has-ranks-of-other-places",
-        "dgc/comm/lockstep.py",
-        "return list(range(rank % self.local_size, self.size, self.local_size))",
-        "return list(range(rank % self.local_size, self.size))",
+        "dgc/comm/transport.py",
+        "[ranks[i] for ranks in machines if i < len(ranks)]",
+        "[ranks[0] for ranks in machines if i < len(ranks)]",
         ["tests/comm/test_lockstep.py"],
     ),
     Fault(
@@ -34,8 +34,8 @@ COMM = [
     Fault(
         "advance-waits-for-a-device",
         "dgc/comm/conversation.py",
-        "self._awaited.poll(self._flight):",
-        "(self._awaited is not self._transport or self._awaited.poll(self._flight)):",
+        "self._awaited.poll(self._work):",
+        "(self._awaited is not self._transport or self._awaited.poll(self._work)):",
         ["tests/comm/test_reads.py"],
     ),
     Fault(
@@ -48,14 +48,14 @@ COMM = [
     Fault(
         "rounds-of-one-name",
         "dgc/comm/conversation.py",
-        'self._transport.launch(f"{self.name}.{self.rounds}", requests, lane)',
-        "self._transport.launch(self.name, requests, lane)",
+        'self._transport.launch(f"{self.name}.{self.rounds}", requests, communicator)',
+        "self._transport.launch(self.name, requests, communicator)",
         ["tests/comm/test_lockstep.py"],
     ),
     Fault(
         "threads-of-process-groups-outlive-the-program",
         "dgc/comm/torch_distributed.py",
-        "        groups += self._lanes.values()\n",
+        "        groups += self._communicators.values()\n",
         "",
         ["tests/comm/test_torch_distributed.py"],
     ),
@@ -77,13 +77,13 @@ COMM = [
         "messages-pending-while-another-is-awaited",
         "dgc/comm/staging.py",
         "for other in self._pending:",
-        "for other in [flight]:",
+        "for other in [work]:",
         ["tests/comm/test_staging.py"],
     ),
     Fault(
         "message-launched-before-its-copy-is-complete",
         "dgc/comm/staging.py",
-        "if is_behind or not (flight.ready is None or flight.ready.query()):",
+        "if is_behind or not (work.ready is None or work.ready.query()):",
         "if is_behind:",
         ["tests/comm/test_staging.py"],
     ),

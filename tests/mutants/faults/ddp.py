@@ -7,23 +7,23 @@ PARALLEL, ONE_PROCESS = ["tests/parallel/test_ddp.py"], ["tests/ddp/test_excepti
 
 DDP = [
     Fault(
-        "all-rounds-on-one-lane",
+        "all-rounds-on-one-communicator",
         "dgc/comm/conversation.py",
-        "lane = self._lanes[self.rounds if self.rounds < len(self._lanes) else 0]",
-        "lane = self._lanes[0]",
+        "communicator = self._communicators[self.rounds if self.rounds < len(self._communicators) else 0]",
+        "communicator = self._communicators[0]",
         LOOP,
     ),
     Fault(
         "a-conversation-overtakes-those-that-started-before",
         "dgc/engine/loop.py",
         "conversation.advance(limit)",
-        "conversation.advance(LANES)",
+        "conversation.advance(COMMUNICATORS)",
         LOOP,
     ),
     Fault(
-        "rounds-without-a-lane-launched-as-replies-arrive",
+        "rounds-without-a-communicator-launched-as-replies-arrive",
         "dgc/engine/loop.py",
-        "limit = LANES\n",
+        "limit = COMMUNICATORS\n",
         "limit = 99\n",
         LOOP,
     ),
@@ -49,7 +49,7 @@ DDP = [
         PARALLEL,
     ),
     Fault(
-        "error-state-of-unused-parameters-not-delivered",
+        "residual-of-unused-parameters-not-delivered",
         "dgc/ddp.py",
         "after_ddp(partial(deliver_unused, self._planned))",
         "pass",
@@ -84,7 +84,7 @@ DDP = [
         ["tests/optim/test_exceptions.py"],
     ),
     Fault(
-        "error-state-with-the-loss-scale-of-its-step",
+        "residual-with-the-loss-scale-of-its-step",
         "dgc/engine/loop.py",
         "self.loss_scale.divide_(plan.bucket.flat)",
         "pass",

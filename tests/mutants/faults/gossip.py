@@ -85,8 +85,8 @@ GOSSIP = [
     Fault(
         "biased-model-divided-by-its-weight",
         "dgc/gossip/sgp.py",
-        "self.z.mul_(share)",
-        "super()._scale(share)",
+        "if self.biased:",
+        "if False:",
         ["tests/gossip/test_training.py::test_the_biased_ablation_is_biased"],
     ),
     Fault(
@@ -134,8 +134,8 @@ GOSSIP = [
     Fault(
         "buffer-reused-before-it-was-sent",
         "dgc/gossip/adpsgd.py",
-        "buffer = self._free_buffers.pop() if self._free_buffers else self.buffer()",
-        "buffer = self._free_buffers[0] if self._free_buffers else self.buffer()",
+        "buffer = self._free_buffers.pop() if self._free_buffers else self._new_buffer()",
+        "buffer = self._free_buffers[0] if self._free_buffers else self._new_buffer()",
         [
             "tests/gossip/test_adpsgd.py::test_averages_keep_the_sum_come_together_and_end",
             "tests/gossip/test_adpsgd.py::test_many_cycles_and_messages_that_overtake_the_end_of_one",

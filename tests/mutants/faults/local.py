@@ -55,7 +55,7 @@ LOCAL = [
     Fault(
         "mean-in-flight-not-saved",
         "dgc/local/exchange.py",
-        'fragment.load_means(state["means"])',
+        "mean.copy_(means[segment.name])",
         "pass",
         ["tests/local/test_outer_steps.py::test_a_state_saved_in_flight_goes_on_bit_for_bit"],
     ),
@@ -69,13 +69,13 @@ LOCAL = [
     Fault(
         "chunks-that-leave-the-end-of-a-tensor-to-the-last",
         "dgc/selection/selector.py",
-        "offset + start * numel // k",
-        "offset + start * (numel // k)",
+        "segment.offset + start * segment.numel // k",
+        "segment.offset + start * (segment.numel // k)",
         ["tests/selection/test_per_chunk.py::test_the_largest_of_each_chunk"],
     ),
     Fault(
         "last-element-of-a-chunk-in-the-next",
-        "dgc/wire/chunks.py",
+        "dgc/kernels/codec.py",
         "torch.searchsorted(ends, position, right=True)",
         "torch.searchsorted(ends, position + 1, right=True)",
         ["tests/local/test_sparseloco.py::test_indices_within_chunks"],
@@ -90,8 +90,8 @@ LOCAL = [
     Fault(
         "who-joins-keeps-the-errors-of-another-rank",
         "dgc/local/exchange.py",
-        "key: {name: torch.zeros_like(error) for name, error in value.items()}",
-        "key: {name: error.clone() for name, error in value.items()}",
+        "{name: torch.zeros_like(error) for name, error in tables[table].items()}",
+        "{name: error.clone() for name, error in tables[table].items()}",
         ["tests/local/test_islands.py::test_a_rank_that_has_lost_its_disk_returns_without_errors"],
     ),
     Fault(
@@ -174,8 +174,8 @@ LOCAL = [
     Fault(
         "learning-rates-not-compared",
         "dgc/local/exchange.py",
-        '= {"lr": lr} if any',
-        "= {} if any",
+        '= {"lr": work.lr} if reads_lr else {}',
+        "= dict[str, Any]()",
         ["tests/local/test_in_flight.py::test_a_learning_rate_that_drifts_on_one_rank_is_an_error_of_every_rank"],
     ),
     Fault(

@@ -193,7 +193,7 @@ OPTIM = [
     Fault(
         "averaged-gradients-exchanged-again",
         "dgc/optim/distributed.py",
-        "return  # a second exchange would add the averages to the error state",
+        "return  # a second exchange would add the averages to the residual",
         "pass",
         ["tests/optim/test_edges.py::test_synchronizing_twice_is_synchronizing_once"],
     ),

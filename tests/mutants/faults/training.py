@@ -53,7 +53,7 @@ TRAINING = [
         ["tests/training/test_reshard.py"],
     ),
     Fault(
-        "error-states-blended-in-fp32",
+        "residuals-blended-in-fp32",
         "dgc/engine/redistribute.py",
         "total = sum(weight * part.double()",
         "total = sum(weight * part",

@@ -55,8 +55,8 @@ WIRE = [
     Fault(
         "2-bit-values-beyond-the-gradients-range",
         "dgc/wire/values.py",
-        "codec.two_bit_encode_(within(selection, result), bounds",
-        "codec.two_bit_encode_(selection, bounds",
+        "codec.table_encode_(self.kind, limited, bounds",
+        "codec.table_encode_(self.kind, selection, bounds",
         ["tests/wire/test_payload.py::test_values_stay_in_the_gradients_range"],
     ),
     Fault(

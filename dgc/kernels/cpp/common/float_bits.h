@@ -5,7 +5,7 @@
 
 namespace dgc {
 
-// The bits of 2^64 (TOO_LARGE in protocol.py). A gradient element of at least this magnitude, or NaN, counts as zero.
+// The bits of 2^64 (TOO_LARGE in selection.py). A gradient element of at least this magnitude, or NaN, counts as zero.
 constexpr uint32_t too_large_bits = 0x5f800000u;
 
 static inline uint32_t bits_of(float x) {

@@ -54,20 +54,12 @@ DGC_EXPORT void dgc_add_signs(const uint8_t* codes, const int64_t* bounds, const
     });
 }
 
-// A threshold of inf sends nothing. dgc_add_ternary needs zero instead of inf.
+// A threshold of inf sends nothing.
 DGC_EXPORT void dgc_quantize_ternary(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                      const float* thresholds, uint8_t* codes, float* residual, int threads) {
     const auto kernel = quantize_kernels().tern_encode;
     for_units({bounds, starts, segments}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         kernel(v + i, n, thresholds[s], codes + place, residual + i);
-    });
-}
-
-DGC_EXPORT void dgc_add_ternary(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t segments,
-                                const float* thresholds, float* total, int threads) {
-    const auto kernel = quantize_kernels().tern_add;
-    for_units({bounds, starts, segments}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
-        kernel(codes + place, n, thresholds[s], total + i);
     });
 }
 
@@ -115,26 +107,4 @@ DGC_EXPORT void dgc_quantize_natural(const float* v, int64_t n, int randomly, ui
                                residual + begin);
     });
     std::memcpy(codes, &top, sizeof top);
-}
-
-DGC_EXPORT void dgc_add_natural(const uint8_t* codes, int64_t n, float* total, int threads) {
-    const auto kernel = quantize_kernels().natural_add;
-    const int32_t top = top_in(codes);
-    for_units(n, threads, [&](int64_t begin, int64_t end) {
-        kernel(codes + 4 + begin, end - begin, top, total + begin);
-    });
-}
-
-DGC_EXPORT void dgc_pack(const uint8_t* levels, int64_t n, int bits, uint8_t* codes, int threads) {
-    const auto kernel = quantize_kernels().pack;
-    for_units(n, threads, [&](int64_t begin, int64_t end) {
-        kernel(levels + begin, end - begin, bits, codes + begin / 8 * bits);
-    });
-}
-
-DGC_EXPORT void dgc_unpack(const uint8_t* codes, int64_t n, int bits, uint8_t* levels, int threads) {
-    const auto kernel = quantize_kernels().unpack;
-    for_units(n, threads, [&](int64_t begin, int64_t end) {
-        kernel(codes + begin / 8 * bits, end - begin, bits, levels + begin);
-    });
 }

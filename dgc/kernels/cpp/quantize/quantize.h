@@ -20,7 +20,6 @@ struct QuantizeKernels {
                         float* residual);
     void (*sign_add)(const uint8_t* codes, int64_t n, float low, float high, float* total);
     void (*tern_encode)(const float* v, int64_t n, float threshold, uint8_t* codes, float* residual);
-    void (*tern_add)(const uint8_t* codes, int64_t n, float threshold, float* total);
     void (*uniform_encode)(const float* v, int64_t n, float inverse, float step, float levels, int bits,
                            const Random& random, uint8_t* codes, float* residual);
     void (*uniform_add)(const uint8_t* codes, int64_t n, float step, int bits, float* total);

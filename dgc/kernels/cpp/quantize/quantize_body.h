@@ -28,13 +28,6 @@ void tern_encode(const float* v, int64_t n, float threshold, uint8_t* codes, flo
     });
 }
 
-void tern_add(const uint8_t* codes, int64_t n, float threshold, float* total) {
-    decode<2, highest_first>(codes, n, [=](int64_t i, uint8_t field) {
-        const uint32_t sent = mask_of(field & 2), down = mask_of(field == 2);
-        total[i] += float_of((bits_of(threshold) & sent) | (down & sign_bit));
-    });
-}
-
 inline uint32_t random_bits(uint32_t i, const Random& random) {
     uint32_t x = random.first + i + random.key;
     x = (x ^ x >> 16) * 0x7FEB352Du;
@@ -145,8 +138,8 @@ void unpack(const uint8_t* codes, int64_t n, int bits, uint8_t* levels) {
 }
 
 constexpr QuantizeKernels table{
-    sign_encode, sign_add,       tern_encode, tern_add, uniform_encode, uniform_add,
-    largest,     natural_encode, natural_add, pack,     unpack,
+    sign_encode, sign_add,       tern_encode, uniform_encode, uniform_add,
+    largest,     natural_encode, natural_add, pack,           unpack,
 };
 
 }  // namespace

@@ -1,17 +1,17 @@
-"""The interface of a tier of kernels. `reference` defines the results; the other tiers give the same bits, faster.
+"""Operations on the flat buffers of a step. Plain torch defines the bits, which the other backends give faster.
 
-Only the sums in `moments` and `tail` may differ between tiers, by the rounding of fp64.
+Only the sums in `moments` and `tail` may differ between backends, by the rounding of fp64.
 
 Counts and flags stay on the device as zero-dimensional tensors, so that nothing waits for it. Indices count
 elements of a bucket's flat buffer, which has fewer than 2**31 elements.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float32, Float64, Int32, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int32, Int64
 from torch import Tensor
 
 # A gradient element of this magnitude or more counts as not finite; its square overflows fp32 anyway. With smaller
@@ -123,7 +123,7 @@ class TopKResult:
 class Moments:
     """Sums of v, |v| and v**2 over each segment in fp64, and the largest |v|. An empty segment has zeros.
 
-    The order of addition depends on the tier. It is the same in every call, for any number of threads.
+    The order of addition depends on the backend. It is the same in every call, for any number of threads.
     """
 
     sums: Float64[Tensor, "S"]
@@ -143,15 +143,35 @@ class Tail:
     sums: Float64[Tensor, "S"]
 
 
-@runtime_checkable
-class SelectionKernels(Protocol):
-    """Operations on flat buffers. They work in place where the name ends in an underscore."""
+class SelectionKernels:
+    """The reference backend: plain torch, on any device. On a GPU its operations wait for the device.
 
-    name: str
+    Operations work in place where the name ends in an underscore.
+    """
+
+    name = "reference"
+
+    def __str__(self) -> str:
+        return f"{self.name} (plain PyTorch)"
 
     def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
         """Do the pass. Returns the index of the first element of g that is NaN or TOO_LARGE, or n."""
-        ...
+        if inputs.sent is not None:
+            self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
+        g = torch.cat(inputs.g).to(torch.float32) if len(inputs.g) > 1 else inputs.g[0].to(torch.float32)
+        mask = usable(g)
+        first = first_of(~mask)
+        g = torch.where(mask, g, 0.0)
+        u, v = inputs.u, inputs.v
+        if u is None:
+            v.add_(g)
+        elif inputs.nesterov:
+            u.add_(g).mul_(inputs.momentum)
+            v.add_(u).add_(g)
+        else:
+            u.mul_(inputs.momentum).add_(g)
+            v.add_(u)
+        return first
 
     def predicted_lower_bounds(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
@@ -160,7 +180,8 @@ class SelectionKernels(Protocol):
 
         Returns margin * last * min(max(last / before, 0.97), 1.2), or 0 (unknown) where last is 0.
         """
-        ...
+        growth = torch.where(last == before, 1.0, last / before)
+        return last * growth.clamp(0.97, 1.2) * margin
 
     def accumulate_and_select_(
         self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
@@ -173,24 +194,41 @@ class SelectionKernels(Protocol):
             lower_bounds: Per segment, a magnitude expected to be slightly below its threshold, or 0 if unknown.
                 None: unknown for all segments. Lower bounds reduce the cost and never change the result.
         """
-        ...
+        first = self.accumulate_(inputs)
+        return replace(self.select(inputs.v, budget), first_nonfinite=first)
 
     def select(
         self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
     ) -> TopKResult:
-        """Select from v, which must be finite. first_nonfinite of the result is n.
-
-        `lower_bounds` are as in accumulate_and_select_. They may reduce the cost and never change the result.
-        """
-        ...
+        """Select from v, which must be finite: `accumulate_and_select_` without a pass. first_nonfinite is n."""
+        bounds, parts = budget.bounds.tolist(), []
+        thresholds = torch.zeros(len(bounds) - 1, dtype=torch.float32, device=v.device)
+        for s, k in enumerate(budget.ks.tolist()):
+            indices = largest(v[bounds[s] : bounds[s + 1]], k)
+            if indices.numel() == k > 0:
+                thresholds[s] = v[indices + bounds[s]].abs().min()
+            parts.append(indices + bounds[s])
+        selection = as_selection(torch.cat(parts), v, budget.capacity)
+        none = torch.zeros((), dtype=torch.int32, device=v.device)
+        return TopKResult(selection, thresholds, none.long() + v.numel(), none)
 
     def radix_select(self, v: Float32[Tensor, "n"], budget: Budget) -> SparseVector:
-        """Same elements as `select`, found digit by digit, with no sample and no lower bound."""
-        ...
+        """Same elements as `select`. In C++ they are found digit by digit, with no sample and no lower bound."""
+        return self.select(v, budget).elements
 
     def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
         """Return sums over each segment bounds[s] .. bounds[s+1] - 1. v must be finite."""
-        ...
+        parts = v.split(bounds.diff().tolist())
+        wide = [part.double() for part in parts]
+        if not parts:
+            none = torch.empty(0, dtype=torch.float64, device=v.device)
+            return Moments(none, none, none, none.float())
+        return Moments(
+            sums=torch.stack([part.sum() for part in wide]),
+            magnitudes=torch.stack([part.abs().sum() for part in wide]),
+            squares=torch.stack([part.square().sum() for part in wide]),
+            largest=torch.stack([part.abs().max() if part.numel() else part.sum() for part in parts]),
+        )
 
     def tail(
         self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
@@ -199,19 +237,38 @@ class SelectionKernels(Protocol):
 
         A lower bound of 0 excludes only zeros. A segment with a lower bound of inf is not read.
         """
-        ...
+        found = [
+            part[(part.abs() >= lower_bound) & (part != 0)]
+            for part, lower_bound in zip(v.split(bounds.diff().tolist()), lower_bounds, strict=True)
+        ]
+        return Tail(
+            counts=torch.tensor([part.numel() for part in found], dtype=torch.int64, device=v.device),
+            sums=torch.stack([part.double().abs().sum() for part in found]),
+        )
 
     def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
         """Do only the first part of a pass: v[i] = v[i] - value, and u[i] = 0 unless u is None."""
-        ...
+        count, indices = _valid(sent)
+        v[indices] -= sent.values[:count]
+        if u is not None:
+            u[indices] = 0
 
     def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
         """Return the mean over `size` ranks of sparse vectors of `numel` elements.
 
-        The values of one index are added to zero in the order of the parts, then
-        divided by `size`. Every rank that merges the same parts therefore gets the same bits.
+        The values of one index are added to zero in the order of the parts, then divided by `size`. Every rank
+        that merges the same parts therefore gets the same bits.
         """
-        ...
+        entries = [(indices, part.values[:count]) for part in parts for count, indices in [_valid(part)]]
+        union, where = torch.unique(torch.cat([i for i, _ in entries]), sorted=True, return_inverse=True)
+        total = torch.zeros(union.numel(), dtype=torch.float32, device=union.device)
+        start = 0
+        for indices, values in entries:
+            total.index_add_(0, where[start : start + indices.numel()], values)
+            start += indices.numel()
+        # divide by a tensor: for a number, a GPU multiplies by its inverse
+        count = torch.full((), union.numel(), dtype=torch.int32, device=union.device)
+        return Merged(union, total.div_(torch.full_like(total, size)), count)
 
     def subtract_at_(
         self,
@@ -226,19 +283,81 @@ class SelectionKernels(Protocol):
         Targets are contiguous one-dimensional tensors, one per segment. The product is rounded to fp32, then to
         the target's dtype, before it is subtracted. Indices are unique and ascending.
         """
-        ...
+        offsets, ends = bounds.tolist(), torch.searchsorted(indices, bounds).tolist()
+        for s, (target, factor) in enumerate(zip(targets, factors, strict=True)):
+            own = slice(ends[s], ends[s + 1])
+            target[indices[own] - offsets[s]] -= (values[own] * factor).to(target.dtype)
 
     def decay_(
-        self,
-        p: Tensor,
-        buffer: Tensor,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        nesterov: bool,
+        self, p: Tensor, buffer: Tensor, lr: float, weight_decay: float, momentum: float, nesterov: bool
     ) -> None:
         """Apply weight decay with its own momentum in one pass: d = wd p; b = m b + d; p = p - lr w.
 
         w is d + m b with Nesterov momentum, else b. p and buffer are contiguous, one-dimensional, of one dtype.
         """
-        ...
+        decay = p * weight_decay
+        buffer.mul_(momentum).add_(decay)
+        p.sub_((decay.add_(buffer * momentum) if nesterov else buffer) * lr)
+
+
+def as_selection(indices: Int64[Tensor, "count"], v: Float32[Tensor, "n"], capacity: int) -> SparseVector:
+    """Return the elements of v at ascending indices. Requires count <= capacity."""
+    count = indices.numel()
+    assert count <= capacity
+    padded = torch.zeros(capacity, dtype=torch.int32, device=v.device)
+    padded[:count] = indices
+    values = torch.zeros(capacity, dtype=torch.float32, device=v.device)
+    values[:count] = v[indices]
+    return SparseVector(padded, values, torch.full((), count, dtype=torch.int32, device=v.device))
+
+
+def _valid(selection: SparseVector) -> tuple[int, Int64[Tensor, "count"]]:
+    count = int(selection.count)
+    return count, selection.indices[:count].long()
+
+
+def largest(v: Float[Tensor, "n"], k: int) -> Int64[Tensor, "found"]:
+    """Return ascending indices of the k largest magnitudes in v, the first of equal ones. Zeros are excluded."""
+    if k == 0 or v.numel() == 0:
+        return torch.empty(0, dtype=torch.int64, device=v.device)
+    magnitudes = v.abs()
+    threshold = torch.topk(magnitudes, min(k, v.numel()), sorted=False).values.min()
+    if threshold == 0:
+        return magnitudes.nonzero().view(-1)
+    greater = (magnitudes > threshold).nonzero().view(-1)
+    equal = (magnitudes == threshold).nonzero().view(-1)
+    return torch.cat([greater, equal[: k - greater.numel()]]).sort().values
+
+
+def usable(g: Float[Tensor, "n"]) -> Bool[Tensor, "n"]:
+    """Return a mask of the elements that are not NaN and below TOO_LARGE."""
+    return g.abs() < TOO_LARGE
+
+
+def first_of(bad: Bool[Tensor, "n"]) -> Int64[Tensor, ""]:
+    """Return the index of the first True, or n."""
+    n = torch.full((), bad.numel(), dtype=torch.int64, device=bad.device)
+    if bad.numel() == 0:
+        return n
+    # bad[first] would make the host wait for the index, a zero-dimensional tensor
+    marks = bad.to(torch.uint8)
+    first = marks.argmax()
+    return torch.where(marks.take(first) > 0, first, n)
+
+
+def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
+    """Set unusable elements of a gradient to zero. Returns the index of the first such element, or n."""
+    bad = ~usable(g)
+    g.masked_fill_(bad, 0.0)
+    return first_of(bad)
+
+
+def first_tensor_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
+    """Return the number, from 1, of the first tensor in g with NaN or inf, or 0.
+
+    Args:
+        g: The tensors' elements.
+        offsets: Index of each tensor's first element.
+    """
+    first = int(first_of(~torch.isfinite(g)))
+    return 0 if first == g.numel() else bisect_right(offsets, first)

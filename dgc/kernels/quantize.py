@@ -1,14 +1,14 @@
-"""The interface of quantizers, which send every element in a few bits. `reference` defines every bit.
+"""Quantizers, which send every element in a few bits. Plain torch defines every bit.
 
-v is finite, and bounds divide it into segments, which may be empty. Encoding does not change v
-and returns (codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element. The
-`add_` operations add decoded values to `total`, one fp32 addition per element. Codes are little-endian.
+v is finite, and bounds divide it into segments, which may be empty. Encoding does not change v and returns
+(codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element. The `add_`
+operations add decoded values to `total`, one fp32 addition per element. Codes are little-endian.
 
 The `mean_` operations overwrite `mean` with that of all ranks, in one call: the sum of what `add_` adds to zeros,
 in the order of ranks, times the factor of the segment, if there are factors, divided by `size`. All of these
 operations are rounded. Codes, and the values per segment that belong to them, are sequences, by rank.
 
-Random numbers are a function of (seed, index of the element), with 0 <= seed < 2**32. Every tier and any number of
+Random numbers are a function of (seed, index of the element), with 0 <= seed < 2**32. Every backend and any number of
 threads give the same, and torch's generators are not used. Without a seed, values are rounded to nearest.
 
 The size of the codes depends on the bounds, which are on the device. The host waits for them once per tensor of
@@ -18,7 +18,6 @@ bounds. That tensor must not be changed in place.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float32, Int32, Int64, UInt8
@@ -29,6 +28,8 @@ assert sys.byteorder == "little", "codes are little-endian, and so must this mac
 
 LOW = 0xFFFFFFFF
 WORD = 4  # bytes; segments of sign and ternary codes are aligned to words, as in MXNet
+MAGNITUDE = 0x7FFFFFFF
+TOP_EXPONENT = 254  # the largest biased exponent of a finite fp32
 
 Codes = UInt8[Tensor, "nbytes"]
 Bounds = Int64[Tensor, "bounds"]
@@ -36,11 +37,8 @@ Each = Float32[Tensor, "S"]
 Dense = Float32[Tensor, "n"]
 
 
-@runtime_checkable
-class Quantizers(Protocol):
-    """Encoders, and decoders that add to a total."""
-
-    name: str
+class Quantizers:
+    """Encoders, and decoders that add to a total, in plain torch on any device."""
 
     def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
         """Encode 1 bit per element: v > cut of its segment. A 1 decodes to high, a 0 to low.
@@ -48,9 +46,15 @@ class Quantizers(Protocol):
         The layout is that of MXNet's 1-bit compression: element i of a segment is in its byte i / 8, the first in
         the highest bit. A segment takes whole words of 4 bytes, padded with zeros.
         """
-        ...
+        each = range_of_each(bounds, v.numel())
+        fields = v > cuts[each]
+        codes = _packed(fields, bounds, 1, WORD, highest_first=True)
+        return codes, v - torch.where(fields, highs[each], lows[each])
 
-    def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None: ...
+    def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
+        each = range_of_each(bounds, total.numel())
+        fields = _unpacked(codes, bounds, 1, WORD, highest_first=True, n=total.numel())
+        total += torch.where(fields > 0, highs[each], lows[each])
 
     def sign_mean_(
         self,
@@ -61,7 +65,11 @@ class Quantizers(Protocol):
         factors: Each | None,
         size: int,
         mean: Dense,
-    ) -> None: ...
+    ) -> None:
+        mean.zero_()
+        for code, low, high in zip(codes, lows, highs, strict=True):
+            self.sign_add_(code, bounds, low, high, mean)
+        self._scale_(mean, bounds, factors, size)
 
     def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
         """Encode 2 bits per element: 11 for v >= t decodes to t, 10 for v <= -t decodes to -t, else 00, zero.
@@ -70,9 +78,15 @@ class Quantizers(Protocol):
         the highest bits, with words as for signs. A segment with a threshold of zero or inf is all zeros. 01
         decodes to zero.
         """
-        ...
+        t = thresholds_or(torch.inf, thresholds)[range_of_each(bounds, v.numel())]
+        up, down = v >= t, v <= -t
+        codes = _packed(3 * up.byte() + 2 * down.byte(), bounds, 2, WORD, highest_first=True)
+        return codes, v - torch.where(up, t, torch.where(down, -t, 0.0))
 
-    def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None: ...
+    def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None:
+        t = thresholds_or(0.0, thresholds)[range_of_each(bounds, total.numel())]
+        fields = _unpacked(codes, bounds, 2, WORD, highest_first=True, n=total.numel())
+        total += torch.where(fields == 3, t, torch.where(fields == 2, -t, 0.0))
 
     def tern_mean_(
         self,
@@ -82,7 +96,11 @@ class Quantizers(Protocol):
         factors: Each | None,
         size: int,
         mean: Dense,
-    ) -> None: ...
+    ) -> None:
+        mean.zero_()
+        for code, own in zip(codes, thresholds, strict=True):
+            self.tern_add_(code, bounds, own, mean)
+        self._scale_(mean, bounds, factors, size)
 
     def uniform_encode(
         self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
@@ -96,11 +114,22 @@ class Quantizers(Protocol):
         its byte i bits / 8, the first in the lowest bits. A segment takes whole bytes. It is all zeros if scale or
         levels / scale is zero or not finite.
         """
-        ...
+        n = v.numel()
+        each = range_of_each(bounds, n)
+        inverses, steps = level_factors(scales, levels, bits)
+        r = 0.5 if seed is None else (random_bits(n, seed, v.device) >> 8).float() * 2.0**-24
+        level = (v.abs() * inverses[each] + r).clamp(max=levels).floor()
+        negative = (v < 0) & (level > 0)
+        codes = _packed(level.byte() + (negative.byte() << bits - 1), bounds, bits, 1)
+        return codes, v - _signed(steps[each] * level, negative)
 
     def uniform_add_(
         self, codes: Codes, bounds: Bounds, scales: Each, levels: int, bits: int, total: Dense
-    ) -> None: ...
+    ) -> None:
+        _, steps = level_factors(scales, levels, bits)
+        fields = _unpacked(codes, bounds, bits, 1, n=total.numel())
+        level, negative = (fields & 2 ** (bits - 1) - 1).float(), fields >> bits - 1 > 0
+        total += _signed(steps[range_of_each(bounds, total.numel())] * level, negative)
 
     def uniform_mean_(
         self,
@@ -111,7 +140,11 @@ class Quantizers(Protocol):
         bits: int,
         size: int,
         mean: Dense,
-    ) -> None: ...
+    ) -> None:
+        mean.zero_()
+        for code, own in zip(codes, scales, strict=True):
+            self.uniform_add_(code, bounds, own, levels, bits, mean)
+        _divide_(mean, size)
 
     def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
         """Encode powers of two: |v| in [2^e, 2^(e+1)) is rounded up with probability |v| / 2^e - 1, else down.
@@ -121,17 +154,40 @@ class Quantizers(Protocol):
         Nothing therefore overflows, and fp32's denormals lie between the powers zero and 2^-126. Rounded values
         below 2^(E - 126) become zero.
         """
-        ...
+        n = v.numel()
+        magnitude = v.view(torch.int32) & MAGNITUDE
+        top = natural_top(magnitude.amax() if n else magnitude.sum(dtype=torch.int32))
+        # a carry out of the mantissa increments the exponent
+        r = 1 << 22 if seed is None else random_bits(n, seed, v.device) >> 9
+        exponent = (magnitude + r >> 23).clamp(max=TOP_EXPONENT).int()
+        c = (exponent - top).clamp(min=0)
+        negative = (v < 0) & (c > 0)
+        codes = torch.empty(4 + n, dtype=torch.uint8, device=v.device)
+        codes[:4] = top.view(1).view(torch.uint8)
+        codes[4:] = c.byte() + (negative.byte() << 7)
+        return codes, v - _signed(torch.where(c > 0, exponent << 23, 0).view(torch.float32), negative)
 
-    def natural_add_(self, codes: Codes, total: Dense) -> None: ...
+    def natural_add_(self, codes: Codes, total: Dense) -> None:
+        c = codes[4:].int() & 127
+        powers = torch.where(c > 0, c + natural_top_in(codes) << 23, 0)
+        total += _signed(powers.view(torch.float32), codes[4:] >= 128)
 
-    def natural_mean_(self, codes: Sequence[Codes], size: int, mean: Dense) -> None: ...
+    def natural_mean_(self, codes: Sequence[Codes], size: int, mean: Dense) -> None:
+        mean.zero_()
+        for code in codes:
+            self.natural_add_(code, mean)
+        _divide_(mean, size)
 
     def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
         """Pack the lowest `bits` (1 .. 8) bits of each element into one stream, least significant first."""
-        ...
+        each = levels[:, None] >> torch.arange(bits, dtype=torch.int64, device=levels.device) & 1
+        stream = each.new_zeros(-(-levels.numel() * bits // 8), 8, dtype=torch.uint8)
+        stream.view(-1)[: each.numel()] = each.view(-1)
+        return _bytes_of(stream, range(8))
 
-    def unpack(self, codes: Codes, bits: int, n: int) -> UInt8[Tensor, "n"]: ...
+    def unpack(self, codes: Codes, bits: int, n: int) -> UInt8[Tensor, "n"]:
+        stream = codes[:, None] >> torch.arange(8, dtype=torch.int64, device=codes.device) & 1
+        return _bytes_of(stream.view(-1)[: n * bits].view(n, bits), range(bits))
 
     def pack_sums(self, codes: Sequence[Codes], whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
         """Sum the fields of all ranks' codes as integers, and pack the sums into `bits` bits, at most 8.
@@ -140,7 +196,15 @@ class Quantizers(Protocol):
         as N + S. With `width` 1 they are signs, 1 and -1, and it is sent as (N + S) / 2. whole: One segment of all
         fields, whole words of them.
         """
-        ...
+        size, device = len(codes), codes[0].device
+        one = torch.ones(1, dtype=torch.float32, device=device)
+        sums = torch.empty(codes[0].numel() * 8 // width, dtype=torch.float32, device=device)
+        if width == 2:
+            self.tern_mean_(codes, whole, [one] * size, None, 1, sums)
+        else:
+            self.sign_mean_(codes, whole, [-one] * size, [one] * size, None, 1, sums)
+        levels = sums + size if width == 2 else (sums + size) / 2
+        return self.pack(levels.to(torch.uint8), bits)
 
     def sums_mean_(
         self,
@@ -156,7 +220,17 @@ class Quantizers(Protocol):
 
         packed: Of N equal shares of all fields, what `pack_sums` returned. fields: Number of fields of a share.
         """
-        ...
+        size, n = len(packed), mean.numel()
+        together = torch.cat([self.unpack(own, bits, fields) for own in packed])
+        levels = together[places(bounds, width, WORD, n)].float()
+        torch.sub(levels if width == 2 else levels * 2, size, out=mean)
+        self._scale_(mean, bounds, factors, size)
+
+    def _scale_(self, mean: Dense, bounds: Bounds, factors: Each | None, size: int) -> None:
+        """Multiply by the factors of the segments, then divide by `size`."""
+        if factors is not None:
+            mean *= factors[range_of_each(bounds, mean.numel())]
+        _divide_(mean, size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,3 +304,47 @@ def natural_top(largest: Int32[Tensor, ""]) -> Int32[Tensor, ""]:
 def natural_top_in(codes: Codes) -> Int32[Tensor, ""]:
     """Read E from codes, clamped to its range. The codes may be unaligned."""
     return codes[:4].clone().view(torch.int32)[0].clamp(0, 127)
+
+
+def range_of_each(bounds: Bounds, n: int) -> Int64[Tensor, "n"]:
+    """Return the segment of each element."""
+    segments = torch.arange(bounds.numel() - 1, dtype=torch.int64, device=bounds.device)
+    return torch.repeat_interleave(segments, bounds.diff(), output_size=n)
+
+
+def places(bounds: Bounds, width: int, unit: int, n: int) -> Int64[Tensor, "n"]:
+    """Return the field number of each element. Empty fields count."""
+    first = layout_of(bounds, width, unit).starts * (8 // width) - bounds[:-1]
+    return torch.arange(n, dtype=torch.int64, device=bounds.device) + first[range_of_each(bounds, n)]
+
+
+def _divide_(mean: Dense, size: int) -> None:
+    # by a tensor: for a number, a GPU multiplies by its inverse
+    mean.div_(torch.full((), size, dtype=torch.float32, device=mean.device))
+
+
+def _signed(magnitude: Tensor, negative: Tensor) -> Tensor:
+    return torch.where(negative, -magnitude, magnitude)
+
+
+def _shifts(width: int, highest_first: bool) -> range:
+    return range(8 - width, -1, -width) if highest_first else range(0, 8, width)
+
+
+def _packed(fields: Tensor, bounds: Bounds, width: int, unit: int, highest_first: bool = False) -> Codes:
+    stream = fields.new_zeros(layout_of(bounds, width, unit).nbytes, 8 // width, dtype=torch.uint8)
+    stream.view(-1)[places(bounds, width, unit, fields.numel())] = fields.byte()
+    return _bytes_of(stream, _shifts(width, highest_first))
+
+
+def _unpacked(
+    codes: Codes, bounds: Bounds, width: int, unit: int, *, n: int, highest_first: bool = False
+) -> UInt8[Tensor, "n"]:
+    shifts = torch.tensor(_shifts(width, highest_first), dtype=torch.int64, device=codes.device)
+    fields = codes[:, None] >> shifts & 2**width - 1
+    return fields.view(-1)[places(bounds, width, unit, n)].byte()
+
+
+def _bytes_of(fields: UInt8[Tensor, "n each"], shifts: range) -> UInt8[Tensor, "n"]:
+    weights = torch.tensor([1 << shift for shift in shifts], dtype=torch.int32, device=fields.device)
+    return (fields * weights).sum(1, dtype=torch.uint8)

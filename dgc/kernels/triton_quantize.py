@@ -1,15 +1,37 @@
-"""GPU kernels of the quantizers: encoding and decoding of codes with few bits.
+"""The GPU backend of the quantizers: Triton kernels with the same bits as `Quantizers`.
+
+One launch per operation, natural_encode two. A mean takes one for each rank, and one to scale it.
 
 A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Natural
 codes and packed small integers have no segments: there a program handles BLOCK elements or bytes.
 """
 
+from collections.abc import Sequence
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
+from jaxtyping import UInt8
+from torch import Tensor
 
-from dgc.kernels.selection.triton_passes import MAGNITUDE
+from dgc.kernels.quantize import (
+    WORD,
+    Bounds,
+    Codes,
+    Dense,
+    Each,
+    Quantizers,
+    empty_codes,
+    keys_of,
+    layout_of,
+    level_factors,
+    natural_top,
+    natural_top_in,
+    thresholds_or,
+)
+from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, tile_at
+from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, blocks, on_device
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
 SIGN = tl.constexpr(-0x80000000)
@@ -19,10 +41,7 @@ SIGN = tl.constexpr(-0x80000000)
 @no_type_check
 def tile_of(tiles, n_tiles, bounds, starts, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """A program's segment, length, elements [TILE / p, p] with p per byte, mask of elements, bytes [TILE / p]."""
-    t = tl.program_id(0)
-    start = tl.load(tiles + t)
-    length = tl.load(tiles + n_tiles + t)
-    s = tl.load(tiles + 2 * n_tiles + t)
+    _, start, length, s = tile_at(tiles, n_tiles)
     row = tl.arange(0, TILE * WIDTH // 8)
     lane = row[:, None] * (8 // WIDTH) + tl.arange(0, 8 // WIDTH)[None, :]
     place = tl.load(starts + s) + (start - tl.load(bounds + s)) * WIDTH // 8 + row
@@ -222,12 +241,104 @@ def pack(levels, n, codes, nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(codes + byte, packed.to(tl.uint8), mask=byte < nbytes)
 
 
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def unpack(codes, nbytes, levels, n, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    byte, shift = i * BITS // 8, (i * BITS % 8).to(tl.int32)
-    low = tl.load(codes + byte, mask=byte < nbytes, other=0).to(tl.int32)
-    high = tl.load(codes + byte + 1, mask=byte + 1 < nbytes, other=0).to(tl.int32)
-    level = ((low | (high << 8)) >> shift) & ((1 << BITS) - 1)
-    tl.store(levels + i, level.to(tl.uint8), mask=i < n)
+class TritonQuantizers(Quantizers):
+    """The kernels above, and the inherited means, which use them.
+
+    Args:
+        tile: Elements per program, a power of two, at least 32.
+    """
+
+    def __init__(self, tile: int = 2048):
+        self.tile = tile
+        self._launch = Launcher(INTERPRETED)
+        self._tilings = Tilings(tile)
+
+    @property
+    def launches(self) -> int:
+        return self._launch.launches
+
+    def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
+        codes, residual = empty_codes(bounds, 1, WORD), torch.empty_like(v)
+        self._each(sign_encode, v, bounds, 1, WORD, v, cuts, lows, highs, codes, residual)
+        return codes, residual
+
+    def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
+        self._each(sign_add, total, bounds, 1, WORD, codes, lows, highs, total)
+
+    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
+        codes, residual = empty_codes(bounds, 2, WORD), torch.empty_like(v)
+        self._each(tern_encode, v, bounds, 2, WORD, v, thresholds_or(torch.inf, thresholds), codes, residual)
+        return codes, residual
+
+    def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None:
+        self._each(tern_add, total, bounds, 2, WORD, codes, thresholds_or(0.0, thresholds), total)
+
+    def uniform_encode(
+        self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
+    ) -> tuple[Codes, Dense]:
+        codes, residual = empty_codes(bounds, bits, 1), torch.empty_like(v)
+        values = (*level_factors(scales, levels, bits), float(levels), *_keys(seed))
+        made = (codes, residual, seed is not None, bits)
+        self._each(uniform_encode, v, bounds, bits, 1, v, *values, *made)
+        return codes, residual
+
+    def uniform_add_(
+        self, codes: Codes, bounds: Bounds, scales: Each, levels: int, bits: int, total: Dense
+    ) -> None:
+        _, steps = level_factors(scales, levels, bits)
+        self._each(uniform_add, total, bounds, bits, 1, codes, steps, total, bits)
+
+    def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
+        n, device = v.numel(), v.device
+        codes = torch.empty(4 + n, dtype=torch.uint8, device=device)
+        residual, largest = torch.empty_like(v), torch.zeros((), dtype=torch.int32, device=device)
+        self._launch(natural_largest, v, blocks(n), v, n, largest, BLOCK)
+        top = natural_top(largest)
+        codes[:4] = top.view(1).view(torch.uint8)
+        made = (codes, residual, seed is not None, BLOCK)
+        self._launch(natural_encode, v, blocks(n), v, n, top, *_keys(seed), *made)
+        return codes, residual
+
+    def natural_add_(self, codes: Codes, total: Dense) -> None:
+        n = total.numel()
+        self._launch(natural_add, total, blocks(n), codes, n, natural_top_in(codes), total, BLOCK)
+
+    def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
+        n, nbytes = levels.numel(), -(-levels.numel() * bits // 8)
+        codes = torch.empty(nbytes, dtype=torch.uint8, device=levels.device)
+        self._launch(pack, levels, blocks(nbytes), levels, n, codes, nbytes, bits, BLOCK)
+        return codes
+
+    def sums_mean_(
+        self,
+        packed: Sequence[Codes],
+        fields: int,
+        width: int,
+        bits: int,
+        bounds: Bounds,
+        factors: Each,
+        mean: Dense,
+    ) -> None:
+        size, codes = len(packed), torch.cat(list(packed))
+        ranks = on_device((float(size),), torch.float32, mean.device)
+        shares = (codes, packed[0].numel(), fields, ranks)
+        self._each(sums, mean, bounds, width, WORD, *shares, mean, width, bits)
+        self._scale_(mean, bounds, factors, size)
+
+    def _scale_(self, mean: Dense, bounds: Bounds, factors: Each | None, size: int) -> None:
+        divisor = on_device((float(size),), torch.float32, mean.device)
+        self._each(scale, mean, bounds, 8, 1, factors, divisor, mean, factors is not None)
+
+    def _each(
+        self, kernel: object, near: Dense, bounds: Bounds, width: int, unit: int, *arguments: object
+    ) -> None:
+        """Launch one program per tile of the segments."""
+        tiling = self._tilings.of(bounds, (near.numel(),))
+        places = (tiling.table, tiling.count, bounds, layout_of(bounds, width, unit).starts)
+        self._launch(kernel, near, tiling.count, *places, *arguments, self.tile)
+
+
+def _keys(seed: int | None) -> tuple[int, int]:
+    """Return the keys as int32. Triton would give larger numbers another argument type."""
+    first, second = (0, 0) if seed is None else keys_of(seed)
+    return first - (first >> 31 << 32), second - (second >> 31 << 32)

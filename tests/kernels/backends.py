@@ -1,4 +1,4 @@
-"""The tiers of kernels that this machine can run, for tests that hold for each of them."""
+"""The backends of kernels that this machine can run, for tests that hold for each of them."""
 
 import os
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 
 from dgc.kernels.library import supported_isas
-from dgc.kernels.selection.native import Native
-from dgc.kernels.selection.reference import Reference
+from dgc.kernels.native import NativeSelection
+from dgc.kernels.selection import SelectionKernels
 
 # every instruction set, with one, two and three threads, and the best of them with one and with three
 NAMES = tuple(
@@ -24,16 +24,16 @@ NAMES = tuple(
 
 
 @contextmanager
-def tier(name: str) -> Iterator[Reference | Native]:
+def backend(name: str) -> Iterator[SelectionKernels]:
     if name == "reference":
-        yield Reference()
+        yield SelectionKernels()
         return
     _, isa, threads = name.split("-")
     threads_before, isa_before = torch.get_num_threads(), os.environ.get("DGC_KERNELS_ISA")
     torch.set_num_threads(int(threads))
     os.environ["DGC_KERNELS_ISA"] = isa
     try:
-        yield Native()
+        yield NativeSelection()
     finally:
         torch.set_num_threads(threads_before)
         os.environ.pop("DGC_KERNELS_ISA")

@@ -1,1 +1,0 @@
-"""Encoding of selections, values and headers as bytes."""

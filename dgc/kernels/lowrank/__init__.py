@@ -1,1 +1,0 @@
-"""Matrix products of low-rank compression."""

@@ -1,0 +1,632 @@
+"""The native backend: C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch.
+
+Kernels run on torch.get_num_threads() threads; the codec runs on one. The number of threads does not change the
+result. The construction of a class raises `library.KernelsUnavailable` if the library cannot be used.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_void_p, memset
+from itertools import accumulate
+from math import inf
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float32, Int32, Int64, UInt8
+from torch import Tensor
+
+from dgc.kernels.codec import (
+    CASTS,
+    HEADER_BYTES,
+    PLAIN,
+    WORDS,
+    Codec,
+    Header,
+    IndexCode,
+    IndexKind,
+    Layout,
+    Terms,
+    ValueKind,
+)
+from dgc.kernels.library import Address, Addresses, load
+from dgc.kernels.lowrank import Factor, Left, LowRank, Matrices, Right
+from dgc.kernels.quantize import (
+    WORD,
+    Bounds,
+    Codes,
+    Dense,
+    Each,
+    Quantizers,
+    empty_codes,
+    keys_of,
+    layout_of,
+    level_factors,
+    thresholds_or,
+)
+from dgc.kernels.selection import (
+    Budget,
+    Merged,
+    Moments,
+    PassInputs,
+    SelectionKernels,
+    SparseVector,
+    Tail,
+    TopKResult,
+)
+
+FP32, FP64, INT32, INT64, UINT8 = torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8
+F32, F64, I32, I64, U8 = map(Address, (FP32, FP64, INT32, INT64, UINT8))
+EACH_F32, EACH_I32, EACH_U8 = map(Addresses, (FP32, INT32, UINT8))
+
+_SENT = (I32, F32, I32)
+_PASS = (c_int, EACH_F32, c_void_p, c_int, F32, F32, c_int64, c_float, *_SENT, c_int, c_int, I64)
+_CHOICE = (I64, I64, c_int64, F32, c_int64, I32, F32, I32, F32, I32)
+_TERMS = (c_float, c_uint32)
+_ENCODE = (c_int64, (I32, c_int64, c_int64, c_int64, U8, c_int64))
+_DECODE = (c_int, (U8, c_int64, c_int64, c_int64, c_int64, I32))
+_ENCODE_VALUES = (None, (I32, F32, c_int64, I64, c_int64, U8, F32))
+_DECODE_VALUES = (c_int, (I32, c_int64, I64, c_int64, U8, F32))
+_LAYOUT = (c_int64, c_int64, c_int64, c_int, c_int64, c_int)
+_RANGES = (I64, I64, c_int64)
+_RANDOM = (c_int, c_uint32, c_uint32)
+_MADE = (U8, F32, c_int)
+_RANKS = (EACH_U8, c_int)
+_SIZES = (c_int64, c_int64, c_int64)
+SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "dgc_isa": (c_char_p, ()),
+    "dgc_update": (None, _PASS),
+    "dgc_update_and_choose": (None, (*_PASS, *_CHOICE)),
+    "dgc_radix_select": (c_int64, (F32, I64, I64, c_int64, I32, F32, c_int)),
+    "dgc_predicted_lower_bounds": (None, (F32, F32, c_int64, c_float, F32)),
+    "dgc_moments": (None, (F32, I64, c_int64, F64, F64, F64, F32, c_int)),
+    "dgc_tail": (None, (F32, I64, c_int64, F32, I64, F64, c_int)),
+    "dgc_take": (None, (*_SENT, F32, F32, c_int)),
+    "dgc_merge_mean": (c_int64, (EACH_I32, EACH_F32, EACH_I32, c_int, c_float, c_int64, I64, F32, c_int)),
+    "dgc_subtract_at": (None, (EACH_F32, I64, c_int64, I64, F32, c_int64, c_void_p, c_int)),
+    "dgc_decay": (None, (F32, F32, c_int64, c_float, c_float, c_float, c_int, c_int)),
+    "dgc_encode_plain": (
+        None,
+        (I32, F32, c_int64, I32, c_int64, c_int, c_float, I64, I64, c_int64, *_TERMS, U8, c_int64, F32),
+    ),
+    "dgc_seal": (None, (U8, c_int64, I32, I64, I64, c_int64, F32, *_TERMS)),
+    "dgc_sealed": (c_int, (U8, c_int64)),
+    "dgc_thin": (None, (I32, F32, c_int64, c_int64, I32, F32)),
+    "dgc_plain_encode": (None, (I32, c_int64, c_int64, U8)),
+    "dgc_plain_decode": _DECODE,
+    "dgc_packed_encode": _ENCODE,
+    "dgc_packed_decode": _DECODE,
+    "dgc_rice_encode": _ENCODE,
+    "dgc_rice_decode": _DECODE,
+    "dgc_cast_encode": (None, (F32, c_int64, c_int, c_float, U8, F32, F32)),
+    "dgc_cast_decode": (c_int, (U8, c_int64, c_int, c_float, F32)),
+    "dgc_sign_encode": _ENCODE_VALUES,
+    "dgc_sign_decode": _DECODE_VALUES,
+    "dgc_int8_encode": _ENCODE_VALUES,
+    "dgc_int8_decode": _DECODE_VALUES,
+    "dgc_two_bit_encode": (None, (*_ENCODE_VALUES[1], c_double)),
+    "dgc_two_bit_decode": _DECODE_VALUES,
+    "dgc_decode_mean": (
+        c_int64,
+        (*_RANKS, *_LAYOUT, I64, c_int64, c_float, I32, c_int, F32, I64, F32, c_int),
+    ),
+    "dgc_quantize_signs": (None, (F32, *_RANGES, F32, F32, F32, *_MADE)),
+    "dgc_add_signs": (None, (U8, *_RANGES, F32, F32, F32, c_int)),
+    "dgc_quantize_ternary": (None, (F32, *_RANGES, F32, *_MADE)),
+    "dgc_quantize_levels": (None, (F32, *_RANGES, F32, F32, c_int, c_int, *_RANDOM, *_MADE)),
+    "dgc_add_levels": (None, (U8, *_RANGES, F32, c_int, F32, c_int)),
+    "dgc_quantize_natural": (None, (F32, c_int64, *_RANDOM, *_MADE)),
+    "dgc_mean_signs": (None, (*_RANKS, *_RANGES, EACH_F32, EACH_F32, F32, c_float, F32, c_int)),
+    "dgc_mean_ternary": (None, (*_RANKS, *_RANGES, EACH_F32, F32, c_float, F32, c_int)),
+    "dgc_mean_levels": (None, (*_RANKS, *_RANGES, EACH_F32, c_int, c_float, F32, c_int)),
+    "dgc_mean_natural": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
+    "dgc_pack_sums": (None, (*_RANKS, c_int64, c_int, c_int, U8, c_int)),
+    "dgc_mean_sums": (None, (*_RANKS, c_int64, c_int, *_RANGES, c_int, F32, F32, c_int)),
+    "dgc_lowrank": (
+        c_int64,
+        (F32, *_SIZES, F32, F32, c_int64, EACH_F32, F32, c_int64, c_int, F32, c_int),
+    ),
+    "dgc_outer": (None, (F32, F32, *_SIZES, c_int64, EACH_F32, c_int)),
+}
+
+PLAIN_MOMENTUM, NESTEROV, RESIDUAL, NONE = range(4)
+WORTH_A_THREAD = 65536  # elements
+INVALID = -1  # returned by dgc_decode_mean
+
+_FLAGS = (torch.tensor(False, dtype=torch.bool), torch.tensor(True, dtype=torch.bool))
+
+
+K = TypeVar("K")
+
+
+class Native:
+    """Base of the native classes: loads the library."""
+
+    def __init__(self) -> None:
+        self._library = load(SIGNATURES)
+
+
+class NativeSelection(Native, SelectionKernels):
+    """One pass over memory per step.
+
+    The pass of DGC reads g, u, v and writes u, v: 20 bytes per parameter, which is the minimum. It also collects
+    candidates, the elements at or above a lower bound, and the exact selection is made among these. If no lower
+    bound is known, it is estimated from a sample of the buffer. A segment with a wrong lower bound is processed
+    again: lower bounds only affect time.
+    """
+
+    name = "native"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.isa: str = self._library.dgc_isa().decode()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.isa})"
+
+    def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
+        first = torch.empty((), dtype=INT64)
+        self._library.dgc_update(*_pass_arguments(None, inputs), first)
+        return first
+
+    def predicted_lower_bounds(
+        self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
+    ) -> Float32[Tensor, "S"]:
+        lower_bounds = torch.empty(last.numel(), dtype=FP32)
+        self._library.dgc_predicted_lower_bounds(last, before, last.numel(), margin, lower_bounds)
+        return lower_bounds
+
+    def accumulate_and_select_(
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+    ) -> TopKResult:
+        return self._choose(None, inputs, budget, lower_bounds)
+
+    def select(
+        self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
+    ) -> TopKResult:
+        return self._choose(NONE, PassInputs((), None, v), budget, lower_bounds)
+
+    def _choose(
+        self, form: int | None, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | None
+    ) -> TopKResult:
+        segments, capacity = budget.ks.numel(), budget.capacity
+        indices, values = torch.empty(capacity, dtype=INT32), torch.empty(capacity, dtype=FP32)
+        count, missed = torch.empty((), dtype=INT32), torch.empty((), dtype=INT32)
+        thresholds, first = torch.empty(segments, dtype=FP32), torch.empty((), dtype=INT64)
+        sought = (budget.bounds, budget.ks, segments, lower_bounds, capacity)
+        made = (indices, values, count, thresholds, missed)
+        self._library.dgc_update_and_choose(*_pass_arguments(form, inputs), first, *sought, *made)
+        return TopKResult(SparseVector(indices, values, count), thresholds, first, missed)
+
+    def radix_select(self, v: Float32[Tensor, "n"], budget: Budget) -> SparseVector:
+        indices = torch.zeros(budget.capacity, dtype=INT32)
+        values = torch.zeros(budget.capacity, dtype=FP32)
+        where, threads = (budget.bounds, budget.ks, budget.ks.numel()), torch.get_num_threads()
+        count = self._library.dgc_radix_select(v, *where, indices, values, threads)
+        indices[count:], values[count:] = 0, 0.0  # segments with fewer elements have moved forward
+        return SparseVector(indices, values, torch.full((), count, dtype=INT32))
+
+    def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
+        segments, threads = bounds.numel() - 1, torch.get_num_threads()
+        sums, magnitudes, squares = torch.empty(3, segments, dtype=FP64)
+        largest = torch.empty(segments, dtype=FP32)
+        self._library.dgc_moments(v, bounds, segments, sums, magnitudes, squares, largest, threads)
+        return Moments(sums, magnitudes, squares, largest)
+
+    def tail(
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
+    ) -> Tail:
+        segments = lower_bounds.numel()
+        counts, sums = torch.empty(segments, dtype=INT64), torch.empty(segments, dtype=FP64)
+        self._library.dgc_tail(v, bounds, segments, lower_bounds, counts, sums, torch.get_num_threads())
+        return Tail(counts, sums)
+
+    def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+        self._library.dgc_take(sent.indices, sent.values, sent.count, u, v, torch.get_num_threads())
+
+    def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
+        each = [[p.indices for p in parts], [p.values for p in parts], [p.count for p in parts]]
+        most = sum(part.indices.numel() for part in parts)
+        indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
+        sizes, threads = (len(parts), size, numel), torch.get_num_threads()
+        found = self._library.dgc_merge_mean(*each, *sizes, indices, values, threads)
+        return Merged(indices[:found], values[:found], torch.tensor(found, dtype=INT32))
+
+    def subtract_at_(
+        self,
+        targets: Sequence[Tensor],
+        bounds: Int64[Tensor, "bounds"],
+        indices: Int64[Tensor, "k"],
+        values: Float32[Tensor, "k"],
+        factors: Sequence[float],
+    ) -> None:
+        if any(target.dtype != torch.float32 for target in targets):
+            super().subtract_at_(targets, bounds, indices, values, factors)
+            return
+        entries, rates = (indices, values, indices.numel()), (c_float * len(factors))(*factors)
+        self._library.dgc_subtract_at(targets, bounds, len(targets), *entries, rates, torch.get_num_threads())
+
+    def decay_(
+        self, p: Tensor, buffer: Tensor, lr: float, weight_decay: float, momentum: float, nesterov: bool
+    ) -> None:
+        if p.dtype != torch.float32:
+            super().decay_(p, buffer, lr, weight_decay, momentum, nesterov)
+            return
+        settings = (lr, weight_decay, momentum, nesterov)
+        self._library.dgc_decay(p, buffer, p.numel(), *settings, torch.get_num_threads())
+
+
+def _pass_arguments(form: int | None, inputs: PassInputs) -> tuple[object, ...]:
+    """Return the first arguments of the functions for the pass. form: that of the update, or that of `inputs`."""
+    if form is None:
+        form = RESIDUAL if inputs.u is None else NESTEROV if inputs.nesterov else PLAIN_MOMENTUM
+    pieces, sent = list(map(Tensor.float, inputs.g)), inputs.sent
+    begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
+    n = inputs.v.numel()
+    assert form == NONE or begins[-1] == n
+    return (
+        form,
+        pieces,
+        begins.tobytes(),
+        len(pieces),
+        inputs.u,
+        inputs.v,
+        n,
+        inputs.momentum,
+        *((None, None, None) if sent is None else (sent.indices, sent.values, sent.count)),
+        inputs.masking,
+        min(torch.get_num_threads(), 1 + n // WORTH_A_THREAD),  # to wake a thread costs time too
+    )
+
+
+class NativeCodec(Native, Codec):
+    """The codec on one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = {kind: "plain" for kind in PLAIN} | {IndexKind.PACKED: "packed", IndexKind.RICE: "rice"}
+        tables = {ValueKind.SIGN: "sign", ValueKind.INT8: "int8", ValueKind.TWO_BITS: "two_bit"}
+        self._code_encoders, self._code_decoders = self._functions(codes)
+        self._table_encoders, self._table_decoders = self._functions(tables)
+
+    def _functions(self, names: Mapping[K, str]) -> list[dict[K, Callable[..., int]]]:
+        """Return the library's encoders and decoders."""
+        ways = ("encode", "decode")
+        return [
+            {kind: getattr(self._library, f"dgc_{name}_{way}") for kind, name in names.items()} for way in ways
+        ]
+
+    def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
+        payload = torch.empty(nbytes, dtype=UINT8)
+        memset(U8.from_param(payload), 0, nbytes)
+        return payload
+
+    def encode_plain(
+        self,
+        selection: SparseVector,
+        layout: Layout,
+        limit: float,
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        terms: Terms,
+    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
+        capacity, nbytes = selection.values.numel(), layout.nbytes
+        payload, decoded = torch.empty(nbytes, dtype=UINT8), torch.empty(capacity, dtype=FP32)
+        given = (selection.indices, selection.values, capacity, selection.count)
+        types = (PLAIN[layout.indices.kind].itemsize, layout.values)
+        header = (first_nonfinite, bounds, bounds.numel(), terms.ratio, terms.form)
+        self._library.dgc_encode_plain(*given, *types, limit, *header, payload, nbytes, decoded)
+        return payload, decoded
+
+    def seal_(
+        self,
+        payload: UInt8[Tensor, "nbytes"],
+        count: Int32[Tensor, ""],
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        scale: Float32[Tensor, ""],
+        terms: Terms,
+    ) -> None:
+        header = (count, first_nonfinite, bounds, bounds.numel(), scale, terms.ratio, terms.form)
+        self._library.dgc_seal(payload, payload.numel(), *header)
+
+    def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
+        count, number, _, scale, ratio, form = payload[:HEADER_BYTES].view(torch.int32).clone().unbind()
+        sealed = self._library.dgc_sealed(payload, payload.numel())
+        return Header(count, number, scale.view(torch.float32), (ratio, form), _FLAGS[sealed])
+
+    def indices_encode_(
+        self, selection: SparseVector, code: IndexCode, section: UInt8[Tensor, "nbytes"]
+    ) -> SparseVector:
+        if code.kind == IndexKind.CHUNKS:
+            return super().indices_encode_(selection, code, section)
+        encode, indices = self._code_encoders[code.kind], selection.indices
+        if code.kind in PLAIN:
+            encode(indices, code.capacity, PLAIN[code.kind].itemsize, section)
+            return selection
+        place = (code.capacity, code.parameter, section, section.numel())
+        count = int(selection.count)
+        kept = encode(indices, count, *place)
+        if kept == count:
+            return selection
+        fewer, values = torch.zeros_like(indices), torch.zeros_like(selection.values)
+        self._library.dgc_thin(indices, selection.values, count, kept, fewer, values)
+        again = encode(fewer, kept, *place)
+        assert again == kept, "fewer elements fit as well"
+        return SparseVector(fewer, values, torch.tensor(kept, dtype=INT32))
+
+    def indices_decode(
+        self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: IndexCode
+    ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        if code.kind == IndexKind.CHUNKS:
+            return super().indices_decode(section, count, code)
+        indices = torch.zeros(code.capacity, dtype=INT32)
+        sizes = (section.numel(), count.item(), code.capacity, code.numel)
+        return indices, _FLAGS[self._code_decoders[code.kind](section, *sizes, indices)]
+
+    def cast_encode_(
+        self,
+        values: Float32[Tensor, "capacity"],
+        dtype: torch.dtype,
+        section: UInt8[Tensor, "nbytes"],
+        limit: float = inf,
+    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
+        decoded, scale = torch.empty(values.numel(), dtype=FP32), torch.empty((), dtype=FP32)
+        self._library.dgc_cast_encode(values, values.numel(), CASTS.index(dtype), limit, section, decoded, scale)
+        return decoded, scale
+
+    def cast_decode(
+        self,
+        section: UInt8[Tensor, "nbytes"],
+        count: Int32[Tensor, ""],
+        dtype: torch.dtype,
+        scale: Float32[Tensor, ""],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        decoded = torch.zeros(section.numel() // dtype.itemsize, dtype=FP32)
+        how = (_within(count, decoded), CASTS.index(dtype), scale.item())
+        return decoded, _FLAGS[self._library.dgc_cast_decode(section, *how, decoded)]
+
+    def table_encode_(
+        self,
+        kind: ValueKind,
+        selection: SparseVector,
+        bounds: Int64[Tensor, "bounds"],
+        section: UInt8[Tensor, "nbytes"],
+        r: float = 0.0,
+    ) -> Float32[Tensor, "capacity"]:
+        decoded = torch.zeros_like(selection.values)
+        given = (selection.indices, selection.values, selection.count.item(), bounds, bounds.numel() - 1)
+        settings = (r,) if kind == ValueKind.TWO_BITS else ()
+        self._table_encoders[kind](*given, section, decoded, *settings)
+        return decoded
+
+    def table_decode(
+        self,
+        kind: ValueKind,
+        section: UInt8[Tensor, "nbytes"],
+        indices: Int32[Tensor, "capacity"],
+        count: Int32[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        decoded = torch.zeros(indices.numel(), dtype=FP32)
+        entries = (indices, _within(count, decoded), bounds, bounds.numel() - 1)
+        return decoded, _FLAGS[self._table_decoders[kind](*entries, section, decoded)]
+
+
+def _within(count: Tensor, entries: Tensor) -> int:
+    """Return the count, clamped to a safe value. Decoding the indices reports an invalid count."""
+    return min(max(0, int(count)), entries.numel())
+
+
+class NativeMeanDecoder(Native):
+    """Decodes the payloads of all ranks and adds them, in one call, if their `Layout` names both codes.
+
+    Any bytes are safe, but payloads must have the planned size. The result has the bits of decoding each payload
+    by itself and of `merge_mean`: each element is added in the order of the payloads. Each payload is decoded by
+    one thread. Then each thread adds all entries of its own part of the bucket.
+    """
+
+    def mean(
+        self,
+        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        layout: Layout,
+        bounds: Int64[Tensor, "bounds"],
+        size: int,
+    ) -> tuple[Int32[Tensor, "words"], Merged | None]:
+        """Return (WORDS numbers per payload, the mean over `size` ranks, or None if a payload is not valid)."""
+        most = len(payloads) * layout.indices.capacity
+        indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
+        words, found = self._decode(payloads, layout, bounds, size, None, indices, values)
+        if found == INVALID:
+            return words, None
+        return words, Merged(indices[:found], values[:found], torch.tensor(found, dtype=INT32))
+
+    def mean_into_(
+        self,
+        dense: Float32[Tensor, "n"],
+        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        layout: Layout,
+        bounds: Int64[Tensor, "bounds"],
+        size: int,
+    ) -> tuple[Int32[Tensor, "words"], bool | None]:
+        """Write the mean over `size` ranks, with zeros where no rank has sent an element.
+
+        Returns (WORDS numbers per payload, whether the mean is finite, or None if a payload is not valid).
+        """
+        words, found = self._decode(payloads, layout, bounds, size, dense, None, None)
+        return words, None if found == INVALID else found == 1
+
+    def _decode(
+        self,
+        payloads: Sequence[Tensor],
+        layout: Layout,
+        bounds: Tensor,
+        size: int,
+        dense: Tensor | None,
+        indices: Tensor | None,
+        values: Tensor | None,
+    ) -> tuple[Tensor, int]:
+        code, ranks = layout.indices, len(payloads)
+        assert dense is None or dense.numel() == code.numel
+        words = torch.empty(WORDS * ranks, dtype=INT32)
+        how = (layout.nbytes, code.capacity, code.numel, code.kind, code.nbytes, layout.values)
+        made = (words, dense is not None, dense, indices, values)  # the address of an empty tensor is null
+        where, threads = (bounds, bounds.numel() - 1), torch.get_num_threads()
+        found: int = self._library.dgc_decode_mean(payloads, ranks, *how, *where, size, *made, threads)
+        return words, found
+
+
+class NativeQuantizers(Native, Quantizers):
+    """Quantizers at the speed of memory. Ternary and natural codes of a single rank are added in torch."""
+
+    def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
+        codes, residual = empty_codes(bounds, 1, WORD), torch.empty_like(v)
+        values, threads = (cuts, lows, highs), torch.get_num_threads()
+        self._library.dgc_quantize_signs(v, *_ranges(bounds, 1, WORD), *values, codes, residual, threads)
+        return codes, residual
+
+    def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
+        where = _ranges(bounds, 1, WORD)
+        self._library.dgc_add_signs(codes, *where, lows, highs, total, torch.get_num_threads())
+
+    def sign_mean_(
+        self,
+        codes: Sequence[Codes],
+        bounds: Bounds,
+        lows: Sequence[Each],
+        highs: Sequence[Each],
+        factors: Each | None,
+        size: int,
+        mean: Dense,
+    ) -> None:
+        given, threads = (*_by_rank(codes, lows, highs), *_ranges(bounds, 1, WORD)), torch.get_num_threads()
+        self._library.dgc_mean_signs(*given, lows, highs, factors, size, mean, threads)
+
+    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
+        codes, residual = empty_codes(bounds, 2, WORD), torch.empty_like(v)
+        sent, threads = thresholds_or(torch.inf, thresholds), torch.get_num_threads()
+        self._library.dgc_quantize_ternary(v, *_ranges(bounds, 2, WORD), sent, codes, residual, threads)
+        return codes, residual
+
+    def tern_mean_(
+        self,
+        codes: Sequence[Codes],
+        bounds: Bounds,
+        thresholds: Sequence[Each],
+        factors: Each | None,
+        size: int,
+        mean: Dense,
+    ) -> None:
+        sent, threads = [thresholds_or(0.0, own) for own in thresholds], torch.get_num_threads()
+        given = (*_by_rank(codes, sent), *_ranges(bounds, 2, WORD))
+        self._library.dgc_mean_ternary(*given, sent, factors, size, mean, threads)
+
+    def uniform_encode(
+        self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
+    ) -> tuple[Codes, Dense]:
+        codes, residual = empty_codes(bounds, bits, 1), torch.empty_like(v)
+        how = (*level_factors(scales, levels, bits), levels, bits, *_random(seed))
+        made = (codes, residual, torch.get_num_threads())
+        self._library.dgc_quantize_levels(v, *_ranges(bounds, bits, 1), *how, *made)
+        return codes, residual
+
+    def uniform_add_(
+        self, codes: Codes, bounds: Bounds, scales: Each, levels: int, bits: int, total: Dense
+    ) -> None:
+        (_, steps), where = level_factors(scales, levels, bits), _ranges(bounds, bits, 1)
+        self._library.dgc_add_levels(codes, *where, steps, bits, total, torch.get_num_threads())
+
+    def uniform_mean_(
+        self,
+        codes: Sequence[Codes],
+        bounds: Bounds,
+        scales: Sequence[Each],
+        levels: int,
+        bits: int,
+        size: int,
+        mean: Dense,
+    ) -> None:
+        steps, threads = [level_factors(own, levels, bits)[1] for own in scales], torch.get_num_threads()
+        given = (*_by_rank(codes, steps), *_ranges(bounds, bits, 1))
+        self._library.dgc_mean_levels(*given, steps, bits, size, mean, threads)
+
+    def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
+        codes, residual = torch.empty(4 + v.numel(), dtype=UINT8), torch.empty_like(v)
+        made = (codes, residual, torch.get_num_threads())
+        self._library.dgc_quantize_natural(v, v.numel(), *_random(seed), *made)
+        return codes, residual
+
+    def natural_mean_(self, codes: Sequence[Codes], size: int, mean: Dense) -> None:
+        self._library.dgc_mean_natural(*_by_rank(codes), mean.numel(), size, mean, torch.get_num_threads())
+
+    def pack_sums(self, codes: Sequence[Codes], whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
+        fields = codes[0].numel() * 8 // width
+        packed = torch.empty(-(-fields * bits // 8), dtype=UINT8)
+        self._library.dgc_pack_sums(*_by_rank(codes), fields, width, bits, packed, torch.get_num_threads())
+        return packed
+
+    def sums_mean_(
+        self,
+        packed: Sequence[Codes],
+        fields: int,
+        width: int,
+        bits: int,
+        bounds: Bounds,
+        factors: Each,
+        mean: Dense,
+    ) -> None:
+        given = (*_by_rank(packed), fields, bits, *_ranges(bounds, width, WORD), width)
+        self._library.dgc_mean_sums(*given, factors, mean, torch.get_num_threads())
+
+
+def _ranges(bounds: Bounds, width: int, unit: int) -> tuple[Tensor, Tensor, int]:
+    return bounds, layout_of(bounds, width, unit).starts, bounds.numel() - 1
+
+
+def _by_rank(codes: Sequence[Codes], *values: Sequence[Each]) -> tuple[Sequence[Codes], int]:
+    assert all(len(each) == len(codes) for each in values), (len(codes), [*map(len, values)])
+    return codes, len(codes)
+
+
+def _random(seed: int | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if seed is None else (1, *keys_of(seed))
+
+
+class NativeLowRank(Native, LowRank):
+    """PowerSGD's work on its matrices before the first message is one pass: 12 bytes per element at any rank."""
+
+    def __init__(self, kernels: NativeSelection) -> None:
+        Native.__init__(self)
+        LowRank.__init__(self, kernels)
+
+    def subtract_(self, M: Matrices, U: Left, W: Right) -> None:
+        self._pass(M, (U, W), None, None, False, None)
+
+    def multiply(self, M: Matrices, X: Factor, even: bool, Y: Factor) -> None:
+        self._pass(M, None, None, X, even, Y)
+
+    def refresh_(
+        self, M: Matrices, taken: tuple[Left, Right] | None, g: Sequence[Tensor], X: Factor, even: bool, Y: Factor
+    ) -> Int64[Tensor, ""]:
+        if list(map(Tensor.numel, g)) != [M[0].numel()] * M.shape[0]:
+            return super().refresh_(M, taken, g, X, even, Y)
+        first = self._pass(M, taken, list(map(Tensor.float, g)), X, even, Y)
+        return torch.full((), first, dtype=torch.int64)
+
+    def _pass(
+        self,
+        M: Matrices,
+        taken: tuple[Left, Right] | None,
+        g: Sequence[Tensor] | None,
+        X: Factor | None,
+        even: bool,
+        Y: Factor | None,
+    ) -> int:
+        factors = (None, None, 0) if taken is None else (*map(Tensor.contiguous, taken), taken[0].shape[1])
+        product = (None, 0) if X is None else (X.contiguous(), X.shape[1])
+        made = (even, Y, torch.get_num_threads())
+        first: int = self._library.dgc_lowrank(M, *M.shape, *factors, g, *product, *made)
+        return first
+
+    def outer(self, U: Left, W: Right, out: Sequence[Float32[Tensor, "n m"]]) -> None:
+        (B, R, n), m, threads = U.shape, W.shape[2], torch.get_num_threads()
+        self._library.dgc_outer(U.contiguous(), W.contiguous(), B, R, n, m, out, threads)

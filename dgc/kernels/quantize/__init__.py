@@ -1,1 +1,0 @@
-"""Encoding of every element of a buffer with a few bits."""

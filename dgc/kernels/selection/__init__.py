@@ -1,1 +1,0 @@
-"""Update, selection and statistics of flat buffers."""

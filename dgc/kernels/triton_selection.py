@@ -1,0 +1,741 @@
+"""The GPU backend of the selection: Triton kernels with the same results and bits as `SelectionKernels`.
+
+Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
+select 9, accumulate_and_select_ 10, moments 2, tail 2, remove_sent_ 1, merge_mean 3, subtract_at_ 1 per dtype of
+the targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a few of its own (zeros; in
+merge_mean a stable sort and a cumulative sum). Nothing waits for the device.
+
+The bits are equal because kernels are compiled without contraction to FMA, which would skip the rounding of a
+product, floats are never added atomically, and division is correctly rounded. Without a GPU the kernels run in
+Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is first imported.
+
+Kernels are not specialised for sizes that change from step to step, because each variant would be compiled during
+training.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate as running_sums
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float32, Int32, Int64
+from torch import Tensor
+
+from dgc.kernels.selection import (
+    Budget,
+    Merged,
+    Moments,
+    PassInputs,
+    SelectionKernels,
+    SparseVector,
+    Tail,
+    TopKResult,
+)
+from dgc.kernels.triton_tables import BLOCK, Launcher, Tiling, Tilings, blocks, on_device, pointers
+
+if not hasattr(triton, "knobs"):
+    raise ImportError(f"Triton {triton.__version__} is too old: these kernels need Triton 3.4 or later")
+
+INTERPRETED = triton.knobs.runtime.interpret
+FLOATS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# Arguments that differ between buckets. Specialization for 1 or multiples of 16 would only add compilations.
+SIZES = ["n_tiles", "n_segments"]
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SUMS = 1024  # tiles that are summed at a time
+
+
+@triton.jit
+@no_type_check
+def tile_at(tiles, n_tiles):
+    """Return a program's tile: at most TILE adjacent elements of one segment and one piece (see `triton_tables`).
+
+    Returns (its number, its first element, the number of elements, its segment).
+    """
+    t = tl.program_id(0)
+    return t, tl.load(tiles + t), tl.load(tiles + n_tiles + t), tl.load(tiles + 2 * n_tiles + t)
+
+
+@triton.jit
+@no_type_check
+def read(source, length, LANES: tl.constexpr):
+    """Return (lanes, elements, bits of their magnitudes). The elements from `length` on are zero."""
+    lane = tl.arange(0, LANES)
+    x = tl.load(source + lane, mask=lane < length, other=0.0)
+    return lane, x, x.to(tl.int32, bitcast=True) & MAGNITUDE
+
+
+# --- the dense pass --------------------------------------------------------------------------------
+
+TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of selection.TOO_LARGE
+# Added to a segment's count of candidates when a tile has too many. No sum of real counts can cancel it.
+OVERFULL = tl.constexpr(-(1 << 40))
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def accumulate(
+    tiles, n_tiles, sources, u, v, momentum, first, lower_bounds, counts, n_segments, held, slot_values,
+    slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
+    LOWER_BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov.
+
+    With lower_bounds, a tile's elements at or above its segment's lower bound are written, in order, to the tile's
+    slots. The following selection then does not read v again.
+    """
+    t, start, length, s = tile_at(tiles, n_tiles)
+    piece = tl.load(tiles + 3 * n_tiles + t)
+    inner = tl.load(tiles + 4 * n_tiles + t)
+    if LOWER_BOUNDS:
+        lower_bound = tl.load(lower_bounds + s).to(tl.int32, bitcast=True) & MAGNITUDE
+    lane = tl.arange(0, TILE)
+    live = lane < length
+    source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
+    # all loads before the first reduction, which is a barrier
+    g = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
+    x = tl.load(v + start + lane, mask=live, other=0.0)
+    if FORM > 0:
+        m = tl.load(u + start + lane, mask=live, other=0.0)
+    bad = (g.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
+    first_bad = tl.min(tl.where(bad, lane, TILE), 0)
+    if first_bad < TILE:
+        tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")
+    g = tl.where(bad, 0.0, g)
+    if FORM == 0:
+        x = x + g
+    else:
+        if FORM == 1:
+            m = momentum * m + g
+            x = x + m
+        else:
+            m = momentum * (m + g)
+            x = (x + m) + g
+        tl.store(u + start + lane, m, mask=live)
+    tl.store(v + start + lane, x, mask=live)
+    if LOWER_BOUNDS:
+        bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+        passes = (bits > 0) & (bits >= lower_bound)
+        count = tl.sum(passes.to(tl.int32), 0)
+        place = tl.cumsum(passes.to(tl.int32), 0) - 1
+        kept = passes & (place < SLOTS)
+        row = t.to(tl.int64) * SLOTS
+        tl.store(slot_values + row + place, x, mask=kept)
+        tl.store(slot_lanes + row + place, lane, mask=kept)
+        tl.store(held + t, tl.minimum(count, SLOTS))
+        tl.atomic_add(counts + s, tl.where(count > SLOTS, OVERFULL, count.to(tl.int64)), sem="relaxed")
+        tl.atomic_add(counts + n_segments + s, tl.sum((bits > 0).to(tl.int64), 0), sem="relaxed")
+
+
+# --- the exact selection, by radix digits ----------------------------------------------------------
+#
+# The bits of |v| as an integer have the same order as |v|. The threshold of a segment is therefore the largest
+# 31-bit number that at least k magnitudes reach. It is found in three digits of 11, 10 and 10 bits:
+#
+#     count_digits   per tile: histogram of the next digit of the magnitudes with the digits found so far
+#     pick_digits    per segment: the digit that contains rank k; k is reduced by the counts of higher digits
+#
+# Then `tally` counts per tile the magnitudes greater than and equal to the threshold. `offsets` turns the counts
+# into positions in the output. `write` writes all greater elements, and as many of the first equal ones as needed.
+# Only integers are added atomically, so results do not depend on the order in which programs run.
+#
+# A segment is stocked if it has enough candidates (see `accumulate`), at least k or all non-zero elements, and no
+# tile had more than its slots. The kernels then read its slots instead of v. This is decided on the device, so no
+# launch waits for it.
+
+BINS = tl.constexpr(2048)
+# Special values in place of a threshold's digits. ALL: fewer than k elements are non-zero. NONE: k is 0.
+ALL = tl.constexpr(-1)
+NONE = tl.constexpr(-2)
+
+
+@triton.jit
+@no_type_check
+def stocked(s, ks, counts, n_segments):
+    """Whether the candidates suffice for segment s. counts: candidates, then non-zero elements, per segment."""
+    count = tl.load(counts + s)
+    return (count >= tl.load(ks + s)) | (count == tl.load(counts + n_segments + s))
+
+
+@triton.jit
+@no_type_check
+def add_digits(source, length, histogram, prefix, SHIFT: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
+    _, _, bits = read(source, length, LANES)
+    counted = (bits > 0) & ((bits >> SHIFT >> BITS) == prefix)
+    if tl.max(counted.to(tl.int32), 0) > 0:
+        # count in shared memory first: most gradients share a few digits, and atomics on one address are slow
+        inside = tl.histogram((bits >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=counted)
+        tl.atomic_add(histogram + tl.arange(0, 1 << BITS), inside, mask=inside > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def count_digits(
+    tiles, n_tiles, v, ks, counts, n_segments, held, slot_values, histograms, prefixes,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    t, start, length, s = tile_at(tiles, n_tiles)
+    prefix = 0
+    if SHIFT < 20:
+        prefix = tl.load(prefixes + s)
+    histogram = histograms + s.to(tl.int64) * BINS
+    if LOWER_BOUNDS:
+        if stocked(s, ks, counts, n_segments):
+            length = 0
+            row = slot_values + t.to(tl.int64) * SLOTS
+            add_digits(row, tl.load(held + t), histogram, prefix, SHIFT, BITS, SLOTS)
+    if length > 0:
+        add_digits(v + start, length, histogram, prefix, SHIFT, BITS, TILE)
+
+
+@triton.jit(do_not_specialize=["n_segments"])
+@no_type_check
+def pick_digits(
+    histograms, ks, counts, n_segments, missed, prefixes, wanted, chosen, thresholds,
+    LOWER_BOUNDS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """One program per segment. It clears the histogram for the next digit."""
+    s = tl.program_id(0)
+    digit = tl.arange(0, 1 << BITS)
+    row = histograms + s.to(tl.int64) * BINS + digit
+    count = tl.load(row)
+    tl.store(row, tl.zeros_like(count))
+    higher = tl.cumsum(count, 0, reverse=True) - count
+    if SHIFT == 20:
+        k = tl.load(ks + s)
+        nonzero = tl.sum(count, 0).to(tl.int64)
+        tl.store(chosen + s, tl.minimum(k, nonzero).to(tl.int32))
+        before = tl.where(k == 0, NONE, tl.where(nonzero < k, ALL, 0))
+        if LOWER_BOUNDS:
+            if not stocked(s, ks, counts, n_segments):
+                tl.atomic_add(missed, 1, sem="relaxed")
+    else:
+        k = tl.load(wanted + s).to(tl.int64)
+        before = tl.load(prefixes + s)
+    holds = (higher < k) & (higher + count >= k)
+    found = tl.sum(tl.where(holds, digit, 0), 0)
+    remaining = tl.where(before < 0, 0, k.to(tl.int32) - tl.sum(tl.where(holds, higher, 0), 0))
+    prefix = tl.where(before < 0, before, (before << BITS) | found)
+    tl.store(wanted + s, remaining)
+    if SHIFT > 0:
+        tl.store(prefixes + s, prefix)
+    else:
+        # limits for comparison: no magnitude exceeds NONE's, every non-zero magnitude exceeds ALL's
+        tl.store(prefixes + s, tl.where(prefix == NONE, MAGNITUDE, tl.maximum(prefix, 0)))
+        tl.store(thresholds + s, tl.maximum(prefix, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+@no_type_check
+def tally_tile(source, length, limit, LANES: tl.constexpr):
+    _, _, bits = read(source, length, LANES)
+    greater = tl.sum((bits > limit).to(tl.int64), 0)
+    return (greater << 32) + tl.sum(((bits == limit) & (bits > 0)).to(tl.int64), 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def tally(
+    tiles, n_tiles, v, ks, counts, n_segments, held, slot_values, limits, tallies,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """tallies[t]: number of magnitudes above the threshold in the high 32 bits, equal ones in the low 32 bits."""
+    t, start, length, s = tile_at(tiles, n_tiles)
+    limit = tl.load(limits + s)
+    found = tl.zeros([], dtype=tl.int64)
+    if LOWER_BOUNDS:
+        if stocked(s, ks, counts, n_segments):
+            length = 0
+            found = tally_tile(slot_values + t.to(tl.int64) * SLOTS, tl.load(held + t), limit, SLOTS)
+    if length > 0:
+        found = tally_tile(v + start, length, limit, TILE)
+    tl.store(tallies + t, found)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def offsets(tallies, n_tiles, chosen, n_segments, count, BLOCK: tl.constexpr):
+    """One program: exclusive sums, in place, over tiles and over segments. tallies has n_tiles + 1 entries."""
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([], dtype=tl.int64)
+    for i in range(0, n_tiles, BLOCK):
+        own = tl.load(tallies + i + lane, mask=lane < n_tiles - i, other=0)
+        tl.store(tallies + i + lane, before + tl.cumsum(own, 0) - own, mask=lane < n_tiles - i)
+        before += tl.sum(own, 0)
+    tl.store(tallies + n_tiles, before)
+    total = tl.zeros([], dtype=tl.int32)
+    for i in range(0, n_segments, BLOCK):
+        ours = tl.load(chosen + i + lane, mask=lane < n_segments - i, other=0)
+        tl.store(chosen + i + lane, total + tl.cumsum(ours, 0) - ours, mask=lane < n_segments - i)
+        total += tl.sum(ours, 0)
+    tl.store(count, total)
+
+
+@triton.jit
+@no_type_check
+def write_tile(
+    source, lanes, length, start, limit, room, place, indices, values, SLOTTED: tl.constexpr, LANES: tl.constexpr
+):
+    lane, x, bits = read(source, length, LANES)
+    equal = ((bits == limit) & (bits > 0)).to(tl.int32)
+    chosen = (bits > limit) | ((equal > 0) & (tl.cumsum(equal, 0) <= room))
+    where = place + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    if SLOTTED:
+        lane = tl.load(lanes + lane, mask=chosen, other=0)
+    tl.store(indices + where, start + lane, mask=chosen)
+    tl.store(values + where, x, mask=chosen)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def write(
+    tiles, n_tiles, first_tiles, v, ks, counts, n_segments, held, slot_values, slot_lanes, limits, wanted, tallies,
+    places, indices, values, TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    before = tl.load(tallies + t)
+    if tl.load(tallies + t + 1) > before:
+        _, start, length, s = tile_at(tiles, n_tiles)
+        limit = tl.load(limits + s)
+        # within the segment; low halves never carry into high ones: a bucket has fewer than 2**31 elements
+        before -= tl.load(tallies + tl.load(first_tiles + s))
+        equal = (before & 0xFFFFFFFF).to(tl.int32)
+        room = tl.load(wanted + s)
+        place = tl.load(places + s) + (before >> 32).to(tl.int32) + tl.minimum(equal, room)
+        room -= equal
+        if LOWER_BOUNDS:
+            if stocked(s, ks, counts, n_segments):
+                length = 0
+                row = t.to(tl.int64) * SLOTS
+                write_tile(
+                    slot_values + row, slot_lanes + row, tl.load(held + t), start, limit, room, place,
+                    indices, values, True, SLOTS,
+                )  # fmt: skip
+        if length > 0:
+            write_tile(v + start, slot_lanes, length, start, limit, room, place, indices, values, False, TILE)
+
+
+# --- sums over segments ----------------------------------------------------------------------------
+#
+# A tile is summed in one tree, and the tiles of a segment in a fixed order. Nothing is added atomically, so the
+# results do not depend on the order in which programs run.
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
+    """Sum each tile. The rows of sums are those of v, |v| and v**2."""
+    t, start, length, _ = tile_at(tiles, n_tiles)
+    _, x, bits = read(v + start, length, TILE)
+    wide = x.to(tl.float64)
+    tl.store(sums + t, tl.sum(wide, 0))
+    tl.store(sums + n_tiles + t, tl.sum(bits.to(tl.float32, bitcast=True).to(tl.float64), 0))
+    tl.store(sums + 2 * n_tiles + t, tl.sum(wide * wide, 0))
+    tl.store(largest + t, tl.max(bits, 0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def tail_of_tiles(tiles, n_tiles, v, lower_bounds, sums, counts, TILE: tl.constexpr):
+    t, start, length, s = tile_at(tiles, n_tiles)
+    lower_bound = tl.load(lower_bounds + s)
+    _, _, bits = read(v + start, tl.where(lower_bound < float("inf"), length, 0), TILE)
+    passes = (bits > 0) & (bits >= lower_bound.to(tl.int32, bitcast=True))
+    magnitude = tl.where(passes, bits, 0).to(tl.float32, bitcast=True)
+    tl.store(sums + t, tl.sum(magnitude.to(tl.float64), 0))
+    tl.store(counts + t, tl.sum(passes.to(tl.int32), 0))
+
+
+@triton.jit
+@no_type_check
+def sum_of(row, first, last, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float64)
+    for i in range(first, last, BLOCK):
+        total += tl.load(row + i + lane, mask=lane < last - i, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+@no_type_check
+def tiles_of(first_tiles, n_tiles, n_segments):
+    """Return a program's segment, its first tile, and the tile after its last."""
+    s = tl.program_id(0)
+    first = tl.load(first_tiles + s).to(tl.int32)
+    # the empty tiles at the end belong to the last segment and add nothing
+    return s, first, tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def moments_of_ranges(
+    first_tiles, n_tiles, tile_sums, tile_largest, n_segments, sums, largest, BLOCK: tl.constexpr
+):
+    s, first, last = tiles_of(first_tiles, n_tiles, n_segments)
+    for row in tl.static_range(3):
+        tl.store(sums + row * n_segments + s, sum_of(tile_sums + row * n_tiles, first, last, BLOCK))
+    lane = tl.arange(0, BLOCK)
+    most = tl.zeros([BLOCK], dtype=tl.int32)
+    for i in range(first, last, BLOCK):
+        most = tl.maximum(most, tl.load(tile_largest + i + lane, mask=lane < last - i, other=0))
+    tl.store(largest + s, tl.max(most, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def tail_of_ranges(first_tiles, n_tiles, tile_sums, tile_counts, n_segments, sums, counts, BLOCK: tl.constexpr):
+    s, first, last = tiles_of(first_tiles, n_tiles, n_segments)
+    tl.store(sums + s, sum_of(tile_sums, first, last, BLOCK))
+    lane = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], dtype=tl.int64)
+    for i in range(first, last, BLOCK):
+        count += tl.load(tile_counts + i + lane, mask=lane < last - i, other=0)
+    tl.store(counts + s, tl.sum(count, 0))
+
+
+# --- sparse vectors, and weight decay --------------------------------------------------------------
+
+# Larger than every index of a bucket: marks invalid entries.
+NOWHERE = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+@no_type_check
+def find(bounds, n_segments, steps, i):
+    """Return the segment s of each i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n_segments."""
+    low = tl.zeros_like(i)
+    high = low + n_segments
+    for _ in range(steps):
+        middle = (low + high) // 2
+        right = tl.load(bounds + middle) <= i
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    return low
+
+
+@triton.jit
+@no_type_check
+def rounded(x, P: tl.constexpr):
+    """Return x rounded to P, to nearest even, in its own dtype."""
+    if P == tl.bfloat16:
+        # explicit: Triton's interpreter truncates, GPUs round
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        y = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        y = x.to(P).to(x.dtype)
+    return y
+
+
+@triton.jit
+@no_type_check
+def take(indices, values, count, u, v, MASK_U: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = i < tl.load(count)
+    index = tl.load(indices + i, mask=held, other=0)
+    x = tl.load(v + index, mask=held, other=0.0)
+    tl.store(v + index, x - tl.load(values + i, mask=held, other=0.0), mask=held)
+    if MASK_U:
+        tl.store(u + index, tl.zeros_like(x), mask=held)
+
+
+@triton.jit(do_not_specialize=["total", "n_parts", "steps"])
+@no_type_check
+def hide_tails(keys, total, starts, counts, n_parts, steps, BLOCK: tl.constexpr):
+    """Set entries of each part beyond its count to NOWHERE."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    part = find(starts, n_parts, steps, i)
+    tail = (i < total) & (i - tl.load(starts + part) >= tl.load(counts + part))
+    tl.store(keys + i, tl.full([BLOCK], NOWHERE, tl.int32), mask=tail)
+
+
+@triton.jit(do_not_specialize=["total"])
+@no_type_check
+def mark_heads(keys, heads, total, BLOCK: tl.constexpr):
+    """Set heads[i] = 1 where a run of equal keys begins."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + i, mask=i < total, other=NOWHERE)
+    before = tl.load(keys + i - 1, mask=(i > 0) & (i < total), other=-1)
+    tl.store(heads + i, ((key != before) & (key != NOWHERE)).to(tl.int32), mask=i < total)
+
+
+@triton.jit(do_not_specialize=["total", "n_parts", "size"])
+@no_type_check
+def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, BLOCK: tl.constexpr):
+    """Average the values of each run. A run has at most one value of each part, in the order of the parts."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + i, mask=i < total, other=NOWHERE)
+    before = tl.load(keys + i - 1, mask=(i > 0) & (i < total), other=-1)
+    head = (key != before) & (key != NOWHERE)
+    mean = tl.zeros([BLOCK], dtype=tl.float32)
+    for ahead in range(n_parts):
+        j = i + ahead
+        same = head & (j < total) & (tl.load(keys + j, mask=head & (j < total), other=NOWHERE) == key)
+        x = tl.load(values + tl.load(order + j, mask=same, other=0), mask=same, other=0.0)
+        mean = tl.where(same, mean + x, mean)
+    place = tl.load(places + i, mask=head, other=1) - 1
+    tl.store(indices + place, key.to(tl.int64), mask=head)
+    # `/` would be an approximate division on GPUs
+    tl.store(means + place, tl.math.div_rn(mean, tl.zeros_like(mean) + size), mask=head)
+
+
+@triton.jit(do_not_specialize=["n_segments", "steps", "k"])
+@no_type_check
+def subtract_at(
+    targets, bounds, factors, n_segments, steps, indices, values, k,
+    P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Subtract where the target's pointer is not 0. There is one launch per dtype."""
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.load(indices + j, mask=j < k, other=0)
+    s = find(bounds, n_segments, steps, i)
+    address = tl.load(targets + s)
+    ours = (j < k) & (address != 0)
+    target = address.to(tl.pointer_type(P)) + (i - tl.load(bounds + s))
+    change = tl.load(values + j, mask=ours, other=0.0) * tl.load(factors + s)
+    p = tl.load(target, mask=ours, other=0.0).to(WIDE)
+    tl.store(target, rounded(p - rounded(change, P).to(WIDE), P).to(P), mask=ours)
+
+
+@triton.jit
+@no_type_check
+def decay(
+    p, buffer, n, settings, NESTEROV: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Apply weight decay. settings: weight decay, momentum, learning rate. Each operation is rounded to P."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    weight_decay = tl.load(settings).to(WIDE)
+    momentum = tl.load(settings + 1).to(WIDE)
+    lr = tl.load(settings + 2).to(WIDE)
+    x = tl.load(p + i, mask=i < n, other=0.0).to(WIDE)
+    d = rounded(x * weight_decay, P)
+    b = tl.load(buffer + i, mask=i < n, other=0.0).to(WIDE)
+    b = rounded(rounded(b * momentum, P) + d, P)
+    tl.store(buffer + i, b.to(P), mask=i < n)
+    step = b
+    if NESTEROV:
+        step = rounded(d + rounded(b * momentum, P), P)
+    tl.store(p + i, rounded(x - rounded(step * lr, P), P).to(P), mask=i < n)
+
+
+# --- the backend --------------------------------------------------------------------------------------
+
+# (shift, bits) of each digit, the most significant first
+DIGITS = ((20, 11), (10, 10), (0, 10))
+TALLIES = 4096  # that `offsets` sums at a time
+# If more than one in this many elements is selected, candidates cost more traffic than they save.
+SPARSE = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Elements at or above their lower bound, in slots of their tile. counts: candidates, then non-zeros."""
+
+    lower_bounds: Float32[Tensor, "S"] | None = None
+    slots: int = 1
+    counts: Int64[Tensor, "2 S"] | None = None
+    held: Int32[Tensor, "tiles"] | None = None
+    values: Float32[Tensor, "room"] | None = None
+    lanes: Int32[Tensor, "room"] | None = None
+
+
+class TritonSelection(SelectionKernels):
+    """The kernels above. `launches` counts launched kernels, without torch's own.
+
+    Args:
+        tile: Elements per program in passes over a bucket, a power of two.
+        slots: Least number of candidates that a tile can hold, a power of two.
+
+    Raises:
+        ValueError: There is no GPU, and Triton's interpreter is off.
+    """
+
+    name = "triton"
+
+    def __init__(self, tile: int = 2048, slots: int = 256):
+        if not (INTERPRETED or torch.cuda.is_available()):
+            raise ValueError("the triton kernels need a GPU, or TRITON_INTERPRET=1 set before Triton is imported")
+        self.tile, self.slots = tile, slots
+        self._launch = Launcher(INTERPRETED)
+        self._tilings = Tilings(tile)
+
+    def __str__(self) -> str:
+        return f"{self.name} (interpreted)" if INTERPRETED else self.name
+
+    @property
+    def launches(self) -> int:
+        return self._launch.launches
+
+    def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
+        whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
+        return self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), Candidates())
+
+    def accumulate_and_select_(
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+    ) -> TopKResult:
+        tiling = self._tilings.of(budget.bounds, _lengths(inputs))
+        candidates = self._room_for_candidates(tiling, inputs.v.numel(), budget, lower_bounds)
+        first = self._accumulate(inputs, tiling, candidates)
+        return self._choose(inputs.v, tiling, budget, candidates, first)
+
+    def select(
+        self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
+    ) -> TopKResult:
+        # Lower bounds never change the result and are ignored: collecting candidates would read v once more, which
+        # only pays in a pass that reads it anyway.
+        first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
+        tiling = self._tilings.of(budget.bounds, (v.numel(),))
+        return self._choose(v, tiling, budget, Candidates(), first)
+
+    def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
+        tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
+        tiles, segments = tiling.count, tiling.first.numel()
+        tile_sums = torch.empty(3, tiles, dtype=torch.float64, device=device)
+        tile_largest = torch.empty(tiles, dtype=torch.int32, device=device)
+        sums = torch.empty(3, segments, dtype=torch.float64, device=device)
+        largest = torch.empty(segments, dtype=torch.float32, device=device)
+        self._launch(moments_of_tiles, v, tiles, tiling.table, tiles, v, tile_sums, tile_largest, self.tile)
+        state = (tile_sums, tile_largest, segments, sums, largest)
+        self._launch(moments_of_ranges, v, segments, tiling.first, tiles, *state, SUMS)
+        return Moments(sums[0], sums[1], sums[2], largest)
+
+    def tail(
+        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
+    ) -> Tail:
+        tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
+        tiles, segments = tiling.count, tiling.first.numel()
+        tile_sums = torch.empty(tiles, dtype=torch.float64, device=device)
+        tile_counts = torch.empty(tiles, dtype=torch.int32, device=device)
+        sums = torch.empty(segments, dtype=torch.float64, device=device)
+        counts = torch.empty(segments, dtype=torch.int64, device=device)
+        found = (tile_sums, tile_counts)
+        self._launch(tail_of_tiles, v, tiles, tiling.table, tiles, v, lower_bounds, *found, self.tile)
+        self._launch(tail_of_ranges, v, segments, tiling.first, tiles, *found, segments, sums, counts, SUMS)
+        return Tail(counts, sums)
+
+    def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+        entries = (sent.indices, sent.values, sent.count)
+        self._launch(take, v, blocks(sent.values.numel()), *entries, u, v, u is not None, BLOCK)
+
+    def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
+        keys, values = torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts])
+        total, device = keys.numel(), keys.device
+        indices = torch.empty(total, dtype=torch.int64, device=device)
+        means = torch.zeros(total, dtype=torch.float32, device=device)
+        if total == 0:
+            return Merged(indices, means, torch.zeros((), dtype=torch.int32, device=device))
+        starts = on_device((0, *running_sums(p.indices.numel() for p in parts)), torch.int64, device)
+        counts = torch.stack([p.count for p in parts])
+        ends = (starts, counts, len(parts), len(parts).bit_length())
+        self._launch(hide_tails, keys, blocks(total), keys, total, *ends, BLOCK)
+        # stable: equal keys stay in the order of the parts
+        keys, order = torch.sort(keys, stable=True)
+        heads = torch.empty_like(keys)
+        self._launch(mark_heads, keys, blocks(total), keys, heads, total, BLOCK)
+        places = heads.cumsum(0, dtype=torch.int32)
+        runs = (keys, order, values, places, total, len(parts), float(size))
+        self._launch(sum_runs, keys, blocks(total), *runs, indices, means, BLOCK)
+        return Merged(indices, means, places[-1])
+
+    def subtract_at_(
+        self,
+        targets: Sequence[Tensor],
+        bounds: Int64[Tensor, "bounds"],
+        indices: Int64[Tensor, "k"],
+        values: Float32[Tensor, "k"],
+        factors: Sequence[float],
+    ) -> None:
+        scale = on_device(tuple(factors), torch.float32, values.device)
+        k, segments = indices.numel(), len(targets)
+        for dtype in dict.fromkeys(t.dtype for t in targets):
+            own = pointers([t if t.dtype == dtype else None for t in targets], dtype, values.device)
+            sought = (own, bounds, scale, segments, segments.bit_length(), indices, values, k)
+            self._launch(subtract_at, values, blocks(k), *sought, FLOATS[dtype], _wide(dtype), BLOCK)
+
+    def decay_(
+        self, p: Tensor, buffer: Tensor, lr: float, weight_decay: float, momentum: float, nesterov: bool
+    ) -> None:
+        settings = on_device((weight_decay, momentum, lr), torch.float64, p.device)
+        n = p.numel()
+        types = (FLOATS[p.dtype], _wide(p.dtype))
+        self._launch(decay, p, blocks(n), p, buffer, n, settings, nesterov, *types, BLOCK)
+
+    def _accumulate(self, inputs: PassInputs, tiling: Tiling, candidates: Candidates) -> Int64[Tensor, ""]:
+        if inputs.sent is not None:
+            self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
+        first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
+        form = 0 if inputs.u is None else 2 if inputs.nesterov else 1
+        sources = pointers(inputs.g, inputs.g[0].dtype, inputs.v.device)
+        work = (tiling.table, tiling.count, sources, inputs.u, inputs.v, float(inputs.momentum), first)
+        lower_bounds, counts = candidates.lower_bounds, (candidates.counts, tiling.first.numel())
+        slots = (candidates.held, candidates.values, candidates.lanes, self.tile, candidates.slots)
+        variant = (FLOATS[inputs.g[0].dtype], form, lower_bounds is not None)
+        self._launch(accumulate, inputs.v, tiling.count, *work, lower_bounds, *counts, *slots, *variant)
+        return first
+
+    def _room_for_candidates(
+        self, tiling: Tiling, n: int, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+    ) -> Candidates:
+        """Return empty slots for eight times the selected elements, at least `slots` per tile, if useful."""
+        if lower_bounds is None or budget.capacity * SPARSE > n:
+            return Candidates()
+        device, least = lower_bounds.device, self.slots
+        expected = 1 << (8 * budget.capacity * self.tile // max(n, 1)).bit_length()
+        slots = min(max(expected, least), max(self.tile // 4, least))
+        return Candidates(
+            lower_bounds=lower_bounds,
+            slots=slots,
+            counts=torch.zeros(2, lower_bounds.numel(), dtype=torch.int64, device=device),
+            held=torch.empty(tiling.count, dtype=torch.int32, device=device),
+            values=torch.empty(tiling.count * slots, dtype=torch.float32, device=device),
+            lanes=torch.empty(tiling.count * slots, dtype=torch.int32, device=device),
+        )
+
+    def _choose(
+        self,
+        v: Float32[Tensor, "n"],
+        tiling: Tiling,
+        budget: Budget,
+        candidates: Candidates,
+        first_nonfinite: Int64[Tensor, ""],
+    ) -> TopKResult:
+        """Select from v in nine launches."""
+        device, segments, capacity, launch = v.device, budget.ks.numel(), budget.capacity, self._launch
+        histograms = torch.zeros(segments * BINS.value, dtype=torch.int32, device=device)
+        prefixes, wanted, chosen = torch.empty(3, segments, dtype=torch.int32, device=device)
+        thresholds = torch.empty(segments, dtype=torch.float32, device=device)
+        tallies = torch.empty(tiling.count + 1, dtype=torch.int64, device=device)
+        # one tensor of zeros for all results; the values are aligned for wide accesses
+        begin = -(-capacity // 4) * 4
+        results = torch.zeros(begin + capacity + 2, dtype=torch.int32, device=device)
+        indices, values = results[:capacity], results[begin : begin + capacity].view(torch.float32)
+        missed, count = results[-2], results[-1]
+
+        where, held = (tiling.table, tiling.count), (candidates.held, candidates.values)
+        floored, stock = candidates.lower_bounds is not None, (budget.ks, candidates.counts, segments)
+        sizes = (self.tile, candidates.slots, floored)
+        for shift, bits in DIGITS:
+            state: tuple[object, ...] = (*stock, *held, histograms, prefixes)
+            launch(count_digits, v, tiling.count, *where, v, *state, *sizes, shift, bits)
+            state = (*stock, missed, prefixes, wanted, chosen, thresholds)
+            launch(pick_digits, v, segments, histograms, *state, floored, shift, bits)
+        launch(tally, v, tiling.count, *where, v, *stock, *held, prefixes, tallies, *sizes)
+        launch(offsets, v, 1, tallies, tiling.count, chosen, segments, count, TALLIES)
+        state = (*stock, *held, candidates.lanes, prefixes, wanted, tallies, chosen, indices, values)
+        launch(write, v, tiling.count, *where, tiling.first, v, *state, *sizes)
+        return TopKResult(SparseVector(indices, values, count), thresholds, first_nonfinite, missed)
+
+
+def _lengths(inputs: PassInputs) -> tuple[int, ...]:
+    return tuple(g.numel() for g in inputs.g)
+
+
+def _wide(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,0 +1,104 @@
+"""Runs whose config an earlier version has saved, with local steps as train.gossip, are resumed."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.config import ConfigError, load, to_yaml
+from dgc_training.config.earlier import converted, key_now
+from dgc_training.faults.failure import UsageError
+from dgc_training.startup.run_directory import check_run_directory
+
+CNN, SGP = "configs/digits/cnn.py", "configs/gossip/sgp.py"
+DILOCO, MACHINES = "configs/local/diloco.py", "configs/local/machines.py"
+ZERO_ONE = "configs/adam/zero_one_adam.py"
+STACKS = {
+    "local steps": [DILOCO],
+    "over gossip": [SGP, "configs/local/slowmo.py"],
+    "over gossip between machines": [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
+    "between machines": [DILOCO, MACHINES],
+    "sparseloco": ["configs/local/sparseloco.py", "configs/local/ramp.py"],
+    "0/1 adam": [ZERO_ONE],
+}
+
+
+def earlier(saved: str) -> dict[str, Any]:
+    """The config that the version before saved for the same stack of files."""
+    content: dict[str, Any] = yaml.safe_load(saved.replace("dgc.local.", "dgc.outer."))
+    train, requires = content["train"], content["requires"]
+    top = steps = train.pop("local")
+    while "HierarchicalGossip" in steps["_target_"]:
+        steps = steps["base"]
+    if "base" in steps:
+        assert steps["base"] == "${train.gossip}"
+        steps["base"] = train["gossip"]
+    train["gossip"] = top
+    if "train.gossip" in requires:
+        del requires["train.gossip"]
+        requires["train.gossip._target_"] = requires.pop("train.local._target_")
+    return content
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_saved_config_is_that_of_the_present_files(tmp_path: Path, name: str) -> None:
+    tree = load([CNN, *STACKS[name]])
+    old = earlier(to_yaml(tree))
+    assert "dgc.outer." in yaml.safe_dump(old) and "local" not in old["train"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    assert load([tmp_path / "config.yaml"]) == tree
+
+
+def test_the_run_directory_is_resumed(tmp_path: Path) -> None:
+    tree = load([CNN, DILOCO], ["--configs.train.local.average_every", "7"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier(to_yaml(tree))))
+    transport = LockstepWorld(1).transports[0]
+    check_run_directory(tmp_path, tree, transport, "cure")
+    with pytest.raises(UsageError, match=r"train.local.average_every: 7 -> 50"):
+        check_run_directory(tmp_path, load([CNN, DILOCO]), transport, "cure")
+
+
+def test_names_of_still_earlier_versions() -> None:
+    slowmo = {"_target_": "dgc.gossip.SlowMo", "beta": 0.5}
+    machines = {"_target_": "dgc.gossip.Machines", "base": {"_target_": "dgc.gossip.SGP"}}
+    gossip = {"_target_": "dgc.gossip.Periodic", "average_every": 48, "base": machines, "outer": slowmo}
+    derived = {"steps": '${derive:"2 * train.gossip.average_every"}'}
+    assert converted({"train": {"gossip": gossip, "scheduler": derived}})["train"] == {
+        "gossip": {"_target_": "dgc.gossip.HierarchicalGossip", "base": {"_target_": "dgc.gossip.SGP"}},
+        "local": {
+            "_target_": "dgc.local.OuterSteps",
+            "average_every": 48,
+            "base": "${train.gossip}",
+            "outer": {"_target_": "dgc.local.SlowMo", "beta": 0.5},
+        },
+        "scheduler": {"steps": '${derive:"2 * train.local.average_every"}'},
+    }
+
+
+@pytest.mark.parametrize("stack", [[], [SGP], [DILOCO]])
+def test_other_configs_stay(stack: list[str]) -> None:
+    content = yaml.safe_load(to_yaml(load([CNN, *stack])))
+    before = deepcopy(content)
+    assert converted(content) == before
+    if stack != [DILOCO]:
+        del content["train"]["local"]  # a run that was saved before the key
+        assert converted(content) == before
+    assert converted({"train": 3}) == {"train": 3} and converted({}) == {}
+
+
+@pytest.mark.parametrize("stack", [[DILOCO], [SGP, DILOCO], [ZERO_ONE]])
+def test_the_command_line_names_the_present_key(stack: list[str]) -> None:
+    key = "local_step_clipper" if stack == [ZERO_ONE] else "average_every"
+    with pytest.raises(ConfigError, match=rf"--configs.train.gossip.{key}: .*write --configs.train.local.{key}"):
+        load([CNN, *stack], [f"--configs.train.gossip.{key}=4"])
+
+
+def test_keys_of_gossip_stay() -> None:
+    tree = yaml.safe_load(to_yaml(load([CNN, SGP, DILOCO])))
+    assert key_now("train.gossip.blocking", tree) is None
+    assert key_now("train.gossip._target_", tree) is None
+    assert key_now("train.gossip.outer.momentum", tree) == "train.local.outer.momentum"
+    assert load([CNN, SGP, DILOCO], ["--configs.train.gossip.blocking", "true"]).train.gossip.blocking
