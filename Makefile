@@ -4,17 +4,20 @@ PYTHON ?= python3
 SETUP ?= 1
 export VENV PYTHON GPU SYSTEM_MPI HOROVOD
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types unit parallel proof mutants gpu doctor clean
+.PHONY: help setup demo test lint types unit parallel proof mutants docs gpu doctor clean
 
 # processes that share the tests
 WORKERS ?= $(shell nproc)
 BIN := $(abspath $(VENV))/bin
+# where the documentation is built
+DOCS_VENV ?= .venv-docs
 
 help:
 	@echo 'make demo     train on digits with 4 ranks: dense, then DGC at 0.1 % of the gradient'
 	@echo 'make test     lint, types, unit tests, laws, parallel tests under mpirun, horovodrun and torchrun'
 	@echo 'make proof    the long proofs (many minutes)'
 	@echo 'make mutants  plant faults in a copy of the source, one at a time: the tests must detect each (many minutes)'
+	@echo 'make docs     the documentation as a site of its own: site/index.html (needs no set-up)'
 	@echo 'make gpu      on a GPU: the laws of its kernels, times, waits for the device (needs no set-up)'
 	@echo 'make doctor   versions, Horovod, MPI, torch.distributed, GPU; what is wrong, and its cure'
 	@echo 'make setup    only the environment; make lint, types, unit, parallel: one part of make test'
@@ -60,6 +63,17 @@ proof: setup
 mutants: setup
 	@$(BIN)/python -m tests.mutants --workers $(WORKERS)
 
+# needs no set-up, and reads the source without running it: its environment has MkDocs alone. Without INFO lines
+# (--quiet) MkDocs would not count warnings either
+docs: $(DOCS_VENV)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo 'documentation: site/index.html'
+
+$(DOCS_VENV)/.ready: requirements-docs.txt
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
 # needs no set-up: PyTorch for CUDA and Triton are enough. PYTHON, where it is given, goes before the environment
 gpu:
 	@$(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON)) -m benchmarks.gpu
@@ -69,5 +83,5 @@ doctor:
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m scripts.doctor
 
 clean:
-	rm -rf .venv build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-docs site build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,7 @@
-"""The example of every docstring runs, on one simulated rank, and prints what the docstring says."""
+"""The example of every docstring runs, on one simulated rank, and prints what the docstring says.
+
+So do the lines to copy of docs/methods.md.
+"""
 
 import ast
 import doctest
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from channels import ChannelWorld
+from documented import code
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,8 +42,9 @@ OTHERS = (dgc.local, dgc.selection, dgc.wire)
 
 
 def examples() -> dict[str, tuple[str, str]]:
-    """(code, file) of each docstring's example, by the name of its class or function."""
-    found = {}
+    """(code, file) of each docstring's example, by the name of its class or function, and of the page's blocks."""
+    found = {f"methods.md {number}": (block, "methods.md") for number, block in enumerate(code("methods.md"))}
+    assert len(found) > 30
     for file in sorted(DGC.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -97,19 +102,19 @@ def test_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
         name = f"dgc.optim.{module}.default_transport"
         monkeypatch.setattr(name, lambda **options: one_rank())
     found = examples()
-    assert len(found) > 30
+    assert len(found) > 80
     failed = []
-    for name, (code, file) in found.items():
+    for name, (text, file) in found.items():
         namespace, lines = names(), list[str]()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one rank has nobody to exchange with
-            if ">>>" in code:
-                test = doctest.DocTestParser().get_doctest(code, namespace, name, file, 0)
+            if ">>>" in text:
+                test = doctest.DocTestParser().get_doctest(text, namespace, name, file, 0)
                 doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=lines.append)
             else:
                 try:
-                    exec(code, namespace)
+                    exec(text, namespace)
                 except Exception as error:
-                    lines.append(f"{name}: {type(error).__name__}: {error}\n{code}")
+                    lines.append(f"{name}: {type(error).__name__}: {error}\n{text}")
         failed += lines
     assert not failed, "\n".join(failed)
