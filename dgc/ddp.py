@@ -24,7 +24,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import PlannedBucket, check_agreement, plan_buckets, states_in_order
+from dgc.engine.buckets import PlannedBucket, check_equal_plans, describe, plan_buckets, states_in_order
 from dgc.engine.hierarchy import plan_compressors
 from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
 from dgc.engine.options import (
@@ -226,7 +226,7 @@ class DDPExchange(HasCompression):
         self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
         self._loss_scale = LossScale(grad_scaler, self._planned)
         self._check_momentum = momentum_check(optimizer, self._planned, self.transport)
-        check_agreement(self._planned, self.transport)
+        check_equal_plans(describe(self._planned), self.transport)
         self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)
         super().__init__(states_in_order(self._planned, named), self.transport, steps_per_epoch)
         self.meter = TrafficMeter(self.transport.local_size)

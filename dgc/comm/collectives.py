@@ -56,14 +56,7 @@ def barrier(transport: Transport, name: str = "barrier") -> None:
 
 @dataclass(frozen=True)
 class MachineRank:
-    """The machine of this rank. Every machine has the same number of ranks.
-
-    Attributes:
-        machine: Number of this rank's machine.
-        machines: Number of machines.
-        local_rank: Number of this rank on its machine.
-        local_size: Number of ranks of each machine.
-    """
+    """The number of this rank's machine and of this rank on it. Every machine has `local_size` ranks."""
 
     machine: int
     machines: int

@@ -190,11 +190,6 @@ def describe(planned: Sequence[PlannedBucket]) -> list[tuple[str, str, str, tupl
     ]
 
 
-def check_agreement(planned: Sequence[PlannedBucket], transport: Transport) -> None:
-    """Raise ValueError on every rank if the ranks have planned different buckets. Collective."""
-    check_equal_plans(describe(planned), transport)
-
-
 def check_equal_plans(own: Sequence[object], transport: Transport) -> None:
     """Raise ValueError on every rank if the descriptions of the ranks' gradients differ. Collective."""
     for rank, other in enumerate(all_gather_object(transport, own, "plan")):

@@ -55,10 +55,7 @@ class StartOrder:
     A group may start when it is full and all groups before it have started. The order is that of the plan in the
     first step, and then that in which rank 0 filled them.
 
-    Args:
-        sizes: Number of gradients of each group.
-        transport: Connects the ranks.
-        name: Prefix of control messages, unique on the transport.
+    sizes: number of gradients of each group. name: prefix of control messages, unique on the transport.
     """
 
     def __init__(self, sizes: Sequence[int], transport: Transport, name: str):
@@ -102,11 +99,7 @@ def is_used(grad_scaler: Any) -> bool:
 
 
 class LossScale:
-    """Removes the loss scale before compression and restores it afterwards.
-
-    Args:
-        grad_scaler: A torch.amp.GradScaler, or None for no scaling.
-        planned: The buckets.
+    """Removes the scale of a GradScaler before compression and restores it afterwards. None: no scaling.
 
     Raises:
         ValueError: Scaling is enabled and a parameter is fp16. GradScaler cannot unscale fp16 gradients.
@@ -162,9 +155,6 @@ class SideStream:
 
     Work inside `after_caller` waits for the work that the caller has queued so far. Work inside `concurrently`
     does not. After `join`, the caller's stream waits for the side stream. The host never waits.
-
-    Args:
-        device: Device of the stream, a GPU.
     """
 
     def __init__(self, device: torch.device):

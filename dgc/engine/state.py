@@ -37,14 +37,8 @@ def check_steps_per_epoch(steps: Any) -> None:
 class EpochCount:
     """Calls `begin_epoch` before the first step of each epoch.
 
-    The position is saved in epochs, so it stays valid if the number of steps per epoch changes on resume.
-
-    Args:
-        steps_per_epoch: Steps in an epoch. None: epochs are not counted.
-        begin_epoch: Called with the epoch, counted from 0.
-
-    Raises:
-        ValueError: `steps_per_epoch` is neither None nor a positive int.
+    The position is saved in epochs, so it stays valid if the number of steps per epoch changes on resume. With
+    steps_per_epoch=None epochs are not counted.
     """
 
     def __init__(self, steps_per_epoch: int | None, begin_epoch: Callable[[int], Any]):
@@ -234,9 +228,6 @@ class BucketStates:
 
     What methods have in common is here: states are kept from step to step, restored after a dropped step, saved
     under parameter names, checked and loaded.
-
-    Args:
-        compressor: The method.
     """
 
     def __init__(self, compressor: Compressor):

@@ -25,7 +25,14 @@ from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import PlannedBucket, SparseUpdate, check_agreement, plan_buckets, states_in_order
+from dgc.engine.buckets import (
+    PlannedBucket,
+    SparseUpdate,
+    check_equal_plans,
+    describe,
+    plan_buckets,
+    states_in_order,
+)
 from dgc.engine.hierarchy import plan_compressors
 from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
 from dgc.engine.options import (
@@ -147,7 +154,7 @@ class DistributedOptimizer(Wrapper):
         self.planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
         self._loss_scale = LossScale(grad_scaler, self.planned)
         self._momentum = MomentumCheck(optimizer, self.planned, self.transport, self._factor)
-        check_agreement(self.planned, self.transport)
+        check_equal_plans(describe(self.planned), self.transport)
         self.place, self.part = plan_compressors(self.planned, self.transport, hierarchical)
         super().__init__(optimizer, states_in_order(self.planned, named), self.transport, steps_per_epoch)
         buckets = [[plan] for plan in self.planned]

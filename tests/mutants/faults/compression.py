@@ -226,8 +226,8 @@ COMPRESSION = [
     Fault(
         "same-noise-in-every-step",
         "dgc/state.py",
-        "return replace(self, steps=self.steps + 1, **changes)",
-        "return replace(self, **changes)",
+        "return self.changed(steps=self.steps + 1, **changes)",
+        "return self.changed(**changes)",
         [
             "tests/compression/test_quantized.py::test_randomness_repeats_with_the_seed_and_differs_from_step_to_step"
         ],
@@ -328,8 +328,8 @@ COMPRESSION = [
     Fault(
         "factors-not-rolled-back-in-a-dropped-step",
         "dgc/compression/powersgd.py",
-        "dropped=replace(state, deferred=None))",
-        "dropped=replace(new, deferred=None))",
+        "dropped=state.changed(deferred=None))",
+        "dropped=new.changed(deferred=None))",
         ["tests/compression/test_powersgd.py::test_a_dropped_step_never_was"],
     ),
     Fault(

@@ -174,7 +174,7 @@ LOCAL = [
     Fault(
         "learning-rates-not-compared",
         "dgc/local/exchange.py",
-        '= {"lr": work.lr} if reads_lr else {}',
+        '= {"lr": flight.lr} if reads_lr else {}',
         "= dict[str, Any]()",
         ["tests/local/test_in_flight.py::test_a_learning_rate_that_drifts_on_one_rank_is_an_error_of_every_rank"],
     ),

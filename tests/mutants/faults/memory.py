@@ -44,8 +44,8 @@ MEMORY = [
     Fault(
         "dropped-dense-step-not-rolled-back",
         "dgc/compression/sparse.py",
-        "return Reduced(result, replace(state, errors=errors), dropped=state)",
-        "return Reduced(result, replace(state, errors=errors), replace(state, errors=errors))",
+        "return Reduced(result, state.changed(errors=errors), dropped=state)",
+        "return Reduced(result, state.changed(errors=errors), state.changed(errors=errors))",
         ["tests/memory/test_memory.py"],
     ),
     Fault(
