@@ -58,12 +58,20 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     return pytest_timeout.pytest_timeout_set_timer(item, scaled)
 
 
+def ranks_of(item: pytest.Item) -> str:
+    """The launcher and the number of the ranks that a test shares with others, if it does."""
+    is_parallel = PARALLEL in item.path.parents
+    shared = item.callspec.params.get("group") if is_parallel and hasattr(item, "callspec") else None
+    return f"{shared[0].__name__}{shared[1]}" if shared else ""
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start ranks run last: a fault that one process shows is found before them.
 
-    Under xdist they run first, since all of them together take longest. Those of one file run one after another,
-    and one file at a time for every 2 cores: on 2 cores, the ranks of two files take 4 times as long as of one.
+    Under xdist they run first, since all of them together take longest. Those that share a group of ranks, or a
+    file, run one after another, and one group or file at a time for every 2 cores: on 2 cores, the ranks of two
+    take 4 times as long as of one.
     Tests with the marker `horovod` are skipped where it is not installed. pytest's summary has their number.
     """
     if WITHOUT_HOROVOD:
@@ -71,11 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("horovod"):
                 item.add_marker(pytest.mark.skip(reason=WITHOUT_HOROVOD))
     spread = hasattr(config, "workerinput")
-    items.sort(key=lambda item: (PARALLEL in item.path.parents) != spread)
-    files = sorted({item.path.stem for item in items if PARALLEL in item.path.parents})
+    items.sort(key=lambda item: ((PARALLEL in item.path.parents) != spread, ranks_of(item)))
+    subjects = sorted({ranks_of(item) or item.path.stem for item in items if PARALLEL in item.path.parents})
     at_a_time = max(1, len(os.sched_getaffinity(0)) // 2)
     for item in items:
         if PARALLEL in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group(f"ranks{files.index(item.path.stem) % at_a_time}"))
+            number = subjects.index(ranks_of(item) or item.path.stem) % at_a_time
+            item.add_marker(pytest.mark.xdist_group(f"ranks{number}"))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(400))

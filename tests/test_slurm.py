@@ -27,27 +27,37 @@ case "$*" in
     *) echo "$*" >>"$CALLS"; exit ${REFUSES:-0} ;;
 esac
 """
-# Exits with status 3 by itself, or with the status of a saved run after a signal.
-MPIRUN = """#!/bin/bash
-trap 'echo signal >>"$CALLS"; sleep 0.3; exit ${SAVED:-75}' USR1
-trap 'echo terminated >>"$CALLS"; exit 143' TERM
-echo started
-for i in $(seq "${LONG:-6000}"); do sleep 0.1; done
-exit 3
+# In place of srun and mpirun. Ends with status 3 by itself, with the status of a saved run after SIGUSR1, and with
+# another one after SIGTERM. In Python, since bash may lose a signal that arrives between two commands.
+RUN = f"""#!{sys.executable} -S
+import os, signal, time
+
+def ends(word, status):
+    def handler(*_):
+        with open(os.environ["CALLS"], "a") as calls:
+            print(word, file=calls)
+        time.sleep(0.3)
+        os._exit(status)
+    return handler
+
+signal.signal(signal.SIGUSR1, ends("signal", int(os.environ.get("SAVED", 75))))
+signal.signal(signal.SIGTERM, ends("terminated", 143))
+print("started", flush=True)
+for _ in range(int(os.environ.get("LONG", 6000))):
+    time.sleep(0.1)
+os._exit(3)
 """
-SRUN = """#!/bin/bash
-trap 'echo terminated >>"$CALLS"; exit 1' TERM
-echo started
-for i in $(seq 6000); do sleep 0.1; done
-"""
+
+
+def program(file: Path, text: str) -> None:
+    file.write_text(text)
+    file.chmod(0o755)
 
 
 def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
     """A copy of the script, as SLURM creates it, and its environment: 2 machines with 4 ranks each."""
     (tmp_path / "bin").mkdir()
-    control = tmp_path / "bin" / "scontrol"
-    control.write_text(CONTROL)
-    control.chmod(0o755)
+    program(tmp_path / "bin" / "scontrol", CONTROL)
     copy = Path(shutil.copy(REPOSITORY / "scripts/slurm.sh", tmp_path / "job"))
     elastic = ["ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RUN_ID"]
     ours = [*elastic, "HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "REQUEUE", "DRY_RUN"]
@@ -94,6 +104,18 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
         assert line, f"ended before {words!r}:\n{text}"
         text += line
     return text
+
+
+def send(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal to the job while it waits for the run.
+
+    A signal that reaches bash between its last look for signals and the system call of `wait` has no effect before
+    a process ends or another signal comes.
+    """
+    stat = Path(f"/proc/{process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.01)
+    process.send_signal(number)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +201,10 @@ def test_the_elastic_command(tmp_path: Path) -> None:
 def test_the_elastic_job_is_requeued(tmp_path: Path) -> None:
     """torchrun does not pass on the status of its ranks."""
     copy, environment = job(tmp_path, ELASTIC="1")
-    (tmp_path / "bin" / "srun").write_text(SRUN)
-    (tmp_path / "bin" / "srun").chmod(0o755)
+    program(tmp_path / "bin" / "srun", RUN)
     with started(copy, environment, "--configs", "a.py") as process:
         read_until(process, "started")
-        process.send_signal(signal.SIGUSR1)
+        send(process, signal.SIGUSR1)
         text = process.communicate(timeout=patient(60))[0]
         assert process.returncode == 0, text
     assert Path(environment["CALLS"]).read_text().splitlines() == ["terminated", "requeue 17"]
@@ -204,11 +225,10 @@ def test_the_elastic_job_is_requeued(tmp_path: Path) -> None:
 def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls: Any) -> None:
     """SAVED: the exit status of the run after a signal. REFUSES: the exit status of scontrol."""
     copy, environment = job(tmp_path, **variables)
-    (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
-    (tmp_path / "bin" / "mpirun").chmod(0o755)
+    program(tmp_path / "bin" / "mpirun", RUN)
     with started(copy, environment, "--configs", "a.py") as process:
         read_until(process, "started")
-        process.send_signal(number)
+        send(process, number)
         time.sleep(0.1)
         process.send_signal(signal.SIGTERM)  # SLURM's signal at the time limit, which is not forwarded
         text = process.communicate(timeout=patient(60))[0]
@@ -219,8 +239,7 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
 
 def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
     copy, environment = job(tmp_path, LONG="2")
-    (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
-    (tmp_path / "bin" / "mpirun").chmod(0o755)
+    program(tmp_path / "bin" / "mpirun", RUN)
     command = ["bash", str(copy), "--configs", "a.py"]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=patient(60))
     assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
@@ -235,7 +254,7 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytes
     words += ["--configs.train.num_epochs", "5", "--configs.train.checkpoint_every", "5"]
     with started(copy, environment, *words) as process:
         text = read_until(process, " 1/5 ")
-        process.send_signal(signal.SIGTERM)
+        send(process, signal.SIGTERM)
         text += process.communicate(timeout=patient(60))[0]
         assert process.returncode == 0, text
     assert "Stopped by SIGUSR1: saved e000" in text and "slurm.sh: saved; scontrol requeue 17" in text

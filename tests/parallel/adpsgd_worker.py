@@ -1,6 +1,8 @@
-"""Runs on every rank: asynchronous gossip over MPI beside Horovod; what each rank finds goes to a file of its own.
+"""Runs on every rank of a group: asynchronous gossip over MPI beside Horovod. Each function returns what it found.
 
-adpsgd_worker.py FOLDER SCENARIO...
+adpsgd_worker.py FOLDER HOW
+
+runs on ranks of its own, of which the last stops. What each of the others is told goes to a file.
 """
 
 import json
@@ -210,20 +212,6 @@ def is_stopped(gossip: ADPSGD) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-SCENARIOS = {
-    f.__name__: f for f in (least_squares, mean_is_kept, one_is_slow, synchronized_one_by_one, clean_ends, idle)
-}
-SILENT = {f.__name__: f for f in (sleeps, is_stopped)}
-
-
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    transport = connect(point_to_point=True)
-    if names[0] in SILENT:
-        times_out(transport, folder, SILENT[names[0]])
-    found = {name: SCENARIOS[name](transport) for name in names}
-    (folder / f"rank{transport.rank}.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    how = {"sleeps": sleeps, "is_stopped": is_stopped}[sys.argv[2]]
+    times_out(connect(point_to_point=True), Path(sys.argv[1]), how)

@@ -1,10 +1,11 @@
-"""Runs on every rank under torchrun: DDP with the compression hook beside DistributedOptimizer."""
+"""Runs on every rank under torchrun: DDP with the compression hook beside DistributedOptimizer.
+
+Each function returns what it found.
+"""
 
 import gc
 import hashlib
-import json
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,13 +16,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.bucket import as_real
 from dgc.comm import all_reduce
-from dgc.comm.torch_distributed import connect
 from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
@@ -122,8 +123,8 @@ def sgd(model: nn.Module, compression: Any, lr: float = 0.05) -> torch.optim.Opt
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
-def data_of(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * part + TRANSPORT.rank)
+def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
     x = torch.randn(8, FEATURES, generator=generator)
     return x, torch.randint(0, CLASSES, (8,), generator=generator)
 
@@ -133,6 +134,7 @@ class Trainer:
 
     def __init__(
         self,
+        transport: Any,
         method: str | Any,
         through: str = "ddp",
         net: type[nn.Module] = Net,
@@ -143,14 +145,15 @@ class Trainer:
         compression = METHODS[method]() if isinstance(method, str) else method
         torch.manual_seed(0)
         self.model: Any = net()
-        self.passes, self.layouts = passes, [[]]  # type: ignore[var-annotated]
+        self.transport, self.passes, self.layouts = transport, passes, [[]]  # type: ignore[var-annotated]
         self.inner = sgd(self.model, compression)
         self.uses_ddp = through == "ddp"
         kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
-        kept |= {"transport": TRANSPORT, "bucket_mb": bucket_mb}
+        kept |= {"transport": transport, "bucket_mb": bucket_mb}
         self.exchange: Any
         self.forward: Any
         if self.uses_ddp:
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [".ignored"])
             self.forward = DistributedDataParallel(self.model, bucket_cap_mb=0.004, **options)
             self.exchange = compress(self.forward, compression, self.inner, **kept)
@@ -182,7 +185,7 @@ class Trainer:
     def backward(self, step: int, factor: float = 1.0, scaler: Any = None) -> None:
         self.inner.zero_grad()
         for part in range(self.passes):
-            x, y = data_of(step, part)
+            x, y = data_of(self.transport.rank, step, part)
             last = part == self.passes - 1
             with self.forward.no_sync() if self.uses_ddp and not last else nullcontext():
                 loss = cross_entropy(self.forward(x * factor), y)
@@ -227,40 +230,40 @@ class Trainer:
         return self
 
 
-def beside_optimizer(methods: Iterable[str], modes: Iterable[str], **options: Any) -> Finding:
-    """The findings of DDP, by method and mode of DDP, and those of DistributedOptimizer."""
-    found: Finding = {}
-    for method in methods:
-        found[method] = {"expected": Trainer(method, "optimizer", **options).train().findings}
-        for mode in modes:
-            trainer = Trainer(method, **options, **OPTIONS[mode]).train()
-            found[method][mode] = {**trainer.findings, "rebuilt": trainer.rebuilt}
+def beside_optimizer(transport: Any, method: str, modes: Iterable[str], **options: Any) -> Finding:
+    """The findings of DDP, by its mode, and those of DistributedOptimizer."""
+    found = {"expected": Trainer(transport, method, "optimizer", **options).train().findings}
+    for mode in modes:
+        trainer = Trainer(transport, method, **options, **OPTIONS[mode]).train()
+        found[mode] = {**trainer.findings, "rebuilt": trainer.rebuilt}
     return found
 
 
-def every_method() -> Finding:
+def every_mode(transport: Any, method: str) -> Finding:
     in_all_modes = ("dgc", "reduce_scatter", "powersgd", "2-bit", "route")
-    others = beside_optimizer(sorted(METHODS.keys() - set(in_all_modes)), ("default",))
-    return beside_optimizer(in_all_modes, OPTIONS) | others
+    return beside_optimizer(transport, method, OPTIONS if method in in_all_modes else ("default",))
 
 
-def kinds_of_parameters() -> Finding:
-    return beside_optimizer(("dgc", "powersgd", "2-bit"), ("default", "view", "static"), net=Convolutions)
+def kinds_of_parameters(transport: Any, method: str) -> Finding:
+    return beside_optimizer(transport, method, ("default", "view", "static"), net=Convolutions)
 
 
-def accumulation() -> Finding:
+def accumulation(transport: Any, method: str) -> Finding:
     # DDP's static_graph does not allow no_sync in the first step
-    return beside_optimizer(("dgc", "powersgd"), ("default", "unused", "view"), passes=3)
+    return beside_optimizer(transport, method, ("default", "unused", "view"), passes=3)
 
 
-def unused_parameters() -> Finding:
+def unused_parameters(transport: Any) -> Finding:
     """Branch 1 is used by the last rank only, branch 2 by every rank in the first step and by none later."""
     found: Finding = {}
-    last = TRANSPORT.rank == TRANSPORT.size - 1
+    last = transport.rank == transport.size - 1
     for method in ("dgc", "powersgd", "2-bit"):
         for mode in ("unused", "unused view"):
             options: Any = {"find_unused_parameters": True, "gradient_as_bucket_view": mode == "unused view"}
-            ddp, other = Trainer(method, net=Branches, **options), Trainer(method, "optimizer", net=Branches)
+            ddp, other = (
+                Trainer(transport, method, net=Branches, **options),
+                Trainer(transport, method, "optimizer", net=Branches),
+            )
             sent = []
             for step in range(4):
                 ddp.model.used = other.model.used = {2} if step == 0 else {1} if last else set()
@@ -271,7 +274,7 @@ def unused_parameters() -> Finding:
     return found
 
 
-def conservation() -> Finding:
+def conservation(transport: Any) -> Finding:
     """All gradients since the start equal what was delivered and the mean of what the ranks keep."""
     compressors: dict[str, Any] = {
         "dgc": DGCCompressor(0.1, ResidualMemory()),
@@ -281,19 +284,19 @@ def conservation() -> Finding:
     found: Finding = {}
     for name, compression in compressors.items():
         route = Route([Rule(compression, min_dim=2), Rule(DenseCompressor())])
-        trainer = Trainer(route, net=Branches, find_unused_parameters=True)
+        trainer = Trainer(transport, route, net=Branches, find_unused_parameters=True)
         matrices = [p for p in reversed(list(trainer.model.parameters())) if p.dim() == 2]  # as in the buckets
         went_in = torch.zeros(sum(p.numel() for p in matrices))
         delivered = torch.zeros_like(went_in)
         for step in range(6):
             trainer.model.used = {2} if step == 0 else set()
-            x, y = data_of(step)
+            x, y = data_of(transport.rank, step)
             local = torch.autograd.grad(cross_entropy(trainer.model(x), y), matrices, materialize_grads=True)
             went_in += torch.cat([g.flatten() for g in local])
             trainer.backward(step)
             delivered += torch.cat([p.grad.flatten() for p in matrices])
         kept = torch.cat([e.flatten() for e in trainer.exchange.errors()])
-        difference = all_reduce(TRANSPORT, went_in - kept, "mean") - delivered
+        difference = all_reduce(transport, went_in - kept, "mean") - delivered
         found[name] = {"difference": float(difference.abs().max()), "kept": float(kept.norm())}
     return found
 
@@ -308,17 +311,17 @@ def with_a_bad_step(trainer: Trainer, train: Callable[[int, bool], None]) -> Fin
     unmoved = []
     for step in range(5):
         before = trainer.weights
-        train(step, step == 2 and TRANSPORT.rank == TRANSPORT.size - 1)
+        train(step, step == 2 and trainer.transport.rank == trainer.transport.size - 1)
         unmoved += [step] if trainer.weights == before else []
     return {**trainer.findings, "dropped": trainer.exchange.dropped_steps, "unmoved": unmoved}
 
 
-def loss_scaling() -> Finding:
+def loss_scaling(transport: Any) -> Finding:
     """The last rank overflows in one step."""
 
     def run(method: str, scale: float) -> Finding:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        trainer, scales = Trainer(method, grad_scaler=scaler), []
+        trainer, scales = Trainer(transport, method, grad_scaler=scaler), []
 
         def train(step: int, bad: bool) -> None:
             trainer.backward(step, 1e30 if bad else 1.0, scaler)
@@ -335,11 +338,11 @@ def loss_scaling() -> Finding:
     }
 
 
-def nonfinite() -> Finding:
+def nonfinite(transport: Any) -> Finding:
     """NaN on the last rank in one step, without a scaler."""
 
     def run(method: str, policy: str, mode: str) -> Finding:
-        trainer, messages = Trainer(method, nonfinite=policy, **OPTIONS[mode]), list[str]()
+        trainer, messages = Trainer(transport, method, nonfinite=policy, **OPTIONS[mode]), list[str]()
 
         def train(step: int, bad: bool) -> None:
             with warnings.catch_warnings(record=True) as caught:
@@ -361,12 +364,12 @@ def nonfinite() -> Finding:
     }
 
 
-def epochs() -> Finding:
+def epochs(transport: Any) -> Finding:
     """A warm-up, with epochs that are counted or set."""
     found: Finding = {}
     for name, steps_per_epoch in (("counted", 2), ("set", None)):
         compression = DGCCompressor(0.02, DGCSGDMemory(momentum=0.9), warmup_epochs=3)
-        trainer = Trainer(compression, steps_per_epoch=steps_per_epoch)
+        trainer = Trainer(transport, compression, steps_per_epoch=steps_per_epoch)
         ratios = []
         for step in range(8):
             if steps_per_epoch is None and step % 2 == 0:
@@ -377,14 +380,14 @@ def epochs() -> Finding:
     return found
 
 
-def checkpoints() -> Finding:
+def checkpoints(transport: Any, folder: Path) -> Finding:
     """States that are saved after three steps, by DDP and by DistributedOptimizer, and loaded into the other."""
     found: Finding = {}
     for method in ("dgc", "powersgd", "2-bit", "route"):
         first, later = range(3), range(3, 6)
-        ddp, other = Trainer(method).train(first), Trainer(method, "optimizer").train(first)
+        ddp, other = Trainer(transport, method).train(first), Trainer(transport, method, "optimizer").train(first)
         of_ddp, of_other = ddp.state(), other.state()
-        Path(DIRECTORY, f"{method}.{TRANSPORT.rank}.pt").write_bytes(of_ddp)
+        Path(folder, f"{method}.{transport.rank}.pt").write_bytes(of_ddp)
 
         def end(trainer: Trainer, state: bytes, steps: range = later) -> Finding:
             findings = trainer.resumed(state).train(steps).findings
@@ -393,21 +396,21 @@ def checkpoints() -> Finding:
         expected = ddp.train(later).findings
         found[method] = {
             "end": {key: expected[key] for key in ("weights", "error")},
-            "loaded": end(Trainer(method), of_ddp),
-            "from optimizer": end(Trainer(method), of_other),
-            "into optimizer": end(Trainer(method, "optimizer"), of_ddp),
-            "other buckets": end(Trainer(method, bucket_mb=1), of_ddp),
-            "other buckets, optimizer": end(Trainer(method, "optimizer", bucket_mb=1), of_ddp),
+            "loaded": end(Trainer(transport, method), of_ddp),
+            "from optimizer": end(Trainer(transport, method), of_other),
+            "into optimizer": end(Trainer(transport, method, "optimizer"), of_ddp),
+            "other buckets": end(Trainer(transport, method, bucket_mb=1), of_ddp),
+            "other buckets, optimizer": end(Trainer(transport, method, "optimizer", bucket_mb=1), of_ddp),
         }
     return found
 
 
-def uneven_data() -> Finding:
+def uneven_data(transport: Any) -> Finding:
     """The last rank has data for two more steps, with NaN in the last but one."""
-    last = TRANSPORT.rank == TRANSPORT.size - 1
+    last = transport.rank == transport.size - 1
     found: Finding = {}
     for mode in ("default", "unused"):
-        trainer = Trainer("dgc", **OPTIONS[mode])
+        trainer = Trainer(transport, "dgc", **OPTIONS[mode])
         with trainer.forward.join():
             for step in range(5 if last else 3):
                 trainer.backward(step, math.nan if step == 3 else 1.0)
@@ -416,25 +419,25 @@ def uneven_data() -> Finding:
     return found
 
 
-def several_exchanges() -> Finding:
+def several_exchanges(transport: Any) -> Finding:
     """Two backward passes outside no_sync are two exchanges. The first mean takes part in the second."""
     found: Finding = {}
     for method in ("dense", "sign values"):
-        trainer = Trainer(method)
+        trainer = Trainer(transport, method)
         for part in range(2):
-            x, y = data_of(0, part)
+            x, y = data_of(transport.rank, 0, part)
             cross_entropy(trainer.forward(x), y).backward()
-        once = Trainer(method, passes=2)
+        once = Trainer(transport, method, passes=2)
         once.backward(0)
         pairs = zip(trainer.model.parameters(), once.model.parameters(), strict=True)
         found[method] = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
     return found
 
 
-def memory() -> Finding:
+def memory(transport: Any) -> Finding:
     """Tensors and futures that are alive after each step, and whether a discarded model is freed."""
     gc.freeze()  # leave out what other scenarios made
-    trainer = Trainer("powersgd")
+    trainer = Trainer(transport, "powersgd")
     alive = []
     for step in range(24):
         trainer.step(step)
@@ -443,20 +446,20 @@ def memory() -> Finding:
     gc.unfreeze()
     del trainer
     ddp = DistributedDataParallel(Net())
-    compress(ddp, METHODS["2-bit"](), transport=TRANSPORT)
-    ddp(data_of(0)[0]).sum().backward()
+    compress(ddp, METHODS["2-bit"](), transport=transport)
+    ddp(data_of(transport.rank, 0)[0]).sum().backward()
     discarded = weakref.ref(ddp)
     del ddp
     gc.collect()
     return {"alive": alive, "freed": discarded() is None}
 
 
-def resumed() -> Finding:
+def resumed(transport: Any, folder: Path) -> Finding:
     """The end of a run that continues from a checkpoint of another process."""
     found: Finding = {}
     for method in ("dgc", "powersgd", "2-bit", "route"):
-        state = Path(DIRECTORY, f"{method}.{TRANSPORT.rank}.pt").read_bytes()
-        findings = Trainer(method).resumed(state).train(range(3, 6)).findings
+        state = Path(folder, f"{method}.{transport.rank}.pt").read_bytes()
+        findings = Trainer(transport, method).resumed(state).train(range(3, 6)).findings
         found[method] = {key: findings[key] for key in ("weights", "error")}
     return found
 
@@ -468,14 +471,14 @@ class Failing(DenseCompressor):
 
     def reduce(self, bucket: Any, state: Any) -> Any:
         self.steps += bucket.name.endswith(".0")
-        if self.steps == 3 and TRANSPORT.rank == TRANSPORT.size - 1:
+        if self.steps == 3 and dist.get_rank() == dist.get_world_size() - 1:
             raise KeyError("the compressor's own")
         return (yield from super().reduce(bucket, state))
 
 
-def failure() -> Finding:
+def failure(transport: Any) -> Finding:
     """The error of one rank ends backward there. The others fail when that rank has ended."""
-    trainer = Trainer(Failing())
+    trainer = Trainer(transport, Failing())
     start = perf_counter()
     try:
         trainer.train()
@@ -486,28 +489,3 @@ def failure() -> Finding:
     except RuntimeError as error:
         found["afterwards"] = str(error)
     return {**found, "seconds": perf_counter() - start}
-
-
-SCENARIOS = (
-    every_method,
-    kinds_of_parameters,
-    accumulation,
-    unused_parameters,
-    conservation,
-    loss_scaling,
-    nonfinite,
-    epochs,
-    checkpoints,
-    uneven_data,
-    several_exchanges,
-    memory,
-)
-LATER = (resumed, failure)  # in another launch, after SCENARIOS
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    DIRECTORY, *names = sys.argv[1:]
-    TRANSPORT = connect()
-    wanted = [s for s in (*SCENARIOS, *LATER) if s.__name__ in names] if names else SCENARIOS
-    Path(DIRECTORY, f"rank{TRANSPORT.rank}.json").write_text(json.dumps({s.__name__: s() for s in wanted}))

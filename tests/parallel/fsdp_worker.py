@@ -1,8 +1,6 @@
-"""Runs on every rank of two machines: scenarios of dgc.fsdp; what they find goes to a file per rank."""
+"""Runs on every rank of two machines: scenarios of dgc.fsdp. Each function returns what it found."""
 
 import hashlib
-import json
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -45,6 +42,16 @@ from dgc.testing import checked_mean
 Finding = dict[str, Any]
 FEATURES = 7
 FIRST, PAIR = (0,), (2, 3)  # layers of the groups; the others are in the group of the whole model
+
+
+MESHES: list[Any] = []
+
+
+def mesh_of(transport: Any) -> Any:
+    """The mesh of this machine, created once: torch has meshes in its caches, so their groups must stay."""
+    if not MESHES:
+        MESHES.append(local_mesh(transport))
+    return MESHES[0]
 
 
 def network() -> nn.Sequential:
@@ -151,7 +158,7 @@ def columns(p: nn.Parameter) -> Shard | None:
 
 def equal_to_hsdp(transport: Any) -> Finding:
     """The largest difference of any parameter to native HSDP after some steps, relative to the change."""
-    flat, square = local_mesh(transport), init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "local"))
+    flat, square = mesh_of(transport), init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "local"))
     fp16, bf16 = torch.float16, torch.bfloat16
     ratio_1 = lambda: DGCCompressor(1.0, DGCSGDMemory(momentum=0.9))  # noqa: E731
     policies = {
@@ -225,7 +232,7 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 
 def method_between_machines(transport: Any) -> Finding:
     """Gradients equal those of the method among two ranks, on the rows of each parameter by torch.chunk."""
-    mesh, rank, local_rank = local_mesh(transport), transport.rank, transport.local_rank
+    mesh, rank, local_rank = mesh_of(transport), transport.rank, transport.local_rank
     found = {}
     for name, make in METHODS.items():
         model: Any = shard(network(), mesh)
@@ -315,7 +322,7 @@ class Expected:
 
 def nonfinite(transport: Any) -> Finding:
     """NaN on the last rank in the second of four steps."""
-    mesh, found = local_mesh(transport), Finding()
+    mesh, found = mesh_of(transport), Finding()
     for policy in ("skip", "raise", "scaler"):
         model = shard(network(), mesh)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if policy == "scaler" else None
@@ -370,7 +377,7 @@ def nonfinite_shard(transport: Any) -> Finding:
     """NaN in the last row of a gradient on the last rank. Half of the ranks have no part of this row."""
     torch.manual_seed(0)
     model: Any = nn.Linear(FEATURES, 6)
-    fully_shard(model, mesh=local_mesh(transport))
+    fully_shard(model, mesh=mesh_of(transport))
     start = whole(model)
     exchange = compress(model, ThresholdCompressor(2, 0.05), transport=transport, nonfinite="raise")
     factors = torch.ones(6)
@@ -384,7 +391,7 @@ def nonfinite_shard(transport: Any) -> Finding:
 
 def unused_on_one_machine(transport: Any) -> Finding:
     """Only one machine uses a layer, in the first step too. All ranks have the same model nevertheless."""
-    mesh, model = local_mesh(transport), Optional()
+    mesh, model = mesh_of(transport), Optional()
     fully_shard(model.optional, mesh=mesh)
     fully_shard(model, mesh=mesh)
     start = whole(model)
@@ -429,11 +436,11 @@ def outer_steps(transport: Any) -> Finding:
     inputs, machine = batches(7, transport.rank), transport.rank // 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model: Any = shard(network(), local_mesh(transport))
+        model: Any = shard(network(), mesh_of(transport))
         own = ShardedLocalOptimizer(adam(model), model, OuterSteps(3, outer=Nesterov()), transport=transport)
         train_on(own, model, inputs, transport.rank == 3)
         on_machines = LockstepWorld(2).run(on_machine)
-        replica = DistributedDataParallel(network(), process_group=local_mesh(transport).get_group())
+        replica = DistributedDataParallel(network(), process_group=mesh_of(transport).get_group())
         islands = HierarchicalGossip(OuterSteps(3, outer=Nesterov()), averages_gradients=False)
         replicas = LocalOptimizer(adam(replica), None, islands, transport=transport)
         train(replica, replicas, inputs[:3])
@@ -459,7 +466,7 @@ def outer_steps(transport: Any) -> Finding:
     replicas.close()
 
     def build(nonfinite: str = "skip") -> tuple[Any, Any]:
-        model = shard(network(), local_mesh(transport))
+        model = shard(network(), mesh_of(transport))
         steps = OuterSteps(2, compression=SparseCompressor(0.2, ResidualMemory()))
         return model, ShardedLocalOptimizer(adam(model), model, steps, transport=transport, nonfinite=nonfinite)
 
@@ -491,7 +498,7 @@ def outer_steps(transport: Any) -> Finding:
 
 def saved_and_loaded(transport: Any, folder: Path) -> Finding:
     """A run that is continued from a checkpoint ends with the bits of the run that saved it."""
-    mesh, inputs = local_mesh(transport), batches(8, transport.rank)
+    mesh, inputs = mesh_of(transport), batches(8, transport.rank)
 
     def build() -> tuple[Any, Any, Any]:
         model = shard(network(), mesh)
@@ -539,7 +546,7 @@ def bytes_between_machines(transport: Any) -> Finding:
         model: Any = nn.Linear(200, 51)
         torch.manual_seed(0)
         model.reset_parameters()
-        fully_shard(model, mesh=local_mesh(transport))
+        fully_shard(model, mesh=mesh_of(transport))
         exchange = compress(model, compressor, transport=transport)
         for _ in range(2):
             model(torch.ones(2, 200)).square().mean().backward()
@@ -558,7 +565,7 @@ def bytes_between_machines(transport: Any) -> Finding:
 
 def refused_models(transport: Any) -> Finding:
     """What `compress` refuses, and its message."""
-    mesh, world = local_mesh(transport), init_device_mesh("cpu", (4,))
+    mesh, world = mesh_of(transport), init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "local"))
     dgc = DGCCompressor(0.2, DGCSGDMemory(momentum=0.9))
 
@@ -602,7 +609,7 @@ def refused_models(transport: Any) -> Finding:
 
 def refused_steps(transport: Any) -> Finding:
     """What the first step refuses, and its message."""
-    mesh, batch = local_mesh(transport), batches(1, transport.rank)[0]
+    mesh, batch = mesh_of(transport), batches(1, transport.rank)[0]
 
     def attempt(
         change: Callable[[Any], Any] = lambda model: None,
@@ -659,25 +666,3 @@ def refused_steps(transport: Any) -> Finding:
         "fp16": attempt(before=lambda model: model.half()),
         "more often": more,
     }
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    directory = Path(sys.argv[1])
-    transport = connect(hierarchical=True)
-    scenarios = (
-        equal_to_hsdp,
-        method_between_machines,
-        nonfinite,
-        nonfinite_shard,
-        unused_on_one_machine,
-        bytes_between_machines,
-        outer_steps,
-        refused_models,
-        refused_steps,
-    )
-    found = {f.__name__: f(transport) for f in scenarios if not sys.argv[2:] or f.__name__ in sys.argv[2:]}
-    if not sys.argv[2:] or "saved_and_loaded" in sys.argv[2:]:
-        found["saved_and_loaded"] = saved_and_loaded(transport, directory)
-    (directory / f"rank{transport.rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()

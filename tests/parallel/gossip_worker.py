@@ -1,14 +1,7 @@
-"""Runs on every rank: models averaged among neighbours, over MPI between two ranks; what each rank finds goes to a
-file of its own.
+"""Runs on every rank of a group: models averaged among neighbours. Each function returns what it found."""
 
-    gossip_worker.py FOLDER SCENARIO...
-"""
-
-import faulthandler
 import hashlib
 import io
-import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gossip.networks import Trained, momentum, on
 
-from dgc.comm.connect import connect
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from environment import patient  # noqa: E402
-from gossip.networks import Trained, momentum, on  # noqa: E402
-
-from dgc import gossip  # noqa: E402
-from dgc.comm import all_gather_object, all_reduce  # noqa: E402
-from dgc.compression import DenseCompressor  # noqa: E402
-from dgc.gossip import (  # noqa: E402
+from dgc import gossip
+from dgc.comm import all_gather_object, all_reduce
+from dgc.compression import DenseCompressor
+from dgc.gossip import (
     DPSGD,
     OSGP,
     SGP,
@@ -36,10 +24,9 @@ from dgc.gossip import (  # noqa: E402
     Topology,
     n_peer_exponential,
 )
-from dgc.optim import DistributedOptimizer  # noqa: E402
+from dgc.optim import DistributedOptimizer
 
 Finding = dict[str, Any]
-HANGS = patient(120)  # seconds; where every thread is then, is printed
 LR = 0.1
 
 
@@ -202,12 +189,11 @@ def like_lockstep(transport: Any) -> Finding:
     return {name: real[name] == on(transport.size, partial(body, make=make)) for name, make in rows.items()}
 
 
-def slow_once(transport: Any) -> Finding:
+def slow_once(transport: Any, folder: Path) -> Finding:
     """When each rank on a directed ring gets to each forward pass; rank 0 is slow in that of iteration 5.
 
     It lasts until every other rank has come as far as it can without it, and a second longer.
     """
-    folder = Path(sys.argv[1])
     found: Finding = {}
     for algorithm in (SGP(gossip.ring), OSGP(gossip.ring)):
         own = Trained(transport, algorithm)
@@ -241,35 +227,3 @@ def one_is_slow(transport: Any) -> Finding:
         time.sleep(0.025 if transport.rank == 0 else 0.005)
     own.optimizer.synchronize_messages()
     return {"x": off(mean_of(transport, own.biased_parameters()), wanted)}
-
-
-SCENARIOS = {
-    f.__name__: f
-    for f in (
-        complete_graph,
-        log2_rounds,
-        mass,
-        switches,
-        resume,
-        like_lockstep,
-        slow_once,
-        one_is_slow,
-    )
-}
-
-
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    faulthandler.dump_traceback_later(HANGS, exit=True)
-    transport = connect(point_to_point=True)
-    found, seconds = {}, {}
-    for name in names:
-        start = time.monotonic()
-        found[name] = SCENARIOS[name](transport)
-        seconds[name] = time.monotonic() - start
-    (folder / f"rank{transport.rank}.json").write_text(json.dumps(found | {"seconds": seconds}))
-    faulthandler.cancel_dump_traceback_later()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,14 @@
-"""Runs on every rank of two machines: training on two levels, with each of some methods. Findings go to a file."""
+"""Runs on every rank of two machines: training on two levels, with each of some methods."""
 
 import hashlib
-import json
-import sys
 import time
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import is_initialized
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.comm.connect import connect
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
 from dgc.compression import DGCCompressor, NonFiniteGradientError, PowerSGDCompressor, ThresholdCompressor
@@ -96,11 +91,11 @@ def in_process_set(rank: int, compressed: bool = True, **options: Any) -> str:
     return hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
 
 
-def process_set(rank: int) -> dict[str, str]:
+def process_set(transport: Any) -> dict[str, str]:
     """Training in one of Horovod's process sets and outside of it, and the same on simulated ranks."""
     import horovod.torch as hvd
 
-    members = [0, 3]
+    members, rank = [0, 3], transport.rank
     own = in_process_set(rank, process_set=hvd.add_process_set(members))
     if rank in members:
         alike = LockstepWorld(2).run(lambda t: in_process_set(members[t.rank], transport=t))[0]
@@ -114,9 +109,8 @@ def expected(name: str, transport: Any) -> str:
     return str(train(transport, METHODS[name](), "auto")[2])
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    transport, found = connect(hierarchical="auto"), {name: dict[str, Any]() for name in METHODS}
+def every_method(transport: Any) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {name: {} for name in METHODS}
     for name, make in METHODS.items():
         for mode in ("auto", "off") if name == "dgc" else ("auto",):
             optimizer, message, weights = train(transport, make(), mode)
@@ -132,10 +126,11 @@ if __name__ == "__main__":
         if is_initialized():
             modes = [train(transport, make(), "auto", through) for through in ("synchronize()", "DDP")]
             found[name]["ddp"] = [{"message": message, "model": model} for _, message, model in modes]
-    if not is_initialized():
-        found["process_set"] = process_set(transport.rank)
-    Path(sys.argv[1], f"rank{transport.rank}.json").write_text(json.dumps(found))
-    # the other machine has ended long before: its exit must not end a message of this machine
-    if optimizer.place is not None and optimizer.place.machine == 1:
+    return found
+
+
+def one_machine_ends_first(transport: Any) -> None:
+    """Its exit must not end a message of the other machine."""
+    if transport.rank > 1:
         time.sleep(1.0)
     transport.wait(transport.launch("last", (AllReduce(torch.ones(1), "sum", group="local"),)))

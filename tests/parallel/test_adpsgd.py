@@ -1,63 +1,54 @@
 """AD-PSGD on real ranks, over MPI and over Gloo: it converges, counts exactly, waits for nobody, ends cleanly."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from environment import patient
-from parallel.ranks import alone, mpirun, torchrun
+from parallel import adpsgd_worker as worker
+from parallel.ranks import Group, alone, mpirun, over, torchrun
 
 BOTH = (mpirun, torchrun)
-WORKER = str(Path(__file__).parent / "adpsgd_worker.py")
-
-
-def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) -> list[dict[str, Any]]:
-    """What each rank's scenarios returned, by rank."""
-    done = launch(ranks, [WORKER, str(folder), *scenarios])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+PROOF = pytest.mark.proof
 
 
 @pytest.mark.parametrize(
-    ("launch", "ranks"),
-    [
-        (mpirun, 3),
-        pytest.param(torchrun, 3, marks=pytest.mark.proof),
-        *(pytest.param(run, ranks, marks=pytest.mark.proof) for run in BOTH for ranks in (2, 4, 5)),
-    ],
+    "group",
+    [over(mpirun, 3), over(torchrun, 3, PROOF), *(over(run, ranks, PROOF) for run in BOTH for ranks in (2, 4, 5))],
+    indirect=True,
 )
-def test_training(launch: Any, ranks: int, tmp_path: Path) -> None:
-    slow = ["one_is_slow"] if ranks == 4 else []
-    scenarios = ["least_squares", "mean_is_kept", "synchronized_one_by_one", *slow]
-    found = found_by(ranks, tmp_path, *scenarios, launch=launch)
-    for own in found:
-        training = own["least_squares"]
-        assert training["losses"][-1] < 1e-4
-        assert training["distances"][-1] < 0.1
-        for epoch, (everyone, total) in enumerate(training["totals"], 1):
+def test_training(group: Group) -> None:
+    ranks = group.size
+    trained = group.run(worker.least_squares, point_to_point=True)
+    for own in trained:
+        assert own["losses"][-1] < 1e-4
+        assert own["distances"][-1] < 0.1
+        for epoch, (everyone, total) in enumerate(own["totals"], 1):
             assert [known for known, _ in everyone] == [total] * ranks and total >= epoch * 100 * ranks
-        assert training["steps"] == sum(other["least_squares"]["taken"] for other in found)
-        assert training["averagings"] > 20
-        assert 8 * (3 + ranks) + 80 <= training["per_average"] < 4 * (8 * (3 + ranks) + 80)
-        assert own["mean_is_kept"]["moved"] < 1e-4 and own["mean_is_kept"]["distance"] < 1e-3
-        apart = own["synchronized_one_by_one"]
-        assert apart["progress"] == apart["steps"] == pytest.approx(apart["sum"], abs=1e-3)
+        assert own["steps"] == sum(other["taken"] for other in trained)
+        assert own["averagings"] > 20
+        assert 8 * (3 + ranks) + 80 <= own["per_average"] < 4 * (8 * (3 + ranks) + 80)
+    for own in group.run(worker.mean_is_kept, point_to_point=True):
+        assert own["moved"] < 1e-4 and own["distance"] < 1e-3
+    apart = group.run(worker.synchronized_one_by_one, point_to_point=True)
+    assert all(own["progress"] == own["steps"] == pytest.approx(own["sum"], abs=1e-3) for own in apart)
     for rank in range(ranks):
-        waits = [own["synchronized_one_by_one"]["waited"][rank] for own in found]
+        waits = [own["waited"][rank] for own in apart]
         assert all(end >= max(start for start, _ in waits) for _, end in waits), "each waits for all"
-    for own in found[:-1] if ranks == 4 else []:
-        assert own["one_is_slow"]["slow_steps"] > 2 * found[-1]["one_is_slow"]["slow_steps"]
+    if ranks == 4:
+        steps = [own["slow_steps"] for own in group.run(worker.one_is_slow, point_to_point=True)]
+        assert all(own > 2 * steps[-1] for own in steps[:-1])
 
 
-def test_one_process_without_a_launcher(tmp_path: Path) -> None:
-    (own,) = found_by(1, tmp_path, "synchronized_one_by_one", launch=alone)
-    assert own["synchronized_one_by_one"]["progress"] == 3
+@pytest.mark.parametrize("group", [over(alone, 1)], indirect=True)
+def test_one_process_without_a_launcher(group: Group) -> None:
+    (own,) = group.run(worker.synchronized_one_by_one, point_to_point=True)
+    assert own["progress"] == 3
 
 
 def silence(ranks: int, folder: Path, how: str, launch: Any = mpirun) -> None:
-    done = launch(ranks, [WORKER, str(folder), how], timeout=60)
+    done = launch(ranks, [worker.__file__, str(folder), how], timeout=60)
     assert done.returncode != 0
     for rank in range(ranks - 1):
         found = json.loads((folder / f"rank{rank}.json").read_text())
@@ -77,16 +68,13 @@ def test_whatever_rank_count_it_is_named_to_all_others(ranks: int, how: str, tmp
     silence(ranks, tmp_path, how)
 
 
-@pytest.mark.proof
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("launch", BOTH)
-@pytest.mark.parametrize("ranks", [2, 4, 5])
-def test_twenty_clean_ends_of_twenty(launch: Any, ranks: int, tmp_path: Path) -> None:
-    for own in found_by(ranks, tmp_path, "clean_ends", launch=partial(launch, timeout=390)):
-        assert own["clean_ends"]["ends"] == 20 and own["clean_ends"]["exact"]
+@pytest.mark.parametrize("group", [over(run, ranks, PROOF) for run in BOTH for ranks in (2, 4, 5)], indirect=True)
+def test_twenty_clean_ends_of_twenty(group: Group) -> None:
+    for own in group.run(worker.clean_ends, within=390, last=True, point_to_point=True):
+        assert own["ends"] == 20 and own["exact"]
 
 
-@pytest.mark.proof
-def test_waiting_costs_no_core(tmp_path: Path) -> None:
-    for own in found_by(2, tmp_path, "idle"):
-        assert own["idle"]["gossip"] < 0.1
+@pytest.mark.parametrize("group", [over(mpirun, 2, PROOF)], indirect=True)
+def test_waiting_costs_no_core(group: Group) -> None:
+    assert all(own["gossip"] < 0.1 for own in group.run(worker.idle, point_to_point=True))

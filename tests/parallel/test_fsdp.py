@@ -1,45 +1,42 @@
-"""dgc.fsdp on two machines of two ranks. Two agents of torchrun stand for the machines; one launch runs it all."""
+"""dgc.fsdp on two machines of two ranks. Two agents of torchrun stand for the machines."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.ranks import HERE, two_agents
+from parallel import fsdp_worker as worker
+from parallel.ranks import Group, over, two_agents
+
+pytestmark = pytest.mark.parametrize("group", [over(two_agents, 4)], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by rank."""
-    directory: Path = tmp_path_factory.mktemp("fsdp")
-    done = two_agents(4, [str(HERE / "fsdp_worker.py"), str(directory)])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(4)]
+def run(group: Group, scenario: Any, *arguments: Any) -> list[dict[str, Any]]:
+    return group.run(scenario, *arguments, hierarchical=True)
 
 
-def test_ratio_1_equals_hsdp(found: list[dict[str, Any]]) -> None:
+def test_ratio_1_equals_hsdp(group: Group) -> None:
     rounding = {"bf16 reduce DenseCompressor": 2e-2, "fp16 parameters DenseCompressor": 5e-3}
-    for own in found:
-        assert len(own["equal_to_hsdp"]) == 11
-        for name, difference in own["equal_to_hsdp"].items():
+    for own in run(group, worker.equal_to_hsdp):
+        assert len(own) == 11
+        for name, difference in own.items():
             assert difference < rounding.get(name, 2e-6), (name, difference)
 
 
-def test_a_method_runs_between_machines_on_local_rows(found: list[dict[str, Any]]) -> None:
+def test_a_method_runs_between_machines_on_local_rows(group: Group) -> None:
     # of the second rows, reduce_scatter would send more bytes than the dense sum, which takes its place
     without_error = {"qsgd"}, {"qsgd", "reduce_scatter"}
-    for rank, own in enumerate(found):
-        for name, result in own["method_between_machines"].items():
+    for rank, own in enumerate(run(group, worker.method_between_machines)):
+        for name, result in own.items():
             assert result["difference"] == 0, (name, result)
             assert result["error"] == (name not in without_error[rank % 2]) and result["dropped"] == 1, name
 
 
-def test_a_nonfinite_gradient_drops_the_step_everywhere(found: list[dict[str, Any]]) -> None:
+def test_a_nonfinite_gradient_drops_the_step_everywhere(group: Group) -> None:
     reason = "on rank 1 has NaN or inf, or is 2**64 or more (the rank is the number of a machine)"
-    for rank, own in enumerate(found):
-        results = own["nonfinite"]
+    found = run(group, worker.nonfinite)
+    for rank, results in enumerate(found):
         assert len({result["model"] for result in results.values()}) == 1
-        assert all(result["model"] == found[0]["nonfinite"]["skip"]["model"] for result in results.values())
+        assert all(result["model"] == found[0]["skip"]["model"] for result in results.values())
         assert all(result["dropped"] == 1 and 0 < result["error"] < 100 for result in results.values())
         assert [result["gradients"] for result in results.values()] == ["None", "None", "some"]
         assert len(results["raise"]["messages"]) == 1 and reason in results["raise"]["messages"][0]
@@ -47,27 +44,28 @@ def test_a_nonfinite_gradient_drops_the_step_everywhere(found: list[dict[str, An
         assert not results["scaler"]["messages"] and results["scaler"]["scale"] == 2.0**9
 
 
-def test_one_bad_shard_drops_the_step_everywhere(found: list[dict[str, Any]]) -> None:
-    results = [own["nonfinite_shard"] for own in found]
+def test_one_bad_shard_drops_the_step_everywhere(group: Group) -> None:
+    results = run(group, worker.nonfinite_shard)
     assert results.count(results[0]) == 4 and results[0]["unchanged"]
     assert "the gradient of weight on rank 1 has NaN or inf" in results[0]["message"]
 
 
-def test_a_layer_that_one_machine_uses(found: list[dict[str, Any]]) -> None:
-    results = [own["unused_on_one_machine"] for own in found]
+def test_a_layer_that_one_machine_uses(group: Group) -> None:
+    results = run(group, worker.unused_on_one_machine)
     assert results.count(results[0]) == 4 and results[0]["moved"] > 0.9
 
 
-def test_bytes_between_machines(found: list[dict[str, Any]]) -> None:
+def test_bytes_between_machines(group: Group) -> None:
+    found = run(group, worker.bytes_between_machines)
     for own, (rows, top_k) in zip(found, [(26, 52), (25, 50)] * 2, strict=True):
-        dense, sparse = own["bytes_between_machines"]["dense"], own["bytes_between_machines"]["top-k"]
+        dense, sparse = own["dense"], own["top-k"]
         numel = rows * 201
         assert dense == [2 * 4 * numel, 2 * 4 * numel, numel]
         assert sparse == [2 * (24 + 12 * top_k + 4 * rows), 2 * 4 * numel, numel]
 
 
-def test_machines_are_workers_of_outer_steps(found: list[dict[str, Any]]) -> None:
-    results = [own["outer_steps"] for own in found]
+def test_machines_are_workers_of_outer_steps(group: Group) -> None:
+    results = run(group, worker.outer_steps)
     assert max(result[key] for result in results for key in ("difference", "ddp", "evaluated")) < 1e-6
     assert all(result["restored"] for result in results)
     assert [len(result["warned"]) for result in results] == [0, 0, 0, 1]
@@ -85,21 +83,19 @@ def test_machines_are_workers_of_outer_steps(found: list[dict[str, Any]]) -> Non
         assert "average_every is 2 on rank 0 and 3 on rank 3" in result["OuterSteps"]
 
 
-def test_a_loaded_run_continues_bit_for_bit(found: list[dict[str, Any]]) -> None:
-    for own in found:
-        result = own["saved_and_loaded"]
-        assert result["loaded"] == result["saved"] == found[0]["saved_and_loaded"]["saved"] != result["at save"]
+def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_and_machine_only(
+    group: Group, tmp_path: Path
+) -> None:
+    found = run(group, worker.saved_and_loaded, tmp_path)
+    for rank, result in enumerate(found):
+        assert result["loaded"] == result["saved"] == found[0]["saved"] != result["at save"]
         assert result["loaded error"] == result["error"] > 0
-
-
-def test_only_the_error_state_of_this_shard_and_machine_loads(found: list[dict[str, Any]]) -> None:
-    for rank, own in enumerate(found):
         machine, shard = divmod(rank, 2)
-        whose, other_machine = own["saved_and_loaded"]["whose"], (rank + 2) % 4
+        whose, other_machine = result["whose"], (rank + 2) % 4
         loads = f"of 2 on machine {1 - machine} of 2, and shard {shard} of 2 on machine {machine} of 2 loads it"
         assert whose[rank] == "" and f"that of shard {shard} {loads}. What is not sent" in whose[other_machine]
         assert all("shards are different parts" in whose[i] for i in range(4) if i % 2 != shard)
-        told = own["saved_and_loaded"]["one machine"]
+        told = result["one machine"]
         assert "different steps (ranks 0, 1: step 4; ranks 2, 3: step 0)" in told
 
 
@@ -134,9 +130,11 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("scenario", "expected"), [("refused_models", MODELS), ("refused_steps", STEPS)])
-def test_what_cannot_work_is_refused(found: list[dict[str, Any]], scenario: str, expected: dict[str, str]) -> None:
-    for own in found:
-        assert own[scenario].keys() == expected.keys()
+@pytest.mark.parametrize(
+    ("scenario", "expected"), [(worker.refused_models, MODELS), (worker.refused_steps, STEPS)]
+)
+def test_what_cannot_work_is_refused(group: Group, scenario: Any, expected: dict[str, str]) -> None:
+    for own in run(group, scenario):
+        assert own.keys() == expected.keys()
         for name, part in expected.items():
-            assert part in own[scenario][name], (name, own[scenario][name])
+            assert part in own[name], (name, own[name])

@@ -1,60 +1,50 @@
 """Gossip between real ranks, over MPI and over Gloo: what it keeps, for whom it waits, and when a rank dies."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from environment import patient
 from failing_model import failing_model
-from parallel.ranks import mpirun, torchrun
+from parallel import gossip_worker as worker
+from parallel.ranks import Group, mpirun, over, torchrun
 
-WORKER = str(Path(__file__).parent / "gossip_worker.py")
 ROUNDING = 1e-5
-SCENARIOS = ("complete_graph", "mass", "switches", "resume", "like_lockstep")
-FURTHER = {
-    2: ("log2_rounds",),
-    3: ("slow_once",),
-    4: ("log2_rounds", "one_is_slow"),
-    5: ("slow_once",),
-    8: ("log2_rounds",),
-}
-
-
-def found_by(ranks: int, folder: Path, *scenarios: str, launch: Any = mpirun) -> list[dict[str, Any]]:
-    """What each rank's scenarios returned, by rank."""
-    done = launch(ranks, [WORKER, str(folder), *scenarios], timeout=200)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
-    ("launch", "ranks"),
+    "group",
     [
-        (mpirun, 3),
-        *(pytest.param(mpirun, n, marks=pytest.mark.proof) for n in (2, 4, 5, 8)),
-        *(pytest.param(torchrun, n, marks=pytest.mark.proof) for n in (2, 3, 4, 5)),
+        over(mpirun, 3),
+        *(over(mpirun, ranks, pytest.mark.proof) for ranks in (2, 4, 5, 8)),
+        *(over(torchrun, ranks, pytest.mark.proof) for ranks in (2, 3, 4, 5)),
     ],
+    indirect=True,
 )
-def test_oracles(launch: Any, ranks: int, tmp_path: Path) -> None:
-    found = found_by(ranks, tmp_path, *SCENARIOS, *FURTHER[ranks], launch=launch)
-    for own in found:
-        assert own["complete_graph"]["model"] == found[0]["complete_graph"]["model"]
-        assert own["complete_graph"]["difference"] < ROUNDING
-        for name, sums in own["mass"].items():
+def test_oracles(group: Group, tmp_path: Path) -> None:
+    def run(scenario: Any, *arguments: Any) -> list[Any]:
+        return group.run(scenario, *arguments, point_to_point=True)
+
+    models = run(worker.complete_graph)
+    assert all(own["model"] == models[0]["model"] and own["difference"] < ROUNDING for own in models)
+    for own in run(worker.mass):
+        for name, sums in own.items():
             assert sums["received"] > 0 or not name.startswith("osgp"), name
             assert sums["x"] < ROUNDING and sums["x synchronized"] < ROUNDING, name
-            assert sums["w"] == pytest.approx(ranks, abs=1e-9), name
-        assert all(moved < ROUNDING for moved in own["switches"].values()), own["switches"]
-        assert all(row["same"] for row in own["resume"].values()), own["resume"]
-        assert own["resume"]["osgp"]["received"] > 0
-        if "log2_rounds" in own:
-            assert own["log2_rounds"]["before"] > 0.3 and own["log2_rounds"]["after"] < ROUNDING
-        if "one_is_slow" in own:
-            assert own["one_is_slow"]["x"] < ROUNDING
-    assert len(found[0]["like_lockstep"]) == 7 and all(found[0]["like_lockstep"].values())
-    if "slow_once" in found[0]:
-        a_slow_iteration_travels_along_the_ring([own["slow_once"] for own in found])
+            assert sums["w"] == pytest.approx(group.size, abs=1e-9), name
+    for own in run(worker.switches):
+        assert all(moved < ROUNDING for moved in own.values()), own
+    for own in run(worker.resume):
+        assert all(row["same"] for row in own.values()) and own["osgp"]["received"] > 0, own
+    alike = run(worker.like_lockstep)[0]
+    assert len(alike) == 7 and all(alike.values())
+    if group.size in (2, 4, 8):
+        for own in run(worker.log2_rounds):
+            assert own["before"] > 0.3 and own["after"] < ROUNDING
+    if group.size == 4:
+        assert all(own["x"] < ROUNDING for own in run(worker.one_is_slow))
+    if group.size in (3, 5):
+        a_slow_iteration_travels_along_the_ring(run(worker.slow_once, tmp_path))
 
 
 def a_slow_iteration_travels_along_the_ring(found: list[dict[str, Any]]) -> None:

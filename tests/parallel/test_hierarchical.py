@@ -2,27 +2,25 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from environment import patient
 from failing_model import failing_model
-from parallel.ranks import findings, two_agents, two_gloo_machines, two_machines
+from parallel import machines_worker as worker
+from parallel.ranks import Group, over, two_agents, two_gloo_machines, two_machines
 
 
 @pytest.mark.parametrize(
-    "launch",
-    [
-        pytest.param(two_machines, marks=pytest.mark.horovod),
-        pytest.param(two_gloo_machines, marks=[pytest.mark.horovod, pytest.mark.proof]),
-        two_agents,
-    ],
+    "group",
+    [over(two_machines, 4), over(two_gloo_machines, 4, pytest.mark.proof), over(two_agents, 4)],
+    indirect=True,
 )
-def test_two_machines_of_two_ranks(launch: Any, tmp_path: Path) -> None:
-    found = findings(4, tmp_path, launch=launch, worker="machines_worker.py")
-    models = [own.pop("process_set") for own in found if launch is not two_agents]
-    assert all(own == alike for own, alike in map(dict.values, models))
-    assert not models or len({own["own"] for own in models}) == 3  # ranks 0 and 3 have one model
+def test_two_machines_of_two_ranks(group: Group) -> None:
+    found = group.run(worker.every_method, hierarchical="auto")
+    if group.launch is not two_agents:
+        models = group.run(worker.process_set, hierarchical="auto")
+        assert all(own["own"] == own["alike"] for own in models)
+        assert len({own["own"] for own in models}) == 3  # ranks 0 and 3 have one model
     for name, first in found[0].items():
         two = [own[name]["auto"] for own in found]
         places = [(own["place"]["machine"], own["place"]["local_rank"]) for own in two]
@@ -30,12 +28,13 @@ def test_two_machines_of_two_ranks(launch: Any, tmp_path: Path) -> None:
         assert all(own["place"]["machines"] == own["place"]["local_size"] == 2 for own in two)
         # a sum of two numbers has one order, so that all transports compute the same bits
         assert {own["model"] for own in two} == {first["lockstep"]}, name
-        for synchronized, ddp in (own[name]["ddp"] for own in found if launch is two_agents):
+        for synchronized, ddp in (own[name]["ddp"] for own in found if group.launch is two_agents):
             assert ddp == synchronized and ddp["message"] == two[0]["message"], name
         assert {own["message"] for own in two} == {two[0]["message"]} and "on rank 3 has NaN" in two[0]["message"]
     one = [own["dgc"]["off"] for own in found]
     assert all(own["place"] is None for own in one)
     assert 0 < sum(own["dgc"]["auto"]["between"] for own in found) <= sum(own["between"] for own in one) / 2
+    group.run(worker.one_machine_ends_first, hierarchical="auto", last=True)
 
 
 @pytest.mark.horovod

@@ -1,12 +1,9 @@
-"""Runs on every rank: the scenarios named on the command line; what they find goes to a file per rank."""
+"""Runs on every rank of a group: DistributedOptimizer and the transports. Each function returns what it found."""
 
 import hashlib
-import json
 import os
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ from dgc.comm import (
     barrier,
     broadcast_object,
 )
-from dgc.comm.connect import connect
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
     BF16Compressor,
@@ -153,13 +149,8 @@ def horovods_compressions(transport: Any) -> Finding:
     return {name: train(transport, compression, steps=12)[0] for name, compression in compressions.items()}
 
 
-def two_hundred_steps(transport: Any) -> Finding:
-    model, loss = train(transport, compressors()["dgc-wire"](), steps=200)
-    return {"model": model, "loss": loss}
-
-
-def forty_steps_twice(transport: Any) -> Finding:
-    return {"models": [train(transport, compressors()["dgc-wire"](), steps=40)[0] for _ in range(2)]}
+def train_with_dgc(transport: Any, steps: int) -> str:
+    return train(transport, compressors()["dgc-wire"](), steps)[0]
 
 
 def on_backends(transport: Any, steps: int, hidden: int, *modes: str) -> Finding:
@@ -184,35 +175,28 @@ def on_backends(transport: Any, steps: int, hidden: int, *modes: str) -> Finding
         )
         model, loss = train(transport, compression, steps, hidden, bucket_mb=0.06)
         found[mode] = {"model": model, "loss": loss, "kernels": used}
+    os.environ["DGC_KERNELS_ISA"] = ""
+    kernels.use("auto")
+    kernels._tier.cache_clear()
     return found
 
 
-def every_backend(transport: Any) -> Finding:
-    return on_backends(transport, 200, 300, "native", "mixed", "reference")
-
-
-def every_backend_briefly(transport: Any) -> Finding:
-    return on_backends(transport, 70, 300, "native", "mixed", "reference")
-
-
 def interpreted(transport: Any) -> Finding:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     return on_backends(transport, 200, 24, "native", "triton")
 
 
-def one_rank_differs(transport: Any) -> Finding:
+def one_rank_differs(transport: Any) -> str:
     """A rank with another model: every rank is told before the first step."""
     width = 7 if transport.rank == transport.size - 1 else 8
     model = torch.nn.Linear(4, width)
-    try:
-        DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), transport=transport
-        )
-    except ValueError as error:
-        return {"message": str(error)}
-    return {"message": ""}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return _told(
+        lambda: DistributedOptimizer(optimizer, model.named_parameters(), transport=transport), ValueError
+    )
 
 
-def other_settings(transport: Any) -> Finding:
+def other_settings(transport: Any) -> str:
     """The last rank with another threshold: every rank is told which setting differs."""
     model = torch.nn.Linear(4, 8)
     threshold = 0.25 if transport.rank == transport.size - 1 else 0.5
@@ -246,7 +230,7 @@ def ratios_of_a_step(transport: Any) -> Finding:
         )
         optimizer.begin_epoch(int(last))
         model(torch.ones(1, numel)).sum().backward()
-        told[name] = _told(optimizer.step, RuntimeError)["message"]
+        told[name] = _told(optimizer.step, RuntimeError)
         optimizer.close()
     return told
 
@@ -279,19 +263,19 @@ def clipped_in_flight(transport: Any) -> Finding:
     model(torch.ones(3, 4) + transport.rank).square().sum().backward()
     clipped()
     told = _told(optimizer.step, RuntimeError)
-    barrier(transport, "clipped")  # a rank that ends ends Horovod, while others may still start their buckets
-    return {**found, **told}
+    barrier(transport, "clipped")  # a rank that goes on may end Horovod, while others still start their buckets
+    return {**found, "message": told}
 
 
-def _told(act: Callable[[], Any], kind: type[Exception]) -> Finding:
+def _told(act: Callable[[], Any], kind: type[Exception]) -> str:
     try:
         act()
     except kind as error:
-        return {"message": str(error)}
-    return {"message": ""}
+        return str(error)
+    return ""
 
 
-def state_initialisation(transport: Any) -> Finding:
+def state_initialisation(transport: Any) -> bool:
     """hvd.broadcast_optimizer_state leaves the weights alone. All of it with Horovod's own words."""
     import horovod.torch as hvd
 
@@ -304,10 +288,10 @@ def state_initialisation(transport: Any) -> Finding:
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    return {"unmoved": torch.equal(model.weight, before)}
+    return torch.equal(model.weight, before)
 
 
-def unused_on_one_rank(transport: Any) -> Finding:
+def unused_on_one_rank(transport: Any) -> float:
     """A layer that only rank 0 uses in a step still moves alike everywhere."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(4, 8), torch.nn.Linear(4, 8)])
@@ -322,7 +306,7 @@ def unused_on_one_rank(transport: Any) -> Finding:
             loss = loss + model[1](torch.ones(2, 4)).square().sum()
         loss.backward()
         optimizer.step()
-    return {"sum": sum(p.double().abs().sum().item() for p in model.parameters())}
+    return sum(p.double().abs().sum().item() for p in model.parameters())
 
 
 def nonfinite(transport: Any) -> Finding:
@@ -399,35 +383,3 @@ def loss_scaling(transport: Any) -> Finding:
         weights = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
         found[str(explicit)] = [optimizer.dropped_steps, scaler.get_scale(), optimizer.error_norm() < 10, weights]
     return found
-
-
-SCENARIOS = {
-    function.__name__: function
-    for function in (
-        requests,
-        every_compressor,
-        horovods_compressions,
-        two_hundred_steps,
-        forty_steps_twice,
-        every_backend,
-        every_backend_briefly,
-        interpreted,
-        one_rank_differs,
-        other_settings,
-        ratios_of_a_step,
-        clipped_in_flight,
-        state_initialisation,
-        unused_on_one_rank,
-        nonfinite,
-        loss_scaling,
-    )
-}
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    directory, *names = sys.argv[1:]
-    if "interpreted" in names:
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    transport = connect(hierarchical=True)
-    found = {name: SCENARIOS[name](transport) for name in names}
-    Path(directory, f"rank{transport.rank}.json").write_text(json.dumps(found))

@@ -1,0 +1,82 @@
+"""Runs on every rank of a group (`parallel.ranks.Group`): the functions that tests send, one after another.
+
+server.py SOCKET
+"""
+
+import gc
+import os
+import socket
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dgc.comm.connect import choose_transport, connect
+from dgc.launch import started_by
+
+
+class Horovod:
+    """The transports of a process, which live as long as it does."""
+
+    def __init__(self, hierarchical: Any) -> None:
+        self._transports: dict[Any, Any] = {}
+        self.open(hierarchical=hierarchical)  # the first connection decides whether there can be groups later
+
+    def open(self, **options: Any) -> Any:
+        key = tuple(sorted(options.items()))
+        if key not in self._transports:
+            self._transports[key] = connect(**options)
+        return self._transports[key]
+
+    def close(self, transport: Any) -> None:
+        """Nothing is left behind."""
+
+
+class Torch:
+    """Transports of which each lives as long as one function.
+
+    A thread of each of its process groups looks for messages 100 times a second, which takes much of a core when
+    there are hundreds of them.
+    """
+
+    def __init__(self) -> None:
+        self._first = connect()  # keeps the default group
+
+    def open(self, **options: Any) -> Any:
+        return connect(**options)
+
+    def close(self, transport: Any) -> None:
+        gc.collect()  # of models and optimizers that still use the groups
+        close = getattr(transport, "close", None)  # a wrapper for GPUs has none
+        if close is not None:
+            close()
+
+
+def serve(tests: Connection) -> None:
+    started = started_by(os.environ)
+    tests.send(0 if started is None else started.rank)
+    transports: Any = None
+    while (task := tests.recv()) is not None:
+        function, arguments, options, is_last = task
+        try:
+            if transports is None:
+                uses_torch = choose_transport().transport == "torch"
+                transports = Torch() if uses_torch else Horovod(options.get("hierarchical") or True)
+                gc.freeze()  # so that what functions leave behind is found soon
+            transport = transports.open(**options)
+            reply = True, function(transport, *arguments)
+        except Exception:
+            reply = False, traceback.format_exc()
+        tests.send(reply)
+        if is_last or not reply[0]:
+            break
+        transports.close(transport)
+        del function, arguments, transport, reply, task
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    with socket.socket(socket.AF_UNIX) as own:
+        own.connect(sys.argv[1])
+        serve(Connection(own.detach()))
