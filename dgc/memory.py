@@ -204,8 +204,17 @@ class DGCSGDMemory(Memory):
         self.correction: MomentumCorrection = MomentumCorrection(momentum, nesterov)
         self.gradient_clipping, self.momentum_masking = gradient_clipping, momentum_masking
 
+    @property
+    def momentum(self) -> float | None:
+        """The coefficient; None until an optimizer has given its own."""
+        return self.correction.momentum
+
+    @property
+    def nesterov(self) -> bool | None:
+        return self.correction.nesterov
+
     def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
-        if self.correction.momentum is None:
+        if self.momentum is None:
             raise ValueError(
                 "DGCSGDMemory() takes the momentum of an optimizer, and is used without one here: pass it, as in "
                 "DGCSGDMemory(momentum=0.9)"

@@ -60,12 +60,7 @@ def check_equal(tensor: Tensor, transport: Transport, name: str, what: str, cure
 
 
 def check_settings(transport: Transport, name: str, **settings: object) -> None:
-    """Compare the settings of all ranks. Collective.
-
-    Args:
-        transport: Connects the ranks.
-        name: Name of the messages.
-        settings: The settings of this rank.
+    """Compare the settings of all ranks with those of this one. Collective. name: of the messages.
 
     Raises:
         ValueError: A setting differs. Raised on every rank, with the first such setting, both values and ranks.

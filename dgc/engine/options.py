@@ -158,11 +158,7 @@ def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Any) -> None:
-    """Load the state of an optimizer.
-
-    Raises:
-        ValueError: It is no state, that of another kind of optimizer, or damaged.
-    """
+    """Load the state of an optimizer. Raises ValueError for that of another kind, and for a damaged one."""
     check_optimizer_state(optimizer, state)
     try:
         optimizer.load_state_dict(state)

@@ -165,7 +165,6 @@ def verified(
     Raises:
         ValueError: The state belongs elsewhere. The message names whose it is, and the cures.
     """
-    check_is_state(state)
     identity = identity_of(state)
     content = {name: value for name, value in state.items() if name != KEY}
     if identity is None:

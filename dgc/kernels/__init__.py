@@ -26,7 +26,7 @@ from dgc.kernels.selection import Tail as Tail
 from dgc.kernels.selection import TopKResult as TopKResult
 from dgc.launch import started_by
 
-TIERS = ("auto", "reference", "native", "triton")
+BACKENDS = ("auto", "reference", "native", "triton")
 _asked = os.environ.get("DGC_KERNELS", "auto")
 
 
@@ -56,25 +56,25 @@ def use(name: str) -> None:
         ValueError: `name` is none of these.
     """
     global _asked
-    if name not in TIERS:
-        raise ValueError(f"kernels must be one of {', '.join(TIERS)}, not {name!r}")
+    if name not in BACKENDS:
+        raise ValueError(f"kernels must be one of {', '.join(BACKENDS)}, not {name!r}")
     _asked = name
 
 
 def of(tensor: Tensor) -> Backend:
     """Return the kernels for the tensor's device, for example `kernels.of(v).codec`."""
-    return _tier(_asked, tensor.device)
+    return _backend(_asked, tensor.device)
 
 
 def describe(device: torch.device) -> str:
     """Return a text for logs that names the device's backend."""
-    return str(_tier(_asked, device).selection)
+    return str(_backend(_asked, device).selection)
 
 
 @cache
-def _tier(asked: str, device: torch.device) -> Backend:
-    if asked not in TIERS:
-        raise ValueError(f"DGC_KERNELS must be one of {', '.join(TIERS)}, not {asked!r}")
+def _backend(asked: str, device: torch.device) -> Backend:
+    if asked not in BACKENDS:
+        raise ValueError(f"DGC_KERNELS must be one of {', '.join(BACKENDS)}, not {asked!r}")
     kind = device.type
     name = asked if asked != "auto" else ("native" if kind == "cpu" else "triton")
     try:

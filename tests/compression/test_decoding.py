@@ -30,7 +30,7 @@ def dgc() -> Any:
 
 
 @pytest.mark.parametrize("make", [residual, dgc])
-def test_every_tier_returns_the_same_mean(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_backend_returns_the_same_mean(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     means = {}
     for name in ("native", "reference"):
         monkeypatch.setattr(kernels, "_asked", name)

@@ -16,7 +16,7 @@ from cases import case
 from environment import patient
 from kernels.backends import NAMES, backend
 
-from dgc.kernels import _tier, build, library
+from dgc.kernels import _backend, build, library
 from dgc.kernels.library import KernelsUnavailable, supported_isas
 from dgc.kernels.native import NativeSelection
 from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SelectionKernels, TopKResult, as_selection
@@ -321,7 +321,7 @@ def test_one_rank_of_a_machine_warns(
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        backend = _tier.__wrapped__("auto", torch.device("cpu"))
+        backend = _backend.__wrapped__("auto", torch.device("cpu"))
     assert len(said) == warned and backend.decoder is None
 
 

@@ -83,7 +83,7 @@ def test_ranks_that_disagree_are_told_so(group: Group) -> None:
 
 
 @TWO
-def test_every_tier_and_a_tier_of_each_ranks_own(group: Group) -> None:
+def test_every_backend_and_a_backend_of_each_ranks_own(group: Group) -> None:
     check_backends(group.run(worker.on_backends, 70, 300, "native", "mixed", "reference"))
 
 
@@ -129,7 +129,7 @@ def check_backends(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("group", [over(mpirun, ranks, PROOF) for ranks in (2, 3, 4)], indirect=True)
-def test_200_steps_on_every_tier(group: Group) -> None:
+def test_200_steps_on_every_backend(group: Group) -> None:
     check_backends(group.run(worker.on_backends, 200, 300, "native", "mixed", "reference"))
 
 

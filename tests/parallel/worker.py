@@ -164,7 +164,7 @@ def on_backends(transport: Any, steps: int, hidden: int, *modes: str) -> Finding
         isa = {0: "avx2", 1: "portable"}.get(transport.rank, supported[-1]) if mode == "mixed" else ""
         os.environ["DGC_KERNELS_ISA"] = isa if isa in supported else ""
         kernels.use("native" if mode == "mixed" else mode)
-        kernels._tier.cache_clear()
+        kernels._backend.cache_clear()
         used = kernels.describe(torch.device("cpu"))
         compression = DGCCompressor(
             0.01,
@@ -177,7 +177,7 @@ def on_backends(transport: Any, steps: int, hidden: int, *modes: str) -> Finding
         found[mode] = {"model": model, "loss": loss, "kernels": used}
     os.environ["DGC_KERNELS_ISA"] = ""
     kernels.use("auto")
-    kernels._tier.cache_clear()
+    kernels._backend.cache_clear()
     return found
 
 

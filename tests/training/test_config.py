@@ -42,7 +42,7 @@ def test_t_max_follows_num_epochs() -> None:
 def test_momentum_and_nesterov_reach_the_memory() -> None:
     words = ["--configs.train.optimizer.momentum", "0.8", "--configs.train.optimizer.nesterov", "true"]
     train = load([CNN, WM5], words).train
-    for node in (train.optimizer, train.compression.memory, instantiate(train.compression.memory).correction):
+    for node in (train.optimizer, train.compression.memory, instantiate(train.compression.memory)):
         assert (node.momentum, node.nesterov) == (0.8, True), node
 
 

@@ -141,7 +141,7 @@ def test_a_run_prints_its_kernels_and_uses_them(
 def test_unavailable_kernels_are_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "_asked", "auto")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kernels._tier.cache_clear()  # tests of the Triton backend fill it
+    kernels._backend.cache_clear()  # tests of the Triton backend fill it
     for name, words in (("triton", "run on a GPU"), ("fast", "auto, reference, native, triton")):
         with pytest.raises(ConfigError, match=words):
             run(["--run-dir", str(tmp_path / "run"), "--configs.train.kernels", name])
