@@ -22,6 +22,7 @@ from dgc.comm.requests import (
     Reply,
     Request,
     as_bytes,
+    reply_of_one,
 )
 from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import GroupedTransport, Groups, Transport
@@ -76,7 +77,7 @@ def meet_at_exit() -> None:
     atexit.register(_meet_at_exit)
 
 
-HorovodWork = tuple[tuple[Request, int], ...]  # requests and Horovod's handles
+HorovodWork = tuple[tuple[Request, int | None], ...]  # requests and Horovod's handles; None: nothing is sent
 
 
 def connect(
@@ -190,13 +191,15 @@ class HorovodTransport(GroupedTransport):
         return tuple((request, self._start(f"{name}.{i}", request)) for i, request in enumerate(requests))
 
     def poll(self, work: HorovodWork) -> bool:
-        return all(hvd.poll(handle) for _, handle in work)
+        return all(handle is None or hvd.poll(handle) for _, handle in work)
 
     def wait(self, work: HorovodWork) -> tuple[Reply, ...]:
-        return tuple(self._reply(request, hvd.synchronize(handle)) for request, handle in work)
+        return tuple(self._reply(request, handle) for request, handle in work)
 
-    def _start(self, name: str, request: Request) -> int:
+    def _start(self, name: str, request: Request) -> int | None:
         process_set, members = self._members(request.group)
+        if len(members) == 1 and not isinstance(request, Exchange):
+            return None
         match request:
             case AllReduce(tensor, op):
                 return hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=process_set)
@@ -216,7 +219,10 @@ class HorovodTransport(GroupedTransport):
                 counts = torch.tensor([p.numel() for p in pieces], dtype=torch.int32)
                 return hvd.alltoall_async(torch.cat(pieces), splits=counts, name=name, process_set=process_set)
 
-    def _reply(self, request: Request, output: Any) -> Reply:
+    def _reply(self, request: Request, handle: int | None) -> Reply:
+        if handle is None:
+            return reply_of_one(request)
+        output = hvd.synchronize(handle)
         match request:
             case AllGather():
                 return tuple(output.chunk(self.group_size(request.group)))

@@ -99,6 +99,12 @@ Request: TypeAlias = AllReduce | AllGather | AllToAll | ReduceScatter | Broadcas
 Reply: TypeAlias = Any  # Tensor, tuple[Tensor, ...] or dict[int, Tensor], depending on the request
 
 
+def reply_of_one(request: Request) -> Reply:
+    """Return the reply to a request other than an Exchange in a group of one rank, where nothing is sent."""
+    assert not isinstance(request, Exchange)
+    return (request.tensor,) if isinstance(request, (AllGather, AllToAll)) else request.tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Read:
     """Copy numbers from the device to the host. Reply: a list of them. No other rank takes part."""
@@ -111,9 +117,9 @@ T = TypeVar("T")
 Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 
 
-def read(scalars: Sequence[Tensor]) -> Conversation[list[int]]:
-    """Return the values of scalars. Those on a device are read together, by one `Read`."""
-    if not scalars or scalars[0].device.type == HOST:
+def read(scalars: Sequence[Any]) -> Conversation[list[int]]:
+    """Return the values of numbers or scalars. Those on a device are read together, by one `Read`."""
+    if not scalars or not isinstance(scalars[0], Tensor) or scalars[0].device.type == HOST:
         return list(map(int, scalars))
     known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
     return known

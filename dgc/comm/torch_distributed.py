@@ -40,6 +40,7 @@ from dgc.comm.requests import (
     Reply,
     Request,
     as_bytes,
+    reply_of_one,
 )
 from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import GroupedTransport, Groups, Transport
@@ -185,6 +186,8 @@ class TorchTransport(GroupedTransport):
         if request.group not in self._kinds:
             raise ValueError(f"group {request.group!r} does not exist: use TorchTransport(hierarchical=True)")
         group, members = self._communicators[communicator, request.group], self.members(request.group)
+        if len(members) == 1:
+            return [], reply_of_one(request)
         tensor = request.tensor
         output: Reply = tensor
         match request:

@@ -20,11 +20,11 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.arguments import NUMBER, WHOLE, require
 from dgc.bucket import Bucket, Segment
+from dgc.kernels.lowrank import Batch, Products
 from dgc.state import check_mapping
 
 Factor = tuple[Float32[Tensor, "_ _ _"], ...]  # P or Q, by batch
 Rows = Float32[Tensor, "B r d"]
-Products = list[tuple[Float32[Tensor, "_ _ _"], Float32[Tensor, "_ _ _"]]]  # (U, W) of U^T W, by batch
 
 
 def memory_order(segment: Segment) -> list[int] | None:
@@ -34,29 +34,6 @@ def memory_order(segment: Segment) -> list[int] | None:
     if shape and shape[0] > 1 and any(shape[d] > 1 and stride[d] > stride[0] for d in rest):
         return None
     return sorted(rest, key=lambda d: -stride[d])
-
-
-@dataclass(frozen=True)
-class Batch:
-    """`count` matrices [n, m], stored from `offset` in v, of the tensors `members` of the bucket, which together
-    have `numel` elements. The rest of a square matrix is padding.
-    """
-
-    members: tuple[int, ...]
-    offset: int
-    count: int
-    n: int
-    m: int
-    rank: int
-    numel: int
-
-    def of(self, v: Float32[Tensor, "V"]) -> Float32[Tensor, "B n m"]:
-        end = self.offset + self.count * self.n * self.m
-        return v[self.offset : end].view(self.count, self.n, self.m)
-
-    def factor_shape(self, side: str) -> tuple[int, int, int]:
-        """Shape of "P" or "Q"."""
-        return self.count, self.rank, self.n if side == "P" else self.m
 
 
 class Layout:
@@ -82,17 +59,15 @@ class Layout:
         self._moved = {i for i in compressed if not square and memory_order(self.segments[i]) is None}
 
     @cached_property
-    def shapes(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Shapes of all factors of a side, "P" or "Q"."""
-        return {side: [batch.factor_shape(side) for batch in self.batches] for side in ("P", "Q")}
+    def shapes(self) -> dict[str, tuple[list[tuple[int, int, int]], list[int]]]:
+        """Shapes and sizes of all factors of a side, "P" or "Q"."""
+        shapes = {side: [batch.factor_shape(side) for batch in self.batches] for side in ("P", "Q")}
+        return {side: (own, list(map(prod, own))) for side, own in shapes.items()}
 
     def factors(self, flat: Float32[Tensor, "_"], side: str) -> Factor:
         """The factors of the batches, as consecutive parts of a flat tensor."""
-        parts, start = [], 0
-        for shape in self.shapes[side]:
-            parts.append(flat[start : start + prod(shape)].view(shape))
-            start += parts[-1].numel()
-        return tuple(parts)
+        shapes, sizes = self.shapes[side]
+        return tuple(map(Tensor.view, flat.split_with_sizes(sizes), shapes))
 
     def names(self, batch: Batch) -> list[str]:
         """A name for each matrix of the batch. A square is named after the bucket's first and last tensors."""
@@ -115,7 +90,7 @@ class Layout:
         return permuted
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of the bucket by segment, each one-dimensional in the order of v."""
+        """The gradients of the bucket, each one-dimensional, in the order of v."""
         pieces = self.bucket.gradients
         if len(pieces) != len(self.segments):
             pieces = pieces[0].split([s.numel for s in self.segments])
@@ -123,16 +98,7 @@ class Layout:
         for i in self._moved:
             s = self.segments[i]
             gradients[i] = gradients[i].as_strided(s.shape, s.stride).reshape(-1)
-        return gradients
-
-    @cached_property
-    def extents(self) -> Int64[Tensor, "2 parts"]:
-        """Start in v, and number of elements from gradients, of each batch and of the dense tensors."""
-        parts = [(batch.offset, batch.numel) for batch in self.batches]
-        if self.dense:
-            parts.append((self.begin_dense, self.numel - self.begin_dense))
-        starts, counts = [start for start, _ in parts], [count for _, count in parts]
-        return torch.tensor([starts, counts], dtype=torch.int64, device=self.bucket.device)
+        return list(map(gradients.__getitem__, self._starts))
 
     @cached_property
     def bounds(self) -> Int64[Tensor, "bounds"]:
@@ -149,34 +115,38 @@ class Layout:
         part = v[start : start + s.numel]
         return part.view(s.shape) if i in self._moved else part.as_strided(s.shape, s.stride)
 
-    def write_product(self, b: int, U: Float32[Tensor, "B R n"], W: Float32[Tensor, "B R m"]) -> None:
-        """Writes U^T W of a batch into the bucket, without a copy if it is fp32 in the same memory order."""
-        batch, flat = self.batches[b], self.bucket.flat
-        outer = kernels.of(flat).lowrank.outer
-        if flat.dtype != torch.float32 or not self._moved.isdisjoint(batch.members):
-            product = torch.empty(batch.count, batch.n, batch.m, dtype=torch.float32, device=flat.device)
-            outer(U, W, list(product))
-            for i in batch.members:
-                self.segments[i].of(flat).copy_(self.part_of(product.view(-1), i, batch.offset))
-        elif self.square:
-            rows, rest = divmod(flat.numel(), batch.m)
-            outer(U[:, :, :rows], W, [flat[: rows * batch.m].view(rows, batch.m)])
-            if rest:
-                outer(U[:, :, rows : rows + 1], W[:, :, :rest], [flat[rows * batch.m :].view(1, rest)])
-        else:
-            products = []
-            for i in batch.members:
-                start = self.segments[i].offset
-                products.append(flat[start : start + batch.n * batch.m].view(batch.n, batch.m))
-            outer(U, W, products)
+    @cached_property
+    def _places(self) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Where the bucket has the matrices of each batch, if they are in the order of v, and the dense tensors. A
+        square is its whole rows, and the rest of one.
+        """
+        flat = self.bucket.flat
+        parts = [flat[s.offset : s.offset + s.numel] for s in self.segments]
+        dense = [parts[i] for i in self.dense]
+        if self.square and self.batches:
+            m = self.batches[0].m
+            rows = (flat.numel() - 1) // m  # so that there is a rest
+            return [[flat[: rows * m].view(rows, m)], [flat[rows * m :].view(1, -1)]], dense
+        return [[parts[i].view(-1, batch.m) for i in batch.members] for batch in self.batches], dense
 
-    def write_dense(self, mean: Float32[Tensor, "D"]) -> None:
-        """Writes the mean of the dense tensors into the bucket."""
-        start, flat = 0, self.bucket.flat
-        for i in self.dense:
-            s = self.segments[i]
-            flat[s.offset : s.offset + s.numel].copy_(mean[start : start + s.numel])
-            start += s.numel
+    def write(self, products: Products, mean: Float32[Tensor, "D"]) -> None:
+        """Writes U^T W of each batch, and the mean of the dense tensors, into the bucket.
+
+        Nothing is copied if the bucket is fp32 and in the order of v.
+        """
+        flat, (matrices, dense) = self.bucket.flat, self._places
+        outer = kernels.of(flat).lowrank.outer
+        if flat.dtype != torch.float32 or self._moved:
+            for batch, product in zip(self.batches, products, strict=True):
+                M = torch.empty(batch.count, batch.n, batch.m, dtype=torch.float32, device=flat.device)
+                outer([product], [list(M)], mean[:0], [])
+                for i in batch.members:
+                    self.segments[i].of(flat).copy_(self.part_of(M.view(-1), i, batch.offset))
+            matrices, products = [], []
+        elif self.square and products:
+            (U, W), rows, rest = products[0], matrices[0][0].shape[0], matrices[1][0].shape[1]
+            products = [(U[:, :, :rows], W), (U[:, :, rows : rows + 1], W[:, :, :rest])]
+        outer(products, matrices, mean, dense)
 
 
 @dataclass(frozen=True)
@@ -345,13 +315,15 @@ def orthonormalize(
     noise: returns the source of the random rows of the b-th x, [B, r, d] fp32, the same on all ranks. None: random
     numbers from a fixed seed.
     """
-    bases, valid = [], []
-    for x in xs:
-        basis, is_valid = attempt(x, way, epsilon)
-        bases.append(basis)
-        valid.append(is_valid)
-    # if all rows determine a direction, the host waits for a GPU only once
-    accepted = torch.stack(valid).tolist() if valid else []
+    if not xs:
+        return []
+    if way in ("auto", "gram_schmidt") and all(x.shape[1] == 1 for x in xs):
+        bases, accepted = kernels.of(xs[0]).lowrank.unit_rows(xs)
+    else:
+        attempts = [attempt(x, way, epsilon) for x in xs]
+        bases = [basis for basis, _ in attempts]
+        # if all rows determine a direction, the host waits for a GPU only once
+        accepted = torch.stack([valid for _, valid in attempts]).tolist()
     for b, accept in enumerate(accepted):
         if accept:
             continue
@@ -375,10 +347,6 @@ def attempt(x: Rows, way: str, epsilon: float) -> tuple[Rows, Bool[Tensor, ""]]:
         way = "qr"
     if way == "auto":
         way = "gram_schmidt" if x.shape[1] == 1 else "cholesky_qr" if x.is_cuda else "qr"
-    if x.shape[1] == 1 and way == "gram_schmidt":  # the same result in fewer operations
-        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
-        least, largest = norm.aminmax()
-        return x / norm, (least > 0) & (largest < torch.inf)
     basis, share = {"qr": qr, "gram_schmidt": gram_schmidt, "cholesky_qr": cholesky_qr}[way](x)
     # the share of a zero row is NaN, and comparisons with NaN are false
     return basis, (share > (epsilon if way == "qr" or x.shape[1] == 1 else SAFE)).all()

@@ -23,7 +23,7 @@ data. Undetermined directions are random.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 from zlib import crc32
 
@@ -48,22 +48,12 @@ from dgc.compression.matrices import (
     orthonormalize,
 )
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, check_choice, first_nonfinite_message
+from dgc.kernels.lowrank import SentUpdate
 from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.wire import CastValues
 from dgc.wire.envelope import Envelope, envelope_of
 
 NOTHING = torch.empty(0, dtype=torch.float32)
-
-
-@dataclass(eq=False)
-class SentProducts:
-    """The sent update: U and W by batch, and the uncompressed tensors except for their `rounding_errors` [D].
-
-    It stays in v until the next step subtracts it in its pass over memory. A dropped step has nothing to restore.
-    """
-
-    products: Products = field(default_factory=list)
-    rounding_errors: Float32[Tensor, "D"] = NOTHING
 
 
 @dataclass(eq=False, kw_only=True)
@@ -87,7 +77,7 @@ class PowerSGDState(State):
     sums: tuple[Float64[Tensor, "_ 2"], ...] = ()
     half_steps: int = 0
     regime: Regime = Regime()
-    deferred: SentProducts | None = None
+    deferred: SentUpdate | None = None
     keeps: bool = True
     partial: tuple[str, ...] = ("P", "Q", "sums", "accordion")
 
@@ -96,22 +86,10 @@ class PowerSGDState(State):
 
         Returns the position in v of the first NaN or TOO_LARGE, or the length of v if there is none.
         """
-        layout, v, deferred = self.layout, self.v, self.deferred
-        backend, gradients, found = kernels.of(v), layout.gradients(), []
-        for b, batch in enumerate(layout.batches):
-            g = list(map(gradients.__getitem__, batch.members))
-            product = None if deferred is None else deferred.products[b]
-            found.append(backend.lowrank.refresh_(batch.of(v), product, g, X[b], even, Y[b]))
-        if layout.dense:
-            dense = v[layout.begin_dense :]
-            if deferred is not None:
-                dense.copy_(deferred.rounding_errors)
-            g = list(map(gradients.__getitem__, layout.dense))
-            found.append(backend.selection.accumulate_(kernels.PassInputs(tuple(g), None, dense)))
+        layout, refresh_ = self.layout, kernels.of(self.v).lowrank.refresh_
+        first = refresh_(self.v, layout.batches, self.deferred, layout.gradients(), X, even, Y)
         layout.bucket.release()
-        starts, counts = layout.extents
-        places = torch.stack(found)
-        return torch.where(places < counts, places + starts, layout.numel).min()
+        return first
 
     def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
         """Random factors for the k-th half step of this step, the same on all ranks. -1: to begin it with."""
@@ -127,9 +105,7 @@ class PowerSGDState(State):
         """
         layout, v = self.layout, self.v.clone()
         if self.deferred is not None:
-            for batch, (U, W) in zip(layout.batches, self.deferred.products, strict=True):
-                kernels.of(v).lowrank.subtract_(batch.of(v), U, W)
-            v[layout.begin_dense :].copy_(self.deferred.rounding_errors)
+            kernels.of(v).lowrank.remove_(v, layout.batches, self.deferred)
         flat = torch.empty(layout.bucket.numel, dtype=torch.float32, device=v.device)
         for i, s in enumerate(layout.segments):
             s.of(flat).copy_(layout.part_of(v, i))
@@ -253,12 +229,13 @@ def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
 
 @dataclass(eq=False)
 class _Step:
-    """sent: this rank's update. mean: U and W of the mean update, by batch. nonfinite: message for NaN or inf in a
-    gradient. largest: largest magnitude in the reply to each half step.
+    """sent: this rank's update. mean: U and W of the mean update, by batch. dense: the rest of it, [D]. nonfinite:
+    message for NaN or inf in a gradient. largest: largest magnitude in the reply to each half step.
     """
 
-    sent: SentProducts = field(default_factory=SentProducts)
+    sent: SentUpdate = field(default_factory=SentUpdate)
     mean: Products = field(default_factory=list)
+    dense: Tensor = NOTHING
     nonfinite: str | None = None
     largest: list[float] = field(default_factory=list)
 
@@ -370,10 +347,8 @@ class PowerSGDCompressor(Compressor):
             squares = ((U.bmm(U.mT) * W.bmm(W.mT)).sum((1, 2), dtype=torch.float64) for U, W in step.mean)
             sums = tuple(s + torch.stack([q, torch.ones_like(q)], 1) for s, q in zip(sums, squares, strict=True))
         h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
-        R = 1
-        for b, (U, W) in enumerate(step.mean):
-            state.layout.write_product(b, U, W)
-            R = max(R, U.shape[1])
+        state.layout.write(step.mean, step.dense)
+        R = max((U.shape[1] for U, _ in step.mean), default=1)
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
         in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)  # False for NaN
         new = state.next(P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
@@ -412,13 +387,14 @@ class PowerSGDCompressor(Compressor):
         """
         layout, bucket = state.layout, state.layout.bucket
         side, is_exact = "Q" if even else "P", self._wire.dtype == "fp32" and bucket.dtype == torch.float32
-        flat = torch.empty(sum(map(prod, layout.shapes[side])), dtype=torch.float32, device=bucket.device)
+        flat = torch.empty(sum(layout.shapes[side][1]), dtype=torch.float32, device=bucket.device)
         Y, dense = layout.factors(flat, side), []
         if first:
             position = state.accumulate_(X, even, Y)
-            own = state.v[layout.begin_dense :]
-            dense = [own if is_exact else self._wire.quantize(own, state.size, bucket.dtype)]
-            step.sent.rounding_errors = own - dense[0]
+            dense = [own := state.v[layout.begin_dense :]]
+            if not is_exact:
+                dense = [self._wire.quantize(own, state.size, bucket.dtype)]
+                step.sent.rounding_errors = own - dense[0]
         for b, batch in enumerate(() if first else layout.batches):
             kernels.of(state.v).lowrank.multiply(batch.of(state.v), X[b], even, Y[b])
             if sent := step.sent.products:  # M is v without U^T W of this step so far
@@ -435,9 +411,9 @@ class PowerSGDCompressor(Compressor):
         mean = mean.float()
         Y_mean = layout.factors(mean[: flat.numel()], side)
         if first:
-            layout.write_dense(mean[flat.numel() :])
+            step.dense = mean[flat.numel() :]
         if mean.numel():
-            step.largest.append(float(mean.abs().max()))
+            step.largest.append(float(torch.linalg.vector_norm(mean, torch.inf)))
         if subtract:
             append_(step.sent.products, X, Y if wire is flat else layout.factors(wire.float(), side), even)
             append_(step.mean, X, Y_mean, even)

@@ -22,10 +22,12 @@ spaced in the order of indices: element floor(j count / kept) for j = 0 .. kept 
 
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from math import inf, nan
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float32, Float64, Int32, Int64, UInt8
@@ -192,6 +194,11 @@ class Codec:
         header[3] = scale.view(torch.int32)
         header[4], header[5] = terms.words
         header[2] = checksum(payload).view(1).view(torch.int32)[0]
+
+    def words(self, payload: UInt8[Tensor, "nbytes"]) -> Sequence[Any]:
+        """Return number, sealed, count and terms of the header: numbers, or scalars on the payload's device."""
+        header = self.unseal(payload)
+        return header.number, header.sealed, header.count, *header.terms
 
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
         """Read the header."""

@@ -15,7 +15,9 @@ from torch import Tensor
 as_pointer = ctypes.c_void_p.from_param  # faster than the construction of a c_void_p
 
 
-def address(tensor: Tensor, dtype: torch.dtype) -> int:
+def address(tensor: Tensor | None, dtype: torch.dtype) -> int:
+    if tensor is None:
+        return 0
     if tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous():
         return tensor.data_ptr()
     raise TypeError(refusal(tensor, dtype, "cpu"))
@@ -40,7 +42,7 @@ class Address:
 
 
 class Addresses(Address):
-    """Type of an argument: an array of addresses of tensors. None is a null pointer."""
+    """Type of an argument: an array of addresses of tensors. None is a null pointer, also in the array."""
 
     def from_param(self, tensors: Any) -> Any:
         # as bytes, because ctypes fills its own arrays slowly

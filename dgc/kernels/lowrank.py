@@ -4,10 +4,11 @@ Plain torch defines the results. Other backends add in another order, so their p
 
 M [B, n, m] is contiguous. Factors are stored in rows, U [B, R, n] and W [B, R, m], all fp32. `even` selects the
 half step. Even: Y = M^T X, with X [B, r, n] and Y [B, r, m]. Odd: Y = M X, with X [B, r, m] and Y [B, r, n]. Y is
-contiguous.
+contiguous. A vector v [V] holds the matrices of several batches one after another, and then the rest of a bucket.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float32, Int64
@@ -19,10 +20,52 @@ Matrices = Float32[Tensor, "B n m"]
 Left = Float32[Tensor, "B R n"]
 Right = Float32[Tensor, "B R m"]
 Factor = Float32[Tensor, "B r _"]
+Vector = Float32[Tensor, "_"]
+Tensors = Sequence[Tensor]
+Factors = Sequence[Float32[Tensor, "_ _ _"]]  # by batch
+Products = list[tuple[Float32[Tensor, "_ _ _"], Float32[Tensor, "_ _ _"]]]  # (U, W) of U^T W, by batch
+Places = Sequence[Sequence[Tensor]]  # a contiguous tensor [n, m] for each matrix, by batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`count` matrices [n, m], stored from `offset` in v, of the tensors `members` of the bucket, which together
+    have `numel` elements. The rest of a square matrix is padding.
+    """
+
+    members: tuple[int, ...]
+    offset: int
+    count: int
+    n: int
+    m: int
+    rank: int
+    numel: int
+
+    def of(self, v: Vector) -> Matrices:
+        end = self.offset + self.count * self.n * self.m
+        return v[self.offset : end].view(self.count, self.n, self.m)
+
+    def factor_shape(self, side: str) -> tuple[int, int, int]:
+        """Shape of "P" or "Q"."""
+        return self.count, self.rank, self.n if side == "P" else self.m
+
+
+Batches = Sequence[Batch]
+
+
+@dataclass(eq=False)
+class SentUpdate:
+    """The sent update: U and W by batch, and the uncompressed tensors except for their `rounding_errors` [D].
+
+    It stays in v until the next step subtracts it in its pass over memory. A dropped step has nothing to restore.
+    """
+
+    products: Products = field(default_factory=list)
+    rounding_errors: Vector | None = None  # None: zeros
 
 
 class LowRank:
-    """Products with low-rank factors, in plain torch. `refresh_` takes three passes over M.
+    """Products with low-rank factors, in plain torch. `refresh_` takes three passes over v.
 
     Args:
         kernels: Adds the gradients.
@@ -35,39 +78,69 @@ class LowRank:
         """M -= U^T W"""
         M.baddbmm_(U.mT, W, alpha=-1)
 
+    def remove_(self, v: Vector, batches: Batches, sent: SentUpdate) -> None:
+        """Remove from v what was sent."""
+        end = 0
+        for batch, product in zip(batches, sent.products, strict=True):
+            self.subtract_(batch.of(v), *product)
+            end = batch.offset + batch.count * batch.n * batch.m
+        v[end:].zero_() if sent.rounding_errors is None else v[end:].copy_(sent.rounding_errors)
+
     def multiply(self, M: Matrices, X: Factor, even: bool, Y: Factor) -> None:
         """Y = M^T X if even, else Y = M X."""
         torch.bmm(X, M if even else M.mT, out=Y)
 
     def refresh_(
-        self, M: Matrices, taken: tuple[Left, Right] | None, g: Sequence[Tensor], X: Factor, even: bool, Y: Factor
+        self,
+        v: Vector,
+        batches: Batches,
+        sent: SentUpdate | None,
+        g: Tensors,
+        X: Factors,
+        even: bool,
+        Y: Factors,
     ) -> Int64[Tensor, ""]:
-        """Do M -= U^T W, then M += g, then multiply M by X into Y.
+        """Remove from v what was sent, add the gradients, and multiply each batch M by its X into its Y.
 
         Args:
-            M: The matrices.
-            taken: U and W. The subtraction gives the same bits as subtract_. None: nothing is subtracted.
-            g: Consecutive contiguous pieces of one dtype, in M's memory order. NaN and TOO_LARGE (see
-                `dgc.kernels.selection`) count as zero. The rest of M is padding, and zero afterwards.
-            X: Factor to multiply by.
+            v: The matrices and the rest.
+            batches: Where the matrices lie.
+            sent: The bits are those of `remove_`. None: nothing was sent.
+            g: Contiguous pieces of one dtype, in v's order, one for each member of a batch. NaN and TOO_LARGE (see
+                `dgc.kernels.selection`) count as zero. The padding of a matrix is zero afterwards.
+            X: Factors to multiply by.
             even: The half step.
-            Y: Receives the product.
+            Y: Receives the products.
 
         Returns:
-            The index of the first element of g that is NaN or TOO_LARGE, or g's length.
+            The index in v of the first element of g that is NaN or TOO_LARGE, or V.
         """
-        own = M.view(-1)[: sum(piece.numel() for piece in g)]
-        if taken is not None:
-            self.subtract_(M, *taken)
-            M.view(-1)[own.numel() :].zero_()
-        found = self._kernels.accumulate_(PassInputs(tuple(g), None, own))
-        self.multiply(M, X, even, Y)
-        return found
+        numel = sum(map(Tensor.numel, g))
+        own, padding = v[:numel], v[numel:]
+        if sent is not None:
+            self.remove_(v, batches, sent)
+            padding.zero_()
+        first = self._kernels.accumulate_(PassInputs(tuple(g), None, own))
+        for batch, x, y in zip(batches, X, Y, strict=True):
+            self.multiply(batch.of(v), x, even, y)
+        return torch.where(first < numel, first, v.numel()) if padding.numel() else first
 
-    def outer(self, U: Left, W: Right, out: Sequence[Float32[Tensor, "n m"]]) -> None:
-        """Write U^T W of each matrix to its contiguous tensor in `out`. The R terms are added in order."""
-        if len(out) == 1:
-            torch.mm(U[0].T, W[0], out=out[0])
-            return
-        for place, product in zip(out, torch.bmm(U.mT, W), strict=True):
-            place.copy_(product)
+    def unit_rows(self, xs: Factors) -> tuple[list[Tensor], list[bool]]:
+        """Divide the rows of each x by their lengths. Return whether those of an x are all positive and finite."""
+        norms = [torch.linalg.vector_norm(x, dim=2, keepdim=True) for x in xs]
+        ranges = [norm.aminmax() for norm in norms]
+        usable = torch.stack([(least > 0) & (largest < torch.inf) for least, largest in ranges])
+        return [x / norm for x, norm in zip(xs, norms, strict=True)], usable.tolist()
+
+    def outer(self, products: Products, out: Places, mean: Vector, rest: Tensors) -> None:
+        """Write each U^T W to `out`, its R terms added in order, and the consecutive parts of `mean` to the
+        contiguous tensors of `rest`.
+        """
+        for part, place in zip(mean.split([place.numel() for place in rest]), rest, strict=True):
+            place.copy_(part)
+        for (U, W), places in zip(products, out, strict=True):
+            if len(places) == 1:
+                torch.mm(U[0].T, W[0], out=places[0])
+                continue
+            for place, product in zip(places, torch.bmm(U.mT, W), strict=True):
+                place.copy_(product)

@@ -6,8 +6,8 @@ result. The construction of a class raises `library.KernelsUnavailable` if the l
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_void_p, memset
-from itertools import accumulate
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p, memset
+from itertools import accumulate, chain
 from math import inf
 from typing import Any, TypeVar
 
@@ -28,8 +28,21 @@ from dgc.kernels.codec import (
     Terms,
     ValueKind,
 )
-from dgc.kernels.library import Address, Addresses, load
-from dgc.kernels.lowrank import Factor, Left, LowRank, Matrices, Right
+from dgc.kernels.library import Address, Addresses, address, load
+from dgc.kernels.lowrank import (
+    Batches,
+    Factor,
+    Factors,
+    Left,
+    LowRank,
+    Matrices,
+    Places,
+    Products,
+    Right,
+    SentUpdate,
+    Tensors,
+    Vector,
+)
 from dgc.kernels.quantize import (
     WORD,
     Bounds,
@@ -72,6 +85,7 @@ _RANDOM = (c_int, c_uint32, c_uint32)
 _MADE = (U8, F32, c_int)
 _RANKS = (EACH_U8, c_int)
 _SIZES = (c_int64, c_int64, c_int64)
+_TABLE = (c_void_p, c_int64)
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_isa": (c_char_p, ()),
     "dgc_update": (None, _PASS),
@@ -121,11 +135,13 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_mean_natural": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
     "dgc_pack_sums": (None, (*_RANKS, c_int64, c_int, c_int, U8, c_int)),
     "dgc_mean_sums": (None, (*_RANKS, c_int64, c_int, *_RANGES, c_int, F32, F32, c_int)),
-    "dgc_lowrank": (
+    "dgc_lowrank": (None, (F32, *_SIZES, F32, F32, c_int64, F32, c_int64, c_int, F32, c_int)),
+    "dgc_lowrank_first": (
         c_int64,
-        (F32, *_SIZES, F32, F32, c_int64, EACH_F32, F32, c_int64, c_int, F32, c_int),
+        (F32, c_int64, *_TABLE, EACH_F32, c_int, EACH_F32, c_void_p, c_int, c_int, F32, c_int),
     ),
-    "dgc_outer": (None, (F32, F32, *_SIZES, c_int64, EACH_F32, c_int)),
+    "dgc_unit_rows": (c_int, (F32, c_int64, c_int64, F32)),
+    "dgc_outer": (None, (EACH_F32, *_TABLE, EACH_F32, F32, *_TABLE, c_int)),
 }
 
 PLAIN_MOMENTUM, NESTEROV, RESIDUAL, NONE = range(4)
@@ -328,6 +344,11 @@ class NativeCodec(Native, Codec):
     ) -> None:
         header = (count, first_nonfinite, bounds, bounds.numel(), scale, terms.ratio, terms.form)
         self._library.dgc_seal(payload, payload.numel(), *header)
+
+    def words(self, payload: UInt8[Tensor, "nbytes"]) -> Sequence[Any]:
+        sealed = self._library.dgc_sealed(payload, payload.numel())
+        count, number, _, _, ratio, form = (c_int32 * 6).from_address(address(payload, UINT8))
+        return number, sealed, count, ratio, form
 
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
         count, number, _, scale, ratio, form = payload[:HEADER_BYTES].view(torch.int32).clone().unbind()
@@ -599,34 +620,57 @@ class NativeLowRank(Native, LowRank):
         LowRank.__init__(self, kernels)
 
     def subtract_(self, M: Matrices, U: Left, W: Right) -> None:
-        self._pass(M, (U, W), None, None, False, None)
+        sizes, threads = (*M.shape, U.contiguous(), W.contiguous(), U.shape[1]), torch.get_num_threads()
+        self._library.dgc_lowrank(M, *sizes, None, 0, False, None, threads)
 
     def multiply(self, M: Matrices, X: Factor, even: bool, Y: Factor) -> None:
-        self._pass(M, None, None, X, even, Y)
+        product = (X.contiguous(), X.shape[1], even, Y)
+        self._library.dgc_lowrank(M, *M.shape, None, None, 0, *product, torch.get_num_threads())
 
     def refresh_(
-        self, M: Matrices, taken: tuple[Left, Right] | None, g: Sequence[Tensor], X: Factor, even: bool, Y: Factor
+        self,
+        v: Vector,
+        batches: Batches,
+        sent: SentUpdate | None,
+        g: Tensors,
+        X: Factors,
+        even: bool,
+        Y: Factors,
     ) -> Int64[Tensor, ""]:
-        if list(map(Tensor.numel, g)) != [M[0].numel()] * M.shape[0]:
-            return super().refresh_(M, taken, g, X, even, Y)
-        first = self._pass(M, taken, list(map(Tensor.float, g)), X, even, Y)
+        sizes, members = array("q"), 0
+        factors: list[Tensor | None] = []
+        for b, batch in enumerate(batches):
+            if (len(batch.members), batch.numel) != (batch.count, batch.count * batch.n * batch.m):  # no matrices
+                return super().refresh_(v, batches, sent, g, X, even, Y)
+            U, W = (None, None) if sent is None else map(Tensor.contiguous, sent.products[b])
+            R = 0 if U is None else U.shape[1]
+            sizes.extend((batch.offset, batch.count, batch.n, batch.m, R, X[b].shape[1]))
+            factors += (U, W, X[b].contiguous(), Y[b])
+            members += batch.count
+        begins = array("q", accumulate(map(Tensor.numel, g[members:]), initial=0))
+        pieces, table = list(map(Tensor.float, g)), (sizes.tobytes(), len(batches), factors, even)
+        errors = (False, None) if sent is None else (True, sent.rounding_errors)
+        rests = (begins.tobytes(), len(begins) - 1, *errors, torch.get_num_threads())
+        first = self._library.dgc_lowrank_first(v, v.numel(), *table, pieces, *rests)
         return torch.full((), first, dtype=torch.int64)
 
-    def _pass(
-        self,
-        M: Matrices,
-        taken: tuple[Left, Right] | None,
-        g: Sequence[Tensor] | None,
-        X: Factor | None,
-        even: bool,
-        Y: Factor | None,
-    ) -> int:
-        factors = (None, None, 0) if taken is None else (*map(Tensor.contiguous, taken), taken[0].shape[1])
-        product = (None, 0) if X is None else (X.contiguous(), X.shape[1])
-        made = (even, Y, torch.get_num_threads())
-        first: int = self._library.dgc_lowrank(M, *M.shape, *factors, g, *product, *made)
-        return first
+    def unit_rows(self, xs: Factors) -> tuple[list[Tensor], list[bool]]:
+        units, usable = list(map(torch.empty_like, xs)), []
+        for x, unit in zip(xs, units, strict=True):
+            B, r, d = x.shape
+            usable.append(bool(self._library.dgc_unit_rows(x.contiguous(), B * r, d, unit)))
+        return units, usable
 
-    def outer(self, U: Left, W: Right, out: Sequence[Float32[Tensor, "n m"]]) -> None:
-        (B, R, n), m, threads = U.shape, W.shape[2], torch.get_num_threads()
-        self._library.dgc_outer(U.contiguous(), W.contiguous(), B, R, n, m, out, threads)
+    def outer(self, products: Products, out: Places, mean: Vector, rest: Tensors) -> None:
+        if rest and rest[0].dtype != FP32:
+            super().outer([], [], mean, rest)
+            rest = ()
+        sizes = array("q")
+        factors: list[Tensor] = []
+        for U, W in products:
+            factors += (U.contiguous(), W.contiguous())
+            sizes.extend((*U.shape, W.shape[2]))
+        places = [*chain.from_iterable(out), *rest]
+        rests = (mean, array("q", map(Tensor.numel, rest)).tobytes(), len(rest))
+        table = (factors, sizes.tobytes(), len(products), places)
+        self._library.dgc_outer(*table, *rests, torch.get_num_threads())

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 from zlib import crc32
 
 import torch
@@ -42,19 +42,19 @@ class Unchecked(Generic[T]):
 
     Attributes:
         contents: In the order of the payloads.
-        scalars: Numbers of the headers, for `check`.
+        scalars: Numbers of the headers, for `check`. int, or tensors.
         check: Given the values of `scalars`, returns for each payload the position, from 1, of its rank's first
             tensor with a non-finite gradient, or 0. Raises PayloadError if a payload is damaged, or was encoded
             with other settings. The message names the rank.
     """
 
     contents: list[T]
-    scalars: Sequence[Tensor]
+    scalars: Sequence[Any]
     check: Callable[[Sequence[int]], list[int]]
 
     def wait(self) -> tuple[list[T], list[int]]:
         """Wait for the device, and return the contents and what `check` does."""
-        if not self.scalars or self.scalars[0].is_cpu:
+        if not self.scalars or not isinstance(self.scalars[0], Tensor) or self.scalars[0].is_cpu:
             return self.contents, self.check(list(map(int, self.scalars)))
         # one read gets all, because each read waits
         return self.contents, self.check(torch.stack([scalar.int() for scalar in self.scalars]).tolist())
@@ -135,14 +135,14 @@ class Envelope:
         Raises:
             PayloadError: A payload has another size. The message names the rank.
         """
-        codec, codes, scalars = kernels.of(payloads[0]).codec, [], []
+        codec, codes = kernels.of(payloads[0]).codec, []
+        scalars: list[Any] = []
         ranks = range(len(payloads)) if ranks is None else ranks
         check_sizes(payloads, sealed_bytes(nbytes), self.terms, self.what, ranks)
         for payload in payloads:
             whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
-            header = codec.unseal(whole)
             codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
-            scalars += [header.number, header.sealed, header.count, *header.terms]
+            scalars += codec.words(whole)
         return Unchecked(codes, scalars, partial(self._check, ranks=ranks))
 
     def _check(self, words: Sequence[int], ranks: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from cases import case
 from kernels.backends import NAMES, backend
 
-from dgc.kernels.lowrank import LowRank
+from dgc.kernels.lowrank import Batch, LowRank, SentUpdate
 from dgc.kernels.native import NativeLowRank, NativeSelection
 from dgc.kernels.selection import TOO_LARGE
 
@@ -52,6 +52,13 @@ class Given:
         return torch.full((B, self.X[even].shape[1], m if even else n), torch.nan)
 
 
+def refresh(products: Any, M: Any, sent: Any, g: Any, X: Any, even: Any, Y: Any) -> int:
+    """Of one batch."""
+    (B, n, m), numel = M.shape, sum(piece.numel() for piece in g)
+    batch = Batch(tuple(range(len(g))), 0, B, n, m, 1, numel)
+    return int(products.refresh_(M.view(-1), [batch], sent and SentUpdate([sent]), g, [X], even, [Y]))
+
+
 def multiplied(M: Any, X: Any, even: Any) -> Any:
     return torch.bmm(X.double(), M.double() if even else M.double().mT)
 
@@ -67,8 +74,8 @@ def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
             expected = given.M.double() - torch.bmm(given.U.double().mT, given.W.double()) + given.g.double()
             M, Y = given.M.clone(), given.Y(even)
             pieces = [g.reshape(-1) for g in given.g]
-            found = products.refresh_(M, (given.U, given.W), pieces, given.X[even], even, Y)
-            assert int(found) == M.numel()
+            found = refresh(products, M, (given.U, given.W), pieces, given.X[even], even, Y)
+            assert found == M.numel()
             assert_close(M, expected, shape[3])
             assert_close(Y, multiplied(M, given.X[even], even), M[0].numel() ** 0.5)
             again = given.Y(even)
@@ -84,14 +91,14 @@ def test_what_is_subtracted_has_the_same_bits_alone(products: Any) -> None:
         products.subtract_(alone, given.U, given.W)
         alone += given.g
         g = [g.reshape(-1) for g in given.g]
-        products.refresh_(together, (given.U, given.W), g, given.X[False], False, given.Y(False))
+        refresh(products, together, (given.U, given.W), g, given.X[False], False, given.Y(False))
         assert torch.equal(alone, together), shape
 
 
 def test_nothing_was_taken(products: Any) -> None:
     given = Given(2, 9, 40, 1, 2)
     M, Y = given.M.clone(), given.Y(True)
-    products.refresh_(M, None, [g.reshape(-1) for g in given.g], given.X[True], True, Y)
+    refresh(products, M, None, [g.reshape(-1) for g in given.g], given.X[True], True, Y)
     assert torch.equal(M, given.M + given.g)
     assert_close(Y, multiplied(M, given.X[True], True), 20)
 
@@ -105,9 +112,9 @@ def test_what_is_not_finite_counts_as_zero_and_is_found(products: Any) -> None:
         g.view(-1)[place] = bad
         g.view(-1)[place + 1 :][:7] = bad
         M, Y = given.M.clone(), given.Y(even)
-        found = products.refresh_(M, None, [piece.reshape(-1) for piece in g], given.X[even], even, Y)
+        found = refresh(products, M, None, [piece.reshape(-1) for piece in g], given.X[even], even, Y)
         with case(bad, place, even):
-            assert int(found) == place
+            assert found == place
             assert torch.equal(M, given.M + torch.where(g.abs() < TOO_LARGE, g, 0.0))
             assert bool(Y.isfinite().all())
 
@@ -117,9 +124,9 @@ def test_pieces_that_are_no_matrices_leave_padding(products: Any) -> None:
     given = Given(1, 10, 10, 2, 1)
     g = given.g.view(-1)[:93]
     M, Y = given.M.clone(), given.Y(True)
-    found = products.refresh_(M, (given.U, given.W), list(g.split([50, 40, 3])), given.X[True], True, Y)
+    found = refresh(products, M, (given.U, given.W), list(g.split([50, 40, 3])), given.X[True], True, Y)
     expected = given.M - torch.bmm(given.U.mT, given.W)
-    assert int(found) == 93
+    assert found == 100
     assert_close(M.view(-1)[:93], (expected.view(-1)[:93] + g).double(), 4)
     assert not M.view(-1)[93:].any()
     assert_close(Y, multiplied(M, given.X[True], True), 10)
@@ -129,7 +136,7 @@ def test_half_precision_gradients(products: Any) -> None:
     given = Given(3, 6, 35, 1, 1)
     g = given.g.to(torch.bfloat16)
     M = given.M.clone()
-    products.refresh_(M, None, [piece.reshape(-1) for piece in g], given.X[True], True, given.Y(True))
+    refresh(products, M, None, [piece.reshape(-1) for piece in g], given.X[True], True, given.Y(True))
     assert torch.equal(M, given.M + g.float())
 
 
@@ -140,7 +147,7 @@ def test_outer_products_have_the_same_bits_everywhere(products: Any) -> None:
             given = Given(*shape)
             buffer = torch.full((given.M.numel() + 3,), torch.nan)
             out = list(buffer[3:].view(given.M.shape))
-            products.outer(given.U.mT.contiguous().mT, given.W, out)
+            products.outer([(given.U.mT.contiguous().mT, given.W)], [out], torch.empty(0), [])
             expected = torch.zeros_like(given.M)
             for k in range(shape[3]):
                 expected += given.U[:, k, :, None] * given.W[:, k, None, :]
@@ -149,3 +156,84 @@ def test_outer_products_have_the_same_bits_everywhere(products: Any) -> None:
             else:
                 assert_close(torch.stack(out), expected.double(), shape[3])
             assert bool(buffer[:3].isnan().all())
+
+
+class Whole:
+    """The batches of a bucket, with `rest` elements behind them."""
+
+    def __init__(self, rest: int) -> None:
+        self.parts, self.batches, end = [Given(*shape) for shape in SHAPES], [], 0
+        for part in self.parts:
+            B, n, m = part.M.shape
+            self.batches.append(Batch(tuple(range(B)), end, B, n, m, 1, part.M.numel()))
+            end += part.M.numel()
+        self.rest, self.errors = torch.arange(rest) / 8, torch.arange(rest) / 4
+        self.v = torch.cat([*(part.M.view(-1) for part in self.parts), -self.rest])
+        self.g = [g.reshape(-1) for part in self.parts for g in part.g] + list(self.rest.split([rest - 3, 3]))
+
+
+def test_a_whole_bucket_is_its_batches_and_its_rest(products: Any) -> None:
+    for even, sends, errors in [(True, True, True), (False, True, False), (True, False, False)]:
+        whole = Whole(70)
+        sent = [(part.U, part.W) for part in whole.parts] if sends else None
+        X, Y = [part.X[even] for part in whole.parts], [part.Y(even) for part in whole.parts]
+        update = None if sent is None else SentUpdate(sent, whole.errors if errors else None)
+        removed = whole.v.clone()
+        if update is not None:
+            products.remove_(removed, whole.batches, update)
+        assert int(products.refresh_(whole.v, whole.batches, update, whole.g, X, even, Y)) == len(whole.v)
+        for b, (part, batch) in enumerate(zip(whole.parts, whole.batches, strict=True)):
+            with case(even, sends, errors, b):
+                M, y, g = part.M.clone(), part.Y(even), [g.reshape(-1) for g in part.g]
+                refresh(products, M, sent and sent[b], g, X[b], even, y)
+                assert torch.equal(batch.of(whole.v), M) and torch.equal(Y[b], y)
+                assert torch.equal(batch.of(removed) + part.g, M)
+        before = (whole.errors if errors else torch.zeros(70)) if sends else -whole.rest
+        assert torch.equal(removed[-70:], before) and torch.equal(whole.v[-70:], before + whole.rest)
+
+
+def test_the_first_element_that_is_not_finite_is_found_anywhere_in_a_bucket(products: Any) -> None:
+    whole = Whole(9)
+    edges = [*(batch.offset for batch in whole.batches), len(whole.v) - 9, len(whole.v) - 3, len(whole.v)]
+    for place in [place for edge in edges for place in (edge - 1, edge) if 0 <= place < len(whole.v)]:
+        g = torch.cat(whole.g)
+        g[place], g[-1] = torch.nan, torch.inf
+        pieces = list(g.split([piece.numel() for piece in whole.g]))
+        X, Y = [part.X[True] for part in whole.parts], [part.Y(True) for part in whole.parts]
+        assert int(products.refresh_(whole.v.clone(), whole.batches, None, pieces, X, True, Y)) == place
+
+
+def test_all_outer_products_and_the_rest_are_written_at_once(products: Any) -> None:
+    parts = [Given(*shape) for shape in SHAPES]
+    for dtype in (torch.float32, torch.bfloat16):
+        mean, rest = torch.arange(12.0), [torch.zeros(7, dtype=dtype), torch.zeros(5, dtype=dtype)]
+        together, alone = ([torch.full_like(part.M, torch.nan) for part in parts] for _ in range(2))
+        products.outer([(part.U, part.W) for part in parts], list(map(list, together)), mean, rest)
+        for part, M, own in zip(parts, together, alone, strict=True):
+            products.outer([(part.U, part.W)], [list(own)], torch.empty(0), [])
+            assert torch.equal(M, own)
+        assert torch.equal(torch.cat(rest), mean.to(dtype))
+
+
+def test_rows_of_length_one_have_the_same_bits_on_every_cpu(products: Any) -> None:
+    """Of rows without a length, and with numbers that do not fit, the caller learns."""
+    xs = [part.X[even] for part in map(lambda shape: Given(*shape), SHAPES) for even in (True, False)]
+    xs += [1e-15 * torch.ones(1, 1, 9), 1e15 * torch.ones(1, 2, 9)]
+    units, usable = products.unit_rows(xs)
+    for x, unit in zip(xs, units, strict=True):
+        wide = x.double()
+        assert_close(unit, wide / wide.norm(dim=2, keepdim=True), 4)
+        if isinstance(products, NativeLowRank):
+            squares = torch.nn.functional.pad(wide.square(), (0, -x.shape[2] % 8)).unflatten(2, (-1, 8))
+            lanes = torch.zeros_like(squares[:, :, 0])
+            for i in range(squares.shape[2]):
+                lanes += squares[:, :, i]
+            total = torch.zeros_like(lanes[:, :, 0])
+            for lane in range(8):
+                total += lanes[:, :, lane]
+            assert torch.equal(unit, x / total.sqrt().float()[:, :, None])
+    assert usable == [True] * len(xs)
+    for bad in (0.0, torch.nan, torch.inf):
+        x = torch.ones(2, 3, 5)
+        x[1, 2] = bad
+        assert products.unit_rows([xs[0], x, xs[1]])[1] == [True, False, True], bad

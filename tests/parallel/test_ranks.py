@@ -143,7 +143,11 @@ def test_200_steps_on_the_gpus_kernels_interpreted(group: Group) -> None:
 
 @pytest.mark.parametrize("group", [over(alone, 1)], indirect=True)
 def test_one_process_without_a_launcher(group: Group) -> None:
+    """A group of one rank sends nothing."""
     check_quick(group)
+    for transport in ("auto", "torch"):
+        check_requests(group.run(worker.requests, hierarchical=True, transport=transport))
+        assert group.run(worker.started, hierarchical=True, transport=transport) == [[]], transport
 
 
 def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:

@@ -40,6 +40,17 @@ from dgc.wire import CastValues, Int8Values, RiceIndices
 Finding = dict[str, Any]
 
 
+def started(transport: Any) -> list[Any]:
+    """What the network does for requests in a group of one rank: operations of Gloo, or Horovod's handles."""
+    own = torch.arange(4.0)
+    sent = (AllReduce(own), AllGather(own), AllToAll(own, (4,)), ReduceScatter(own), Broadcast(own, 0))
+    work = transport.launch("started", sent)
+    operations = getattr(work, "operations", None)
+    found = [handle for _, handle in work if handle is not None] if operations is None else sum(operations, [])
+    transport.wait(work)
+    return found
+
+
 def requests(transport: Any) -> Finding:
     """Every kind of request, in every group: Horovod's replies are the lockstep transport's."""
 

@@ -51,6 +51,9 @@ struct Unit {
 // Segments of at most this size are collected whole if no lower bound is known.
 constexpr int64_t small_range = 4096;
 
+// Updates without collecting. Returns the first element of g that is NaN or too large, or n.
+int64_t update(const Source& source, int64_t n, int threads);
+
 // Estimates from a sample a lower bound slightly below the k-th largest magnitude of the segment after the update.
 // The caller must check that enough elements reach it.
 uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memory);

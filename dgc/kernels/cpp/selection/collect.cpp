@@ -40,7 +40,8 @@ std::pair<int64_t, int64_t> set_units(Job& job) {
     return {count, room + block + 16};
 }
 
-// Updates without collecting. Returns the first element of g that is NaN or too large, or n.
+}  // namespace
+
 int64_t update(const Source& source, int64_t n, int threads) {
     const auto kernel = pass_kernels().update[source.update];
     std::atomic<int64_t> first{n};
@@ -51,8 +52,6 @@ int64_t update(const Source& source, int64_t n, int threads) {
     });
     return first.load();
 }
-
-}  // namespace
 
 void set_lower_bounds(Job& job) {
     if (std::all_of(job.active, job.active + job.active_count, [&](int64_t s) { return job.segments[s].expected; }))
