@@ -24,20 +24,21 @@ that are sent.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.bucket import make_bucket
+from dgc.bucket import check_real
 from dgc.comm.connect import default_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
-from dgc.engine.buckets import PlannedBucket, keep_states
+from dgc.engine.buckets import keep_states, plan_buckets
 from dgc.engine.loop import Engine
 from dgc.engine.options import unique_prefix
 from dgc.engine.state import Identity, compare_steps, identified, verified
@@ -174,15 +175,12 @@ class _Exchange:
     def __init__(self, like: Sequence[Tensor], compressor: Compressor, transport: Transport):
         self.transport, self.meter = transport, TrafficMeter()
         self._shapes = [tensor.shape for tensor in like]
-        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, tensor in enumerate(like):
-            alike.setdefault((tensor.dtype, tensor.device), []).append(i)
-        self._members = list(alike.values())
+        named = [(f"param{i}", tensor) for i, tensor in enumerate(like)]
+        self._numbers = {name: i for i, (name, _) in enumerate(named)}
+        for name, tensor in named:
+            check_real(name, tensor.dtype)
         prefix = f"{unique_prefix(transport)}.aggregate"
-        self.planned = []
-        for b, members in enumerate(self._members):
-            bucket = make_bucket(f"{prefix}.{b}", [(f"param{i}", like[i]) for i in members])
-            self.planned.append(PlannedBucket(bucket, compressor, tuple(like[i] for i in members)))
+        self.planned = plan_buckets(named[::-1], lambda _: compressor, inf, prefix)  # by dtype and device
         keep_states(self.planned, transport.size, transport.rank)
         self._engine = Engine([[plan] for plan in self.planned], transport, self.meter, prefix)
 
@@ -194,8 +192,9 @@ class _Exchange:
             if g is not None and g.shape != shape:
                 raise ValueError(f"gradient {i} has shape {tuple(g.shape)}, not {tuple(shape)}")
         views: dict[int, Tensor] = {}
-        for b, (plan, members) in enumerate(zip(self.planned, self._members, strict=True)):
-            for segment, i in zip(plan.bucket.segments, members, strict=True):
+        for b, plan in enumerate(self.planned):
+            for segment in plan.bucket.segments:
+                i = self._numbers[segment.name]
                 g, views[i] = gradients[i], segment.of(plan.bucket.flat)
                 views[i].zero_() if g is None else views[i].copy_(g)
             self._engine.start(b)

@@ -70,10 +70,6 @@ class Bucket:
         return self._flat.split([segment.numel for segment in self.segments])
 
     @cached_property
-    def _dtype_of_sums(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @cached_property
     def bounds(self) -> Tensor:
         """The first element of each segment, and numel, int64 [segments + 1]."""
         bounds = [*(s.offset for s in self.segments), self.numel]
@@ -90,7 +86,7 @@ class Bucket:
 
     def probe(self) -> Tensor:
         """A number, inf or NaN if `flat` has NaN, inf or very large elements. The host does not wait for it."""
-        return self.flat.sum(dtype=self._dtype_of_sums)
+        return self.flat.sum(dtype=torch.promote_types(self.dtype, torch.float32))
 
     @property
     def is_flat(self) -> bool:

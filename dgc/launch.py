@@ -42,20 +42,13 @@ class Launcher:
     marker: str = ""
 
 
+def _names(prefix: str) -> tuple[str, str, str, str]:
+    return f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
+
+
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-OMPI = "OMPI_COMM_WORLD_"
-MPIRUN = Launcher(
-    "mpirun", "horovod", f"{OMPI}RANK", f"{OMPI}SIZE", f"{OMPI}LOCAL_RANK", f"{OMPI}LOCAL_SIZE", "PMIX_NAMESPACE"
-)
-HOROVODRUN = Launcher(
-    "horovodrun",
-    "horovod",
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-)
+MPIRUN = Launcher("mpirun", "horovod", *_names("OMPI_COMM_WORLD"), "PMIX_NAMESPACE")
+HOROVODRUN = Launcher("horovodrun", "horovod", *_names("HOROVOD"), "HOROVOD_GLOO_RENDEZVOUS_PORT")
 SRUN = Launcher("srun", "torch", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID")
 BY_HAND = Launcher("RANK and WORLD_SIZE", "torch", *TORCH_NAMES)
 # The innermost launcher first. mpirun and srun may start torchrun, once per machine, never the other way round.

@@ -46,9 +46,9 @@ NETWORK = Network(latency=1e-3, bandwidth=1e6, inner_latency=1e-4, inner_bandwid
 ALONE = replace(NETWORK, ranks_per_machine=1)
 
 
-def record(plan: Any, size: int, local_size: int = 1, decoded_bytes: int = 2**24) -> Traffic:
+def record(plan: Any, size: int, local_size: int = 1) -> Traffic:
     """One exchange."""
-    return record_steps(plan, size, local_size, decoded_bytes=decoded_bytes)[0]
+    return record_steps(plan, size, local_size)[0]
 
 
 def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Sequence[tuple[Bucket, Compressor]]]:
@@ -88,7 +88,9 @@ def test_an_early_end_loses_no_message(no_type_checks: None) -> None:
 
             fleet = Fleet(make, 16)
             fleet.step([gradients(rank, 0) for rank in range(16)])
-            traffic = record(planned(make), 16, decoded_bytes=0)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("dgc.cost.computing.DECODED_BYTES", 0)
+                traffic = record(planned(make), 16)
             assert traffic.total("wire") == pytest.approx(fleet.world.meters[-1].wire_bytes)
             assert (traffic.decode is None) == (exchange != "gtopk")
             assert record(planned(make), 16).buckets == traffic.buckets

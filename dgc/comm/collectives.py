@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from dgc.comm.requests import AllGather, AllReduce, Broadcast, Op, Request
+from dgc.comm.requests import AllGather, AllReduce, Broadcast, Group, Op, Request
 from dgc.comm.transport import Transport
 
 CRC_BYTES = 4
@@ -22,9 +22,11 @@ def _wait_for(transport: Transport, name: str, request: Request, communicator: s
     return transport.wait(transport.launch(name, (request,), communicator))[0]
 
 
-def all_reduce(transport: Transport, tensor: Tensor, op: Op = "mean", name: str = "all_reduce") -> Tensor:
-    """Return the element-wise `op` over all ranks in a new tensor. Collective; shape and dtype must be equal."""
-    return _wait_for(transport, f"dgc.control.{name}", AllReduce(tensor.clone(), op))
+def all_reduce(
+    transport: Transport, tensor: Tensor, op: Op = "mean", name: str = "all_reduce", group: Group = "world"
+) -> Tensor:
+    """Return the element-wise `op` over a group in a new tensor. Collective; shape and dtype must be equal."""
+    return _wait_for(transport, f"dgc.control.{name}", AllReduce(tensor.clone(), op, group))
 
 
 def broadcast_object(transport: Transport, obj: Any, root: int = 0, name: str = "broadcast_object") -> Any:
@@ -65,14 +67,10 @@ class MachineRank:
 
 
 def find_machine_rank(transport: Transport, what: str) -> MachineRank:
-    """Return this rank's place among the machines. Collective.
-
-    Args:
-        transport: A transport with the groups `local` and `cross`.
-        what: Name of the user, for the error message.
+    """Return this rank's place among the machines. Collective. what: Name of the user, for the error message.
 
     Raises:
-        ValueError: The number of ranks differs between machines, or the transport lacks the groups.
+        ValueError: The number of ranks differs between machines, or the transport has no `local` and `cross`.
     """
     here, across = transport.group_size("local"), transport.group_size("cross")
     bounds = torch.tensor([-here, here, -across, across], dtype=torch.int64)

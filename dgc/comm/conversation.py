@@ -60,8 +60,7 @@ class RunningConversation(Generic[T]):
     def advance(self, max_rounds: float = inf) -> bool:
         """Continue while replies are available, without waiting. Return whether the conversation has ended.
 
-        Args:
-            max_rounds: Largest number of rounds that may have been launched afterwards.
+        max_rounds: Largest number of rounds that may have been launched afterwards.
         """
         while not self.done and self.rounds < max_rounds and self._awaited.poll(self._work):
             self._resume(self._awaited.wait(self._work))

@@ -291,10 +291,9 @@ def execute(requests: Sequence[Any]) -> list[Reply]:
             return [tuple(shares[source][to].clone() for source in range(size)) for to in range(size)]
         case Exchange():
             for to, request in enumerate(requests):
-                for source in range(size):
-                    if (to in requests[source].sends) != (source in request.receives):
-                        raise LockstepError(f"rank {source}'s sends and rank {to}'s receives do not match")
-            for to, request in enumerate(requests):
+                if (found := {r for r in range(size) if to in requests[r].sends}) != request.receives.keys():
+                    source = min(found ^ request.receives.keys())
+                    raise LockstepError(f"rank {source}'s sends and rank {to}'s receives do not match")
                 for source, buffer in request.receives.items():
                     sent = requests[source].sends[to]
                     if (buffer.shape, buffer.dtype) != (sent.shape, sent.dtype):

@@ -44,11 +44,7 @@ def all_gather_wire_bytes(payload: int, size: int) -> float:
 def bytes_of(request: Request, rank: int, size: int, local_size: int = 1) -> tuple[int, float, float]:
     """Return the payload bytes, wire bytes and cross wire bytes of this rank for the request.
 
-    Args:
-        request: The request.
-        rank: This rank, within the group.
-        size: Number of ranks of the group.
-        local_size: Ranks of each machine.
+    rank, size: Those of the group. local_size: Ranks of each machine.
     """
     parts: dict[int, int] | None = None  # bytes for each other rank, if they differ
     if isinstance(request, Exchange):
@@ -84,11 +80,8 @@ class Trace:
     """A timeline of a rank's exchanges in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
 
     Each bucket has two rows. The first shows its phases. The second shows its messages, "in flight" from the
-    launch until the replies are used. Times are host times: on a GPU the work itself may still be running.
-
-    Args:
-        rank: This rank.
-        limit: Largest number of events kept, which bounds the memory of a long run. `dropped` counts the rest.
+    launch until the replies are used. Times are host times: on a GPU the work itself may still be running. At most
+    `limit` events are kept, which bounds the memory of a long run. `dropped` counts the rest.
     """
 
     def __init__(self, rank: int, limit: int = 200_000):
@@ -172,7 +165,7 @@ class TrafficMeter:
 
     def count_dense(self, numel: int, size: int) -> None:
         """Count the dense equivalent of `numel` gradient elements, exchanged among `size` ranks."""
-        dense = 2 * (4 * numel) * (size - 1) / size  # of an all-reduce
+        dense = all_reduce_wire_bytes(4 * numel, size)
         self.dense_wire_bytes += dense
         self.dense_cross_wire_bytes += dense / self.local_size if size > self.local_size else 0
 

@@ -18,11 +18,7 @@ from dgc.comm.requests import Group, Reply, Request, between_machines
 
 @runtime_checkable
 class Transport(Protocol):
-    """Carries requests between ranks.
-
-    Requests with one name match. A name may be reused once `wait` has returned for its work. Every rank launches
-    the collectives of one communicator in the same order.
-    """
+    """Carries requests between ranks. A name may be reused once `wait` has returned for its work."""
 
     @property
     def rank(self) -> int: ...
@@ -84,12 +80,7 @@ class GroupedTransport(ABC):
 
 
 class Groups:
-    """The ranks of each group. Machines may have different numbers of ranks.
-
-    Args:
-        rank: This rank.
-        machines: The ranks of each machine.
-    """
+    """The groups of a rank, by the ranks of each machine. Machines may have different numbers of ranks."""
 
     def __init__(self, rank: int, machines: list[list[int]]):
         local_ranks = range(max(map(len, machines)))
@@ -100,11 +91,7 @@ class Groups:
 
 
 class WrappingTransport:
-    """Base class of transports that send over another one.
-
-    Args:
-        inner: The other transport.
-    """
+    """Base class of transports that send over another one, `inner`."""
 
     def __init__(self, inner: Transport):
         self.inner = inner
@@ -123,10 +110,9 @@ class WrappingTransport:
 
 
 class CrossMachineTransport(WrappingTransport):
-    """A transport between the ranks of one local rank, one on each machine. They are its world.
+    """A transport between the ranks of one local rank, one on each machine, which are its world.
 
-    Args:
-        inner: Connects all ranks, with groups between machines. They share its communicators.
+    `inner` connects all ranks, with groups between machines. They share its communicators.
     """
 
     def __init__(self, inner: Transport):

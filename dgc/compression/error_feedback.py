@@ -37,13 +37,14 @@ class ErrorFeedbackCompressor(Compressor):
     """
 
     fallback: Compressor = DenseCompressor()
+    bits: float  # of an element's code
 
     def __init__(self, error_feedback: bool = True, seed: int = 0):
         self.error_feedback, self._seed = error_feedback, seed
 
     @property
-    @abstractmethod
-    def compress_ratio(self) -> float: ...
+    def compress_ratio(self) -> float:
+        return self.bits / 32
 
     @abstractmethod
     def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
@@ -84,12 +85,6 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
 
     Payload of a bucket in bytes: 24 + those of the codes, rounded up to 8. The nominal ratio is bits / 32.
     """
-
-    bits: float
-
-    @property
-    def compress_ratio(self) -> float:
-        return self.bits / 32
 
     @abstractmethod
     def nbytes(self, bucket: Bucket) -> int:

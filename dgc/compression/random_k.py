@@ -12,6 +12,8 @@ Payload of a bucket in bytes: 4 sum of k (fp16: 2), and 24 for a header.
 Differences from the paper: Random k takes one element from each stretch, not any k elements.
 """
 
+from typing import TypeAlias
+
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -23,6 +25,8 @@ from dgc.compression.protocol import Position, Vector, check_choice, fraction_of
 from dgc.selection.selector import share
 from dgc.state import State
 from dgc.wire import CastValues
+
+Chosen: TypeAlias = tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]
 
 
 @checked
@@ -48,9 +52,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
     def compress_ratio(self) -> float:
         return self._ratio
 
-    def choose(
-        self, numel: int, k: int, generator: torch.Generator
-    ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
+    def choose(self, numel: int, k: int, generator: torch.Generator) -> Chosen:
         """Returns (ascending indices into a tensor of `numel` elements, inverse probability of each)."""
         edges = torch.arange(k + 1, dtype=torch.int64) * numel // k
         lengths = edges.diff()
@@ -82,8 +84,6 @@ class RandomBlockCompressor(RandomKCompressor):
     Args and errors are those of `RandomKCompressor`.
     """
 
-    def choose(
-        self, numel: int, k: int, generator: torch.Generator
-    ) -> tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]:
+    def choose(self, numel: int, k: int, generator: torch.Generator) -> Chosen:
         start = int(torch.randint(numel, (), generator=generator, dtype=torch.int64))
         return ((start + torch.arange(k, dtype=torch.int64)) % numel).sort().values, numel / k

@@ -25,7 +25,6 @@ large is equivalent. Tensors of any size and dtype are accepted.
 """
 
 import math
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -36,7 +35,7 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.error_feedback import Codes, ErrorFeedbackCompressor, Mean, place_of_mean
+from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean, place_of_mean
 from dgc.compression.protocol import Position, Vector, check_choice
 from dgc.state import State
 
@@ -63,6 +62,8 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
+    bits: int
+
     def __init__(
         self,
         bits: int = 2,
@@ -82,10 +83,6 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         check_choice(("auto", "gather", "scatter", "server"), wire=wire)
         super().__init__(error_feedback)
         self.bits, self.threshold, self.factor, self.wire = bits, threshold, factor, wire
-
-    @property
-    def compress_ratio(self) -> float:
-        return self.bits / 32
 
     def nbytes(self, bucket: Bucket) -> int:
         """Bytes of the codes of a bucket, C."""
@@ -110,21 +107,10 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         if self.wire == "gather" or (self.wire == "auto" and state.size <= 2):
             parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)
-            self._mean_of_codes_(parts, bounds, unit, state.size, mean)
+            quantizers.units_mean_(parts, bounds, self.bits, unit, state.size, mean)
         else:
             mean, nonfinite = yield from self._scatter(bucket, state.size, codes, first_nonfinite, unit)
         return mean, kept, nonfinite
-
-    def _mean_of_codes_(
-        self, parts: Sequence[Codes], bounds: Tensor, unit: Tensor | None, size: int, mean: Vector
-    ) -> None:
-        """Sums the codes of all ranks as integers, multiplies by the unit of each tensor and divides by `size`."""
-        ones = torch.ones(bounds.numel() - 1, dtype=torch.float32, device=mean.device)
-        quantizers, each = kernels.of(mean).quantize, [ones] * len(parts)
-        if self.bits == 2:
-            quantizers.tern_mean_(parts, bounds, each, unit, size, mean)
-        else:
-            quantizers.sign_mean_(parts, bounds, [-ones] * len(parts), each, unit, size, mean)
 
     def _scatter(
         self, bucket: Bucket, size: int, codes: Tensor, first_nonfinite: Tensor, unit: Float32[Tensor, "S"]
@@ -145,7 +131,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             quantizers.sums_mean_(packed, fields, self.bits, bits, bucket.bounds, unit, mean)
         else:
             own = torch.empty(fields, dtype=torch.float32, device=codes.device)
-            self._mean_of_codes_(parts, whole, None, 1, own)
+            quantizers.units_mean_(parts, whole, self.bits, None, 1, own)
             kind = torch.float32 if self.wire == "server" else torch.int16  # more than 8 bits
             shares, _ = yield from envelope.gather(own.to(kind).view(torch.uint8), finite)
             total = torch.cat([part.clone().view(kind) for part in shares]).float()

@@ -40,6 +40,7 @@ from dgc.engine.state import BucketStates
 REDUCED = {"AllReduce", "ReduceScatter", "Broadcast"}  # their replies do not grow with the number of ranks
 HALVES = (torch.float16, torch.bfloat16)
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
+DECODED_BYTES = 2**24  # of replies to the last all-gather; larger ones are not decoded
 REFERENCE_SIZE = 4  # machines of the run that tells which all-gather is the last round
 
 Planned = Sequence[tuple[Bucket, Compressor]]
@@ -131,13 +132,12 @@ def record_steps(
     local_size: int = 1,
     steps: int = 1,
     refill: Refill | None = None,
-    decoded_bytes: int = 2**24,
 ) -> list[Traffic]:
     """Record what the last of `size` ranks sends, and the others of its machine if they differ.
 
     Several exchanges of the same compressors bring their state to that of training. A conversation on more than 8
-    machines is ended at an all-gather if on 4 machines it made the same requests, of which this was the last: the
-    replies grow with the number of ranks.
+    machines is ended at an all-gather if on 4 machines it made the same requests, of which this was the last, and
+    the replies, which grow with the number of ranks, exceed DECODED_BYTES.
 
     Args:
         plan: Given the number of ranks and the rank, returns the buckets, with gradients, and new compressors for
@@ -145,7 +145,6 @@ def record_steps(
         size, local_size: As in `AlikeRanks`. For a compressor that sends from rank to rank, a power of two.
         steps: Number of exchanges.
         refill: Sets the gradients of the planned buckets before exchange number 0, 1, ... None: for a single one.
-        decoded_bytes: Largest size of the replies to such an all-gather that are decoded nevertheless.
 
     Raises:
         ValueError: As AlikeRanks and its `reply`, or there are several steps without `refill`.
@@ -154,7 +153,7 @@ def record_steps(
         raise ValueError(f"record_steps: {steps} steps need a function `refill` that sets the gradients of each")
 
     def record_rank(local_rank: int) -> list[Traffic]:
-        return _record_rank(plan, AlikeRanks(size, local_size, local_rank), steps, refill, decoded_bytes)
+        return _record_rank(plan, AlikeRanks(size, local_size, local_rank), steps, refill)
 
     last = record_rank(local_size - 1)
     messages = [message for bucket in last[-1].buckets for message in bucket]
@@ -164,14 +163,12 @@ def record_steps(
     return [machine_of(ranks) for ranks in zip(*others, last, strict=True)]
 
 
-def _record_rank(
-    plan: Plan, ranks: AlikeRanks, steps: int, refill: Refill | None, decoded_bytes: int
-) -> list[Traffic]:
+def _record_rank(plan: Plan, ranks: AlikeRanks, steps: int, refill: Refill | None) -> list[Traffic]:
     size, local_size = ranks.size, ranks.local_size
     ends: list[tuple[str, ...]] | None = None
     if size > 2 * REFERENCE_SIZE * local_size:
         fewer = AlikeRanks(REFERENCE_SIZE * local_size, local_size, ranks.local_rank)
-        reference = _record_rank(plan, fewer, steps, refill, decoded_bytes)[-1]
+        reference = _record_rank(plan, fewer, steps, refill)[-1]
         ends = [tuple(message.kind for message in bucket) for bucket in reference.buckets]
     planned = plan(size, ranks.rank)
     states = {id(compressor): BucketStates(compressor) for _, compressor in planned}
@@ -184,7 +181,7 @@ def _record_rank(
         recorded = []
         for i, (bucket, compressor) in enumerate(planned):
             conversation = states[id(compressor)].reduce(bucket)
-            recorded.append(_record(conversation, ranks, bucket.device, ends[i] if ends else (), decoded_bytes))
+            recorded.append(_record(conversation, ranks, bucket.device, ends[i] if ends else ()))
             bucket.release()
         messages, elements = tuple(of for of, _, _ in recorded), tuple(bucket.numel for bucket, _ in planned)
         later = [seconds for _, _, seconds in recorded if seconds is not None]
@@ -200,7 +197,6 @@ def _record(
     ranks: AlikeRanks,
     device: torch.device,
     ends: tuple[str, ...],
-    decoded_bytes: int,
 ) -> tuple[tuple[Message, ...], float, float | None]:
     """The messages of a conversation, and its seconds before and after the first one; None if it ends early."""
     messages: list[Message] = []
@@ -217,7 +213,7 @@ def _record(
         replies = tuple(ranks.reply(request) for request in requests)
         messages += [message_of(of, ranks, ranks.awaited if isinstance(of, Exchange) else 0) for of in requests]
         if ends and ends[-1] == "AllGather" and ends == tuple(message.kind for message in messages):
-            if messages[-1].size * messages[-1].payload > decoded_bytes:
+            if messages[-1].size * messages[-1].payload > DECODED_BYTES:
                 conversation.close()
                 return tuple(messages), seconds[0], None
 

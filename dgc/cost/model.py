@@ -120,8 +120,8 @@ class Message:
         """Time of the request alone on the network."""
         if self.size == 1:
             return 0.0
-        inside = _steps(self.inner)
-        steps = inside, _steps(self.size) - inside
+        inside = ceil(log2(self.inner))
+        steps = inside, ceil(log2(self.size)) - inside
         latency = steps[0] * network.inner_latency + steps[1] * network.latency
         moved = self._transfer(network, local_size, self.wire)
         added = self.payload * (self.size - 1) / self.size
@@ -153,10 +153,6 @@ class Message:
         inner = nbytes * (1 - away)
         shared = local_size * inner / network.machine_bandwidth
         return max(card / network.bandwidth, inner / network.inner_bandwidth, shared)
-
-
-def _steps(size: int) -> int:
-    return ceil(log2(size))
 
 
 @dataclass(frozen=True)

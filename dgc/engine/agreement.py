@@ -53,7 +53,7 @@ def check_equal(tensor: Tensor, transport: Transport, name: str, what: str, cure
 
     name: of the messages. what, cure: the tensor, and what to do, for the error.
     """
-    digests = all_gather_object(transport, _checksum(tensor), name)
+    digests = all_gather_object(transport, checksum(tensor), name)
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise ValueError(f"rank {rank} has another {what} than rank 0: {cure}")
@@ -161,13 +161,6 @@ def _raise_first_difference(found: Sequence[dict[str, str]], cure: str) -> None:
                 raise ValueError(f"{path} is {a} on rank 0 and {b} on rank {rank}: {cure}")
 
 
-def first_difference(other: Sequence[Any], own: Sequence[Any], noun: str) -> str:
-    """Return the first difference between a list of another rank and this rank's, for an error message."""
-    pairs = zip(other, own, strict=False)
-    lengths = f"{len(other)} {noun} there, {len(own)} here"
-    return next((f"{a} there, {b} here" for a, b in pairs if a != b), lengths)
-
-
 def _walk(obj: Any, path: str, outer: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     if isinstance(obj, PLAIN):
         yield path, repr(obj)
@@ -179,7 +172,7 @@ def _walk(obj: Any, path: str, outer: tuple[int, ...]) -> Iterator[tuple[str, st
     elif isinstance(obj, torch.device):
         yield path, obj.type
     elif isinstance(obj, torch.Tensor):
-        contents = "" if obj.requires_grad else f", crc32 {_checksum(obj)}"
+        contents = "" if obj.requires_grad else f", crc32 {checksum(obj)}"
         yield path, f"tensor of shape {tuple(obj.shape)}, {obj.dtype}{contents}"
     elif hasattr(obj, "tobytes") and hasattr(obj, "dtype"):
         yield path, f"array of shape {tuple(obj.shape)}, {obj.dtype}, crc32 {crc32(obj.tobytes())}"
@@ -223,7 +216,8 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
     return [(f".{name}", value) for name, value in named]
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the crc32 of a tensor's content."""
     return crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
 
 

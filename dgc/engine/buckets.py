@@ -13,7 +13,6 @@ from dgc.bucket import Bucket, Segment, as_real, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, SparseResult
-from dgc.engine.agreement import first_difference
 from dgc.engine.state import BucketStates
 
 MEGABYTE = 1024 * 1024
@@ -54,12 +53,9 @@ class PlannedBucket:
 
         `.data` gives each view its own change counter (`_version`), separate from the other views and `flat`.
         """
-        views = [segment.of(self.bucket.flat) for segment in self.bucket.segments]
-        are_complex = [p.is_complex() for p in self.parameters]
-        return tuple(
-            (torch.view_as_complex(v) if is_complex else v).data
-            for v, is_complex in zip(views, are_complex, strict=True)
-        )
+        pairs = zip(self.bucket.segments, self.parameters, strict=True)
+        views = [(segment.of(self.bucket.flat), p.is_complex()) for segment, p in pairs]
+        return tuple((torch.view_as_complex(v) if is_complex else v).data for v, is_complex in views)
 
     def is_view(self, i: int, gradient: Tensor | None) -> bool:
         return "views" in self.__dict__ and gradient is self.views[i]
@@ -101,14 +97,8 @@ class PlannedBucket:
         This requires that momentum is already applied and that the parameters have the memory order of the bucket.
         `model.to(memory_format=...)` after wrapping changes that order.
         """
-        for segment, p in zip(self.bucket.segments, self.parameters, strict=True):
-            if not segment.orders(p):
-                return False
-        return self.compressor.correction is not None
-
-    def sparse_update(self, indices: Tensor, values: Tensor) -> SparseUpdate:
-        """Convert a sparse gradient of the bucket to an update of its parameters."""
-        return SparseUpdate(self.parameters, self.bucket.bounds, indices, values)
+        pairs = zip(self.bucket.segments, self.parameters, strict=True)
+        return self.compressor.correction is not None and all(segment.orders(p) for segment, p in pairs)
 
 
 def plan_buckets(
@@ -122,14 +112,8 @@ def plan_buckets(
     All tensors of a bucket have the same compressor, dtype and device. Tensors are not split. A complex tensor is
     planned as its real view [..., 2].
 
-    Args:
-        named_parameters: Trainable parameters in model order.
-        compressor_for: Returns the compressor of a parameter.
-        bucket_mb: Largest size of a bucket in MB (2**20 bytes). A larger single tensor gets its own bucket.
-        prefix: Prefix of the buckets' names.
-
-    Raises:
-        ValueError: `bucket_mb` is not positive.
+    named_parameters: In model order. bucket_mb: Largest size of a bucket in MB (2**20 bytes). A larger single
+    tensor gets its own bucket. prefix: Of the buckets' names. Raises ValueError if `bucket_mb` is not positive.
     """
     require("a number", NUMBER, bucket_mb=bucket_mb)
     if not bucket_mb > 0:
@@ -158,11 +142,7 @@ def plan_buckets(
 def keep_states(
     planned: Sequence[PlannedBucket], size: int, rank: int, compressors: Iterable[Compressor] = ()
 ) -> list[BucketStates]:
-    """Begin with the initial states of the buckets, on rank `rank` of `size`.
-
-    Returns:
-        The states of `compressors`, and then those of other compressors of the buckets.
-    """
+    """Begin with the initial states of the buckets. Returns those of `compressors`, and then those of others."""
     kept = {id(compressor): BucketStates(compressor) for compressor in compressors}
     for plan in planned:
         plan.states = kept.setdefault(id(plan.compressor), BucketStates(plan.compressor))
@@ -194,7 +174,9 @@ def check_equal_plans(own: Sequence[object], transport: Transport) -> None:
     """Raise ValueError on every rank if the descriptions of the ranks' gradients differ. Collective."""
     for rank, other in enumerate(all_gather_object(transport, own, "plan")):
         if other != own:
-            difference = first_difference(other, own, "gradients")
+            lengths = f"{len(other)} gradients there, {len(own)} here"
+            pairs = zip(other, own, strict=False)
+            difference = next((f"{a} there, {b} here" for a, b in pairs if a != b), lengths)
             raise ValueError(
                 f"rank {rank} and rank {transport.rank} train different models or compress them "
                 f"differently: {difference}"

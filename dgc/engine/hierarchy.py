@@ -17,10 +17,6 @@ last round, which is then repeated.
 
 Payload of a bucket in bytes: that of the compressor for this rank's share, and inside the machine the bucket for
 round 1, this rank's share and 40 for the last round.
-
-Differences from the original code: Deep Gradient Compression lists this on its roadmap.
-
-`choose_place` decides between one level, on which all ranks are treated alike, and two.
 """
 
 import warnings
@@ -180,9 +176,8 @@ class HierarchicalCompressor(Compressor):
         self.inner.begin_epoch(epoch)
 
     def at_epoch(self, bucket: Bucket, state: ShareState, epoch: int) -> ShareState:
-        return (
-            replace(state, inner=self.inner.at_epoch(state.share, state.inner, epoch)) if state.tensors else state
-        )
+        inner = self.inner.at_epoch(state.share, state.inner, epoch) if state.tensors else state.inner
+        return replace(state, inner=inner)
 
     def ratio_of(self, states: Sequence[tuple[Bucket, ShareState]]) -> float:
         return self.inner.ratio_of([(state.share, state.inner) for _, state in states if state.tensors])
@@ -275,12 +270,11 @@ class HierarchicalCompressor(Compressor):
 
         own: the probe of this rank's gradient. mean: the machine's, of this rank's share.
         """
-        offsets = [s.offset for s in bucket.segments]
         number = first_tensor_nonfinite(mean, [s.offset for s in state.share.segments])
         if number:
             number += state.first
         else:
-            number = first_tensor_nonfinite(bucket.flat, offsets)
+            number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
         found = [number, int(not own.isfinite())]
         (payloads,) = yield (AllGather(seal_numbers(found, bucket.device)),)
         reports = yield from open_numbers(f"bucket {bucket.name}", payloads, 2)
@@ -302,10 +296,7 @@ def choose_place(
     With "auto" and only stateless compressors, which reduce in one step, the result is None: the all-reduce of MPI
     and NCCL takes the machines into account already.
 
-    Args:
-        transport: Connects the ranks.
-        hierarchical: "on", "off", "auto", or a bool. The same on every rank.
-        compressors: The compressors of the optimizer.
+    hierarchical: "on", "off", "auto", or a bool. The same on every rank.
 
     Raises:
         ValueError: `hierarchical` is none of these; or it is "on", and the transport has no groups, or machines
@@ -342,14 +333,8 @@ def plan_compressors(
 ) -> tuple[MachineRank | None, ResidualPart | None]:
     """Let the compressors plan their buckets, for all ranks or for the machines. Collective.
 
-    Args:
-        planned: The buckets. On two levels their compressors are replaced.
-        transport: Connects the ranks.
-        hierarchical: As in `choose_place`.
-
-    Returns:
-        This rank's place among the machines, and the part of its machine's residual that it has. None if all
-        ranks are treated alike.
+    On two levels the compressors of the buckets are replaced. Returns this rank's place among the machines, and
+    the part of its machine's residual that it has, None if all ranks are treated alike.
     """
     compressors = list({id(plan.compressor): plan.compressor for plan in planned}.values())
     register_compressors(compressors, transport)

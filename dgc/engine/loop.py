@@ -116,8 +116,7 @@ class LossScale:
             )
 
     def divide_(self, flat: Tensor) -> None:
-        if self.enabled:
-            flat.div_(self._on(flat.device))
+        flat.div_(self._on(flat.device))
 
     def multiply_(self, flat: Tensor) -> None:
         if self.enabled:
@@ -253,12 +252,10 @@ class Engine:
         self._waiting.clear()
 
     def start(self, g: int, states: BucketStates | None = None, suffix: str = "") -> None:
-        """Start the buckets of a group.
+        """Start the buckets of group number `g`.
 
-        Args:
-            g: The number of the group.
-            states: Of another compressor, in place of those of the plan.
-            suffix: Added to the names of messages. Messages of one name must always have the same size.
+        states: Of another compressor, in place of those of the plan. suffix: Added to the names of messages.
+        Messages of one name must always have the same size.
         """
         if not self.in_flight:
             self._begin_step()
@@ -298,9 +295,8 @@ class Engine:
     def finish(self, learn: bool = False, judge: Callable[[str | None], str | None] | None = None) -> Outcome:
         """Wait for the buckets that have started, and end the step.
 
-        Args:
-            learn: Let the order in which rank 0 has filled its buckets be that of all later steps. Collective.
-            judge: Given why the results of this rank cannot be used, or None, returns why those of all cannot.
+        learn: Let the order in which rank 0 has filled its buckets be that of all later steps. Collective.
+        judge: Given why the results of this rank cannot be used, or None, returns why those of all cannot.
         """
         with self.intact:
             self._wait()

@@ -45,12 +45,7 @@ def blend(states: Mapping[int, Any], weights: Mapping[int, Fraction], where: str
     """Weighted sum of nested states, as returned by `compression_state_dict`.
 
     Floating-point tensors are summed in float64 and rounded once. Values that are equal on all ranks (counters,
-    shared factors) are kept.
-
-    Args:
-        states: state by old rank.
-        weights: weight by old rank.
-        where: prefix of the key in error messages.
+    shared factors) are kept. states, weights: by old rank. where: prefix of the key in error messages.
 
     Raises:
         ValueError: with the key, if values differ and cannot be summed.
@@ -62,15 +57,13 @@ def blend(states: Mapping[int, Any], weights: Mapping[int, Fraction], where: str
     if isinstance(first, dict):
         if any(part.keys() != first.keys() for part in parts):
             raise ValueError(f"{where} has different keys on the ranks that saved it")
-        return {
-            key: blend({rank: states[rank][key] for rank in weights}, weights, f"{where}.{key}") for key in first
-        }
-    if isinstance(first, list | tuple):
-        if any(len(part) != len(first) for part in parts):
-            raise ValueError(f"{where} has different lengths on the ranks that saved it")
-        return type(first)(
-            blend({rank: states[rank][i] for rank in weights}, weights, f"{where}.{i}") for i in range(len(first))
-        )
+    if isinstance(first, list | tuple) and any(len(part) != len(first) for part in parts):
+        raise ValueError(f"{where} has different lengths on the ranks that saved it")
+    if isinstance(first, dict | list | tuple):
+        keys = first if isinstance(first, dict) else range(len(first))
+        own = {key: {rank: states[rank][key] for rank in weights} for key in keys}
+        mixed = {key: blend(of_key, weights, f"{where}.{key}") for key, of_key in own.items()}
+        return mixed if isinstance(first, dict) else type(first)(mixed.values())
     if isinstance(first, Tensor):
         return _blend_tensors(parts, [float(weight) for weight in weights.values()], where)
     if any(part != first for part in parts):

@@ -1,10 +1,8 @@
 """The saved state of the compression methods of an optimizer or a wrapped model: whose it is, of which step and
 epoch, and its checks.
 
-The residual differs between ranks, but that of another rank has the same names and shapes. Loaded here, it would
-replace what this rank has not sent, which is then lost, by what the other rank sends as well. States carry their
-identity under the key `identity`: rank, step, and the settings that their meaning depends on. Every loader
-verifies it.
+The residual of another rank has the same names and shapes. States therefore carry their identity under the key
+`identity`: rank, step, and the settings that their meaning depends on. Every loader verifies it.
 """
 
 import warnings
@@ -154,13 +152,8 @@ def verified(
 ) -> tuple[dict[str, Any], int | None]:
     """Check that a state belongs to this rank and fits its settings. Warns if it has no identity.
 
-    Args:
-        state: The saved state.
-        own: The identity of this rank.
-        allow_other_rank: Accept the state of another rank, or of another number of ranks. Never of another shard.
-
-    Returns:
-        The state without its identity, and its step, None if that is not known.
+    own: The identity of this rank. allow_other_rank: Accept the state of another rank, or of another number of
+    ranks, but not of another shard. Returns the state without its identity, and its step, None if it has none.
 
     Raises:
         ValueError: The state belongs elsewhere. The message names whose it is, and the cures.
@@ -201,8 +194,6 @@ def verified(
 def compare_steps(transport: Transport, step: int) -> None:
     """Check that the states of all ranks are of one step. Collective.
 
-    A rank that has loaded nothing is at step 0.
-
     Raises:
         ValueError: They are not. Raised on every rank, with the steps of all ranks.
     """
@@ -223,11 +214,7 @@ def compare_steps(transport: Transport, step: int) -> None:
 
 
 class BucketStates:
-    """A compressor and the states of its buckets on this rank.
-
-    What methods have in common is here: states are kept from step to step, restored after a dropped step, saved
-    under parameter names, checked and loaded.
-    """
+    """A compressor and the states of its buckets on this rank. They are kept, restored, saved and loaded here."""
 
     def __init__(self, compressor: Compressor):
         self.compressor = compressor
@@ -334,12 +321,7 @@ def current_form(saved: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
     They had the tables of a memory in a table of its own, one number of steps for all parameters, one ratio for a
     selector's history, and one epoch for Accordion.
 
-    Args:
-        saved: The state.
-        names: The parameters that it must have.
-
-    Raises:
-        ValueError: It is no mapping, or damaged.
+    names: The parameters that it must have. Raises ValueError if it is no mapping, or damaged.
     """
     check_mapping("state of a compressor", saved)
     tables = dict(saved)
@@ -393,12 +375,9 @@ def named_methods(methods: Iterable[Any]) -> dict[str, Any]:
 
 
 class HasCompression:
-    """Base class of what exchanges gradients or models with compression methods.
+    """Base class of what exchanges gradients or models with compression methods: compressors, or gossip.
 
-    Args:
-        methods: The compressors, or the gossip algorithm.
-        transport: Connects all ranks.
-        steps_per_epoch: Count epochs by steps. None: the user calls `begin_epoch`.
+    steps_per_epoch: Count epochs by steps. None: the user calls `begin_epoch`.
     """
 
     part: ResidualPart | None = None  # None: the residual of this rank is its own
@@ -420,7 +399,7 @@ class HasCompression:
             self._epochs.begin_step()
 
     def _identity(self) -> Identity:
-        ranks, named = self._ranks, self._named_methods()
+        ranks, named = self._ranks, named_methods(self._methods)
         step = self._steps if self._takes_common_steps else None
         settings = {
             f"{name}.{key}": value
@@ -433,9 +412,6 @@ class HasCompression:
             (of("cross"), of("local")) for of in (ranks.group_rank, ranks.group_size)
         )
         return Identity(machine, machines, step, shard, shards, settings)
-
-    def _named_methods(self) -> dict[str, Method]:
-        return named_methods(self._methods)
 
     def begin_epoch(self, epoch: int) -> float:
         """Set the epoch, counted from 0, for the warm-up of the compressors. Returns the new compress_ratio."""
@@ -467,7 +443,7 @@ class HasCompression:
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's residual. Unlike `state_dict()` it differs between ranks: save it on each."""
-        states: dict[str, Any] = {name: method.state_dict() for name, method in self._named_methods().items()}
+        states = {name: method.state_dict() for name, method in named_methods(self._methods).items()}
         part = {} if self.part is None else {"part": self.part}
         return identified({**states, **part, **self._epochs.state_dict()}, self._identity())
 
@@ -494,7 +470,7 @@ class HasCompression:
                 "with the same `hierarchical`, machines, ranks and bucket_mb, or redistribute it with "
                 "dgc.optim.redistribute (docs/checkpoints.md)"
             )
-        methods = self._named_methods()
+        methods = named_methods(self._methods)
         # what keeps no state may be of another class: dense tensors in fp16 in place of fp32
         lacks_state = any(methods[name].state_dict() for name in methods.keys() - state.keys())
         unknown = [state[name] for name in state.keys() - methods.keys()]

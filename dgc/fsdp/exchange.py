@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +34,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dgc.bucket import Bucket, Segment, check_real, lay_out
-from dgc.comm.collectives import all_gather_object, barrier
+from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.requests import AllReduce, as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, ExchangesMomentum, NonFiniteGradientError
 from dgc.compression.route import Route
-from dgc.engine.agreement import check_settings
+from dgc.engine.agreement import check_settings, checksum
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, keep_states
 from dgc.engine.loop import Engine, LossScale, StartOrder, is_used, warn_of_drop
 from dgc.engine.options import (
@@ -146,7 +144,7 @@ def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> 
 def check_equal_models(groups: Sequence[ParameterGroup], transport: Transport, name: str) -> None:
     """Raise ValueError on every rank if a parameter differs between machines. Collective."""
     named = [(n, p) for group in groups for n, p in zip(group.names, group.parameters, strict=True)]
-    own = {n: crc32(as_bytes(p.to_local().detach().cpu().contiguous()).numpy().data) for n, p in named}
+    own = {n: checksum(p.to_local()) for n, p in named}
     digests = all_gather_object(transport, own, name)
     first, *others = machines(transport)
     for machine, ranks in enumerate(others, 1):
@@ -335,9 +333,7 @@ class FSDPExchange(HasCompression):
     def _reason(self, reason: str | None) -> str | None:
         """Return why every rank drops this step, or None. All machines have the same results of a shard."""
         flag = torch.tensor([reason is not None], dtype=torch.int64)
-        request = AllReduce(flag, "max", "local")
-        (dropped,) = self._ranks.wait(self._ranks.launch(f"{self._name}.dropped", (request,)))
-        if not dropped.item():
+        if not all_reduce(self._ranks, flag, "max", f"{self._name}.dropped", "local").item():
             return None
         reasons = all_gather_object(self._ranks, reason, f"{self._name}.reason")
         return f"{next(filter(None, reasons))} (the rank is the number of a machine)"

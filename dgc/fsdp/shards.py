@@ -61,13 +61,10 @@ def lay_out(shapes: Sequence[tuple[Sequence[int], Sequence[int], int]], ranks: i
 
 
 class ParameterGroup:
-    """The trainable parameters of one call of `fully_shard`.
+    """The trainable parameters of one call of `fully_shard` on `module`.
 
-    Args:
-        label: Name of the module, for messages.
-        module: A module on which `fully_shard` was called.
-        names: Names of the model's parameters.
-        ranks: The ranks of this machine. ValueError if the module is sharded over others, or in another way.
+    label: Name of the module, for messages. names: Those of the model's parameters. ranks: Those of this machine.
+    ValueError if the module is sharded over others, or in another way.
     """
 
     def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int]):

@@ -310,8 +310,7 @@ class AveragingProtocol:
         COUNTS_REQUEST, COUNTS_REPLY  the same without x, from an active rank without a recent average
 
     The two changes are exact opposites, so the sum over ranks is preserved but for rounding. While a rank drains
-    its
-    messages, it starts no exchange. Passive ranks continue to reply:
+    its messages, it starts no exchange. Passive ranks continue to reply:
 
         LEAVE     active -> each of its passive peers, after its last reply has arrived
         DONE      any rank -> rank 0, after it has left, or all its active peers have

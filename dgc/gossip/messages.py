@@ -184,10 +184,7 @@ class Int8Message:
         require("at least 1", WHOLE, least=1, block=self.block)
 
     def nbytes(self, n: int) -> int:
-        return n + FP32 * self._blocks(n)
-
-    def _blocks(self, n: int) -> int:
-        return -(-n // self.block)
+        return n + FP32 * -(-n // self.block)
 
     def _bounds(self, z: Tensor, n: int) -> Tensor:
         return torch.arange(0, n + self.block, self.block, dtype=torch.int64, device=z.device).clamp(max=n)
@@ -202,7 +199,7 @@ class Int8Message:
         return x - residual
 
     def decode(self, section: Bytes, n: int) -> Vector:
-        end = FP32 * self._blocks(n)
+        end = self.nbytes(n) - n
         scales = section[:end].clone().view(torch.float32)
         total = torch.zeros(n, dtype=torch.float32, device=section.device)
         bounds = self._bounds(section, n)

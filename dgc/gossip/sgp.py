@@ -319,8 +319,6 @@ class OSGP(SGP):
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), OSGP(ring, synch_freq=2))
     """
 
-    overlap = True
-
     def __init__(
         self,
         graph: Graph | None = n_peer_exponential,

@@ -78,8 +78,11 @@ def _backend(asked: str, device: torch.device) -> Backend:
     kind = device.type
     name = asked if asked != "auto" else ("native" if kind == "cpu" else "triton")
     try:
+        if name == "native" and kind != "cpu":
+            raise KernelsUnavailable(f"the native kernels run on a CPU, not on {kind}")
         if name == "native":
-            return _native(kind)
+            native = NativeSelection()
+            return Backend(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
         if name == "triton":
             return _triton(kind)
     except KernelsUnavailable as missing:
@@ -91,13 +94,6 @@ def _backend(asked: str, device: torch.device) -> Backend:
             warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
     plain = SelectionKernels()
     return Backend(plain, Codec(), Quantizers(), LowRank(plain))
-
-
-def _native(device: str) -> Backend:
-    if device != "cpu":
-        raise KernelsUnavailable(f"the native kernels run on a CPU, not on {device}")
-    native = NativeSelection()
-    return Backend(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
 
 
 def _triton(device: str) -> Backend:

@@ -18,11 +18,14 @@ bounds. That tensor must not be changed in place.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
-from jaxtyping import Float32, Int32, Int64, UInt8
+from jaxtyping import Int32, Int64, UInt8
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from dgc.kernels.selection import Bounds, Dense, Each
 
 assert sys.byteorder == "little", "codes are little-endian, and so must this machine be"
 
@@ -32,9 +35,8 @@ MAGNITUDE = 0x7FFFFFFF
 TOP_EXPONENT = 254  # the largest biased exponent of a finite fp32
 
 Codes = UInt8[Tensor, "nbytes"]
-Bounds = Int64[Tensor, "bounds"]
-Each = Float32[Tensor, "S"]
-Dense = Float32[Tensor, "n"]
+AllCodes: TypeAlias = Sequence[Codes]  # by rank
+AllEach: TypeAlias = Sequence[Each]
 
 
 class Quantizers:
@@ -58,10 +60,10 @@ class Quantizers:
 
     def sign_mean_(
         self,
-        codes: Sequence[Codes],
+        codes: AllCodes,
         bounds: Bounds,
-        lows: Sequence[Each],
-        highs: Sequence[Each],
+        lows: AllEach,
+        highs: AllEach,
         factors: Each | None,
         size: int,
         mean: Dense,
@@ -89,13 +91,7 @@ class Quantizers:
         total += torch.where(fields == 3, t, torch.where(fields == 2, -t, 0.0))
 
     def tern_mean_(
-        self,
-        codes: Sequence[Codes],
-        bounds: Bounds,
-        thresholds: Sequence[Each],
-        factors: Each | None,
-        size: int,
-        mean: Dense,
+        self, codes: AllCodes, bounds: Bounds, thresholds: AllEach, factors: Each | None, size: int, mean: Dense
     ) -> None:
         mean.zero_()
         for code, own in zip(codes, thresholds, strict=True):
@@ -132,14 +128,7 @@ class Quantizers:
         total += _signed(steps[range_of_each(bounds, total.numel())] * level, negative)
 
     def uniform_mean_(
-        self,
-        codes: Sequence[Codes],
-        bounds: Bounds,
-        scales: Sequence[Each],
-        levels: int,
-        bits: int,
-        size: int,
-        mean: Dense,
+        self, codes: AllCodes, bounds: Bounds, scales: AllEach, levels: int, bits: int, size: int, mean: Dense
     ) -> None:
         mean.zero_()
         for code, own in zip(codes, scales, strict=True):
@@ -172,7 +161,7 @@ class Quantizers:
         powers = torch.where(c > 0, c + natural_top_in(codes) << 23, 0)
         total += _signed(powers.view(torch.float32), codes[4:] >= 128)
 
-    def natural_mean_(self, codes: Sequence[Codes], size: int, mean: Dense) -> None:
+    def natural_mean_(self, codes: AllCodes, size: int, mean: Dense) -> None:
         mean.zero_()
         for code in codes:
             self.natural_add_(code, mean)
@@ -189,32 +178,32 @@ class Quantizers:
         stream = codes[:, None] >> torch.arange(8, dtype=torch.int64, device=codes.device) & 1
         return _bytes_of(stream.view(-1)[: n * bits].view(n, bits), range(bits))
 
-    def pack_sums(self, codes: Sequence[Codes], whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
+    def units_mean_(
+        self, codes: AllCodes, bounds: Bounds, width: int, factors: Each | None, size: int, mean: Dense
+    ) -> None:
+        """Overwrite `mean` with that of ternary codes with thresholds of 1, or with `width` 1 of signs."""
+        ones = torch.ones(bounds.numel() - 1, dtype=torch.float32, device=mean.device)
+        each = [ones] * len(codes)
+        if width == 2:
+            self.tern_mean_(codes, bounds, each, factors, size, mean)
+        else:
+            self.sign_mean_(codes, bounds, [-ones] * len(codes), each, factors, size, mean)
+
+    def pack_sums(self, codes: AllCodes, whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
         """Sum the fields of all ranks' codes as integers, and pack the sums into `bits` bits, at most 8.
 
         With `width` 2 the fields are those of ternary codes with thresholds of 1, and a sum S over N ranks is sent
         as N + S. With `width` 1 they are signs, 1 and -1, and it is sent as (N + S) / 2. whole: One segment of all
         fields, whole words of them.
         """
-        size, device = len(codes), codes[0].device
-        one = torch.ones(1, dtype=torch.float32, device=device)
-        sums = torch.empty(codes[0].numel() * 8 // width, dtype=torch.float32, device=device)
-        if width == 2:
-            self.tern_mean_(codes, whole, [one] * size, None, 1, sums)
-        else:
-            self.sign_mean_(codes, whole, [-one] * size, [one] * size, None, 1, sums)
+        size = len(codes)
+        sums = torch.empty(codes[0].numel() * 8 // width, dtype=torch.float32, device=codes[0].device)
+        self.units_mean_(codes, whole, width, None, 1, sums)
         levels = sums + size if width == 2 else (sums + size) / 2
         return self.pack(levels.to(torch.uint8), bits)
 
     def sums_mean_(
-        self,
-        packed: Sequence[Codes],
-        fields: int,
-        width: int,
-        bits: int,
-        bounds: Bounds,
-        factors: Each,
-        mean: Dense,
+        self, packed: AllCodes, fields: int, width: int, bits: int, bounds: Bounds, factors: Each, mean: Dense
     ) -> None:
         """Overwrite `mean` with S times the factor of the segment, divided by N, both rounded.
 

@@ -19,6 +19,12 @@ from torch import Tensor
 # |v| below 2**116, because a sum rounds to its larger term if the other is less than half an ulp.
 TOO_LARGE = 2.0**64
 
+Dense = Float32[Tensor, "n"]
+Bounds = Int64[Tensor, "bounds"]
+Each = Float32[Tensor, "S"]
+Indices = Int64[Tensor, "k"]
+Values = Float32[Tensor, "k"]
+
 
 @dataclass(frozen=True, eq=False)
 class Budget:
@@ -49,10 +55,7 @@ class SparseVector:
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """A sum of sparse vectors. The first `count` entries are valid. All other values are zero.
-
-    Indices are unique and ascending.
-    """
+    """A sum of sparse vectors, in the form of a `SparseVector`, whose indices beyond `count` have no meaning."""
 
     indices: Int64[Tensor, "capacity"]
     values: Float32[Tensor, "capacity"]
@@ -123,7 +126,7 @@ class TopKResult:
 class Moments:
     """Sums of v, |v| and v**2 over each segment in fp64, and the largest |v|. An empty segment has zeros.
 
-    The order of addition depends on the backend. It is the same in every call, for any number of threads.
+    The order of addition, here and in Tail, depends on the backend. It is the same for any number of threads.
     """
 
     sums: Float64[Tensor, "S"]
@@ -134,10 +137,7 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Number of non-zero elements of each segment with |v| >= its lower bound, and their sum of |v| in fp64.
-
-    The order of addition is as for Moments.
-    """
+    """Number of non-zero elements of each segment with |v| >= its lower bound, and their sum of |v| in fp64."""
 
     counts: Int64[Tensor, "S"]
     sums: Float64[Tensor, "S"]
@@ -173,9 +173,7 @@ class SelectionKernels:
             v.add_(u)
         return first
 
-    def predicted_lower_bounds(
-        self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
-    ) -> Float32[Tensor, "S"]:
+    def predicted_lower_bounds(self, last: Each, before: Each, margin: float) -> Each:
         """Predict the next step's lower bounds from the thresholds of the last two steps.
 
         Returns margin * last * min(max(last / before, 0.97), 1.2), or 0 (unknown) where last is 0.
@@ -183,23 +181,16 @@ class SelectionKernels:
         growth = torch.where(last == before, 1.0, last / before)
         return last * growth.clamp(0.97, 1.2) * margin
 
-    def accumulate_and_select_(
-        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
-    ) -> TopKResult:
+    def accumulate_and_select_(self, inputs: PassInputs, budget: Budget, lower_bounds: Each | None) -> TopKResult:
         """Do the pass and select from the new v.
 
-        Args:
-            inputs: What the pass reads and writes.
-            budget: Number of elements to select per segment.
-            lower_bounds: Per segment, a magnitude expected to be slightly below its threshold, or 0 if unknown.
-                None: unknown for all segments. Lower bounds reduce the cost and never change the result.
+        lower_bounds: Per segment, a magnitude expected to be slightly below its threshold, or 0 if unknown. None:
+        unknown for all segments. Lower bounds reduce the cost and never change the result.
         """
         first = self.accumulate_(inputs)
         return replace(self.select(inputs.v, budget), first_nonfinite=first)
 
-    def select(
-        self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
-    ) -> TopKResult:
+    def select(self, v: Dense, budget: Budget, lower_bounds: Each | None = None) -> TopKResult:
         """Select from v, which must be finite: `accumulate_and_select_` without a pass. first_nonfinite is n."""
         bounds, parts = budget.bounds.tolist(), []
         thresholds = torch.zeros(len(bounds) - 1, dtype=torch.float32, device=v.device)
@@ -212,11 +203,11 @@ class SelectionKernels:
         none = torch.zeros((), dtype=torch.int32, device=v.device)
         return TopKResult(selection, thresholds, none.long() + v.numel(), none)
 
-    def radix_select(self, v: Float32[Tensor, "n"], budget: Budget) -> SparseVector:
+    def radix_select(self, v: Dense, budget: Budget) -> SparseVector:
         """Same elements as `select`. In C++ they are found digit by digit, with no sample and no lower bound."""
         return self.select(v, budget).elements
 
-    def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
+    def moments(self, v: Dense, bounds: Bounds) -> Moments:
         """Return sums over each segment bounds[s] .. bounds[s+1] - 1. v must be finite."""
         parts = v.split(bounds.diff().tolist())
         wide = [part.double() for part in parts]
@@ -230,9 +221,7 @@ class SelectionKernels:
             largest=torch.stack([part.abs().max() if part.numel() else part.sum() for part in parts]),
         )
 
-    def tail(
-        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
-    ) -> Tail:
+    def tail(self, v: Dense, bounds: Bounds, lower_bounds: Each) -> Tail:
         """Return count and sum of each segment's elements at or above its lower bound. v must be finite.
 
         A lower bound of 0 excludes only zeros. A segment with a lower bound of inf is not read.
@@ -246,7 +235,7 @@ class SelectionKernels:
             sums=torch.stack([part.double().abs().sum() for part in found]),
         )
 
-    def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def remove_sent_(self, sent: SparseVector, u: Dense | None, v: Dense) -> None:
         """Do only the first part of a pass: v[i] = v[i] - value, and u[i] = 0 unless u is None."""
         count, indices = _valid(sent)
         v[indices] -= sent.values[:count]
@@ -271,12 +260,7 @@ class SelectionKernels:
         return Merged(union, total.div_(torch.full_like(total, size)), count)
 
     def subtract_at_(
-        self,
-        targets: Sequence[Tensor],
-        bounds: Int64[Tensor, "bounds"],
-        indices: Int64[Tensor, "k"],
-        values: Float32[Tensor, "k"],
-        factors: Sequence[float],
+        self, targets: Sequence[Tensor], bounds: Bounds, indices: Indices, values: Values, factors: Sequence[float]
     ) -> None:
         """Compute targets[s][i - bounds[s]] -= factors[s] * value for every index i of segment s.
 
@@ -300,7 +284,7 @@ class SelectionKernels:
         p.sub_((decay.add_(buffer * momentum) if nesterov else buffer) * lr)
 
 
-def as_selection(indices: Int64[Tensor, "count"], v: Float32[Tensor, "n"], capacity: int) -> SparseVector:
+def as_selection(indices: Int64[Tensor, "count"], v: Dense, capacity: int) -> SparseVector:
     """Return the elements of v at ascending indices. Requires count <= capacity."""
     count = indices.numel()
     assert count <= capacity
@@ -353,11 +337,6 @@ def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
 
 
 def first_tensor_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
-    """Return the number, from 1, of the first tensor in g with NaN or inf, or 0.
-
-    Args:
-        g: The tensors' elements.
-        offsets: Index of each tensor's first element.
-    """
+    """Return the number, from 1, of the first tensor in g with NaN or inf, or 0. offsets: their first elements."""
     first = int(first_of(~torch.isfinite(g)))
     return 0 if first == g.numel() else bisect_right(offsets, first)

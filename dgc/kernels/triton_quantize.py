@@ -6,7 +6,6 @@ A program handles a tile of one segment (see `triton_tables`). Tiles begin at wh
 codes and packed small integers have no segments: there a program handles BLOCK elements or bytes.
 """
 
-from collections.abc import Sequence
 from typing import no_type_check
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from dgc.kernels.quantize import (
     WORD,
+    AllCodes,
     Bounds,
     Codes,
     Dense,
@@ -242,11 +242,7 @@ def pack(levels, n, codes, nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class TritonQuantizers(Quantizers):
-    """The kernels above, and the inherited means, which use them.
-
-    Args:
-        tile: Elements per program, a power of two, at least 32.
-    """
+    """The kernels above, and the inherited means. tile: elements per program, a power of two, at least 32."""
 
     def __init__(self, tile: int = 2048):
         self.tile = tile
@@ -310,14 +306,7 @@ class TritonQuantizers(Quantizers):
         return codes
 
     def sums_mean_(
-        self,
-        packed: Sequence[Codes],
-        fields: int,
-        width: int,
-        bits: int,
-        bounds: Bounds,
-        factors: Each,
-        mean: Dense,
+        self, packed: AllCodes, fields: int, width: int, bits: int, bounds: Bounds, factors: Each, mean: Dense
     ) -> None:
         size, codes = len(packed), torch.cat(list(packed))
         ranks = on_device((float(size),), torch.float32, mean.device)

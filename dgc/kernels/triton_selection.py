@@ -25,7 +25,11 @@ from jaxtyping import Float32, Int32, Int64
 from torch import Tensor
 
 from dgc.kernels.selection import (
+    Bounds,
     Budget,
+    Dense,
+    Each,
+    Indices,
     Merged,
     Moments,
     PassInputs,
@@ -33,6 +37,7 @@ from dgc.kernels.selection import (
     SparseVector,
     Tail,
     TopKResult,
+    Values,
 )
 from dgc.kernels.triton_tables import BLOCK, Launcher, Tiling, Tilings, blocks, on_device, pointers
 
@@ -577,24 +582,20 @@ class TritonSelection(SelectionKernels):
         whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
         return self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), Candidates())
 
-    def accumulate_and_select_(
-        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
-    ) -> TopKResult:
+    def accumulate_and_select_(self, inputs: PassInputs, budget: Budget, lower_bounds: Each | None) -> TopKResult:
         tiling = self._tilings.of(budget.bounds, _lengths(inputs))
         candidates = self._room_for_candidates(tiling, inputs.v.numel(), budget, lower_bounds)
         first = self._accumulate(inputs, tiling, candidates)
         return self._choose(inputs.v, tiling, budget, candidates, first)
 
-    def select(
-        self, v: Float32[Tensor, "n"], budget: Budget, lower_bounds: Float32[Tensor, "S"] | None = None
-    ) -> TopKResult:
+    def select(self, v: Dense, budget: Budget, lower_bounds: Each | None = None) -> TopKResult:
         # Lower bounds never change the result and are ignored: collecting candidates would read v once more, which
         # only pays in a pass that reads it anyway.
         first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
         tiling = self._tilings.of(budget.bounds, (v.numel(),))
         return self._choose(v, tiling, budget, Candidates(), first)
 
-    def moments(self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"]) -> Moments:
+    def moments(self, v: Dense, bounds: Bounds) -> Moments:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
         tiles, segments = tiling.count, tiling.first.numel()
         tile_sums = torch.empty(3, tiles, dtype=torch.float64, device=device)
@@ -606,9 +607,7 @@ class TritonSelection(SelectionKernels):
         self._launch(moments_of_ranges, v, segments, tiling.first, tiles, *state, SUMS)
         return Moments(sums[0], sums[1], sums[2], largest)
 
-    def tail(
-        self, v: Float32[Tensor, "n"], bounds: Int64[Tensor, "bounds"], lower_bounds: Float32[Tensor, "S"]
-    ) -> Tail:
+    def tail(self, v: Dense, bounds: Bounds, lower_bounds: Each) -> Tail:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
         tiles, segments = tiling.count, tiling.first.numel()
         tile_sums = torch.empty(tiles, dtype=torch.float64, device=device)
@@ -620,7 +619,7 @@ class TritonSelection(SelectionKernels):
         self._launch(tail_of_ranges, v, segments, tiling.first, tiles, *found, segments, sums, counts, SUMS)
         return Tail(counts, sums)
 
-    def remove_sent_(self, sent: SparseVector, u: Float32[Tensor, "n"] | None, v: Float32[Tensor, "n"]) -> None:
+    def remove_sent_(self, sent: SparseVector, u: Dense | None, v: Dense) -> None:
         entries = (sent.indices, sent.values, sent.count)
         self._launch(take, v, blocks(sent.values.numel()), *entries, u, v, u is not None, BLOCK)
 
@@ -645,12 +644,7 @@ class TritonSelection(SelectionKernels):
         return Merged(indices, means, places[-1])
 
     def subtract_at_(
-        self,
-        targets: Sequence[Tensor],
-        bounds: Int64[Tensor, "bounds"],
-        indices: Int64[Tensor, "k"],
-        values: Float32[Tensor, "k"],
-        factors: Sequence[float],
+        self, targets: Sequence[Tensor], bounds: Bounds, indices: Indices, values: Values, factors: Sequence[float]
     ) -> None:
         scale = on_device(tuple(factors), torch.float32, values.device)
         k, segments = indices.numel(), len(targets)
@@ -681,7 +675,7 @@ class TritonSelection(SelectionKernels):
         return first
 
     def _room_for_candidates(
-        self, tiling: Tiling, n: int, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+        self, tiling: Tiling, n: int, budget: Budget, lower_bounds: Each | None
     ) -> Candidates:
         """Return empty slots for eight times the selected elements, at least `slots` per tile, if useful."""
         if lower_bounds is None or budget.capacity * SPARSE > n:
@@ -699,12 +693,7 @@ class TritonSelection(SelectionKernels):
         )
 
     def _choose(
-        self,
-        v: Float32[Tensor, "n"],
-        tiling: Tiling,
-        budget: Budget,
-        candidates: Candidates,
-        first_nonfinite: Int64[Tensor, ""],
+        self, v: Dense, tiling: Tiling, budget: Budget, candidates: Candidates, first_nonfinite: Int64[Tensor, ""]
     ) -> TopKResult:
         """Select from v in nine launches."""
         device, segments, capacity, launch = v.device, budget.ks.numel(), budget.capacity, self._launch

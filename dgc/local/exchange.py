@@ -77,9 +77,7 @@ class Fragment:
     def fill(self, x: Tensor, bias: float | Tensor) -> None:
         """Store bias z0 - x, the pseudo-gradient, in the buckets.
 
-        Args:
-            x: [n] model, or biased model, of this rank.
-            bias: The factor between the model and x, one number or [n].
+        x: [n] model, or biased model, of this rank. bias: The factor between the two, one number or [n].
         """
         for segment, z0, difference in self.tensors:
             factor = segment.of(bias) if isinstance(bias, Tensor) else bias
@@ -119,11 +117,9 @@ AGREE = (
 
 
 class ModelExchange:
-    """What exchanges of a model have in common. Construction is collective.
+    """What exchanges of a model have in common. Construction is collective. Arguments are those of `Engine`.
 
-    Args:
-        groups, transport, meter, name: As for `Engine`.
-        named: (name, tensor) pairs of the buckets' tensors, in the order of the model.
+    named: (name, tensor) pairs of the buckets' tensors, in the order of the model.
     """
 
     what: str  # the exchange, for errors
@@ -295,7 +291,12 @@ class OuterExchange(ModelExchange):
             check_mapping(part, saved)
             if names != saved.keys():
                 raise ValueError(f"{part} of another model: of {sorted(saved)}, not {sorted(names)}")
-        flight = None if (saved_flight := state["flight"]) is None else _flight_from(saved_flight)
+        flight, fields_of = None, {f.name for f in fields(Flight)}
+        if (saved := state["flight"]) is not None:
+            # older states lack what has a default
+            if not isinstance(saved, Mapping) or not {"fragments", "due", "lr"} <= saved.keys() <= fields_of:
+                raise ValueError(f"flight must have {sorted(fields_of)}, not {saved!r}")
+            flight = Flight(**saved)
         numbers = set() if flight is None else set(flight.fragments)
         if not numbers <= set(range(len(self.fragments))):
             raise ValueError(f"an exchange of fragments {sorted(numbers)} is in flight: use the same fragment_mb")
@@ -326,11 +327,3 @@ def _check_outer_state(name: str, state: Any) -> None:
             check_tensor(f"outer {key} of {name}", value, None, value.dtype)
         elif isinstance(value, str):
             raise ValueError(f"outer {key} of {name} is text: {value!r}")
-
-
-def _flight_from(state: Any) -> Flight:
-    names = {f.name for f in fields(Flight)}
-    # older states lack what has a default
-    if not isinstance(state, Mapping) or not {"fragments", "due", "lr"} <= state.keys() <= names:
-        raise ValueError(f"flight must have {sorted(names)}, not {state!r}")
-    return Flight(**state)

@@ -75,11 +75,6 @@ class Nesterov:
         return SGD(parameters, lr=self.outer_lr, momentum=self.momentum, nesterov=self.momentum > 0)
 
 
-def average(parameters: list[Tensor]) -> Optimizer:
-    """Outer step to the mean of all models: z0 = z0 - d."""
-    return SGD(parameters, lr=1.0)
-
-
 class _SlowMomentum(Optimizer):
     def __init__(self, parameters: list[Tensor], beta: float, alpha: float):
         super().__init__(parameters, {"beta": beta, "alpha": alpha, "inner_lr": 0.0})

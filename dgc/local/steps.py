@@ -26,12 +26,13 @@ Payload in bytes: that of the compressors every H steps, and that of the base. D
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, nan
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from dgc.arguments import NOTHING, NUMBER, WHOLE, require
 from dgc.comm.meter import TrafficMeter
@@ -44,7 +45,7 @@ from dgc.engine.options import as_route
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
 from dgc.local.exchange import Flight, Fragment, OuterExchange, divide
-from dgc.local.optimizers import OuterOptimizer, average
+from dgc.local.optimizers import OuterOptimizer
 from dgc.state import check_count, check_tensor
 
 COMMON_START = (
@@ -207,7 +208,8 @@ class OuterSteps(Gossip):
             self.base.start(model, transport, meter, name)
         parts = divide(model.segments, self.fragment_mb)
         check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
-        how = (self.compression, self.outer or average, self.bucket_mb)
+        # without an outer optimizer, to the mean of all models: z0 = z0 - d
+        how = (self.compression, self.outer or partial(SGD, lr=1.0), self.bucket_mb)
         fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
         self._outer_factor(self.average_every)
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")

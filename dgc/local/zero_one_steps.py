@@ -220,9 +220,8 @@ class ZeroOneExchange(ModelExchange):
     def average(self, common: Mapping[str, object], are_gradients: bool = False) -> bool:
         """Replace the buffers by their means, and return True. If these are not finite, return False.
 
-        Args:
-            common: What must be equal on every rank, by name. ValueError on every rank if it is not.
-            are_gradients: The buffers hold gradients, to be sent by `gradients` without a residual.
+        common: What must be equal on every rank, by name. ValueError on every rank if it is not. are_gradients:
+        The buffers hold gradients, to be sent by `gradients` without a residual.
         """
         with self._agreement.exchange():
             self._agreement.begin(are_gradients=are_gradients, **common)

@@ -242,8 +242,7 @@ class DistributedOptimizer(Wrapper):
                 plan.make_dense(result)
             if self._factor != 1:
                 flat.mul_(self._factor)
-            if self._loss_scale.enabled:
-                self._loss_scale.multiply_(flat)
+            self._loss_scale.multiply_(flat)
         for plan in self.planned:
             plan.attach()
         if isinstance(self.inner, SparseAdam):
@@ -373,7 +372,8 @@ class DistributedOptimizer(Wrapper):
         for plan, result in self._finish():
             if isinstance(result, SparseResult) and not self._dropped:
                 if plan.takes_sparse_updates:
-                    updates.append(plan.sparse_update(result.indices, result.values))
+                    where = (plan.parameters, plan.bucket.bounds)
+                    updates.append(SparseUpdate(*where, result.indices, result.values))
                 else:
                     plan.make_dense(result)
         return updates

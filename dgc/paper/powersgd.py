@@ -1,5 +1,4 @@
 """PowerSGD as its paper writes it: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2.
-The fast implementation is `dgc.compression.powersgd` with mode="paper"; its other modes are not here.
 
 At worker w, gradient g_w is a matrix [n, m] with an error e_w, at first 0, and a factor Q [m, r], at first random:
 
@@ -8,8 +7,8 @@ At worker w, gradient g_w is a matrix [n, m] with an error e_w, at first 0, and 
     Q_w = Delta_w^T P^;     Q = mean of Q_w
     e_w = Delta_w - P^ Q_w^T                         the update is P^ Q^T
 
-Differences from the paper: r is at most n and m. Momentum, the end of Algorithm 2, is the optimizer's. Dependent
-columns of P, and NaN or inf in a gradient, are not handled. Factors are not saved.
+The fast implementation is `dgc.compression.powersgd` with mode="paper". Differences from the paper: r is at most n
+and m. Momentum is the optimizer's. Dependent columns of P, and NaN or inf in a gradient, are not handled.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.protocol import Compressor, DenseResult, Reduced
 from dgc.state import State
 
-Draw = Callable[[str, int, int, int], Tensor]
+Draw = Callable[[str, int, int, int], Tensor]  # of name, t, m and r: a random Q [m, r], the same on all workers
 
 
 def orthogonalize(P: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
@@ -48,15 +47,13 @@ def compress_aggregate(M: Float[Tensor, "n m"], Q: Float[Tensor, "m r"]) -> Conv
 
 @dataclass(eq=False)
 class Factors(State):
-    """Q: of each matrix, by name. steps: t."""
+    """Q: of each matrix, by name. It is not saved. steps: t."""
 
     Q: dict[str, Tensor] = field(default_factory=dict)
 
 
 class PowerSGD(Compressor):
-    """rank: r. draw(name, t, m, r): a random Q [m, r] for step t, the same on all workers. warm_start: begin with
-    the Q of the step before. error_feedback: keep e_w.
-    """
+    """rank: r. draw: see `Draw`. warm_start: begin with the Q of the step before. error_feedback: keep e_w."""
 
     def __init__(self, rank: int, draw: Draw, warm_start: bool = True, error_feedback: bool = True):
         self.rank, self.draw, self.warm_start, self.error_feedback = rank, draw, warm_start, error_feedback

@@ -58,10 +58,9 @@ class Radix(Exact):
 class Histogram(Exact):
     """Exact top-k by magnitude, from a histogram of the bits of |v| and without history.
 
-    The bits of |v| as floats have the order of the numbers. It counts first the upper bits, then the lower bits of
-    the elements with equal upper bits, until the k-th largest is known. On a CPU it first counts a sample of cache
-    lines. The sample's k-th largest element, less five deviations, is a lower bound for the pass that updates u
-    and v. All of v is counted only if the lower bound is wrong.
+    It counts first the upper bits, then the lower bits of the elements with equal upper bits, until the k-th
+    largest is known. On a CPU it first counts a sample of cache lines, whose k-th largest element, less five
+    deviations, is a lower bound for the pass that updates u and v. All of v is counted only if that is wrong.
 
     Args:
         per_bucket (bool): see `Exact`.

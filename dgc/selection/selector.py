@@ -122,10 +122,7 @@ def plan_selection(
 
 @dataclass(frozen=True, eq=False)
 class SelectorResult:
-    """The result of `Selector.select`.
-
-    first_nonfinite: index of the first element of the gradient that is NaN or TOO_LARGE, or n if there is none.
-    """
+    """The result of `Selector.select`. first_nonfinite: index of the gradient's first NaN or TOO_LARGE, or n."""
 
     elements: SparseVector
     first_nonfinite: Int64[Tensor, ""]

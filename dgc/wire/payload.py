@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import TypeAlias
 from zlib import crc32
 
 import torch
@@ -26,6 +27,8 @@ from dgc.kernels.selection import Budget, Merged, SparseVector
 from dgc.wire.envelope import PayloadError, Unchecked, check_sizes, refuse_changed, refuse_other_terms
 from dgc.wire.indices import IndexFormat, PlainIndices
 from dgc.wire.values import CastValues, ValueFormat
+
+Payloads: TypeAlias = Sequence[UInt8[Tensor, "nbytes"]]  # one per rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,12 +127,9 @@ class PayloadPlan:
         return None if layout.values is None or layout.indices.kind == IndexKind.CHUNKS else layout
 
     def encode(self, codec: Codec, selection: SparseVector, first_nonfinite: Int64[Tensor, ""]) -> Encoded:
-        """Encode a selection.
+        """Encode a selection of finite values, with the capacity of the budget.
 
-        Args:
-            codec: Codec for the selection's device.
-            selection: A selection of finite values, with the capacity of the budget.
-            first_nonfinite: Index of the gradient's first non-finite element; numel if there is none.
+        first_nonfinite: Index of the gradient's first non-finite element; numel if there is none.
         """
         assert selection.values.numel() == self.budget.capacity
         layout, tensors = self.layout, self.budget.bounds if self.tensors is None else self.tensors
@@ -148,17 +148,13 @@ class PayloadPlan:
     def decode(
         self,
         codec: Codec,
-        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        payloads: Payloads,
         bounds: Sequence[Int64[Tensor, "bounds"]] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> Unchecked[SparseVector]:
         """Decode the payloads of several ranks, without waiting for the device.
 
-        Args:
-            codec: Codec for the payloads' device.
-            payloads: One payload per rank.
-            bounds: Bounds of the tensors in each payload, if they are not those of the budget.
-            ranks: The senders. Default: all ranks.
+        bounds: Those of the tensors in each payload, if not those of the budget. ranks: The senders, if not all.
 
         Raises:
             PayloadError: A payload has another size. By `check`: a rank encoded with another ratio or format, or a
@@ -179,9 +175,7 @@ class PayloadPlan:
             scalars += [header.count, header.number, *header.terms, header.sealed, valid, finite]  # `WORDS`
         return Unchecked(selections, scalars, partial(self._check, ranks=ranks))
 
-    def mean(
-        self, decoder: NativeMeanDecoder, payloads: Sequence[UInt8[Tensor, "nbytes"]], size: int
-    ) -> tuple[Merged, list[int]]:
+    def mean(self, decoder: NativeMeanDecoder, payloads: Payloads, size: int) -> tuple[Merged, list[int]]:
         """Decode the payloads of all ranks and add them in rank order, in one call of the kernels.
 
         This is possible on a CPU, for formats with `sections`. It gives the bits of `decode`, and raises the same
@@ -194,11 +188,7 @@ class PayloadPlan:
         return mean, nonfinite
 
     def mean_into_(
-        self,
-        dense: Float32[Tensor, "n"],
-        decoder: NativeMeanDecoder,
-        payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        size: int,
+        self, dense: Float32[Tensor, "n"], decoder: NativeMeanDecoder, payloads: Payloads, size: int
     ) -> tuple[bool, list[int]]:
         """Same as `mean`, into a tensor. Returns (whether the mean is finite, the numbers of `decode`).
 

@@ -17,6 +17,11 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDING = {"fp32": 0.0, "fp16": torch.finfo(torch.float16).eps, "bf16": torch.finfo(torch.bfloat16).eps}
 FP32 = torch.finfo(torch.float32)
 
+Bounds = Int64[Tensor, "bounds"]
+Section = UInt8[Tensor, "nbytes"]
+Indices = Int32[Tensor, "capacity"]
+Values = Float32[Tensor, "capacity"]
+
 
 class ValueFormat:
     """A format of values. These methods are for the codes with a table of fp32 numbers per tensor.
@@ -48,13 +53,8 @@ class ValueFormat:
         return 4 * numbers * segments + (capacity * bits + 7) // 8
 
     def encode_(
-        self,
-        codec: Codec,
-        selection: SparseVector,
-        bounds: Int64[Tensor, "bounds"],
-        section: UInt8[Tensor, "nbytes"],
-        result: torch.dtype,
-    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
+        self, codec: Codec, selection: SparseVector, bounds: Bounds, section: Section, result: torch.dtype
+    ) -> tuple[Values, Float32[Tensor, ""]]:
         """Write the values into a section of zeros.
 
         Decoded values stay within the range of `result`, the type of the gradients.
@@ -70,13 +70,8 @@ class ValueFormat:
         return decoded, torch.ones((), dtype=torch.float32, device=section.device)
 
     def decode(
-        self,
-        codec: Codec,
-        section: UInt8[Tensor, "nbytes"],
-        indices: Int32[Tensor, "capacity"],
-        header: Header,
-        bounds: Int64[Tensor, "bounds"],
-    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        self, codec: Codec, section: Section, indices: Indices, header: Header, bounds: Bounds
+    ) -> tuple[Values, Bool[Tensor, ""]]:
         """Return (the values of these indices, followed by zeros; whether they are finite)."""
         assert self.kind is not None
         return codec.table_decode(self.kind, section, indices, header.count, bounds)
@@ -144,23 +139,13 @@ class CastValues(ValueFormat):
         return values.clamp(-limit, limit).to(self.torch_dtype)
 
     def encode_(
-        self,
-        codec: Codec,
-        selection: SparseVector,
-        bounds: Int64[Tensor, "bounds"],
-        section: UInt8[Tensor, "nbytes"],
-        result: torch.dtype,
-    ) -> tuple[Float32[Tensor, "capacity"], Float32[Tensor, ""]]:
+        self, codec: Codec, selection: SparseVector, bounds: Bounds, section: Section, result: torch.dtype
+    ) -> tuple[Values, Float32[Tensor, ""]]:
         return codec.cast_encode_(selection.values, self.torch_dtype, section, self.largest(result))
 
     def decode(
-        self,
-        codec: Codec,
-        section: UInt8[Tensor, "nbytes"],
-        indices: Int32[Tensor, "capacity"],
-        header: Header,
-        bounds: Int64[Tensor, "bounds"],
-    ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
+        self, codec: Codec, section: Section, indices: Indices, header: Header, bounds: Bounds
+    ) -> tuple[Values, Bool[Tensor, ""]]:
         return codec.cast_decode(section, header.count, self.torch_dtype, header.scale)
 
 
