@@ -25,6 +25,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from typing_extensions import assert_never
+
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Request
 from dgc.comm.transport import Transport
 
@@ -65,6 +67,10 @@ def bytes_of(request: Request, rank: int, size: int, local_size: int = 1) -> tup
             payload = payload if request.root == rank else 0
         case AllToAll(tensor, splits):
             parts = {to: n * tensor.element_size() for to, n in enumerate(splits) if to != rank}
+        case Exchange():
+            pass
+        case _:
+            assert_never(request)
     if parts is not None:
         wire = sum(parts.values())
     if request.group == "cross":

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import assert_never
 
 from dgc.comm.channel import Channel, MessageTags
 from dgc.comm.requests import (
@@ -207,6 +208,8 @@ class TorchTransport(GroupedTransport):
                 counts = list(request.expected), list(splits)
                 work = dist.all_to_all_single(received, tensor, *counts, group, async_op=True)
                 output = received.split(counts[0])
+            case _:
+                assert_never(request)
         return [work], output
 
     def _start_exchange(self, name: str, request: Exchange) -> tuple[list[Any], Reply]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never
 
 from dgc.bucket import Bucket
 from dgc.comm.meter import bytes_of
@@ -124,6 +125,8 @@ class AlikeRanks:
                         "record a power of two of ranks"
                     )
                 return {source: self._sent[tensor.numel()] for source, tensor in receives.items()}
+            case _:
+                assert_never(request)
 
 
 def record_steps(
