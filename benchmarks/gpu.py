@@ -16,7 +16,6 @@ Targets: `gradient in, payload out` has no wait and takes at most 1.3 times its 
 is JSON.
 """
 
-import argparse
 import os
 import platform
 import sys
@@ -25,14 +24,15 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.results import print_json
+from benchmarks.harness import options, print_json
 from benchmarks.stand_ins import provide_jaxtyping
 
 if TYPE_CHECKING:
     import torch
 
-    from benchmarks.gpu_counts import Counts
+    from benchmarks.gpu_steps import Counts
 
+TAKES = "a few minutes of a GPU; 10 min with --dry-run"
 TARGET = 1.3
 POWERSGD_BYTES = 16
 SMALL: list[list[tuple[int, ...]]] = [[(300, 200), (64,)], [(100, 100)]]
@@ -57,7 +57,7 @@ def obstacle(dry_run: bool) -> str | None:
 
 def keep_laws(device: "torch.device") -> tuple[int, list[str]]:
     """Return the number of laws, and those that fail."""
-    from benchmarks.gpu_laws import laws
+    from benchmarks.gpu_steps import laws
 
     number, failed = 0, []
     for name, law in laws(device):
@@ -94,8 +94,7 @@ def measure(device: "torch.device", dry_run: bool, rounds: int) -> dict[str, Any
     import torch
 
     from benchmarks import step_overhead
-    from benchmarks.gpu_counts import count
-    from benchmarks.gpu_steps import FORMATS, Codec, Training, Whole, milliseconds, random_gradients
+    from benchmarks.gpu_steps import FORMATS, Codec, Training, Whole, count, milliseconds, random_gradients
     from dgc.compression import DGCCompressor, PowerSGDCompressor
     from dgc.memory import DGCSGDMemory
 
@@ -145,7 +144,7 @@ def targets(found: dict[str, Any]) -> dict[str, bool]:
 
 
 def main(words: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options("benchmarks.gpu", __doc__)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter")
     parser.add_argument("--rounds", type=int, default=36)
     parser.add_argument("--laws-only", action="store_true")

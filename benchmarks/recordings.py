@@ -5,11 +5,10 @@ every tensor of two or more dimensions, masking; plain SGD for all other tensors
 a training that a selection benchmark needs. `Gradients` generates any number of gradients like the recorded ones.
 """
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ class Learner:
 @dataclass
 class Recording:
     """By bucket: u and v before the last step, its gradient, and v after it; mean and standard deviation of every
-    element's gradient over the second half of the steps. seconds: one forward and backward pass.
+    element's gradient over the second half of the steps.
     """
 
     model: str
@@ -116,7 +115,6 @@ class Recording:
     mean: list[Tensor]
     deviation: list[Tensor]
     loss: float
-    seconds: float
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,11 +132,9 @@ def record(
     torch.manual_seed(0)
     learner = Learner(getattr(dgc_models, name)(), endless(data, batch), density, lr, device)
     total, square = ([torch.zeros_like(v) for v in learner.v] for _ in range(2))
-    seconds, losses, first = [], [], steps // 2
+    losses, first = [], steps // 2
     for step in range(steps):
-        start = time.perf_counter()
-        losses.append(learner.differentiate())  # waits for the device
-        seconds.append(time.perf_counter() - start)
+        losses.append(learner.differentiate())
         if step >= first:
             for t, s, g in zip(total, square, learner.gradients, strict=True):
                 flat = torch.cat(g)
@@ -161,7 +157,6 @@ def record(
         means,
         square,
         mean(losses[first:]),
-        median(seconds),
     )
 
 

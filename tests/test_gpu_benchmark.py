@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_counts import MESSAGE, waits_of
+from benchmarks.gpu_steps import MESSAGE, waits_of
 from benchmarks.stand_ins import ANNOTATIONS, cases, load_tests
 from benchmarks.step_overhead import resnet50_shapes
 

@@ -1,4 +1,12 @@
-"""The hosts of a laboratory and the network between them, made by `ip` and `tc`, and removed whatever happens.
+"""Hosts and a network of limited rate between them on one machine, made by `ip` and `tc`, and removed at the end.
+
+    with Laboratory(4, "1gbit") as laboratory:
+        laboratory.run(["python", "--version"], host=2)
+
+Each host is a network namespace with one interface, `lab0`. A bridge connects it with those of the other hosts. A
+token bucket limits each interface in both directions. The hosts share the cores and the memory of the machine. See
+docs/netlab.md.
+
 
 Names on the machine, for a laboratory of process 4711:
 
@@ -11,24 +19,27 @@ The bridge has a namespace of its own, because firewall rules of the machine may
 
 The lock ends with the process, also after SIGKILL. The next laboratory removes everything whose lock is free. It
 ends the processes of those hosts first. Several laboratories can exist at the same time, since the bridges are not
-connected and the machine itself has no address in their network.
+connected and the machine itself has no address in their network. Two processes that start or end at the same time
+look at each other's files: one of them may hold the lock of a file for a moment, or remove it between the other's
+steps.
 """
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO
 
-from benchmarks.netlab.locks import lock, try_lock
-from benchmarks.netlab.rates import parse_latency, parse_rate
-from benchmarks.netlab.sigterm import RaisedSigterm
 from dgc.arguments import WHOLE, require
 
 LOCKS = Path("/run/dgc-netlab")
@@ -40,10 +51,79 @@ MAX_HOSTS = 64
 CONGESTION_CONTROL = ("cubic", "reno")  # the first that the kernel allows; it always allows reno
 TICK = 0.001  # seconds between two refills of a token bucket, at most
 PACKETS = 16384, 65536  # bytes, limits of the size of the largest packet
+HEADERS = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in each packet
+RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+DELAYS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+ATTEMPTS, PAUSE = 20, 0.05  # seconds
 
 
 class LaboratoryError(RuntimeError):
     """The laboratory cannot be made here, or does not work. The message says why, and what helps."""
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second of a rate such as "100mbit" or "2.5gbit".
+
+    Raises:
+        ValueError: It is not a rate from 1mbit to 100gbit.
+    """
+    bits = _parse(text, RATES, "a rate such as 100mbit, 1gbit or 2.5gbit")
+    if not 1e6 <= bits <= 1e11:
+        raise ValueError(f"the rate must be 1mbit to 100gbit, not {text}")
+    return bits
+
+
+def parse_latency(text: str) -> float:
+    """Seconds of a delay such as "500us" or "10ms".
+
+    Raises:
+        ValueError: It is not a delay above 0 and up to 1s.
+    """
+    seconds = _parse(text, DELAYS, "a delay such as 500us or 10ms")
+    if not 0 < seconds <= 1:
+        raise ValueError(f"the latency must be above 0 and at most 1s, not {text}")
+    return seconds
+
+
+def _parse(text: str, units: dict[str, float], what: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", str(text))
+    if found is None or found[2] not in units:
+        raise ValueError(f"{text!r} is not {what}")
+    return float(found[1]) * units[found[2]]
+
+
+class RaisedSigterm:
+    """Raises SystemExit(143) on SIGTERM, between `install` and `restore`.
+
+    Only the main thread can set a handler, and one that the user has set is kept.
+    """
+
+    def __init__(self) -> None:
+        self._installed = self._held = self._late = False
+
+    def install(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+
+    def hold(self) -> None:
+        """Let a later SIGTERM wait until `restore`, since the removal must not end halfway."""
+        self._held = True
+
+    def restore(self) -> None:
+        """Set the default handler again. Raises SystemExit if a SIGTERM was held."""
+        if self._installed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        late, self._installed, self._held, self._late = self._late, False, False, False
+        if late:
+            sys.exit(128 + signal.SIGTERM)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._held:
+            self._late = True
+        else:
+            sys.exit(128 + number)
 
 
 def address(host: int) -> str:
@@ -198,6 +278,61 @@ def cores_of(host: int, hosts: int, cores: Sequence[int]) -> Sequence[int]:
         return [cores[host % len(cores)]]
     each = len(cores) // hosts
     return cores[host * each : (host + 1) * each]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes and packets that this host has sent since it was made.
+
+    The kernel hands large packets of several segments to the interface, with one set of headers.
+    """
+
+    nbytes: int
+    packets: int
+
+    @property
+    def contents(self) -> int:
+        """The bytes without headers."""
+        return self.nbytes - HEADERS * self.packets
+
+    def __sub__(self, other: "Sent") -> "Sent":
+        return Sent(self.nbytes - other.nbytes, self.packets - other.packets)
+
+
+def sent() -> Sent | None:
+    """What this host has sent, or None outside of a laboratory."""
+    folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
+    if not folder.exists():
+        return None
+    return Sent(int((folder / "tx_bytes").read_text()), int((folder / "tx_packets").read_text()))
+
+
+def try_lock(path: Path, mode: str = "r") -> IO[str] | None:
+    """The open file, locked. None: another process holds the lock, or has removed the file meanwhile."""
+    try:
+        file: IO[str] = open(path, mode)  # noqa: SIM115  (stays open as long as the lock is held)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # a removed file can be locked as well, beside a new one of the same name
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    file.close()
+    return None
+
+
+def lock(path: Path) -> IO[str] | None:
+    """Make a file and lock it. None: another file has kept the lock for a second."""
+    path.parent.mkdir(exist_ok=True)
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(PAUSE)
+        if (file := try_lock(path, "w")) is not None:
+            return file
+    return None
 
 
 def check_machine() -> None:
