@@ -38,7 +38,7 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
 }
 ROUNDING = 1e-12
 MOST = 200_000  # rounds
-TAKES = "30 s"
+TAKES = "1 min"
 
 
 def simulate(topology: Topology, error: float) -> dict[str, int | None]:

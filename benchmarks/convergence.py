@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.figures import axes_of, scatter, write
+from benchmarks.figures import SAVED, axes_of, scatter, write
 from benchmarks.harness import Table, options, print_json
 from benchmarks.runs import TASKS, Task, about, add_runs, simulate, start, summary_of, to_train
 from scripts.launch import usable_cores
@@ -77,20 +77,11 @@ def rows_of(task: Task, summaries: Summaries) -> dict[str, dict[str, Any]]:
 def report(task: Task, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a table and a line of JSON."""
     number, first = f".{task.decimals}f", next(iter(rows))
-    table = Table(
-        "method",
-        21,
-        [
-            ("quality", task.quality + task.unit, f"20{number}"),
-            ("difference", f"to {first} %" if task.lower_is_better else f"minus {first}", "21.2f"),
-            ("standard_error", "std. error", "11.2f"),
-            ("dense_over_wire", "dense / wire", "13.1f"),
-            ("wire_mb", "MB per run", "12.2f"),
-            ("first_over_payload", "first / payload", "16.1f"),
-            ("payload_mb", "MB payload", "11.2f"),
-            ("seconds", "seconds", "9.1f"),
-        ],
-    )
+    difference = f"to {first} %" if task.lower_is_better else f"minus {first}"
+    columns = [("quality", task.quality + task.unit, f"20{number}"), ("difference", difference, "21.2f")]
+    columns += [("standard_error", "std. error", "11.2f"), ("dense_over_wire", "dense / wire", "13.1f")]
+    columns += [("wire_mb", "MB per run", "12.2f"), ("first_over_payload", "first / payload", "16.1f")]
+    table = Table("method", 21, [*columns, ("payload_mb", "MB payload", "11.2f"), ("seconds", "seconds", "9.1f")])
     for method, row in rows.items():
         table.add(method, row)
     print_json({"benchmark": "convergence", "metric": task.metric, "methods": table.rows})
@@ -110,8 +101,7 @@ def draw(task: Task, rows: Mapping[str, Mapping[str, Any]], title: str, file: Pa
     axes.margins(x=0.2, y=0.15)
     if task.lower_is_better:
         axes.invert_yaxis()
-    axes.set_xlabel("times fewer wire bytes than dense fp32, whole run")
-    axes.set_ylabel(f"test {task.quality}{', %' if task.unit else ''}")
+    axes.set(xlabel=SAVED, ylabel=f"test {task.quality}{', %' if task.unit else ''}")
     axes.set_title(title, fontsize=9)
     write(figure, file)
 

@@ -39,11 +39,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
 from benchmarks.launches import begin, connected, run_ranks
 from dgc.comm import Transport, all_reduce
-from dgc.ddp import DDPExchange, compress
+from dgc.ddp import compress
 from dgc_models import resnet18
 from scripts.methods import build
 
-TAKES = "5 min"
+TAKES = "3 min"
 Hook = Callable[[DistributedDataParallel], Any]
 CHECKPOINTS = (50, 100, 200, 400)
 DENSITY = 0.001
@@ -76,10 +76,6 @@ class Given(nn.Module):
         for parameter, gradient in zip(self.weights, gradients, strict=True):
             scalar = GivenGradient.apply(scalar, parameter, gradient)
         return scalar
-
-
-def ours(name: str, transport: Transport, model: DistributedDataParallel) -> DDPExchange:
-    return compress(model, build(name, DENSITY), transport=transport)
 
 
 class TorchPowerSGD:
@@ -121,7 +117,7 @@ def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, 
     """The methods that are compared. Times are divided by those of the first of a group."""
 
     def own(name: str) -> Hook:
-        return partial(ours, name, transport)
+        return lambda model: compress(model, build(name, DENSITY), transport=transport)
 
     found: dict[str, dict[str, Hook]] = {
         "all": {

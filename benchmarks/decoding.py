@@ -27,7 +27,6 @@ machine that others use, `--clock cpu` counts the CPU seconds of all threads. Th
 of JSON.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
-from benchmarks.step_overhead import Gradients, plan_buckets, resnet50_shapes
+from benchmarks.step_overhead import Gradients, plan_buckets, resnet50
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import next_requests
 from dgc.compression.protocol import SparseResult
@@ -53,7 +52,7 @@ from dgc.wire import SparseFormat
 from dgc.wire.payload import PayloadPlan
 from scripts.methods import build
 
-TAKES = "3 min, or 4 min with --codes"
+TAKES = "5 min"
 METHODS = "2bit-gather 1bit-gather scaled-sign onebit signsgd qsgd natural 2bit-scatter 1bit-scatter".split()
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2bit rice")
@@ -136,11 +135,12 @@ class Model:
     """Buckets, and a gradient for each, outside of the bucket's buffer as after a backward pass."""
 
     def __init__(self) -> None:
-        segments = plan_buckets(resnet50_shapes())
+        segments = plan_buckets(resnet50())
         cpu = torch.device("cpu")
         self.buckets = [Bucket(f"bucket{i}", s, torch.float32, cpu) for i, s in enumerate(segments)]
         generator = torch.Generator().manual_seed(0)
         self._gradients = [torch.randn(bucket.numel, generator=generator) for bucket in self.buckets]
+        self.three = [torch.ones(3, bucket.numel) for bucket in self.buckets]
 
     def fill(self, bucket: Bucket) -> None:
         gradient = self._gradients[self.buckets.index(bucket)]
@@ -175,57 +175,39 @@ class Replies:
                 whole[: whole.numel() // 8 * 8].view(torch.int64).sum()
 
 
-@dataclass
-class Exchange:
-    """The steps of one method."""
-
-    model: Model
-    states: BucketStates
-    replies: Replies
-    clock: Callable[[], float]
-
-    def step(self, number: int) -> tuple[float, float]:
-        """Return seconds of encoding and of decoding."""
-        encoding = decoding = 0.0
-        for bucket in self.model.buckets:
-            self.model.fill(bucket)
-            start = self.clock()
-            conversation = self.states.reduce(bucket)
-            requests = next_requests(conversation)
-            encoding += self.clock() - start
-            for round_ in range(9):
-                replies = self.replies.to(bucket, round_, requests)
-                start = self.clock()
-                try:
-                    requests = next_requests(conversation, replies)
-                except StopIteration:
-                    break
-                finally:
-                    decoding += self.clock() - start
-        return encoding, decoding
+def exchange(
+    model: Model, states: BucketStates, replies: Replies, clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Do a step of a method, and return its seconds of encoding and of decoding."""
+    encoding = decoding = 0.0
+    for bucket in model.buckets:
+        model.fill(bucket)
+        start = clock()
+        conversation = states.reduce(bucket)
+        requests = next_requests(conversation)
+        encoding += clock() - start
+        for round_ in range(9):
+            answers = replies.to(bucket, round_, requests)
+            start = clock()
+            try:
+                requests = next_requests(conversation, answers)
+            except StopIteration:
+                break
+            finally:
+                decoding += clock() - start
+    return encoding, decoding
 
 
-@dataclass
-class Floors:
-    """The memory that encoding and decoding must move."""
-
-    model: Model
-    replies: Replies
-    clock: Callable[[], float]
-
-    def __post_init__(self) -> None:
-        self._three = [torch.ones(3, bucket.numel) for bucket in self.model.buckets]
-
-    def step(self, number: int) -> tuple[float, float]:
-        start = self.clock()
-        for g, e, kept in self._three:
-            torch.add(g, e, out=kept)
-        encoding = self.clock() - start
-        start = self.clock()
-        for bucket in self.model.buckets:
-            bucket.flat.zero_()
-        self.replies.read()
-        return encoding, self.clock() - start
+def floors(model: Model, replies: Replies, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of moving the memory that encoding and decoding must move."""
+    start = clock()
+    for g, e, kept in model.three:
+        torch.add(g, e, out=kept)
+    encoding, start = clock() - start, clock()
+    for bucket in model.buckets:
+        bucket.flat.zero_()
+    replies.read()
+    return encoding, clock() - start
 
 
 def row_of(decoding: Decoding, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
@@ -250,8 +232,11 @@ def row_of_codes(model: Model, name: str, ranks: int, rounds: int, clock: Callab
     states, replies = BucketStates(build(name)), Replies(ranks)
     for bucket in model.buckets:
         states.add(bucket, ranks, ranks - 1)
-    exchange, floors = Exchange(model, states, replies, clock), Floors(model, replies, clock)
-    times = in_turns({"method": exchange.step, "floor": floors.step}, rounds)
+    works = {
+        "method": lambda number: exchange(model, states, replies, clock),
+        "floor": lambda number: floors(model, replies, clock),
+    }
+    times = in_turns(works, rounds)
     row: dict[str, Any] = {"payload_bytes": replies.nbytes}
     for i, what in enumerate(("encode", "decode")):
         own, floor = (
@@ -259,36 +244,6 @@ def row_of_codes(model: Model, name: str, ranks: int, rounds: int, clock: Callab
         )
         row |= {f"{what}_ms": middle(own), f"{what}_floor_ms": middle(floor), what: ratio(own, floor)}
     return row
-
-
-def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Measure and print. Returns the rows, by format or method and number of ranks."""
-    clock, columns = CLOCKS[args.clock], [("ranks", "ranks", "6d"), ("megabytes", "MB", "8.2f")]
-    if args.codes:
-        model = Model()
-        for what in ("decode", "encode"):
-            columns += [(f"{what}_floor_ms", "floor ms", "10.2f"), (f"{what}_ms", f"{what} ms", "11.2f")]
-            columns.append((what, "ratio", "7.2f"))
-    else:
-        recording = Recording(plan_buckets(resnet50_shapes()), args.ratio, max(args.ranks))
-        columns += [("union", "union", "7.1%"), ("floor_ms", "floor ms", "10.2f")]
-        for name in RATIOS:
-            columns += [(f"{name}_ms", f"{name} ms", "11.2f"), (name, "ratio", "7.2f")]
-    buckets = (model if args.codes else recording).buckets
-    numel = sum(bucket.numel for bucket in buckets)
-    print(f"resnet50: {numel:,} elements in {len(buckets)} buckets, {args.clock} times in ms", end="")
-    table = Table("", 13, columns)
-    found: dict[str, dict[str, Any]] = {}
-    for name in args.methods if args.codes else args.formats:
-        gathered = [] if args.codes else recording.payloads(format_of(name))
-        for ranks in args.ranks:
-            if args.codes:
-                row = row_of_codes(model, name, ranks, args.rounds, clock)
-            else:
-                row = row_of(Decoding(recording, format_of(name), gathered, ranks), args.rounds, clock)
-            table.add(name, {**row, "ranks": ranks, "megabytes": row["payload_bytes"] / 1e6})
-            found.setdefault(name, {})[str(ranks)] = row
-    return found
 
 
 def main() -> None:
@@ -303,8 +258,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{kernels.describe(torch.device('cpu'))}, {args.threads} threads, ratios to the floor")
-    found = run(args)
+    clock, columns = CLOCKS[args.clock], [("ranks", "ranks", "6d"), ("megabytes", "MB", "8.2f")]
+    print(f"resnet50, {kernels.describe(torch.device('cpu'))}, {args.threads} threads")
+    print(f"{args.clock} times in ms, ratios to the floor", end="")
+    if args.codes:
+        model = Model()
+        for what in ("decode", "encode"):
+            columns += [(f"{what}_floor_ms", "floor ms", "10.2f"), (f"{what}_ms", f"{what} ms", "11.2f")]
+            columns.append((what, "ratio", "7.2f"))
+    else:
+        recording = Recording(plan_buckets(resnet50()), args.ratio, max(args.ranks))
+        columns += [("union", "union", "7.1%"), ("floor_ms", "floor ms", "10.2f")]
+        for name in RATIOS:
+            columns += [(f"{name}_ms", f"{name} ms", "11.2f"), (name, "ratio", "7.2f")]
+    table = Table("", 13, columns)
+    found: dict[str, dict[str, Any]] = {}
+    for name in args.methods if args.codes else args.formats:
+        gathered = [] if args.codes else recording.payloads(format_of(name))
+        for ranks in args.ranks:
+            if args.codes:
+                row = row_of_codes(model, name, ranks, args.rounds, clock)
+            else:
+                row = row_of(Decoding(recording, format_of(name), gathered, ranks), args.rounds, clock)
+            table.add(name, {**row, "ranks": ranks, "megabytes": row["payload_bytes"] / 1e6})
+            found.setdefault(name, {})[str(ranks)] = row
     print_json({"benchmark": "decoding", "threads": args.threads, "clock": args.clock, "found": found})
 
 

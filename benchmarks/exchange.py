@@ -46,7 +46,7 @@ from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
 from dgc.state import State, zeros
 from scripts.methods import COMPRESSORS, build
 
-TAKES = "1 min, and 1 to 10 min for each rate of a network"
+TAKES = "1 min, and 1 to 15 min for each rate of a network"
 MODELS = ("resnet18", "resnet50", "vgg16")
 GOSSIP = ("sgp", "sgp-fp16", "dpsgd")  # the whole model to one neighbour, without compressor and gradient
 HOROVOD = ("horovod", "horovod-fp16")
@@ -134,7 +134,10 @@ class Method:
         launched = []
         for i, p in reversed(list(enumerate(self.parameters))):
             tensor, context = compression.compress(p.grad)
-            self._count(tensor.nbytes, hvd.size())
+            wire = all_reduce_wire_bytes(tensor.nbytes, hvd.size())
+            self.meter.payload_bytes += tensor.nbytes
+            self.meter.wire_bytes += wire
+            self.meter.cross_wire_bytes += wire / hvd.local_size() if hvd.size() > hvd.local_size() else 0
             handle = hvd.allreduce_async_(tensor, name=f"{self.name}.{i}", op=hvd.Average)
             launched.append((p, handle, context))
         for p, handle, context in launched:
@@ -142,12 +145,6 @@ class Method:
         start = perf_counter()
         self.sgd.step()
         self.meter.seconds["step"] += perf_counter() - start
-
-    def _count(self, payload: int, size: int) -> None:
-        wire = all_reduce_wire_bytes(payload, size)
-        self.meter.payload_bytes += payload
-        self.meter.wire_bytes += wire
-        self.meter.cross_wire_bytes += wire / self.meter.local_size if size > self.meter.local_size else 0
 
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:
@@ -172,10 +169,8 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> dict[str, Any]:
-    keys = ("model", "ratio", "warmup", "repeats", "gradient_sets")
     launches = [("mpirun", names) for names in portions(args.methods, args.together, HOROVOD)]
-    settings = {key: getattr(args, key) for key in keys}
-    return run_methods("benchmarks.exchange", settings, ranks, laboratory, launches)
+    return run_methods("benchmarks.exchange", args, ranks, laboratory, launches)
 
 
 def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network: dict[str, Any] | None) -> None:

@@ -1,8 +1,5 @@
 """Hosts and a network of limited rate between them on one machine, made by `ip` and `tc`, and removed at the end.
 
-    with Laboratory(4, "1gbit") as laboratory:
-        laboratory.run(["python", "--version"], host=2)
-
 Each host is a network namespace with one interface, `lab0`. A bridge connects it with those of the other hosts. A
 token bucket limits each interface in both directions. The hosts share the cores and the memory of the machine. See
 docs/netlab.md.
@@ -26,6 +23,7 @@ steps.
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -34,8 +32,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
@@ -62,34 +59,21 @@ class LaboratoryError(RuntimeError):
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second of a rate such as "100mbit" or "2.5gbit".
-
-    Raises:
-        ValueError: It is not a rate from 1mbit to 100gbit.
-    """
-    bits = _parse(text, RATES, "a rate such as 100mbit, 1gbit or 2.5gbit")
-    if not 1e6 <= bits <= 1e11:
-        raise ValueError(f"the rate must be 1mbit to 100gbit, not {text}")
-    return bits
+    """Bits per second of a rate from 1mbit to 100gbit. Raises ValueError if it is not one."""
+    return _parse("rate", text, RATES, "from 1mbit to 100gbit, such as 2.5gbit", (1e6, 1e11))
 
 
 def parse_latency(text: str) -> float:
-    """Seconds of a delay such as "500us" or "10ms".
-
-    Raises:
-        ValueError: It is not a delay above 0 and up to 1s.
-    """
-    seconds = _parse(text, DELAYS, "a delay such as 500us or 10ms")
-    if not 0 < seconds <= 1:
-        raise ValueError(f"the latency must be above 0 and at most 1s, not {text}")
-    return seconds
+    """Seconds of a delay of at most 1s. Raises ValueError if it is not one."""
+    return _parse("latency", text, DELAYS, "above 0 and at most 1s, such as 500us", (1e-9, 1.0))
 
 
-def _parse(text: str, units: dict[str, float], what: str) -> float:
+def _parse(what: str, text: str, units: dict[str, float], valid: str, limits: tuple[float, float]) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", str(text))
-    if found is None or found[2] not in units:
-        raise ValueError(f"{text!r} is not {what}")
-    return float(found[1]) * units[found[2]]
+    number = float(found[1]) * units.get(found[2], math.nan) if found else math.nan
+    if not limits[0] <= number <= limits[1]:
+        raise ValueError(f"the {what} must be {valid}, not {text!r}")
+    return number
 
 
 class RaisedSigterm:
@@ -241,17 +225,11 @@ class Laboratory:
         return [*enter, "sh", "-c", f'hostname lab{host}; exec "$@"', "sh", *command]
 
     def run(
-        self,
-        command: Sequence[str],
-        host: int = 0,
-        environment: Mapping[str, str] | None = None,
-        timeout: float | None = None,
+        self, command: Sequence[str], host: int = 0, timeout: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in a host, and return its output. The environment is that of this process by default."""
-        words, streams = self.inside(host, command), subprocess.PIPE
-        return subprocess.run(
-            words, env=environment, stdout=streams, stderr=streams, text=True, timeout=timeout, check=False
-        )
+        """Run a command in a host, and return its output."""
+        words = self.inside(host, command)
+        return subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False)
 
     def counters(self) -> list[dict[str, int]]:
         """Bytes and packets that each host has sent and received, with their Ethernet, IP and TCP headers."""
@@ -280,31 +258,15 @@ def cores_of(host: int, hosts: int, cores: Sequence[int]) -> Sequence[int]:
     return cores[host * each : (host + 1) * each]
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Bytes and packets that this host has sent since it was made.
+def sent() -> int | None:
+    """Bytes that this host has sent since it was made, without headers, or None outside of a laboratory.
 
     The kernel hands large packets of several segments to the interface, with one set of headers.
     """
-
-    nbytes: int
-    packets: int
-
-    @property
-    def contents(self) -> int:
-        """The bytes without headers."""
-        return self.nbytes - HEADERS * self.packets
-
-    def __sub__(self, other: "Sent") -> "Sent":
-        return Sent(self.nbytes - other.nbytes, self.packets - other.packets)
-
-
-def sent() -> Sent | None:
-    """What this host has sent, or None outside of a laboratory."""
     folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
     if not folder.exists():
         return None
-    return Sent(int((folder / "tx_bytes").read_text()), int((folder / "tx_packets").read_text()))
+    return int((folder / "tx_bytes").read_text()) - HEADERS * int((folder / "tx_packets").read_text())
 
 
 def try_lock(path: Path, mode: str = "r") -> IO[str] | None:

@@ -9,10 +9,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness import to_json
 from benchmarks.laboratory import INTERFACE, NETWORK, Laboratory, LaboratoryError, address
@@ -21,7 +20,6 @@ from scripts.launch import environment, mpirun, torchrun, usable_cores
 
 AS_RANK, KEEP_TO_ONE_CORE = "as-a-rank", "keep-to-one-core"
 PORT = 29500
-LAUNCHERS = ("mpirun", "torchrun")
 PATIENCE = 60.0  # seconds that a link may take to answer
 UNMEASURED = "the link from host 0 to host 1 could not be measured: "
 CAUSE = (
@@ -108,12 +106,13 @@ def run_ranks(
 
 def run_methods(
     module: str,
-    settings: Mapping[str, Any],
+    args: argparse.Namespace,
     ranks: int,
     laboratory: Laboratory | None,
     launches: Sequence[tuple[str, Sequence[str]]],
 ) -> dict[str, Any]:
     """The results of several launches together, each of (launcher, methods), with the rows of all methods."""
+    settings = vars(args)
     result: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     for launcher, names in launches:
@@ -165,28 +164,19 @@ def on_networks(
         except (LaboratoryError, ValueError) as error:
             print(error, file=sys.stderr)
             return 2
-        network = {"hosts": hosts, "rate": rate, "bits_per_second": link.bits_per_second}
-        report(args, ranks, found, {**network, "round_trip": link.round_trip})
+        report(args, ranks, found, {"hosts": hosts, "rate": rate, **link._asdict()})
         sys.stdout.flush()
     return 0
 
 
 def portions(names: Sequence[str], together: int, alone: Sequence[str] = ()) -> list[list[str]]:
     """The names of each launch: at most `together` of them; those in `alone` in launches of their own."""
-    others = [name for name in names if name not in alone]
-    found = [others[i : i + together] for i in range(0, len(others), together)]
-    own = [name for name in names if name in alone]
-    return found + [own[i : i + together] for i in range(0, len(own), together)]
+    groups = [name for name in names if name not in alone], [name for name in names if name in alone]
+    return [of[i : i + together] for of in groups for i in range(0, len(of), together)]
 
 
-@dataclass
-class Link:
-    """What the link between two hosts reaches.
-
-    Attributes:
-        bits_per_second: Of one TCP connection, without headers.
-        round_trip: Seconds until one byte has come back, at best.
-    """
+class Link(NamedTuple):
+    """What a link reaches: rate of one TCP connection, and seconds until one byte has come back, at best."""
 
     bits_per_second: float
     round_trip: float
@@ -226,13 +216,7 @@ def ranks_per_host(ranks: int, hosts: int) -> int:
     return each
 
 
-def start(
-    laboratory: Laboratory,
-    ranks: int,
-    words: Sequence[str],
-    launcher: str = "mpirun",
-    inherited: Mapping[str, str] = os.environ,
-) -> int:
+def start(laboratory: Laboratory, ranks: int, words: Sequence[str], launcher: str = "mpirun") -> int:
     """Run a Python script on all hosts, and wait for its end. Its output goes where that of this process goes.
 
     Args:
@@ -240,18 +224,13 @@ def start(
         ranks: Number of ranks, a multiple of the number of hosts. Host 0 has the first ones.
         words: The script and its arguments, as in `python SCRIPT ARGUMENT...`.
         launcher: "mpirun": mpirun on host 0 starts the others. "torchrun": an agent on each host.
-        inherited: The environment.
 
     Returns:
         The exit status: that of mpirun, or the first agent's that is not 0.
     """
     each = ranks_per_host(ranks, laboratory.hosts)
-    variables = environment(ranks, usable_cores(), os.geteuid() == 0, inherited)
-    if launcher == "mpirun":
-        return _mpirun(laboratory, each, words, variables)
-    if launcher == "torchrun":
-        return _torchrun(laboratory, each, words, variables)
-    raise ValueError(f"the launcher must be one of {', '.join(LAUNCHERS)}, not {launcher!r}")
+    variables = environment(ranks, usable_cores(), os.geteuid() == 0, os.environ)
+    return LAUNCHERS[launcher](laboratory, each, words, variables)
 
 
 def _mpirun(laboratory: Laboratory, each: int, words: Sequence[str], variables: Mapping[str, str]) -> int:
@@ -299,3 +278,6 @@ def _torchrun(laboratory: Laboratory, each: int, words: Sequence[str], variables
     finally:
         for agent in agents:
             agent.kill()
+
+
+LAUNCHERS = {"mpirun": _mpirun, "torchrun": _torchrun}

@@ -11,7 +11,7 @@ from benchmarks.harness import options, print_json
 from benchmarks.laboratory import Laboratory, LaboratoryError
 from benchmarks.launches import LAUNCHERS, measure, ranks_per_host, start
 
-TAKES = "3 s and the script"
+TAKES = "3 s beside the script"
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ from dgc.comm import Transport, all_gather_object, barrier
 from dgc.optim import DistributedOptimizer, LocalOptimizer
 from scripts.methods import build
 
-TAKES = "10 min with 100 Mbit/s"
+TAKES = "8 min with 100 Mbit/s"
 DENSE = ("dense", "fp16")
 OUTER = ("diloco", "sparseloco", "streaming", "streaming-fp16")
 NAMES = (*DENSE, *OUTER)
@@ -49,19 +49,20 @@ class Trainer:
     def __init__(self, name: str, settings: dict[str, Any], transport: Transport):
         self.work: Work = make_work("lm", settings["batch"], 0, transport.rank)
         named = list(self.work.model.named_parameters())
-        self.inner = torch.optim.AdamW([p for _, p in named], lr=1e-4)
-        self.optimizer: Any = self.inner
+        inner = torch.optim.AdamW([p for _, p in named], lr=1e-4)
+        self.wrapper: DistributedOptimizer | LocalOptimizer | None = None
         self.window = self.before = settings["steps"]
         if name in DENSE:
-            self.optimizer = DistributedOptimizer(self.inner, named, build(name), transport=transport)
+            self.wrapper = DistributedOptimizer(inner, named, build(name), transport=transport)
         elif name in OUTER:
             changes = {"average_every": settings["every"]} if settings["every"] else {}
             if name.startswith("streaming"):
                 changes["delay"] = settings["delay"]
             steps = build(name, **changes)
-            self.optimizer = LocalOptimizer(self.inner, named, steps, transport=transport)
+            self.wrapper = LocalOptimizer(inner, named, steps, transport=transport)
             # the exchange of the first fragment begins in the last of H steps, and ends `delay` steps later
             self.window, self.before = steps.average_every, steps.average_every + steps.delay
+        self.optimizer = self.wrapper or inner
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -71,15 +72,8 @@ class Trainer:
 
     def finish(self) -> None:
         """Wait for what is in flight, if an exchange begins in the step in which the one before it ends."""
-        if self.optimizer is not self.inner:
-            self.optimizer.synchronize_messages()
-
-    def bytes(self) -> float:
-        return 0.0 if self.optimizer is self.inner else float(self.optimizer.meter.wire_bytes)
-
-    def close(self) -> None:
-        if self.optimizer is not self.inner:
-            self.optimizer.close()
+        if self.wrapper is not None:
+            self.wrapper.synchronize_messages()
 
 
 def seconds_per_step(trainer: Trainer, count: int, transport: Transport) -> float:
@@ -97,11 +91,13 @@ def measured(name: str, alone: Trainer, settings: dict[str, Any], transport: Tra
     trainer.steps(trainer.before)
     trainer.finish()
     before = seconds_per_step(alone, settings["steps"], transport)
-    count, sent = trainer.window, trainer.bytes()
+    count, wrapper = trainer.window, trainer.wrapper
+    assert wrapper is not None, name
+    sent = wrapper.meter.wire_bytes
     own = seconds_per_step(trainer, count, transport)
-    sent = trainer.bytes() - sent
+    sent = wrapper.meter.wire_bytes - sent
     after = seconds_per_step(alone, settings["steps"], transport)
-    trainer.close()
+    wrapper.close()
     tokens = settings["batch"] * CONTEXT * transport.size
     idle = (before + after) / 2
     return {
@@ -109,7 +105,6 @@ def measured(name: str, alone: Trainer, settings: dict[str, Any], transport: Tra
         "tokens_per_second": tokens / own,
         "alone_tokens_per_second": tokens / idle,
         "share": idle / own,
-        "drift": after / before,
         "wire_bytes_per_step": sent / count,
     }
 
@@ -126,9 +121,7 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> dict[str, Any]:
-    keys = ("methods", "batch", "threads", "steps", "every", "delay", "launcher")
-    settings = {key: getattr(args, key) for key in keys}
-    result: dict[str, Any] = run_ranks("benchmarks.outer_speed", settings, ranks, laboratory, args.launcher)
+    result: dict[str, Any] = run_ranks("benchmarks.outer_speed", vars(args), ranks, laboratory, args.launcher)
     return result
 
 
@@ -139,18 +132,9 @@ def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network:
         print(f"{network['hosts']} hosts, {network['rate']} each way: {reached}")
     ranks_and_batch = f"{ranks} ranks under {args.launcher}, batch {args.batch} x 64 tokens per rank"
     print(f"{found['parameters']:,} parameters, {ranks_and_batch}")
-    table = Table(
-        "method",
-        16,
-        [
-            ("steps", "steps", "7d"),
-            ("tokens_per_second", "tokens/s", "11.1f"),
-            ("alone_tokens_per_second", "alone", "9.1f"),
-            ("percent", "share %", "9.1f"),
-            ("drift", "drift", "7.2f"),
-            ("megabytes", "wire MB/step", "14.3f"),
-        ],
-    )
+    columns = [("steps", "steps", "7d"), ("tokens_per_second", "tokens/s", "11.1f")]
+    columns += [("alone_tokens_per_second", "alone", "9.1f"), ("percent", "share %", "9.1f")]
+    table = Table("method", 16, [*columns, ("megabytes", "wire MB/step", "14.3f")])
     for name, row in found["methods"].items():
         table.add(name, {**row, "percent": 100 * row["share"], "megabytes": row["wire_bytes_per_step"] / 1e6})
     settings = {"ranks": ranks, "batch": args.batch, "delay": args.delay, "launcher": args.launcher}

@@ -18,7 +18,8 @@ table and a last line of JSON.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -41,12 +42,6 @@ OURS, RESIDUAL, DEFAULT, BATCHED = "ours, paper", "ours, residual", "torch", "to
 OURS_FP16, TORCH_FP16 = "ours, fp16", "torch, fp16"
 
 
-class Method(Protocol):
-    def step(self, gradients: Sequence[Tensor]) -> float:
-        """Run a step and return its seconds. gradients: one flat tensor per bucket."""
-        ...
-
-
 class Ours:
     def __init__(self, buckets: Sequence[Bucket], compressor: Compressor):
         self.states = BucketStates(compressor)
@@ -63,15 +58,11 @@ class Ours:
         return time.perf_counter() - start
 
 
-class Answered:
-    """The handle of an all-reduce of one process, which completes at once."""
-
-    def __init__(self, tensor: Tensor):
-        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self.future.set_result([tensor])
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self.future
+def answered(tensor: Tensor, **options: Any) -> Any:
+    """In place of an all-reduce: the handle of one of a single process, which completes at once."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result([tensor])
+    return SimpleNamespace(get_future=lambda: future)
 
 
 class GradBucket:
@@ -79,20 +70,9 @@ class GradBucket:
 
     def __init__(self, bucket: Bucket, index: int, last: bool):
         self.flat = torch.zeros(bucket.numel)
-        self._index, self._last = index, last
-        self._views = [segment.of(self.flat) for segment in bucket.segments]
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> list[Tensor]:
-        return self._views
-
-    def index(self) -> int:
-        return self._index
-
-    def is_last(self) -> bool:
-        return self._last
+        views = [segment.of(self.flat) for segment in bucket.segments]
+        self.buffer, self.gradients = lambda: self.flat, lambda: views
+        self.index, self.is_last = lambda: index, lambda: last
 
 
 def power_sgd_hook(rank: int, batched: bool) -> Callable[[Any], Any]:
@@ -111,14 +91,14 @@ class Hook:
     def step(self, gradients: Sequence[Tensor]) -> float:
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.flat.copy_(gradient)
-        with patch.object(dist, "all_reduce", lambda tensor, **_: Answered(tensor)):
+        with patch.object(dist, "all_reduce", answered):
             start = time.perf_counter()
             for bucket in self.buckets:
                 self.hook(bucket).wait()
             return time.perf_counter() - start
 
 
-def methods(buckets: Sequence[Bucket], rank: int) -> dict[str, Method]:
+def methods(buckets: Sequence[Bucket], rank: int) -> dict[str, "Ours | Hook"]:
     world = dist.group.WORLD
     assert world is not None, "torch's hooks need the process group that main() makes"
     return {
@@ -136,7 +116,7 @@ def measure(buckets: Sequence[Bucket], rank: int, rounds: int, warmup: int) -> d
     generator = torch.Generator().manual_seed(rank)
     pool = [[torch.randn(b.numel, generator=generator) for b in buckets] for _ in range(3)]
 
-    def once(method: Method, number: int) -> float:
+    def once(method: Ours | Hook, number: int) -> float:
         return 1e3 * method.step(pool[number % len(pool)])
 
     works = {name: partial(once, method) for name, method in methods(buckets, rank).items()}

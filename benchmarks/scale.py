@@ -13,25 +13,24 @@ shows this number divided by the ranks. A method dgc:SELECTOR is DGC with fp16 v
 selector.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.exchange import MODELS, compressor, parameters_of
+from benchmarks.exchange import MODELS, parameters_of
 from benchmarks.figures import axes_of, write
 from benchmarks.harness import Table, add_methods, options, print_json
 from dgc.compression import Route, Rule
-from dgc.cost import Compute, Network, Traffic, fit_computing, predict, record_steps, typical
+from dgc.cost import Compute, Network, fit_computing, predict, record_steps, typical
 from dgc.cost.computing import Planned, cache_evictor
 from dgc.engine.buckets import plan_buckets
-from scripts.methods import COMPRESSORS
+from scripts.methods import COMPRESSORS, build
 
 TAKES = "3 min"
 SIZES = [2**j for j in range(1, 13)]
 COUNTED = (2, 4, 8)  # ranks whose replies are decoded to measure computing
-WARMUP, REPEATS = 4, 5  # exchanges that fill the residual, and those that are measured
+WARMUP, STEPS = 4, 9  # exchanges that fill the residual, and with those that are measured
 GRADIENT_SETS = 3
 SHOWN = ["dense", "fp16", "dgc", "dgc-fp16-packed", "dgc-reduce-scatter", "powersgd-2-half", "scaled-sign", "2bit"]
 
@@ -50,7 +49,7 @@ class Work:
         self._evict = cache_evictor()
 
     def plan(self, size: int, rank: int) -> Planned:
-        compressed = compressor(self._name, self._ratio)
+        compressed = build(self._name, self._ratio)
         compressed.begin_epoch(0)
         self._planned = plan_buckets(self._named, Route([Rule(compressed)]).compressor_for, 25.0, "bucket")
         return [(of_bucket.bucket, of_bucket.compressor) for of_bucket in self._planned]
@@ -64,36 +63,17 @@ class Work:
         self._evict()
 
 
-def recorded(
-    name: str, model: str, ratio: float, sizes: Sequence[int], ranks_per_machine: int
-) -> list[tuple[Traffic, Compute]]:
-    """The traffic of a method for each number of ranks, and what it computes, measured here."""
-    work = Work(name, model, ratio)
-    measured = {}
-    for size in COUNTED:
-        steps = record_steps(work.plan, size, 1, WARMUP + REPEATS, work.refill)
-        measured[size] = typical(steps[WARMUP:])
-    extended = fit_computing(list(measured.values()))
-    found = []
-    for size in sizes:
-        traffic = record_steps(work.plan, size, min(size, ranks_per_machine), 1, work.refill)[-1]
-        timed = measured.get(size)
-        found.append((traffic, Compute(timed.encode, timed.decode or 0.0) if timed else extended))
-    return found
-
-
-def predicted(args: argparse.Namespace, network: Network, name: str) -> Rows:
+def predicted(work: Work, sizes: Sequence[int], network: Network) -> Rows:
     """One row for each number of ranks."""
-    rows = []
-    for traffic, compute in recorded(name, args.model, args.ratio, args.ranks, args.ranks_per_machine):
-        p = predict(traffic, network, compute)
-        sent = {
-            "payload_bytes": p.payload_bytes,
-            "wire_bytes": p.wire_bytes,
-            "cross_wire_bytes": p.cross_wire_bytes,
-        }
+    measured = {n: typical(record_steps(work.plan, n, 1, STEPS, work.refill)[WARMUP:]) for n in COUNTED}
+    extended, rows = fit_computing(list(measured.values())), []
+    for size in sizes:
+        timed = measured.get(size)
+        compute = Compute(timed.encode, timed.decode or 0.0) if timed else extended
+        p = predict(record_steps(work.plan, size, 1, 1, work.refill)[-1], network, compute)
         seconds = {"communication": p.communication, "compute": p.compute, "exchange": p.exchange}
-        rows.append({"ranks": traffic.size, **sent, **{f"{what}_ms": 1e3 * s for what, s in seconds.items()}})
+        times = {f"{what}_ms": 1e3 * of for what, of in seconds.items()}
+        rows.append({"ranks": size, "payload_bytes": p.payload_bytes, "wire_bytes": p.wire_bytes, **times})
     return rows
 
 
@@ -131,21 +111,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES)
     parser.add_argument("--latency", type=float, default=50e-6, help="seconds per message between machines")
     parser.add_argument("--bandwidth", type=float, default=1.25e8, help="bytes per second of a machine")
-    parser.add_argument("--ranks-per-machine", type=int, default=1)
-    parser.add_argument("--inner-latency", type=float, default=2e-6, help="seconds per message in a machine")
-    parser.add_argument("--inner-bandwidth", type=float, default=10e9, help="bytes per second of a rank")
     parser.add_argument("--work", type=float, metavar="S", help="seconds of forward and backward of a rank")
     parser.add_argument("--draw", type=Path, metavar="FILE")
     args = parser.parse_args()
-    local = {"inner_latency": args.inner_latency, "inner_bandwidth": args.inner_bandwidth}
-    network = Network(args.latency, args.bandwidth, args.ranks_per_machine, **local)
     title = f"{args.model}, ratio {args.ratio:g}, {args.bandwidth:g} B/s, {args.latency:g} s"
-    print(f"{title}, {args.ranks_per_machine} ranks per machine: exchange in ms", end="")
+    print(f"{title}: exchange in ms", end="")
     columns = [(str(size), str(size), "9.1f") for size in args.ranks]
     table, found = Table("ranks", 19, columns), {}
     for name in args.methods:
         with torch.no_grad():
-            found[name] = predicted(args, network, name)
+            work = Work(name, args.model, args.ratio)
+            found[name] = predicted(work, args.ranks, Network(args.latency, args.bandwidth))
         table.add(name, {str(row["ranks"]): row["exchange_ms"] for row in found[name]})
     if args.work is not None:
         print(f"\ntimes the speed of one rank, whose forward and backward take {args.work:g} s", end="")

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -22,8 +21,8 @@ WIRE = SparseFormat(CastValues("fp16"), PlainIndices("int32"))
 class SelectorStep(Ours):
     """A step with a selector, by its name."""
 
-    def __init__(self, name: str, buckets: Layout, ratio: float, device: str):
-        super().__init__("auto", build(name).selector, buckets, ratio, MOMENTUM, WIRE, device)
+    def __init__(self, name: str, buckets: Layout, ratio: float):
+        super().__init__("auto", build(name).selector, buckets, ratio, MOMENTUM, WIRE, "cpu")
         self.name = name
 
     @property
@@ -37,9 +36,9 @@ class SelectAlone(Stateful):
 
     name = "exact, select alone"
 
-    def __init__(self, buckets: Layout, ratio: float, device: str):
-        super().__init__(buckets, device)
-        self.budget = [plan_selection(bucket, ratio, torch.device(device)).per_tensor for bucket in buckets]
+    def __init__(self, buckets: Layout, ratio: float):
+        super().__init__(buckets, "cpu")
+        self.budget = [plan_selection(bucket, ratio).per_tensor for bucket in buckets]
 
     def step(self, gradients: list[Tensor]) -> None:
         for v, budget in zip(self.v, self.budget, strict=True):

@@ -34,7 +34,7 @@ def measured(step: Callable[[], None], meter: TrafficMeter, transport: Transport
         **{f"phase {phase}": seconds for phase, seconds in phases.items()},
     }
     if link is not None and link_after is not None:
-        found["link"] = float((link_after - link).contents)
+        found["link"] = float(link_after - link)
     return found
 
 

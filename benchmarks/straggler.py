@@ -24,7 +24,7 @@ from dgc.comm import Transport, all_gather_object, barrier
 from dgc.optim import DistributedOptimizer, LocalOptimizer, Wrapper
 from scripts.methods import build
 
-TAKES = "2 min"
+TAKES = "1 min"
 METHODS = ("ar", "sgp", "osgp", "osgp-4-steps", "adpsgd")
 Phase = tuple[list[float], float]  # seconds of each iteration after the warm-up, and of the phase
 

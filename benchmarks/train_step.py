@@ -11,13 +11,13 @@ NAME             a method of `benchmarks.exchange`, in DistributedOptimizer or L
 NAME@ddp         the same compressor as a communication hook of DistributedDataParallel (DDP), over Gloo
 noop, ddp-noop   nothing is exchanged: a lower bound for all methods over Horovod and for DDP
 horovod(-fp16)   horovod.torch.DistributedOptimizer, with its default fusion and cycle time
-ddp, ddp-fp16, ddp-bf16, ddp-powersgd    DDP's all-reduce of fp32, and torch's own hooks; PowerSGD has rank 2
+ddp, ddp-fp16, ddp-powersgd    DDP's all-reduce of fp32, and torch's own hooks; PowerSGD has rank 2
 
 Methods over Horovod run under mpirun, those of DDP under torchrun, Horovod's own in a launch of their own. Repeats
 are interleaved over the methods of a launch. `step` is the time from zero_grad until the parameters are updated,
 of the slowest rank, as the median over repeats. `wait` is the part of it in which a rank waits for replies, if
 the method is ours. The other columns are those of `benchmarks.exchange`; `faster` compares with the fastest of
-`ddp-fp16`, `ddp-bf16`, `horovod-fp16` and `fp16`. For DDP and its own hooks the bytes are those of the link alone.
+`ddp-fp16`, `horovod-fp16` and `fp16`. For DDP and its own hooks the bytes are those of the link alone.
 
 All ranks share the cores of this machine: with 4 ranks on 2 cores, forward and backward take about twice as long
 as on hosts with a core each, so that more of an exchange hides behind them. The output is a table and a line of
@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,26 +50,17 @@ from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
 from dgc_models import LSTM
 from scripts.methods import build
 
-TAKES = "5 to 30 min for each rate of a network"
+TAKES = "2 min, and 2 to 10 min for each rate of a network"
 LR, MOMENTUM = 1e-4, 0.9
 AT_DDP = "@ddp"
-PLAIN_DDP = ("ddp-noop", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd")
+PLAIN_DDP = ("ddp-noop", "ddp", "ddp-fp16", "ddp-powersgd")
 OVER_DDP = (*PLAIN_DDP, *(f"{name}{AT_DDP}" for name in GRADIENTS if name != "noop"))
 NAMES = (*GRADIENTS, *GOSSIP, *HOROVOD, *OVER_DDP)
-OPPONENTS = ("ddp-fp16", "ddp-bf16", "horovod-fp16", "fp16")
-SHOWN = ["noop", "horovod", "horovod-fp16", "fp16", "dgc-fp32-int64", "dgc-fp16-packed", "dgc-sign-rice"]
-SHOWN += [
-    "powersgd-2-half",
-    "2bit",
-    "scaled-sign",
-    "sgp",
-    "ddp-noop",
-    "ddp",
-    "ddp-fp16",
-    "ddp-bf16",
-    "ddp-powersgd",
-]
-SHOWN += ["dgc-fp16-packed@ddp", "dgc-sign-rice@ddp", "powersgd-2-half@ddp"]
+OPPONENTS = ("ddp-fp16", "horovod-fp16", "fp16")
+SHOWN = """
+    noop horovod horovod-fp16 fp16 dgc-fp32-int64 dgc-fp16-packed dgc-sign-rice powersgd-2-half 2bit scaled-sign
+    sgp ddp-noop ddp ddp-fp16 ddp-powersgd dgc-fp16-packed@ddp dgc-sign-rice@ddp powersgd-2-half@ddp
+""".split()
 VOCABULARY, WIDTH, LAYERS, CONTEXT = 16384, 512, 6, 64
 WORDS = 28869  # of WikiText-2, as in the PowerSGD study
 MODELS = ("resnet18", "resnet50", "vgg16", "lm", "lstm")
@@ -90,16 +81,6 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.layers(self.embedding(tokens) + self.position, mask=self.mask, is_causal=True)
         return hidden @ self.embedding.weight.T
-
-
-class LSTMWithoutState(LSTM):
-    """The three-layer LSTM of the PowerSGD study without dropout: 29 million parameters, 19 of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, width=650, layers=3, dropout=0.0)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(tokens)[0]
 
 
 @dataclass(frozen=True)
@@ -127,10 +108,9 @@ def make_work(name: str, batch: int, image: int, rank: int) -> Work:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(rank + 1)
     if name in OF_TOKENS:
-        model: nn.Module = LanguageModel() if name == "lm" else LSTMWithoutState()
+        model: nn.Module = LanguageModel() if name == "lm" else LSTM(WORDS, width=650, layers=3, dropout=0.0)
         words = VOCABULARY if name == "lm" else WORDS
-        inputs = torch.randint(words, (batch, CONTEXT), generator=generator)
-        targets = torch.randint(words, (batch, CONTEXT), generator=generator)
+        inputs, targets = (torch.randint(words, (batch, CONTEXT), generator=generator) for _ in range(2))
     else:
         from torchvision import models
 
@@ -139,46 +119,39 @@ def make_work(name: str, batch: int, image: int, rank: int) -> Work:
         targets = torch.randint(1000, (batch,), generator=generator)
 
     def loss(wrapped: nn.Module) -> Tensor:
-        return nn.functional.cross_entropy(wrapped(inputs).flatten(0, -2), targets.flatten())
+        found = wrapped(inputs)
+        logits = found[0] if isinstance(found, tuple) else found  # the LSTM has a state
+        return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     return Work(model, loss)
 
 
-class Optimizer(Protocol):
-    """The part of torch.optim.Optimizer that a step uses. Wrapped optimizers have it too."""
-
-    def zero_grad(self) -> None: ...
-
-    def step(self) -> Any: ...
-
-
+@dataclass
 class Method:
     """One method with a model of its own.
 
     Attributes:
+        work: The model and its batch.
+        module: The model, or the wrapper of it.
+        optimizer: Its own, or the wrapper of it.
         meter: Its "step" phase is the update of the parameters, or with Horovod's optimizer all of `step()`.
+        counts_step: Whether this phase is measured here.
         finish: Waits for what `optimizer.step()` has only begun.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        module: nn.Module,
-        optimizer: Optimizer,
-        meter: TrafficMeter,
-        *,
-        counts_step: bool,
-        finish: Callable[[], None] | None = None,
-    ):
-        self.work, self.module, self.optimizer, self.meter = work, module, optimizer, meter
-        self.finish, self._counts_step = finish, counts_step
+    work: Work
+    module: nn.Module
+    optimizer: Any
+    meter: TrafficMeter
+    counts_step: bool = True
+    finish: Callable[[], None] | None = None
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.work.loss(self.module).backward()
         start = perf_counter()
         self.optimizer.step()
-        if self._counts_step:
+        if self.counts_step:
             self.meter.seconds["step"] += perf_counter() - start
         if self.finish is not None:
             self.finish()
@@ -205,7 +178,7 @@ def make(name: str, work: Work, ratio: float, transport: Transport) -> Method:
     compression = hvd.Compression.fp16 if name.endswith("fp16") else hvd.Compression.none
     prefixed = [(f"{name}.{of}", p) for of, p in named]
     of_horovod = hvd.DistributedOptimizer(sgd, named_parameters=prefixed, compression=compression)
-    return Method(work, work.model, of_horovod, TrafficMeter(transport.local_size), counts_step=True)
+    return Method(work, work.model, of_horovod, TrafficMeter(transport.local_size))
 
 
 def _ddp(name: str, work: Work, ratio: float, transport: Transport) -> Method:
@@ -214,10 +187,10 @@ def _ddp(name: str, work: Work, ratio: float, transport: Transport) -> Method:
     if name.endswith(AT_DDP):
         dgcsgd = DGCSGD(parameters, lr=LR, momentum=MOMENTUM)
         exchange = compress(model, compressor(name.removesuffix(AT_DDP), ratio), dgcsgd, transport=transport)
-        return Method(work, model, dgcsgd, exchange.meter, counts_step=True)
+        return Method(work, model, dgcsgd, exchange.meter)
     TORCH_HOOKS[name](model)
     sgd = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
-    return Method(work, model, sgd, TrafficMeter(transport.local_size), counts_step=True)
+    return Method(work, model, sgd, TrafficMeter(transport.local_size))
 
 
 def _noop_hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -226,16 +199,10 @@ def _noop_hook(state: object, bucket: torch.distributed.GradBucket) -> torch.fut
     return future
 
 
-def _bf16_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # under its own name, DDP refuses torch's hook without NCCL; Gloo adds bf16 as well
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
 TORCH_HOOKS: dict[str, Callable[[DistributedDataParallel], object]] = {
     "ddp-noop": lambda model: model.register_comm_hook(None, _noop_hook),
     "ddp": lambda model: None,
     "ddp-fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "ddp-bf16": lambda model: model.register_comm_hook(None, _bf16_hook),
     "ddp-powersgd": lambda model: TorchPowerSGD(2, model),
 }
 
@@ -263,13 +230,11 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> dict[str, Any]:
-    keys = ("model", "ratio", "warmup", "repeats", "batch", "image", "threads")
     ddp = [name for name in args.methods if name in OVER_DDP]
     others = [name for name in args.methods if name not in OVER_DDP]
     launches = [("mpirun", names) for names in portions(others, args.together, HOROVOD)]
     launches += [("torchrun", names) for names in portions(ddp, args.together)]
-    settings = {key: getattr(args, key) for key in keys}
-    return run_methods("benchmarks.train_step", settings, ranks, laboratory, launches)
+    return run_methods("benchmarks.train_step", args, ranks, laboratory, launches)
 
 
 def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network: dict[str, Any] | None) -> None:

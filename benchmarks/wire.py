@@ -1,8 +1,8 @@
 """Bits per element of every payload format, compared with the entropy of random indices.
 
-    python -m benchmarks.wire [--model resnet18] [--steps 30] [--densities 0.001 0.01 0.1]
+    python -m benchmarks.wire [--steps 30] [--densities 0.001 0.01 0.1]
 
-For each density a model is trained on scikit-learn's digits, on one rank with DGC steps: momentum correction,
+For each density ResNet-18 is trained on scikit-learn's digits, on one rank with DGC steps: momentum correction,
 accumulation, exact selection of the largest elements of every tensor, masking. Images are doubled in size;
 otherwise the last kernels of a ResNet would see one pixel and have a gradient only in their centre. The selections
 of the last steps are encoded. All sizes are planned sizes, with header, slack and all rounding, per element that
@@ -11,7 +11,6 @@ was sent:
     index     header and indices
     element   the whole payload
     bound     H(D) / D bits, the minimum average size of the indices of random supports of density D
-    sent      share of the planned elements that was sent; elements that do not fit stay in the residual
 
 The output has tables and a last line of JSON. Its top-level numbers are those of sign and rice at the first
 density.
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import dgc_models
 from benchmarks.harness import Table, options, print_json
 from benchmarks.recordings import Learner, endless
 from dgc.compression.sparse import INDICES, VALUES
@@ -33,9 +31,9 @@ from dgc.kernels.native import NativeCodec
 from dgc.wire import SparseFormat
 from dgc.wire.payload import PayloadPlan
 from dgc_datasets import Digits
+from dgc_models import resnet18
 
 TAKES = "2 min"
-MODELS = ("resnet18", "resnet110")
 LR, BATCH = 0.025, 32
 RECORDED = 5  # last steps that are recorded
 
@@ -43,12 +41,11 @@ RECORDED = 5  # last steps that are recorded
 Recording = tuple[Budget, int, list[SparseVector]]
 
 
-def record(name: str, density: float, steps: int) -> list[Recording]:
+def record(density: float, steps: int) -> list[Recording]:
     torch.manual_seed(0)
-    model: nn.Module = getattr(dgc_models, name)(in_channels=1)
     batches = endless(Digits()["train"], BATCH)
     larger = ((nn.functional.interpolate(images, scale_factor=2.0), labels) for images, labels in batches)
-    learner = Learner(model, larger, density, LR)
+    learner = Learner(resnet18(in_channels=1), larger, density, LR)
     recordings: list[Recording] = [
         (plan.per_tensor, bucket.numel, []) for plan, bucket in zip(learner.plans, learner.buckets, strict=True)
     ]
@@ -61,15 +58,14 @@ def record(name: str, density: float, steps: int) -> list[Recording]:
 
 
 def sizes(form: SparseFormat, recordings: list[Recording]) -> dict[str, float]:
-    planned = index = sent = capacity = 0
+    planned = index = sent = 0
     for budget, numel, selections in recordings:
         for selection in selections:
             done = PayloadPlan(form, budget, numel).encode(NativeCodec(), selection, torch.tensor(numel))
             planned += 8 * done.payload.numel()
             index += 8 * (HEADER_BYTES + form.indices.plan(budget.capacity, numel).nbytes)
             sent += int(done.sent.count)
-            capacity += budget.capacity
-    return {"bits_per_index": index / sent, "bits_per_element": planned / sent, "sent": sent / capacity}
+    return {"bits_per_index": index / sent, "bits_per_element": planned / sent}
 
 
 def bound(recordings: list[Recording]) -> float:
@@ -81,18 +77,13 @@ def bound(recordings: list[Recording]) -> float:
     return bits / sum(budget.capacity for budget, _, _ in recordings)
 
 
-def measure(name: str, density: float, steps: int) -> dict[str, Any]:
-    recordings = record(name, density, steps)
+def measure(density: float, steps: int) -> dict[str, Any]:
+    recordings = record(density, steps)
     numel, least = sum(r[1] for r in recordings), bound(recordings)
     planned = sum(r[0].capacity for r in recordings)
     buckets = f"{len(recordings)} buckets"
     print(f"\nD = {density:.1%}: {planned:,} of {numel:,} elements in {buckets}, bound {least:.3f}", end="")
-    columns = [
-        ("bits_per_index", "index", "8.3f"),
-        ("bits_per_element", "element", "9.3f"),
-        ("sent", "sent", "8.2%"),
-    ]
-    table = Table("", 13, columns)
+    table = Table("", 13, [("bits_per_index", "index", "8.3f"), ("bits_per_element", "element", "9.3f")])
     for indices in INDICES:
         for values in VALUES:
             table.add(f"{values} {indices}", sizes(SparseFormat(VALUES[values](), INDICES[indices]()), recordings))
@@ -101,12 +92,11 @@ def measure(name: str, density: float, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = options("benchmarks.wire", __doc__)
-    parser.add_argument("--model", choices=MODELS, default="resnet18")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.1])
     args = parser.parse_args()
-    print(f"{args.model}, {args.steps} steps with batches of {BATCH}")
-    found = {f"{d:g}": measure(args.model, d, args.steps) for d in args.densities}
+    print(f"resnet18, {args.steps} steps with batches of {BATCH}")
+    found = {f"{d:g}": measure(d, args.steps) for d in args.densities}
     first = found[f"{args.densities[0]:g}"]
     best = first["encodings"]["sign rice"]
     outer = {"bits_per_index": best["bits_per_index"], "bits_per_element": best["bits_per_element"]}

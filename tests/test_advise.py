@@ -310,7 +310,7 @@ def test_a_method_that_does_not_fit_is_left_out(
     adam.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: 0.001}}")
     assert main(words("--configs", str(adam), "--methods", "dense", "dgc-fp32-int64")) == 0
     out = capsys.readouterr().out
-    assert "dgc                 left out: configs/dgc/__init__.py" in out and "torch.optim.Adam" in out
+    assert "dgc-fp32-int64      left out: configs/dgc/__init__.py" in out and "torch.optim.Adam" in out
     assert "Do not compress: no method that compresses was compared with dense" in out
 
 

@@ -141,7 +141,7 @@ def test_reads_of_an_estimator_are_counted_by_tensor() -> None:
 
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_counted_step_is_a_step(name: str) -> None:
-    counted, plain = (SelectorStep(name, [SEGMENTS], 0.001, "cpu") for _ in range(2))
+    counted, plain = (SelectorStep(name, [SEGMENTS], 0.001) for _ in range(2))
     counts = Counts()
     for seed in range(6):
         g = [laplace(N, seed)]
