@@ -1,9 +1,11 @@
 """docs/results.md and the README's numbers agree with each other and with the code that they name."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from documented import DOCS, table
 
@@ -70,17 +72,42 @@ def test_captions_say_how_many_steps_an_epoch_really_has() -> None:
     assert "1530 steps" in RESULTS and "34 epochs of 45 steps" in RESULTS and 34 * 45 == 1530
 
 
-PAGES = [DOCS.parent / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")] + [
-    *DOCS.glob("*.md")
-]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
+PAGES = [*(DOCS.parent / name for name in NAMES), *DOCS.glob("*.md")]
 
 
-def test_commands_name_benchmarks_and_pages_that_exist() -> None:
-    """And every benchmark is quoted."""
-    text = " ".join(page.read_text() for page in PAGES)
-    named = set(re.findall(r"-m\s+benchmarks\.(\w+)", text))
+def commands(text: str) -> list[list[str]]:
+    """The words of all commands with benchmarks, inline or in lines of their own."""
+    joined = re.sub(r"```\w*\n", "", text).replace("\\\n", " ")
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]*)`", joined)]
+    lines = [line.strip() for line in joined.splitlines() if line[:4] == "    " or line.startswith("python")]
+    found = [part for code in (*inline, *lines) for part in re.split(r"[;>#]", code)]
+    return [part.split("-m benchmarks.")[1].split() for part in found if "-m benchmarks." in part]
+
+
+def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every benchmark of the list is on a page."""
+
+    class Accepted(Exception):
+        pass
+
+    def parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = self.parse_known_args(args)
+        assert not rest, rest
+        raise Accepted
+
+    monkeypatch.setattr("argparse.ArgumentParser.parse_args", parse)
+    found = [words for page in PAGES for words in commands(page.read_text())]
     listed = {file.stem for file in (DOCS.parent / "benchmarks").glob("*.py") if "\nTAKES = " in file.read_text()}
-    assert named == listed
+    assert {name for name, *_ in found} == listed and len(found) > 50
+    for name, *words in found:
+        words = ["dense" if word == "NAME" else word for word in words]
+        monkeypatch.setattr("sys.argv", [name, *words])
+        with pytest.raises(Accepted):
+            import_module(f"benchmarks.{name}").main()
+
+
+def test_links_of_the_pages_lead_to_headings() -> None:
     for page in PAGES:
         for name, anchor in re.findall(r"\]\((?:docs/)?(\w+\.md)#([^)]+)\)", page.read_text()):
             target = (DOCS / name if (DOCS / name).is_file() else DOCS.parent / name).read_text()
