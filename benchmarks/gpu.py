@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from benchmarks.gpu_steps import Counts
 
-TAKES = "a few minutes of a GPU, or 10 min with --dry-run"
+TAKES = "a few minutes of a GPU, or 1 min with --dry-run"
 TARGET = 1.3
 POWERSGD_BYTES = 16
 SMALL: list[list[tuple[int, ...]]] = [[(300, 200), (64,)], [(100, 100)]]

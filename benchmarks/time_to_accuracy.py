@@ -92,25 +92,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     task = TASKS[args.task]
-    curves: list[Curve] = []
     try:
         with Laboratory(args.hosts, args.rate) as laboratory:
             link = measure(laboratory)
             rates = [bits / 1e6 for bits in (laboratory.bits_per_second, link.bits_per_second)]
             title = f"{args.task}, {args.hosts} hosts, links of {rates[0]:g} Mbit/s (measured: {rates[1]:.0f})"
-            columns = [
-                ("quality", task.quality + task.unit, f"19.{task.decimals}f"),
-                ("seconds", "seconds", "9.1f"),
-            ]
-            columns += [("wire_mb", "MB sent", "10.2f"), ("seconds_to_reach", "to reach: seconds", "19.1f")]
-            print(f"{title}, {about(args)}", end="")
-            table = Table("method", 16, [*columns, ("mb_to_reach", "MB", "9.2f")])
-            for method in args.methods:
-                curves.append(trained(args, laboratory, method))
-                table.add(method, row_of(curves[-1], curves[0], task))
+            print(f"{title}, {about(args)}", flush=True)
+            curves = [trained(args, laboratory, method) for method in args.methods]
     except (LaboratoryError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    columns = [("quality", task.quality + task.unit, f"19.{task.decimals}f"), ("seconds", "seconds", "9.1f")]
+    columns += [("wire_mb", "MB sent", "10.2f"), ("seconds_to_reach", "to reach: seconds", "19.1f")]
+    table = Table("method", 16, [*columns, ("mb_to_reach", "MB", "9.2f")])
+    for method, curve in zip(args.methods, curves, strict=True):
+        table.add(method, row_of(curve, curves[0], task))
     if args.draw is not None:
         draw(table.rows, task, title, args.draw)
     settings = {"task": args.task, "hosts": args.hosts, "bits_per_second": link.bits_per_second}
