@@ -1,146 +1,86 @@
-"""Bytes sent, time and error of every compressor, on the gradients of two networks.
+"""Bytes and time of one step of each method, on gradients of the shapes of four networks.
 
-    python -m benchmarks.compressors [--model resnet18|lstm] [--ranks 2] [--methods powersgd-2 qsgd ...]
+    python -m benchmarks.compressors --models resnet50 transformer-big --methods dense fp16 dgc powersgd-2
 
-resnet18   for CIFAR (He et al. 2016), 24 steps per epoch: the first experiment of the PowerSGD paper
-lstm       three layers of 650, a vocabulary of 28,869 in one shared embedding, 70 steps per epoch: the second one
+resnet18           for CIFAR (He et al. 2016), 24 steps per epoch: the first experiment of the PowerSGD paper
+lstm               three layers of 650, a vocabulary of 28,869 in one shared embedding, 70 steps per epoch: the
+                   second one
+resnet50           torchvision's (He et al. 2016): 25,557,032 parameters, 102 MB
+transformer-big    configs/wmt16/big.py (Vaswani et al. 2017): 209,125,376 parameters, 837 MB
 
-Ranks are simulated in one process. The gradient of each rank is a direction common to all ranks plus its own
-noise, with heavy tails and tensors of different scales, in buckets of 25 MB. Communication takes no time. Times
-are those of rank 0 over all buckets, as medians over the steps after a warm-up. Methods with error feedback keep
-their residual from step to step.
+Ranks are simulated in one process. One bucket of 25 MB, or one larger tensor, takes all its steps before the next
+one begins, so that the states of two ranks fit into little memory. The gradient of each rank is a direction common
+to all ranks plus its own noise, with heavy tails and tensors of different scales.
 
-payload    bytes that one rank contributes per step
-wire       bytes that one rank sends per step; MiB per epoch; factor below a dense fp32 all-reduce
-encode     milliseconds until the first message is ready; decode: the rest, including orthonormalization
-error      |residual| / |gradient + previous residual| after the last step
-mean       |mean returned - true mean| / |true mean|, of sums over all steps, so delays lose weight
+payload    bytes that one rank contributes per step, by the meter; MiB per epoch
+wire       bytes that one rank sends per step; factor below a dense fp32 all-reduce
+encode     milliseconds until the first message is ready; decode: the rest, including orthonormalization. Both are
+           those of rank 0, as sums over the buckets of the medians over the steps after a warm-up
+ns         nanoseconds of both per parameter
 
-For torch's PowerSGD and fp16 hooks on the same shapes, interleaved with ours, see benchmarks.powersgd_step. The
-last line of the output is JSON, after a table.
+For torch's PowerSGD and fp16 hooks on the same shapes see benchmarks.powersgd_step. The last line of the output is
+JSON, after a table.
 """
 
-import argparse
-import math
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Generator, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.results import print_json
+from benchmarks.exchange import parameters_of as parameters_of_torchvision
+from benchmarks.harness import Table, add_methods, options, print_json
 from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import all_reduce_wire_bytes
 from dgc.comm.requests import Conversation, next_requests
-from dgc.compression import (
-    AtomoCompressor,
-    BF16Compressor,
-    BlockwiseCompressor,
-    Compressor,
-    DenseCompressor,
-    DGCCompressor,
-    FP16Compressor,
-    NaturalCompressor,
-    OneBitCompressor,
-    PowerSGDCompressor,
-    QSGDCompressor,
-    RandomBlockCompressor,
-    RandomKCompressor,
-    Result,
-    Route,
-    Rule,
-    ScaledSignCompressor,
-    SignSGDCompressor,
-    SparseResult,
-    SVDCompressor,
-    TernGradCompressor,
-    ThresholdCompressor,
-)
+from dgc.compression import Result, Route, Rule
 from dgc.engine.buckets import keep_states, plan_buckets
-from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.wire import RiceIndices, SignValues
-from dgc_models import resnet18
+from dgc_models import resnet18, transformer_big
+from dgc_training.config import load
+from scripts.methods import COMPRESSORS, build
 
-Make = Callable[[], Compressor]
-METHODS: dict[str, Make] = {
-    "dense": DenseCompressor,
-    "fp16": FP16Compressor,
-    "bf16": BF16Compressor,
-    "dgc 0.1 %": lambda: DGCCompressor(0.001, DGCSGDMemory(0.9), fp16_values=True, int32_indices=True),
-    "dgc 0.1 % sign rice": lambda: DGCCompressor(
-        0.001, DGCSGDMemory(0.9), values=SignValues(), indices=RiceIndices()
-    ),
-    "top-k 1 %": lambda: DGCCompressor(0.01, ResidualMemory(), int32_indices=True),
-    **{
-        f"powersgd-{rank}": partial(PowerSGDCompressor, rank, mode="paper", min_compression_rate=1)
-        for rank in (1, 2, 4, 7)
-    },
-    "powersgd-2 residual": lambda: PowerSGDCompressor(2, min_compression_rate=1),
-    "2 bits": ThresholdCompressor,
-    "2 bits adaptive": lambda: ThresholdCompressor(threshold=None),
-    "1 bit": lambda: ThresholdCompressor(bits=1, threshold=0.0),
-    "scaled sign": ScaledSignCompressor,
-    "1-bit sgd": OneBitCompressor,
-    "signsgd": SignSGDCompressor,
-    "qsgd 4 bits": QSGDCompressor,
-    "qsgd 8 bits": lambda: QSGDCompressor(bits=8),
-    "terngrad": TernGradCompressor,
-    "natural": NaturalCompressor,
-    "blockwise 8 bits": BlockwiseCompressor,
-    "random-k 5 %": lambda: RandomKCompressor(0.05),
-    "random block 5 %": lambda: RandomBlockCompressor(0.05),
-    "svd-2": lambda: SVDCompressor(2),
-    "atomo-2": lambda: AtomoCompressor(2),
-}
-SLOW = ("svd-2", "atomo-2")
+TAKES = "20 s, or 4 min with transformer-big"
+MODELS = ("resnet18", "lstm", "resnet50", "transformer-big")
 STEPS_PER_EPOCH = {"resnet18": 24, "lstm": 70}
 MIB = 2**20
+Named = Sequence[tuple[str, Tensor]]
 
 
-def parameters_of(model: str) -> list[tuple[str, Tensor]]:
+def parameters_of(model: str) -> Named:
+    """The parameters of a model by name. Only their shapes are used."""
+    if model == "resnet50":
+        return parameters_of_torchvision(model)
     with torch.device("meta"):
         if model == "resnet18":
             return list(resnet18(num_classes=10).named_parameters())
-        lstm = torch.nn.LSTM(650, 650, 3)
-        return [("embedding", torch.empty(28869, 650)), *lstm.named_parameters(), ("bias", torch.empty(28869))]
+        if model == "lstm":
+            lstm = torch.nn.LSTM(650, 650, 3)
+            return [("embedding", torch.empty(28869, 650)), *lstm.named_parameters(), ("bias", torch.empty(28869))]
+        vocabulary = load(["configs/wmt16/base.py", "configs/wmt16/big.py"]).dataset.vocabulary_size
+        return list(transformer_big(vocabulary=vocabulary).named_parameters())
 
 
-class Gradients:
-    """Gradients by step, bucket and rank."""
-
-    def __init__(self, buckets: list[Bucket], size: int):
-        self.buckets, self.size = buckets, size
-
-    def of(self, step: int, b: int) -> list[Tensor]:
-        n = self.buckets[b].numel
-        generator = torch.Generator().manual_seed(1000 * step + b)
-        common = torch.randn(n, generator=generator)
-        scales = torch.empty(n)
-        for i, s in enumerate(self.buckets[b].segments):
-            scales[s.offset : s.offset + s.numel] = 10.0 ** (-2 - i % 3)
-        tails = torch.randn(n, generator=generator).mul_(0.7).exp_()
-        own = (torch.randn(n, generator=generator) for _ in range(self.size))
-        return [(common + noise) * scales * tails for noise in own]
+def gradients_of(bucket: Bucket, size: int, step: int) -> list[Tensor]:
+    """The gradient of each rank."""
+    generator = torch.Generator().manual_seed(1000 * step)
+    common = torch.randn(bucket.numel, generator=generator)
+    scales = torch.empty(bucket.numel)
+    for i, s in enumerate(bucket.segments):
+        scales[s.offset : s.offset + s.numel] = 10.0 ** (-2 - i % 3)
+    scales *= torch.randn(bucket.numel, generator=generator).mul_(0.7).exp_()
+    return [(common + torch.randn(bucket.numel, generator=generator)) * scales for _ in range(size)]
 
 
-@dataclass
-class Clock:
-    encode: float = 0.0
-    decode: float = 0.0
-
-
-def timed(conversation: Conversation[Result], clock: Clock) -> Conversation[Result]:
-    """Run the conversation and add its times to the totals."""
+def timed(conversation: Conversation[Result], seconds: dict[str, float]) -> Conversation[Result]:
+    """Run the conversation, and note the seconds of encoding and of decoding."""
 
     def run() -> Generator[Any, Any, Result]:
-        start = time.perf_counter()
+        seconds["decode"], start = 0.0, time.perf_counter()
         requests = next_requests(conversation)
-        clock.encode += time.perf_counter() - start
+        seconds["encode"] = time.perf_counter() - start
         while True:
             replies = yield requests
             start = time.perf_counter()
@@ -150,106 +90,74 @@ def timed(conversation: Conversation[Result], clock: Clock) -> Conversation[Resu
                 result: Result = stop.value
                 return result
             finally:
-                clock.decode += time.perf_counter() - start
+                seconds["decode"] += time.perf_counter() - start
 
     return run()
 
 
-@dataclass
-class Measured:
-    payload: float = 0.0
-    wire: float = 0.0
-    encode: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    error: float = math.nan
-    mean: float = math.nan
+def buckets_of(named: Named, method: str, ratio: float) -> list[Named]:
+    """The parameters of each bucket, in the order of the model."""
+    planned = plan_buckets(named, Route([Rule(build(method, ratio))]).compressor_for, 25.0, "bucket")
+    return [[pair for pair in named if pair[0] in {s.name for s in plan.bucket.segments}] for plan in planned]
 
 
-def measure(name: str, model: str, size: int, steps: int, warmup: int) -> Measured:
-    make, named = METHODS[name], [(n, torch.empty_like(p, device="cpu")) for n, p in parameters_of(model)]
-    ranks = []
-    for rank in range(size):
-        compressor = make()
-        planned = plan_buckets(named, Route([Rule(compressor)]).compressor_for, 25.0, "bucket")
-        ranks.append((keep_states(planned, size, rank, [compressor])[0], planned))
-    world = LockstepWorld(size)
-    gradients = Gradients([plan.bucket for plan in ranks[0][1]], size)
-    found = Measured()
-    due, late, true = 0.0, [], []
-    for step in range(warmup + steps):
-        clock, before = Clock(), [e.clone() for e in ranks[0][0].errors()]
-        for b, plan in enumerate(ranks[0][1]):
-            own = gradients.of(step, b)
-            buckets = [planned[b].bucket for _, planned in ranks]
-            for bucket, gradient in zip(buckets, own, strict=True):
-                bucket.flat.copy_(gradient)
-            clocks = [clock, *(Clock() for _ in range(size - 1))]
+def measure(named: Named, method: str, ratio: float, size: int, steps: int, warmup: int) -> dict[str, float]:
+    """Bytes of a step, and milliseconds of rank 0."""
+    found = dict.fromkeys(("payload_bytes", "wire_bytes", "encode_ms", "decode_ms"), 0.0)
+    for group in buckets_of(named, method, ratio):
+        real = [(name, torch.zeros(p.shape, device="cpu")) for name, p in group]
+        ranks = []
+        for rank in range(size):
+            (plan,) = plan_buckets(real, Route([Rule(build(method, ratio))]).compressor_for, 1e6, "bucket")
+            keep_states([plan], size, rank)
+            ranks.append(plan)
+        world, taken = LockstepWorld(size), []
+        for step in range(warmup + steps):
+            for plan, gradient in zip(ranks, gradients_of(ranks[0].bucket, size, step), strict=True):
+                plan.bucket.flat.copy_(gradient)
+            own: list[dict[str, float]] = [{} for _ in ranks]
             conversations = [
-                timed(planned[b].states.reduce(bucket), c)
-                for (_, planned), bucket, c in zip(ranks, buckets, clocks, strict=True)
+                timed(plan.states.reduce(plan.bucket), of) for plan, of in zip(ranks, own, strict=True)
             ]
-            result = world.converse(plan.bucket.name, conversations)[0]
-            mean = buckets[0].flat
-            if isinstance(result, SparseResult):
-                mean = torch.zeros(plan.bucket.numel)
-                mean[result.indices] = result.values
-            if step == 0:
-                late.append(torch.zeros_like(mean))
-                true.append(torch.zeros_like(mean))
-            true[b] += torch.stack(own).mean(0)
-            late[b] += mean
-            if step == warmup + steps - 1:
-                waiting = before[b] if len(before) == len(ranks[0][1]) else torch.zeros(())
-                due += float((own[0] + waiting).square().sum())
-        if step >= warmup:
-            found.encode.append(1e3 * clock.encode)
-            found.decode.append(1e3 * clock.decode)
-    found.payload = world.meters[0].payload_bytes / (warmup + steps)
-    found.wire = world.meters[0].wire_bytes / (warmup + steps)
-    found.error = math.sqrt(sum(float(e.square().sum()) for e in ranks[0][0].errors()) / due)
-    apart = sum(float((a - b).square().sum()) for a, b in zip(late, true, strict=True))
-    found.mean = math.sqrt(apart / sum(float(t.square().sum()) for t in true))
+            world.converse("bucket", conversations)
+            taken.append(own[0])
+        found["payload_bytes"] += world.meters[0].payload_bytes / (warmup + steps)
+        found["wire_bytes"] += world.meters[0].wire_bytes / (warmup + steps)
+        for what in ("encode", "decode"):
+            found[f"{what}_ms"] += 1e3 * median(of[what] for of in taken[warmup:])
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=STEPS_PER_EPOCH, default="resnet18")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=7, help="timed steps, after --warmup")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser = options("benchmarks.compressors", __doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["resnet18"])
+    parser.add_argument("--ratio", type=float, default=0.001)
+    add_methods(parser, COMPRESSORS, ["dense", "fp16", "dgc", "dgc-sign-rice", "powersgd-2", "powersgd-4", "qsgd"])
+    parser.add_argument("--ranks", type=int, default=2, help="2 or more")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after --warmup")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error("--ranks: one rank sends nothing")
     torch.set_num_threads(args.threads)
-    epoch = STEPS_PER_EPOCH[args.model]
-    numel = sum(p.numel() for _, p in parameters_of(args.model))
-    dense = all_reduce_wire_bytes(4 * numel, args.ranks)
-    where = f"{args.ranks} ranks, {args.threads} threads, {epoch} steps per epoch"
-    print(f"{args.model}: {numel:,} parameters, {where}")
-    heads = f"{'payload':>12}{'wire':>12}{'MiB/epoch':>11}{'fewer':>8}"
-    heads += f"{'encode':>9}{'decode':>9}{'error':>8}{'mean':>8}"
-    print(f"\n{'':<22}{heads}")
-    rows: dict[str, dict[str, float]] = {}
-    for name in args.methods:
-        slow = name in SLOW
-        with torch.no_grad():
-            found = measure(name, args.model, args.ranks, 1 if slow else args.steps, 0 if slow else args.warmup)
-        rows[name] = {
-            "payload_bytes": found.payload,
-            "wire_bytes": found.wire,
-            "mib_per_epoch": found.wire * epoch / MIB,
-            "fewer": dense / found.wire if found.wire else math.nan,
-            "encode_ms": median(found.encode),
-            "decode_ms": median(found.decode),
-            "error": found.error,
-            "mean": found.mean,
-        }
-        r = rows[name]
-        cells = f"{r['payload_bytes']:12,.0f}{r['wire_bytes']:12,.0f}{r['mib_per_epoch']:11.1f}{r['fewer']:8.1f}"
-        cells += f"{r['encode_ms']:9.1f}{r['decode_ms']:9.1f}{r['error']:8.3f}{r['mean']:8.3f}"
-        print(f"{name:<22}{cells}", flush=True)
-    print_json({"benchmark": "compressors", "model": args.model, "ranks": args.ranks, "methods": rows})
+    result: dict[str, Any] = {}
+    for model in args.models:
+        named, epoch = parameters_of(model), STEPS_PER_EPOCH.get(model)
+        numel = sum(p.numel() for _, p in named)
+        print(f"\n{model}: {numel:,} parameters, {args.ranks} ranks, {args.threads} threads", end="")
+        columns = [("payload_bytes", "payload", "14,.0f"), ("mib_per_epoch", "MiB/epoch", "11.1f")]
+        columns += [("wire_bytes", "wire", "14,.0f"), ("fewer", "fewer", "8.1f"), ("encode_ms", "encode", "9.1f")]
+        table = Table("", 26, [*columns, ("decode_ms", "decode", "9.1f"), ("ns_per_parameter", "ns", "7.2f")])
+        for method in args.methods:
+            with torch.no_grad():
+                row = measure(named, method, args.ratio, args.ranks, args.steps, args.warmup)
+            row["fewer"] = all_reduce_wire_bytes(4 * numel, args.ranks) / row["wire_bytes"]
+            row["ns_per_parameter"] = 1e6 * (row["encode_ms"] + row["decode_ms"]) / numel
+            per_epoch = {} if epoch is None else {"mib_per_epoch": row["payload_bytes"] * epoch / MIB}
+            table.add(method, row | per_epoch)
+        result[model] = table.rows
+    print_json({"benchmark": "compressors", "ranks": args.ranks, "models": result})
 
 
 if __name__ == "__main__":

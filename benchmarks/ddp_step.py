@@ -23,15 +23,10 @@ other classes. torch's hook keeps M - P Q^T with the mean Q. Only the mean of th
 bounded. The output is two tables and a last line of JSON.
 """
 
-import argparse
 import gc
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -41,24 +36,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.powersgd_step import ratio
-from benchmarks.results import print_json
+from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
+from benchmarks.launches import begin, connected, run_ranks
 from dgc.comm import Transport, all_reduce
-from dgc.comm.torch_distributed import connect
-from dgc.compression import (
-    Compressor,
-    DenseCompressor,
-    DGCCompressor,
-    FP16Compressor,
-    PowerSGDCompressor,
-    ThresholdCompressor,
-)
-from dgc.ddp import DDPExchange, compress
-from dgc.memory import ResidualMemory
+from dgc.ddp import compress
 from dgc_models import resnet18
+from scripts.methods import build
 
+TAKES = "3 min"
 Hook = Callable[[DistributedDataParallel], Any]
 CHECKPOINTS = (50, 100, 200, 400)
+DENSITY = 0.001
 
 
 class GivenGradient(torch.autograd.Function):
@@ -88,10 +76,6 @@ class Given(nn.Module):
         for parameter, gradient in zip(self.weights, gradients, strict=True):
             scalar = GivenGradient.apply(scalar, parameter, gradient)
         return scalar
-
-
-def ours(make: Callable[[], Compressor], transport: Transport, model: DistributedDataParallel) -> DDPExchange:
-    return compress(model, make(), transport=transport)
 
 
 class TorchPowerSGD:
@@ -132,33 +116,33 @@ def torch_fp16(model: DistributedDataParallel) -> None:
 def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, Hook]]:
     """The methods that are compared. Times are divided by those of the first of a group."""
 
-    def own(make: Callable[[], Compressor]) -> Hook:
-        return partial(ours, make, transport)
+    def own(name: str) -> Hook:
+        return lambda model: compress(model, build(name, DENSITY), transport=transport)
 
     found: dict[str, dict[str, Hook]] = {
         "all": {
             "no hook": lambda model: None,
             "torch, fp16": torch_fp16,
-            "ours, dense": own(DenseCompressor),
-            "ours, fp16": own(FP16Compressor),
-            "ours, DGC 0.1 %": own(lambda: DGCCompressor(0.001, ResidualMemory())),
-            "ours, 2 bits": own(lambda: ThresholdCompressor(2, 0.5)),
-            "ours, signs": own(lambda: ThresholdCompressor(1, 0.0)),
+            "ours, dense": own("dense"),
+            "ours, fp16": own("fp16"),
+            "ours, DGC 0.1 %": own("dgc-residual"),
+            "ours, 2 bits": own("2bit"),
+            "ours, signs": own("1bit"),
         }
     }
     for r in factors:
         found[f"rank {r}"] = {
             "torch": partial(TorchPowerSGD, r),
-            "ours, paper": own(partial(PowerSGDCompressor, r, mode="paper")),
-            "ours, residual": own(partial(PowerSGDCompressor, r, num_iters_per_step=2)),
-            "ours, half": own(partial(PowerSGDCompressor, r)),
+            "ours, paper": own(f"powersgd-{r}-paper"),
+            "ours, residual": own(f"powersgd-{r}"),
+            "ours, half": own(f"powersgd-{r}-half"),
             "no hook": lambda model: None,
         }
     return found
 
 
-def times(methods: dict[str, Hook], rounds: int, warmup: int, transport: Transport) -> dict[str, list[float]]:
-    """Seconds of each step, by method and round. Each round begins with another method."""
+def times(methods: dict[str, Hook], rounds: int, warmup: int, transport: Transport) -> dict[str, dict[int, float]]:
+    """Milliseconds of each step, by method and round: the largest over the ranks."""
     generator = torch.Generator().manual_seed(transport.rank)
     models: dict[str, DistributedDataParallel] = {}
     for name, register in methods.items():
@@ -166,23 +150,22 @@ def times(methods: dict[str, Hook], rounds: int, warmup: int, transport: Transpo
         register(models[name])
     shapes = [p.shape for p in models[name].parameters()]
     pool = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2)]
-    found: dict[str, list[float]] = {name: [] for name in methods}
-    names = list(methods)
-    for number in range(warmup + rounds):
-        names = names[1:] + names[:1]
-        for name in names:
-            loss = models[name](pool[number % len(pool)])
-            dist.barrier()
-            start = time.perf_counter()
-            loss.backward()
-            seconds = time.perf_counter() - start
-            models[name].zero_grad()
-            if number >= warmup:
-                found[name].append(seconds)
-    slowest = all_reduce(transport, torch.tensor(list(found.values()), dtype=torch.float64), "max")
-    del models, loss
+
+    def once(model: DistributedDataParallel, number: int) -> float:
+        loss = model(pool[number % len(pool)])
+        dist.barrier()
+        start = time.perf_counter()
+        loss.backward()
+        seconds = time.perf_counter() - start
+        model.zero_grad()
+        return 1e3 * seconds
+
+    found = in_turns({name: partial(once, model) for name, model in models.items()}, rounds, warmup)
+    own = torch.tensor([list(of.values()) for of in found.values()], dtype=torch.float64)
+    slowest = all_reduce(transport, own, "max").tolist()
+    del models
     gc.collect()
-    return dict(zip(list(found), slowest.tolist(), strict=True))
+    return {name: dict(enumerate(of)) for name, of in zip(found, slowest, strict=True)}
 
 
 def error_norms(register: Hook, transport: Transport) -> list[float]:
@@ -205,47 +188,52 @@ def error_norms(register: Hook, transport: Transport) -> list[float]:
     return found
 
 
-def work(args: argparse.Namespace) -> None:
+def work(settings: dict[str, Any]) -> dict[str, Any]:
+    """What each rank does."""
     torch.set_num_threads(1)
-    transport = connect()
-    told = print if transport.rank == 0 else lambda *_: None
-    told(f"{transport.size} ranks, 1 thread each, {args.rounds} rounds; torch {torch.__version__}")
-    result: dict[str, Any] = {"benchmark": "ddp_step", "ranks": transport.size, "step": {}, "error": {}}
-    for group, methods in groups(args.factors, transport).items():
-        found = times(methods, args.rounds, args.warmup, transport)
-        first = next(iter(methods))
-        told(f"\n{group:<16} {'median ms':>10} {'least':>8}   / {first}")
-        result["step"][group] = {}
-        for name, row in found.items():
-            relative = ratio(row, found[first])
-            told(f"{name:<16} {1e3 * median(row):10.1f} {1e3 * min(row):8.1f} {relative:6.2f}")
-            result["step"][group][name] = {"ms": round(1e3 * median(row), 2), "ratio": round(relative, 3)}
-    told(f"\n{'error norm after':<18}" + "".join(f"{steps:>8}" for steps in CHECKPOINTS))
-    for group, methods in groups(args.factors, transport).items():
-        for name, register in methods.items():
-            if group != "all" and name != "no hook":
-                norms = error_norms(register, transport)
-                told(f"{name:<11}{group:>7}" + "".join(f"{norm:8.2f}" for norm in norms))
-                result["error"][f"{name}, {group}"] = [round(norm, 3) for norm in norms]
-    if transport.rank == 0:
-        print_json(result)
+    transport = connected("torchrun")
+    compared = groups(settings["factors"], transport).items()
+    steps = {
+        group: times(methods, settings["rounds"], settings["warmup"], transport) for group, methods in compared
+    }
+    norms = {
+        f"{name:<11}{group:>7}": error_norms(register, transport)
+        for group, methods in compared
+        for name, register in methods.items()
+        if group != "all" and name != "no hook"
+    }
     dist.destroy_process_group()
+    return {"step": steps, "error": norms}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options("benchmarks.ddp_step", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--factors", type=int, nargs="+", default=[1, 2, 4], help="ranks r of PowerSGD's factors")
+    help_of_factors = "ranks r of PowerSGD's factors"
+    parser.add_argument(
+        "--factors", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4], help=help_of_factors
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=4)
     args = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        work(args)
-        return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    command = [*launcher, "-m", "benchmarks.ddp_step", *sys.argv[1:]]
-    sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode)
+    settings = {"factors": args.factors, "rounds": args.rounds, "warmup": args.warmup}
+    found = run_ranks("benchmarks.ddp_step", settings, args.ranks, launcher="torchrun")
+    print(f"{args.ranks} ranks, 1 thread each, {args.rounds} rounds; torch {torch.__version__}")
+    result: dict[str, Any] = {"benchmark": "ddp_step", "ranks": args.ranks, "step": {}}
+    for group, of in found["step"].items():
+        rows = {name: {int(number): ms for number, ms in row.items()} for name, row in of.items()}
+        first = next(iter(rows))
+        columns = [("ms", "median ms", "11.1f"), ("least", "least", "9.1f"), ("ratio", f"/ {first}", "10.2f")]
+        table = Table(group, 16, columns)
+        for name, row in rows.items():
+            against = {"least": min(row.values()), "ratio": ratio(row, rows[first])}
+            table.add(name, {"ms": middle(row), **against})
+        result["step"][group] = table.rows
+    errors = Table("error norm after", 18, [(str(steps), str(steps), "8.2f") for steps in CHECKPOINTS])
+    for name, norms in found["error"].items():
+        errors.add(name, dict(zip(map(str, CHECKPOINTS), norms, strict=True)))
+    print_json({**result, "error": errors.rows})
 
 
 if __name__ == "__main__":
-    main()
+    begin(work, main)

@@ -16,7 +16,6 @@ Targets: `gradient in, payload out` has no wait and takes at most 1.3 times its 
 is JSON.
 """
 
-import argparse
 import os
 import platform
 import sys
@@ -25,14 +24,15 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.results import print_json
+from benchmarks.harness import Table, options, print_json
 from benchmarks.stand_ins import provide_jaxtyping
 
 if TYPE_CHECKING:
     import torch
 
-    from benchmarks.gpu_counts import Counts
+    from benchmarks.gpu_steps import Counts
 
+TAKES = "a few minutes of a GPU, or 1 min with --dry-run"
 TARGET = 1.3
 POWERSGD_BYTES = 16
 SMALL: list[list[tuple[int, ...]]] = [[(300, 200), (64,)], [(100, 100)]]
@@ -57,7 +57,7 @@ def obstacle(dry_run: bool) -> str | None:
 
 def keep_laws(device: "torch.device") -> tuple[int, list[str]]:
     """Return the number of laws, and those that fail."""
-    from benchmarks.gpu_laws import laws
+    from benchmarks.gpu_steps import laws
 
     number, failed = 0, []
     for name, law in laws(device):
@@ -71,31 +71,26 @@ def keep_laws(device: "torch.device") -> tuple[int, list[str]]:
     return number, failed
 
 
-class Table:
-    """Rows of the table. Each is printed when measured and stored for the JSON."""
+class Rows(Table):
+    """The table, with the places where the host waits."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        print(f"\n{'':<42} {'ms':>9} {'/ copy':>7} {'launches':>9} {'waits':>6}")
+        columns = [("ms", "ms", "10.3f"), ("ratio_to_copy", "/ copy", "8.2f"), ("launches", "launches", "10d")]
+        super().__init__("", 42, [*columns, ("waits", "waits", "7d")])
 
-    def add(self, name: str, ms: float, counts: "Counts", against_copy: float | None = None) -> None:
-        waits = sum(counts.waits.values())
-        ratio = f"{against_copy:7.2f}" if against_copy is not None else f"{'':>7}"
-        print(f"{name:<42} {ms:9.3f} {ratio} {counts.launches or '?':>9} {waits:>6}")
+    def measured(self, name: str, ms: float, counts: "Counts", against_copy: float | None = None) -> None:
+        row = {"ms": ms, "launches": counts.launches, "waits": sum(counts.waits.values())}
+        row |= {} if against_copy is None else {"ratio_to_copy": against_copy}
+        self.add(name, {**row, "driver_waits": counts.driver_waits, "where": dict(counts.waits)})
         for place, often in counts.waits.most_common():
             print(f"    {often} at {place}")
-        row = {"ms": ms, "launches": counts.launches, "waits": waits, "driver_waits": counts.driver_waits}
-        self.rows[name] = {**row, "where": dict(counts.waits)} | (
-            {} if against_copy is None else {"ratio_to_copy": against_copy}
-        )
 
 
 def measure(device: "torch.device", dry_run: bool, rounds: int) -> dict[str, Any]:
     import torch
 
     from benchmarks import step_overhead
-    from benchmarks.gpu_counts import count
-    from benchmarks.gpu_steps import FORMATS, Codec, Training, Whole, milliseconds, random_gradients
+    from benchmarks.gpu_steps import FORMATS, Codec, Training, Whole, count, milliseconds, random_gradients
     from dgc.compression import DGCCompressor, PowerSGDCompressor
     from dgc.memory import DGCSGDMemory
 
@@ -105,14 +100,14 @@ def measure(device: "torch.device", dry_run: bool, rounds: int) -> dict[str, Any
         words = ["--device", "cuda", "--rounds", str(rounds)]
         ours, gradients, step = step_overhead.report(step_overhead.arguments().parse_args(words))
         copy_rate = step["copy_gb_per_s"]
-        layout = step_overhead.plan_buckets(step_overhead.resnet50_shapes())
+        layout = step_overhead.plan_buckets(step_overhead.resnet50())
         buckets = [[segment.shape for segment in bucket] for bucket in layout]
     numel = sum(torch.Size(shape).numel() for shapes in buckets for shape in shapes)
 
-    table = Table()
+    table = Rows()
     if step is not None:
         counts = count(lambda: ours.step(gradients.next()), device)
-        table.add("DGC: gradient in, payload out", step["ours_ms"], counts, step["ratio_to_copy"])
+        table.measured("DGC: gradient in, payload out", step["ours_ms"], counts, step["ratio_to_copy"])
     fresh = random_gradients(buckets, 0, device)
     methods = [
         (Whole("DGC: gradient in, mean out", DGCCompressor(0.001, DGCSGDMemory(0.9)), buckets, device), 20),
@@ -122,14 +117,14 @@ def measure(device: "torch.device", dry_run: bool, rounds: int) -> dict[str, Any
     for method, traffic in methods:
         ms = milliseconds(lambda: method.step(fresh), device, rounds)  # noqa: B023 (called here)
         counts = count(lambda: method.step(fresh), device)  # noqa: B023
-        table.add(method.name, ms, counts, ms * copy_rate * 1e6 / (traffic * numel))
+        table.measured(method.name, ms, counts, ms * copy_rate * 1e6 / (traffic * numel))
     for name, form in FORMATS.items():
         codec = Codec(form, 10_000 if dry_run else 6_500_000, 0.001, device, ranks=4)
         for what, work in (("encode", codec.encode), ("decode of 4", codec.decode), ("merge of 4", codec.merge)):
-            table.add(f"{what}: {name}", milliseconds(work, device, rounds), count(work, device))
+            table.measured(f"{what}: {name}", milliseconds(work, device, rounds), count(work, device))
     training = Training(32 if dry_run else 1024, device)
     ms = milliseconds(training.step, device, rounds)
-    table.add(f"training step, {training.buckets} buckets", ms, count(training.step, device))
+    table.measured(f"training step, {training.buckets} buckets", ms, count(training.step, device))
     return {"step": step, "rows": table.rows}
 
 
@@ -145,7 +140,7 @@ def targets(found: dict[str, Any]) -> dict[str, bool]:
 
 
 def main(words: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options("benchmarks.gpu", __doc__)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter")
     parser.add_argument("--rounds", type=int, default=36)
     parser.add_argument("--laws-only", action="store_true")

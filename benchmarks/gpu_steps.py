@@ -1,18 +1,29 @@
-"""The workloads of `benchmarks.gpu`: codecs, whole steps of methods without a network, and a training step."""
+"""The workloads of `benchmarks.gpu`: codecs, whole steps of methods without a network, and a training step.
+
+With the host operations of a step: kernels launched, and waits for the device; and with the laws: those of the
+Triton kernels on a real device (tests/kernels/test_triton.py), and bits of whole steps.
+"""
 
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import dgc.kernels as kernels
+from benchmarks.harness import in_turns, middle
+from benchmarks.stand_ins import cases, load_tests
 from dgc.bucket import Bucket, Segment, lay_out
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, Conversation, next_requests
-from dgc.compression import DGCCompressor
-from dgc.compression.protocol import Compressor, Result
+from dgc.compression import DGCCompressor, PowerSGDCompressor
+from dgc.compression.protocol import Compressor, Result, SparseResult
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
 from dgc.memory import DGCSGDMemory
@@ -129,14 +140,140 @@ class Training:
 
 def milliseconds(step: Callable[[], object], device: torch.device, rounds: int, warm_up: int = 3) -> float:
     """Return the median. The device is idle before each measurement."""
-    times = []
-    for number in range(-warm_up, rounds):
+
+    def once(number: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if number >= 0:
-            times.append(1e3 * (time.perf_counter() - start))
-    return median(times)
+        return 1e3 * (time.perf_counter() - start)
+
+    return middle(in_turns({"": once}, rounds, warm_up)[""])
+
+
+ROOT = Path(__file__).parents[1]
+MESSAGE = "called a synchronizing CUDA operation"
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a step.
+
+    waits: waits that PyTorch reports, by place. launches: of PyTorch's and Triton's kernels; 0 if the profiler
+    cannot see the GPU. driver_waits: all waits in the profile, from any caller.
+    """
+
+    waits: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
+    driver_waits: int = 0
+
+
+def count(step: Callable[[], object], device: torch.device) -> Counts:
+    """Count in two calls, the first under PyTorch's check for waits, the second under its profiler."""
+    if device.type != "cuda":
+        step()
+        return Counts()
+    waits = waits_of(step)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+    events = {event.key: event.count for event in profiler.key_averages()}
+    return Counts(waits, sum(events.get(name, 0) for name in LAUNCHES), sum(events.get(name, 0) for name in WAITS))
+
+
+def waits_of(step: Callable[[], object]) -> Counter[str]:
+    """Return file and line of each operation that waits, and its count."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return Counter(f"{place(w.filename)}:{w.lineno}" for w in seen if MESSAGE in str(w.message))
+
+
+def place(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(ROOT)) if ROOT in path.parents else path.name
+
+
+TESTS = ROOT / "tests" / "kernels" / "test_triton.py"
+LEFT_OUT = {
+    "test_every_kernel_compiles_for_gpus": "compiles for other GPUs than this one",
+    "test_importing_dgc_does_not_import_triton": "says nothing of the device",
+}
+SHAPES = [(64, 300), (40, 33), (500,), (64, 300)]
+STEPS = 4
+CPU = torch.device("cpu")
+
+
+def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
+    yield from cases(load_tests(TESTS), LEFT_OUT)
+    for name, form in FORMATS.items():
+        yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
+    methods: dict[str, Callable[[], Compressor]] = {
+        "DGC": lambda: DGCCompressor(0.02, DGCSGDMemory(0.9)),
+        "PowerSGD": lambda: PowerSGDCompressor(2, 0),
+    }
+    for name, make in methods.items():
+        yield f"{name} repeats bit for bit", lambda make=make: repeats(make, device)  # type: ignore[misc]
+    yield "DGC on the GPU has the CPU's bits", lambda: dgc_is_alike(device)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Use the reference backend instead of Triton's."""
+    kernels.use("reference")
+    try:
+        yield
+    finally:
+        kernels.use("triton")
+
+
+def payloads_are_alike(form: SparseFormat, device: torch.device) -> None:
+    here = Codec(form, 20_000, 0.02, device, ranks=3)
+    with plain_torch():
+        there = Codec(form, 20_000, 0.02, CPU, ranks=3)
+    for ours, theirs in zip(here.payloads, there.payloads, strict=True):
+        assert torch.equal(ours.cpu(), theirs), "the payloads differ"
+    for mine, expected in zip(here.parts, there.parts, strict=True):
+        assert torch.equal(mine.indices.cpu(), expected.indices) and same_bits(mine.values, expected.values)
+
+
+def repeats(make: Callable[[], Compressor], device: torch.device) -> None:
+    for first, again in zip(results(make(), device), results(make(), device), strict=True):
+        assert same_bits(first, again), "a second run gives other bits"
+
+
+def dgc_is_alike(device: torch.device) -> None:
+    def make() -> Compressor:
+        return DGCCompressor(0.02, DGCSGDMemory(0.9))
+
+    with plain_torch():
+        expected = results(make(), CPU)
+    for ours, theirs in zip(results(make(), device), expected, strict=True):
+        assert same_bits(ours, theirs), "the CPU gives other bits"
+
+
+def results(compressor: Compressor, device: torch.device) -> list[Tensor]:
+    """Return the results of some steps, and the residual after them."""
+    whole, found = Whole("", compressor, [SHAPES], device), []
+    for step in range(STEPS):
+        given = random_gradients([SHAPES], step, device)
+        for result, bucket in zip(whole.step(given), whole.buckets, strict=True):
+            assert result.nonfinite is None, result.nonfinite
+            if isinstance(result, SparseResult):
+                found += [result.indices, result.values]
+            else:
+                found.append(bucket.flat.clone())
+    return [*found, *whole.states.errors()]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))

@@ -1,21 +1,71 @@
-"""Runs the ranks of a benchmark, on this machine or on the hosts of a laboratory, and returns their result."""
+"""Starts the ranks of a benchmark, on this machine or on the hosts of a laboratory, and returns their result."""
 
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.netlab import Laboratory, LaboratoryError
-from benchmarks.netlab.ranks import measure, start
-from benchmarks.results import to_json
+from benchmarks.harness import to_json
+from benchmarks.laboratory import INTERFACE, NETWORK, Laboratory, LaboratoryError, address
+from dgc.comm import Transport
 from scripts.launch import environment, mpirun, torchrun, usable_cores
 
-KEEP_TO_ONE_CORE = "keep-to-one-core"
+AS_RANK, KEEP_TO_ONE_CORE = "as-a-rank", "keep-to-one-core"
+PORT = 29500
+PATIENCE = 60.0  # seconds that a link may take to answer
+UNMEASURED = "the link from host 0 to host 1 could not be measured: "
+CAUSE = (
+    "Frames probably do not pass the bridge, for example by the rules of a container or of a security program, or "
+    "the machine is too busy to answer"
+)
+
+
+def begin(work: Callable[[dict[str, Any]], Any], main: Callable[[], int | None]) -> None:
+    """Run a module of a benchmark: `main`, or on a rank that `run_ranks` has started `work`, given the settings.
+
+    What `work` returns on rank 0 is what `run_ranks` returns. With more ranks than cores on one machine, a rank
+    keeps to one core. Otherwise some cores would have more ranks than others: threads that poll for messages count
+    for the scheduler.
+    """
+    if sys.argv[1:2] != [AS_RANK]:
+        sys.exit(main())
+    given, written, *more = sys.argv[2:]
+    rank = next(int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "RANK") if name in os.environ)
+    if KEEP_TO_ONE_CORE in more:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    result = work(json.loads(Path(given).read_text()))
+    if rank == 0:
+        Path(written).write_text(to_json(result))
+
+
+def connected(launcher: str, horovods_own: bool = False) -> Transport:
+    """The transport of a rank: Horovod under mpirun, torch.distributed under torchrun.
+
+    Args:
+        launcher: "mpirun" or "torchrun".
+        horovods_own: Whether Horovod's own all-reduce is measured, with its default fusion and cycle time.
+    """
+    if launcher == "torchrun":
+        from dgc.comm import torch_distributed
+
+        return torch_distributed.connect(point_to_point=True)
+    if horovods_own:
+        # before Horovod is loaded by the transport, which has other defaults
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(128 * 2**20))
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")
+        warnings.filterwarnings("ignore", "Horovod's fusion is on")
+    from dgc.comm import horovod
+
+    return horovod.connect(point_to_point=True)
 
 
 def run_ranks(
@@ -25,10 +75,10 @@ def run_ranks(
     laboratory: Laboratory | None = None,
     launcher: str = "mpirun",
 ) -> Any:
-    """Run `python -m MODULE SETTINGS RESULT` on each rank, two files in JSON, and return what rank 0 has written.
+    """Run a module on each rank, and return what the `work` of rank 0 has returned: see `begin`.
 
     Args:
-        module: It reads its settings and, on rank 0, writes its result: see `settings_of` and `write_result`.
+        module: Its name. It ends with a call of `begin`.
         settings: Can be written as JSON.
         ranks: Number of ranks; with a laboratory a multiple of its hosts.
         laboratory: The hosts. None: this machine.
@@ -40,7 +90,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         given, result = Path(folder, "settings.json"), Path(folder, "result.json")
         given.write_text(to_json(dict(settings)))
-        words = ["-m", module, str(given), str(result)]
+        words = ["-m", module, AS_RANK, str(given), str(result)]
         if laboratory is not None:
             status = start(laboratory, ranks, words, launcher)
         else:
@@ -54,72 +104,180 @@ def run_ranks(
         return json.loads(result.read_text())
 
 
-def settings_of_rank() -> dict[str, Any]:
-    """What `run_ranks` was given. With more ranks than cores on one machine, keeps this rank to one core.
+def run_methods(
+    module: str,
+    args: argparse.Namespace,
+    ranks: int,
+    laboratory: Laboratory | None,
+    launches: Sequence[tuple[str, Sequence[str]]],
+) -> dict[str, Any]:
+    """The results of several launches together, each of (launcher, methods), with the rows of all methods."""
+    settings = vars(args)
+    result: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
+    for launcher, names in launches:
+        print(f"... {launcher}, {ranks} ranks: {', '.join(names)}", file=sys.stderr, flush=True)
+        result = run_ranks(
+            module, {**settings, "methods": names, "launcher": launcher}, ranks, laboratory, launcher
+        )
+        rows |= result["methods"]
+    return {**result, "methods": rows}
 
-    Otherwise some cores would have more ranks than others: threads that poll for messages count for the scheduler.
-    """
-    if KEEP_TO_ONE_CORE in sys.argv[3:]:
-        cores = sorted(os.sched_getaffinity(0))
-        rank = next(int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "RANK") if name in os.environ)
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    return settings
 
-
-def write_result(result: Any) -> None:
-    """Let `run_ranks` return this. Rank 0 calls it."""
-    Path(sys.argv[2]).write_text(to_json(result))
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `on_networks`, and those of how often a step is measured."""
+def add_options(parser: argparse.ArgumentParser, steps: bool = True) -> None:
+    """Add the options of `on_networks`, and with `steps` those of how often a step is measured."""
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="on this machine, without --hosts")
     parser.add_argument("--hosts", type=int, nargs="+", help="of a laboratory: see docs/netlab.md")
     parser.add_argument("--rate", nargs="+", default=["1gbit"], help="of each host in each direction")
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the measured ones")
-    parser.add_argument("--repeats", type=int, default=15, help="measured steps")
-    parser.add_argument("--together", type=int, default=64, help="methods of one launch; each keeps its own model")
+    parser.set_defaults(warmup=5, repeats=15, together=64)
+    if steps:
+        parser.add_argument("--warmup", type=int, help="steps before the measured ones")
+        parser.add_argument("--repeats", type=int, help="measured steps")
+        parser.add_argument("--together", type=int, help="methods of one launch; each keeps its own model")
 
 
 def on_networks(
     args: argparse.Namespace,
-    run: Callable[[int, Laboratory | None], Any],
-    report: Callable[[int, Any, dict[str, Any] | None], None],
+    run: Callable[[argparse.Namespace, int, Laboratory | None], Any],
+    report: Callable[[argparse.Namespace, int, Any, dict[str, Any] | None], None],
 ) -> int:
     """Measure on this machine, or on each laboratory that the options name, and report. Returns an exit status.
 
     Args:
         args: With the options of `add_options`.
-        run: Given the number of ranks and the laboratory, starts the ranks and returns a result.
-        report: Given the number of ranks, the result, and what is known of the laboratory's network.
+        run: Given the options, the number of ranks and the laboratory, starts the ranks and returns a result.
+        report: Given the options, the number of ranks, the result, and what is known of the laboratory's network.
     """
     if min(args.repeats, args.together, args.ranks_per_host, *args.ranks) < 1 or args.warmup < 0:
         raise SystemExit("--repeats, --together and all numbers of ranks must be at least 1, --warmup at least 0")
     if args.hosts is None:
         for ranks in args.ranks:
-            report(ranks, run(ranks, None), None)
+            report(args, ranks, run(args, ranks, None), None)
         return 0
-    for hosts in args.hosts:
-        for rate in args.rate:
-            ranks = hosts * args.ranks_per_host
-            try:
-                with Laboratory(hosts, rate) as laboratory:
-                    link = measure(laboratory)
-                    found = run(ranks, laboratory)
-            except (LaboratoryError, ValueError) as error:
-                print(error, file=sys.stderr)
-                return 2
-            network = {"hosts": hosts, "rate": rate, "bits_per_second": link.bits_per_second}
-            report(ranks, found, {**network, "round_trip": link.round_trip})
-            sys.stdout.flush()
+    for hosts, rate in product(args.hosts, args.rate):
+        ranks = hosts * args.ranks_per_host
+        try:
+            with Laboratory(hosts, rate) as laboratory:
+                link = measure(laboratory)
+                found = run(args, ranks, laboratory)
+        except (LaboratoryError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        report(args, ranks, found, {"hosts": hosts, "rate": rate, **link._asdict()})
+        sys.stdout.flush()
     return 0
 
 
 def portions(names: Sequence[str], together: int, alone: Sequence[str] = ()) -> list[list[str]]:
     """The names of each launch: at most `together` of them; those in `alone` in launches of their own."""
-    others = [name for name in names if name not in alone]
-    found = [others[i : i + together] for i in range(0, len(others), together)]
-    own = [name for name in names if name in alone]
-    return found + [own[i : i + together] for i in range(0, len(own), together)]
+    groups = [name for name in names if name not in alone], [name for name in names if name in alone]
+    return [of[i : i + together] for of in groups for i in range(0, len(of), together)]
+
+
+class Link(NamedTuple):
+    """What a link reaches: rate of one TCP connection, and seconds until one byte has come back, at best."""
+
+    bits_per_second: float
+    round_trip: float
+
+
+def measure(laboratory: Laboratory, seconds: float = 0.5) -> Link:
+    """Measure the link from host 0 to host 1, for about `seconds` at the rate that is set.
+
+    Raises:
+        LaboratoryError: Nothing arrives.
+    """
+    # isolated: this folder has modules with names of Python's own library
+    program = [sys.executable, "-I", str(Path(__file__).with_name("throughput.py"))]
+    nbytes = max(1 << 18, int(laboratory.bits_per_second / 8 * seconds))
+    receiver = subprocess.Popen(laboratory.inside(1, [*program, "receive", str(PORT)]))
+    try:
+        words = [*program, "send", address(1), str(PORT), str(nbytes)]
+        done = laboratory.run(words, timeout=PATIENCE + 20 * seconds)
+        if done.returncode:
+            reason = (done.stderr.strip() or "no reason is known").splitlines()[-1]
+            raise LaboratoryError(f"{UNMEASURED}{reason}\n{CAUSE}")
+        receiver.wait(10)
+    except subprocess.TimeoutExpired as expired:
+        raise LaboratoryError(f"{UNMEASURED}no answer in {expired.timeout:.0f} s\n{CAUSE}") from None
+    finally:
+        receiver.kill()
+        receiver.wait()
+    found = json.loads(done.stdout)
+    return Link(found["bits_per_second"], found["round_trip"])
+
+
+def ranks_per_host(ranks: int, hosts: int) -> int:
+    """Raise ValueError unless all hosts have the same number of ranks."""
+    each, rest = divmod(ranks, hosts)
+    if rest or ranks < 1:
+        raise ValueError(f"the number of ranks must be a multiple of the {hosts} hosts, not {ranks}")
+    return each
+
+
+def start(laboratory: Laboratory, ranks: int, words: Sequence[str], launcher: str = "mpirun") -> int:
+    """Run a Python script on all hosts, and wait for its end. Its output goes where that of this process goes.
+
+    Args:
+        laboratory: The hosts.
+        ranks: Number of ranks, a multiple of the number of hosts. Host 0 has the first ones.
+        words: The script and its arguments, as in `python SCRIPT ARGUMENT...`.
+        launcher: "mpirun": mpirun on host 0 starts the others. "torchrun": an agent on each host.
+
+    Returns:
+        The exit status: that of mpirun, or the first agent's that is not 0.
+    """
+    each = ranks_per_host(ranks, laboratory.hosts)
+    variables = environment(ranks, usable_cores(), os.geteuid() == 0, os.environ)
+    return LAUNCHERS[launcher](laboratory, each, words, variables)
+
+
+def _mpirun(laboratory: Laboratory, each: int, words: Sequence[str], variables: Mapping[str, str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
+        # Open MPI starts its daemons by `AGENT HOST COMMAND`, as if by ssh
+        agent = Path(folder, "agent")
+        cases = [
+            f'{address(host)}) exec {shlex.join(laboratory.inside(host, ["sh", "-c"]))} "$*";;'
+            for host in range(laboratory.hosts)
+        ]
+        agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *cases, "esac", ""]))
+        agent.chmod(0o755)
+        hosts = ",".join(f"{address(host)}:{each}" for host in range(laboratory.hosts))
+        options = ["-np", str(each * laboratory.hosts), "-H", hosts, "--bind-to", "none", "--oversubscribe"]
+        parameters = {
+            "plm_rsh_agent": str(agent),
+            "pml": "ob1",
+            "btl": "tcp,self,vader" if each > 1 else "tcp,self",
+            "btl_tcp_if_include": NETWORK,
+            "oob_tcp_if_include": NETWORK,
+            "mpi_yield_when_idle": "1",
+            # Open MPI's own choice takes up to twice as long over TCP: see the comment in the file
+            "coll_tuned_use_dynamic_rules": "1",
+            "coll_tuned_dynamic_rules_filename": str(Path(__file__).with_name("allreduce.rules")),
+        }
+        for name, value in parameters.items():
+            options += ["--mca", name, value]
+        command = laboratory.inside(0, ["mpirun", *options, sys.executable, *words])
+        return subprocess.run(command, env=dict(variables), check=False).returncode
+
+
+def _torchrun(laboratory: Laboratory, each: int, words: Sequence[str], variables: Mapping[str, str]) -> int:
+    environment = {**variables, "GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+    options = ["--nnodes", str(laboratory.hosts), "--nproc-per-node", str(each)]
+    options += ["--master-addr", address(0), "--master-port", str(PORT), "--no-python"]
+    agents = [
+        subprocess.Popen(
+            laboratory.inside(host, ["torchrun", *options, "--node-rank", str(host), sys.executable, *words]),
+            env=environment,
+        )
+        for host in range(laboratory.hosts)
+    ]
+    try:
+        return next(filter(None, [agent.wait() for agent in agents]), 0)
+    finally:
+        for agent in agents:
+            agent.kill()
+
+
+LAUNCHERS = {"mpirun": _mpirun, "torchrun": _torchrun}

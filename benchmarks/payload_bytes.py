@@ -8,22 +8,21 @@ matrices, at 1 %. Each combination takes one step on a random gradient of torchv
 this ratio has the same. Ranks are simulated in one process. The output is a table and a last line of JSON.
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import dgc_datasets.torchvision_compat  # noqa: F401  (before torchvision)
-from benchmarks.results import print_json
-from benchmarks.wire import INDICES, VALUES
+from benchmarks.exchange import parameters_of
+from benchmarks.harness import Table, options, print_json
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor, Route, Rule
+from dgc.compression import Route, Rule
+from dgc.compression.sparse import INDICES, VALUES
 from dgc.engine.buckets import keep_states, plan_buckets
-from dgc.memory import DGCSGDMemory
-from dgc.wire import IndexFormat, ValueFormat
+from scripts.methods import build
 
+TAKES = "1 min"
 VECTORS: dict[str, dict[str, Any]] = {
     **{name: {"dense_values": name} for name in ("fp32", "fp16", "bf16", "int8")},
     "sparse": {"vectors": "sparse", "vector_ratio": 0.01},
@@ -32,21 +31,17 @@ VECTORS: dict[str, dict[str, Any]] = {
 
 def resnet50() -> list[tuple[str, Tensor]]:
     """Return the parameters by name, with random gradients."""
-    from torchvision import models
-
-    with torch.device("meta"):
-        named = list(models.resnet50().named_parameters())
     generator = torch.Generator().manual_seed(0)
-    parameters = [(name, torch.empty(p.shape)) for name, p in named]
+    parameters = parameters_of("resnet50")
     for _, p in parameters:
         p.grad = torch.randn(p.shape, generator=generator)
-    return parameters
+    return [(name, p) for name, p in parameters]
 
 
 def payload(
     parameters: Sequence[tuple[str, Tensor]],
-    values: ValueFormat,
-    indices: IndexFormat,
+    values: str,
+    indices: str,
     vectors: str,
     ratio: float = 0.001,
     ranks: int = 1,
@@ -54,8 +49,7 @@ def payload(
     """Return the bytes that a rank contributes in one step with these gradients, and with a value of VECTORS."""
     planned = []
     for rank in range(ranks):
-        memory = DGCSGDMemory(momentum=0.9)
-        compressor = DGCCompressor(ratio, memory, values=values, indices=indices, **VECTORS[vectors])
+        compressor = build("dgc-fp32-int64", ratio, values=values, indices=indices, **VECTORS[vectors])
         planned.append(plan_buckets(parameters, Route([Rule(compressor)]).compressor_for, 25.0, "bucket"))
         keep_states(planned[-1], ranks, rank)
     world = LockstepWorld(ranks)
@@ -68,7 +62,7 @@ def payload(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options("benchmarks.payload_bytes", __doc__)
     parser.add_argument("--ratio", type=float, default=0.001)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--values", nargs="+", choices=VALUES, default=list(VALUES))
@@ -76,29 +70,19 @@ def main() -> None:
     args = parser.parse_args()
     parameters = resnet50()
     numel = sum(p.numel() for _, p in parameters)
-    vectors = sum(p.numel() for _, p in parameters if p.dim() < 2)
-    print(f"resnet50: {numel:,} parameters, {vectors:,} of them in vectors; ratio {args.ratio:g}")
-    print(f"\n{'values':<8}{'indices':<8}" + "".join(f"{name:>12}" for name in VECTORS))
-    rows: dict[str, dict[str, int]] = {}
+    of_vectors = sum(p.numel() for _, p in parameters if p.dim() < 2)
+    print(f"resnet50: {numel:,} parameters, {of_vectors:,} of them in vectors; ratio {args.ratio:g}")
+    table = Table("values, indices", 16, [(name, name, "12,d") for name in VECTORS])
     for values in args.values:
         for indices in args.indices:
             with torch.no_grad():
-                sizes = {
-                    name: payload(parameters, VALUES[values], INDICES[indices], name, args.ratio, args.ranks)
-                    for name in VECTORS
+                found = {
+                    name: payload(parameters, values, indices, name, args.ratio, args.ranks) for name in VECTORS
                 }
-            rows[f"{values} {indices}"] = sizes
-            print(f"{values:<8}{indices:<8}" + "".join(f"{size:12,}" for size in sizes.values()), flush=True)
-    print_json(
-        {
-            "benchmark": "payload_bytes",
-            "ratio": args.ratio,
-            "ranks": args.ranks,
-            "dense_fp32": 4 * numel,
-            "smallest": min(size for sizes in rows.values() for size in sizes.values()),
-            "payload_bytes": rows,
-        }
-    )
+            table.add(f"{values} {indices}", found)
+    smallest = min(size for sizes in table.rows.values() for size in sizes.values())
+    settings = {"ratio": args.ratio, "ranks": args.ranks, "dense_fp32": 4 * numel, "smallest": smallest}
+    print_json({"benchmark": "payload_bytes", **settings, "payload_bytes": table.rows})
 
 
 if __name__ == "__main__":

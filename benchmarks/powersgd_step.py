@@ -15,12 +15,11 @@ Methods alternate within each round. A ratio is the median over rounds of the ra
 table and a last line of JSON.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -29,23 +28,18 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from benchmarks.compressors import STEPS_PER_EPOCH, parameters_of
-from benchmarks.results import print_json
+from benchmarks.compressors import MODELS, parameters_of
+from benchmarks.gpu_steps import alone
+from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
 from dgc.bucket import Bucket
-from dgc.comm.requests import AllGather, next_requests
-from dgc.compression import Compressor, FP16Compressor, PowerSGDCompressor
-from dgc.compression.dense import DenseCompressor
+from dgc.compression import Compressor
 from dgc.engine.buckets import plan_buckets
 from dgc.engine.state import BucketStates
+from scripts.methods import build
 
+TAKES = "1 min, or 3 min with --model lstm"
 OURS, RESIDUAL, DEFAULT, BATCHED = "ours, paper", "ours, residual", "torch", "torch, batched"
 OURS_FP16, TORCH_FP16 = "ours, fp16", "torch, fp16"
-
-
-class Method(Protocol):
-    def step(self, gradients: Sequence[Tensor]) -> float:
-        """Run a step and return its seconds. gradients: one flat tensor per bucket."""
-        ...
 
 
 class Ours:
@@ -60,26 +54,15 @@ class Ours:
             bucket.flat.copy_(gradient)
         start = time.perf_counter()
         for bucket in self.buckets:
-            conversation = self.states.reduce(bucket)
-            requests = next_requests(conversation)
-            try:
-                while True:
-                    replies = [(r.tensor,) if isinstance(r, AllGather) else r.tensor for r in requests]  # type: ignore[union-attr]
-                    requests = next_requests(conversation, tuple(replies))
-            except StopIteration as stop:
-                assert stop.value.nonfinite is None
+            assert alone(self.states.reduce(bucket)).nonfinite is None
         return time.perf_counter() - start
 
 
-class Answered:
-    """The handle of an all-reduce of one process, which completes at once."""
-
-    def __init__(self, tensor: Tensor):
-        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self.future.set_result([tensor])
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self.future
+def answered(tensor: Tensor, **options: Any) -> Any:
+    """In place of an all-reduce: the handle of one of a single process, which completes at once."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result([tensor])
+    return SimpleNamespace(get_future=lambda: future)
 
 
 class GradBucket:
@@ -87,20 +70,9 @@ class GradBucket:
 
     def __init__(self, bucket: Bucket, index: int, last: bool):
         self.flat = torch.zeros(bucket.numel)
-        self._index, self._last = index, last
-        self._views = [segment.of(self.flat) for segment in bucket.segments]
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> list[Tensor]:
-        return self._views
-
-    def index(self) -> int:
-        return self._index
-
-    def is_last(self) -> bool:
-        return self._last
+        views = [segment.of(self.flat) for segment in bucket.segments]
+        self.buffer, self.gradients = lambda: self.flat, lambda: views
+        self.index, self.is_last = lambda: index, lambda: last
 
 
 def power_sgd_hook(rank: int, batched: bool) -> Callable[[Any], Any]:
@@ -119,50 +91,42 @@ class Hook:
     def step(self, gradients: Sequence[Tensor]) -> float:
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.flat.copy_(gradient)
-        with patch.object(dist, "all_reduce", lambda tensor, **_: Answered(tensor)):
+        with patch.object(dist, "all_reduce", answered):
             start = time.perf_counter()
             for bucket in self.buckets:
                 self.hook(bucket).wait()
             return time.perf_counter() - start
 
 
-def methods(buckets: Sequence[Bucket], rank: int) -> dict[str, Method]:
+def methods(buckets: Sequence[Bucket], rank: int) -> dict[str, "Ours | Hook"]:
     world = dist.group.WORLD
     assert world is not None, "torch's hooks need the process group that main() makes"
     return {
-        OURS: Ours(buckets, PowerSGDCompressor(rank, mode="paper")),
-        RESIDUAL: Ours(buckets, PowerSGDCompressor(rank, mode="residual", num_iters_per_step=2)),
+        OURS: Ours(buckets, build(f"powersgd-{rank}-paper")),
+        RESIDUAL: Ours(buckets, build(f"powersgd-{rank}")),
         DEFAULT: Hook(buckets, power_sgd_hook(rank, False)),
         BATCHED: Hook(buckets, power_sgd_hook(rank, True)),
-        OURS_FP16: Ours(buckets, FP16Compressor()),
+        OURS_FP16: Ours(buckets, build("fp16")),
         TORCH_FP16: Hook(buckets, partial(fp16_compress_hook, world)),
     }
 
 
-def measure(buckets: Sequence[Bucket], rank: int, rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Return seconds per step, by method and round. Each round begins with another method."""
+def measure(buckets: Sequence[Bucket], rank: int, rounds: int, warmup: int) -> dict[str, dict[int, float]]:
+    """Return milliseconds per step, by method and round."""
     generator = torch.Generator().manual_seed(rank)
     pool = [[torch.randn(b.numel, generator=generator) for b in buckets] for _ in range(3)]
-    compared = methods(buckets, rank)
-    times: dict[str, list[float]] = {name: [] for name in compared}
-    names = list(compared)
-    for number in range(warmup + rounds):
-        names = names[1:] + names[:1]
-        for name in names:
-            seconds = compared[name].step(pool[number % len(pool)])
-            if number >= warmup:
-                times[name].append(seconds)
-    return times
 
+    def once(method: Ours | Hook, number: int) -> float:
+        return 1e3 * method.step(pool[number % len(pool)])
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    return median(a / b for a, b in zip(above, below, strict=True))
+    works = {name: partial(once, method) for name, method in methods(buckets, rank).items()}
+    return in_turns(works, rounds, warmup)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=STEPS_PER_EPOCH, default="resnet18")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser = options("benchmarks.powersgd_step", __doc__)
+    parser.add_argument("--model", choices=MODELS, default="resnet18")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
@@ -170,21 +134,22 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     named = [(name, torch.zeros(tensor.shape)) for name, tensor in parameters_of(args.model)]
-    dense = DenseCompressor()
+    dense = build("dense")
     buckets = [plan.bucket for plan in plan_buckets(named, lambda segment: dense, 25.0, "bucket")]
     numel = sum(bucket.numel for bucket in buckets)
     sizes = f"{numel} parameters in {len(buckets)} buckets"
     print(f"{args.model}: {sizes}, {args.threads} threads, {args.rounds} rounds")
-    print(f"\n{'':<16} {'rank':>4} {'median ms':>10} {'least':>8} {'/ ours':>7}")
+    columns = [("rank", "rank", "5d"), ("ms", "median ms", "11.2f"), ("least", "least", "9.2f")]
+    table = Table("", 16, [*columns, ("ratio", "/ ours", "8.2f")])
     result: dict[str, Any] = {"benchmark": "powersgd_step", "model": args.model, "ranks": {}}
     with torch.no_grad():
         for rank in args.ranks:
             times = measure(buckets, rank, args.rounds, args.warmup)
             for name, row in times.items():
-                against = ratio(row, times[OURS])
-                print(f"{name:<16} {rank:>4} {1e3 * median(row):10.2f} {1e3 * min(row):8.2f} {against:7.2f}")
+                ms, least, against = middle(row), min(row.values()), ratio(row, times[OURS])
+                table.add(name, {"rank": rank, "ms": ms, "least": least, "ratio": against})
             result["ranks"][str(rank)] = {
-                "ms": {name: round(1e3 * median(row), 3) for name, row in times.items()},
+                "ms": {name: round(middle(row), 3) for name, row in times.items()},
                 "torch_to_ours": round(ratio(times[DEFAULT], times[OURS]), 3),
                 "batched_to_ours": round(ratio(times[BATCHED], times[OURS]), 3),
             }

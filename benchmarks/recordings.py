@@ -5,11 +5,9 @@ every tensor of two or more dimensions, masking; plain SGD for all other tensors
 a training that a selection benchmark needs. `Gradients` generates any number of gradients like the recorded ones.
 """
 
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import mean, median
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 import torch
@@ -19,27 +17,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dgc.kernels as kernels
 import dgc_models
 from benchmarks import step_overhead
-from dgc.bucket import Bucket, Segment, make_bucket
+from dgc.bucket import Bucket, Segment
 from dgc.kernels import PassInputs, SparseVector
 from dgc.selection import plan_selection
-from dgc_datasets import CIFAR, Digits
+from dgc_datasets import Digits
 
-BUCKET_ELEMENTS = 25 * 10**6 // 4
 MOMENTUM = 0.9
 EDGE = 32
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-
-
-def buckets_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Bucket]:
-    """Return buckets of about 25 MB with the tensors of two or more dimensions, last ones first."""
-    pending: list[tuple[str, Tensor]] = []
-    for name, parameter in reversed([p for p in parameters if p[1].dim() > 1]):
-        if pending and sum(t.numel() for _, t in pending) + parameter.numel() > BUCKET_ELEMENTS:
-            yield make_bucket("bucket", pending)
-            pending = []
-        pending.append((name, parameter))
-    yield make_bucket("bucket", pending)
 
 
 def endless(data: Dataset[Any], size: int) -> Batches:
@@ -49,25 +35,25 @@ def endless(data: Dataset[Any], size: int) -> Batches:
         yield from loader
 
 
-def small_images(root: Path = Path("data/cifar10")) -> tuple[str, Dataset[Any]]:
-    """Return 32x32 colour training images in 10 classes, and their name. CIFAR-10 if `root` contains it."""
-    if (root / "cifar-10-batches-py").is_dir() or (root / "cifar-10-python.tar.gz").is_file():
-        return "CIFAR-10", CIFAR(str(root))["train"]
+def small_images() -> Dataset[Any]:
+    """Return 32x32 training images with 3 channels in 10 classes: enlarged digits."""
     digits: Any = Digits()["train"]
     images, labels = digits.tensors
     larger = nn.functional.interpolate(images, size=(EDGE, EDGE), mode="bilinear").expand(-1, 3, -1, -1)
-    return "digits, enlarged to 32x32 and repeated to 3 channels", TensorDataset(larger, labels)
+    return TensorDataset(larger, labels)
 
 
 class Learner:
     """A model and its u and v by bucket. `gradients` are those of the last step, by bucket."""
 
-    def __init__(self, model: nn.Module, batches: Batches, density: float, lr: float, device: str = "cpu"):
-        self.model, self.batches, self.lr, self.device = model.to(device), batches, lr, device
+    def __init__(self, model: nn.Module, batches: Batches, density: float, lr: float):
+        self.model, self.batches, self.lr = model, batches, lr
         self.parameters = dict(model.named_parameters())
-        self.buckets = list(buckets_of(self.parameters.items()))
-        self.plans = [plan_selection(bucket.segments, density, torch.device(device)) for bucket in self.buckets]
-        self.u, self.v = ([torch.zeros(b.numel, device=device) for b in self.buckets] for _ in range(2))
+        matrices = {name: p for name, p in self.parameters.items() if p.dim() > 1}
+        layout = step_overhead.plan_buckets(matrices)
+        self.buckets = [Bucket("bucket", segments, torch.float32, torch.device("cpu")) for segments in layout]
+        self.plans = [plan_selection(segments, density) for segments in layout]
+        self.u, self.v = ([torch.zeros(b.numel) for b in self.buckets] for _ in range(2))
         self.gradients: list[tuple[Tensor, ...]] = []
         self.dense = torch.optim.SGD([p for p in self.parameters.values() if p.dim() <= 1], lr, MOMENTUM)
 
@@ -75,7 +61,7 @@ class Learner:
         """Run forward and backward on the next batch. Returns the loss."""
         images, labels = next(self.batches)
         self.model.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(images.to(self.device)), labels.to(self.device))
+        loss = nn.functional.cross_entropy(self.model(images), labels)
         loss.backward()
         self.gradients = [
             tuple(g.reshape(-1) for s in bucket.segments if (g := self.parameters[s.name].grad) is not None)
@@ -104,7 +90,7 @@ class Learner:
 @dataclass
 class Recording:
     """By bucket: u and v before the last step, its gradient, and v after it; mean and standard deviation of every
-    element's gradient over the second half of the steps. seconds: one forward and backward pass.
+    element's gradient over the second half of the steps.
     """
 
     model: str
@@ -116,29 +102,20 @@ class Recording:
     mean: list[Tensor]
     deviation: list[Tensor]
     loss: float
-    seconds: float
-    numel: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.numel = sum(g.numel() for g in self.gradient)
 
     @property
     def sizes(self) -> list[list[int]]:
         return [[s.numel for s in segments] for segments in self.segments]
 
 
-def record(
-    name: str, data: Dataset[Any], batch: int, density: float, steps: int, lr: float, device: str = "cpu"
-) -> Recording:
+def record(name: str, data: Dataset[Any], batch: int, density: float, steps: int, lr: float) -> Recording:
     """Record the last of `steps` steps, with a fixed seed."""
     torch.manual_seed(0)
-    learner = Learner(getattr(dgc_models, name)(), endless(data, batch), density, lr, device)
+    learner = Learner(getattr(dgc_models, name)(), endless(data, batch), density, lr)
     total, square = ([torch.zeros_like(v) for v in learner.v] for _ in range(2))
-    seconds, losses, first = [], [], steps // 2
+    losses, first = [], steps // 2
     for step in range(steps):
-        start = time.perf_counter()
-        losses.append(learner.differentiate())  # waits for the device
-        seconds.append(time.perf_counter() - start)
+        losses.append(learner.differentiate())
         if step >= first:
             for t, s, g in zip(total, square, learner.gradients, strict=True):
                 flat = torch.cat(g)
@@ -161,7 +138,6 @@ def record(
         means,
         square,
         mean(losses[first:]),
-        median(seconds),
     )
 
 
@@ -172,10 +148,10 @@ class Gradients(step_overhead.Gradients):
     """
 
     def __init__(self, recording: Recording):
-        super().__init__(recording.segments, str(recording.gradient[0].device))
+        super().__init__(recording.segments, "cpu")
         self.recording = recording
         # heavy tails come from the elements' deviations
-        self.pool.normal_(generator=torch.Generator(self.pool.device).manual_seed(1))
+        self.pool.normal_(generator=torch.Generator().manual_seed(1))
         self.buffers = [torch.empty_like(g) for g in recording.gradient]
 
     def next(self) -> list[Tensor]:

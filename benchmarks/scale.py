@@ -5,45 +5,43 @@
 Bytes are recorded from the code of each method. Computing is measured on this machine, for one rank with 2, 4 and
 8 replies, and a line through the times of decoding is extended to more ranks. The table shows milliseconds of an
 exchange without overlap. --draw writes a figure, in the format that its extension names. The last line of the
-output is JSON. benchmarks/scale_order.py compares predictions with measurements.
+output is JSON.
 
-A method dgc:SELECTOR is DGC with a selector of benchmarks.selectors. --work has the seconds of forward and
-backward of a rank. A second table then shows how many times as much all ranks train as one, as in figures 7 and 8
-of the study of LDTE-BS: ranks * work / (work + exchange). The figure shows this number divided by the ranks.
+--work has the seconds of forward and backward of a rank. A second table then shows how many times as much all
+ranks train as one, as in figures 7 and 8 of the study of LDTE-BS: ranks * work / (work + exchange). The figure
+shows this number divided by the ranks. A method dgc:SELECTOR is DGC with fp16 values, packed indices and that
+selector.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import torch
 
-from benchmarks.exchange.methods import METHODS, dgc, parameters_of
-from benchmarks.results import print_json
-from benchmarks.selector_methods import SELECTORS
+from benchmarks.exchange import MODELS, parameters_of
+from benchmarks.figures import axes_of, write
+from benchmarks.harness import Table, add_methods, options, print_json
 from dgc.compression import Route, Rule
-from dgc.compression.protocol import Compressor
-from dgc.cost import Compute, Network, Traffic, fit_computing, predict, record_steps, typical
+from dgc.cost import Compute, Network, fit_computing, predict, record_steps, typical
 from dgc.cost.computing import Planned, cache_evictor
 from dgc.engine.buckets import plan_buckets
-from dgc.wire import CastValues, PackedIndices
+from scripts.methods import COMPRESSORS, build
 
+TAKES = "3 min"
 SIZES = [2**j for j in range(1, 13)]
-MEASURED = (2, 4, 8)  # ranks whose replies are decoded to measure computing
-WARMUP, REPEATS = 4, 5  # exchanges that fill the residual, and those that are measured
+COUNTED = (2, 4, 8)  # ranks whose replies are decoded to measure computing
+WARMUP, STEPS = 4, 9  # exchanges that fill the residual, and with those that are measured
 GRADIENT_SETS = 3
-WITH_SELECTOR = "dgc:"
-NAMES = (*METHODS, *(f"{WITH_SELECTOR}{name}" for name in SELECTORS))
-SHOWN = ["dense", "fp16", "dgc", "dgc-fp16-packed", "dgc-reduce-scatter", "powersgd", "sign", "2bit"]
+SHOWN = ["dense", "fp16", "dgc", "dgc-fp16-packed", "dgc-reduce-scatter", "powersgd-2-half", "scaled-sign", "2bit"]
+
+Rows = list[dict[str, float]]
 
 
 class Work:
     """A method on a model with random gradients, as `record_steps` calls it. Others replace them in every step."""
 
     def __init__(self, name: str, model: str, ratio: float):
-        self._compressor = compressor_of(name, ratio)
+        self._name, self._ratio = name, ratio
         self._named = parameters_of(model)
         generator = torch.Generator().manual_seed(0)
         shapes = [p.shape for _, p in self._named]
@@ -51,9 +49,9 @@ class Work:
         self._evict = cache_evictor()
 
     def plan(self, size: int, rank: int) -> Planned:
-        compressor = self._compressor()
-        compressor.begin_epoch(0)
-        self._planned = plan_buckets(self._named, Route([Rule(compressor)]).compressor_for, 25.0, "bucket")
+        compressed = build(self._name, self._ratio)
+        compressed.begin_epoch(0)
+        self._planned = plan_buckets(self._named, Route([Rule(compressed)]).compressor_for, 25.0, "bucket")
         return [(of_bucket.bucket, of_bucket.compressor) for of_bucket in self._planned]
 
     def refill(self, planned: Planned, step: int) -> None:
@@ -65,63 +63,28 @@ class Work:
         self._evict()
 
 
-def compressor_of(name: str, ratio: float) -> Callable[[], Compressor]:
-    """Makes the compressor of a method."""
-    if name in METHODS:
-        return lambda: METHODS[name](ratio)
-    selector = SELECTORS[name.removeprefix(WITH_SELECTOR)]
-    return lambda: dgc(ratio, selector=deepcopy(selector), values=CastValues("fp16"), indices=PackedIndices())
-
-
-def recorded(
-    name: str, model: str, ratio: float, sizes: Sequence[int], ranks_per_machine: int
-) -> list[tuple[Traffic, Compute]]:
-    """The traffic of a method for each number of ranks, and what it computes, measured here."""
-    work = Work(name, model, ratio)
-    measured = {}
-    for size in MEASURED:
-        steps = record_steps(work.plan, size, 1, WARMUP + REPEATS, work.refill)
-        measured[size] = typical(steps[WARMUP:])
-    extended = fit_computing(list(measured.values()))
-    found = []
-    for size in sizes:
-        traffic = record_steps(work.plan, size, min(size, ranks_per_machine), 1, work.refill)[-1]
-        timed = measured.get(size)
-        found.append((traffic, Compute(timed.encode, timed.decode or 0.0) if timed else extended))
-    return found
-
-
-def predicted(args: argparse.Namespace, network: Network, name: str) -> list[dict[str, float]]:
+def predicted(work: Work, sizes: Sequence[int], network: Network) -> Rows:
     """One row for each number of ranks."""
-    rows = []
-    for traffic, compute in recorded(name, args.model, args.ratio, args.ranks, args.ranks_per_machine):
-        p = predict(traffic, network, compute)
-        rows.append(
-            {
-                "ranks": traffic.size,
-                "payload_bytes": p.payload_bytes,
-                "wire_bytes": p.wire_bytes,
-                "cross_wire_bytes": p.cross_wire_bytes,
-                "communication_ms": 1e3 * p.communication,
-                "compute_ms": 1e3 * p.compute,
-                "exchange_ms": 1e3 * p.exchange,
-            }
-        )
+    measured = {n: typical(record_steps(work.plan, n, 1, STEPS, work.refill)[WARMUP:]) for n in COUNTED}
+    extended, rows = fit_computing(list(measured.values())), []
+    for size in sizes:
+        timed = measured.get(size)
+        compute = Compute(timed.encode, timed.decode or 0.0) if timed else extended
+        p = predict(record_steps(work.plan, size, 1, 1, work.refill)[-1], network, compute)
+        seconds = {"communication": p.communication, "compute": p.compute, "exchange": p.exchange}
+        times = {f"{what}_ms": 1e3 * of for what, of in seconds.items()}
+        rows.append({"ranks": size, "payload_bytes": p.payload_bytes, "wire_bytes": p.wire_bytes, **times})
     return rows
 
 
-def speed(rows: list[dict[str, float]], work: float) -> list[float]:
+def speed(rows: Rows, work: float) -> list[float]:
     """How many times as much the ranks train as one rank without an exchange. `work` is its seconds."""
     return [row["ranks"] * work / (work + row["exchange_ms"] / 1e3) for row in rows]
 
 
-def draw(found: dict[str, list[dict[str, float]]], title: str, file: Path, work: float | None = None) -> None:
+def draw(found: dict[str, Rows], title: str, file: Path, work: float | None = None) -> None:
     """Draw seconds and bytes against ranks. With the seconds of a rank's work, speed per rank and bytes."""
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams |= {"svg.hashsalt": "scale", "svg.fonttype": "none", "font.size": 9}
-    figure, both = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    figure, both = axes_of("scale", (9, 3.8), 2)
     first = "exchange, ms" if work is None else "speed per rank / that of one rank alone"
     for axes, label in zip(both, (first, "bytes that a rank sends"), strict=True):
         for name, rows in found.items():
@@ -134,43 +97,37 @@ def draw(found: dict[str, list[dict[str, float]]], title: str, file: Path, work:
             axes.set_yscale("log")
         else:
             axes.set_ylim(0, 1)
-        axes.set_xlabel("ranks")
-        axes.set_ylabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(xlabel="ranks", ylabel=label)
     both[1].legend(fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=9)
-    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else {})
-    plt.close(figure)
+    write(figure, file)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=("resnet18", "resnet50", "vgg16"), default="resnet50")
+    parser = options("benchmarks.scale", __doc__)
+    parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--ratio", type=float, default=0.001)
-    parser.add_argument("--methods", nargs="+", choices=NAMES, metavar="NAME", default=SHOWN)
+    add_methods(parser, COMPRESSORS, SHOWN)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES)
     parser.add_argument("--latency", type=float, default=50e-6, help="seconds per message between machines")
     parser.add_argument("--bandwidth", type=float, default=1.25e8, help="bytes per second of a machine")
-    parser.add_argument("--ranks-per-machine", type=int, default=1)
-    parser.add_argument("--inner-latency", type=float, default=2e-6, help="seconds per message in a machine")
-    parser.add_argument("--inner-bandwidth", type=float, default=10e9, help="bytes per second of a rank")
     parser.add_argument("--work", type=float, metavar="S", help="seconds of forward and backward of a rank")
     parser.add_argument("--draw", type=Path, metavar="FILE")
     args = parser.parse_args()
-    local = {"inner_latency": args.inner_latency, "inner_bandwidth": args.inner_bandwidth}
-    network = Network(args.latency, args.bandwidth, args.ranks_per_machine, **local)
     title = f"{args.model}, ratio {args.ratio:g}, {args.bandwidth:g} B/s, {args.latency:g} s"
-    print(f"{title}, {args.ranks_per_machine} ranks per machine: exchange in ms\n")
-    print(f"{'ranks':<19}" + "".join(f"{size:9}" for size in args.ranks))
-    found = {}
+    print(f"{title}: exchange in ms", end="")
+    columns = [(str(size), str(size), "9.1f") for size in args.ranks]
+    table, found = Table("ranks", 19, columns), {}
     for name in args.methods:
         with torch.no_grad():
-            found[name] = predicted(args, network, name)
-        print(f"{name:<19}" + "".join(f"{row['exchange_ms']:9.1f}" for row in found[name]), flush=True)
+            work = Work(name, args.model, args.ratio)
+            found[name] = predicted(work, args.ranks, Network(args.latency, args.bandwidth))
+        table.add(name, {str(row["ranks"]): row["exchange_ms"] for row in found[name]})
     if args.work is not None:
-        print(f"\ntimes the speed of one rank, whose forward and backward take {args.work:g} s\n")
+        print(f"\ntimes the speed of one rank, whose forward and backward take {args.work:g} s", end="")
+        table = Table("ranks", 19, columns)
         for name, rows in found.items():
-            print(f"{name:<19}" + "".join(f"{times:9.1f}" for times in speed(rows, args.work)))
+            table.add(name, dict(zip(map(str, args.ranks), speed(rows, args.work), strict=True)))
     if args.draw is not None:
         draw(found, title, args.draw, args.work)
     print_json({"benchmark": "scale", "model": args.model, "work": args.work, "methods": found})

@@ -1,207 +1,192 @@
-"""Comparison of selectors: the study of LDTE-BS (Chen, Liu, Han 2021), with the selectors of dgc.selection.
+"""Cost of selectors in a DGC step, and how Laplace and normal distributions fit gradients: the study of LDTE-BS.
 
-    python -m benchmarks.selectors [--quick] [--models resnet50 densenet121] [--figures DIR]
+    python -m benchmarks.selectors [--models resnet50 densenet121] [--fit-models alexnet]
 
-Each network is trained on 32x32 images with DGC at the given ratio, on one rank with batches of 8. Its u, v and
-gradients are recorded. The images are CIFAR-10 if it is in data/cifar10, otherwise enlarged scikit-learn digits.
-Sections of the output:
+The study is Chen, Liu, Han 2021. Each network is trained on enlarged digits with DGC at the given ratio, on one
+rank with batches of 8. Its u, v and gradients are recorded. Sections of the output:
 
-counts    (by model) reads of v by each selector beyond the update of u and v, in passes over v; elements that
-          reach its thresholds before any cut, and elements that it sends, in units of k; share of the sum of
-          squares in these. Both for accumulated v, in steps as below, and for the last gradient in place of v.
-          `reached` includes all elements of tensors without a threshold; `sampled` has no threshold if a sample
-          would be as large as the tensor
 steps     (table 3, by model) gradient in, payload out, without forward and backward: accumulate, select, encode,
           take. `radix` is the study's radixSelect, `sampled` its hierarchical selection, `laplace` LDTE-BS. For
           comparison: the update of u and v only, which is the floor, torch.topk of |v| only, and the selection of
-          `exact` only. New gradients have the recorded mean and deviation of each element. Before the timing,
-          --settle steps fill v, and selectors with a history adapt. Each method continues with its own u and v
-fit       (table 1) Wasserstein distances to Laplace and Gauss, tensor by tensor (see selector_fit)
-training  seconds of forward and backward, and the time added by selection: a DGC step less the update of u and v
-sizes     (figure 5) the selection only, from one tensor of numbers drawn from the recorded v of a tensor
-curves    (figure 6) the digits network with every selector. Differences are mostly chance. For accuracies see
-          benchmarks.convergence, which has methods of the same names
+          `exact` only. `passes` are reads of v beyond the update of u and v, `sent / k` the elements that are
+          sent. New gradients have the recorded mean and deviation of each element. Before the timing, --settle
+          steps fill v, and selectors with a history adapt. Each method continues with its own u and v
+fit       (table 1) Wasserstein-1 distances between numbers and their most likely Laplace and normal distribution,
+          in standard deviations, so that tensors with large numbers do not dominate: the mean over tensors,
+          weighted by size, and the numbers of all tensors together. At most 2**18 numbers are used, evenly spaced.
+          Zeros are left out: they belong to units that no image of the batch activated
 
-Methods alternate within each round. A ratio is the median over rounds of the ratio within a round. The last line
-of the output is JSON.
+Methods take turns in each round. A ratio is the median over rounds of the ratio within a round. For accuracies see
+benchmarks.convergence, which has methods of the same names. The last line of the output is JSON.
 """
 
-import argparse
 import math
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.recordings import Recording, record, small_images
-from benchmarks.results import print_json
-from benchmarks.selector_curves import curves, print_curves
-from benchmarks.selector_fit import PUBLISHED_FIT, Fit, fit_tensors, fit_together
-from benchmarks.selector_methods import SELECTORS
-from benchmarks.selector_sizes import by_size, print_sizes
-from benchmarks.selector_timing import Compared, Options, compare, print_counts, print_steps
+import dgc.kernels as kernels
+from benchmarks.harness import Table, middle, options, print_json, ratio
+from benchmarks.recordings import MOMENTUM, Gradients, Recording, record, small_images
+from benchmarks.selector_steps import Counts, SelectAlone, SelectorStep, count_step
+from benchmarks.step_methods import Step, TopK, floors
+from benchmarks.step_overhead import measure
+from dgc.selection import Plan
+from scripts.methods import SELECTORS
 
-MODELS = (
-    "alexnet",
-    "densenet121",
-    "densenet169",
-    "resnet18",
-    "resnet20",
-    "resnet50",
-    "resnet56",
-    "resnet101",
-    "senet18",
-    "vgg16_bn",
-    "vgg19_bn",
-)
+TAKES = "15 min"
+MODELS = "alexnet densenet121 densenet169 resnet20 resnet50 resnet101 senet18 vgg19_bn".split()
 BATCH, LR = 8, 0.01
-QUICK = {
-    "models": ["resnet20"],
-    "fit_models": ["alexnet"],
-    "steps": 10,
-    "settle": 20,
-    "rounds": 7,
-    "epochs": 1,
-    "largest": 5.5,
-}
-KINDS = {"gradient": "raw gradient", "accumulated": "accumulated v"}
-
-Fits = dict[str, dict[str, tuple[Fit, Fit]]]
+FLOOR = "plain update of u and v"
+COUNTED = 5  # steps
+KINDS = ("gradient", "accumulated")
+MOST = 1 << 18
+FEWEST = 100  # fewest values for a fit
 
 
-def fits_of(recording: Recording) -> dict[str, tuple[Fit, Fit]]:
-    """Return the fits by kind of values: tensor by tensor, and for the values of all tensors together."""
+@dataclass(frozen=True)
+class Fit:
+    """Distances to the two distributions."""
+
+    laplace: float
+    gauss: float
+
+    @property
+    def ratio(self) -> float:
+        return self.laplace / self.gauss
+
+
+def fit(x: Tensor) -> Fit | None:
+    """Return the distances of at most MOST of the numbers of x. None for fewer than FEWEST values.
+
+    The distance is the mean difference between the p-quantiles of the numbers and of the distribution, at the
+    middles of n equal intervals of p.
+    """
+    # an odd stride, so that a power of two in the tensor's shape cannot line up with it
+    x = x[:: -(-x.numel() // MOST) | 1]
+    x = x[x != 0].double().cpu().sort().values
+    if x.numel() < FEWEST or x[-1] == x[0]:
+        return None
+    p = (torch.arange(x.numel(), dtype=torch.float64) + 0.5) / x.numel()
+    middle, mean, deviation = x.median(), x.mean(), x.std(correction=0)
+    laplace = middle - (x - middle).abs().mean() * (p - 0.5).sign() * torch.log1p(-2 * (p - 0.5).abs())
+    gauss = mean + deviation * torch.special.ndtri(p)
+    return Fit(*(float((x - quantiles).abs().mean() / deviation) for quantiles in (laplace, gauss)))
+
+
+def fit_tensors(buckets: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Fit:
+    """The mean over tensors, each weighted by its size."""
+    tensors = [part for bucket, numels in zip(buckets, sizes, strict=True) for part in bucket.split(list(numels))]
+    found = [(part.numel(), of) for part in tensors if (of := fit(part)) is not None]
+    total = sum(numel for numel, _ in found)
+    if not total:
+        raise ValueError(f"no tensor has {FEWEST} different values")
+    return Fit(sum(n * of.laplace for n, of in found) / total, sum(n * of.gauss for n, of in found) / total)
+
+
+def fits_of(recording: Recording) -> dict[str, float]:
+    """Distances to Laplace / to Gauss: by kind of values, tensor by tensor and of all tensors together.
+
+    Different widths together give heavier tails.
+    """
     found = {}
     for kind in KINDS:
         buckets = getattr(recording, kind)
-        found[kind] = (fit_tensors(buckets, recording.sizes), fit_together(buckets))
+        together = fit(torch.cat(buckets))
+        assert together is not None, "a network has more values"
+        found[f"{kind}, by tensor"] = fit_tensors(buckets, recording.sizes).ratio
+        found[f"{kind}, together"] = together.ratio
     return found
 
 
-def print_fits(fits: Fits) -> None:
-    print("\nWasserstein distance to the most likely distribution, in standard deviations; 'as one': values of")
-    print("all tensors together")
-    heads = "".join(f"{head:>9}" for head in ("Laplace", "Gauss", "ratio", "as one"))
-    print(f"{'':<13}{'published':>10}" + "".join(f"{words:^36}" for words in KINDS.values()))
-    print(f"{'':<13}{'ratio':>10}{heads * len(KINDS)}")
-    for model, row in fits.items():
-        known = f"{PUBLISHED_FIT[model]:.3f}" if model in PUBLISHED_FIT else ""
-        cells = "".join(f"{a.laplace:9.4f}{a.gauss:9.4f}{a.ratio:9.3f}{b.ratio:9.3f}" for a, b in row.values())
-        print(f"{model:<13}{known:>10}{cells}")
+def threshold_to_mean(buckets: Sequence[Tensor], plans: Sequence[Plan]) -> float:
+    """The exact threshold / the mean magnitude, weighted by tensor size."""
+    total = 0.0
+    for v, plan in zip(buckets, plans, strict=True):
+        budget, kernel = plan.per_tensor, kernels.of(v).selection
+        sizes = budget.bounds.diff()
+        means = kernel.moments(v, budget.bounds).magnitudes / sizes.clamp(min=1)
+        total += float((sizes * (kernel.select(v, budget).thresholds / means).nan_to_num(0.0)).sum())
+    return total / sum(v.numel() for v in buckets)
 
 
-def training_share(compared: Compared, seconds: float) -> dict[str, float]:
-    """Selection's share of a training step, by method."""
-    added = {name: compared.added(name) for name in SELECTORS}
-    return {name: more / (seconds * 1e3 + compared.ms(name)) for name, more in added.items()}
+def compare(recording: Recording, density: float, rounds: int, settle: int) -> dict[str, dict[str, Any]]:
+    """Time all selectors in DGC steps from the recorded state, then count, and print. Returns the table's rows."""
+    buckets, gradients = recording.segments, Gradients(recording)
+    methods = {name: SelectorStep(name, buckets, density) for name in SELECTORS}
+    first = methods["predicted"]
+    historic = [method for method in methods.values() if method.needs_history]
+    for method in historic:
+        method.start_from(recording.u, recording.v)
+    for _ in range(settle):
+        fresh = gradients.next()
+        for method in historic:
+            method.step(fresh)
+    first.settle()
+    alone: list[Step] = [TopK(buckets, density, "cpu"), SelectAlone(buckets, density)]
+    plain = floors("native", buckets, MOMENTUM, "cpu")
+    for step in (*(m for m in methods.values() if m not in historic), *alone, *plain):
+        step.start_from(first.u, first.v)
+    times = measure([*methods.values(), *alone, *plain], gradients, rounds, "cpu")
+    kernels.use("auto")
+    times[FLOOR] = min((times[step.name] for step in plain), key=middle)
+
+    counted = {name: Counts() for name in SELECTORS}
+    for _ in range(COUNTED):
+        fresh = gradients.next()
+        for name, method in methods.items():
+            count_step(method, fresh, counted[name])
+    first.settle()
+    print(f"exact threshold / mean magnitude: {threshold_to_mean(first.v, first.plans):.2f} of v", end="")
+    columns = [("ms", "median ms", "11.2f"), ("radix", "radix /", "10.2f")]
+    columns += [("exact", "exact /", "10.2f"), ("floor", "/ floor", "10.2f"), ("passes", "passes", "9.2f")]
+    table = Table(recording.model, 24, [*columns, ("sent", "sent / k", "10.3f")])
+    for name in (*SELECTORS, FLOOR, TopK.name, SelectAlone.name):
+        row: dict[str, float] = {"ms": middle(times[name]), "floor": ratio(times[name], times[FLOOR])}
+        if name in SELECTORS:
+            row |= {other: ratio(times[other], times[name]) for other in ("radix", "exact")} | counted[name].row()
+        table.add(name, row)
+    others = (f"{name} {ratio(times[name], times['predicted']):.2f}" for name in SELECTORS if name != "predicted")
+    print(f"a step / that of predicted: {', '.join(others)}")
+    return table.rows
 
 
-def print_training(found: dict[str, Compared], seconds: dict[str, float]) -> None:
-    print(f"\nforward and backward of {BATCH} images; milliseconds and share of a training step for selection")
-    print(f"{'':<17}" + "".join(f"{model + f' {1e3 * seconds[model]:.0f} ms':>22}" for model in found))
-    shares = {model: training_share(compared, seconds[model]) for model, compared in found.items()}
-    for name in SELECTORS:
-        cells = (f"{found[m].added(name):13.2f} {shares[m][name]:8.2%}" for m in found)
-        print(f"{name:<17}" + "".join(cells))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=MODELS,
-        help="models for the timing of steps",
-        default=["resnet101", "densenet169", "resnet50", "densenet121"],
-    )
-    parser.add_argument(
-        "--fit-models",
-        nargs="+",
-        choices=MODELS,
-        help="models for the fits of distributions",
-        default=["alexnet", "vgg19_bn", "resnet50", "densenet121", "senet18"],
-    )
+def main() -> None:
+    parser = options("benchmarks.selectors", __doc__)
+    timed = ["resnet101", "densenet169", "resnet50", "densenet121"]
+    fitted = ["alexnet", "vgg19_bn", "resnet50", "densenet121", "senet18"]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=timed, help="for the timing of steps")
+    parser.add_argument("--fit-models", nargs="+", choices=MODELS, default=fitted, help="for the fits")
     parser.add_argument("--ratio", type=float, default=0.001)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40, help="training steps; the last one is recorded")
     parser.add_argument("--settle", type=int, default=60, help="further steps before the timing")
     parser.add_argument("--rounds", type=int, default=19)
-    parser.add_argument("--largest", type=float, default=7.5, help="log10 of the largest single tensor")
-    parser.add_argument("--epochs", type=int, default=8, help="epochs of the learning curves; 0: none")
-    parser.add_argument("--figures", type=Path, default=Path("runs/selectors"), help="folder of the figures")
-    parser.add_argument("--quick", action="store_true", help="smaller defaults for a run of about a minute")
-    if parser.parse_args().quick:
-        parser.set_defaults(**QUICK)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    # here, so that a missing matplotlib fails before the measurements
-    from benchmarks import selector_figures as figures
-
-    figures.plots()
-    args.figures.mkdir(parents=True, exist_ok=True)
-    options = Options(args.ratio, args.rounds, args.settle, args.device)
-    what, data = small_images()
-    print(f"{what}; ratio {args.ratio}, {args.device}, {args.threads} threads, {args.steps} steps recorded")
-
-    fits: Fits = {}
-    found: dict[str, Compared] = {}
-    seconds: dict[str, float] = {}
-    drawn = None
+    data = small_images()
+    print(f"ratio {args.ratio}, {args.threads} threads, {args.steps} steps recorded, {args.settle} more to settle")
+    steps: dict[str, Any] = {}
+    fits: dict[str, dict[str, float]] = {}
     for model in dict.fromkeys([*args.models, *args.fit_models]):
-        recording = record(model, data, BATCH, args.ratio, args.steps, LR, args.device)
-        print(
-            f"\n{model}: {recording.numel:,} elements in {len(recording.segments)} buckets, "
-            f"loss {recording.loss:.3f}, a pass of {recording.seconds:.2f} s",
-            flush=True,
-        )
+        recording = record(model, data, BATCH, args.ratio, args.steps, LR)
+        where = f"{sum(map(sum, recording.sizes)):,} elements in {len(recording.segments)} buckets"
+        print(f"\n{model}: {where}, loss {recording.loss:.3f}", flush=True)
         if not math.isfinite(recording.loss):
             raise SystemExit(f"{model} did not learn: its results are not meaningful")
-        fits[model], seconds[model] = fits_of(recording), recording.seconds
-        if drawn is None:
-            drawn = figures.largest_tensor(recording.accumulated, recording.sizes)
-        if model in ("resnet50", args.models[0]):  # the study published ResNet-50's
-            gradient = figures.largest_tensor(recording.gradient, recording.sizes)
-            accumulated = figures.largest_tensor(recording.accumulated, recording.sizes)
-            figures.draw_distributions(model, gradient, accumulated, args.figures / "distributions.png")
         if model in args.models:
-            found[model] = compare(recording, options)
-            print_counts(found[model])
-            print_steps(found[model])
-    assert drawn is not None
-    print_fits(fits)
-    print_training(found, seconds)
-    figures.draw_steps(found, args.figures / "steps.png")
-    sizes = [round(10 ** (half / 2)) for half in range(8, round(2 * args.largest) + 1)]
-    times = by_size(drawn, sizes, min(7, args.rounds), options)
-    print_sizes(times)
-    figures.draw_sizes(times, args.figures / "sizes.png")
-    learned = curves(args.ratio, args.epochs) if args.epochs else {}
-    if learned:
-        print_curves(learned)
-        figures.draw_curves(learned, args.figures / "curves.png")
-    print(f"\nfigures in {args.figures}")
-    for model, compared in found.items():
-        print(
-            f"{model}: {compared.best} is fastest, {compared.over('exact', compared.best):.2f} times as fast as "
-            f"exact, {compared.over('laplace', compared.best):.2f} times as fast as laplace"
-        )
-    result: dict[str, Any] = {
-        "models": {model: compared.summary() for model, compared in found.items()},
-        "fit": {model: {kind: pair[0].ratio for kind, pair in row.items()} for model, row in fits.items()},
-        "fit_as_one": {model: {kind: pair[1].ratio for kind, pair in row.items()} for model, row in fits.items()},
-        "fit_published": {model: PUBLISHED_FIT[model] for model in fits if model in PUBLISHED_FIT},
-        "forward_backward_s": {model: seconds[model] for model in found},
-        "selection_share": {model: training_share(compared, seconds[model]) for model, compared in found.items()},
-        "sizes_ms": times,
-        "accuracy": {name: curve.accuracy[-1] for name, curve in learned.items()},
-        "loss": {name: curve.loss[-1] for name, curve in learned.items()},
-    }
-    print_json(result)
+            steps[model] = compare(recording, args.ratio, args.rounds, args.settle)
+        if model in args.fit_models:
+            fits[model] = fits_of(recording)
+    print("\ndistance to Laplace / distance to Gauss", end="")
+    heads = [f"{kind}, {how}" for kind in KINDS for how in ("by tensor", "together")]
+    table = Table("", 13, [(head, head, "24.3f") for head in heads])
+    for model, row in fits.items():
+        table.add(model, row)
+    print_json({"benchmark": "selectors", "steps": steps, "fit": table.rows})
 
 
 if __name__ == "__main__":

@@ -8,22 +8,18 @@ less the one before the model was built, so it includes temporary memory of a st
 last line of JSON.
 """
 
-import argparse
 import gc
-import json
 import resource
-import subprocess
-import sys
 from typing import Any
 
 import torch
 
-from benchmarks.results import print_json
-from dgc.comm.horovod import HorovodTransport
-from dgc.compression import DGCCompressor
-from dgc.memory import DGCSGDMemory
+from benchmarks.harness import Table, options, print_json
+from benchmarks.launches import begin, connected, run_ranks
 from dgc.optim import DGCSGD, DistributedOptimizer
+from scripts.methods import build
 
+TAKES = "10 s"
 WIDTH, LAYERS, STEPS = 1024, 24, 4
 
 
@@ -35,20 +31,19 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def measure(method: str, bucket_mb: float) -> dict[str, float]:
-    transport = HorovodTransport()
+def work(method_and_size: dict[str, Any]) -> dict[str, float]:
+    """What the process of a method does."""
+    transport = connected("mpirun")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
-    optimizer: torch.optim.Optimizer
-    if method == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), **settings)
-    else:
+    optimizer: Any = torch.optim.SGD(model.parameters(), **settings)
+    if method_and_size["method"] == "dgc":
         optimizer = DistributedOptimizer(
             DGCSGD(model.parameters(), **settings),
             model.named_parameters(),
-            DGCCompressor(0.001, DGCSGDMemory(0.9)),
-            bucket_mb=bucket_mb,
+            build("dgc-fp32-int64"),
+            bucket_mb=method_and_size["bucket_mb"],
             transport=transport,
         )
     for _ in range(STEPS):
@@ -62,26 +57,22 @@ def measure(method: str, bucket_mb: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = options("benchmarks.state_memory", __doc__)
     parser.add_argument("--bucket-mb", type=float, default=25.0)
-    parser.add_argument("--method", choices=["sgd", "dgc"], help="measure one in this process and print its JSON")
     args = parser.parse_args()
-    if args.method:
-        print_json(measure(args.method, args.bucket_mb))
-        return
-    found = {}
+    print(f"{LAYERS} layers of {WIDTH} x {WIDTH}", end="")
+    table = Table("method", 7, [("live_mb", "live MB", "9.1f"), ("peak_mb", "peak MB", "9.1f")])
     for method in ("sgd", "dgc"):
-        words = ["-m", "benchmarks.state_memory", "--method", method, "--bucket-mb", str(args.bucket_mb)]
-        output = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True).stdout
-        found[method] = json.loads(output.splitlines()[-1])
-    extra = found["dgc"]["live"] - found["sgd"]["live"]
-    floats = extra / 4 / found["sgd"]["compressed"]
-    print(f"{LAYERS} layers of {WIDTH} x {WIDTH}: {found['sgd']['compressed']:,} compressed parameters")
-    for method, row in found.items():
-        print(f"{method:<4} live {row['live'] / 1e6:8.1f} MB   peak {row['peak'] / 1e6:8.1f} MB")
+        settings = {"method": method, "bucket_mb": args.bucket_mb}
+        row = run_ranks("benchmarks.state_memory", settings, 1)
+        table.add(method, {**row, "live_mb": row["live"] / 1e6, "peak_mb": row["peak"] / 1e6})
+    extra = table.rows["dgc"]["live"] - table.rows["sgd"]["live"]
+    floats = extra / 4 / table.rows["sgd"]["compressed"]
     print(f"DGC keeps {extra / 1e6:.1f} MB more: {floats:.3f} floats per compressed parameter")
-    print_json({"extra_floats_per_parameter": floats, "extra_bytes": extra, **found})
+    print_json(
+        {"benchmark": "state_memory", "extra_floats_per_parameter": floats, "extra_bytes": extra, **table.rows}
+    )
 
 
 if __name__ == "__main__":
-    main()
+    begin(work, main)

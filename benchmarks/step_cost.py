@@ -18,30 +18,31 @@ Horovod's optimizer does nothing on one rank, so there is no ratio to it there.
 The output is a table for each number of ranks and transport, and a last line of JSON.
 """
 
-import argparse
 import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.launches import run_ranks, settings_of_rank, write_result
-from benchmarks.results import print_json
+from benchmarks.harness import Table, in_turns, options, print_json
+from benchmarks.launches import begin, run_ranks
 from dgc.comm import Transport, all_reduce
 from dgc.comm.connect import default_transport
-from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor
-from dgc.memory import ResidualMemory
 from dgc.optim import DistributedOptimizer
+from scripts.methods import build
 
-METHODS: dict[str, Callable[[], Compressor]] = {
-    "dense": DenseCompressor,
-    "DGC": lambda: DGCCompressor(0.1, ResidualMemory()),
-    "PowerSGD": lambda: PowerSGDCompressor(rank=1),
-}
+TAKES = "4 min"
+METHODS = {
+    "dense": "dense",
+    "DGC": "dgc-residual",
+    "PowerSGD": "powersgd-1-half",
+}  # by name in the output; all for plain SGD
+DENSITY = 0.1
 SIZES = {"mlp": 0, "80 tensors": 80, "160 tensors": 160, "320 tensors": 320}
 BUCKET_MB = 25.0
 ONE_TENSOR_MB = 4 * 64 * 16 / 2**20
@@ -91,57 +92,49 @@ def steps(size: str, transport: Transport, over: str) -> Iterator[tuple[str, Ste
 
         model, x, sgd = built()
         yield "DDP", step_of(DistributedDataParallel(model, bucket_cap_mb=bucket_mb), x, sgd)
-        for name, make in METHODS.items():
+        for name, method in METHODS.items():
             model, x, sgd = built()
             ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
-            compress(ddp, make(), transport=transport, bucket_mb=bucket_mb)
+            compress(ddp, build(method, DENSITY), transport=transport, bucket_mb=bucket_mb)
             yield f"hook {name}", step_of(ddp, x, sgd)
     else:
         import horovod.torch as hvd
 
         model, x, sgd = built()
         yield "Horovod", step_of(model, x, hvd.DistributedOptimizer(sgd, model.named_parameters()))
-    for name, make in METHODS.items():
+    for name, method in METHODS.items():
         model, x, sgd = built()
         named = model.named_parameters()
-        yield (
-            name,
-            step_of(model, x, DistributedOptimizer(sgd, named, make(), transport=transport, bucket_mb=bucket_mb)),
-        )
+        ours = DistributedOptimizer(sgd, named, build(method, DENSITY), transport=transport, bucket_mb=bucket_mb)
+        yield name, step_of(model, x, ours)
 
 
 def measure(size: str, transport: Transport, over: str, rounds: int, warmup: int) -> dict[str, list[float]]:
     """Seconds of each method's steps, the largest over the ranks."""
-    found: dict[str, list[float]] = {}
-    methods = dict(steps(size, transport, over))
+
+    def once(step: Step, number: int) -> float:
+        all_reduce(transport, torch.zeros(1), "sum", "ready")
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
     gc.disable()
-    for i in range(-warmup, rounds):
-        own = []
-        for step in methods.values():
-            all_reduce(transport, torch.zeros(1), "sum", "ready")
-            start = time.perf_counter()
-            step()
-            own.append(time.perf_counter() - start)
-        slowest = all_reduce(transport, torch.tensor(own, dtype=torch.float64), "max", "seconds").tolist()
-        if i >= 0:
-            for name, seconds in zip(methods, slowest, strict=True):
-                found.setdefault(name, []).append(seconds)
+    works = {name: partial(once, step) for name, step in steps(size, transport, over)}
+    own = [list(of.values()) for of in in_turns(works, rounds, warmup).values()]
     gc.enable()
-    return found
+    slowest = all_reduce(transport, torch.tensor(own, dtype=torch.float64), "max", "seconds").tolist()
+    return dict(zip(works, slowest, strict=True))
 
 
-def work() -> None:
-    settings = settings_of_rank()
+def work(settings: dict[str, Any]) -> dict[str, Any]:
+    """What each rank does."""
     torch.set_num_threads(1)
-    if settings["over"] == "horovod":
+    over = settings["over"]
+    if over == "horovod":
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(128 * 2**20))  # the user's, for Horovod's optimizer
-    transport = default_transport(transport="torch" if settings["over"] == "gloo" else "horovod")
-    found = {
-        size: measure(size, transport, settings["over"], settings["rounds"], settings["warmup"])
-        for size in settings["sizes"]
-    }
-    if transport.rank == 0:
-        write_result(found)
+    transport = default_transport(transport="torch" if over == "gloo" else "horovod")
+    measured = settings["rounds"], settings["warmup"]
+    return {size: measure(size, transport, over, *measured) for size in settings["sizes"]}
 
 
 def report(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
@@ -152,23 +145,19 @@ def report(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
             for name, row in rows.items()
         }
         opponent = next(name for name in ("DDP", "Horovod") if name in rows)
-        print(f"\n{size:<14} {'step us':>9} {'overhead us':>12} {'/ ' + opponent:>10}")
+        columns = [("step_us", "step us", "10.0f"), ("overhead_us", "overhead us", "13.0f")]
+        table = Table(size, 14, [*columns, ("relative", f"/ {opponent}", "11.2f")])
         for name, row in rows.items():
-            line = f"{name:<14} {1e6 * median(row):9.0f} {1e6 * overheads[name]:12.0f}"
             # an overhead of less than a tenth of the step is noise
             has_ratio = name != "plain" and overheads[opponent] > 0.1 * median(rows["plain"])
-            relative = round(overheads[name] / overheads[opponent], 3) if has_ratio else None
-            print(line + ("" if relative is None else f" {relative:10.2f}"))
-            result.setdefault(size, {})[name] = {
-                "step_us": round(1e6 * median(row), 1),
-                "overhead_us": round(1e6 * overheads[name], 1),
-                "relative": relative,
-            }
+            times = {"step_us": 1e6 * median(row), "overhead_us": 1e6 * overheads[name]}
+            table.add(name, {**times, "relative": overheads[name] / overheads[opponent] if has_ratio else None})
+        result[size] = table.rows
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options("benchmarks.step_cost", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--over", nargs="+", choices=("gloo", "horovod"), default=["gloo", "horovod"])
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
@@ -189,7 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE"} & os.environ.keys():
-        work()
-    else:
-        main()
+    begin(work, main)

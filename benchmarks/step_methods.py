@@ -14,7 +14,7 @@ import dgc.kernels as kernels
 from dgc.bucket import Segment
 from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.build import compiler
-from dgc.selection import Exact, plan_selection
+from dgc.selection import Selector, SelectorResult, plan_selection
 from dgc.wire import SparseFormat
 from dgc.wire.payload import PayloadPlan
 
@@ -59,10 +59,12 @@ class Stateful:
 
 
 class Ours(Stateful):
+    """A step: remove the previous step's sent elements from u and v; gradient in, payload out."""
+
     def __init__(
         self,
         backend: str,
-        engine: Exact,
+        selector: Selector,
         buckets: Layout,
         ratio: float,
         momentum: float,
@@ -70,21 +72,29 @@ class Ours(Stateful):
         device: str,
     ):
         super().__init__(buckets, device)
-        self.name = f"{backend}, {type(engine).__name__.lower()}"
+        self.name = f"{backend}, {type(selector).__name__.lower()}"
         self.is_slow = backend == "reference"
-        self.backend, self.engine, self.wire, self.momentum = backend, engine, wire, momentum
+        self.backend, self.selector, self.wire, self.momentum = backend, selector, wire, momentum
         self.plans = [plan_selection(bucket, ratio, torch.device(device)) for bucket in buckets]
+        self.steps = 0
 
     def step(self, gradients: list[Tensor]) -> None:
         kernels.use(self.backend)
-        codec = kernels.of(self.v[0]).codec
-        for b, (g, u, v, plan) in enumerate(zip(gradients, self.u, self.v, self.plans, strict=True)):
-            pieces = g.split(self.sizes[b])
-            inputs = PassInputs(pieces, u, v, self.momentum, sent=self.sent[b], masking=True)
-            selected = self.engine.select(inputs, plan, 0)
-            payload = PayloadPlan(self.wire, self.engine.budget(plan), v.numel())
-            encoded = payload.encode(codec, selected.elements, selected.first_nonfinite)
-            self.sent[b] = encoded.sent
+        for i, g in enumerate(gradients):
+            self.send(i, self.select(i, g))
+        self.steps += 1
+
+    def select(self, i: int, g: Tensor) -> SelectorResult:
+        """Do the step of bucket i with gradient g."""
+        pieces = g.split(self.sizes[i])
+        inputs = PassInputs(pieces, self.u[i], self.v[i], self.momentum, sent=self.sent[i], masking=True)
+        return self.selector.select(inputs, self.plans[i], self.steps)
+
+    def send(self, i: int, selected: SelectorResult) -> None:
+        v = self.v[i]
+        payload = PayloadPlan(self.wire, self.plans[i].per_tensor, v.numel())
+        encoded = payload.encode(kernels.of(v).codec, selected.elements, selected.first_nonfinite)
+        self.sent[i] = encoded.sent
 
 
 class Pass(Stateful):

@@ -19,57 +19,41 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
-from benchmarks.results import print_json
+from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
 from benchmarks.step_methods import Copy, Eager, Ours, Step, TopK, floors
 from dgc.bucket import Segment, lay_out
+from dgc.compression.sparse import INDICES, VALUES
 from dgc.selection import Exact, Histogram, Predicted
-from dgc.wire import (
-    CastValues,
-    IndexFormat,
-    PackedIndices,
-    PlainIndices,
-    RiceIndices,
-    SignValues,
-    SparseFormat,
-    ValueFormat,
-)
+from dgc.wire import SparseFormat
 
+TAKES = "30 s"
 BUCKET_BYTES = 25 * 1024 * 1024
-SLOW_EVERY = 6
 SPARE = 1 << 24  # range of the random start of a gradient, in elements
-INDICES: dict[str, IndexFormat] = {
-    "int32": PlainIndices("int32"),
-    "packed": PackedIndices(),
-    "rice": RiceIndices(),
-}
-VALUES: dict[str, ValueFormat] = {"fp32": CastValues("fp32"), "fp16": CastValues("fp16"), "sign": SignValues()}
 MOMENTUM = 0.9
 FLOOR_BYTES = 20  # per parameter: g, u and v read, u and v written
 
 
-def shapes_of(model: str) -> list[tuple[int, ...]]:
-    if model == "transformer_big":  # Vaswani et al. 2017, 37,000 byte pairs in one shared embedding
-        square, feed_forward = (1024, 1024), [(4096, 1024), (1024, 4096)]
-        return [(37000, 1024), *([square] * 4 + feed_forward) * 6, *([square] * 8 + feed_forward) * 6]
+def tensors_of(model: str) -> dict[str, Tensor]:
+    """Return the tensors of two or more dimensions, without memory."""
     if model == "resnet50":
-        return resnet50_shapes()
+        return resnet50()
     from torchvision import models
 
     import dgc_datasets.torchvision_compat  # noqa: F401
 
     with torch.device("meta"):
-        return [tuple(p.shape) for p in getattr(models, model)().parameters() if p.dim() >= 2]
+        return {name: p for name, p in getattr(models, model)().named_parameters() if p.dim() >= 2}
 
 
-def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of torchvision's network (He et al. 2015, table 1) without torchvision."""
+def resnet50() -> dict[str, Tensor]:
+    """Return those of torchvision's network (He et al. 2015, table 1) without torchvision."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7)]
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -78,17 +62,18 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
             if block == 0:
                 shapes.append((4 * width, channels, 1, 1))
             channels = 4 * width
-    return [*shapes, (1000, channels)]
+    shapes.append((1000, channels))
+    return {str(i): torch.empty(shape, device="meta") for i, shape in enumerate(shapes)}
 
 
-def plan_buckets(shapes: list[tuple[int, ...]]) -> list[tuple[Segment, ...]]:
+def plan_buckets(tensors: Mapping[str, Tensor]) -> list[tuple[Segment, ...]]:
     """Return buckets of whole tensors, in the order of backward."""
-    buckets: list[list[Tensor]] = [[]]
-    for tensor in [torch.empty(shape, device="meta") for shape in reversed(shapes)]:
-        if buckets[-1] and 4 * sum(t.numel() for t in [*buckets[-1], tensor]) > BUCKET_BYTES:
+    buckets: list[list[tuple[str, Tensor]]] = [[]]
+    for name, tensor in reversed(list(tensors.items())):
+        if buckets[-1] and 4 * sum(t.numel() for t in [*dict(buckets[-1]).values(), tensor]) > BUCKET_BYTES:
             buckets.append([])
-        buckets[-1].append(tensor)
-    return [lay_out([(str(i), t) for i, t in enumerate(bucket)]) for bucket in buckets]
+        buckets[-1].append((name, tensor))
+    return [lay_out(bucket) for bucket in buckets]
 
 
 class Gradients:
@@ -115,7 +100,7 @@ def tiers_on(device: str) -> list[str]:
 def make_steps(args: argparse.Namespace, buckets: list[tuple[Segment, ...]], gradients: Gradients) -> list[Step]:
     """Return our step, warmed up, then all others, which start from the same u and v."""
     fast, plain = tiers_on(args.device)
-    wire = SparseFormat(VALUES[args.values], INDICES[args.indices])
+    wire = SparseFormat(VALUES[args.values](), INDICES[args.indices]())
 
     def ours(backend: str, engine: Exact) -> Ours:
         return Ours(backend, engine, buckets, args.ratio, MOMENTUM, wire, args.device)
@@ -138,36 +123,33 @@ def make_steps(args: argparse.Namespace, buckets: list[tuple[Segment, ...]], gra
     return [first, *others]
 
 
-def measure(
-    steps: list[Step], gradients: Gradients, rounds: int, wait: Callable[[], object]
-) -> dict[str, dict[int, float]]:
-    """Return milliseconds by method and round. Slow methods have little relative noise and skip most rounds."""
-    times: dict[str, dict[int, float]] = {step.name: {} for step in steps}
-    for number in range(-2, rounds):
-        fresh = gradients.next()
-        for step in random.Random(number).sample(steps, len(steps)):
-            if step.is_slow and number % SLOW_EVERY:
-                continue
-            wait()
-            start = time.perf_counter()
-            step.step(fresh)
-            wait()
-            if number >= 0:
-                times[step.name][number] = (time.perf_counter() - start) * 1e3
-    return times
+def measure(steps: Sequence[Step], gradients: Gradients, rounds: int, device: str) -> dict[str, dict[int, float]]:
+    """Return milliseconds by method and round. All methods of a round have the same gradient."""
+    fresh: list[Tensor] = []
+
+    def draw(number: int) -> None:
+        fresh[:] = gradients.next()
+
+    def once(step: Step, number: int) -> float:
+        wait(device)
+        start = time.perf_counter()
+        step.step(fresh)
+        wait(device)
+        return 1e3 * (time.perf_counter() - start)
+
+    works: dict[str, Callable[[int], float]] = {step.name: partial(once, step) for step in steps}
+    return in_turns(works, rounds, slow=[step.name for step in steps if step.is_slow], before=draw)
 
 
-def nothing() -> None:
-    """Do nothing: a CPU needs no synchronization."""
-
-
-def ratio(above: dict[int, float], below: dict[int, float]) -> float:
-    return median(above[number] / below[number] for number in above.keys() & below.keys())
+def wait(device: str) -> None:
+    """Wait for what the device has to do. A CPU needs no synchronization."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=["resnet50", "vgg16", "transformer_big"], default="resnet50")
+    parser = options("benchmarks.step_overhead", __doc__)
+    parser.add_argument("--model", choices=["resnet50", "vgg16"], default="resnet50")
     parser.add_argument("--ratio", type=float, default=0.001)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -181,31 +163,32 @@ def arguments() -> argparse.ArgumentParser:
 def report(args: argparse.Namespace) -> tuple[Step, Gradients, dict[str, float]]:
     """Print the table. Returns our warmed-up step, its gradients, and the results."""
     torch.set_num_threads(args.threads)
-    buckets = plan_buckets(shapes_of(args.model))
+    buckets = plan_buckets(tensors_of(args.model))
     gradients = Gradients(buckets, args.device)
     numel = sum(sum(sizes) for sizes in gradients.sizes)
     steps = make_steps(args, buckets, gradients)
-    times = measure(steps, gradients, args.rounds, torch.cuda.synchronize if args.device == "cuda" else nothing)
+    times = measure(steps, gradients, args.rounds, args.device)
 
     ours = steps[0].name
-    floor = min((s.name for s in steps if s.is_floor), key=lambda name: median(times[name].values()))
+    floor = min((s.name for s in steps if s.is_floor), key=lambda name: middle(times[name]))
     kernels.use(tiers_on(args.device)[0])
     backend = kernels.describe(torch.device(args.device))
     print(f"{args.model}: {numel:,} parameters in {len(buckets)} buckets, ratio {args.ratio}")
     print(f"{args.values} values, {args.indices} indices; {args.device}, {backend}, {args.threads} threads")
-    print(f"\n{'':<34} {'median ms':>10} {'least':>9} {'/ floor':>8} {'GB/s':>6}")
+    columns = [("ms", "median ms", "11.3f"), ("least", "least", "10.3f"), ("ratio", "/ floor", "9.3f")]
+    table = Table("", 34, [*columns, ("rate", "GB/s", "7.1f")])
     for step in steps:
-        row = times[step.name].values()
-        rate = f"{step.bytes_per_parameter * numel / median(row) / 1e6:.1f}" if step.bytes_per_parameter else ""
-        against = ratio(times[step.name], times[floor])
-        print(f"{step.name:<34} {median(row):10.3f} {min(row):9.3f} {against:8.3f} {rate:>6}")
+        row = times[step.name]
+        rate = step.bytes_per_parameter * numel / middle(row) / 1e6 if step.bytes_per_parameter else None
+        against = {"least": min(row.values()), "ratio": ratio(row, times[floor])}
+        table.add(step.name, {"ms": middle(row), **against, "rate": rate})
     result = {
-        "floor_ms": median(times[floor].values()),
-        "ours_ms": median(times[ours].values()),
+        "floor_ms": middle(times[floor]),
+        "ours_ms": middle(times[ours]),
         "ratio_to_floor": ratio(times[ours], times[floor]),
-        "eager_ms": median(times["eager"].values()),
+        "eager_ms": middle(times["eager"]),
         "speedup_vs_eager": ratio(times["eager"], times[ours]),
-        "copy_gb_per_s": Copy.bytes_per_parameter * numel / median(times[Copy.name].values()) / 1e6,
+        "copy_gb_per_s": Copy.bytes_per_parameter * numel / middle(times[Copy.name]) / 1e6,
         # relative to the floor's traffic at the rate of a copy
         "ratio_to_copy": ratio(times[ours], times[Copy.name]) * Copy.bytes_per_parameter / FLOOR_BYTES,
     }
@@ -214,7 +197,7 @@ def report(args: argparse.Namespace) -> tuple[Step, Gradients, dict[str, float]]
 
 
 def main() -> None:
-    print_json(report(arguments().parse_args())[2])
+    print_json({"benchmark": "step_overhead", **report(arguments().parse_args())[2]})
 
 
 if __name__ == "__main__":

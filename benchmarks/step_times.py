@@ -1,12 +1,13 @@
 """Seconds and bytes of steps: measured on each rank, merged over ranks and repeats, and printed as a table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-from benchmarks.netlab.interface import sent
-from dgc.comm import Transport, barrier
+from benchmarks.harness import Table
+from benchmarks.laboratory import sent
+from dgc.comm import Transport, all_gather_object, barrier
 from dgc.comm.meter import PHASES, TrafficMeter
 
 Row = dict[str, float]
@@ -33,12 +34,18 @@ def measured(step: Callable[[], None], meter: TrafficMeter, transport: Transport
         **{f"phase {phase}": seconds for phase, seconds in phases.items()},
     }
     if link is not None and link_after is not None:
-        found["link"] = float((link_after - link).contents)
+        found["link"] = float(link_after - link)
     return found
 
 
-def merged(everyone: Sequence[Sequence[Row]]) -> dict[str, Any]:
-    """One row, of all ranks and their steps: medians over steps, of the slowest rank or of the mean over ranks."""
+def merged(own: Mapping[str, Mapping[int, Row]], transport: Transport) -> dict[str, dict[str, Any]]:
+    """One row for each method, of all ranks and their rounds. Collective."""
+    everyone = all_gather_object(transport, {name: list(rounds.values()) for name, rounds in own.items()})
+    return {name: row_of([rank[name] for rank in everyone]) for name in own}
+
+
+def row_of(everyone: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    """Medians over steps, of the slowest rank or of the mean over ranks."""
     steps = list(zip(*everyone, strict=True))
     keys = everyone[0][0]
     slowest = {key: median(max(rank[key] for rank in step) for step in steps) for key in ("exchange", "whole")}
@@ -89,21 +96,17 @@ def add_network(
 
 def print_table(rows: dict[str, dict[str, Any]], network: dict[str, Any] | None, keys: Sequence[str]) -> None:
     """Print the rows. `keys` are the columns of times, of "exchange_ms" and "step_ms"."""
-    heads = {"exchange_ms": "exchange ms", "step_ms": "step ms"}
-    head = f"{'method':<26}" + "".join(f"{heads[key]:>12}" for key in keys)
-    head += f"{'wait ms':>10}{'payload MB':>12}{'wire MB':>10}"
+    columns = [(key, key.replace("_", " "), "12.1f") for key in keys]
+    columns += [("wait", "wait ms", "10.1f"), ("payload", "payload MB", "12.3f"), ("wire", "wire MB", "10.3f")]
     if network is not None:
         mbit, trip = network["bits_per_second"] / 1e6, network["round_trip"] * 1e6
         print(f"{network['hosts']} hosts, {network['rate']} each way: ", end="")
         print(f"one TCP connection reaches {mbit:.0f} Mbit/s, a round trip takes {trip:.0f} us")
-        head += f"{'link MB':>10}{'/ meter':>9}{'bound ms':>10}{'faster':>8}"
-    print(f"\n{head}")
+        columns += [("link", "link MB", "10.3f"), ("link_over_meter", "/ meter", "9.3f")]
+        columns += [("bound_ms", "bound ms", "10.1f"), ("faster", "faster", "8.2f")]
+    table = Table("method", 26, columns)
     for name, row in rows.items():
-        line = f"{name:<26}" + "".join(f"{row[key]:12.1f}" for key in keys)
-        line += f"{row['phases_ms']['wait']:10.1f}"
-        line += f"{row['payload_bytes'] / 1e6:12.3f}{row['wire_bytes'] / 1e6:10.3f}"
-        if network is not None:
-            share = row["link_over_meter"]
-            line += f"{row['link_bytes'] / 1e6:10.3f}" + (f"{share:9.3f}" if share else f"{'':9}")
-            line += f"{row['bound_ms']:10.1f}" + (f"{row['faster']:8.2f}" if "faster" in row else "")
-        print(line)
+        megabytes = {
+            what: row[f"{what}_bytes"] / 1e6 for what in ("payload", "wire", "link") if f"{what}_bytes" in row
+        }
+        table.add(name, {**row, **megabytes, "wait": row["phases_ms"]["wait"]})

@@ -3,13 +3,13 @@
     python -m benchmarks.time_to_accuracy --hosts 4 --rate 50mbit --epochs 20 --batch-size 16 --draw FILE.svg
     python -m benchmarks.time_to_accuracy --task pysource --hosts 4 --rate 50mbit --methods fp16 onebit-adam
 
-Each run is train.py under mpirun in a laboratory (benchmarks/netlab), one rank on each host, with the same
-steps, batches and learning rate for every method. The tasks are those of benchmarks.convergence, where `ar` and
-`adpsgd` have a learning rate by epochs on number words. Seconds are those of training, without evaluation. A rank
-sends the bytes. `to reach` are the seconds and bytes of the first evaluation that was nearly as good as the first
-method at its end: at most 0.5 points below a quality in percent, or at most 2 % above bits per character. With
-several folds or seeds the medians are shown. All ranks share the cores of this machine. The output is a table and
-a last line of JSON. --draw writes a figure, in the format that its extension names.
+Each run is train.py under mpirun in a laboratory (docs/netlab.md), one rank on each host, with the same steps,
+batches and learning rate for every method. The tasks are those of benchmarks.convergence. Seconds are those of
+training, without evaluation. A rank sends the bytes. `to reach` are the seconds and bytes of the first evaluation
+that was nearly as good as the first method at its end: at most 0.5 points below a quality in percent, or at most
+2 % above bits per character. There is one run of each method, of the first fold or seed. All ranks share the cores
+of this machine. The output is a table and a last line of JSON. --draw writes a figure, in the format that its
+extension names.
 """
 
 import argparse
@@ -18,19 +18,16 @@ import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import matplotlib
-
-from benchmarks.convergence.methods import METHODS
-from benchmarks.convergence.runs import to_train
-from benchmarks.convergence.tasks import TASKS, Task
-from benchmarks.netlab import Laboratory, LaboratoryError
-from benchmarks.netlab.ranks import measure, start
-from benchmarks.results import print_json
+from benchmarks.figures import axes_of, write
+from benchmarks.harness import Table, options, print_json
+from benchmarks.laboratory import Laboratory, LaboratoryError
+from benchmarks.launches import measure, start
+from benchmarks.runs import TASKS, Task, about, add_runs, to_train
 from scripts.plot import read
 
+TAKES = "7 min with 50 Mbit/s, or 20 min with pysource"
 SHOWN = ["fp16", "dgc", "dgc-sign-rice", "powersgd-4", "2bit-adaptive", "scaled-sign", "sgp", "local-sgd"]
 TOLERANCE = 0.5  # points below the final quality of the first method, if it is in percent
 SHARE = 0.02  # of the final quality of the first method, if it is not
@@ -38,20 +35,11 @@ SHARE = 0.02  # of the final quality of the first method, if it is not
 Curve = list[tuple[float, float, float]]  # (seconds, bytes, accuracy in % or another quality) after each epoch
 
 
-def trained(args: argparse.Namespace, laboratory: Laboratory, fold: int, method: str) -> Curve:
+def trained(args: argparse.Namespace, laboratory: Laboratory, method: str) -> Curve:
     """Run train.py and return its curve."""
     with tempfile.TemporaryDirectory() as scratch:
-        words = to_train(
-            TASKS[args.task],
-            method,
-            fold,
-            Path(scratch, "run"),
-            epochs=args.epochs,
-            batch_size=args.batch_size,
-            overrides=args.overrides,
-        )
-        status = start(laboratory, args.hosts, ["train.py", *words])
-        if status:
+        words = to_train(args, method, TASKS[args.task].first, Path(scratch, "run"))
+        if status := start(laboratory, args.hosts, ["train.py", *words]):
             raise SystemExit(f"train.py {' '.join(words)}: status {status}")
         found = read(str(Path(scratch, "run"))).validation
     return list(zip(found.seconds, found.wire, found.y, strict=True))
@@ -65,58 +53,27 @@ def reached(curve: Curve, final: float, task: Task) -> tuple[float, float] | Non
     return next(close, None)
 
 
-def summarized(curves: dict[str, list[Curve]], task: Task) -> dict[str, dict[str, Any]]:
-    """One row for each method."""
-    first = next(iter(curves.values()))
-    rows: dict[str, dict[str, Any]] = {}
-    for method, of in curves.items():
-        ends = [curve[-1] for curve in of]
-        found = [reached(curve, base[-1][2], task) for curve, base in zip(of, first, strict=True)]
-        known = [pair for pair in found if pair is not None]
-        rows[method] = {
-            "quality": median(end[2] for end in ends),
-            "seconds": median(end[0] for end in ends),
-            "wire_bytes": median(end[1] for end in ends),
-            "reached": len(known),
-            "seconds_to_reach": median(pair[0] for pair in known) if len(known) == len(found) else None,
-            "bytes_to_reach": median(pair[1] for pair in known) if len(known) == len(found) else None,
-            "curves": of,
-        }
-    return rows
-
-
-def report(rows: dict[str, dict[str, Any]], task: Task) -> None:
-    print(f"\n{'method':<16} {task.quality + task.unit:>18} {'seconds':>8} {'MB sent':>9}", end="")
-    print(f"   to reach: {'seconds':>8} {'MB':>8}")
-    for method, row in rows.items():
-        line = f"{method:<16} {row['quality']:18.{task.decimals}f} {row['seconds']:8.1f}"
-        line += f" {row['wire_bytes'] / 1e6:9.2f}"
-        if row["seconds_to_reach"] is None:
-            print(f"{line}   in {row['reached']} of {len(row['curves'])} runs")
-        else:
-            print(f"{line}             {row['seconds_to_reach']:8.1f} {row['bytes_to_reach'] / 1e6:8.2f}")
+def row_of(curve: Curve, first: Curve, task: Task) -> dict[str, Any]:
+    """The row of a method beside the curve of the first one."""
+    seconds, nbytes, quality = curve[-1]
+    row: dict[str, Any] = {"quality": quality, "seconds": seconds, "wire_mb": nbytes / 1e6, "curve": curve}
+    found = reached(curve, first[-1][2], task)
+    return row if found is None else {**row, "seconds_to_reach": found[0], "mb_to_reach": found[1] / 1e6}
 
 
 def draw(rows: dict[str, dict[str, Any]], task: Task, title: str, file: Path) -> None:
-    """Draw the best quality of the first fold so far, against seconds and bytes."""
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams |= {"svg.hashsalt": "time", "svg.fonttype": "none", "font.size": 9}
-    figure, both = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    colors = plt.get_cmap("tab10")
+    """Draw the best quality so far, against seconds and bytes."""
+    figure, both = axes_of("time", (9, 3.6), 2, sharey=True)
     for number, (method, row) in enumerate(rows.items()):
-        color = "black" if number == 0 else colors(number - 1)
-        seconds, nbytes, quality = zip(*row["curves"][0], strict=True)
+        color = "black" if number == 0 else f"C{(number - 1) % 10}"
+        seconds, nbytes, quality = zip(*row["curve"], strict=True)
         best = list(accumulate(quality, min if task.lower_is_better else max))
         for axes, x in zip(both, (seconds, [b / 1e6 for b in nbytes]), strict=True):
             axes.step(x, best, where="post", color=color, linewidth=1.2, label=method)
     for axes, label in zip(both, ("seconds of training", "MB that a rank has sent"), strict=True):
-        axes.set_xscale("log")
-        axes.set_xlabel(label)
+        axes.set(xscale="log", xlabel=label)
         axes.grid(alpha=0.2)
-        axes.spines[["top", "right"]].set_visible(False)
-    found = [[quality for *_, quality in row["curves"][0]] for row in rows.values()]
+    found = [[quality for *_, quality in row["curve"]] for row in rows.values()]
     if task.unit:  # percent
         both[0].set_ylim(max(0.0, min(map(max, found)) - 10), 100.5)
     else:
@@ -124,49 +81,36 @@ def draw(rows: dict[str, dict[str, Any]], task: Task, title: str, file: Path) ->
     both[0].set_ylabel(f"best test {task.quality} so far{',' if task.unit else ''}{task.unit}")
     both[0].legend(fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=9)
-    metadata = {"Date": None} if file.suffix == ".svg" else {}
-    figure.savefig(file, dpi=120, metadata=metadata)
-    plt.close(figure)
+    write(figure, file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, default="digits")
+    parser = options("benchmarks.time_to_accuracy", __doc__)
+    add_runs(parser, SHOWN)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="50mbit")
-    parser.add_argument("--folds", type=int, default=1, help="folds to run, of 5, or seeds")
-    parser.add_argument("--epochs", type=int, help="those of the task by default")
-    parser.add_argument("--batch-size", type=int, help="per rank; that of the task by default")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=SHOWN)
     parser.add_argument("--draw", type=Path, metavar="FILE")
-    parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")
     args = parser.parse_args(argv)
     task = TASKS[args.task]
-    kind = task.varies.rpartition(".")[2]
-    epochs, batch_size = args.epochs or task.epochs, args.batch_size or task.batch_size
-    curves: dict[str, list[Curve]] = {method: [] for method in args.methods}
     try:
         with Laboratory(args.hosts, args.rate) as laboratory:
             link = measure(laboratory)
             rates = [bits / 1e6 for bits in (laboratory.bits_per_second, link.bits_per_second)]
             title = f"{args.task}, {args.hosts} hosts, links of {rates[0]:g} Mbit/s (measured: {rates[1]:.0f})"
-            print(f"{title}, {epochs} epochs of batches of {batch_size} per rank", flush=True)
-            for fold in range(args.folds):
-                for method in args.methods:
-                    curves[method].append(trained(args, laboratory, fold, method))
-                    seconds, nbytes, quality = curves[method][-1][-1]
-                    shown = f"{quality:8.{task.decimals}f}{task.unit}"
-                    print(f"{kind} {fold}  {method:<16} {shown} {seconds:8.1f} s {nbytes / 1e6:9.2f} MB")
-                    sys.stdout.flush()
+            print(f"{title}, {about(args)}", flush=True)
+            curves = [trained(args, laboratory, method) for method in args.methods]
     except (LaboratoryError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    rows = summarized(curves, task)
-    report(rows, task)
+    columns = [("quality", task.quality + task.unit, f"19.{task.decimals}f"), ("seconds", "seconds", "9.1f")]
+    columns += [("wire_mb", "MB sent", "10.2f"), ("seconds_to_reach", "to reach: seconds", "19.1f")]
+    table = Table("method", 16, [*columns, ("mb_to_reach", "MB", "9.2f")])
+    for method, curve in zip(args.methods, curves, strict=True):
+        table.add(method, row_of(curve, curves[0], task))
     if args.draw is not None:
-        draw(rows, task, title, args.draw)
+        draw(table.rows, task, title, args.draw)
     settings = {"task": args.task, "hosts": args.hosts, "bits_per_second": link.bits_per_second}
-    print_json({"benchmark": "time_to_accuracy", **settings, "methods": rows})
+    print_json({"benchmark": "time_to_accuracy", **settings, "methods": table.rows})
     return 0
 
 

@@ -19,10 +19,11 @@ from typing import Any
 
 from dgc_training.logging.formatting import against_dense, human_bytes
 from scripts.launch import prepare
+from scripts.methods import files_of
 
 RANKS = 4
 RUNS = Path("runs/demo")
-METHODS = {"dense": (), "DGC": ("configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py")}
+METHODS = {"dense": "dense", "DGC": "dgc"}  # by name in the output, of the table in scripts/methods.py
 SETTINGS = {"num_epochs": 12, "batch_size": 16, "optimizer.lr": 0.005}
 METRIC = "acc/test_top1"
 
@@ -31,7 +32,7 @@ def train(method: str, words: list[str]) -> dict[str, Any]:
     """Trains in a new directory and returns the summary. Raises SystemExit with the run's status if it fails."""
     directory = RUNS / method.lower()
     settings = [f"--configs.train.{key}={value}" for key, value in SETTINGS.items()]
-    configs = ["--configs", "configs/digits/cnn.py", *METHODS[method]]
+    configs = ["--configs", "configs/digits/cnn.py", *files_of(METHODS[method])]
     place = ["--devices", "cpu", "--run-dir", str(directory)]
     command, environment = prepare(RANKS, ["train.py", *configs, *place, *settings, *words])
     print(f"\n=== {method}, {RANKS} ranks", flush=True)

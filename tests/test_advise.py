@@ -154,12 +154,12 @@ def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> N
     for method in (METHODS[0], METHODS[3]):
         found[method.name] = measure_candidate(method, load([CNN, *method.files]), workload, 4, 2, 1)
     elements = sum(p.numel() for p in workload.model.parameters())
-    dense, dgc = (found[name].traffic for name in ("dense", "dgc"))
+    dense, dgc = (found[name].traffic for name in ("dense", "dgc-fp32-int64"))
     assert dense.total("payload") == 4 * elements and dense.total("wire") == 6 * elements
     kinds = {message.kind for bucket in dgc.buckets for message in bucket}
     assert kinds == {"AllToAll", "AllGather", "AllReduce", "Broadcast"}
     assert 0 < dgc.total("cross") < 0.02 * dense.total("wire")
-    assert found["dgc"].compute.encode > 0 and len(found["dgc"].ready) == len(dgc.buckets)
+    assert found["dgc-fp32-int64"].compute.encode > 0 and len(found["dgc-fp32-int64"].ready) == len(dgc.buckets)
     many = measure_candidate(METHODS[3], load([CNN, *METHODS[3].files]), workload, 32, 1, 1)
     messages = [message for bucket in many.traffic.buckets for message in bucket]
     assert {message.kind for message in messages} == {"AllGather", "AllReduce"}
@@ -185,7 +185,7 @@ def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
 def test_a_machine_sends_what_its_ranks_send(no_type_checks: None) -> None:
     """2 machines of 8 ranks: ranks have other shares of the model, and SGP's peers depend on rank and round."""
     workload = measure_workload(load([CNN]), torch.device("cpu"), AlikeRanks(1), None, 1)
-    for name in ("dgc", "sign", "sgp"):
+    for name in ("dgc-fp32-int64", "scaled-sign", "sgp"):
         with case(name):
             (method,) = (method for method in METHODS if method.name == name)
             tree = load([CNN, *method.files])
@@ -232,14 +232,14 @@ def test_what_fails_with_adam_is_not_recommended(
 ) -> None:
     """With Adam methods for it are compared in place of those that docs/language.md advises against."""
     file = tmp_path / "advice.json"
-    given = ["--methods", "fp16", "2bit", "sign", "onebit-adam", "dgc-adam", "--json", str(file)]
+    given = ["--methods", "fp16", "2bit-adaptive", "scaled-sign", "onebit-adam", "dgc-adam", "--json", str(file)]
     network = ["--hosts", "4", "--rate", "10mbit", "--repeats", "1", "--devices", "cpu"]
     assert main(["--configs", "configs/pysource/gpt.py", *network, *given]) == 0
     out, result = capsys.readouterr().out, json.loads(file.read_text())
     assert set(result["methods"]) == {"fp16", "onebit-adam", "dgc-adam"}
     assert result["advice"]["method"] in ("onebit-adam", "dgc-adam")
-    assert "2bit                left out: with torch.optim.AdamW, its updates differ in size" in out
-    assert set(result["left_out"]) == {"sign", "2bit"}
+    assert "2bit-adaptive       left out: with torch.optim.AdamW, its updates differ in size" in out
+    assert set(result["left_out"]) == {"scaled-sign", "2bit-adaptive"}
     reasons = {of.name: unfit(of, "torch.optim.SGD") for of in METHODS}
     assert {name for name, reason in reasons.items() if reason} == {"onebit-adam", "dgc-adam"}
 
@@ -308,9 +308,9 @@ def test_a_method_that_does_not_fit_is_left_out(
 ) -> None:
     adam = tmp_path / "adam.yaml"
     adam.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: 0.001}}")
-    assert main(words("--configs", str(adam), "--methods", "dense", "dgc")) == 0
+    assert main(words("--configs", str(adam), "--methods", "dense", "dgc-fp32-int64")) == 0
     out = capsys.readouterr().out
-    assert "dgc                 left out: configs/dgc/__init__.py" in out and "torch.optim.Adam" in out
+    assert "dgc-fp32-int64      left out: configs/dgc/__init__.py" in out and "torch.optim.Adam" in out
     assert "Do not compress: no method that compresses was compared with dense" in out
 
 
@@ -336,7 +336,7 @@ def test_an_experiment_that_cannot_be_built_is_refused(
         (words("--hosts", "0"), "--hosts is 0"),
         (words("--verify", "3"), "--verify needs the ranks"),
         (words("--repeats", "0"), "--repeats is 0"),
-        (words("--methods", "dgc"), "--methods needs one of dense, fp16, bf16"),
+        (words("--methods", "powersgd-1"), "--methods needs one of dense, fp16, bf16"),
         (words("--json", "/no/such/folder/file.json"), "there is no folder /no/such/folder"),
         (words("--plot", "/no/such/folder/file.png"), "--plot: there is no folder /no/such/folder"),
         (words("--plot", "file.pdf"), "must end in .png or .svg"),

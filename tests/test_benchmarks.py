@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from time import perf_counter
 
 import pytest
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor
 
 import benchmarks
 import dgc.kernels as kernels
-from benchmarks import decoding, scale, scale_order
+from benchmarks import decoding, harness, scale
+from benchmarks.__main__ import main
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
-from benchmarks.results import print_json
-from benchmarks.selector_counts import Counts, count_choice, count_step, counting
-from benchmarks.selector_fit import Fit, fit, fit_tensors
-from benchmarks.selector_methods import SELECTORS, SelectorStep
+from benchmarks.selector_steps import Counts, SelectorStep, count_step, counting
+from benchmarks.selectors import Fit, fit, fit_tensors
 from dgc.bucket import lay_out
-from dgc.cost import Compute, Message, Traffic
-from dgc.selection import Bisection, Exact, Predicted, plan_selection
+from dgc.compression import SparseCompressor
+from dgc.selection import Bisection, plan_selection
+from scripts.methods import METHODS, SELECTORS, build
 
 SEGMENTS = lay_out([("a", torch.empty(100, 200, device="meta")), ("b", torch.empty(30, 100, device="meta"))])
 N = 23_000
@@ -35,14 +35,63 @@ def normal(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
+    harness.print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"a": [None, 1, {"b": None, "c": "x", "d": None}]}
-    folder = Path(benchmarks.__file__).parent
-    files = {file.name: file.read_text() for file in folder.rglob("*.py")}
+    files = {file.name: file.read_text() for file in Path(benchmarks.__file__).parent.glob("*.py")}
     # throughput.py needs nothing but Python's own library, and has no NaN
-    assert sorted(name for name, text in files.items() if "json.dump" in text) == ["results.py", "throughput.py"]
-    assert sum("print_json(" in text for text in files.values()) > 9
+    assert sorted(name for name, text in files.items() if "json.dump" in text) == ["harness.py", "throughput.py"]
+
+
+def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
+    order: list[tuple[int, str]] = []
+
+    def work(name: str, number: int) -> float:
+        order.append((number, name))
+        return number + {"a": 1.0, "b": 3.0, "slow": 5.0}[name]
+
+    works = {name: (lambda number, name=name: work(name, number)) for name in ("a", "b", "slow")}
+    rounds: list[int] = []
+    found = harness.in_turns(works, 7, 2, slow=["slow"], before=rounds.append)
+    assert rounds == list(range(-2, 7)) and list(found["a"]) == list(range(7)) and list(found["slow"]) == [0, 6]
+    by_round = [[name for number, name in order if number == i] for i in range(7)]
+    assert len({tuple(names) for names in by_round}) > 1 and {len(names) for names in by_round} == {2, 3}
+    assert harness.middle(found["b"]) == 6.0
+    assert harness.ratio(found["b"], found["a"]) == 1.5  # 3/1, 4/2, 5/3, 6/4, ...: the median of round 3
+    assert harness.ratio(found["slow"], found["a"]) == (5 + 11 / 7) / 2
+
+
+def test_a_table_has_aligned_columns_and_keeps_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    table = harness.Table(
+        "method", 8, [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
+    )
+    table.add("a", {"ms": 1.234, "n": 12345, "share": 0.5, "other": 1})
+    table.add("b", {"n": 1, "share": None})
+    assert capsys.readouterr().out == (
+        "\nmethod   median ms    sent  share\na             1.23  12,345  50.0%\nb                        1\n"
+    )
+    assert table.rows["a"]["other"] == 1 and list(table.rows) == ["a", "b"]
+
+
+def test_the_list_has_a_name_a_duration_and_a_line_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    files = Path(benchmarks.__file__).parent.glob("*.py")
+    assert [line.split()[0] for line in lines[::2]] == sorted(
+        f.stem for f in files if "\nTAKES = " in f.read_text()
+    )
+    assert all(line.startswith(" " * 17) and line.strip() for line in lines[1::2])
+
+
+def test_every_method_of_the_table_is_built() -> None:
+    """Files and changes fit their constructors, a ratio warm-up is off, and a row's own ratio is kept."""
+    found = {name: build(name, 0.25) for name in METHODS}
+    sparse = {name: of for name, of in found.items() if isinstance(of, SparseCompressor)}
+    own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
+    own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
+    assert own == {"dgc-1-percent": 0.01, "dgc-residual-0.1-percent": 0.001, "dgc-adam-0.1-percent": 0.001}
+    assert len(sparse) > 20
+    assert build("streaming", delay=3).delay == 3 and build("diloco").average_every == 50
 
 
 def fitted(x: Tensor) -> Fit:
@@ -75,7 +124,6 @@ def test_zeros_and_scales_do_not_change_a_fit() -> None:
 def test_tensors_weigh_by_their_size() -> None:
     large, small = laplace(30_000), normal(10_000)
     found = fit_tensors([torch.cat([large, small])], [[30_000, 10_000]])
-    assert found is not None
     assert found.gauss == pytest.approx((3 * fitted(large).gauss + fitted(small).gauss) / 4)
 
 
@@ -83,30 +131,17 @@ def test_reads_of_an_estimator_are_counted_by_tensor() -> None:
     """The first tensor is found in one count; the second, nothing but equal numbers, is counted once more."""
     v = torch.cat([torch.full((20_000,), 0.1), torch.ones(3000)])
     v[:30] = torch.linspace(0.9, 1.0, 30)
-    plan, counts = plan_selection(SEGMENTS, 0.001), Counts()
-    before = kernels.of
+    plan, counts, before = plan_selection(SEGMENTS, 0.001), Counts(), kernels.of
     with counting(v, counts):
-        selection = Bisection().choose(v, plan, 0)
-    counts.add(v, plan, selection)
+        Bisection().choose(v, plan, 0)
     assert kernels.of is before
-    row = counts.row()
     # moments, one count of both tensors, one of the second, the choice
-    assert row["passes"] == pytest.approx(3 + 3000 / N)
-    assert row["reached"] == pytest.approx((30 + 3000) / 23)
-    assert row["sent"] == 1
-
-
-def test_exact_reads_once_and_sends_the_largest() -> None:
-    v, plan = laplace(N), plan_selection(SEGMENTS, 0.001)
-    row = count_choice(Exact(), [v], [plan], 1).row()
-    largest = torch.cat([v[:20_000].abs().topk(20).values, v[20_000:].abs().topk(3).values])
-    assert (row["passes"], row["sent"], row["reached"]) == (1, 1, 1)
-    assert row["energy"] == pytest.approx(float(largest.square().sum() / v.square().sum()), rel=1e-5)
+    assert counts.reads == 3 * N + 3000
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_a_counted_step_is_a_step(name: Any) -> None:
-    counted, plain = (SelectorStep(name, [SEGMENTS], 0.001, "cpu") for _ in range(2))
+def test_a_counted_step_is_a_step(name: str) -> None:
+    counted, plain = (SelectorStep(name, [SEGMENTS], 0.001) for _ in range(2))
     counts = Counts()
     for seed in range(6):
         g = [laplace(N, seed)]
@@ -114,23 +149,16 @@ def test_a_counted_step_is_a_step(name: Any) -> None:
         count_step(counted, g, counts)
     assert torch.equal(counted.v[0], plain.v[0])
     assert torch.equal(counted.u[0], plain.u[0])
-    assert 0 < counts.row()["sent"] <= 1
-    assert (counts.row()["passes"] > 0) == (name not in ("histogram", "predicted"))
-
-
-def test_a_prediction_reaches_no_less_than_it_sends() -> None:
-    method, counts = SelectorStep("predicted", [SEGMENTS], 0.001, "cpu"), Counts()
-    for seed in range(8):
-        count_step(method, [laplace(N, seed)], counts)
-    assert isinstance(method.selector, Predicted)
-    assert counts.row()["sent"] == 1
-    assert counts.row()["reached"] > 0
+    passes, sent = counts.row()["passes"], counts.row()["sent"]
+    assert sent == 1 if name in ("exact", "predicted", "radix") else 0 < sent <= 1
+    assert passes == {"exact": 1, "histogram": 0, "predicted": 0, "radix": 5}.get(name, passes)
+    assert (passes > 0) == (name not in ("histogram", "predicted"))
 
 
 def test_made_gradients_have_the_recorded_mean_and_deviation() -> None:
     mean, deviation = laplace(N), laplace(N, 1).abs()
     zeros = [torch.zeros(N)]
-    gradients = Gradients(Recording("", [SEGMENTS], zeros, zeros, zeros, zeros, [mean], [deviation], 0.0, 0.0))
+    gradients = Gradients(Recording("", [SEGMENTS], zeros, zeros, zeros, zeros, [mean], [deviation], 0.0))
     made = torch.stack([gradients.next()[0].clone() for _ in range(30)])
     assert torch.allclose(made.mean(0), mean, atol=float(deviation.max()))
     scores = (made - mean) / deviation
@@ -172,7 +200,7 @@ def test_decoding_reads_what_the_ranks_have_recorded() -> None:
         work.single()
         assert torch.equal(bucket.flat, dense) and int((dense != 0).sum()) <= 2 * 230, name
         assert torch.equal(union.indices[union.values != 0], dense.nonzero().view(-1)), name
-        row = decoding.row_of(work, 2)
+        row = decoding.row_of(work, 2, perf_counter)
         assert row["payload_bytes"] == 2 * form.nbytes(recording.plans[0].per_tensor, N), name
         assert row["union"] == pytest.approx(union.indices.numel() / N) and row["union"] < 0.02, name
         assert all(row[key] > 0 for key in (*decoding.RATIOS, "floor_ms", "dense_ms")), name
@@ -188,33 +216,3 @@ def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
     rows = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
     scale.draw({"dense": rows, "dgc": rows}, "a title", tmp_path / "scale.svg", work=0.1)
     assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
-
-
-def test_pairs_in_another_order_than_measured_are_found() -> None:
-    measured = {"dense": {2: 1.0}, "fp16": {2: 2.0}, "dgc": {2: 3.0}, "sign": {2: 3.1}}
-    predicted = {"dense": {2: 9.0}, "fp16": {2: 1.0}, "dgc": {2: 2.0}, "sign": {2: 1.5}}
-    # dense and fp16 are fitted, and dgc and sign are less than 15 % apart
-    lines = [
-        {"ranks": 2, "methods": {name: {"exchange_ms": 1e3 * of[2] * noise} for name, of in measured.items()}}
-        for noise in (1.0, 3.0, 0.1)
-    ]
-    middle = scale_order.medians(lines, measured)
-    assert middle == {name: {2: pytest.approx(of[2])} for name, of in measured.items()}
-    assert scale_order.wrong_pairs(measured, predicted) == (4, [(2, "dense", "dgc"), (2, "dense", "sign")])
-
-
-def test_the_network_is_fitted_to_dense_and_fp16() -> None:
-    network = scale_order.network_of((1e-5, 1e-9, 2e-10, 5e-10), 8, 2)
-    payload = {"dense": 8 * 10**7, "fp16": 4 * 10**7}
-    work: scale_order.Work = {}
-    for name, nbytes in payload.items():
-        work[name] = {}
-        for size in (2, 4, 8):
-            sent = 2 * nbytes * (size - 1) / size
-            message = Message("AllReduce", size, size, nbytes, sent, 0, name == "fp16", 0)
-            work[name][size] = Traffic(size, size, ((message,),), 0.0, 0.0), Compute(0.01)
-    noop = dict.fromkeys((2, 4, 8), 0.002)
-    measured = scale_order.predictions(work, network, noop)
-    found = scale_order.predictions(work, scale_order.fitted(work, measured, noop, 8, 2), noop)
-    for name, of in measured.items():
-        assert found[name] == pytest.approx(of, rel=0.02)

@@ -1,23 +1,29 @@
 """The benchmark of quality: its runs, its table of paired differences, and its figure."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.convergence.__main__ import main
-from benchmarks.convergence.report import draw, report, rows_of
-from benchmarks.convergence.runs import simulate, summary_of, to_train
-from benchmarks.convergence.tasks import TASKS, Task
+from benchmarks.convergence import draw, main, report, rows_of
+from benchmarks.runs import TASKS, Task, simulate, summary_of, to_train
 from dgc_training.config import ConfigError, load
 from dgc_training.startup.arguments import parse_arguments
+from scripts.methods import LOCAL_STEPS
 
-LANGUAGE = ("dense", "dgc", "dgc-1-percent", "powersgd-4", "2bit-adaptive")
+LANGUAGE = ("dense", "powersgd-4", "2bit-adaptive")
 
 
 def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
-    return {"final": {task.metric: quality}, "wire_bytes": wire, "dense_wire_bytes": 5, "seconds": 2.0}
+    return {
+        "final": {task.metric: quality},
+        "wire_bytes": wire,
+        "dense_wire_bytes": 5,
+        "payload_bytes": 2 * wire,
+        "seconds": 2.0,
+    }
 
 
 def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
@@ -63,31 +69,34 @@ def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_
     ("name", "methods"),
     [
         ("digits", ("dense", "dgc", "onebit-adam", "zero-one-adam", "dgc-adam")),
-        ("numwords", (*LANGUAGE, "sgp", "osgp", "adpsgd")),
-        ("pysource", (*LANGUAGE, "onebit-adam", "zero-one-adam", "dgc-adam", "dgc-adam-0.1-percent")),
+        ("numwords", (*LANGUAGE, "dgc-clipped", "sgp", "osgp")),
+        ("numwords-by-epoch", ("ar", "adpsgd")),
+        (
+            "pysource",
+            (*LANGUAGE, "dgc-residual", "onebit-adam", "zero-one-adam", "dgc-adam", "dgc-adam-0.1-percent"),
+        ),
+        ("pysource-long", (*LOCAL_STEPS, "zero-one-h10", "zero-one-h6")),
         ("lstm", (*LANGUAGE, "onebit-adam", "zero-one-adam")),
-        ("lstm-sgd", ("dense", "dgc", "dgc-1-percent", "powersgd-1")),
+        ("lstm-sgd", ("dense", "dgc", "powersgd-1")),
     ],
 )
 def test_every_method_of_a_task_is_a_stack_of_configs(name: str, methods: tuple[str, ...], tmp_path: Path) -> None:
     """The task names the config's metric and the key by which runs differ. A command line has the last word."""
     task = TASKS[name]
+    given = Namespace(task=name, epochs=None, batch_size=None, overrides=["--configs.train.csv=true"])
     for method in methods:
-        args, overrides = parse_arguments(
-            to_train(task, method, 1, tmp_path, overrides=["--configs.train.csv=true"])
-        )
+        args, overrides = parse_arguments(to_train(given, method, 1, tmp_path))
         tree = load(args.configs, overrides)
         assert tree.train.metric == task.metric and tree.train.csv
         assert (tree.train.num_epochs, tree.train.batch_size) == (task.epochs, task.batch_size)
         assert (tree.seed, tree.dataset.get("fold")) == ((42, 1) if name == "digits" else (1, None))
-    ratio = {m: to_train(task, m, 0, tmp_path) for m in ("dgc", "dgc-1-percent")}
-    ratios = [load(*_arguments(words)).train.compression.compress_ratio for words in ratio.values()]
-    assert ratios == [0.001, 0.01]
-
-
-def _arguments(words: list[str]) -> tuple[Any, Any]:
-    args, overrides = parse_arguments(words)
-    return args.configs, overrides
+        every = method.partition("-h")[2].partition("-")[0]
+        assert (
+            not every.isdigit()
+            or name != "pysource-long"
+            or "zero" in method
+            or tree.train.local.average_every == int(every)
+        )
 
 
 def test_differences_are_paired(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,10 +108,18 @@ def test_differences_are_paired(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(last, parse_constant=pytest.fail)["methods"]
     assert result["dgc"]["standard_error"] is None and result["dgc"]["difference"] == -1
     assert len(head) == len(dense) == len(dgc)
-    assert dense.split() == ["dense", "99.00", "0.00", "1.0", "0.00", "2.0"]
+    assert dense.split() == ["dense", "99.00", "0.00", "1.0", "0.00", "1.0", "0.00", "2.0"]
     rows = rows_of(task, {"dense": [one, summary(task, 97.0)], "dgc": [other, summary(task, 97.0)]})
     assert rows["dgc"]["standard_error"] == 0.5 and rows["dgc"]["dense_over_wire"] == 10 / 6
     assert rows["dgc"]["runs"] == [98.0, 97.0]
+    bits = TASKS["pysource"]
+    found = {
+        "dense": [summary(bits, 2.0), summary(bits, 2.5)],
+        "sign": [summary(bits, 2.1, 1), summary(bits, 2.5, 1)],
+    }
+    row = rows_of(bits, found)["sign"]
+    assert row["difference"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)  # percent
+    assert row["first_over_payload"] == row["dense_over_wire"] == 5
 
 
 def test_the_figure_puts_better_methods_higher(tmp_path: Path) -> None:

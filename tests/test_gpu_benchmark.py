@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_counts import MESSAGE, waits_of
+from benchmarks.gpu_steps import MESSAGE, waits_of
 from benchmarks.stand_ins import ANNOTATIONS, cases, load_tests
-from benchmarks.step_overhead import resnet50_shapes
+from benchmarks.step_overhead import resnet50
 
 ROOT = Path(__file__).parents[1]
 # A machine with PyTorch and Triton, of the packages that this one has.
@@ -132,7 +132,7 @@ def test_shapes_of_resnet50() -> None:
     models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
     with torch.device("meta"):
         expected = [tuple(p.shape) for p in models.resnet50().parameters() if p.dim() >= 2]
-    assert resnet50_shapes() == expected
+    assert [tuple(t.shape) for t in resnet50().values()] == expected
 
 
 def test_training_needs_no_numpy() -> None:

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.convergence.tasks import TASKS
-from benchmarks.exchange.figure import crossing, draw, read_lines, speed_ups
-from benchmarks.exchange.methods import GOSSIP, METHODS
-from benchmarks.launches import KEEP_TO_ONE_CORE, portions, settings_of_rank
-from benchmarks.step_times import add_network, merged
-from benchmarks.time_to_accuracy import reached, summarized
-from benchmarks.train_step.methods import make
-from benchmarks.train_step.models import MODELS, Work
-from benchmarks.train_step.models import make as make_work
+from benchmarks.exchange import GOSSIP, GRADIENTS
+from benchmarks.figures import crossing, draw_exchange, read_lines, speed_ups
+from benchmarks.launches import AS_RANK, KEEP_TO_ONE_CORE, begin, portions
+from benchmarks.runs import TASKS
+from benchmarks.step_times import add_network, row_of
+from benchmarks.time_to_accuracy import reached
+from benchmarks.time_to_accuracy import row_of as row_of_time
+from benchmarks.train_step import MODELS, Work, make, make_work
 from dgc.comm.meter import PHASES
 from dgc.cost import AlikeRanks
 
@@ -39,7 +38,7 @@ def step(whole: float, update: float, wire: float, link: float) -> dict[str, flo
 def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
     fast = [step(1.0, 0.25, 100, 110), step(2.0, 0.25, 100, 110), step(9.0, 0.25, 100, 110)]
     slow = [step(3.0, 0.75, 300, 310), step(1.5, 0.75, 300, 310), step(4.0, 0.75, 300, 310)]
-    row = merged([fast, slow])
+    row = row_of([fast, slow])
     assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
     assert (row["wire_bytes"], row["link_bytes"]) == (200, 210)
     assert row["phases_ms"]["step"] == 500.0
@@ -47,7 +46,7 @@ def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
 
 def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
     """Their parameters, without a step, which takes long."""
-    assert {"lstm", "vgg16"} <= set(MODELS) and {"dense", "fp16", "2bit"} <= set(METHODS)
+    assert {"lstm", "vgg16"} <= set(MODELS) and {"dense", "fp16", "2bit"} <= set(GRADIENTS)
     work = make_work("lstm", batch=1, image=0, rank=0)
     assert sum(p.numel() for p in work.model.parameters()) == 28869 * 651 + 3 * 8 * 650 * 651
     loss = work.loss(work.model)
@@ -81,9 +80,20 @@ def test_ranks_that_outnumber_the_cores_keep_to_one_each(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 7})
     monkeypatch.setattr(os, "sched_setaffinity", lambda *words: kept.append(words))
     (tmp_path / "settings").write_text('{"a": 1}')
+    given: list[Any] = []
+
+    def main() -> int:
+        raise AssertionError("a rank has no command line")
+
     for words, then in (((), []), ((KEEP_TO_ONE_CORE,), [(0, {5})])):
-        monkeypatch.setattr(sys, "argv", ["module", str(tmp_path / "settings"), "result", *words])
-        assert settings_of_rank() == {"a": 1} and kept == then
+        words = (AS_RANK, str(tmp_path / "settings"), str(tmp_path / "result"), *words)
+        monkeypatch.setattr(sys, "argv", ["module", *words])
+        begin(given.append, main)
+        assert given[-1] == {"a": 1} and kept == then
+    assert not (tmp_path / "result").exists()  # rank 4 writes nothing
+    monkeypatch.setenv(variable, "0")
+    begin(lambda settings: settings["a"] + 1, main)
+    assert (tmp_path / "result").read_text() == "2"
 
 
 def test_methods_are_divided_into_launches() -> None:
@@ -110,7 +120,7 @@ def test_the_figure_shows_where_a_method_stops_to_pay(tmp_path: Path) -> None:
     # 16 times falls to a quarter in six halvings over two decades: 1 is reached after four of the six
     assert crossing(found["dgc"]) == pytest.approx(100 * 100 ** (4 / 6))
     assert crossing(found["horovod-fp16"]) is None
-    draw(lines, 10_000, tmp_path / "figure.svg")
+    draw_exchange(lines, 10_000, tmp_path / "figure.svg")
     assert "pays" not in (text := (tmp_path / "figure.svg").read_text()) and "horovod-fp16" in text
     file.write_text("no JSON\n")
     with pytest.raises(ValueError, match="no line of a benchmark with --hosts"):
@@ -125,10 +135,14 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     assert reached(dense, 98.5, digits) == (20.0, 200.0)
     bits = [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
     assert reached(bits, 2.0, pysource) == (2.0, 20.0) and reached(bits, 1.9, pysource) is None
-    rows = summarized({"dense": [dense, dense], "fast": [fast, fast], "never": [fast, never]}, digits)
-    assert (rows["dense"]["seconds_to_reach"], rows["dense"]["bytes_to_reach"]) == (20.0, 200.0)
-    assert [rows["fast"][key] for key in ("seconds_to_reach", "quality", "seconds")] == [1.0, 97.6, 3.0]
-    assert (rows["never"]["reached"], rows["never"]["seconds_to_reach"]) == (1, None)
+    row = row_of_time(fast, dense, digits)
+    assert [row[key] for key in ("seconds_to_reach", "mb_to_reach", "quality", "seconds")] == [
+        1.0,
+        1e-5,
+        97.6,
+        3.0,
+    ]
+    assert "seconds_to_reach" not in row_of_time(never, dense, digits)
 
 
 class SlowRanks(AlikeRanks):

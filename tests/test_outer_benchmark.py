@@ -1,77 +1,15 @@
-"""What benchmarks.outer_steps computes from its runs' summaries and trains, and when outer_speed measures."""
+"""When benchmarks.outer_speed measures."""
 
-import argparse
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import outer_steps
-from benchmarks.convergence.runs import summary_of
-from benchmarks.outer_speed import ranks as outer_speed
-from benchmarks.train_step.models import Work
+from benchmarks import outer_speed
+from benchmarks.train_step import Work
 from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import FP16Compressor
-from dgc.local import ZeroOneSteps
-from dgc.optim import LocalOptimizer
-from dgc_training.config import instantiate, load
-from dgc_training.startup.arguments import parse_arguments
-
-DENSE = {"payload_bytes": 4000, "wire_bytes": 6000, "dense_wire_bytes": 6000, "seconds": 1.0}
-SPARSE = {"payload_bytes": 20, "wire_bytes": 60, "dense_wire_bytes": 6000, "seconds": 1.0}
-
-
-def run(bits: float, counts: dict[str, Any]) -> dict[str, Any]:
-    return {**counts, "final": {outer_steps.BITS: bits}}
-
-
-def test_a_row_is_compared_with_dense_seed_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summaries = {"dense": [run(2.0, DENSE), run(2.5, DENSE)], "sparse64-h10": [run(2.1, SPARSE), run(2.5, SPARSE)]}
-    found = outer_steps.rows(20, summaries)
-    row = found["sparse64-h10"]
-    assert row["to_dense_percent"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)
-    assert (row["fewer_payload"], row["fewer_wire"], row["payload_per_step"]) == (200, 100, 1)
-    assert (row["exchanges"], found["dense"]["exchanges"]) == (2, 20)
-    outer_steps.print_table(found)
-    assert len({len(line) for line in capsys.readouterr().out.splitlines()[1:]}) == 1
-    outer_steps.draw(found, "title", tmp_path / "a.svg")
-    assert "sparse64-h10" in (tmp_path / "a.svg").read_text()
-
-
-@pytest.mark.parametrize("method", sorted(set(outer_steps.METHODS) - {"dense"}))
-def test_every_method_starts_and_exchanges_as_often_as_its_row_says(method: str) -> None:
-    args = argparse.Namespace(width=64, batch_size=8, steps=2000, overrides=[])
-    parsed, overrides = parse_arguments(outer_steps.words(args, method, 1, Path("run")))
-    tree = load(parsed.configs, overrides)
-    algorithm, model = instantiate(tree.train.local), instantiate(tree.model)
-    optimizer = instantiate(tree.train.optimizer, model.parameters())
-    LocalOptimizer(optimizer, model.named_parameters(), algorithm, transport=LockstepWorld(1).transports[0])
-    if isinstance(algorithm, ZeroOneSteps):
-        assert outer_steps.exchanges(method, 2000) == algorithm.schedule.exchanges(2000)
-        assert isinstance(algorithm.gradients, FP16Compressor)
-    else:
-        assert outer_steps.exchanges(method, 2000) == 2000 // algorithm.average_every
-
-
-def test_finished_runs_are_not_trained_again(tmp_path: Path) -> None:
-    """A run is finished if it has a summary and was started with the same arguments."""
-    place, summaries = tmp_path / "runs/dense-1", iter([run(2.0, DENSE), run(2.2, SPARSE)])
-
-    def train(ranks: int, words: Sequence[str]) -> None:
-        place.mkdir(exist_ok=True)
-        (place / "summary.json").write_text(json.dumps(next(summaries)))
-
-    words = ["--run-dir", str(place), "--configs.seed=1"]
-    assert summary_of(train, 4, words, place) == summary_of(train, 4, words, place) == run(2.0, DENSE)
-    for ranks, others in ((2, words), (4, [*words[:2], "--configs.seed=2"])):
-        with pytest.raises(SystemExit, match="dense-1 has a run .*with other arguments: remove it"):
-            summary_of(train, ranks, others, place)
-    (place / "summary.json").unlink()
-    assert summary_of(train, 4, words, place) == run(2.2, SPARSE)
+from scripts.methods import build
 
 
 def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +27,9 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(5)))
         return Work(model, lambda wrapped: wrapped(torch.ones(batch, 16)).square().mean())
 
+    def small(name: str, **changes: Any) -> Any:
+        return build(name, **changes, **({"fragment_mb": 1024 / 2**20} if "streaming" in name else {}))
+
     measure = outer_speed.seconds_per_step
 
     def seconds_per_step(trainer: Any, count: int, transport: Transport) -> float:
@@ -99,9 +40,9 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
         return seconds
 
     monkeypatch.setattr(outer_speed, "Trainer", Recorded)
-    monkeypatch.setattr(outer_speed, "make", tiny)
+    monkeypatch.setattr(outer_speed, "make_work", tiny)
     monkeypatch.setattr(outer_speed, "seconds_per_step", seconds_per_step)
-    monkeypatch.setattr(outer_speed, "FRAGMENT_MB", 1024 / 2**20)
+    monkeypatch.setattr(outer_speed, "build", small)
     names = list(outer_speed.OUTER)
 
     def rank(every: int, delay: int, transport: Transport) -> list[tuple[float, float]]:

@@ -1,15 +1,16 @@
 """docs/results.md and the README's numbers agree with each other and with the code that they name."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from documented import DOCS, table
 
-from benchmarks import accuracy_figure
+from benchmarks import figures
 from benchmarks.payload_bytes import payload, resnet50
-from benchmarks.wire import INDICES, VALUES
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
@@ -56,8 +57,8 @@ def test_the_sections_of_methods_quote_the_tables_of_gossip_and_local_steps() ->
 
 
 def test_the_figure_is_drawn_from_the_table(tmp_path: Path) -> None:
-    accuracy_figure.draw(accuracy_figure.shown(RESULTS), tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == accuracy_figure.FIGURE.read_text()
+    figures.draw_accuracy(figures.points(RESULTS), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == (DOCS / "accuracy.svg").read_text()
     assert "](accuracy.svg)" in RESULTS
 
 
@@ -71,20 +72,50 @@ def test_captions_say_how_many_steps_an_epoch_really_has() -> None:
     assert "1530 steps" in RESULTS and "34 epochs of 45 steps" in RESULTS and 34 * 45 == 1530
 
 
-def test_commands_name_benchmarks_and_pages_that_exist() -> None:
-    modules = set(re.findall(r"-m (benchmarks\.\w+)", RESULTS))
-    assert len(modules) >= 6
-    for module in modules:
-        place = Path(DOCS.parent, *module.split("."))
-        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
-    for text in (RESULTS, README, *(page.read_text() for page in DOCS.glob("*.md"))):
-        for page, anchor in re.findall(r"\]\((?:docs/)?(\w+\.md)#([^)]+)\)", text):
-            target = (DOCS / page if (DOCS / page).is_file() else DOCS.parent / page).read_text()
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
+PAGES = [*(DOCS.parent / name for name in NAMES), *DOCS.glob("*.md")]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of all commands with benchmarks, inline or in lines of their own."""
+    joined = re.sub(r"```\w*\n", "", text).replace("\\\n", " ")
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]*)`", joined)]
+    lines = [line.strip() for line in joined.splitlines() if line[:4] == "    " or line.startswith("python")]
+    found = [part for code in (*inline, *lines) for part in re.split(r"[;>#]", code)]
+    return [part.split("-m benchmarks.")[1].split() for part in found if "-m benchmarks." in part]
+
+
+def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every benchmark of the list is on a page."""
+
+    class Accepted(Exception):
+        pass
+
+    def parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = self.parse_known_args(args)
+        assert not rest, rest
+        raise Accepted
+
+    monkeypatch.setattr("argparse.ArgumentParser.parse_args", parse)
+    found = [words for page in PAGES for words in commands(page.read_text())]
+    listed = {file.stem for file in (DOCS.parent / "benchmarks").glob("*.py") if "\nTAKES = " in file.read_text()}
+    assert {name for name, *_ in found} == listed and len(found) > 50
+    for name, *words in found:
+        words = ["dense" if word == "NAME" else word for word in words]
+        monkeypatch.setattr("sys.argv", [name, *words])
+        with pytest.raises(Accepted):
+            import_module(f"benchmarks.{name}").main()
+
+
+def test_links_of_the_pages_lead_to_headings() -> None:
+    for page in PAGES:
+        for name, anchor in re.findall(r"\]\((?:docs/)?(\w+\.md)#([^)]+)\)", page.read_text()):
+            target = (DOCS / name if (DOCS / name).is_file() else DOCS.parent / name).read_text()
             headings = {
                 re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
                 for heading in re.findall(r"^#+ (.+)$", target, re.M)
             }
-            assert anchor in headings, f"{page}#{anchor}"
+            assert anchor in headings, f"{name}#{anchor}"
 
 
 def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
@@ -94,7 +125,7 @@ def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
         values, indices = name.replace("`", "").split(", ")
         for cell, vectors in zip(rows[name], ("fp32", "bf16", "int8", "sparse"), strict=True):
             with torch.no_grad():
-                found = payload(parameters, VALUES[values], INDICES[indices], vectors)
+                found = payload(parameters, values, indices, vectors)
             assert cell == f"{found:,}", (name, vectors)
 
 

@@ -14,11 +14,10 @@ import pytest
 from environment import REPOSITORY, patient, slowness
 from parallel.processes import run_together
 
-from benchmarks.netlab import Laboratory, LaboratoryError
-from benchmarks.netlab.laboratory import LINK, LOCKS, address, check_machine
-from benchmarks.netlab.ranks import measure
+from benchmarks.laboratory import LINK, LOCKS, Laboratory, LaboratoryError, address, check_machine
+from benchmarks.launches import measure
 
-THROUGHPUT = str(REPOSITORY / "benchmarks/netlab/throughput.py")
+THROUGHPUT = str(REPOSITORY / "benchmarks/throughput.py")
 NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
 MBIT = 1e6
 
@@ -48,7 +47,7 @@ def throughput(laboratory: Laboratory, pairs: list[tuple[int, int]], nbytes: int
     """Bits per second of TCP connections from one host to another, all together."""
     commands = []
     for port, (sender, receiver) in enumerate(pairs, 29600):
-        program = [sys.executable, THROUGHPUT]
+        program = [sys.executable, "-I", THROUGHPUT]
         commands.append(laboratory.inside(receiver, [*program, "receive", str(port)]))
         commands.append(laboratory.inside(sender, [*program, "send", address(receiver), str(port), str(nbytes)]))
     done = run_together(commands, REPOSITORY, os.environ, timeout=60)
@@ -117,7 +116,7 @@ def test_what_a_killed_laboratory_leaves_is_removed_by_the_next() -> None:
         killed.send_signal(signal.SIGKILL)
         killed.wait()  # its ranks keep its output open
         assert exists(killed.pid) == (3, 0, True)
-        script = "from benchmarks.netlab import Laboratory\nwith Laboratory(2, '1gbit'): pass"
+        script = "from benchmarks.laboratory import Laboratory\nwith Laboratory(2, '1gbit'): pass"
         subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=patient(60))
         assert exists(killed.pid) == (0, 0, False)
         assert exists(os.getpid()) == (3, 0, True), "a laboratory that is in use"
@@ -138,7 +137,7 @@ def test_an_error_inside_removes_the_hosts() -> None:
 
 def test_sigterm_removes_the_hosts_and_ends_what_runs_in_them() -> None:
     script = """
-from benchmarks.netlab import Laboratory
+from benchmarks.laboratory import Laboratory
 with Laboratory(2, "1gbit") as laboratory:
     laboratory.run(["sh", "-c", "sleep 600; true"], host=1)
 """

@@ -22,7 +22,7 @@ from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, Restart
 from parallel.processes import send
 from proof.small_runs import differences
 
-from benchmarks.convergence.runs import simulate
+from benchmarks.runs import simulate
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.reading import read_tensors

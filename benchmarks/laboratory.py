@@ -1,4 +1,9 @@
-"""The hosts of a laboratory and the network between them, made by `ip` and `tc`, and removed whatever happens.
+"""Hosts and a network of limited rate between them on one machine, made by `ip` and `tc`, and removed at the end.
+
+Each host is a network namespace with one interface, `lab0`. A bridge connects it with those of the other hosts. A
+token bucket limits each interface in both directions. The hosts share the cores and the memory of the machine. See
+docs/netlab.md.
+
 
 Names on the machine, for a laboratory of process 4711:
 
@@ -11,24 +16,27 @@ The bridge has a namespace of its own, because firewall rules of the machine may
 
 The lock ends with the process, also after SIGKILL. The next laboratory removes everything whose lock is free. It
 ends the processes of those hosts first. Several laboratories can exist at the same time, since the bridges are not
-connected and the machine itself has no address in their network.
+connected and the machine itself has no address in their network. Two processes that start or end at the same time
+look at each other's files: one of them may hold the lock of a file for a moment, or remove it between the other's
+steps.
 """
 
+import fcntl
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO
 
-from benchmarks.netlab.locks import lock, try_lock
-from benchmarks.netlab.rates import parse_latency, parse_rate
-from benchmarks.netlab.sigterm import RaisedSigterm
 from dgc.arguments import WHOLE, require
 
 LOCKS = Path("/run/dgc-netlab")
@@ -40,10 +48,66 @@ MAX_HOSTS = 64
 CONGESTION_CONTROL = ("cubic", "reno")  # the first that the kernel allows; it always allows reno
 TICK = 0.001  # seconds between two refills of a token bucket, at most
 PACKETS = 16384, 65536  # bytes, limits of the size of the largest packet
+HEADERS = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in each packet
+RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+DELAYS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+ATTEMPTS, PAUSE = 20, 0.05  # seconds
 
 
 class LaboratoryError(RuntimeError):
     """The laboratory cannot be made here, or does not work. The message says why, and what helps."""
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second of a rate from 1mbit to 100gbit. Raises ValueError if it is not one."""
+    return _parse("rate", text, RATES, "from 1mbit to 100gbit, such as 2.5gbit", (1e6, 1e11))
+
+
+def parse_latency(text: str) -> float:
+    """Seconds of a delay of at most 1s. Raises ValueError if it is not one."""
+    return _parse("latency", text, DELAYS, "above 0 and at most 1s, such as 500us", (1e-9, 1.0))
+
+
+def _parse(what: str, text: str, units: dict[str, float], valid: str, limits: tuple[float, float]) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", str(text))
+    number = float(found[1]) * units.get(found[2], math.nan) if found else math.nan
+    if not limits[0] <= number <= limits[1]:
+        raise ValueError(f"the {what} must be {valid}, not {text!r}")
+    return number
+
+
+class RaisedSigterm:
+    """Raises SystemExit(143) on SIGTERM, between `install` and `restore`.
+
+    Only the main thread can set a handler, and one that the user has set is kept.
+    """
+
+    def __init__(self) -> None:
+        self._installed = self._held = self._late = False
+
+    def install(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+
+    def hold(self) -> None:
+        """Let a later SIGTERM wait until `restore`, since the removal must not end halfway."""
+        self._held = True
+
+    def restore(self) -> None:
+        """Set the default handler again. Raises SystemExit if a SIGTERM was held."""
+        if self._installed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        late, self._installed, self._held, self._late = self._late, False, False, False
+        if late:
+            sys.exit(128 + signal.SIGTERM)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._held:
+            self._late = True
+        else:
+            sys.exit(128 + number)
 
 
 def address(host: int) -> str:
@@ -161,17 +225,11 @@ class Laboratory:
         return [*enter, "sh", "-c", f'hostname lab{host}; exec "$@"', "sh", *command]
 
     def run(
-        self,
-        command: Sequence[str],
-        host: int = 0,
-        environment: Mapping[str, str] | None = None,
-        timeout: float | None = None,
+        self, command: Sequence[str], host: int = 0, timeout: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in a host, and return its output. The environment is that of this process by default."""
-        words, streams = self.inside(host, command), subprocess.PIPE
-        return subprocess.run(
-            words, env=environment, stdout=streams, stderr=streams, text=True, timeout=timeout, check=False
-        )
+        """Run a command in a host, and return its output."""
+        words = self.inside(host, command)
+        return subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False)
 
     def counters(self) -> list[dict[str, int]]:
         """Bytes and packets that each host has sent and received, with their Ethernet, IP and TCP headers."""
@@ -198,6 +256,45 @@ def cores_of(host: int, hosts: int, cores: Sequence[int]) -> Sequence[int]:
         return [cores[host % len(cores)]]
     each = len(cores) // hosts
     return cores[host * each : (host + 1) * each]
+
+
+def sent() -> int | None:
+    """Bytes that this host has sent since it was made, without headers, or None outside of a laboratory.
+
+    The kernel hands large packets of several segments to the interface, with one set of headers.
+    """
+    folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
+    if not folder.exists():
+        return None
+    return int((folder / "tx_bytes").read_text()) - HEADERS * int((folder / "tx_packets").read_text())
+
+
+def try_lock(path: Path, mode: str = "r") -> IO[str] | None:
+    """The open file, locked. None: another process holds the lock, or has removed the file meanwhile."""
+    try:
+        file: IO[str] = open(path, mode)  # noqa: SIM115  (stays open as long as the lock is held)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # a removed file can be locked as well, beside a new one of the same name
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    file.close()
+    return None
+
+
+def lock(path: Path) -> IO[str] | None:
+    """Make a file and lock it. None: another file has kept the lock for a second."""
+    path.parent.mkdir(exist_ok=True)
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(PAUSE)
+        if (file := try_lock(path, "w")) is not None:
+            return file
+    return None
 
 
 def check_machine() -> None:

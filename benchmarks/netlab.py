@@ -1,19 +1,21 @@
-"""Command line of the laboratory: `python -m benchmarks.netlab --help`."""
+"""Run a Python script on several simulated hosts with links of a limited rate (docs/netlab.md).
 
-import argparse
+    python -m benchmarks.netlab --hosts 4 --rate 1gbit -- train.py --configs configs/digits/cnn.py
+
+The rate that a TCP connection reaches is measured and printed before the command starts.
+"""
+
 import sys
 
-from benchmarks.netlab.laboratory import Laboratory, LaboratoryError
-from benchmarks.netlab.ranks import LAUNCHERS, measure, ranks_per_host, start
-from benchmarks.results import print_json
+from benchmarks.harness import options, print_json
+from benchmarks.laboratory import Laboratory, LaboratoryError
+from benchmarks.launches import LAUNCHERS, measure, ranks_per_host, start
+
+TAKES = "3 s beside the script"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.netlab",
-        description="Run a Python script on several simulated hosts with links of a limited rate.",
-        epilog="Example: --hosts 4 --rate 1gbit -- train.py --configs configs/digits/cnn.py configs/dgc/wm5.py",
-    )
+    parser = options("benchmarks.netlab", __doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="1gbit", help="of each host in each direction (default: 1gbit)")
     parser.add_argument("--latency", help="delay of each packet, such as 1ms (needs the kernel module sch_netem)")

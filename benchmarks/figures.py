@@ -1,0 +1,211 @@
+"""The figures of docs/results.md and docs/when_to_compress.md that are drawn from texts, and axes for the others.
+
+    python -m benchmarks.figures accuracy docs/accuracy.svg
+    python -m benchmarks.exchange --hosts 4 --rate 100mbit 1gbit 10gbit --methods ... > measured.txt
+    python -m benchmarks.figures exchange measured.txt docs/exchange.svg
+
+accuracy   accuracy against bytes, of some methods of each family. The table "Which method keeps the accuracy" of
+           docs/results.md is the only source of the numbers. Vertical lines are standard errors of the difference
+           to dense
+exchange   what `benchmarks.exchange` or `benchmarks.train_step` measured at several rates. Left: how many times
+           faster than the fastest 16-bit dense method each method is, against the rate that one TCP connection
+           reached. Above 1 it pays. The crossing points are printed. Right: where the time of a step went at one
+           rate (--at, in Mbit/s; default: the lowest), as the mean over ranks: computing messages, waiting for
+           replies, decoding, updating parameters, and the rest
+"""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks.harness import options
+
+TAKES = "5 s"
+RESULTS = Path(__file__).parent.parent / "docs/results.md"
+BLACK, RED, BLUE, GREEN, GRAY = "black", "tab:red", "tab:blue", "tab:green", "dimgray"
+# method: color, and offset of its label from the point, in points
+SHOWN = {
+    "dense": (BLACK, (5, 5)),
+    "natural": (GRAY, (5, -10)),
+    "qsgd": (GRAY, (-5, 5)),
+    "random-block": (GRAY, (5, -10)),
+    "terngrad": (GRAY, (-5, 5)),
+    "2bit": (GREEN, (-5, 5)),
+    "2bit-adaptive": (GREEN, (-5, -10)),
+    "onebit": (GRAY, (-5, 5)),
+    "signum": (GRAY, (5, 5)),
+    "topk": (GRAY, (-5, -10)),
+    "dgc": (RED, (5, -10)),
+    "powersgd-4": (BLUE, (5, -2)),
+    "powersgd-adaptive": (BLUE, (5, 5)),
+    "powersgd-2": (BLUE, (5, -10)),
+    "powersgd-1": (BLUE, (5, -10)),
+    "powersgd-2-fp16": (BLUE, (2, 6)),
+}
+SAVED = "times fewer wire bytes than dense fp32, whole run"
+OPPONENTS = ("fp16", "bf16", "horovod-fp16", "ddp-fp16")
+PHASES = {"compress": "compress", "launch": "launch", "wait": "wait", "decode": "decode", "step": "update"}
+NOT_SHOWN = ("noop", "ddp-noop", "update")
+Lines = list[dict[str, Any]]
+
+
+def axes_of(name: str, size: tuple[float, float], columns: int = 1, **more: Any) -> tuple[Any, Any]:
+    """A figure of this size in inches, and its axes, one or several. Equal calls give equal files."""
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9}
+    figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained", **more)
+    return figure, axes
+
+
+def write(figure: Any, file: Path) -> None:
+    """Write a figure in the format that the file's extension names."""
+    import matplotlib.pyplot as plt
+
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else {})
+    plt.close(figure)
+
+
+def scatter(
+    axes: Any, name: str, at: tuple[float, float], error: float | None, color: str, offset: tuple[int, int]
+) -> None:
+    """Draw a point with its name and its standard error."""
+    axes.errorbar(*at, error, fmt="o", color=color, markersize=5, elinewidth=0.6)
+    side = "left" if offset[0] > 0 else "right"
+    axes.annotate(name, at, xytext=offset, textcoords="offset points", fontsize=8, color=color, ha=side)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of the table of accuracies."""
+
+    method: str
+    accuracy: float  # percent, mean over folds
+    error: float  # standard error of the difference to dense, in points
+    saved: float  # dense wire bytes / wire bytes
+
+
+def points(text: str) -> list[Point]:
+    """Read the rows of the table that the figure shows."""
+    section = text.split("## Which method keeps the accuracy\n")[1].split("\n## ")[0]
+    rows = [[cell.strip("` ") for cell in line.strip("|").split("|")] for line in section.splitlines()]
+    return [
+        Point(row[0], float(row[1]), float(row[3] or 0), float(row[4]))
+        for row in rows
+        if len(row) == 5 and row[0] in SHOWN
+    ]
+
+
+def draw_accuracy(chosen: list[Point], file: Path) -> None:
+    figure, axes = axes_of("accuracy", (7.2, 3.6))
+    dense = next(point.accuracy for point in chosen if point.method == "dense")
+    axes.axhline(dense, color="black", linewidth=0.8, linestyle=":")
+    for point in chosen:
+        scatter(axes, point.method, (point.saved, point.accuracy), point.error, *SHOWN[point.method])
+    axes.set_xscale("log")
+    axes.set_xlim(0.8, 250)
+    axes.set_xticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+    axes.set(xlabel=SAVED, ylabel="test accuracy, %")
+    axes.set_title("Handwritten digits, 4 ranks, 5 folds, the same steps for every method", fontsize=9)
+    write(figure, file)
+
+
+def read_lines(path: Path) -> Lines:
+    """The lines of JSON in a file with the output of a benchmark, by rising rate.
+
+    Raises:
+        ValueError: There is none with a network, or they are of different models or numbers of ranks.
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+    found = sorted((line for line in lines if line.get("network")), key=rate)
+    if not found:
+        raise ValueError(f"{path}: no line of a benchmark with --hosts")
+    kinds = {(line["benchmark"], line["model"], line["ranks"]) for line in found}
+    if len(kinds) > 1:
+        raise ValueError(f"{path}: lines of different models or numbers of ranks: {sorted(kinds)}")
+    return found
+
+
+def rate(line: dict[str, Any]) -> float:
+    """Mbit/s that one TCP connection reached."""
+    return float(line["network"]["bits_per_second"] / 1e6)
+
+
+def speed_ups(lines: Lines) -> dict[str, list[tuple[float, float]]]:
+    """By method, (Mbit/s, times faster than the fastest 16-bit dense method)."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        rows, key = line["methods"], "exchange_ms" if line["benchmark"] == "exchange" else "step_ms"
+        best = min(rows[name][key] for name in OPPONENTS if name in rows)
+        for name, row in rows.items():
+            if name not in NOT_SHOWN:
+                found.setdefault(name, []).append((rate(line), best / row[key]))
+    return found
+
+
+def crossing(points: list[tuple[float, float]]) -> float | None:
+    """The rate at which a method stops to pay, between two measured rates. None: it does not cross 1 once."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y0 > 1 >= y1:
+            share = log(y0) / (log(y0) - log(y1))
+            return exp(log(x0) + share * (log(x1) - log(x0)))
+    return None
+
+
+def draw_exchange(lines: Lines, at: float | None, file: Path) -> None:
+    figure, (left, right) = axes_of("exchange", (10, 4), 2)
+    for name, of in speed_ups(lines).items():
+        left.plot(*zip(*of, strict=True), ".-", linewidth=1, label=name)
+    left.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+    left.set(xscale="log", yscale="log", xlabel="Mbit/s of one TCP connection")
+    left.set_ylabel("times faster than the fastest 16-bit dense method")
+    line = min(lines, key=lambda line: abs(log(rate(line)) - log(at))) if at else lines[0]
+    rows = {name: row for name, row in line["methods"].items() if name not in NOT_SHOWN}
+    ends = dict.fromkeys(rows, 0.0)
+    for phase, label in PHASES.items():
+        widths = [row["phases_ms"][phase] for row in rows.values()]
+        right.barh(list(rows), widths, left=list(ends.values()), label=label)
+        ends = {name: ends[name] + width for name, width in zip(rows, widths, strict=True)}
+    rest = [max(0.0, row["step_ms"] - ends[name]) for name, row in rows.items()]
+    right.barh(list(rows), rest, left=list(ends.values()), color="lightgray", label="rest")
+    right.invert_yaxis()
+    right.set_xlabel(f"ms of a step at {rate(line):.0f} Mbit/s")
+    for axes in (left, right):
+        axes.legend(fontsize=7, frameon=False)
+    figure.suptitle(f"{line['model']}, {line['ranks']} ranks on {line['network']['hosts']} hosts", fontsize=9)
+    write(figure, file)
+
+
+def main() -> None:
+    parser = options("benchmarks.figures", __doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    accuracy, exchange = (kinds.add_parser(kind) for kind in ("accuracy", "exchange"))
+    exchange.add_argument("measured", type=Path)
+    exchange.add_argument("--at", type=float, metavar="MBIT", help="rate of the right part")
+    for kind in (accuracy, exchange):
+        kind.add_argument("figure", type=Path, help="its extension names the format")
+    args = parser.parse_args()
+    if args.kind == "accuracy":
+        draw_accuracy(points(RESULTS.read_text()), args.figure)
+        return
+    try:
+        lines = read_lines(args.measured)
+    except ValueError as error:
+        parser.error(str(error))
+    draw_exchange(lines, args.at, args.figure)
+    for name, of in speed_ups(lines).items():
+        ends = ", ".join(f"{times:.2f} at {mbit:.0f} Mbit/s" for mbit, times in of)
+        crossed = crossing(of)
+        print(f"{name:<24}{ends}" + (f"; pays below {crossed:.0f} Mbit/s" if crossed else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What benchmarks share: options, measurements in turns, tables, and the line of JSON at the end.
+
+It imports nothing but Python's own library, so that `benchmarks.gpu` can say what is missing.
+"""
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from statistics import median
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+ByRound = Mapping[int, float]
+SELDOM = 6  # slow methods take part in every sixth round
+
+
+def options(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of `python -m MODULE`, whose help is the module's docstring."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=form)
+
+
+def add_methods(parser: argparse.ArgumentParser, names: Iterable[str], default: Sequence[str]) -> None:
+    """Add --methods, of these names."""
+    words = list(names)
+    what = f"default: {' '.join(default)}; of {', '.join(words)}"
+    parser.add_argument("--methods", nargs="+", choices=words, metavar="NAME", default=list(default), help=what)
+
+
+def in_turns(
+    works: Mapping[str, Callable[[int], Value]],
+    rounds: int,
+    warm_up: int = 2,
+    *,
+    slow: Iterable[str] = (),
+    before: Callable[[int], object] | None = None,
+) -> dict[str, dict[int, Value]]:
+    """Let methods take turns, in each round in another order, so that other load on the machine meets all alike.
+
+    Args:
+        works: By method, what it does in the round of this number. It returns what it has measured.
+        rounds: Number of rounds.
+        warm_up: Rounds before these, with numbers below 0, whose measurements are not kept.
+        slow: Methods that skip most rounds. They have little relative noise.
+        before: Called with the number at the start of each round.
+
+    Returns:
+        By method and round. The order is equal on all ranks.
+    """
+    found: dict[str, dict[int, Value]] = {name: {} for name in works}
+    skipping = set(slow)
+    for number in range(-warm_up, rounds):
+        if before is not None:
+            before(number)
+        for name in random.Random(number).sample(list(works), len(works)):
+            if name in skipping and number % SELDOM:
+                continue
+            value = works[name](number)
+            if number >= 0:
+                found[name][number] = value
+    return found
+
+
+def middle(times: ByRound) -> float:
+    """The median over rounds."""
+    return median(times.values())
+
+
+def ratio(above: ByRound, below: ByRound) -> float:
+    """The median over rounds of the ratio within a round."""
+    return median(above[number] / below[number] for number in above.keys() & below.keys())
+
+
+class Table:
+    """A table whose rows are printed one by one, and kept for the line of JSON.
+
+    Args:
+        first: Head of the first column, which has the names of the rows.
+        width: Width of it.
+        columns: (key of a row, head, format of a number such as "10.2f"). A row leaves out what it does not have.
+    """
+
+    def __init__(self, first: str, width: int, columns: Sequence[tuple[str, str, str]]):
+        self.width, self.columns = width, columns
+        self.rows: dict[str, dict[str, Any]] = {}
+        heads = "".join(f"{head:>{_width(form)}}" for _, head, form in columns)
+        print(f"\n{first:<{width}}{heads}", flush=True)
+
+    def add(self, name: str, row: Mapping[str, Any]) -> None:
+        """Print a row."""
+        cells = ((row.get(key), form) for key, _, form in self.columns)
+        text = "".join(" " * _width(form) if value is None else f"{value:{form}}" for value, form in cells)
+        print(f"{name:<{self.width}}{text}".rstrip(), flush=True)
+        self.rows[name] = dict(row)
+
+
+def _width(form: str) -> int:
+    """The width in a format such as "10.2f", "8,.0f" or "<9"."""
+    return int("".join(takewhile(str.isdigit, form.lstrip("<>"))))
+
+
+def print_json(result: Any) -> None:
+    """Print a result as one line of JSON."""
+    print(to_json(result))
+
+
+def to_json(result: Any) -> str:
+    """One line of JSON. JSON has no NaN and no infinity: such numbers become null."""
+    return json.dumps(_finite(result), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,175 @@
+"""Runs of train.py that benchmarks compare: the tasks, the arguments of a run, and how it is started."""
+
+import argparse
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import train
+from benchmarks.harness import add_methods, to_json
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.config import load
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.setup import require_complete
+from scripts.launch import prepare
+from scripts.methods import METHODS, changes_of, files_of
+
+# Ratio warm-up counts epochs: an epoch is 25 steps. 1000 steps of 4 ranks read these characters twice.
+SHORT = ("--configs.dataset.characters=1000000", "--configs.task.steps_per_epoch=25")
+LONG = (
+    "--configs.model.width=64",
+    "--configs.task.steps_per_epoch=1000",
+    "--configs.data.num_threads_per_worker=1",
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, for how long, and what its quality is.
+
+    Args:
+        words: arguments of train.py: config files, then changes of single keys.
+        epochs: of a run, by default.
+        batch_size: of a rank, by default: samples, rows or tokens.
+        metric: the result that is the quality.
+        quality: its name in tables and figures.
+        also: a second result, in the lines of runs, with its name.
+        lower_is_better: whether a lower quality is better. Differences are then in percent of the first method.
+        varies: the key of the config by which runs differ.
+        runs: number of runs of a method, by default.
+        first: number of the first fold or seed.
+    """
+
+    words: tuple[str, ...]
+    epochs: int
+    batch_size: int
+    metric: str = "acc/test_top1"
+    quality: str = "accuracy"
+    also: tuple[str, str] | None = None
+    lower_is_better: bool = False
+    varies: str = "seed"
+    runs: int = 3
+    first: int = 0
+
+    @property
+    def kind(self) -> str:
+        return self.varies.rpartition(".")[2]
+
+    @property
+    def unit(self) -> str:
+        return "" if self.lower_is_better else " %"
+
+    @property
+    def decimals(self) -> int:
+        return 4 if self.lower_is_better else 2
+
+
+def characters(*words: str, epochs: int = 40, first: int = 0) -> Task:
+    """A language model of the characters of Python's sources."""
+    of = ("bits_per_character/test", "bits per character")
+    return Task(words, epochs, 8, *of, lower_is_better=True, first=first)
+
+
+def numwords(*words: str) -> Task:
+    """A translation of numbers into words."""
+    files = ("configs/numwords/tiny.py", "configs/numwords/sgd.py", *words)
+    also = ("translation/test_char_bleu", "character BLEU")
+    return Task(files, 3, 256, "translation/test_exact_match", "exact match", also)
+
+
+TASKS = {
+    "digits": Task(("configs/digits/cnn.py",), 34, 8, varies="dataset.fold", runs=5),
+    "numwords": numwords(),
+    # the ranks of AD-PSGD have only epochs in common, so it is compared with all-reduce at a rate by epochs
+    "numwords-by-epoch": numwords("configs/numwords/by_epoch.py"),
+    "pysource": characters("configs/pysource/gpt.py", *SHORT),
+    "pysource-long": characters("configs/pysource/gpt.py", *LONG, epochs=4, first=1),
+    "lstm": characters("configs/pysource/lstm.py", *SHORT),
+    "lstm-sgd": characters("configs/pysource/lstm.py", "configs/pysource/sgd.py", *SHORT),
+}
+
+
+def start(ranks: int, words: Sequence[str]) -> None:
+    """Run train.py with these arguments under mpirun."""
+    command, environment = prepare(ranks, ["train.py", *words])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def simulate(ranks: int, words: Sequence[str]) -> None:
+    """Run train.py with these arguments, with its ranks in this process."""
+    args, overrides = parse_arguments(words)
+    tree = load(args.configs, overrides)
+    require_complete(tree, "cpu")
+    with redirect_stdout(StringIO()):
+        LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
+
+
+def summary_of(train: Callable[[int, Sequence[str]], None], ranks: int, words: Sequence[str], place: Path) -> Any:
+    """Train with these arguments, unless `place` has the finished run, and return its summary.
+
+    Args:
+        train: `start` or `simulate`.
+        ranks: number of ranks.
+        words: arguments of train.py, with `place` as the directory of the run.
+        place: the directory. The mode and the arguments are stored beside it.
+
+    Raises:
+        SystemExit: the directory has a run of the other mode or with other arguments.
+    """
+    # Seconds of simulated ranks are not those of processes, so a run is only good for its own mode.
+    arguments = [train.__name__, str(ranks), *(word for word in words if word != str(place))]
+    record = Path(f"{place}.json")
+    if place.exists() and (not record.exists() or json.loads(record.read_text()) != arguments):
+        raise SystemExit(
+            f"{place} has a run of the other mode or with other arguments: remove it, or keep the runs in another "
+            "folder"
+        )
+    if not (place / "summary.json").exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(to_json(arguments))
+        train(ranks, words)
+    return json.loads((place / "summary.json").read_text())
+
+
+def add_runs(parser: argparse.ArgumentParser, methods: Sequence[str]) -> None:
+    """Add the options of runs, and the methods, with these as default."""
+    parser.add_argument("--task", choices=TASKS, default="digits")
+    parser.add_argument("--epochs", type=int, help="default: that of the task")
+    parser.add_argument("--batch-size", type=int, help="per rank; default: that of the task")
+    add_methods(parser, METHODS, methods)
+    parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")
+
+
+def about(args: argparse.Namespace) -> str:
+    """How long the runs are, for titles."""
+    task = TASKS[args.task]
+    return f"{args.epochs or task.epochs} epochs of batches of {args.batch_size or task.batch_size} per rank"
+
+
+def to_train(args: argparse.Namespace, method: str, number: int, place: Path) -> list[str]:
+    """Return the arguments of train.py for one run.
+
+    Args:
+        args: with the options of `add_runs`.
+        method: a name of scripts.methods.
+        number: of the fold or seed.
+        place: the directory of the run.
+    """
+    task = TASKS[args.task]
+    return [
+        *("--configs", *(word for word in task.words if not word.startswith("--")), *files_of(method)),
+        *("--run-dir", str(place), "--devices", "cpu"),
+        f"--configs.{task.varies}={number}",
+        f"--configs.train.num_epochs={args.epochs or task.epochs}",
+        f"--configs.train.batch_size={args.batch_size or task.batch_size}",
+        *(word for word in task.words if word.startswith("--")),
+        *changes_of(method),
+        *args.overrides,
+    ]
