@@ -1,6 +1,6 @@
 """Bits per character against bytes: dense AdamW, outer steps and 0/1 Adam on Python sources, in equal steps.
 
-    python -m benchmarks.outer_steps --seeds 1 2 3 --keep runs/outer_steps --figure docs/outer.svg
+    python -m benchmarks.outer_steps --seeds 1 2 3 --keep runs/outer_steps --figure outer.svg
 
 Four simulated ranks train a small GPT (`configs/pysource/gpt`) with AdamW. `bits` are bits per character of
 held-out files after the last step, `to dense` is the difference in percent, and +- the standard error of its mean

@@ -159,7 +159,8 @@ def main() -> None:
     args = parser.parse_args()
     local = {"inner_latency": args.inner_latency, "inner_bandwidth": args.inner_bandwidth}
     network = Network(args.latency, args.bandwidth, args.ranks_per_machine, **local)
-    title = f"{args.model}, ratio {args.ratio:g}, {args.bandwidth:g} B/s, {args.latency:g} s"
+    link = f"{args.bandwidth * 8 / 1e9:g} Gbit/s, {args.latency * 1e6:g} µs per message"
+    title = f"{args.model}, ratio {args.ratio:g}, {link}"
     print(f"{title}, {args.ranks_per_machine} ranks per machine: exchange in ms\n")
     print(f"{'ranks':<19}" + "".join(f"{size:9}" for size in args.ranks))
     found = {}

@@ -2,20 +2,26 @@
 
     python -m benchmarks.time_to_accuracy --hosts 4 --rate 50mbit --epochs 20 --batch-size 16 --draw FILE.svg
     python -m benchmarks.time_to_accuracy --task pysource --hosts 4 --rate 50mbit --methods fp16 onebit-adam
+    python -m benchmarks.time_to_accuracy --simulate --folds 3 --target 98.5 --methods fp16 dgc powersgd-4
 
 Each run is train.py under mpirun in a laboratory (benchmarks/netlab), one rank on each host, with the same
 steps, batches and learning rate for every method. The tasks are those of benchmarks.convergence, where `ar` and
 `adpsgd` have a learning rate by epochs on number words. Seconds are those of training, without evaluation. A rank
 sends the bytes. `to reach` are the seconds and bytes of the first evaluation that was nearly as good as the first
-method at its end: at most 0.5 points below a quality in percent, or at most 2 % above bits per character. With
-several folds or seeds the medians are shown. All ranks share the cores of this machine. The output is a table and
-a last line of JSON. --draw writes a figure, in the format that its extension names.
+method at its end: at most 0.5 points below a quality in percent, or at most 2 % above bits per character; with
+--target, of the first one that was at least as good as this quality. With several folds or seeds the medians are
+shown. All ranks share the cores of this machine. The output is a table and a last line of JSON. --draw writes a
+figure, in the format that its extension names.
+
+With --simulate the ranks are those of one process, without a laboratory. Seconds are then those that a link of
+this rate needs for the bytes; computing is not in them.
 """
 
 import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -24,10 +30,11 @@ from typing import Any
 import matplotlib
 
 from benchmarks.convergence.methods import METHODS
-from benchmarks.convergence.runs import to_train
+from benchmarks.convergence.runs import simulate, to_train
 from benchmarks.convergence.tasks import TASKS, Task
 from benchmarks.netlab import Laboratory, LaboratoryError
 from benchmarks.netlab.ranks import measure, start
+from benchmarks.netlab.rates import parse_rate
 from benchmarks.results import print_json
 from scripts.plot import read
 
@@ -38,8 +45,8 @@ SHARE = 0.02  # of the final quality of the first method, if it is not
 Curve = list[tuple[float, float, float]]  # (seconds, bytes, accuracy in % or another quality) after each epoch
 
 
-def trained(args: argparse.Namespace, laboratory: Laboratory, fold: int, method: str) -> Curve:
-    """Run train.py and return its curve."""
+def trained(args: argparse.Namespace, laboratory: Laboratory | None, fold: int, method: str) -> Curve:
+    """Run train.py and return its curve. laboratory: None: simulated ranks."""
     with tempfile.TemporaryDirectory() as scratch:
         words = to_train(
             TASKS[args.task],
@@ -50,28 +57,34 @@ def trained(args: argparse.Namespace, laboratory: Laboratory, fold: int, method:
             batch_size=args.batch_size,
             overrides=args.overrides,
         )
-        status = start(laboratory, args.hosts, ["train.py", *words])
-        if status:
+        if laboratory is None:
+            simulate(args.hosts, words)
+        elif status := start(laboratory, args.hosts, ["train.py", *words]):
             raise SystemExit(f"train.py {' '.join(words)}: status {status}")
         found = read(str(Path(scratch, "run"))).validation
-    return list(zip(found.seconds, found.wire, found.y, strict=True))
+    seconds = found.seconds if laboratory else [8 * nbytes / parse_rate(args.rate) for nbytes in found.wire]
+    return list(zip(seconds, found.wire, found.y, strict=True))
 
 
-def reached(curve: Curve, final: float, task: Task) -> tuple[float, float] | None:
-    """Seconds and bytes after the first epoch that was nearly as good as `final`. None: there is none."""
-    tolerance = TOLERANCE if task.unit else SHARE * final
+def reached(curve: Curve, final: float, task: Task, target: float | None = None) -> tuple[float, float] | None:
+    """Seconds and bytes after the first epoch that was as good as `target`, or if that is None, nearly as good as
+    `final`. None: there is none.
+    """
     sign = -1 if task.lower_is_better else 1
-    close = ((seconds, nbytes) for seconds, nbytes, found in curve if sign * (found - final) >= -tolerance)
+    needed = final - sign * (TOLERANCE if task.unit else SHARE * final) if target is None else target
+    close = ((seconds, nbytes) for seconds, nbytes, found in curve if sign * (found - needed) >= 0)
     return next(close, None)
 
 
-def summarized(curves: dict[str, list[Curve]], task: Task) -> dict[str, dict[str, Any]]:
+def summarized(
+    curves: dict[str, list[Curve]], task: Task, target: float | None = None
+) -> dict[str, dict[str, Any]]:
     """One row for each method."""
     first = next(iter(curves.values()))
     rows: dict[str, dict[str, Any]] = {}
     for method, of in curves.items():
         ends = [curve[-1] for curve in of]
-        found = [reached(curve, base[-1][2], task) for curve, base in zip(of, first, strict=True)]
+        found = [reached(curve, base[-1][2], task, target) for curve, base in zip(of, first, strict=True)]
         known = [pair for pair in found if pair is not None]
         rows[method] = {
             "quality": median(end[2] for end in ends),
@@ -80,6 +93,7 @@ def summarized(curves: dict[str, list[Curve]], task: Task) -> dict[str, dict[str
             "reached": len(known),
             "seconds_to_reach": median(pair[0] for pair in known) if len(known) == len(found) else None,
             "bytes_to_reach": median(pair[1] for pair in known) if len(known) == len(found) else None,
+            "range_to_reach": [bound(pair[1] for pair in known) for bound in (min, max)] if known else None,
             "curves": of,
         }
     return rows
@@ -94,7 +108,9 @@ def report(rows: dict[str, dict[str, Any]], task: Task) -> None:
         if row["seconds_to_reach"] is None:
             print(f"{line}   in {row['reached']} of {len(row['curves'])} runs")
         else:
-            print(f"{line}             {row['seconds_to_reach']:8.1f} {row['bytes_to_reach'] / 1e6:8.2f}")
+            low, high = (nbytes / 1e6 for nbytes in row["range_to_reach"])
+            line += f"             {row['seconds_to_reach']:8.1f} {row['bytes_to_reach'] / 1e6:8.2f}"
+            print(line + (f"   ({low:.2f} to {high:.2f})" if len(row["curves"]) > 1 else ""))
 
 
 def draw(rows: dict[str, dict[str, Any]], task: Task, title: str, file: Path) -> None:
@@ -138,6 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, help="those of the task by default")
     parser.add_argument("--batch-size", type=int, help="per rank; that of the task by default")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=SHOWN)
+    parser.add_argument("--target", type=float, metavar="QUALITY", help="what `to reach` means")
+    parser.add_argument(
+        "--simulate", action="store_true", help="ranks of this process; seconds of the bytes alone"
+    )
     parser.add_argument("--draw", type=Path, metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")
     args = parser.parse_args(argv)
@@ -146,10 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     epochs, batch_size = args.epochs or task.epochs, args.batch_size or task.batch_size
     curves: dict[str, list[Curve]] = {method: [] for method in args.methods}
     try:
-        with Laboratory(args.hosts, args.rate) as laboratory:
-            link = measure(laboratory)
-            rates = [bits / 1e6 for bits in (laboratory.bits_per_second, link.bits_per_second)]
-            title = f"{args.task}, {args.hosts} hosts, links of {rates[0]:g} Mbit/s (measured: {rates[1]:.0f})"
+        with nullcontext() if args.simulate else Laboratory(args.hosts, args.rate) as laboratory:
+            nominal = parse_rate(args.rate)
+            rate = measure(laboratory).bits_per_second if laboratory else nominal
+            how = f"measured: {rate / 1e6:.0f}" if laboratory else "simulated"
+            title = f"{args.task}, {args.hosts} hosts, links of {nominal / 1e6:g} Mbit/s ({how})"
             print(f"{title}, {epochs} epochs of batches of {batch_size} per rank", flush=True)
             for fold in range(args.folds):
                 for method in args.methods:
@@ -161,11 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LaboratoryError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    rows = summarized(curves, task)
+    rows = summarized(curves, task, args.target)
     report(rows, task)
     if args.draw is not None:
         draw(rows, task, title, args.draw)
-    settings = {"task": args.task, "hosts": args.hosts, "bits_per_second": link.bits_per_second}
+    settings = {"task": args.task, "hosts": args.hosts, "bits_per_second": rate}
     print_json({"benchmark": "time_to_accuracy", **settings, "methods": rows})
     return 0
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import time_to_accuracy
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.exchange.figure import crossing, draw, read_lines, speed_ups
 from benchmarks.exchange.methods import GOSSIP, METHODS
@@ -123,12 +124,34 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     never = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)]
     digits, pysource = TASKS["digits"], TASKS["pysource"]
     assert reached(dense, 98.5, digits) == (20.0, 200.0)
+    assert (
+        reached(dense, 98.5, digits, target=50.0) == (10.0, 100.0) and reached(dense, 98.5, digits, 99.5) is None
+    )
     bits = [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
     assert reached(bits, 2.0, pysource) == (2.0, 20.0) and reached(bits, 1.9, pysource) is None
     rows = summarized({"dense": [dense, dense], "fast": [fast, fast], "never": [fast, never]}, digits)
     assert (rows["dense"]["seconds_to_reach"], rows["dense"]["bytes_to_reach"]) == (20.0, 200.0)
     assert [rows["fast"][key] for key in ("seconds_to_reach", "quality", "seconds")] == [1.0, 97.6, 3.0]
     assert (rows["never"]["reached"], rows["never"]["seconds_to_reach"]) == (1, None)
+
+
+def test_simulated_seconds_are_those_of_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--simulate",
+        "--hosts",
+        "2",
+        "--rate",
+        "8mbit",
+        "--epochs",
+        "1",
+        "--target",
+        "1",
+        "--methods",
+        "fp16",
+    ]
+    assert time_to_accuracy.main([*words, "--", "--configs.model.width=4"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]["fp16"]
+    assert row["bytes_to_reach"] == row["wire_bytes"] == pytest.approx(1e6 * row["seconds"]) and row["seconds"] > 0
 
 
 class SlowRanks(AlikeRanks):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from documented import DOCS, table
 
-from benchmarks import accuracy_figure
 from benchmarks.payload_bytes import payload, resnet50
 from benchmarks.wire import INDICES, VALUES
 from dgc.comm.lockstep import LockstepWorld
@@ -53,12 +52,6 @@ def test_the_sections_of_methods_quote_the_tables_of_gossip_and_local_steps() ->
     assert len(pairs) == 4
     for name, few, few_error, many, many_error in pairs:
         assert gossip[name][1:3] + gossip[name][4:] == [few, few_error, many, many_error], name
-
-
-def test_the_figure_is_drawn_from_the_table(tmp_path: Path) -> None:
-    accuracy_figure.draw(accuracy_figure.shown(RESULTS), tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == accuracy_figure.FIGURE.read_text()
-    assert "](accuracy.svg)" in RESULTS
 
 
 def test_captions_say_how_many_steps_an_epoch_really_has() -> None:
