@@ -47,6 +47,14 @@ def test_the_sections_of_methods_quote_the_tables_of_gossip_and_local_steps() ->
     assert len(quoted) >= 5
     for name, difference, error, times in quoted:
         assert local[name][1:3] + [local[name][-1]] == [difference, error, times], name
+    gpt = {
+        name.strip("`"): cells
+        for name, *cells in table("method | bits per character | to dense | +- | dense / wire", "language.md")
+    }
+    adams = re.findall(r"\(`([\w-]+)`\): ([-+][\d.]+ %) bits per character \(([\d.]+)\), ([\d.]+) times", text)
+    assert len(adams) == 3
+    for name, difference, error, times in adams:
+        assert gpt[name][1:] == [difference, error, times], name
     gossip = {name.split("`")[1]: cells for name, *cells in table("method | 4 ranks, %", "results.md")}
     pairs = re.findall(r"\(`(\w+)`[^)]*\): (-?[\d.]+) \(([\d.]+)\) and (-?[\d.]+) \(([\d.]+)\)", text)
     assert len(pairs) == 4

@@ -4,6 +4,7 @@ DGC = ("configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py")
 METHODS: dict[str, tuple[str, ...]] = {
     "dense": (),
     "fp16": ("configs/dense/fp16.py",),
+    "bf16": ("configs/dense/bf16.py",),
     "dgc": DGC,
     "dgc-1-percent": (*DGC, "--configs.train.compression.compress_ratio=0.01"),
     "dgc-no-warm-up": ("configs/dgc/wm0.py", *DGC[1:]),
@@ -57,6 +58,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "signum": ("configs/quant/signum.py",),
     "scaled-sign": ("configs/quant/scaled_sign.py",),
     "onebit": ("configs/quant/onebit.py",),
+    "double-squeeze": ("configs/quant/double_squeeze.py",),
     "qsgd": ("configs/quant/qsgd.py",),
     "terngrad": ("configs/quant/terngrad.py",),
     "natural": ("configs/quant/natural.py",),
@@ -73,6 +75,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "sgp-int8": ("configs/gossip/sgp.py", "configs/gossip/int8.py"),
     "osgp": ("configs/gossip/osgp.py",),
     "dpsgd": ("configs/gossip/dpsgd.py",),
+    "choco": ("configs/gossip/choco.py",),
+    "powergossip": ("configs/gossip/powergossip.py",),
     "adpsgd": ("configs/gossip/adpsgd.py",),  # under mpirun only
     "pga": ("configs/gossip/sgp.py", "configs/local/pga.py"),
     "slowmo": ("configs/gossip/sgp.py", "configs/local/slowmo.py"),
