@@ -38,6 +38,17 @@ def test_the_sections_of_methods_quote_the_table_of_accuracies() -> None:
         assert rows[name][1:] == [points, error, times], name
 
 
+def test_the_sections_of_methods_quote_the_smaller_tables() -> None:
+    text = " ".join((DOCS / "methods.md").read_text().split())
+    for short, header, number in (("3 folds", "method, 3 folds", 4), ("10 epochs", "method, 10 epochs", 3)):
+        rows = {name.strip("`"): cells for name, *cells in table(header, "results.md")}
+        quoted = re.findall(
+            rf"\(`([\w-]+)`, {short}\): (-?[\d.]+) points \(([\d.]+)\), ([\d.]+) times fewer wire bytes", text
+        )
+        assert [rows[name][1:] for name, *_ in quoted] == [numbers for _, *numbers in quoted]
+        assert len({name for name, *_ in quoted}) == len(rows) - 1 == number
+
+
 def test_the_sections_of_methods_quote_the_tables_of_gossip_and_local_steps() -> None:
     text = " ".join((DOCS / "methods.md").read_text().split())
     local = {
