@@ -19,7 +19,7 @@ of the wire bytes at the rate that one TCP connection reached. `faster` compares
 
 Without --hosts, all ranks share this machine: they compete for its cores, and the "network" is memory. That shows
 the cost of compression, not its gain on a slow network. With --hosts, they still share its cores. The output is a
-table and a line of JSON for each network; `benchmarks.figures exchange` draws these lines.
+table and a line of JSON for each network; `benchmarks.figures` draws these lines.
 """
 
 import argparse

@@ -1,21 +1,15 @@
-"""The figures of docs/results.md and docs/when_to_compress.md that are drawn from texts, and axes for the others.
+"""What `benchmarks.exchange` or `benchmarks.train_step` measured at several rates, as a figure.
 
-    python -m benchmarks.figures accuracy docs/accuracy.svg
     python -m benchmarks.exchange --hosts 4 --rate 100mbit 1gbit 10gbit --methods ... > measured.txt
-    python -m benchmarks.figures exchange measured.txt docs/exchange.svg
+    python -m benchmarks.figures measured.txt figure.svg
 
-accuracy   accuracy against bytes, of some methods of each family. The table "Which method keeps the accuracy" of
-           docs/results.md is the only source of the numbers. Vertical lines are standard errors of the difference
-           to dense
-exchange   what `benchmarks.exchange` or `benchmarks.train_step` measured at several rates. Left: how many times
-           faster than the fastest 16-bit dense method each method is, against the rate that one TCP connection
-           reached. Above 1 it pays. The crossing points are printed. Right: where the time of a step went at one
-           rate (--at, in Mbit/s; default: the lowest), as the mean over ranks: computing messages, waiting for
-           replies, decoding, updating parameters, and the rest
+Left: how many times faster than the fastest 16-bit dense method each method is, against the rate that one TCP
+connection reached. Above 1 it pays. The numbers and the crossing points are printed. Right: where the time of a
+step went at one rate (--at, in Mbit/s; default: the lowest), as the mean over ranks: computing messages, waiting
+for replies, decoding, updating parameters, and the rest. Other benchmarks take their axes from here.
 """
 
 import json
-from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -26,27 +20,6 @@ import matplotlib
 from benchmarks.harness import options
 
 TAKES = "5 s"
-RESULTS = Path(__file__).parent.parent / "docs/results.md"
-BLACK, RED, BLUE, GREEN, GRAY = "black", "tab:red", "tab:blue", "tab:green", "dimgray"
-# method: color, and offset of its label from the point, in points
-SHOWN = {
-    "dense": (BLACK, (5, 5)),
-    "natural": (GRAY, (5, -10)),
-    "qsgd": (GRAY, (-5, 5)),
-    "random-block": (GRAY, (5, -10)),
-    "terngrad": (GRAY, (-5, 5)),
-    "2bit": (GREEN, (-5, 5)),
-    "2bit-adaptive": (GREEN, (-5, -10)),
-    "onebit": (GRAY, (-5, 5)),
-    "signum": (GRAY, (5, 5)),
-    "topk": (GRAY, (-5, -10)),
-    "dgc": (RED, (5, -10)),
-    "powersgd-4": (BLUE, (5, -2)),
-    "powersgd-adaptive": (BLUE, (5, 5)),
-    "powersgd-2": (BLUE, (5, -10)),
-    "powersgd-1": (BLUE, (5, -10)),
-    "powersgd-2-fp16": (BLUE, (2, 6)),
-}
 SAVED = "times fewer wire bytes than dense fp32, whole run"
 OPPONENTS = ("fp16", "bf16", "horovod-fp16", "ddp-fp16")
 PHASES = {"compress": "compress", "launch": "launch", "wait": "wait", "decode": "decode", "step": "update"}
@@ -81,41 +54,6 @@ def scatter(
     axes.errorbar(*at, error, fmt="o", color=color, markersize=5, elinewidth=0.6)
     side = "left" if offset[0] > 0 else "right"
     axes.annotate(name, at, xytext=offset, textcoords="offset points", fontsize=8, color=color, ha=side)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One row of the table of accuracies."""
-
-    method: str
-    accuracy: float  # percent, mean over folds
-    error: float  # standard error of the difference to dense, in points
-    saved: float  # dense wire bytes / wire bytes
-
-
-def points(text: str) -> list[Point]:
-    """Read the rows of the table that the figure shows."""
-    section = text.split("## Which method keeps the accuracy\n")[1].split("\n## ")[0]
-    rows = [[cell.strip("` ") for cell in line.strip("|").split("|")] for line in section.splitlines()]
-    return [
-        Point(row[0], float(row[1]), float(row[3] or 0), float(row[4]))
-        for row in rows
-        if len(row) == 5 and row[0] in SHOWN
-    ]
-
-
-def draw_accuracy(chosen: list[Point], file: Path) -> None:
-    figure, axes = axes_of("accuracy", (7.2, 3.6))
-    dense = next(point.accuracy for point in chosen if point.method == "dense")
-    axes.axhline(dense, color="black", linewidth=0.8, linestyle=":")
-    for point in chosen:
-        scatter(axes, point.method, (point.saved, point.accuracy), point.error, *SHOWN[point.method])
-    axes.set_xscale("log")
-    axes.set_xlim(0.8, 250)
-    axes.set_xticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
-    axes.set(xlabel=SAVED, ylabel="test accuracy, %")
-    axes.set_title("Handwritten digits, 4 ranks, 5 folds, the same steps for every method", fontsize=9)
-    write(figure, file)
 
 
 def read_lines(path: Path) -> Lines:
@@ -186,16 +124,10 @@ def draw_exchange(lines: Lines, at: float | None, file: Path) -> None:
 
 def main() -> None:
     parser = options("benchmarks.figures", __doc__)
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    accuracy, exchange = (kinds.add_parser(kind) for kind in ("accuracy", "exchange"))
-    exchange.add_argument("measured", type=Path)
-    exchange.add_argument("--at", type=float, metavar="MBIT", help="rate of the right part")
-    for kind in (accuracy, exchange):
-        kind.add_argument("figure", type=Path, help="its extension names the format")
+    parser.add_argument("measured", type=Path)
+    parser.add_argument("figure", type=Path, help="its extension names the format")
+    parser.add_argument("--at", type=float, metavar="MBIT", help="rate of the right part")
     args = parser.parse_args()
-    if args.kind == "accuracy":
-        draw_accuracy(points(RESULTS.read_text()), args.figure)
-        return
     try:
         lines = read_lines(args.measured)
     except ValueError as error:

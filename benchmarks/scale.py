@@ -114,7 +114,8 @@ def main() -> None:
     parser.add_argument("--work", type=float, metavar="S", help="seconds of forward and backward of a rank")
     parser.add_argument("--draw", type=Path, metavar="FILE")
     args = parser.parse_args()
-    title = f"{args.model}, ratio {args.ratio:g}, {args.bandwidth:g} B/s, {args.latency:g} s"
+    link = f"{args.bandwidth * 8 / 1e9:g} Gbit/s, {args.latency * 1e6:g} µs per message"
+    title = f"{args.model}, ratio {args.ratio:g}, {link}"
     print(f"{title}: exchange in ms", end="")
     columns = [(str(size), str(size), "9.1f") for size in args.ranks]
     table, found = Table("ranks", 19, columns), {}

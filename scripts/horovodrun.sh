@@ -17,5 +17,7 @@ if [ -n "${INTERFACE:-}" ]; then
     options+=(--network-interfaces "$INTERFACE")
     unset NCCL_SOCKET_IFNAME HOROVOD_GLOO_IFACE # horovodrun sets both
 fi
-if [ -n "${MPI_OPTIONS:-}" ]; then options+=("--mpi-args=$MPI_OPTIONS"); fi
+# without this parameter, horovodrun makes mpirun begin each line with the rank: [1,0]<stdout>:
+has_option orte_tag_output || MPI_OPTIONS="-mca orte_tag_output 0${MPI_OPTIONS:+ $MPI_OPTIONS}"
+options+=("--mpi-args=$MPI_OPTIONS")
 start horovodrun "${options[@]}" python "$root/train.py" "$@"

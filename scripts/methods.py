@@ -113,6 +113,7 @@ COMPRESSORS: dict[str, Words] = {
     "signum": ("configs/quant/signum.py",),
     "scaled-sign": ("configs/quant/scaled_sign.py",),
     "onebit": ("configs/quant/onebit.py",),
+    "double-squeeze": ("configs/quant/double_squeeze.py",),
     "qsgd": ("configs/quant/qsgd.py",),
     "terngrad": ("configs/quant/terngrad.py",),
     "natural": ("configs/quant/natural.py",),
@@ -142,6 +143,8 @@ GOSSIP: dict[str, Words] = {
     "osgp": ("configs/gossip/osgp.py",),
     "osgp-4-steps": ("configs/gossip/osgp.py", "--configs.train.gossip.synch_freq=4"),
     "dpsgd": ("configs/gossip/dpsgd.py",),
+    "choco": ("configs/gossip/choco.py",),
+    "powergossip": ("configs/gossip/powergossip.py",),
     "adpsgd": ("configs/gossip/adpsgd.py",),  # not simulated, and not under torchrun
 }
 LOCAL_STEPS: dict[str, Words] = {

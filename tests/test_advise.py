@@ -24,7 +24,7 @@ from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
 from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
 from scripts.advise.candidates import Candidate, compute_of, measure_candidate
-from scripts.advise.cluster import cluster_on_paper, describe
+from scripts.advise.cluster import cluster_on_paper, describe, human_rate
 from scripts.advise.collectives import (
     SIZES,
     Sample,
@@ -35,7 +35,7 @@ from scripts.advise.collectives import (
     requests_of,
     time_collectives,
 )
-from scripts.advise.drawing import describe_crossings, draw, human_rate
+from scripts.advise.drawing import describe_crossings, draw
 from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method, unfit
 from scripts.advise.optimizers import build_inner
 from scripts.advise.verification import chosen, format_verification, order, verify
@@ -291,7 +291,7 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     out, err = capsys.readouterr()
     methods = [f"advise: measuring {name} ({i} of 3)" for i, name in enumerate(given[1:4], 1)]
     assert [line for line in err.splitlines() if line in methods] == methods and "the model" in err.splitlines()[0]
-    assert "226,794 parameters" in out and "4 machines of 1 rank: 1e+07 bit/s and 50 us" in out
+    assert "226,794 parameters" in out and "4 machines of 1 rank: 10 Mbit/s and 50 us" in out
     assert "Recommended: dgc-fp16-packed" in out
     assert "--configs configs/digits/cnn.py configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/packed.py" in out
     assert "Not predicted: accuracy" in out and "Faster than fp16, from 10 Mbit/s" in out
@@ -358,13 +358,13 @@ def test_bad_input_is_one_message(given: list[str], message: str, capsys: pytest
 def test_the_network_on_paper() -> None:
     """The rate inside a machine is assumed where there is one, and the only one of a single machine."""
     cases = {
-        "--hosts 2 --rate 1gbit": "2 machines of 1 rank: 1e+09 bit/s and 50 us between machines, as given",
+        "--hosts 2 --rate 1gbit": "2 machines of 1 rank: 1 Gbit/s and 50 us between machines, as given",
         "--hosts 2 --rate 1gbit --ranks-per-host 8": (
-            "2 machines of 8 ranks: 1e+09 bit/s and 50 us between machines, as given; "
-            "8e+10 bit/s between the ranks of a machine, assumed (--inner-rate)"
+            "2 machines of 8 ranks: 1 Gbit/s and 50 us between machines, as given; "
+            "80 Gbit/s between the ranks of a machine, assumed (--inner-rate)"
         ),
         "--hosts 1 --ranks-per-host 4 --inner-rate 2tbit": (
-            "1 machine of 4 ranks: 2e+12 bit/s between the ranks of a machine, as given"
+            "1 machine of 4 ranks: 2 Tbit/s between the ranks of a machine, as given"
         ),
     }
     for given, line in cases.items():

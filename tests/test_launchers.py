@@ -148,7 +148,8 @@ def test_hosts() -> None:
     line = shell(MPIRUN, "--configs", "a.py", HOSTS="server0:8,server1:8").stdout.replace("\\", "")
     assert "-mca pml ob1 -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo python /" in line
     line = shell(REPOSITORY / "scripts/horovodrun.sh", "--configs", "a.py", **options).stdout.replace("\\", "")
-    assert line.startswith("horovodrun -np 16 -H server0:8,server1:8 --mpi-args=-mca btl_tcp_if_include eth1 ")
+    given = "-mca orte_tag_output 0 -mca btl_tcp_if_include eth1 "
+    assert line.startswith(f"horovodrun -np 16 -H server0:8,server1:8 --mpi-args={given}")
     line = shell(MPIRUN, "--configs", "a.py", HOSTS="server0:08,server1:8").stdout
     assert "mpirun -np 16 -H" in line
 
@@ -199,8 +200,22 @@ def test_network(tmp_path: Path, variables: Any, expected: Any) -> None:
 
 def test_horovodrun_sets_the_interface_itself() -> None:
     options = {"RANKS": "2", "INTERFACE": "eth1", "NETWORK": "ethernet"}
-    line = shell(REPOSITORY / "scripts/horovodrun.sh", "--configs", "a.py", **options).stdout
-    assert "horovodrun -np 2 -H localhost:2 --network-interfaces eth1 python" in line
+    line = shell(REPOSITORY / "scripts/horovodrun.sh", "--configs", "a.py", **options).stdout.replace("\\", "")
+    assert line.startswith(
+        "horovodrun -np 2 -H localhost:2 --network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "
+    )
+
+
+@pytest.mark.horovod
+def test_horovodrun_s_lines_do_not_begin_with_the_rank(tmp_path: Path) -> None:
+    """Also on a terminal, where the bar is then drawn."""
+    words = ["--configs", "configs/digits/cnn.py", "--print-config"]
+    done = shell(REPOSITORY / "scripts/horovodrun.sh", *words, RANKS="1", DRY_RUN="", MPI_OPTIONS="")
+    assert done.returncode == 0 and done.stdout.startswith("seed: ") and "<stdout>" not in done.stdout, done.stderr
+    own = shell(
+        REPOSITORY / "scripts/horovodrun.sh", *words, RANKS="1", MPI_OPTIONS="-mca orte_tag_output 1"
+    ).stdout
+    assert own.count("orte_tag_output") == 1
 
 
 @pytest.mark.parametrize("name", GOSSIP)

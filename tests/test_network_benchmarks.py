@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import time_to_accuracy
 from benchmarks.exchange import GOSSIP, GRADIENTS
 from benchmarks.figures import crossing, draw_exchange, read_lines, speed_ups
 from benchmarks.launches import AS_RANK, KEEP_TO_ONE_CORE, begin, portions
@@ -135,14 +136,27 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     assert reached(dense, 98.5, digits) == (20.0, 200.0)
     bits = [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
     assert reached(bits, 2.0, pysource) == (2.0, 20.0) and reached(bits, 1.9, pysource) is None
-    row = row_of_time(fast, dense, digits)
+    assert (
+        reached(dense, 98.5, digits, target=50.0) == (10.0, 100.0) and reached(dense, 98.5, digits, 99.5) is None
+    )
+    row = row_of_time([fast], [dense], digits)
     assert [row[key] for key in ("seconds_to_reach", "mb_to_reach", "quality", "seconds")] == [
         1.0,
         1e-5,
         97.6,
         3.0,
     ]
-    assert "seconds_to_reach" not in row_of_time(never, dense, digits)
+    both = row_of_time([fast, never], [dense, dense], digits)
+    assert "seconds_to_reach" not in both and both["reached"] == "1 of 2"
+    both = row_of_time([fast, dense], [dense, dense], digits, target=97.6)
+    assert (both["seconds_to_reach"], both["reached"]) == (11.5, "2 of 2")
+
+
+def test_simulated_seconds_are_those_of_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--simulate --hosts 2 --rate 8mbit --epochs 1 --target 1 --methods fp16 -- --configs.model.width=4"
+    assert time_to_accuracy.main(words.split()) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]["fp16"]
+    assert row["mb_to_reach"] == row["wire_mb"] == pytest.approx(row["seconds"]) and row["seconds"] > 0
 
 
 class SlowRanks(AlikeRanks):

@@ -2,14 +2,12 @@
 
 import re
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from documented import DOCS, table
 
-from benchmarks import figures
 from benchmarks.payload_bytes import payload, resnet50
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
@@ -40,6 +38,17 @@ def test_the_sections_of_methods_quote_the_table_of_accuracies() -> None:
         assert rows[name][1:] == [points, error, times], name
 
 
+def test_the_sections_of_methods_quote_the_smaller_tables() -> None:
+    text = " ".join((DOCS / "methods.md").read_text().split())
+    for short, header, number in (("3 folds", "method, 3 folds", 4), ("10 epochs", "method, 10 epochs", 3)):
+        rows = {name.strip("`"): cells for name, *cells in table(header, "results.md")}
+        quoted = re.findall(
+            rf"\(`([\w-]+)`, {short}\): (-?[\d.]+) points \(([\d.]+)\), ([\d.]+) times fewer wire bytes", text
+        )
+        assert [rows[name][1:] for name, *_ in quoted] == [numbers for _, *numbers in quoted]
+        assert len({name for name, *_ in quoted}) == len(rows) - 1 == number
+
+
 def test_the_sections_of_methods_quote_the_tables_of_gossip_and_local_steps() -> None:
     text = " ".join((DOCS / "methods.md").read_text().split())
     local = {
@@ -49,17 +58,19 @@ def test_the_sections_of_methods_quote_the_tables_of_gossip_and_local_steps() ->
     assert len(quoted) >= 5
     for name, difference, error, times in quoted:
         assert local[name][1:3] + [local[name][-1]] == [difference, error, times], name
+    gpt = {
+        name.strip("`"): cells
+        for name, *cells in table("method | bits per character | to dense | +- | dense / wire", "language.md")
+    }
+    adams = re.findall(r"\(`([\w-]+)`\): ([-+][\d.]+ %) bits per character \(([\d.]+)\), ([\d.]+) times", text)
+    assert len(adams) == 3
+    for name, difference, error, times in adams:
+        assert gpt[name][1:] == [difference, error, times], name
     gossip = {name.split("`")[1]: cells for name, *cells in table("method | 4 ranks, %", "results.md")}
     pairs = re.findall(r"\(`(\w+)`[^)]*\): (-?[\d.]+) \(([\d.]+)\) and (-?[\d.]+) \(([\d.]+)\)", text)
     assert len(pairs) == 4
     for name, few, few_error, many, many_error in pairs:
         assert gossip[name][1:3] + gossip[name][4:] == [few, few_error, many, many_error], name
-
-
-def test_the_figure_is_drawn_from_the_table(tmp_path: Path) -> None:
-    figures.draw_accuracy(figures.points(RESULTS), tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == (DOCS / "accuracy.svg").read_text()
-    assert "](accuracy.svg)" in RESULTS
 
 
 def test_captions_say_how_many_steps_an_epoch_really_has() -> None:

@@ -1,6 +1,6 @@
 """The output of rank 0 during training: a table with a row for each epoch, and a progress bar within an epoch.
 
-The bar is drawn if standard output is a terminal, also through mpirun. Otherwise a line is printed every 20
+The bar is drawn if standard output is a terminal, also through mpirun. Otherwise a line is printed every 10
 seconds. Bar and table both use standard output: mpirun forwards the two streams independently, so a bar on
 standard error would overwrite rows. A column has the name of its TensorBoard tag without the group.
 """
@@ -13,9 +13,15 @@ from typing import Any
 from dgc_training.logging.formatting import human_bytes, result_text
 from dgc_training.logging.terminal import columns, terminal_of, wants_colour
 
-SECONDS_PER_LINE = 20.0  # within an epoch, without a terminal
+SECONDS_PER_LINE = 10.0  # within an epoch, without a terminal
 BAR = "{desc} |{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
 BOLD, GREEN, RESET = "\x1b[1m", "\x1b[1;32m", "\x1b[0m"
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds as in the bar: 02:05, 1:02:05."""
+    hours, rest = divmod(max(0, round(seconds)), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60:02}:{rest % 60:02}"
 
 
 class Console:
@@ -37,6 +43,7 @@ class Console:
         self.bar: Any = None
         self.header: dict[str, int] = {}  # the columns printed last, and their widths
         self.last_line = time.perf_counter()
+        self.began = (-1, 0, 0.0)  # epoch, first step in it and its time; the time left is computed from them
 
     def print(self, text: str) -> None:
         """Prints one or more lines to standard output, above the progress bar."""
@@ -52,8 +59,16 @@ class Console:
             return
         if self.terminal is not None:
             self._advance(epoch, step, state)
-        elif time.perf_counter() - self.last_line > SECONDS_PER_LINE:
-            self.print(f"  epoch {epoch + 1}/{self.num_epochs}, step {step}/{self.steps_per_epoch}: {state}")
+            return
+        now = time.perf_counter()
+        if self.began[0] != epoch:
+            self.began = (epoch, step, now)
+        if now - self.last_line > SECONDS_PER_LINE:
+            done = step - self.began[1]
+            seconds = (now - self.began[2]) / done * (self.steps_per_epoch - step) if done else 0.0
+            left = f", {clock(seconds)} left" if done else ""
+            text = f"  epoch {epoch + 1}/{self.num_epochs}, step {step}/{self.steps_per_epoch}{left}"
+            self.print(f"{text}: {state}" if state else text)
 
     def _advance(self, epoch: int, step: int, state: str) -> None:
         if self.bar is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dgc.comm import AllReduce, Transport
-from dgc_training.logging.tags import LAYOUT, describe
+from dgc_training.logging.tags import LAYOUT, OFTEN_ZERO, describe
 from dgc_training.startup.config_differences import flatten
 
 
@@ -47,6 +47,7 @@ class ScalarLog:
         self.launched = 0
         self.points: deque[Point] = deque()
         self.described: set[str] = set()
+        self.zeros: dict[str, list[int]] = {}  # the positions of a tag that has only been 0 and is not written yet
         self.last: dict[str, float] = {}  # the last value of every tag
         self.writer: Any = None
         if transport.rank == 0:
@@ -110,15 +111,23 @@ class ScalarLog:
         self.last |= values
         if self.writer is None:
             return
+        for tag, value in values.items():
+            if tag in OFTEN_ZERO and tag not in self.described and value == 0:
+                self.zeros.setdefault(tag, []).append(samples)
+                continue
+            for earlier in self.zeros.pop(tag, ()):
+                self._write(tag, 0.0, earlier)
+            self._write(tag, value, samples)
+
+    def _write(self, tag: str, value: float, samples: int) -> None:
         from torch.utils.tensorboard.summary import scalar
 
-        for tag, value in values.items():
-            summary = scalar(tag, value)
-            if tag not in self.described:  # TensorBoard reads the description from a tag's first point
-                self.described.add(tag)
-                metadata = summary.value[0].metadata
-                metadata.plugin_data.plugin_name, metadata.summary_description = "scalars", describe(tag)
-            self.writer.file_writer.add_summary(summary, samples)
+        summary = scalar(tag, value)
+        if tag not in self.described:  # TensorBoard reads the description from a tag's first point
+            self.described.add(tag)
+            metadata = summary.value[0].metadata
+            metadata.plugin_data.plugin_name, metadata.summary_description = "scalars", describe(tag)
+        self.writer.file_writer.add_summary(summary, samples)
 
     def write_texts(self, texts: Mapping[str, str], samples: int) -> None:
         """Writes texts by tag. samples: position on the x axis."""

@@ -37,6 +37,13 @@ TAGS = {
     "time/decode": "Seconds per step of rank 0: work after the last reply.",
     "time/step": "Seconds per step of rank 0: the optimizer's own work.",
 }
+# Always 0 in some configurations: one rank sends nothing, the ranks of one machine send nothing to another one, a
+# method may have no residual. Such a tag is written from its first other value on, with the zeros before.
+OFTEN_ZERO = {
+    *("compression/dense_share", "compression/error_norm", "gossip/staleness", "local/staleness"),
+    *("bytes/wire_per_step", "bytes/cross_wire_per_step", "bytes/dense_wire_per_step", "bytes/dense_wire"),
+    *(f"time/{phase}" for phase in ("compress", "launch", "wait", "decode", "step")),
+}
 # Charts of TensorBoard's page "Custom Scalars".
 LAYOUT = {
     "bytes": {"wire and dense, per step": ["Multiline", ["bytes/wire_per_step", "bytes/dense_wire_per_step"]]},

@@ -11,6 +11,7 @@ from pathlib import Path
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 # Options of mpirun that prefix or redirect lines. A progress bar, which redraws its line, does not work with them.
 REDIRECTING = ("tag-output", "timestamp-output", "output", "output-filename", "xml")
+UNTAGGED = ("orte_tag_output", "0")  # a parameter after -mca, which overrides --tag-output, as of horovodrun
 
 
 def terminal_of(descriptor: int) -> str | None:
@@ -23,7 +24,10 @@ def terminal_of(descriptor: int) -> str | None:
         path = os.readlink(parent / f"fd/{descriptor}")
     except OSError:  # no /proc on this system, or another user's process
         return None
-    prefixed = any(word.startswith("-") and word.lstrip("-") in REDIRECTING for word in words)
+    options = {word.lstrip("-") for word in words if word.startswith("-")}
+    if UNTAGGED in zip(words, words[1:], strict=False):
+        options.discard("tag-output")
+    prefixed = not options.isdisjoint(REDIRECTING)
     if Path(words[0]).name not in LAUNCHERS or prefixed:
         return None
     return path if path.startswith(("/dev/pts/", "/dev/tty")) else None

@@ -62,14 +62,24 @@ def describe(cluster: Cluster) -> str:
     network, local = cluster.network, cluster.transport.local_size
     alone = local == cluster.transport.size
     machines = f"{plural(cluster.transport.size // local, 'machine')} of {plural(local, 'rank')}"
-    rate, delay = f"{network.bandwidth * 8:.3g} bit/s", f"{1e6 * network.latency:.3g} us"
+    rate, delay = human_rate(network.bandwidth, 3), f"{1e6 * network.latency:.3g} us"
     if cluster.misfit is not None:
         where = "between its ranks" if alone else "between machines"
         within = f"fitted to times of collectives within {cluster.misfit:.2f}x"
         return f"{machines}: {rate} and {delay} {where}, {within}"
     across = [] if alone else [f"{rate} and {delay} between machines, as given"]
-    inner = f"{network.inner_bandwidth * 8:.3g} bit/s between the ranks of a machine, {cluster.inside}"
+    inner = f"{human_rate(network.inner_bandwidth, 3)} between the ranks of a machine, {cluster.inside}"
     return f"{machines}: {'; '.join([*across, *([inner] if local > 1 else [])])}"
+
+
+def human_rate(bandwidth: float, digits: int = 2) -> str:
+    """125e6 bytes per second -> '1 Gbit/s', with so many digits."""
+    bits, unit = 8 * bandwidth, "bit/s"
+    for larger in ("kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"):
+        if bits < 999.5:
+            break
+        bits, unit = bits / 1000, larger
+    return f"{float(f'{bits:.{digits}g}'):g} {unit}"
 
 
 def load_average() -> float:

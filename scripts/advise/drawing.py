@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from dgc.cost import Network
 from scripts.advise.advice import BANDWIDTHS, Work, crossing, step_at
 from scripts.advise.candidates import Candidate
+from scripts.advise.cluster import human_rate
 from scripts.plot_figures import STYLE
 
 POINTS = 61
@@ -46,16 +47,6 @@ def draw(
         axes.legend(frameon=False)
         metadata = {"Date": None} if file.suffix == ".svg" else {}
         figure.savefig(file, metadata=metadata)
-
-
-def human_rate(bandwidth: float) -> str:
-    """125e6 bytes per second -> '1 Gbit/s': two digits."""
-    bits, unit = 8 * bandwidth, "bit/s"
-    for larger in ("kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"):
-        if bits < 999.5:
-            break
-        bits, unit = bits / 1000, larger
-    return f"{float(f'{bits:.2g}'):g} {unit}"
 
 
 def describe_crossings(methods: Sequence[Candidate], plain: Candidate, network: Network, work: Work) -> str:

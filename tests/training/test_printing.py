@@ -15,11 +15,12 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
 from dgc_training.logging.changed_settings import changed_settings
-from dgc_training.logging.console import Console
+from dgc_training.logging.console import Console, clock
 from dgc_training.logging.formatting import against_dense, human_bytes, plural, result_text
 from dgc_training.logging.summary import summarize, table
 from dgc_training.logging.terminal import wants_colour
 from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.installed import first_line
 from scripts.demo import comparison
 from scripts.launch import prepare
 
@@ -96,6 +97,46 @@ def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys: pytest.Capt
     }
 
 
+def test_a_line_in_ten_seconds_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("dgc_training.logging.console.time.perf_counter", lambda: now)
+    screen = Console(0, 3, 100, None)
+    for step in range(1, 31):
+        now += 3.0
+        screen.step(0, step, "loss 0.5" if step > 4 else "")
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "  epoch 1/3, step 4/100, 04:48 left",
+        "  epoch 1/3, step 8/100, 04:36 left: loss 0.5",
+        "  epoch 1/3, step 12/100, 04:24 left: loss 0.5",
+    ]
+    now += 60.0
+    screen.step(1, 1, "")  # the rate of another epoch says nothing of this one
+    assert capsys.readouterr().out == "  epoch 2/3, step 1/100\n"
+    assert [clock(seconds) for seconds in (0.4, 59.6, 3725.0)] == ["00:00", "01:00", "1:02:05"]
+
+
+def test_the_first_line_of_a_run() -> None:
+    alone = ["/a/train.py", "--configs", "x.py"]
+    second = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert first_line(alone, {}) == "train.py: 1 process; loading PyTorch"
+    ranks = first_line(alone, {**second, "OMPI_COMM_WORLD_RANK": "0"})
+    assert ranks == "train.py: 4 ranks started by mpirun; loading PyTorch"
+    assert first_line(alone, second) is None and first_line(["pytest"], {}) is None
+    assert first_line([*alone, "--print-config"], {}) is None and first_line([*alone, "--evaluate"], {}) is None
+
+
+def test_the_first_line_is_printed_before_pytorch_is_loaded(tmp_path: Path) -> None:
+    """A process that cannot load it has printed the line."""
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    words = [sys.executable, "-P", str(root / "train.py"), "--configs", "configs/digits/cnn.py"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=patient(60))
+    assert (done.returncode, done.stdout) == (7, "train.py: 1 process; loading PyTorch\n"), done.stderr
+
+
 def test_colour_only_in_terminals_that_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -142,10 +183,11 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     on_terminal = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=limit)
     in_file = subprocess.run(command, env=environment, capture_output=True, timeout=limit)
     tagged = [command[0], "--tag-output", *command[1:]]
+    untagged = [*tagged[:2], "-mca", "orte_tag_output", "0", *command[1:]]  # as horovodrun with --mpi-args
     if launched:
-        done = subprocess.run(tagged, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=limit)
-        output = done.stdout
-        assert output.count(b"None") == 2 and name.encode() not in output
+        for words, nothing in ((tagged, 2), (untagged, 1)):
+            done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=limit)
+            assert done.stdout.count(b"None") == nothing and (name.encode() in done.stdout) == (nothing == 1)
     os.close(slave)
     os.close(master)
     assert on_terminal.stdout.decode().split() == ["None", name]

@@ -1,0 +1,39 @@
+"""The script of docs/recipe.md trains, and sends what the page says."""
+
+import re
+from pathlib import Path
+
+import pytest
+from documented import DOCS, code
+from environment import REPOSITORY
+from parallel.ranks import torchrun
+
+LINE = re.compile(r"step (\d+): loss ([\d.]+), sent ([\d.]+) of ([\d.]+) MB, residual ([\d.]+), dropped (\d+)")
+
+
+@pytest.mark.timeout(300)
+def test_the_script_of_the_recipe_trains(tmp_path: Path) -> None:
+    script, text = tmp_path / "train_gpt.py", tmp_path / "text.txt"
+    script.write_text(code("recipe.md")[1])
+    text.write_text("".join(path.read_text() for path in sorted((REPOSITORY / "dgc/optim").glob("*.py"))))
+    done = torchrun(2, ["-W", "error::UserWarning:dgc", str(script), str(text), "small", "50"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [tuple(map(float, numbers)) for numbers in LINE.findall(done.stdout)]
+    assert [step for step, *_ in found] == [5.0 * (i + 1) for i in range(10)]
+    assert found[-1][1] < found[0][1] - 0.5
+    sent, dense = (
+        [b[place] - a[place] for a, b in zip([(0.0,) * 6, *found], found, strict=False)] for place in (2, 3)
+    )
+    assert [round(s / d, 2) for s, d in zip(sent, dense, strict=True)] == [0.5] * 2 + [0.03] * 8
+    assert [residual > 0 for *_, residual, _ in found] == [False] * 2 + [True] * 8
+
+
+def test_the_recipe_shows_the_seconds_of_the_cost_model(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(code("recipe.md")[0], {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and "".join(f"    {line}\n" for line in lines) in (DOCS / "recipe.md").read_text()
+
+
+def test_the_recipe_shows_what_its_script_prints() -> None:
+    shown = LINE.findall((DOCS / "recipe.md").read_text())
+    assert len(shown) == 10
