@@ -7,8 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dgc_training.config.layers import Stack
-from dgc_training.config.tree import keywords
-from dgc_training.constructors import import_target
+from dgc_training.constructors import import_target, signature
 
 WIDTH = 80
 
@@ -56,7 +55,7 @@ def written(value: Any) -> str:
         return str(value)
     if "_target_" not in value:
         return "{" + ", ".join(f"{key}: {written(v)}" for key, v in value.items()) + "}"
-    known = keywords(import_target(value["_target_"])) or {}
+    known = signature(import_target(value["_target_"])).parameters
     arguments = [
         f"{key}={written(v)}"
         for key, v in value.items()

@@ -173,9 +173,9 @@ TRAINING = [
     ),
     Fault(
         "numbers-in-formulas-are-rounded",
-        "dgc_training/config/formulas.py",
-        "else number(token[0])",
-        "else round(number(token[0]))",
+        "dgc_training/config/tree.py",
+        "                return value\n            case ast.Name()",
+        "                return round(value)\n            case ast.Name()",
         ["tests/training/test_config.py::test_arithmetic"],
     ),
     Fault(
@@ -186,10 +186,10 @@ TRAINING = [
         ["tests/training/test_config_errors.py::test_unknown_keys_on_the_command_line"],
     ),
     Fault(
-        "numbers-with-an-exponent-are-text",
-        "dgc_training/config/formulas.py",
-        'return float(text) if set(text) & set(".eEfF") else int(text)',
-        'return float(text) if set(text) & set(".fF") else int(text)',
+        "lists-of-the-command-line-are-text",
+        "dgc_training/config/layers.py",
+        'if "${" in text:',
+        'if "${" in text or text[0] == "[":',
         ["tests/training/test_config.py::test_literals"],
     ),
     Fault(
