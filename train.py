@@ -37,7 +37,6 @@ from dgc_training.faults.watchdog import WatchedTransport, watching
 from dgc_training.launcher import launched_rank, may_restart, print_error
 from dgc_training.logging.formatting import result_text
 from dgc_training.logging.log import Log
-from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.summary import summarize, write_summary
 from dgc_training.random_state import seed_everything
 from dgc_training.schedule import Schedule, is_due, scale_learning_rate
@@ -135,7 +134,7 @@ def run(
         sync = Synchronization(optimizer, settings)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
-        recorder = StepRecorder(directory, settings, tree.data.num_workers, sync) if settings.csv else None
+        recorder = build(settings.recorder, directory, tree, optimizer)
         progress = TrainingProgress()
         state = RunState(model, optimizer, schedule, progress, transport, device, task, recorder, scaler)
         checkpoints = Checkpoints(directory / "checkpoints", transport)

@@ -82,17 +82,6 @@ class Synchronization:
         """Context manager in which every rank has the same model: the mean over the ranks if they differ."""
         return self.optimizer.consensus()
 
-    # --- logs -------------------------------------------------------------------------------------
-
     def metrics(self) -> dict[str, float]:
         """The optimizer's metrics of the last step, by TensorBoard tag."""
         return {f"{self._metric_group}/{name}": value for name, value in self.optimizer.metrics().items()}
-
-    def csv_values(self) -> dict[str, float]:
-        """The CSV columns weight and staleness, if the algorithm has them."""
-        found = self.optimizer.metrics()
-        return {name: found[name] for name in ("weight", "staleness") if name in found}
-
-    def consensus_distance(self) -> float | None:
-        """Distance of this rank's model to the mean, as of the last `averaged_model`; None: not measured."""
-        return self.optimizer.metrics().get("consensus_distance")

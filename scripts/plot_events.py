@@ -55,7 +55,7 @@ def load_events(directory: Path) -> Events:
         raise PlotError(f"the TensorBoard files in {directory} cannot be read: {cause}") from None
     if not begun:
         raise NotBegun(
-            f"{directory} has neither CSV files (train.csv=True) nor TensorBoard files of a run that has begun to "
+            f"{directory} has neither CSV files of ranks nor TensorBoard files of a run that has begun to "
             "train. Give the directory of a run: runs/NAME.npN"
         )
     _check(found, directory)

@@ -74,10 +74,10 @@ def test_every_method_of_a_task_is_a_stack_of_configs(name: str, methods: tuple[
     task = TASKS[name]
     for method in methods:
         args, overrides = parse_arguments(
-            to_train(task, method, 1, tmp_path, overrides=["--configs.train.csv=true"])
+            to_train(task, method, 1, tmp_path, overrides=["--configs.train.log_every=3"])
         )
         tree = load(args.configs, overrides)
-        assert tree.train.metric == task.metric and tree.train.csv
+        assert tree.train.metric == task.metric and tree.train.log_every == 3
         assert (tree.train.num_epochs, tree.train.batch_size) == (task.epochs, task.batch_size)
         assert (tree.seed, tree.dataset.get("fold")) == ((42, 1) if name == "digits" else (1, None))
     ratio = {m: to_train(task, m, 0, tmp_path) for m in ("dgc", "dgc-1-percent")}

@@ -209,7 +209,7 @@ def test_settings_that_differ(runs: dict[str, Path]) -> None:
 
 
 def test_a_run_with_csv_files_only(runs: dict[str, Path], tmp_path: Path) -> None:
-    """As after training with train.csv=True, when the TensorBoard files were removed: seconds, data and waits."""
+    """As after training with configs/gossip, when the TensorBoard files were removed: seconds, data and waits."""
     directory = tmp_path / "csv_run"
     (directory / "csv").mkdir(parents=True)
     head = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"

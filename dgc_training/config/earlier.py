@@ -1,4 +1,7 @@
-"""Configs that an earlier version has saved. Local steps were a kind of gossip there: `train.gossip` had them.
+"""Configs that an earlier version has saved. Local steps were a kind of gossip there.
+
+train.csv: true                                                     earlier
+train.recorder: {_target_: scripts.gossip.rank_csv.StepRecorder}
 
 train.gossip: {_target_: dgc.outer.OuterSteps, base: BASE, ..}      earlier
 train.local:  {_target_: dgc.local.OuterSteps, base: ${train.gossip}, ..}, and BASE as train.gossip
@@ -12,6 +15,7 @@ import yaml
 
 from dgc_training.config.tree import leaves
 
+RECORDER = "{_target_: scripts.gossip.rank_csv.StepRecorder}"
 RENAMED = {
     r"outer\.": "local.",
     r"gossip\.Periodic\b": "local.OuterSteps",
@@ -27,6 +31,8 @@ RENAMED = {
 def converted(content: dict[Any, Any]) -> dict[Any, Any]:
     """The content of a saved config with the present keys and classes. One that has them already is unchanged."""
     train = content.get("train")
+    if isinstance(train, dict) and "csv" in train:
+        train["recorder"] = yaml.safe_load(RECORDER) if train.pop("csv") else None
     if not isinstance(train, dict) or "gossip" not in train or "local" in train:
         return content
     content = _replaced(content, {rf"\bdgc\.{name}": f"dgc.{now}" for name, now in RENAMED.items()})

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from dgc.comm.meter import Trace
 from dgc_training.checkpoint.progress import BYTES
-from dgc_training.checkpoint.state import RunState
+from dgc_training.checkpoint.state import Recorder, RunState
 from dgc_training.config import to_yaml
 from dgc_training.faults.error_growth import ErrorGrowthMonitor
 from dgc_training.logging.changed_settings import changed_settings
 from dgc_training.logging.console import Console
 from dgc_training.logging.formatting import human_bytes, plural
 from dgc_training.logging.phase_timer import PhaseTimer
-from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.scalars import ScalarLog
 from dgc_training.synchronization import Synchronization
 from dgc_training.tasks.protocol import Loss
@@ -43,7 +42,7 @@ class Log:
         directory: the run directory.
         state: the parts of the run.
         sync: the synchronization of the ranks.
-        recorder: writes the CSV file of this rank; None: no file.
+        recorder: records the steps of this rank, where train.recorder names one.
         tree: the complete config of the run.
         steps_per_epoch: optimizer steps in an epoch.
         item: what rates count: "sample" or "token".
@@ -54,7 +53,7 @@ class Log:
         directory: Path,
         state: RunState,
         sync: Synchronization,
-        recorder: StepRecorder | None,
+        recorder: Recorder | None,
         tree: DictConfig,
         steps_per_epoch: int,
         item: str = "sample",
@@ -226,7 +225,7 @@ class Log:
         """Excludes the time until now, such as evaluation and saving, from the time of the next step."""
         self.last_time = time.perf_counter()
         if self.recorder is not None:
-            self.recorder.begin(self.timer)
+            self.recorder.begin(self.timer.seconds)
 
     def _save_trace(self) -> None:
         if self.trace is not None:

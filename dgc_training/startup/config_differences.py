@@ -16,7 +16,8 @@ FREE_KEYS = (
     "train.checkpoint_every",
     "train.check_replicas_every",
     "train.trace",
-    "train.csv",
+    "train.recorder",
+    "train.recorder._target_",
 )
 
 

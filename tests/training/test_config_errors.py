@@ -430,7 +430,7 @@ def test_nothing_is_checked_after_a_file_that_fails(file: Path) -> None:
 
 
 def test_keys_taken_away_are_each_named_once(file: Path) -> None:
-    lines = refusals(CNN, python(file, "configs.data = Config()\nconfigs.train.pop('csv')"))
+    lines = refusals(CNN, python(file, "configs.data = Config()\nconfigs.train.pop('trace')"))
     assert len(lines) == 3 and all("mine.py: removes " in line for line in lines)
 
 
