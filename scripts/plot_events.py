@@ -1,4 +1,4 @@
-"""Reads runs without CSV logs from their TensorBoard files. `dgc_training.logging.tags` lists the tags."""
+"""Reads runs without CSV logs from their TensorBoard files. `dgc_training.logging.scalars` lists the tags."""
 
 import math
 from bisect import bisect_right
@@ -7,8 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dgc_training.logging.metric import unit_of
-from scripts.plot_runs import Curve, NotBegun, Run, algorithm, setting_of
+from scripts.plot_runs import Curve, NotBegun, Run, algorithm, setting_of, unit_of
 from scripts.run_files import LARGEST, PlotError, printable, read_config
 
 SETTINGS = "_hparams_/session_start_info"

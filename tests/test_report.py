@@ -18,9 +18,9 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
 from dgc_training.logging.formatting import human_bytes
-from dgc_training.logging.metric import is_lower_better, metric_of, unit_of
 from dgc_training.logging.summary import summarize
 from dgc_training.startup.arguments import parse_arguments
+from scripts.plot_runs import is_lower_better, metric_of, unit_of
 from scripts.report import main
 from scripts.report_page import page, seconds, sent
 from scripts.report_runs import PHASES, differing_settings, disjoint, read_reported

@@ -13,9 +13,10 @@ ui.perfetto.dev or chrome://tracing.
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -26,10 +27,8 @@ from dgc_training.checkpoint.progress import BYTES
 from dgc_training.checkpoint.state import Recorder, RunState
 from dgc_training.config import to_yaml
 from dgc_training.faults.error_growth import ErrorGrowthMonitor
-from dgc_training.logging.changed_settings import changed_settings
 from dgc_training.logging.console import Console
-from dgc_training.logging.formatting import human_bytes, plural
-from dgc_training.logging.phase_timer import PhaseTimer
+from dgc_training.logging.formatting import changed_settings, human_bytes, plural
 from dgc_training.logging.scalars import ScalarLog
 from dgc_training.synchronization import Synchronization
 from dgc_training.tasks.protocol import Loss
@@ -237,3 +236,36 @@ class Log:
         if self.recorder is not None:
             self.recorder.close()
         self.console.close()
+
+
+T = TypeVar("T")
+
+
+class PhaseTimer:
+    """Adds up the host's seconds spent in named phases. With a `trace`, each phase is also drawn there."""
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.trace = trace
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + ended - started
+            if self.trace is not None:
+                self.trace.add(name, "training", started, ended)
+
+    def iterate(self, name: str, items: Iterable[T]) -> Iterator[T]:
+        """Yields `items`, and counts the time spent fetching them as phase `name`."""
+        iterator = iter(items)
+        while True:
+            with self.phase(name):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item

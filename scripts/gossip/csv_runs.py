@@ -11,8 +11,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from dgc_training.logging.metric import metric_of, unit_of
-from scripts.plot_runs import Curve, Run, algorithm, mean, setting_of
+from scripts.plot_runs import Curve, Run, algorithm, mean, metric_of, setting_of, unit_of
 from scripts.run_files import LARGEST, PlotError, printable, read_config
 
 NAME = re.compile(r"out_r(\d+)_n(\d+)\.csv")
