@@ -186,10 +186,11 @@ def parse_yaml(file: Path) -> dict[Any, Any]:
 
 def literal(text: str, key: str) -> Any:
     """The value of a word: null, true, 5, 1e-4, [1, 2], {k: 1}, "quoted", otherwise the word itself."""
-    if "${" in text:
+    if "${" in text or text == "nan":
         return text
+    text = "null" if text.lower() in ("none", "~") else text
     try:
-        tree = OmegaConf.create({"value": "${oc.decode:${.text}}", "text": "null" if text == "None" else text})
+        tree = OmegaConf.create({"value": "${oc.decode:${.text}}", "text": text})
         return OmegaConf.to_container(tree, resolve=True)["value"]  # type: ignore[call-overload,index]
     except OmegaConfBaseException as error:
         if text[0] not in "[{":

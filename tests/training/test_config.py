@@ -328,6 +328,8 @@ def test_literals() -> None:
         ("010", "010"),
         ("null", None),
         ("None", None),
+        ("~", None),
+        ("nan", "nan"),
         ("true", True),
         ("False", False),
         ("[1, 2]", [1, 2]),
