@@ -172,10 +172,10 @@ TRAINING = [
         ["tests/training/test_train.py::test_any_number_is_better_than_nan"],
     ),
     Fault(
-        "numbers-in-formulas-are-rounded",
+        "numbers-in-formulas-are-whole",
         "dgc_training/config/tree.py",
-        "                return value\n            case ast.Name()",
-        "                return round(value)\n            case ast.Name()",
+        "case ast.Constant(value=value) if type(value) in (int, float):",
+        "case ast.Constant(value=value) if type(value) is int:",
         ["tests/training/test_config.py::test_arithmetic"],
     ),
     Fault(
