@@ -32,24 +32,28 @@ from dgc_training.checkpoint.state import RunState
 from dgc_training.config import ConfigError, load, to_yaml
 from dgc_training.faults.failure import UsageError, end_process, ending_all_ranks
 from dgc_training.faults.interruption import EXIT_SAVED
-from dgc_training.faults.replicas import check_replicas
 from dgc_training.faults.watchdog import WatchedTransport, watching
 from dgc_training.launcher import launched_rank, may_restart, print_error
 from dgc_training.logging.formatting import result_text
 from dgc_training.logging.log import Log
-from dgc_training.logging.rank_csv.recorder import StepRecorder
 from dgc_training.logging.summary import summarize, write_summary
 from dgc_training.random_state import seed_everything
 from dgc_training.schedule import Schedule, is_due, scale_learning_rate
 from dgc_training.startup.agreement import check_agreement
 from dgc_training.startup.arguments import parse_arguments
-from dgc_training.startup.build import build, build_method, config_errors, open_transport, wrap_optimizer
-from dgc_training.startup.parameters import parameter_groups
+from dgc_training.startup.build import (
+    build,
+    build_method,
+    config_errors,
+    open_transport,
+    parameter_groups,
+    wrap_optimizer,
+)
 from dgc_training.startup.run_directory import check_run_directory, open_run_directory
 from dgc_training.startup.run_name import run_name, warn_of_other_run
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
 from dgc_training.stepping import Stepping, make_scaler
-from dgc_training.synchronization import Synchronization
+from dgc_training.synchronization import Synchronization, check_replicas
 from dgc_training.tasks.protocol import Setup, Task
 
 
@@ -135,7 +139,7 @@ def run(
         sync = Synchronization(optimizer, settings)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
-        recorder = StepRecorder(directory, settings, tree.data.num_workers, sync) if settings.csv else None
+        recorder = build(settings.recorder, directory, tree, optimizer)
         progress = TrainingProgress()
         state = RunState(model, optimizer, schedule, progress, transport, device, task, recorder, scaler)
         checkpoints = Checkpoints(directory / "checkpoints", transport)

@@ -68,7 +68,8 @@ configs.train.transport = Key(str, "auto")
 # seconds without an answer from another rank until a run gives up
 configs.train.timeout = Key(float, 300, least=1)
 configs.train.log_every = Key(int, 10, least=1)  # optimizer steps between two points in TensorBoard
-configs.train.csv = Key(bool, False)  # True: a CSV file of steps per rank, csv/out_r<rank>_n<ranks>.csv
+# a recorder of each rank's steps, built with (run directory, config, optimizer); of CSV files in configs/gossip
+configs.train.recorder = Key(Config | None)
 configs.train.trace = Key(bool, False)  # True: a timeline of every exchange, trace/rank<N>.json
 configs.train.checkpoint_every = Key(int | None, least=1)  # optimizer steps between checkpoints; None: epochs only
 # optimizer steps between comparisons of weights; 0: never

@@ -6,10 +6,14 @@ Configs may name torchvision's models and data sets, even if torchvision was bui
 import importlib
 import inspect
 import sys
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial, reduce
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
+from torch import Tensor
 
 import dgc_datasets.torchvision_compat  # noqa: F401
 from dgc_training.errors import ConfigError, closest, short
@@ -62,10 +66,33 @@ def import_target(path: str) -> Any:
 
 def signature(target: Any) -> inspect.Signature:
     """The signature of a constructor. One that is written in C may have none: it accepts all arguments."""
-    try:
-        return inspect.signature(target)
-    except (ValueError, TypeError):
-        return inspect.signature(lambda *args, **keys: None)
+    for is_evaluated in (True, False):  # annotations that are text may name what is not imported
+        with suppress(Exception):
+            return inspect.signature(target, eval_str=is_evaluated)
+    return inspect.signature(lambda *args, **keys: None)
+
+
+def keywords(target: Any) -> dict[str, Any] | None:
+    """The annotation of each keyword, or the type of its default. None if every keyword is accepted."""
+    found: dict[str, Any] = {"_target_": str, "_partial_": bool}
+    for p in signature(target).parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            return None
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            # A default of 0 is common where fractions are accepted.
+            default = {bool: bool, int: int | float, float: float, str: str}.get(type(p.default), Any)
+            found[p.name] = default if p.annotation is p.empty else p.annotation
+    return found
+
+
+def types(kind: Any) -> dict[Any, Any]:
+    """{type of values: annotation of the items of a list} of an annotation, or of a tuple of annotations."""
+    origin, parts = get_origin(kind) or kind, get_args(kind)
+    if isinstance(kind, tuple) or origin in (Union, UnionType):
+        return {name: items for part in parts or kind for name, items in types(part).items()}
+    if origin in (list, tuple, Sequence, Iterable, Collection):
+        return {list: tuple(part for part in parts if part is not ...) or Any}
+    return {} if origin is Tensor else {origin or NoneType: Any}  # no config has a tensor
 
 
 def instantiate(node: Any, /, *args: Any, **runtime: Any) -> Any:

@@ -10,13 +10,18 @@ signal (`dgc_training.faults.interruption`).
 """
 
 import signal
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
+from torch import Tensor, nn
 
+from dgc.comm import Transport, all_gather_object
 from dgc.optim import Wrapper
 from dgc_training.faults.interruption import Interruption
 from dgc_training.tasks.protocol import Batches
@@ -82,17 +87,36 @@ class Synchronization:
         """Context manager in which every rank has the same model: the mean over the ranks if they differ."""
         return self.optimizer.consensus()
 
-    # --- logs -------------------------------------------------------------------------------------
-
     def metrics(self) -> dict[str, float]:
         """The optimizer's metrics of the last step, by TensorBoard tag."""
         return {f"{self._metric_group}/{name}": value for name, value in self.optimizer.metrics().items()}
 
-    def csv_values(self) -> dict[str, float]:
-        """The CSV columns weight and staleness, if the algorithm has them."""
-        found = self.optimizer.metrics()
-        return {name: found[name] for name in ("weight", "staleness") if name in found}
 
-    def consensus_distance(self) -> float | None:
-        """Distance of this rank's model to the mean, as of the last `averaged_model`; None: not measured."""
-        return self.optimizer.metrics().get("consensus_distance")
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of the tensor's bytes, in order of its logical indices."""
+    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def minority_ranks(checksums: list[int | None]) -> list[int]:
+    """The ranks that do not have the most frequent value. In a tie, rank 0's value counts as correct."""
+    counts = Counter(checksums)
+    most_frequent = max(counts, key=lambda value: (counts[value], value == checksums[0]))
+    return [rank for rank, value in enumerate(checksums) if value != most_frequent]
+
+
+def check_replicas(model: nn.Module, transport: Transport) -> None:
+    """Checks that all ranks have equal parameters. Collective.
+
+    Buffers are not compared, since batch norm's statistics differ between ranks.
+
+    Raises:
+        RuntimeError: on every rank, with the first parameter that differs and the ranks in the minority.
+    """
+    own = {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
+    gathered = all_gather_object(transport, own, name="replicas")
+    for name in own:
+        wrong = minority_ranks([checksums.get(name) for checksums in gathered])
+        if wrong:
+            ranks = f"rank {wrong[0]} differs" if len(wrong) == 1 else f"ranks {wrong} differ"
+            tie = "" if 2 * len(wrong) < len(gathered) else " (no majority: rank 0's value counts as correct)"
+            raise RuntimeError(f"replicas differ: parameter {name} of {ranks} from the other ranks'{tie}")

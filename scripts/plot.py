@@ -9,9 +9,9 @@
     loss       training loss against optimizer steps
 
 The error is 100 % less an accuracy. Any other metric is drawn as it is, without that of training. A run with CSV
-logs (train.csv=True) is read from these. Any other run is read from its TensorBoard files, which have no training
-error. The label of a run is its algorithm (from its config.yaml), or the text before "=". Runs
-with the same label on different numbers of ranks form one line of `scaling`. Time is that of all training steps,
+files (`scripts.gossip.rank_csv`) is read from these. Any other run is read from its TensorBoard files, which have
+no training error. The label of a run is its algorithm (from its config.yaml), or the text before "=". Runs with
+the same label on different numbers of ranks form one line of `scaling`. Time is that of all training steps,
 without validation.
 """
 
@@ -24,9 +24,10 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from scripts.gossip.csv_runs import has_csv, read_run
 from scripts.plot_events import read_events
 from scripts.plot_figures import STYLE, bytes_figure, error_figure, loss_figure, scaling_figure
-from scripts.plot_runs import Run, check_comparable, has_csv, read_run
+from scripts.plot_runs import Run, check_comparable
 from scripts.run_files import PlotError
 
 

@@ -1,4 +1,4 @@
-"""Reads runs without CSV logs from their TensorBoard files. `dgc_training.logging.tags` lists the tags."""
+"""Reads runs without CSV logs from their TensorBoard files. `dgc_training.logging.scalars` lists the tags."""
 
 import math
 from bisect import bisect_right
@@ -7,8 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dgc_training.logging.metric import unit_of
-from scripts.plot_runs import Curve, NotBegun, Run, algorithm, setting_of
+from scripts.plot_runs import Curve, NotBegun, Run, algorithm, setting_of, unit_of
 from scripts.run_files import LARGEST, PlotError, printable, read_config
 
 SETTINGS = "_hparams_/session_start_info"
@@ -55,7 +54,7 @@ def load_events(directory: Path) -> Events:
         raise PlotError(f"the TensorBoard files in {directory} cannot be read: {cause}") from None
     if not begun:
         raise NotBegun(
-            f"{directory} has neither CSV files (train.csv=True) nor TensorBoard files of a run that has begun to "
+            f"{directory} has neither CSV files of ranks nor TensorBoard files of a run that has begun to "
             "train. Give the directory of a run: runs/NAME.npN"
         )
     _check(found, directory)

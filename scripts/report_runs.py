@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from dgc_training.errors import ConfigError
-from dgc_training.logging.changed_settings import written
-from dgc_training.logging.metric import is_lower_better, metric_of, unit_of
+from dgc_training.logging.formatting import written
+from scripts.gossip.csv_runs import read_file
 from scripts.plot import read, split_label
 from scripts.plot_events import LAST, STEPS, load_events
 from scripts.plot_figures import names
-from scripts.plot_runs import NotBegun, Run, mean, read_file
+from scripts.plot_runs import NotBegun, Run, is_lower_better, mean, metric_of, unit_of
 from scripts.run_files import printable, read_config, read_summary
 
 # The phases of a step, as in TensorBoard's tags time/..., in the order of the bars.

@@ -83,11 +83,11 @@ def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_
 def test_every_method_of_a_task_is_a_stack_of_configs(name: str, methods: tuple[str, ...], tmp_path: Path) -> None:
     """The task names the config's metric and the key by which runs differ. A command line has the last word."""
     task = TASKS[name]
-    given = Namespace(task=name, epochs=None, batch_size=None, overrides=["--configs.train.csv=true"])
+    given = Namespace(task=name, epochs=None, batch_size=None, overrides=["--configs.train.log_every=3"])
     for method in methods:
         args, overrides = parse_arguments(to_train(given, method, 1, tmp_path))
         tree = load(args.configs, overrides)
-        assert tree.train.metric == task.metric and tree.train.csv
+        assert tree.train.metric == task.metric and tree.train.log_every == 3
         assert (tree.train.num_epochs, tree.train.batch_size) == (task.epochs, task.batch_size)
         assert (tree.seed, tree.dataset.get("fold")) == ((42, 1) if name == "digits" else (1, None))
         every = method.partition("-h")[2].partition("-")[0]

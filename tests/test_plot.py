@@ -12,11 +12,12 @@ import yaml
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
-from dgc_training.logging.rank_csv.log import CsvLog
 from dgc_training.startup.arguments import parse_arguments
+from scripts.gossip.csv_runs import read_run
+from scripts.gossip.rank_csv import CsvLog
 from scripts.plot import main, read
 from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
-from scripts.plot_runs import check_comparable, read_run
+from scripts.plot_runs import check_comparable
 from scripts.run_files import PlotError
 
 CONFIG = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
@@ -257,7 +258,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = csv.read_text()
     assert "no run directory" in refused(capsys, tmp_path, tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    assert "has neither CSV files (train.csv=True) nor" in refused(capsys, tmp_path, tmp_path / "empty")
+    assert "has neither CSV files of ranks nor" in refused(capsys, tmp_path, tmp_path / "empty")
 
     csv.write_text(text.replace("BEGIN-TRAINING", "BEGIN"))
     assert "out_r0_n2.csv is not a CSV log" in refused(capsys, tmp_path, run)

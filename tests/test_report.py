@@ -18,9 +18,9 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
 from dgc_training.logging.formatting import human_bytes
-from dgc_training.logging.metric import is_lower_better, metric_of, unit_of
 from dgc_training.logging.summary import summarize
 from dgc_training.startup.arguments import parse_arguments
+from scripts.plot_runs import is_lower_better, metric_of, unit_of
 from scripts.report import main
 from scripts.report_page import page, seconds, sent
 from scripts.report_runs import PHASES, differing_settings, disjoint, read_reported
@@ -209,7 +209,7 @@ def test_settings_that_differ(runs: dict[str, Path]) -> None:
 
 
 def test_a_run_with_csv_files_only(runs: dict[str, Path], tmp_path: Path) -> None:
-    """As after training with train.csv=True, when the TensorBoard files were removed: seconds, data and waits."""
+    """As after training with configs/gossip, when the TensorBoard files were removed: seconds, data and waits."""
     directory = tmp_path / "csv_run"
     (directory / "csv").mkdir(parents=True)
     head = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"

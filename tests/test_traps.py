@@ -27,11 +27,11 @@ from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.data import evaluation_loader, worker_options
 from dgc_training.evaluation import averaged_batch_norm, batch_norm_buffers, evaluate
-from dgc_training.faults.replicas import check_replicas
 from dgc_training.meters import TopKClassMeter
 from dgc_training.schedule import Schedule
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.setup import prepare_device
+from dgc_training.synchronization import check_replicas
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

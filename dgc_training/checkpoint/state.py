@@ -8,13 +8,13 @@ task's state, if it has one.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from dgc.comm import Transport, all_gather_object
@@ -32,6 +32,7 @@ from dgc_training.evaluation import averaged_batch_norm, batch_norm_buffers
 from dgc_training.faults.failure import UsageError
 from dgc_training.random_state import random_state, restore_random_state
 from dgc_training.schedule import Schedule
+from dgc_training.tasks.protocol import Loss
 
 USE_OLDER_CHECKPOINT = (
     "To resume from an older checkpoint, put its name into checkpoints/latest.json. --no-resume moves this "
@@ -53,12 +54,22 @@ def loading(file: str) -> Iterator[None]:
         raise CheckpointMismatch(f"{file}: {type(error).__name__}: {error}") from error
 
 
-class RankFile(Protocol):
-    """The CSV file of this rank. `begin_at` is for a run that resumes on another number of ranks."""
+class Recorder(Protocol):
+    """Records the steps of this rank. `train.recorder` is called with run directory, config and optimizer.
 
+    `begin` starts the time of a step. It gets the seconds of each phase so far, which grow. `batch` follows each
+    forward pass, `step` each step, and `end_epoch` the evaluation of an epoch, before its checkpoint.
+    `begin_at` takes the place of `load_state_dict` where a run resumes on another number of ranks.
+    """
+
+    def begin(self, seconds: Mapping[str, float]) -> None: ...
+    def batch(self, loss: Loss) -> None: ...
+    def step(self, epoch: int, itr: int, loss: Tensor) -> None: ...
+    def end_epoch(self, epoch: int, results: Mapping[str, float]) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def begin_at(self, epoch: int, step: int, seconds: float) -> None: ...
+    def close(self) -> None: ...
 
 
 class TaskState(Protocol):
@@ -79,7 +90,7 @@ class RunState:
     transport: Transport
     device: torch.device
     task: TaskState
-    csv: RankFile | None = None  # the CSV file of this rank
+    recorder: Recorder | None = None
     scaler: GradScaler | None = None  # of the loss, in fp16
 
     def shared(self, config: str) -> dict[str, Any]:
@@ -104,7 +115,7 @@ class RunState:
             "compression": self.optimizer.compression_state_dict(),
             "batch_norm": batch_norm_buffers(self.model),
             "random": random_state(self.device),
-            "csv": None if self.csv is None else self.csv.state_dict(),
+            "csv": None if self.recorder is None else self.recorder.state_dict(),
         }
 
     def load_model(self, loaded: Loaded) -> None:
@@ -194,8 +205,8 @@ class RunState:
                 buffers[name].copy_(value)
             restore_random_state(own["random"], self.device)
             self.task.load_state_dict(own.get("task", {}))
-            if self.csv is not None and own["csv"] is not None:
-                self.csv.load_state_dict(own["csv"])
+            if self.recorder is not None and own["csv"] is not None:
+                self.recorder.load_state_dict(own["csv"])
 
     def _check_optimizer(self, saved: Any) -> None:
         check_optimizer_state(saved, self.optimizer)
@@ -207,8 +218,8 @@ class RunState:
         is_other = steps != loaded.shared["schedule"]["steps_per_epoch"]
         if is_other:  # task.steps_per_epoch fixes the number for any number of ranks
             progress.step = min(progress.step * loaded.size // self.transport.size, steps - 1)
-        if self.csv is not None:
-            self.csv.begin_at(progress.epoch, progress.step, progress.training_seconds)
+        if self.recorder is not None:
+            self.recorder.begin_at(progress.epoch, progress.step, progress.training_seconds)
         if self.schedule.counts_steps and is_other and self.transport.rank == 0:
             warnings.warn(
                 "train.schedule_lr_per_epoch is False: the scheduler counts steps, and an epoch has another "

@@ -10,21 +10,20 @@ the tree that this load has built so far. A YAML file is equivalent: `_target_` 
 
 In YAML and on the command line a mapping is merged into its node, unless it has a different `_target_` or the node
 is null. In Python an assigned `Config(Target)` always replaces the node.
-
-`layers` finds files, and applies them and the overrides to one tree. `check` checks the result.
 """
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from dgc_training.config.check import Check
-from dgc_training.config.formulas import derived as derived
 from dgc_training.config.layers import UNDER_CONSTRUCTION, Stack, find
 from dgc_training.config.tree import Config as Config
 from dgc_training.config.tree import Key as Key
+from dgc_training.config.tree import derived as derived
 from dgc_training.constructors import instantiate as instantiate
 from dgc_training.errors import ConfigError as ConfigError
 from dgc_training.errors import collecting
@@ -37,10 +36,9 @@ else:
 
     def __getattr__(name: str) -> Config:
         """Looks up `configs` at each import, so that every load uses its own tree."""
-        tree = UNDER_CONSTRUCTION.get() if name == "configs" else None
-        if tree is None:
-            raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` runs")
-        return tree
+        if name == "configs" and (tree := UNDER_CONSTRUCTION.get()) is not None:
+            return tree
+        raise AttributeError(f"no {name!r} in {__name__}; `configs` exists only while `load` runs")
 
 
 def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ()) -> DictConfig:
@@ -53,20 +51,19 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
 
     Raises:
         ConfigError: with one message for every wrong key or value: the key, the layer that set it, and the closest
-            valid names. After a file that cannot be read, no further layers are checked.
+            valid names. After a file that cannot be read, nothing else is checked.
     """
-    stack, files = Stack(), []
-    problems: list[str] = []
+    stack, files, problems = Stack(), list[Path](), list[str]()
     for path in paths:
         with collecting(problems):
-            files.append(find(path, stack.tree))
-    with collecting(problems):
-        for file in files if not problems else ():
+            files.append(find(path, stack.words()))
+    if not problems:
+        for file in files:
             stack.add(file)
-    if is_complete := not problems:
         stack.override(overrides, problems)
-    check = Check(stack, files, is_complete)
-    if problems := list(dict.fromkeys([*check.problems, *problems])):
+        check = Check(stack, files)
+        problems = list(dict.fromkeys([*check.problems.values(), *problems]))
+    if problems:
         heading = [f"{len(problems)} errors in the config:"] if len(problems) > 1 else []
         raise ConfigError("\n  ".join(heading + problems))
     OmegaConf.set_readonly(check.result, True)

@@ -1,23 +1,72 @@
-"""The tree that a config file changes: nested `Config` mappings, lists and scalars, and what its keys accept."""
+"""The tree that config files change: nested `Config` mappings, lists, scalars, and formulas as text."""
 
-import difflib
-import inspect
-import re
+import ast
+import math
+import operator as op
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dgc_training.constructors import SPECIAL, import_path, signature
+from omegaconf import DictConfig, OmegaConf
+
+from dgc_training.constructors import SPECIAL, import_path
 from dgc_training.errors import ConfigError, closest, short
 
-# Kinds of values, as messages name them.
-_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
-_KINDS |= {"list": "a list", "dict": "a mapping", "Config": "a node that names its constructor (_target_)"}
-# Kinds and further words for them in annotations. An annotation with any other word accepts every value.
-_ALIASES = {"list": "List tuple Tuple Sequence Iterable Collection", "None": "NoneType Optional"}
-_ALIASES |= {"": "Union Tensor torch typing collections abc dgc_training config tree"}
-_WORDS = {word: kind for kind in (*_KINDS, *_ALIASES) for word in f"{kind} {_ALIASES.get(kind, '')}".split()}
-_NODES = {"Config", "None"}
+SCALARS = (bool, int, float, str, type(None))
+FUNCTIONS: dict[Any, Any] = {ast.Add: op.add, ast.Sub: op.sub, ast.Mult: op.mul, ast.Div: op.truediv}
+FUNCTIONS |= {ast.FloorDiv: op.floordiv, ast.Mod: op.mod, ast.UAdd: op.pos, ast.USub: op.neg}
+FUNCTIONS |= {"min": min, "max": max, ast.Pow: math.pow}  # the integer 9**9**9 would exhaust the memory
+
+
+class Config(dict[str, Any]):
+    """A node of the tree: `Config(Target, key=value, ...)` describes a later call; Config() is a mapping.
+
+    Keys are also attributes. items(), keys() and values() leave out `_target_` and `_partial_`: a loop over them
+    copies the keywords into another node. A derived value reads as its formula, so a copy stays derived.
+
+    Args:
+        target: an importable class or function, or its import path, which is what the node has.
+        keys: keywords of the target: None, bool, int, float, str, list or Config. ValueError for any other value.
+    """
+
+    def __init__(self, target: Any = None, /, **keys: Any) -> None:
+        super().__init__()
+        self.update({} if target is None else {"_target_": target}, **keys)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(key, str) or not key:
+            raise ValueError(f"a config key must be a non-empty string, not {key!r}")
+        if key == "_target_" and not isinstance(value, str):
+            value = import_path(value)
+        super().__setitem__(key, value if isinstance(value, Config | Key) else copied(value, key))
+
+    def __getattribute__(self, key: str) -> Any:
+        return self[key] if key == "values" and key in self else super().__getattribute__(key)
+
+    def __getattr__(self, key: str) -> Any:
+        if key in self:
+            return self[key]
+        raise AttributeError(f"no key {key!r} here{closest(key, self)}")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if hasattr(dict, key) and key != "values":
+            raise ValueError(f"{key!r} is also a method of a mapping: write configs[...][{key!r}]")
+        self[key] = value
+
+    __delattr__ = dict.__delitem__
+
+    def items(self) -> Any:
+        return {key: self[key] for key in self if key not in SPECIAL}.items()
+
+    def keys(self) -> Any:
+        return dict(self.items()).keys()
+
+    def values(self) -> Any:
+        return dict(self.items()).values()
+
+    def update(self, *others: Any, **keys: Any) -> None:
+        for key, value in dict(*others, **keys).items():
+            self[key] = value
 
 
 @dataclass(frozen=True)
@@ -36,149 +85,36 @@ class Key:
     least: float | None = None
     items: "Key | None" = None
 
-    def kinds(self) -> set[str]:
-        """The kinds of accepted values; empty: every value."""
-        words = re.findall(r"\w+", inspect.formatannotation(self.type))
-        return {_WORDS[word] for word in words} - {""} if _WORDS.keys() >= set(words) else set()
 
-    def wanted(self, value: Any) -> str:
-        """What the value must be instead; '' if it is accepted. 100.0 is accepted as a whole number."""
-        kinds, fitting = self.kinds(), kinds_of(value)
-        too_small = self.least is not None and "float" in fitting and not value >= self.least
-        if not kinds or kinds.intersection(fitting) and not too_small:
-            return ""
-        names = [name for kind, name in _KINDS.items() if kind in kinds and (kind != "Config" or kinds <= _NODES)]
-        return " or ".join(names) + (f", at least {self.least}" if self.least is not None else "")
-
-
-ANYTHING = Key(Any)
-VALUES = "values"  # a keyword of compressors, and a method of mappings
-
-
-def key_of(kinds: set[str], default: Any = None) -> Key:
-    """Accepts these kinds, null and a node, of which the constructor gets the object. Without kinds: anything."""
-    return Key(" | ".join(kinds | _NODES) if kinds - _NODES else Any, default)
-
-
-def kinds_of(value: Any) -> list[str]:
-    """The kind of a value, and the other kind that it is accepted as. "None", or keys of `_KINDS`."""
-    kind = "None" if value is None else type(value).__name__
+def copied(value: Any, key: str = "configs", mapping: Any = Config) -> Any:
+    """A copy with mappings of one class, lists for tuples, and defaults for keys. ValueError for other values."""
     if isinstance(value, dict):
-        return ["Config", "dict"] if "_target_" in value else ["dict"]
-    if kind == "int" or kind == "float" and value.is_integer():
-        return [kind, "float" if kind == "int" else "int"]
-    return [kind]
-
-
-def keywords(target: Any) -> dict[str, Key] | None:
-    """What the keywords of `target` accept, by annotation or default. None if it accepts any keyword."""
-    parameters = signature(target).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    keys = {"_target_": Key(str), "_partial_": Key(bool)}
-    for p in parameters:
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            # A default of 0 is common where fractions are accepted.
-            default = {bool: "bool", int: "int | float", float: "float", str: "str"}.get(type(p.default), Any)
-            keys[p.name] = key_of(Key(default if p.annotation is p.empty else p.annotation).kinds(), p.default)
-    return keys
-
-
-class Config(dict[str, Any]):
-    """A node of the tree: `Config(Target, key=value, ...)` describes a later call; Config() is a mapping.
-
-    Keys are also attributes, `values` as well where it is a key. A derived value reads as its formula, so a copy
-    of it stays derived. items(), keys() and values() leave out `_target_` and `_partial_`, so that a loop over
-    them copies the keywords into a node of another constructor.
-
-    Args:
-        target: an importable class or function, or its import path. It is stored as the path.
-        keys: keywords of the target: None, bool, int, float, str, list or Config.
-
-    Raises:
-        ValueError: for any other value.
-    """
-
-    def __init__(self, target: Any = None, /, *args: Any, **keys: Any) -> None:
-        super().__init__()
-        if args:
-            raise ValueError("Config takes arguments by name only: Config(Target, key=value)")
-        self.update({} if target is None else {"_target_": target}, **keys)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if not isinstance(key, str) or not key:
-            raise ValueError(f"a config key must be a non-empty string, not {key!r}")
-        is_object = key == "_target_" and not isinstance(value, str)
-        super().__setitem__(key, import_path(value) if is_object else checked(value, key))
-
-    def __getattribute__(self, key: str) -> Any:
-        if key == VALUES and dict.__contains__(self, key):
-            return self[key]
-        return super().__getattribute__(key)
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        if hasattr(dict, key) and key != VALUES:
-            raise ValueError(f"{key!r} is also a method of a mapping: write configs[...][{key!r}]")
-        self[key] = value
-
-    def __getattr__(self, key: str) -> Any:
-        if key in self:
-            return self[key]
-        raise AttributeError(f"no key {key!r} here{closest(key, self)}")
-
-    def __delattr__(self, key: str) -> None:
-        self.__getattr__(key)
-        del self[key]
-
-    def items(self) -> Any:
-        """A copy of all (keyword, value) pairs, so that the node may change during iteration."""
-        return {key: self[key] for key in self if key not in SPECIAL}.items()
-
-    def keys(self) -> Any:
-        return dict(self.items()).keys()
-
-    def values(self) -> Any:
-        return dict(self.items()).values()
-
-    def update(self, *others: Any, **keys: Any) -> None:
-        """Like dict.update, with every value checked."""
-        for key, value in dict(*others, **keys).items():
-            self[key] = value
-
-
-def checked(value: Any, key: str = "configs") -> Any:
-    """Returns the value, with other mappings as Config objects and tuples as lists. Raises ValueError."""
-    if isinstance(value, list | tuple):
-        return [checked(item, key) for item in value]
-    if isinstance(value, dict) and not isinstance(value, Config):
-        node = Config()
-        node.update(value)
+        node = mapping()
+        for name in value:
+            node[name] = copied(value[name], name, mapping)
         return node
-    if value is None or isinstance(value, Config | Key) or type(value) in (bool, int, float, str):
-        return value
-    accepted = "null, bool, int, float, str, list or Config(Class, ...)"
-    raise ValueError(f"{key} is {short(repr(value))}, but it must be {accepted}")
+    if isinstance(value, list | tuple):
+        return [copied(item, key, mapping) for item in value]
+    if not isinstance(value, Key) and type(value) not in SCALARS:
+        accepted = "null, bool, int, float, str, list or Config(Class, ...)"
+        raise ValueError(f"{key} is {short(repr(value))}, but it must be {accepted}")
+    return copied(value.default, key, mapping) if isinstance(value, Key) else value
 
 
-def plain(value: Any, key: str = "configs") -> Any:
-    """Copies a node to nested dicts and lists, with all values checked. A Key becomes its default."""
-    value = checked(value.default if isinstance(value, Key) else value, key)
-    if isinstance(value, dict):
-        return {name: plain(value[name], name) for name in value}
-    return [plain(item, key) for item in value] if isinstance(value, list) else value
-
-
-def merge_(node: Config | list[Any], other: dict[str, Any]) -> None:
-    """Merges a mapping into a node: nested mappings key by key if they name the same constructor or none. Another
-    value replaces the old one. Raises ConfigError for a key that is no index of a list.
+def merge_(node: Any, other: dict[Any, Any]) -> None:
+    """Merges a mapping into a mapping or a list: nested mappings key by key if they name the same constructor or
+    none. Another value replaces the old one. Raises ConfigError for a key that is no index of a list.
     """
     for key, value in other.items():
-        at, old = _child(node, key)
-        target = old.get("_target_") if isinstance(old, Config) else None
-        if isinstance(old, Config | list) and isinstance(value, dict) and value.get("_target_", target) == target:
+        if isinstance(node, list) and not (str(key).isdecimal() and int(key) < len(node)):
+            raise ConfigError(f"there is no {key!r} in a list of {len(node)}")
+        key = int(key) if isinstance(node, list) else key
+        old = node[key] if isinstance(node, list) else node.get(key)
+        target = old.get("_target_") if isinstance(old, dict) else None
+        if isinstance(old, dict | list) and isinstance(value, dict) and value.get("_target_", target) == target:
             merge_(old, value)
         else:
-            node[at] = value
+            node[key] = value
 
 
 def assign_(tree: Config, key: str, value: Any) -> None:
@@ -187,19 +123,9 @@ def assign_(tree: Config, key: str, value: Any) -> None:
     node: Any = tree
     for name in above:
         merge_(node, {name: {}})
-        node = _child(node, name)[1]
-    if value == {}:
-        merge_(node, {last: None})
-    merge_(node, {last: value})
-
-
-def _child(node: Config | list[Any], key: str) -> tuple[Any, Any]:
-    """The key, or the index in a list, and its value: None if there is none."""
-    if not isinstance(node, list):
-        return key, node.get(key)
-    if not str(key).isdecimal() or int(key) >= len(node):
-        raise ConfigError(f"there is no {key!r} in a list of {len(node)}")
-    return int(key), node[int(key)]
+        node = node[int(name) if isinstance(node, list) else name]
+    for content in [None, value] if value == {} else [value]:
+        merge_(node, {last: content})
 
 
 def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -210,8 +136,47 @@ def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(node[key], f"{prefix}{key}.")
 
 
-def similar(name: str, tree: dict[str, Any], without: str = "") -> list[str]:
-    """The dotted key `name`, or up to three that end in it, or the closest one. `without` is left out."""
-    keys = [key for key, _ in leaves(tree) if not f"{key}.".startswith(f"{without}.")]
-    same = [key for key in keys if name and f".{key}".endswith(f".{name}")]
-    return [name] if name in same else same[:3] or difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+def derived(formula: str) -> str:
+    """A value that follows later files: derived("max(1, train.num_epochs - train.warmup_lr_epochs)").
+
+    A formula is a Python expression of numbers, keys of numbers, + - * / // % **, min(...) and max(...), as in
+    YAML `${derive:"train.num_epochs - 5"}`. The value of a single key, derived("seed"), may have any type.
+    """
+    text = " ".join(formula.split())
+    return f"${{{text}}}" if text.replace(".", "").isidentifier() else f'${{derive:"{text}"}}'
+
+
+def is_formula(value: Any) -> bool:
+    """Whether a value is computed when it is read. `???` is a value that is not set yet."""
+    return isinstance(value, str) and ("${" in value or value == "???")
+
+
+def _derive(formula: str, *, _root_: DictConfig) -> Any:
+    """OmegaConf's resolver `derive`. OmegaConf reports any exception with the key of the formula."""
+
+    def compute(node: Any) -> Any:
+        match node:
+            case ast.Constant(value=value) if type(value) in (int, float):
+                return value
+            case ast.Name() | ast.Attribute():
+                if (value := OmegaConf.select(_root_, ast.unparse(node), default=_root_)) is _root_:
+                    raise ValueError(f"Interpolation key '{ast.unparse(node)}' not found")  # as for ${key}
+                if type(value) not in (int, float):
+                    raise ValueError(f"{ast.unparse(node)} is {short(repr(value))}, not a number")
+                return value
+            case ast.BinOp():
+                return FUNCTIONS[type(node.op)](compute(node.left), compute(node.right))
+            case ast.UnaryOp():
+                return FUNCTIONS[type(node.op)](compute(node.operand))
+            case ast.Call(func=ast.Name(id=name), keywords=[]):
+                return FUNCTIONS[name](*map(compute, node.args))
+        raise TypeError
+
+    try:
+        return compute(ast.parse(formula.strip() if len(formula) <= 1000 else "", mode="eval").body)
+    except (SyntaxError, TypeError, KeyError):
+        known = "keys, numbers, + - * / // % **, min(...) and max(...), up to 1000 characters"
+        raise ValueError(f"{short(repr(formula))} is not made of {known}") from None
+
+
+OmegaConf.register_resolver("derive", _derive, replace=True, annotation_validation="off")

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from dgc.comm import AllReduce, Transport
-from dgc_training.faults.failure import Terminated, is_secondary
-from dgc_training.faults.signals import listening
+from dgc_training.faults.failure import Terminated, is_secondary, listening
 from dgc_training.launcher import is_under_torchrun
 
 # Exit status of a run that saved and stopped after a signal: EX_TEMPFAIL, "try again later".

@@ -13,9 +13,10 @@ ui.perfetto.dev or chrome://tracing.
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -23,14 +24,11 @@ from torch import Tensor
 
 from dgc.comm.meter import Trace
 from dgc_training.checkpoint.progress import BYTES
-from dgc_training.checkpoint.state import RunState
+from dgc_training.checkpoint.state import Recorder, RunState
 from dgc_training.config import to_yaml
 from dgc_training.faults.error_growth import ErrorGrowthMonitor
-from dgc_training.logging.changed_settings import changed_settings
 from dgc_training.logging.console import Console
-from dgc_training.logging.formatting import human_bytes, plural
-from dgc_training.logging.phase_timer import PhaseTimer
-from dgc_training.logging.rank_csv.recorder import StepRecorder
+from dgc_training.logging.formatting import changed_settings, human_bytes, plural
 from dgc_training.logging.scalars import ScalarLog
 from dgc_training.synchronization import Synchronization
 from dgc_training.tasks.protocol import Loss
@@ -43,7 +41,7 @@ class Log:
         directory: the run directory.
         state: the parts of the run.
         sync: the synchronization of the ranks.
-        recorder: writes the CSV file of this rank; None: no file.
+        recorder: records the steps of this rank, where train.recorder names one.
         tree: the complete config of the run.
         steps_per_epoch: optimizer steps in an epoch.
         item: what rates count: "sample" or "token".
@@ -54,7 +52,7 @@ class Log:
         directory: Path,
         state: RunState,
         sync: Synchronization,
-        recorder: StepRecorder | None,
+        recorder: Recorder | None,
         tree: DictConfig,
         steps_per_epoch: int,
         item: str = "sample",
@@ -226,7 +224,7 @@ class Log:
         """Excludes the time until now, such as evaluation and saving, from the time of the next step."""
         self.last_time = time.perf_counter()
         if self.recorder is not None:
-            self.recorder.begin(self.timer)
+            self.recorder.begin(self.timer.seconds)
 
     def _save_trace(self) -> None:
         if self.trace is not None:
@@ -238,3 +236,36 @@ class Log:
         if self.recorder is not None:
             self.recorder.close()
         self.console.close()
+
+
+T = TypeVar("T")
+
+
+class PhaseTimer:
+    """Adds up the host's seconds spent in named phases. With a `trace`, each phase is also drawn there."""
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.trace = trace
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + ended - started
+            if self.trace is not None:
+                self.trace.add(name, "training", started, ended)
+
+    def iterate(self, name: str, items: Iterable[T]) -> Iterator[T]:
+        """Yields `items`, and counts the time spent fetching them as phase `name`."""
+        iterator = iter(items)
+        while True:
+            with self.phase(name):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item

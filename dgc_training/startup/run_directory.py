@@ -14,7 +14,7 @@ from dgc_training.atomic_write import write_atomically
 from dgc_training.config import ConfigError, load, to_yaml
 from dgc_training.faults.failure import UsageError
 from dgc_training.launcher import may_restart
-from dgc_training.startup.config_differences import config_differences
+from dgc_training.startup.agreement import config_differences
 from dgc_training.startup.lock import RunLock, remove_temporary_files
 
 # Seconds that a restarted run waits for the lock. A rank of the previous attempt may still be ending, and a file

@@ -6,8 +6,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dgc_training.startup.build import build
-from dgc_training.startup.parameters import parameter_groups
+from dgc_training.startup.build import build, parameter_groups
 
 
 def build_inner(settings: DictConfig, model: nn.Module, gradients: Mapping[str, Tensor]) -> Optimizer:

@@ -15,7 +15,7 @@ def test_wrong_settings_are_named_once(tmp_path: Path) -> None:
     with ElasticRun(tmp_path, 1, ("configs/dgc/wm5.py", "--configs.train.num_epoch=1")) as run:
         status = run.start(2).process.wait(patient(60))
     assert status == 2 and "Traceback" not in run.text()
-    assert run.text().count("unknown key train.num_epoch; closest: num_epochs") == 1
+    assert run.text().count("unknown key train.num_epoch; closest: train.num_epochs") == 1
 
 
 @pytest.mark.proof

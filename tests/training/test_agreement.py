@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.faults.failure import UsageError
-from dgc_training.faults.replicas import check_replicas, minority_ranks
 from dgc_training.faults.watchdog import WatchedTransport, find_stuck_rank
 from dgc_training.startup import agreement
 from dgc_training.startup.agreement import check_agreement, code_difference, code_hashes
+from dgc_training.synchronization import check_replicas, minority_ranks
 
 
 @pytest.mark.parametrize(

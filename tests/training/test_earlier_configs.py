@@ -78,6 +78,17 @@ def test_names_of_still_earlier_versions() -> None:
     }
 
 
+def test_csv_files_are_a_recorder(tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    for stack, csv in (([CNN, SGP], True), ([CNN], False)):
+        tree = load(stack)
+        content = yaml.safe_load(to_yaml(tree))
+        del content["train"]["recorder"]
+        content["train"]["csv"] = csv
+        saved.write_text(yaml.safe_dump(content))
+        assert load([saved]) == tree and bool(tree.train.recorder) == csv
+
+
 @pytest.mark.parametrize("stack", [[], [SGP], [DILOCO]])
 def test_other_configs_stay(stack: list[str]) -> None:
     content = yaml.safe_load(to_yaml(load([CNN, *stack])))

@@ -103,13 +103,13 @@ def killed(monkeypatch: pytest.MonkeyPatch, stack: Any, directory: Any, *words: 
 
 
 # without CSV files: one that stays open would be a warning in this process
-EVERY_3 = ["--configs.train.checkpoint_every=3", "--configs.train.csv=False"]
+EVERY_3 = ["--configs.train.checkpoint_every=3", "--configs.train.recorder=null"]
 
 
 @pytest.mark.parametrize("first", ["all_reduce_first", "two_peers_first"])
 def test_the_topology_changes_during_a_run(first: Any, tmp_path: Path) -> None:
     stack = [SGP, f"configs/topology/{first}.py"]
-    words = ["--configs.train.csv=False", "--configs.train.num_epochs=4"]
+    words = ["--configs.train.recorder=null", "--configs.train.num_epochs=4"]
     words += ["--run-dir", str(tmp_path / "run")]
     args, overrides = parse_arguments(["--configs", CNN, *stack, *QUICK, *words])
     tree = load(args.configs, overrides)

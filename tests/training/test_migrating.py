@@ -15,7 +15,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc_training.config import Config, ConfigError, instantiate, load
-from dgc_training.config.tree import checked, plain
+from dgc_training.config.tree import copied
 from dgc_training.startup.arguments import parse_arguments
 
 ENGINE = "from torchpack.mtpack.utils.config import Config, configs\n"
@@ -118,7 +118,7 @@ def test_items_are_the_keywords_of_the_constructor() -> None:
     assert other._target_ == "dgc.optim.DGCSGD" and other.lr2 == 1.0
     # the whole node, as dict.update and a copy take it
     other.update(node)
-    copy = checked(plain(node))
+    copy = copied(node)
     assert other._target_ == copy._target_ == "torch.optim.SGD" and copy._partial_ is True
 
 

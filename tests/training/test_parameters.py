@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dgc_training.startup.parameters import parameter_groups
+from dgc_training.startup.build import parameter_groups
 
 
 def test_one_group_by_default() -> None:

@@ -14,11 +14,9 @@ import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
-from dgc_training.logging.changed_settings import changed_settings
-from dgc_training.logging.console import Console, clock
-from dgc_training.logging.formatting import against_dense, human_bytes, plural, result_text
+from dgc_training.logging.console import Console, clock, wants_colour
+from dgc_training.logging.formatting import against_dense, changed_settings, human_bytes, plural, result_text
 from dgc_training.logging.summary import summarize, table
-from dgc_training.logging.terminal import wants_colour
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.installed import first_line
 from scripts.demo import comparison
@@ -168,7 +166,7 @@ def test_the_bar_uses_the_stream_of_the_rows_and_is_removed_before_them(
     assert capsys.readouterr() == ("", "")
 
 
-TELL = "from dgc_training.logging.terminal import terminal_of; print(terminal_of(1), terminal_of(2))"
+TELL = "from dgc_training.logging.console import terminal_of; print(terminal_of(1), terminal_of(2))"
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.horovod)])

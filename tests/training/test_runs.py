@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dgc_training.startup.config_differences import config_differences
+from dgc_training.startup.agreement import config_differences
 from dgc_training.startup.run_directory import move_aside
 from dgc_training.startup.run_name import run_name, warn_of_other_run
 

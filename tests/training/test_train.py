@@ -17,11 +17,10 @@ from dgc_training.checkpoint.reading import fingerprint, read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
 from dgc_training.logging.formatting import result_text
-from dgc_training.logging.scalars import ScalarLog
-from dgc_training.logging.tags import OFTEN_ZERO, TAGS, describe
+from dgc_training.logging.scalars import OFTEN_ZERO, TAGS, ScalarLog, describe
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.setup import require_complete
-from dgc_training.tasks.labels import LabelCheck
+from dgc_training.tasks.classification import LabelCheck
 
 EXPERIMENT = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
 QUICK = [

@@ -23,8 +23,7 @@ from dgc_training.startup.arguments import parse_arguments
 from dgc_training.tasks.protocol import Setup
 from dgc_training.tasks.translation import Translation
 from dgc_training.tasks.translation_batches import TranslationBatches, evaluation_batches
-from dgc_training.tasks.translation_evaluation import TranslationEvaluation, table
-from dgc_training.tasks.translation_quality import TranslationQuality
+from dgc_training.tasks.translation_evaluation import TranslationEvaluation, TranslationQuality, table
 
 CPU = torch.device("cpu")
 SIZES = {"train_numbers": 300, "test_numbers": 37, "vocabulary_size": 60}

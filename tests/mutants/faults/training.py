@@ -172,10 +172,10 @@ TRAINING = [
         ["tests/training/test_train.py::test_any_number_is_better_than_nan"],
     ),
     Fault(
-        "numbers-in-formulas-are-rounded",
-        "dgc_training/config/formulas.py",
-        "else number(token[0])",
-        "else round(number(token[0]))",
+        "numbers-in-formulas-are-whole",
+        "dgc_training/config/tree.py",
+        "case ast.Constant(value=value) if type(value) in (int, float):",
+        "case ast.Constant(value=value) if type(value) is int:",
         ["tests/training/test_config.py::test_arithmetic"],
     ),
     Fault(
@@ -186,10 +186,10 @@ TRAINING = [
         ["tests/training/test_config_errors.py::test_unknown_keys_on_the_command_line"],
     ),
     Fault(
-        "numbers-with-an-exponent-are-text",
-        "dgc_training/config/formulas.py",
-        'return float(text) if set(text) & set(".eEfF") else int(text)',
-        'return float(text) if set(text) & set(".fF") else int(text)',
+        "lists-of-the-command-line-are-text",
+        "dgc_training/config/layers.py",
+        'if "${" in text or text == "nan":',
+        'if "${" in text or text[0] == "[":',
         ["tests/training/test_config.py::test_literals"],
     ),
     Fault(

@@ -22,21 +22,39 @@ A resumed job appends. Rows that a killed job wrote after the checkpoint are rem
 its (Epoch, itr), and the checkpoint contains the last one. On another number of ranks it appends to the files that
 this number of ranks has begun before, if any.
 
+`StepRecorder` is the recorder that the trainer builds where `train.recorder` names it, as configs/gossip does.
+
 Differences from the reference: the last seven columns; elapsed time is measured instead of estimated afterwards.
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
+from omegaconf import DictConfig
 from torch import Tensor
 
+from dgc_training.atomic_write import write_atomically
 from dgc_training.checkpoint.validation import check_structure
-from dgc_training.logging.rank_csv.file import COLUMNS, END, LATEST, SCORES, SUMMED, TIMES, open_file
+from dgc_training.tasks.protocol import Loss
 
+TIMES = ("BT(s)", "NT(s)", "DT(s)")
+SCORES = ("Loss", "Prec@1", "Prec@5")
+LATEST = ("consensus", "weight", "staleness")
+SUMMED = ("payload_bytes", "wire_bytes", "wait(s)")
+COLUMNS = (
+    *("Epoch", "itr"),
+    *(f"{kind}{name}" for name in TIMES for kind in ("", "avg:", "std:")),
+    *(f"{kind}{name}" for name in SCORES for kind in ("", "avg:")),
+    *("val", "consensus", "weight", "payload_bytes", "wire_bytes", "staleness", "wait(s)", "elapsed(s)"),
+)
+PREAMBLE = 5  # lines before the first row
+# The itr of a row after validation. It sorts after every step of its epoch.
+END = -1
 UNKNOWN = -1.0
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
@@ -258,3 +276,117 @@ def accuracy(outputs: Tensor, targets: Tensor, ks: Sequence[int] = (1, 5)) -> tu
     largest = min(max(ks), outputs.size(1))
     hits = outputs.detach().topk(largest, dim=1).indices == targets.unsqueeze(1)
     return tuple(100.0 * hits[:, :k].any(dim=1).double().mean() for k in ks)
+
+
+def open_file(path: Path, preamble: Sequence[str], last: Sequence[int] | None) -> TextIO:
+    """Opens the file for appending after row `last` (Epoch, itr), and drops later rows.
+
+    A new file is begun if `last` is None, or if the existing file has another format.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    if last is not None and path.exists():
+        # Text after the last line break is a row that was being written when the job was killed.
+        lines = path.read_text(errors="replace").split("\n")[:-1]
+    kept = []
+    if len(lines) >= PREAMBLE and lines[PREAMBLE - 1] == preamble[-1] and last is not None:
+        kept = [line for line in lines[PREAMBLE:] if _sort_key(line) <= _position(*last)]
+    text = "".join(f"{line}\n" for line in (*preamble, *kept))
+    write_atomically(path, lambda file: file.write(text.encode()))
+    return path.open("a")
+
+
+def _position(epoch: int, itr: int) -> tuple[float, float]:
+    return (epoch, math.inf if itr == END else itr)
+
+
+def _sort_key(line: str) -> tuple[float, float]:
+    """The sort key of a row. A line that is not a row sorts after all rows."""
+    cells = line.split(",")
+    try:
+        return _position(int(cells[0]), int(cells[1])) if len(cells) == len(COLUMNS) else (math.inf, 0.0)
+    except ValueError:
+        return (math.inf, 0.0)
+
+
+class StepRecorder:
+    """Measures steps and writes them to the CSV file of this rank.
+
+    Args:
+        directory: the run directory.
+        tree: the complete config of the run.
+        optimizer: the distributed optimizer, which has the columns of the algorithm.
+    """
+
+    def __init__(self, directory: Path, tree: DictConfig, optimizer: Any) -> None:
+        settings = tree.train
+        self.optimizer, self.metric = optimizer, settings.metric
+        self.file = CsvLog(
+            directory,
+            rank=optimizer.transport.rank,
+            size=optimizer.transport.size,
+            batch_size=settings.batch_size * settings.num_batches_per_step,
+            num_workers=tree.data.num_workers,
+            every=settings.log_every,
+        )
+
+    def begin(self, seconds: Mapping[str, float]) -> None:
+        """Starts timing a step. The time before this call is not counted. seconds: of each phase so far."""
+        self.seconds = seconds
+        self.started = time.perf_counter()
+        self.increments = Increments(self._totals())
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.samples = 0
+        self.top: list[Any] = [0.0, 0.0]
+
+    def _totals(self) -> dict[str, float]:
+        data, meter = self.seconds.get("data", 0.0), self.optimizer.meter
+        sent = {"payload_bytes": float(meter.payload_bytes), "wire_bytes": meter.wire_bytes}
+        return {**sent, "wait(s)": meter.seconds["wait"], "data": data}
+
+    def batch(self, loss: Loss) -> None:
+        """Call after each forward pass."""
+        outputs, targets = loss.outputs, loss.targets
+        if (
+            outputs is not None
+            and targets is not None
+            and outputs.dim() == 2
+            and targets.shape == outputs.shape[:1]
+            and not targets.is_floating_point()
+        ):
+            for i, share in enumerate(accuracy(outputs, targets)):
+                self.top[i] = self.top[i] + share * len(targets)
+        else:
+            self.top = [UNKNOWN * (self.samples + loss.items)] * 2
+        self.samples += loss.items
+
+    def step(self, epoch: int, itr: int, loss: Tensor) -> None:
+        """Call after each step."""
+        now, samples = time.perf_counter(), max(1, self.samples)
+        amounts = self.increments(self._totals())
+        data_seconds = amounts.pop("data")
+        top1, top5 = (top / samples for top in self.top)
+        found = self.optimizer.metrics()
+        metrics = amounts | {name: found[name] for name in ("weight", "staleness") if name in found}
+        self.file.step(epoch, itr, now - self.started, data_seconds, loss, top1, top5, samples, metrics)
+        self.started = now
+        self._begin_step()
+
+    def end_epoch(self, epoch: int, results: Mapping[str, float]) -> None:
+        """Call after an epoch's evaluation and before its checkpoint."""
+        result = results.get(self.metric) if self.metric else None
+        self.file.end_epoch(epoch, result, self.optimizer.metrics().get("consensus_distance"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.file.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.file.load_state_dict(state)
+
+    def begin_at(self, epoch: int, step: int, seconds: float) -> None:
+        self.file.begin_at(epoch, step, seconds)
+
+    def close(self) -> None:
+        self.file.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgc_training.logging.rank_csv.log import CsvLog, Increments, Running, accuracy
+from scripts.gossip.rank_csv import CsvLog, Increments, Running, accuracy
 
 REFERENCE = (
     "Epoch,itr,BT(s),avg:BT(s),std:BT(s),NT(s),avg:NT(s),std:NT(s),DT(s),avg:DT(s),std:DT(s),"

@@ -1,1 +1,0 @@
-"""One CSV file per rank."""

@@ -1,0 +1,1 @@
+"""Stochastic gradient push: the runs of its paper, their CSV files and its figures."""
