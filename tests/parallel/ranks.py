@@ -144,7 +144,7 @@ class Group:
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        within: float = 200,
+        within: float = 100,
         last: bool = False,
         **options: Any,
     ) -> list[Any]:
