@@ -23,7 +23,8 @@ from scripts.launch import prepare
 from scripts.launch import torchrun as torchrun_command
 
 Commands = list[list[str]]
-SERVER = str(Path(__file__).with_name("server.py"))
+HERE = Path(__file__).parent
+SERVER, WARM = str(HERE / "server.py"), str(HERE / "warm.py")
 HORIZON = 5.0  # seconds of a quiet machine in which the other ranks tell why they failed too
 
 
@@ -82,6 +83,20 @@ def torchrun(ranks: int, words: list[str]) -> Commands:
 
 
 @cache
+def _warm() -> str:
+    """The socket of a process that forks ranks. It ends with the tests."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = f"{folder}/warm"
+    command = [sys.executable, WARM, address]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(1), stdin=pipe, stdout=pipe, text=True)
+    atexit.register(process.communicate)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return address
+
+
+@cache
 def _agent() -> str:
     """A program in place of ssh: HOST COMMAND, each host with a temporary folder of its own."""
     folder = tempfile.mkdtemp()
@@ -106,9 +121,9 @@ def two_machines(ranks: int, words: list[str]) -> Commands:
 def two_agents(ranks: int, words: list[str]) -> Commands:
     """torchrun with two agents on this machine, which count as two machines with half of the ranks each."""
     address = f"--master-addr 127.0.0.1 --master-port {free_port()}"
-    options = f"--nnodes 2 --nproc-per-node {ranks // 2} {address} --node-rank"
+    options = f"--no-python --nnodes 2 --nproc-per-node {ranks // 2} {address} --node-rank"
     launcher = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    return [[*launcher, str(agent), *words] for agent in range(2)]
+    return [[*launcher, str(agent), sys.executable, *words] for agent in range(2)]
 
 
 @Launcher
@@ -211,7 +226,7 @@ class Group:
             listener.listen(self.size)
             listener.settimeout(patient(1))
             with open(self._folder / "output", "wb") as file:
-                for command in self.launch.commands(self.size, [SERVER, address]):
+                for command in self.launch.commands(self.size, ["-S", WARM, _warm(), SERVER, address]):
                     variables = environment(self.size)
                     self._processes.append(
                         subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=file, stderr=file)

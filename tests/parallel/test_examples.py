@@ -1,7 +1,6 @@
 """Every script of examples/ trains, and its ranks end with the state that examples/README.md promises."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ def ends(launch: Any, directory: Path, *runs: str) -> list[dict[str, Any]]:
     There are two ranks, or for FSDP2 two machines with two ranks each. All replicas must be equal.
     """
     words = ["-W", "error", str(WORKER), str(directory), json.dumps([run.split() for run in runs])]
-    if launch is two_agents:
-        done, ranks = launch(4, ["--no-python", sys.executable, *words]), 4
-    else:
-        done, ranks = launch(2, words), 2
+    ranks = 4 if launch is two_agents else 2
+    done = launch(ranks, words)
     assert done.returncode == 0, done.stdout + done.stderr
     found: list[Any] = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     assert found[: ranks // 2] == found[ranks // 2 :]
