@@ -56,9 +56,12 @@ unit: setup
 parallel: setup
 	@$(BIN)/python -m pytest tests/parallel
 
+# Types and shapes of arguments are checked in every call, which doubles the time of tests of one process.
 # pytest ends with 5 where no test is marked as a proof
+CHECKED := --jaxtyping-packages=dgc,typecheck.checked
 proof: setup
-	@$(BIN)/python -m pytest -m proof || test $$? -eq 5
+	@$(BIN)/python -m pytest $(CHECKED) --ignore tests/parallel
+	@$(BIN)/python -m pytest $(CHECKED) -m proof || test $$? -eq 5
 
 mutants: setup
 	@$(BIN)/python -m tests.mutants --workers $(WORKERS)
