@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from environment import patient, python_path
+from warm import python
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -249,6 +250,7 @@ def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
 def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": python_path()}
+    (tmp_path / "bin" / "python").symlink_to(python())
     run = tmp_path / "run"
     words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(run)]
     words += ["--configs.train.num_epochs", "5", "--configs.train.checkpoint_every", "5"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from environment import REPOSITORY, patient, python_path
 from parallel.processes import descendants, free_port, run_together, send
 
@@ -23,8 +24,8 @@ from scripts.launch import prepare
 from scripts.launch import torchrun as torchrun_command
 
 Commands = list[list[str]]
-HERE = Path(__file__).parent
-SERVER, WARM = str(HERE / "server.py"), str(HERE / "warm.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+SERVER = str(Path(__file__).with_name("server.py"))
 HORIZON = 5.0  # seconds of a quiet machine in which the other ranks tell why they failed too
 
 
@@ -36,7 +37,14 @@ class Launcher:
     """
 
     def __init__(self, commands: Callable[[int, list[str]], Commands]) -> None:
-        self.commands, self.__name__ = commands, commands.__name__
+        self._commands, self.__name__ = commands, commands.__name__
+
+    def commands(self, ranks: int, words: list[str]) -> Commands:
+        """They start forks in place of `python` (see `warm`)."""
+        return [
+            [warm.python() if word == sys.executable else word for word in command]
+            for command in self._commands(ranks, words)
+        ]
 
     def __call__(self, ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """The end of a program. Its output is that of all commands, one after the other."""
@@ -60,7 +68,7 @@ def mpirun(ranks: int, words: list[str]) -> Commands:
 
 
 def _horovodrun(ranks: int) -> list[str]:
-    return [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
+    return [sys.executable, str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
 
 
 @Launcher
@@ -79,21 +87,8 @@ def two_gloo_machines(ranks: int, words: list[str]) -> Commands:
 @Launcher
 def torchrun(ranks: int, words: list[str]) -> Commands:
     """torch.distributed's launcher: neither Horovod nor MPI."""
-    return [torchrun_command(ranks, words)]
-
-
-@cache
-def _warm() -> str:
-    """The socket of a process that forks ranks. It ends with the tests."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    address = f"{folder}/warm"
-    command = [sys.executable, WARM, address]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(1), stdin=pipe, stdout=pipe, text=True)
-    atexit.register(process.communicate)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return address
+    command = torchrun_command(ranks, words)
+    return [[*TORCHRUN, *command[1:]]]
 
 
 @cache
@@ -122,8 +117,7 @@ def two_agents(ranks: int, words: list[str]) -> Commands:
     """torchrun with two agents on this machine, which count as two machines with half of the ranks each."""
     address = f"--master-addr 127.0.0.1 --master-port {free_port()}"
     options = f"--no-python --nnodes 2 --nproc-per-node {ranks // 2} {address} --node-rank"
-    launcher = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    return [[*launcher, str(agent), sys.executable, *words] for agent in range(2)]
+    return [[*TORCHRUN, *options.split(), str(agent), sys.executable, *words] for agent in range(2)]
 
 
 @Launcher
@@ -226,7 +220,7 @@ class Group:
             listener.listen(self.size)
             listener.settimeout(patient(1))
             with open(self._folder / "output", "wb") as file:
-                for command in self.launch.commands(self.size, ["-S", WARM, _warm(), SERVER, address]):
+                for command in self.launch.commands(self.size, [SERVER, address]):
                     variables = environment(self.size)
                     self._processes.append(
                         subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=file, stderr=file)
