@@ -98,6 +98,7 @@ def test_compressors(row: Row) -> None:
             history(row.dense_limit, 2)
 
 
+@pytest.mark.proof
 def test_compressors_in_plain_torch() -> None:
     kernels.use("reference")
     try:
