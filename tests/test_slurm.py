@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 from environment import patient, python_path
+from simulated import train_on
 from warm import python
 
-import train
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.config import load
 from dgc_training.config.layers import REPOSITORY
-from dgc_training.startup.arguments import parse_arguments
 
 SIGNALS = [signal.SIGUSR1, signal.SIGTERM]
 CONTROL = """#!/bin/sh
@@ -264,7 +261,5 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytes
     assert not (run / "summary.json").exists()
 
     # The requeued job runs the same command.
-    args, overrides = parse_arguments(words)
-    tree = load(args.configs, overrides)
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    train_on(2, words)
     assert "resumed from checkpoint e000" in capsys.readouterr().out and (run / "summary.json").exists()

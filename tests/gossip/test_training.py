@@ -222,17 +222,6 @@ def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any, new:
     assert float((mean(on(new, after)) - mean(biased)).abs().max()) < 1e-6
 
 
-def test_two_runs_are_the_same() -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, OSGP(gossip.exponential, synch_freq=2, message=Int8Message(16)))
-        for _ in range(15):
-            own.step()
-        own.optimizer.synchronize_messages()
-        return own.z.clone()
-
-    assert all(torch.equal(a, b) for a, b in zip(on(5, body), on(5, body), strict=True))
-
-
 @pytest.mark.parametrize("outer", [SlowMo(0.0), Nesterov(1.0, 0.0)])
 def test_an_outer_step_without_momentum_is_the_mean(outer: Any) -> None:
     def body(transport: Any, algorithm: Any) -> Any:
