@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import CASES, IDS, OUTER, ROWS, SIZES, Trained, momentum, on
+from cases import at_every_size
+from gossip.networks import OUTER, ROWS, SIZES, Trained, momentum, on
 
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
@@ -37,7 +38,7 @@ def without_gradients(transport: Any, row: Any, steps: Any, per_epoch: Any) -> A
     return own, start, own.biased_parameters()
 
 
-@pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
+@at_every_size(ROWS, SIZES)
 def test_without_gradients_the_mean_is_kept_and_all_agree(row: Any, size: Any) -> None:
     def body(transport: Any) -> Any:
         own, start, between = without_gradients(transport, row, 45, 15)
