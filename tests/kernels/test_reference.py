@@ -129,6 +129,13 @@ def test_merge_mean_of_nothing() -> None:
     assert indices.numel() == values.numel() == 0
 
 
+def test_values_of_one_index_are_added_in_the_order_of_the_parts() -> None:
+    """In fp32 (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1."""
+    big, one, minus = part([(3, 1e8)]), part([(3, 1.0)]), part([(3, -1e8)])
+    assert merge_mean([big, one, minus], 1)[1].tolist() == [0.0]
+    assert merge_mean([big, minus, one], 1)[1].tolist() == [1.0]
+
+
 # --- remove_nonfinite_ -----------------------------------------------------------------------------
 
 
