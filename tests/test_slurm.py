@@ -250,7 +250,14 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytes
     (tmp_path / "bin" / "python").symlink_to(python())
     run = tmp_path / "run"
     words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(run)]
-    words += ["--configs.train.num_epochs", "5", "--configs.train.checkpoint_every", "5"]
+    words += [
+        "--configs.train.num_epochs",
+        "5",
+        "--configs.train.checkpoint_every",
+        "5",
+        "--configs.model.width",
+        "8",
+    ]
     with started(copy, environment, *words) as process:
         text = read_until(process, " 1/5 ")
         send(process, signal.SIGTERM)

@@ -32,11 +32,10 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGUSR1)
 
 @cache
 def python() -> str:
-    """The executable. The process that forks ends with the tests."""
+    """The executable. The process that forks ends with this one, and removes the folder."""
     from environment import REPOSITORY, python_path
 
     folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(
         [sys.executable, __file__, f"{folder}/socket"],
@@ -217,3 +216,5 @@ if __name__ == "__main__":
     print("ready", flush=True)
     if words := forks.serve():
         run_and_end(words)
+    shutil.rmtree(Path(sys.argv[1]).parent)
+    os._exit(0)
