@@ -15,7 +15,7 @@ DOCS_VENV ?= .venv-docs
 help:
 	@echo 'make demo     train on digits with 4 ranks: dense, then DGC at 0.1 % of the gradient'
 	@echo 'make test     lint, types, unit tests, laws, parallel tests under mpirun, horovodrun and torchrun'
-	@echo 'make proof    the long proofs (many minutes)'
+	@echo 'make proof    the long proofs, and types and shapes of all arguments in tests of one process (many minutes)'
 	@echo 'make mutants  plant faults in a copy of the source, one at a time: the tests must detect each (many minutes)'
 	@echo 'make docs     the documentation as a site of its own: site/index.html (needs no set-up)'
 	@echo 'make gpu      on a GPU: the laws of its kernels, times, waits for the device (needs no set-up)'
@@ -56,9 +56,12 @@ unit: setup
 parallel: setup
 	@$(BIN)/python -m pytest tests/parallel
 
+# Types and shapes of arguments are checked in every call, which doubles the time of tests of one process.
 # pytest ends with 5 where no test is marked as a proof
+CHECKED := --jaxtyping-packages=dgc,typecheck.checked
 proof: setup
-	@$(BIN)/python -m pytest -m proof || test $$? -eq 5
+	@$(BIN)/python -m pytest $(CHECKED) --ignore tests/parallel
+	@$(BIN)/python -m pytest $(CHECKED) -m proof || test $$? -eq 5
 
 mutants: setup
 	@$(BIN)/python -m tests.mutants --workers $(WORKERS)

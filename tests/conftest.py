@@ -11,7 +11,7 @@ from pathlib import Path
 import jaxtyping
 import pytest
 import pytest_timeout
-from environment import STARTUP, patient, slowness
+from environment import patient, slowness
 
 PARALLEL = Path(__file__).parent / "parallel"
 WITHOUT_HOROVOD = "needs Horovod, which is not installed" if find_spec("horovod") is None else ""
@@ -26,15 +26,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 # Horovod's thread takes a third of a core when it looks for messages every 0.2 ms, the default here
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")
-# for the processes of tests that set no PYTHONPATH
-os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 slowness()  # before xdist starts its workers, which find it in their environment
 
 
 @pytest.fixture
 def no_type_checks() -> Iterator[None]:
-    """For long loops: checking shapes takes longer than what small tensors do. Short tests check the same code."""
+    """For long loops in `make proof`: checking shapes takes longer than what small tensors do."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

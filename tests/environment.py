@@ -8,14 +8,13 @@ from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-STARTUP = REPOSITORY / "tests" / "startup"  # its sitecustomize.py lets processes start in half of the time
 SLOWNESS = "TESTS_SLOWNESS"  # the environment variable with which all processes of a session share one measurement
 WORK, QUIET_SECONDS = "for i in range(6_000_000): i * i", 0.5  # and its time on a quiet machine
 
 
 def python_path(*folders: Path | str) -> str:
     """The repository and then these folders."""
-    return os.pathsep.join(map(str, [REPOSITORY, *folders, STARTUP]))
+    return os.pathsep.join(map(str, [REPOSITORY, *folders]))
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from environment import patient
+from warm import python
 
 from dgc_datasets import Digits
 from dgc_datasets.digits import stratified_folds
@@ -57,7 +58,7 @@ def test_torchvision_imports() -> None:
         "assert compat.declare_missing_operators() == []\n"
         "assert bool(compat._declared) != compat.operators_load()\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=patient(100))
+    subprocess.run([python(), "-W", "error", "-c", program], check=True, timeout=patient(100))
 
 
 def test_torchvision_imports_in_a_config_file(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_torchvision_imports_in_a_config_file(tmp_path: Path) -> None:
         f"tree = load(['configs/digits/cnn.py', {str(tmp_path / 'mine.py')!r}])\n"
         "assert tree.model._target_ == 'torchvision.models.resnet18'\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=patient(100))
+    subprocess.run([python(), "-W", "error", "-c", program], check=True, timeout=patient(100))
 
 
 def test_nothing_is_declared_where_operators_load(monkeypatch: pytest.MonkeyPatch) -> None:

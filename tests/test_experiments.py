@@ -13,6 +13,7 @@ import torch
 from documented import table
 from environment import patient
 from small_data import write_cifar, write_imagenet
+from warm import python
 
 from dgc.memory import MomentumCorrection
 from dgc_training.config import instantiate, load
@@ -165,6 +166,7 @@ def run(command: str, folder: Path, timeout: float = 110) -> subprocess.Complete
     ranks = int((re.search(r"-np (\d+)", command) or ["", "1"])[1])
     env = environment(ranks, len(os.sched_getaffinity(0)), os.geteuid() == 0, os.environ)
     env |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{Path(python()).parent}:{env['PATH']}"
     process = subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder,

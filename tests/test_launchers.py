@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from documented import table
 from environment import patient
+from warm import python
 
 from dgc.launch import LAUNCHERS
 from dgc_training.config import load
@@ -271,7 +272,7 @@ def test_rank_inside_a_batch_job(no_launcher: None, monkeypatch: pytest.MonkeyPa
     [
         pytest.param(["mpirun", "--oversubscribe", "-bind-to", "none", "-np"], marks=pytest.mark.horovod),
         pytest.param(["horovodrun", "--gloo", "-np"], marks=pytest.mark.horovod),
-        ["torchrun", "--standalone", "--no-python", "--nproc-per-node"],
+        ["python", "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node"],
     ],
     ids=lambda words: words[0],
 )
@@ -280,7 +281,7 @@ def test_rank_under_a_real_launcher(launch: Any) -> None:
     program = "import os; from dgc_training.launcher import _launched\n"
     program += "os.write(1, b'rank %d %d\\n' % _launched())"
     root = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = os.pathsep.join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         [*launch, "3", sys.executable, "-c", program],
         env={**os.environ, **root, "PATH": path, "PYTHONPATH": str(REPOSITORY)},

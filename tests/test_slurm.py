@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 from environment import patient, python_path
+from simulated import train_on
+from warm import python
 
-import train
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.config import load
 from dgc_training.config.layers import REPOSITORY
-from dgc_training.startup.arguments import parse_arguments
 
 SIGNALS = [signal.SIGUSR1, signal.SIGTERM]
 CONTROL = """#!/bin/sh
@@ -249,9 +247,17 @@ def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
 def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": python_path()}
+    (tmp_path / "bin" / "python").symlink_to(python())
     run = tmp_path / "run"
     words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(run)]
-    words += ["--configs.train.num_epochs", "5", "--configs.train.checkpoint_every", "5"]
+    words += [
+        "--configs.train.num_epochs",
+        "5",
+        "--configs.train.checkpoint_every",
+        "5",
+        "--configs.model.width",
+        "8",
+    ]
     with started(copy, environment, *words) as process:
         text = read_until(process, " 1/5 ")
         send(process, signal.SIGTERM)
@@ -262,7 +268,5 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytes
     assert not (run / "summary.json").exists()
 
     # The requeued job runs the same command.
-    args, overrides = parse_arguments(words)
-    tree = load(args.configs, overrides)
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    train_on(2, words)
     assert "resumed from checkpoint e000" in capsys.readouterr().out and (run / "summary.json").exists()

@@ -2,13 +2,13 @@
 
 import random
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from channels import ChannelWorld
 from environment import patient
+from warm import python
 
 from dgc.comm.channel import Channel
 
@@ -89,6 +89,6 @@ try:
 except ValueError as error:
     print(error)
 """
-    words = [sys.executable, "-c", program]
+    words = [python(), "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, timeout=patient(60), check=False)
     assert "need MPI" in done.stdout and "mpirun" in done.stdout, done.stderr

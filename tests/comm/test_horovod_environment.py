@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from environment import patient
+from warm import python
 
 NAMES = (
     "HOROVOD_FUSION_THRESHOLD",
@@ -61,8 +62,8 @@ def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch: pytest.Mon
     assert os.environ["OPAL_PREFIX"] == str(tmp_path)
 
 
-def run(program: Any) -> None:
-    words = [sys.executable, "-W", "error", "-c", program]
+def run(executable: str, program: str) -> None:
+    words = [executable, "-W", "error", "-c", program]
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0 and "good" in done.stdout, done.stdout + done.stderr
@@ -71,7 +72,9 @@ def run(program: Any) -> None:
 @pytest.mark.horovod
 def test_init_starts_horovod_once_and_optimizers_use_its_transport() -> None:
     """Also if the script has imported Horovod before, as most scripts do."""
-    run("""
+    run(
+        python(),
+        """
 import horovod.torch as hvd
 import dgc, os, torch
 transport = dgc.init()
@@ -83,11 +86,14 @@ from dgc.optim import DistributedOptimizer
 model = torch.nn.Linear(2, 2)
 assert DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)).transport is transport
 print("good")
-""")
+""",
+    )
 
 
 def test_without_horovod_torch_connects_the_ranks() -> None:
-    run("""
+    run(
+        sys.executable,
+        """
 import sys
 sys.modules["horovod"] = None
 import dgc
@@ -105,4 +111,5 @@ optimizer = dgc.optim.DistributedOptimizer(torch.optim.SGD(model.parameters(), l
 assert optimizer.transport is transport
 print("good")
 torch.distributed.destroy_process_group()
-""")
+""",
+    )

@@ -17,7 +17,6 @@ from dgc.compression import (
     Rule,
     SVDCompressor,
 )
-from dgc.compression.dense import CastCompressor
 from dgc.engine.state import BucketStates
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.testing import checked_mean
@@ -106,26 +105,6 @@ def test_nothing_is_kept_between_steps(make: Any) -> None:
     states.load_state_dict({})
     with pytest.raises(ValueError, match="another compressor"):
         states.load_state_dict({"residuals": {"w": torch.zeros(3)}})
-
-
-class HalfLike:
-    """As hvd.Compression.fp16: static methods, the context is the old dtype."""
-
-    @staticmethod
-    def compress(tensor: Any) -> Any:
-        return tensor.half(), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor.to(ctx)
-
-
-@pytest.mark.parametrize("compression", [HalfLike, HalfLike()])
-def test_a_horovod_compression(compression: Any) -> None:
-    own = gradients(3)
-    mean, meter = reduce_all(lambda: CastCompressor(compression), own)
-    torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=2e-3, atol=2e-3)
-    assert meter.payload_bytes == 2 * N
 
 
 # --- routes ----------------------------------------------------------------------------------------

@@ -90,8 +90,6 @@ OUTER = [
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
 ]
 SIZES = (1, 2, 3, 6)
-CASES = [(row, size) for row in ROWS for size in SIZES if row.takes(size)]
-IDS = [f"{row.name}-{size}" for row, size in CASES]
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 

@@ -46,8 +46,6 @@ ROWS = [
     Row("machines of two", lambda n: gossip.hierarchical(n, 2), even),
     Row("machines of three", lambda n: gossip.hierarchical(n, 3), lambda n: n % 3 == 0),
 ]
-CASES = [(row, size) for row in ROWS for size in SIZES if row.takes(size)]
-IDS = [f"{row.name}-{size}" for row, size in CASES]
 
 
 def named(value: object) -> str:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.table import CASES, IDS, named
+from cases import at_every_size
+from gossip.table import ROWS, SIZES
 
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
@@ -32,7 +33,7 @@ def product(topology: Any, mixing: Any, rounds: Any) -> Any:
     return P
 
 
-@pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
+@at_every_size(ROWS, SIZES)
 def test_a_round_preserves_sums_and_equals_the_mixing_matrix(row: Any, size: Any) -> None:
     topology, own = row.make(size), values(size, shape=(3,))
     states = [initial_state(x) for x in own]
@@ -52,7 +53,7 @@ def long_product(topology: Any, mixing: Any) -> Any:
     return torch.linalg.matrix_power(product(topology, mixing, topology.period), periods)
 
 
-@pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
+@at_every_size(ROWS, SIZES)
 def test_every_graph_converges_to_the_mean(row: Any, size: Any) -> None:
     P = long_product(row.make(size), uniform)
     z = P / P.sum(1, keepdim=True)
@@ -60,7 +61,7 @@ def test_every_graph_converges_to_the_mean(row: Any, size: Any) -> None:
     assert row.pairs or not row.doubly_stochastic or bool((P.sum(1) - 1).abs().max() < 1e-9)
 
 
-@pytest.mark.parametrize(("row", "size"), [case for case in CASES if case[0].pairs], ids=named)
+@at_every_size([row for row in ROWS if row.pairs], SIZES)
 def test_symmetric_graphs_converge_to_the_mean_without_weights(row: Any, size: Any) -> None:
     P = long_product(row.make(size), metropolis)
     torch.testing.assert_close(P, torch.full_like(P, 1 / size), rtol=0, atol=1e-6)

@@ -11,7 +11,10 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 @pytest.mark.parametrize("row", [*ROWS, *OUTER], ids=lambda row: row.name)
 def test_every_algorithm_notices_a_flipped_bit(row: Row) -> None:
-    """In the first and the last message of a rank, which may be settings. Some algorithms only reduce."""
+    """In the first and the last message of a rank, which may be settings. Some algorithms only reduce.
+
+    All places of the first algorithm's messages, three of the others': the envelope is the same.
+    """
 
     def body(transport: LockstepTransport) -> None:
         own = Trained(transport, row.make())
@@ -22,7 +25,7 @@ def test_every_algorithm_notices_a_flipped_bit(row: Row) -> None:
     clean, unnoticed = Noisy(4), []
     clean.run(body)
     for number in {0, len(clean.messages) - 1} if clean.messages else ():
-        for byte in places(clean.messages[number]):
+        for byte in places(clean.messages[number])[:: 1 if row is ROWS[0] else 4]:
             try:
                 Noisy(4, None, flip(byte), number).run(body)
             except RuntimeError as error:

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from gossip.table import CASES, IDS, named
+from cases import at_every_size
+from gossip.table import ROWS, SIZES, named
 
 from dgc import gossip
 from dgc.gossip import Topology, TopologyError, check_mixing, metropolis, uniform
@@ -15,7 +16,7 @@ def schedule(topology: Any, rank: int = 0) -> Any:
     return [topology.out_peers(rank, t) for t in range(topology.period)]
 
 
-@pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
+@at_every_size(ROWS, SIZES)
 def test_in_peers_mirror_out_peers(row: Any, size: Any) -> None:
     topology = row.make(size)
     assert topology.size == size
@@ -27,12 +28,12 @@ def test_in_peers_mirror_out_peers(row: Any, size: Any) -> None:
     assert topology.is_symmetric or not row.pairs
 
 
-@pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
+@at_every_size(ROWS, SIZES)
 def test_equal_shares_keep_the_sum_over_ranks(row: Any, size: Any) -> None:
     check_mixing(row.make(size), uniform, doubly_stochastic=row.doubly_stochastic or size < 3)
 
 
-@pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
+@at_every_size(ROWS, SIZES)
 def test_metropolis_weights_keep_every_total_on_symmetric_graphs(row: Any, size: Any) -> None:
     topology = row.make(size)
     if topology.is_symmetric:
@@ -70,7 +71,7 @@ def test_an_active_rank_takes_plus_first() -> None:
     assert schedule(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
 
 
-@pytest.mark.parametrize(("row", "size"), [case for case in CASES if "bipartite" in case[0].name], ids=named)
+@at_every_size([row for row in ROWS if "bipartite" in row.name], SIZES)
 def test_a_round_of_a_bipartite_graph_is_a_set_of_pairs_as_published(row: Any, size: Any) -> None:
     topology = row.make(size)
     for t in range(topology.period):

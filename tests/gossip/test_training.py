@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import CASES, IDS, OUTER, ROWS, SIZES, Trained, momentum, on
+from cases import at_every_size
+from gossip.networks import OUTER, ROWS, SIZES, Trained, momentum, on
 
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
@@ -37,7 +38,7 @@ def without_gradients(transport: Any, row: Any, steps: Any, per_epoch: Any) -> A
     return own, start, own.biased_parameters()
 
 
-@pytest.mark.parametrize(("row", "size"), CASES, ids=IDS)
+@at_every_size(ROWS, SIZES)
 def test_without_gradients_the_mean_is_kept_and_all_agree(row: Any, size: Any) -> None:
     def body(transport: Any) -> Any:
         own, start, between = without_gradients(transport, row, 45, 15)
@@ -220,17 +221,6 @@ def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any, new:
         return own.biased_parameters()
 
     assert float((mean(on(new, after)) - mean(biased)).abs().max()) < 1e-6
-
-
-def test_two_runs_are_the_same() -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, OSGP(gossip.exponential, synch_freq=2, message=Int8Message(16)))
-        for _ in range(15):
-            own.step()
-        own.optimizer.synchronize_messages()
-        return own.z.clone()
-
-    assert all(torch.equal(a, b) for a, b in zip(on(5, body), on(5, body), strict=True))
 
 
 @pytest.mark.parametrize("outer", [SlowMo(0.0), Nesterov(1.0, 0.0)])

@@ -15,6 +15,7 @@ import torch
 from cases import case
 from environment import patient
 from kernels.backends import NAMES, backend
+from warm import python
 
 from dgc.kernels import _backend, build, library
 from dgc.kernels.library import KernelsUnavailable, supported_isas
@@ -243,7 +244,7 @@ def test_several_python_threads_at_once(native: Any) -> None:
 
 def run_python(code: Any, **environment: Any) -> Any:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [python(), "-c", code],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -370,6 +371,7 @@ def test_a_build_that_fails_leaves_the_library_alone(monkeypatch: pytest.MonkeyP
     assert (tmp_path / "lib.so").read_bytes() == b"before"
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="its files are for x86-64")
 def test_no_file_lends_its_instructions_to_others(tmp_path: Path) -> None:
     """What a file of one instruction set exports is its table; every function in it is its own."""

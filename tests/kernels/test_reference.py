@@ -44,20 +44,6 @@ def test_formulas_in_float64(n: Any, momentum: Any, nesterov: Any) -> None:
     torch.testing.assert_close(v, v64.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_one_step_is_torchs_direction(nesterov: Any) -> None:
-    """With v emptied after every step, its growth is what torch.optim.SGD subtracts."""
-    p = torch.zeros(50, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.9, nesterov=nesterov)
-    u = torch.zeros(50)
-    for step in range(6):
-        g, v, before = random(50, step), torch.zeros(50), p.detach().clone()
-        p.grad = g.double()
-        optimizer.step()
-        REFERENCE.accumulate_(PassInputs((g,), u, v, 0.9, nesterov))
-        torch.testing.assert_close(v.double(), before - p.detach(), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_other_types_leave_the_state_in_fp32(dtype: Any) -> None:
     u, v, g = torch.full((3,), 0.1), torch.full((3,), 0.2), torch.tensor([1.0, -2.0, 0.5]).to(dtype)
@@ -141,22 +127,6 @@ def test_merge_mean_by_hand() -> None:
 def test_merge_mean_of_nothing() -> None:
     indices, values = merge_mean([part([]), part([])], 2)
     assert indices.numel() == values.numel() == 0
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_merge_mean_equals_the_dense_mean(size: Any) -> None:
-    dense, parts = torch.zeros(N, dtype=torch.float64), []
-    for rank in range(size):
-        generator = torch.Generator().manual_seed(rank)
-        indices = torch.randperm(N, generator=generator)[:40].sort().values
-        values = torch.randn(40, generator=generator)
-        dense[indices] += values.double() / size
-        parts.append(part(zip(indices.tolist(), values.tolist(), strict=True)))
-    indices, values = merge_mean(parts, size)
-    assert indices.tolist() == sorted({i for p in parts for i in p.indices[: p.count].tolist()})
-    merged = torch.zeros(N, dtype=torch.float64)
-    merged[indices] = values.double()
-    torch.testing.assert_close(merged, dense, rtol=1e-5, atol=1e-6)
 
 
 def test_values_of_one_index_are_added_in_the_order_of_the_parts() -> None:

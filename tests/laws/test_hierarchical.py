@@ -28,11 +28,12 @@ from dgc.testing import LIKE, Fleet, flat, gradients
 TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
 POINT_TO_POINT = [row for row in TABLE if row.make().point_to_point]
 TABLE = [row for row in TABLE if row not in POINT_TO_POINT]
-# (machines, ranks of each)
-WORLDS = [(2, 2), (3, 2), (2, 3), (2, 1), (1, 2)]
+# a row, machines, ranks of each: the smallest worlds for one row of each class
+ONE_OF_A_CLASS = {type(row.make()): row for row in reversed(TABLE)}.values()
+WORLDS = [(row, *world) for row in TABLE for world in ((3, 2), (2, 3))]
+WORLDS += [(row, *world) for row in ONE_OF_A_CLASS for world in ((2, 2), (2, 1), (1, 2))]
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-every_world = pytest.mark.parametrize(("machines", "local_size"), WORLDS)
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +98,9 @@ class Reference:
         return [torch.cat(of_machine) for of_machine in zip(*parts, strict=True)]
 
 
-@every_row
-@every_world
+@pytest.mark.parametrize(
+    ("row", "machines", "local_size"), WORLDS, ids=lambda value: getattr(value, "name", value)
+)
 def test_equals_means_of_machines_and_the_method_between_them(row: Row, machines: int, local_size: int) -> None:
     fleet = Machines(row.make, machines, local_size)
     reference = Reference(row.make, fleet)

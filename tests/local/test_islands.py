@@ -14,17 +14,15 @@ import pytest
 import torch
 from gossip.networks import IN_TWO_PARTS, Trained, on, top_k
 from local.test_outer_steps import COMPRESSIONS, errors, mean, named, recorded, two_bits, z0_of
+from simulated import train_on
 
-import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DoubleSqueezeCompressor, Route, Rule
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.local import Nesterov, OuterSteps
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.islands import Islands, assign
-from dgc_training.config import load
 from dgc_training.faults.failure import UsageError
-from dgc_training.startup.arguments import parse_arguments
 from dgc_training.synchronization import Synchronization
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -312,9 +310,7 @@ def run_trainer(tmp_path: Path, ranks: int, *words: str) -> None:
     quick += ["--configs.data.num_threads_per_worker=1", "--configs.train.checkpoint_every=3", "--devices", "cpu"]
     files = ["configs/digits/cnn.py", *(word for word in words if word.endswith(".py"))]
     settings = [*quick, *(word for word in words if not word.endswith(".py"))]
-    args, overrides = parse_arguments(["--configs", *files, "--run-dir", str(tmp_path / "run"), *settings])
-    tree = load(args.configs, overrides)
-    LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
+    train_on(ranks, ["--configs", *files, "--run-dir", str(tmp_path / "run"), *settings])
 
 
 def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(

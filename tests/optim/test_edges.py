@@ -194,33 +194,6 @@ def test_a_group_is_added_by_wrapping_again() -> None:
 
 
 @every_kind
-def test_closures_and_clipping(compression: Any) -> None:
-    """Gradients of a closure are exchanged as usual, and clipping acts on the mean."""
-
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = 100 * loss_of(model, 0, transport.rank)
-            loss.backward()
-            return loss
-
-        assert torch.equal(optimizer.step(closure), 100 * loss_of(net(), 0, transport.rank))
-        closure()
-        optimizer.synchronize()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        clipped = torch.cat([p.grad.flatten() for p in model.parameters()])
-        assert norm > 0.5 and float(clipped.norm()) == pytest.approx(0.5, rel=1e-3)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        model.norm = norm
-
-    one, two = run(2, body)
-    assert torch.equal(one.norm, two.norm)
-
-
-@every_kind
 def test_synchronizing_twice_is_synchronizing_once(compression: Any) -> None:
     def train(times: Any) -> Any:
         def body(model: Any, transport: Any) -> None:

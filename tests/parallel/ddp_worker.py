@@ -240,8 +240,7 @@ def beside_optimizer(transport: Any, method: str, modes: Iterable[str], **option
 
 
 def every_mode(transport: Any, method: str) -> Finding:
-    in_all_modes = ("dgc", "reduce_scatter", "powersgd", "2-bit", "route")
-    return beside_optimizer(transport, method, OPTIONS if method in in_all_modes else ("default",))
+    return beside_optimizer(transport, method, OPTIONS if method in ("dgc", "powersgd") else ("default",))
 
 
 def kinds_of_parameters(transport: Any, method: str) -> Finding:

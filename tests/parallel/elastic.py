@@ -131,7 +131,7 @@ class Agent:
             f"read_timeout={patient(15):.0f}",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": python_path(),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{Path(run.python).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         files = [word for word in run.method if not word.startswith("--")]
         settings = [word for word in run.method if word.startswith("--")]
@@ -172,6 +172,7 @@ class ElasticRun:
         epochs: of the run.
         method: the config files after the experiment's, and further arguments of train.py.
         experiment: the first config file.
+        python: what the agents start. Kills need their own processes, and not forks of another one.
     """
 
     def __init__(
@@ -180,9 +181,10 @@ class ElasticRun:
         epochs: int,
         method: Sequence[str] = DGC,
         experiment: str = "configs/digits/cnn.py",
+        python: str = sys.executable,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.experiment = experiment
+        self.python, self.experiment = python, experiment
         self.directory, self.run, self.epochs, self.method = directory, directory / "run", epochs, method
         self.agents: list[Agent] = []
         self.restarts: list[Restart] = []

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from environment import REPOSITORY, patient, python_path
 from parallel.processes import descendants, free_port, run_together, send
 
@@ -23,6 +24,7 @@ from scripts.launch import prepare
 from scripts.launch import torchrun as torchrun_command
 
 Commands = list[list[str]]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SERVER = str(Path(__file__).with_name("server.py"))
 HORIZON = 5.0  # seconds of a quiet machine in which the other ranks tell why they failed too
 
@@ -35,7 +37,14 @@ class Launcher:
     """
 
     def __init__(self, commands: Callable[[int, list[str]], Commands]) -> None:
-        self.commands, self.__name__ = commands, commands.__name__
+        self._commands, self.__name__ = commands, commands.__name__
+
+    def commands(self, ranks: int, words: list[str]) -> Commands:
+        """They start forks in place of `python` (see `warm`)."""
+        return [
+            [warm.python() if word == sys.executable else word for word in command]
+            for command in self._commands(ranks, words)
+        ]
 
     def __call__(self, ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """The end of a program. Its output is that of all commands, one after the other."""
@@ -59,7 +68,7 @@ def mpirun(ranks: int, words: list[str]) -> Commands:
 
 
 def _horovodrun(ranks: int) -> list[str]:
-    return [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
+    return [sys.executable, str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
 
 
 @Launcher
@@ -78,7 +87,8 @@ def two_gloo_machines(ranks: int, words: list[str]) -> Commands:
 @Launcher
 def torchrun(ranks: int, words: list[str]) -> Commands:
     """torch.distributed's launcher: neither Horovod nor MPI."""
-    return [torchrun_command(ranks, words)]
+    command = torchrun_command(ranks, words)
+    return [[*TORCHRUN, *command[1:]]]
 
 
 @cache
@@ -106,9 +116,8 @@ def two_machines(ranks: int, words: list[str]) -> Commands:
 def two_agents(ranks: int, words: list[str]) -> Commands:
     """torchrun with two agents on this machine, which count as two machines with half of the ranks each."""
     address = f"--master-addr 127.0.0.1 --master-port {free_port()}"
-    options = f"--nnodes 2 --nproc-per-node {ranks // 2} {address} --node-rank"
-    launcher = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    return [[*launcher, str(agent), *words] for agent in range(2)]
+    options = f"--no-python --nnodes 2 --nproc-per-node {ranks // 2} {address} --node-rank"
+    return [[*TORCHRUN, *options.split(), str(agent), sys.executable, *words] for agent in range(2)]
 
 
 @Launcher
@@ -144,7 +153,7 @@ class Group:
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        within: float = 200,
+        within: float = 100,
         last: bool = False,
         **options: Any,
     ) -> list[Any]:

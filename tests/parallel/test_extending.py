@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from documented import DOCS, code
 from environment import REPOSITORY, patient
+from warm import python
 
 from scripts.launch import prepare
 
@@ -33,6 +34,7 @@ def test_the_page_s_files_and_commands(tmp_path: Path) -> None:
     commands = "".join(blocks).replace("~/my", shlex.quote(str(my)))
     _, environment = prepare(2, [])
     environment |= {"OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(python()).parent}:{environment['PATH']}"
     environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
     done = subprocess.run(
         ["bash", "-euxc", commands],

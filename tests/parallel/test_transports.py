@@ -9,12 +9,9 @@ import pytest
 import torch
 from failing_model import failing_model
 from parallel.ranks import alone, mpirun, torchrun
+from simulated import train_on
 
-import train
-from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.reading import read_tensors
-from dgc_training.config import load
-from dgc_training.startup.arguments import parse_arguments
 
 WORDS = ["train.py", "--devices", "cpu", "--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py"]
 SHORT = ["--configs.train.num_epochs=2", "--configs.train.batch_size=128", "--configs.train.checkpoint_every=4"]
@@ -44,9 +41,7 @@ def test_a_run_of_one_transport_is_resumed_by_the_other_bit_for_bit(
 ) -> None:
     """With two ranks no sum depends on its order. Each transport resumes a run that the other has left."""
     reference = tmp_path / "whole"
-    args, overrides = parse_arguments([*WORDS[1:], *SHORT, "--run-dir", str(reference)])
-    tree = load(args.configs, overrides)
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    train_on(2, [*WORDS[1:], *SHORT, "--run-dir", str(reference)])
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["--configs", str(failing_model(tmp_path, 6, "if 'STOPS' in os.environ: os._exit(1)"))]

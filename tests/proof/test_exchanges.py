@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import train
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.config import load
-from dgc_training.startup.arguments import parse_arguments
+from simulated import train_on
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800), pytest.mark.usefixtures("no_type_checks")]
 STACK = ["configs/digits/cnn.py", "configs/dgc/wm0.py", "configs/dgc/fp16.py", "configs/dgc/int32.py"]
@@ -38,9 +34,7 @@ def trained(exchange: str, fold: int, folder: Path) -> Any:
         "--run-dir",
         str(folder),
     ]
-    args, overrides = parse_arguments(["--configs", *STACK, "--devices", "cpu", *WORDS, *chosen])
-    tree = load(args.configs, overrides)
-    LockstepWorld(8).run(lambda transport: train.run(args, tree, transport))
+    train_on(8, ["--configs", *STACK, "--devices", "cpu", *WORDS, *chosen])
     summary = json.loads((folder / "summary.json").read_text())
     return summary["final"]["acc/test_top1"], summary["wire_over_dense"]
 

@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 import torch
 from documented import code, table
+from simulated import train_on
 from torch import nn
 
-import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.checkpoint.reading import read_tensors
-from dgc_training.config import load
-from dgc_training.startup.arguments import parse_arguments
 
 PAGE = "checkpoints.md"
 INFERENCE, FROM_CONFIG, LOOP, OTHER_SIZE = code(PAGE)
@@ -30,9 +28,7 @@ def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     run = Path("runs/[digits.cnn+dgc.wm5].np4")
     words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--run-dir", str(run), "--devices", "cpu"]
-    args, overrides = parse_arguments([*words, "--configs.train.num_epochs=1", "--configs.train.batch_size=180"])
-    tree = load(args.configs, overrides)
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    train_on(2, [*words, "--configs.train.num_epochs=1", "--configs.train.batch_size=180"])
 
     names = {path.name for path in (run / "checkpoints").rglob("*")}
     assert names == {"latest.json", "best.json", "e0001", "shared.pt", "rank0.pt", "rank1.pt", "manifest.json"}

@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import train
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.config import load
-from dgc_training.startup.arguments import parse_arguments
+from simulated import train_on
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FOLDERS = ("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
@@ -52,9 +48,7 @@ def test_it_trains(path: Any, tmp_path: Path) -> None:
     words = ["--configs", "configs/digits/cnn.py", *before, str(path.relative_to(CONFIGS.parent))]
     also = ALSO.get(f"{folder}/{stem}", ALSO.get(folder, ALSO.get(stem, [])))
     words += ["--devices", "cpu", *QUICK, *also, "--run-dir", str(tmp_path / "run")]
-    args, overrides = parse_arguments(words)
-    tree = load(args.configs, overrides)
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    train_on(2, words)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert 0 < summary["wire_over_dense"] < 1.0
     assert math.isfinite(summary["best"]["acc/test_top1"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from environment import REPOSITORY, patient, python_path
 from failing_model import failing_model
+from warm import python
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -28,8 +29,8 @@ ENVIRONMENT = {
     "PYTHONPATH": python_path(),
 }
 BIN = Path(sys.executable).parent
-MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-STARTS = {"mpirun": [*MPIRUN, "-np", "2"], "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"]}
+MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-np", "2"]
+STARTS = {"mpirun": MPIRUN, "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"]}
 HOROVOD = pytest.mark.horovod
 SECOND = () if find_spec("horovod") is None else pytest.mark.proof  # a launcher that also runs with Horovod
 FORKS = pytest.mark.xdist_group("forks")  # one worker needs the fixture `results`
@@ -109,7 +110,7 @@ for _ in range(len(names)):
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(exit status, standard output, standard error) of each of BODIES, by name."""
     folder = tmp_path_factory.mktemp("bodies")
-    done = launch([sys.executable, "-c", PROGRAM, json.dumps(BODIES), folder], folder)
+    done = launch([python(), "-c", PROGRAM, json.dumps(BODIES), folder], folder)
     assert done.returncode == 0, done.stderr
     found = {}
     for name in BODIES:
@@ -186,7 +187,7 @@ def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
     start = STARTS.get(launcher, torchrun(2, [])[:-1])
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
     configs = ["--configs", "configs/digits/cnn.py", failing]
-    result = launch([*start, sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120)
+    result = launch([*start, python(), REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120)
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if "[rank " in line]
     assert "[rank 1 of 2 on " in errors[0] and errors[0].endswith("] ValueError: broken shard")
@@ -195,15 +196,7 @@ def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
 
 @HOROVOD
 def test_command_line_errors_are_printed_once(tmp_path: Path) -> None:
-    command = [
-        *MPIRUN,
-        "-np",
-        "2",
-        sys.executable,
-        REPOSITORY / "train.py",
-        "--configs",
-        "configs/digits/cnn.py",
-    ]
+    command = [*MPIRUN, python(), REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py"]
     result = launch([*command, "--configs.train.num_epoch", "5"], tmp_path)
     assert result.returncode == 2
     assert result.stderr.count("num_epochs") == 1 and "Traceback" not in result.stderr
@@ -214,7 +207,7 @@ def test_command_line_errors_are_printed_once(tmp_path: Path) -> None:
 def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [sys.executable, REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py", *FLAGS]
+    words = [python(), REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py", *FLAGS]
     command = [str(word) for word in [*words, "--configs.train.batch_size", "256"]]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True) as process:
@@ -238,10 +231,8 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
 def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
-    configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", f"{patient(10)}"]
-    result = launch(
-        [*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120
-    )
+    configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", f"{patient(6)}"]
+    result = launch([*MPIRUN, python(), REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120)
     assert result.returncode == 1
     printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
     assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
@@ -271,7 +262,7 @@ with ending_all_ranks():
             os.kill(os.getpid(), signal.SIGSTOP)
         barrier(transport)
 """
-    result = launch([*MPIRUN, "-np", "2", sys.executable, "-c", program], tmp_path, timeout=90)
+    result = launch([*MPIRUN, python(), "-c", program], tmp_path, timeout=90)
     assert result.returncode != 0
     printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
     assert printed[0].startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in printed[0]
@@ -294,7 +285,7 @@ def make(path: str) -> Digits:
     (tmp_path / "shards.yaml").write_text(f"dataset: {{_target_: shards.make, path: {tmp_path}/shard}}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
     words = ["--configs", "configs/digits/cnn.py", tmp_path / "shards.yaml", "--configs.model.num_classes", "10"]
-    result = launch([*MPIRUN, "-np", "2", sys.executable, REPOSITORY / "train.py", *words, *FLAGS], tmp_path)
+    result = launch([*MPIRUN, python(), REPOSITORY / "train.py", *words, *FLAGS], tmp_path)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
     assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
@@ -304,8 +295,9 @@ def make(path: str) -> Digits:
 
 @pytest.mark.timeout(120)
 def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_path: Path) -> None:
-    words = torchrun(2, [str(REPOSITORY / "train.py"), "--configs", "configs/digits/cnn.py", *FLAGS])
-    result = launch([BIN / words[0], *words[1:], "--configs.train.transport", "horovod"], tmp_path)
+    words = [python() if word == sys.executable else word for word in torchrun(2, [str(REPOSITORY / "train.py")])]
+    words += ["--configs", "configs/digits/cnn.py", *FLAGS]
+    result = launch([python(), BIN / words[0], *words[1:], "--configs.train.transport", "horovod"], tmp_path)
     assert result.returncode != 0 and list(tmp_path.iterdir()) == []
     said = [line for line in result.stderr.splitlines() if "WORLD_SIZE is 2, but Horovod sees 1 rank" in line]
     # by rank 0, and at the end of torchrun's report

@@ -37,7 +37,7 @@ AVERAGES = [
 ]
 STACKS = [
     *([way] for way in WAYS),
-    *([SGP, f"configs/topology/{path.stem}.py"] for path in GRAPHS),
+    [SGP, "configs/topology/hierarchical.py"],
     *([SGP, f"configs/gossip/{message}.py"] for message in ("fp16", "bf16", "int8")),
     *([OSGP, f"configs/local/{path.stem}.py"] for path in AVERAGES),
     ["configs/local/slowmo.py"],
@@ -68,6 +68,14 @@ def test_it_trains(stack: Any, tmp_path: Path) -> None:
     words = ["--configs.train.gossip.graph.local_size=2"] if "configs/topology/hierarchical.py" in stack else []
     summary = run(stack, tmp_path / "run", *words, "--configs.train.num_epochs=1", size=4)
     assert math.isfinite(summary["best"]["acc/test_top1"]) and summary["dropped_steps"] == 0
+
+
+def test_every_graph_takes_the_number_of_ranks() -> None:
+    for path in GRAPHS:
+        words = ["--configs.train.gossip.graph.local_size=2"] if path.stem == "hierarchical" else []
+        gossip = load([CNN, SGP, f"configs/topology/{path.stem}.py"], words).train.gossip
+        for graph in (gossip.graph, *(gossip.graph_from_epoch or {}).values()):
+            assert graph is None or instantiate(graph)(4).size == 4, path.stem
 
 
 def test_it_learns_and_logs_a_row_for_each_rank(tmp_path: Path) -> None:

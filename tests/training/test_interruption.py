@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from environment import patient
+from warm import python
 
 import train
 from dgc.comm.lockstep import LockstepWorld
@@ -109,7 +109,7 @@ for agree in (True, False):
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}
     torchrun["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(2 * seconds)
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [python(), "-c", program],
         env={**os.environ, **torchrun, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
@@ -134,7 +134,7 @@ with Interruption(LockstepWorld(1).transports[0]):
 """
     root = str(Path(__file__).parents[2])
     with subprocess.Popen(
-        [sys.executable, "-c", program],
+        [python(), "-c", program],
         env={**os.environ, "PYTHONPATH": root},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from simulated import train_on
 
-import train
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.config import load
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup import lock
-from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.lock import RunLock, remove_temporary_files
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,9 +23,7 @@ BRIEF = ["num_epochs=1", "batch_size=180", "warmup_lr_epochs=0"]
 
 def run(directory: Path, *words: str) -> None:
     own = ["--run-dir", str(directory), *(f"--configs.train.{word}" for word in BRIEF), *words]
-    args, overrides = parse_arguments(["--configs", "configs/digits/cnn.py", "--configs.model.width=4", *own])
-    tree = load(args.configs, overrides)
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
+    train_on(2, ["--configs", "configs/digits/cnn.py", "--configs.model.width=4", *own])
 
 
 def held_by_another_process(directory: Path) -> subprocess.Popen[str]:

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 from documented import DOCS, table
+from simulated import train_on
 from small_data import write_cifar
 
 import dgc.aggregate
 import dgc.gossip
-import train
-from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc_training.config import Config, ConfigError, instantiate, load
 from dgc_training.config.tree import copied
-from dgc_training.startup.arguments import parse_arguments
 
 ENGINE = "from torchpack.mtpack.utils.config import Config, configs\n"
 FILES = {
@@ -146,11 +144,10 @@ def test_files_in_the_original_form_load(place: Path) -> None:
 def test_files_in_the_original_form_train(place: Path) -> None:
     write_cifar(place / "data")
     stack = ["configs/images/small.py", "configs/images/nesterov.py", "configs/dgc/dense_first.py"]
-    args, overrides = parse_arguments(
-        ["--configs", *stack, "--devices", "cpu", "--configs.train.num_epochs=2", "--run-dir", str(place / "run")]
+    train_on(
+        2,
+        ["--configs", *stack, "--devices", "cpu", "--configs.train.num_epochs=2", "--run-dir", str(place / "run")],
     )
-    tree = load(args.configs, overrides)
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
     summary = json.loads((place / "run/summary.json").read_text())
     assert 0 < summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
 

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 from environment import patient
+from simulated import train_on
 
-import train
-from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
 from dgc_training.logging.console import Console, clock, wants_colour
 from dgc_training.logging.formatting import against_dense, changed_settings, human_bytes, plural, result_text
 from dgc_training.logging.summary import summarize, table
-from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.installed import first_line
 from scripts.demo import comparison
 from scripts.launch import prepare
@@ -195,9 +193,7 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
 def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: Any, size: Any) -> Any:
     quick = ["--configs.train.num_epochs=1", "--configs.train.batch_size=90", "--configs.model.width=8"]
     place = ["--devices", "cpu", "--run-dir", str(tmp_path / "r")]
-    args, overrides = parse_arguments(["--configs", *words, *place, *quick])
-    tree = load(args.configs, overrides)
-    LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
+    train_on(size, ["--configs", *words, *place, *quick])
     return capsys.readouterr().out
 
 

@@ -2,10 +2,12 @@
 
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from cases import case
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, PowerSGDCompressor, ThresholdCompressor
@@ -14,16 +16,15 @@ from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 
-@pytest.mark.parametrize("old", range(1, 9))
-@pytest.mark.parametrize("new", range(1, 9))
-def test_rows_sum_to_one_and_columns_to_new_over_old(old: Any, new: Any) -> None:
-    rows = [shares(old, new, rank) for rank in range(new)]
-    assert all(sum(row.values()) == 1 for row in rows)
-    for rank in range(old):
-        assert sum(row.get(rank, Fraction(0)) for row in rows) == Fraction(new, old)
-    assert all(len(row) <= -(-old // new) + 1 for row in rows)
-    if old == new:
-        assert rows == [{rank: 1} for rank in range(new)]
+def test_rows_sum_to_one_and_columns_to_new_over_old() -> None:
+    for old, new in product(range(1, 9), repeat=2):
+        rows = [shares(old, new, rank) for rank in range(new)]
+        with case(old, new):
+            assert all(sum(row.values()) == 1 for row in rows)
+            for rank in range(old):
+                assert sum(row.get(rank, Fraction(0)) for row in rows) == Fraction(new, old)
+            assert all(len(row) <= -(-old // new) + 1 for row in rows)
+            assert old != new or rows == [{rank: 1} for rank in range(new)]
 
 
 def train(transport: Any, memory: Any, states: Any = None, steps: int = 4) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import train_on
 from states import assert_equal
 
 import train
@@ -39,9 +40,7 @@ BRIEF = ["--configs.train.num_epochs=1", "--configs.train.checkpoint_every=null"
 
 
 def run(words: Any, size: int = 2, experiment: Any = EXPERIMENT) -> None:
-    args, overrides = parse_arguments([*experiment, "--devices", "cpu", *QUICK, *words])
-    tree = load(args.configs, overrides)
-    LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
+    train_on(size, [*experiment, "--devices", "cpu", *QUICK, *words])
 
 
 @pytest.fixture(scope="module")

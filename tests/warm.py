@@ -1,0 +1,220 @@
+"""A python that starts in a tenth of a second: each is a fork of one process that has imported torch and dgc.
+
+    from warm import python      the path of an executable that takes the place of sys.executable
+
+It takes `-u`, `-W`, `-m`, `-c` or a script. It passes its environment, folder, files and signals on to the fork,
+and ends as the fork does. Tests of imports, of the start of an interpreter, and of what a process finds out about
+its parent start sys.executable itself.
+"""
+
+import atexit
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGUSR1)
+
+
+@cache
+def python() -> str:
+    """The executable. The process that forks ends with this one, and removes the folder."""
+    from environment import REPOSITORY, python_path
+
+    folder = tempfile.mkdtemp()
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__, f"{folder}/socket"],
+        cwd=REPOSITORY,
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(process.communicate)
+    executable = Path(folder, "python")
+    executable.write_text(f'#!/bin/sh\nexec {sys.executable} -S {__file__} {folder}/socket "$@"\n')
+    executable.chmod(0o755)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return str(executable)
+
+
+def stand_for_a_fork(address: str, words: list[str]) -> int:
+    """The exit status of what another process forks."""
+    message = json.dumps([dict(os.environ), os.getcwd(), words]).encode()
+    with socket.socket(socket.AF_UNIX) as own:
+        own.connect(address)
+        socket.send_fds(own, [len(message).to_bytes(4, "big")], [0, 1, 2])
+        own.sendall(message)
+        for number in FORWARDED:
+            signal.signal(number, lambda number, _: own.sendall(bytes([number])))
+        status = own.recv(1)
+        return status[0] if status else 1
+
+
+class Forks:
+    """The process that forks."""
+
+    def __init__(self, address: str) -> None:
+        self.selector, self.listener = selectors.DefaultSelector(), socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(sys.stdin, selectors.EVENT_READ)
+
+    def serve(self) -> list[str]:
+        """Returns in each fork, with its words, and without any at the end."""
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj is sys.stdin:
+                    return []
+                if key.fileobj is self.listener:
+                    if words := self.fork(self.listener.accept()[0]):
+                        return words
+                elif isinstance(key.fileobj, socket.socket):
+                    self.pass_on(key.fileobj, key.data)
+                else:
+                    self.end(key.fileobj, *key.data)
+
+    def fork(self, own: socket.socket) -> list[str]:
+        """The words, in the fork."""
+        size, files, _, _ = socket.recv_fds(own, 4, 3)
+        message = own.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+        if pid := os.fork():
+            for file in files:
+                os.close(file)
+            self.selector.register(own, selectors.EVENT_READ, pid)
+            self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, own))
+            return []
+        variables, directory, words = json.loads(message)
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            elif isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        for opened in (self.selector, own):
+            opened.close()
+        before = os.environ["PYTHONPATH"].split(os.pathsep)
+        sys.path[:] = [path for path in sys.path[1:] if path not in before]
+        os.environ.clear()
+        os.environ.update(variables)
+        os.chdir(directory)
+        sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        found: list[str] = words
+        return found
+
+    def pass_on(self, own: socket.socket, pid: int) -> None:
+        """A signal, or the end of what stands for the fork."""
+        if own.fileno() < 0:  # the fork has ended at the same time
+            return
+        received = own.recv(1)
+        os.kill(pid, received[0] if received else signal.SIGKILL)
+        if not received:
+            self.selector.unregister(own)
+
+    def end(self, file: Any, pid: int, own: socket.socket) -> None:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self.selector.unregister(file)
+        os.close(file)
+        if own in self.selector.get_map():
+            self.selector.unregister(own)
+            with suppress(OSError):  # what stands for it has been killed at the same time
+                own.sendall(bytes([status if status >= 0 else 128 - status]))
+        own.close()
+
+
+def run(words: list[str]) -> None:
+    """What python does with these words of its command line."""
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    while words[0] in ("-u", "-W"):
+        if words.pop(0) == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        else:
+            sys.warnoptions.append(words.pop(0))
+            warnings._processoptions(sys.warnoptions[-1:])  # type: ignore[attr-defined]
+    kind = words.pop(0) if words[0] in ("-c", "-m") else ""
+    what, sys.argv = words[0], words
+    if kind == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.modules.pop(what, None)
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv[0] = "-c"
+        sys.path.insert(0, "")
+        sys.modules["__main__"] = module = ModuleType("__main__")
+        exec(compile(what, "<string>", "exec"), module.__dict__)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(what)))
+        runpy.run_path(what, run_name="__main__")
+
+
+def run_and_end(words: list[str]) -> NoReturn:
+    """As python does, except that nothing is deleted: that takes a second, for all that has been imported."""
+    try:
+        run(words)
+        status: Any = 0
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if (mpi := sys.modules.get("mpi4py.MPI")) and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        sys.exit(stand_for_a_fork(sys.argv[1], sys.argv[2:]))
+    import gc
+
+    gc.disable()  # searching for garbage takes a third of the time of imports
+    import torch._dynamo
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+    import torch.distributed.run
+    import torch.nn.parallel  # noqa: F401
+
+    import dgc.comm.connect
+    import dgc.compression
+    import dgc.ddp
+    import dgc.fsdp
+    import dgc.gossip
+    import dgc.optim  # noqa: F401
+    import train  # noqa: F401
+
+    if find_spec("horovod"):
+        import horovod.torch  # noqa: F401
+
+    forks = Forks(sys.argv[1])
+    gc.freeze()
+    gc.enable()
+    print("ready", flush=True)
+    if words := forks.serve():
+        run_and_end(words)
+    shutil.rmtree(Path(sys.argv[1]).parent)
+    os._exit(0)
