@@ -26,7 +26,7 @@ LEAST = 0.85  # of all faults. Some change nothing that a test could notice
 FIRST, BUDGET = 30, 60.0  # tests that run before all others; seconds of all tests for one fault
 LIMIT = 300.0  # after these seconds, the tests of a fault hang
 RECORDING_LIMIT = 3600.0
-OPTIONS = ("-x", "-o", "timeout=30")
+OPTIONS = ("-x", "-o", "timeout=10")
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ class Source(cst.CSTVisitor):
             case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):
                 # names of types
                 return name == "__all__" or (name[:1].isupper() and not name.isupper())
+            case cst.Arg(keyword=cst.Name(value=name)):
+                return name in SKIPPED_ARGUMENTS
             case cst.AnnAssign(annotation=cst.Annotation(annotation=cst.Name(value="TypeAlias"))):
                 return True
             case cst.If():
@@ -122,7 +124,10 @@ class Source(cst.CSTVisitor):
         if isinstance(inner, cst.SimpleStatementLine):
             outer = self.parent(inner)
             outer = self.parent(outer) if isinstance(outer, cst.IndentedBlock) else outer
-            node = outer if isinstance(outer, cst.ClassDef | cst.Module) else inner
+            if isinstance(outer, cst.ClassDef):
+                node = outer if any(isinstance(each, cst.FunctionDef) for each in outer.body.body) else self.module
+            else:
+                node = outer if isinstance(outer, cst.Module) else inner
         elif isinstance(inner, cst.FunctionDef | cst.ClassDef):
             node = inner.body
         position = self.position(node)

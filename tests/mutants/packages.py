@@ -21,12 +21,12 @@ LAWS = ("tests/laws/test_laws.py", "tests/laws/test_overflow.py", "tests/laws/te
 TRANSPORTS = ("tests/parallel/test_transports.py",)
 TRAINER_TESTS = (
     "adam agreement arguments checkpoint config config_errors csv_log data earlier_configs error_growth "
-    "evaluation fp16 interruption language launcher meters migrating parameters printing random_state reshard "
-    "runs schedule translation"
+    "evaluation every_method fp16 gossip hierarchical interruption language launcher meters migrating "
+    "parameters printing random_state reshard runs schedule train translation"
 )
 TRAINER = Tests(
     tuple(f"tests/training/test_{name}.py" for name in TRAINER_TESTS.split()),
-    ("tests/training/test_train.py", "tests/training/test_lock.py", "tests/training/test_failure.py"),
+    ("tests/training/test_lock.py", "tests/training/test_failure.py"),
 )
 TRAINER_PACKAGES = (
     "atomic_write checkpoint config constructors data errors evaluation faults "
@@ -37,10 +37,10 @@ PACKAGES = {
     "dgc/arguments": Tests(("tests/wire", "tests/test_checked_arguments.py")),
     "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
     "dgc/comm": Tests(("tests/comm",), TRANSPORTS),
-    "dgc/compression": Tests(("tests/compression", *LAWS)),
+    "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),
     "dgc/cost": Tests(("tests/test_cost.py",)),
     "dgc/ddp": Tests(("tests/ddp", "tests/engine"), ("tests/parallel/test_ddp.py",)),
-    "dgc/engine": Tests(("tests/engine", "tests/optim", *LAWS)),
+    "dgc/engine": Tests(("tests/engine", "tests/optim", *LAWS), (*TRANSPORTS, "tests/parallel/test_ddp.py")),
     "dgc/fsdp": Tests(("tests/fsdp",), ("tests/parallel/test_fsdp.py",)),
     "dgc/gossip": Tests(("tests/gossip",), ("tests/parallel/test_gossip.py", "tests/parallel/test_adpsgd.py")),
     "dgc/kernels": Tests(("tests/kernels",)),

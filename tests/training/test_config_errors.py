@@ -529,7 +529,7 @@ def test_words_that_are_no_overrides() -> None:
         (["--nothing", "3"], "unexpected '--nothing' on the command line; config files follow --configs"),
         (["--configs.seed", "3", "configs/dgc/wm5.py"], "unexpected 'configs/dgc/wm5.py'"),
         ([coefficients, "[1, 2"], "it must be"),
-        (["--configs.seed", "[1, {]"], "is no list or mapping"),
+        (["--configs.seed", "[1, {]"], "is no list or mapping: while parsing"),
         ([f"{coefficients}.5", "1"], "there is no '5' in a list of 5"),
         ([f"{coefficients}.x", "1"], "there is no 'x' in a list of 5"),
         (
