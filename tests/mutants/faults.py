@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import libcst as cst
+import libcst.matchers as m
 from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
@@ -121,15 +122,14 @@ class Source(cst.CSTVisitor):
         inner: cst.CSTNode = node
         while not isinstance(inner, cst.SimpleStatementLine | cst.BaseCompoundStatement | cst.Module):
             inner, node = self.parent(inner), inner
-        if isinstance(inner, cst.SimpleStatementLine):
-            outer = self.parent(inner)
-            outer = self.parent(outer) if isinstance(outer, cst.IndentedBlock) else outer
-            if isinstance(outer, cst.ClassDef):
-                node = outer if any(isinstance(each, cst.FunctionDef) for each in outer.body.body) else self.module
-            else:
-                node = outer if isinstance(outer, cst.Module) else inner
-        elif isinstance(inner, cst.FunctionDef | cst.ClassDef):
-            node = inner.body
+        home: cst.CSTNode = inner
+        while not isinstance(home, cst.FunctionDef | cst.ClassDef | cst.Module):
+            home = self.parent(home)
+        if isinstance(home, cst.FunctionDef):
+            node = home.body if home is inner else inner if isinstance(inner, cst.SimpleStatementLine) else node
+        else:
+            has_functions = isinstance(home, cst.ClassDef) and m.findall(home.body, m.FunctionDef())
+            node = home if has_functions else self.module
         position = self.position(node)
         return range(position.start.line, position.end.line + 1)
 
