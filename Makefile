@@ -8,6 +8,8 @@ export VENV PYTHON GPU SYSTEM_MPI HOROVOD
 
 # processes that share the tests
 WORKERS ?= $(shell nproc)
+# another one draws other faults
+SEED ?= 1
 BIN := $(abspath $(VENV))/bin
 # where the documentation is built
 DOCS_VENV ?= .venv-docs
@@ -16,7 +18,7 @@ help:
 	@echo 'make demo     train on digits with 4 ranks: dense, then DGC at 0.1 % of the gradient'
 	@echo 'make test     lint, types, unit tests, laws, parallel tests under mpirun, horovodrun and torchrun'
 	@echo 'make proof    the long proofs, and types and shapes of all arguments in tests of one process (many minutes)'
-	@echo 'make mutants  plant faults in a copy of the source, one at a time: the tests must detect each (many minutes)'
+	@echo 'make mutants  put 200 faults into a copy of the source, one at a time: the tests must detect most (an hour)'
 	@echo 'make docs     the documentation as a site of its own: site/index.html (needs no set-up)'
 	@echo 'make gpu      on a GPU: the laws of its kernels, times, waits for the device (needs no set-up)'
 	@echo 'make doctor   versions, Horovod, MPI, torch.distributed, GPU; what is wrong, and its cure'
@@ -64,7 +66,7 @@ proof: setup
 	@$(BIN)/python -m pytest $(CHECKED) -m proof || test $$? -eq 5
 
 mutants: setup
-	@$(BIN)/python -m tests.mutants --workers $(WORKERS)
+	@$(BIN)/python -m tests.mutants --workers $(WORKERS) --seed $(SEED)
 
 # needs no set-up, and reads the source without running it: its environment has MkDocs alone. Without INFO lines
 # (--quiet) MkDocs would not count warnings either

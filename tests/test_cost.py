@@ -14,7 +14,7 @@ from laws.test_laws import TABLE, Row
 from dgc.bucket import Bucket, make_bucket
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange
+from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter
 from dgc.compression import (
     Compressor,
     DenseCompressor,
@@ -24,6 +24,7 @@ from dgc.compression import (
 )
 from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
 from dgc.cost import (
+    AlikeRanks,
     BucketWork,
     Compute,
     Message,
@@ -396,6 +397,12 @@ def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
     reduced = ((message("AllReduce", 2, 8, 8.0),),)
     runs = [Traffic(size, 1, reduced, 0.5, seconds) for size, seconds in ((2, 5.0), (4, 9.0))]
     assert (fit_computing(runs).decode, fit_computing(runs).per_rank) == (7.0, 0.0)
+
+
+def test_a_reduce_scatter_returns_the_share_of_the_rank() -> None:
+    ranks = AlikeRanks(4, local_size=2, local_rank=0)  # rank 2 of 4
+    assert ranks.reply(ReduceScatter(torch.arange(8.0))).tolist() == [4.0, 5.0]
+    assert ranks.reply(ReduceScatter(torch.arange(8.0), group="cross")).tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
 def test_the_seconds_of_several_exchanges() -> None:

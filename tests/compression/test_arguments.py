@@ -30,6 +30,7 @@ def test_a_name_stands_for_the_object_with_its_defaults() -> None:
             options: Any = {"compress_ratio": 0.01, "memory": "residual", argument: name}
             given, built = SparseCompressor(**options), SparseCompressor(**{**options, argument: make()})
             assert describe(made=given) == describe(made=built), (argument, name)
+    assert {type(make()).__name__.lower(): make for make in SELECTORS.values()} == SELECTORS
     named = DGCCompressor(0.001, values="sign", indices="rice")
     assert isinstance(named.format.values, SignValues) and isinstance(named.format.indices, RiceIndices)
 

@@ -1,9 +1,11 @@
 """Dense exchanges, casts, Horovod's own compressions, and which rule takes which tensor."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from compression.ranks import Ranks
 
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
@@ -13,6 +15,7 @@ from dgc.compression import (
     DenseResult,
     DGCCompressor,
     FP16Compressor,
+    PowerSGDCompressor,
     Route,
     Rule,
     SVDCompressor,
@@ -43,6 +46,11 @@ def reduce_all(make: Any, own: Any, dtype: Any = torch.float32) -> Any:
 def gradients(size: Any, scale: float = 1.0) -> Any:
     generator = torch.Generator().manual_seed(size)
     return [scale * torch.randn(N, generator=generator) for _ in range(size)]
+
+
+def test_only_a_compressor_that_decides_has_a_dense_share() -> None:
+    makers = (DenseCompressor, partial(PowerSGDCompressor, 1), partial(DGCCompressor, 0.01, NoMemory()))
+    assert [Ranks(1, make, [(N,)]).states[0].dense_share for make in makers] == [None, None, 0.0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

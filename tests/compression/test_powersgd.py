@@ -76,6 +76,13 @@ def test_matrices_of_low_rank_arrive_whole(settings: Any) -> None:
             assert float((found - expected).norm()) < 5e-3 * float(expected.norm()), (r, count)
 
 
+def test_matrices_of_three_shapes_arrive_whole() -> None:
+    shapes = [(40, 60), (30, 20), (50, 10)]
+    matrices = [low_rank(2, *shape, i) for i, shape in enumerate(shapes)]
+    mean = fleet_of(shapes, mode="paper").step([matrices])[0]
+    assert float((mean - vector(matrices)).norm() / vector(matrices).norm()) < 1e-4
+
+
 @pytest.mark.parametrize(("half_steps", "expected"), [(1, 1), (2, 1), (4, 2), (6, 3)])
 def test_rank_grows_with_half_steps(half_steps: Any, expected: Any) -> None:
     fleet = fleet_of([(20, 30)], rank=1, num_iters_per_step=half_steps, min_compression_rate=0)

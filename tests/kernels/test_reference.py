@@ -160,6 +160,7 @@ def test_usable_gradients_stay_as_they_are(dtype: Any) -> None:
     if dtype != torch.float16:
         g[1] = -TOO_LARGE
         assert remove_nonfinite_(g) == 1 and torch.equal(g, before * torch.tensor([1, 0, 1]))
+    assert first_tensor_nonfinite(torch.ones(3), [0, 2]) == 0
     assert remove_nonfinite_(torch.empty(0)) == 0 and first_tensor_nonfinite(torch.empty(0), []) == 0
 
 

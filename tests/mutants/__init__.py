@@ -1,9 +1,14 @@
-"""Proof that the tests detect faults: each hand-written fault makes a named, small list of tests fail.
+"""Mutation tests: small faults in the source, drawn with a seed, of which the tests must detect most.
 
-    python -m tests.mutants [--only NAME] [--room ROOM] [--list] [--workers N]
+    python -m tests.mutants [--count N] [--seed N] [--package NAME] [--workers N] [--list] [--record FILE]
 
-A fault replaces one short text in one file. It is applied in a temporary copy of the working tree, so the checkout
-is never changed, and the native library is built again for a fault in C++. Before the faults, all named tests must
-pass in the unchanged copy. The exit status is 1 if a fault survives, if its text is not found exactly once, or if
-its tests end without a verdict, for example because they cannot be collected.
+The operators of mutmut make the faults. Each one is applied in a temporary copy of the working tree, so the
+checkout is never changed. The tests that run its lines follow, the fastest first, until one fails. Before the
+faults, all tests run in the unchanged copy, which records the lines of each test. The exit status is 1 if fewer
+than `LEAST` of the faults are detected.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # as pytest does, for `environment`

@@ -1,75 +1,109 @@
-"""Applies the faults and prints a line for each: the verdict, its first failing test, and seconds."""
+"""Draws the faults, applies them, and prints a line for each: the verdict, its first failing test, and seconds."""
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from queue import SimpleQueue
 
-from .copies import ROOT, Copy, clone, copy_tree
-from .fault import Fault
-from .faults import FAULTS
+from coverage import Coverage
+from environment import patient, slowness
 
-CAUGHT, SURVIVED, NOT_APPLIED, NO_VERDICT = "caught", "SURVIVED", "DID NOT APPLY", "NO VERDICT"
-FAILED = 1  # pytest's exit status if tests failed and all could be collected
+from .copies import ROOT, Copy, Ended, clone, copy_tree
+from .faults import Fault, drawn
+from .packages import PACKAGES
+from .plugin import LINES, SECONDS
+
+LEAST = 0.75  # of all faults: some have no effect, or one on a GPU alone, and samples differ by some percent
+FIRST_TESTS = 30  # run before the others: most faults are detected by them, and few files are collected
+# seconds of a quiet machine
+BUDGET = 30.0  # for the tests of one fault
+LIMIT = 300.0  # after which they hang
+RECORDING_LIMIT = 3600.0
+OPTIONS = ("-x", "-o", "timeout=10")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of one fault. said: the first failing test, or the reason. details: the output without a verdict."""
+    """The end of one fault. said: the first failing test, or why there is none."""
 
-    fault: Fault
-    kind: str
+    fault: str
+    package: str
+    line: int
+    detected: bool
     said: str
     seconds: float
-    details: str = ""
 
     def __str__(self) -> str:
-        fault = self.fault
-        line = f"{self.kind:13}  {described(fault)}  {self.seconds:5.1f} s  {self.said}"
-        return "\n    ".join([line, *self.details.splitlines()[-30:]])
+        kind, fault = ("detected", self.fault[:160]) if self.detected else ("SURVIVED", self.fault)
+        return f"{kind} {self.seconds:4.0f} s  {fault}  | {self.said}"
 
 
-def described(fault: Fault) -> str:
-    return f"{fault.room:15}  {fault.name:46}  {fault.file:37}"
+def recorded(faults: Sequence[Fault], copy: Copy, workers: int, folder: Path) -> dict[str, list[str]]:
+    """Tests that run each fault's lines, by its key: all tests run in the copy without a fault."""
+    folder.mkdir()
+    tests = sorted({test for fault in faults for test in PACKAGES[fault.package].own})
+    several = ("-n", str(workers), "--dist=loadgroup") if workers > 1 else ()
+    ended = copy.tests(tests, RECORDING_LIMIT, f"--record={folder}", *several, write_bytecode=True)
+    if ended.status not in (0, 1):
+        sys.exit(f"{ended.output}\nWithout a fault the tests must run")
+    failed = [line for line in ended.output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    print("\n".join([f"Without a fault: {ended.output.splitlines()[-1].strip('= ')}", *failed]), flush=True)
+    seconds = json.loads((folder / SECONDS).read_text())
+    coverage = Coverage(folder / LINES, config_file=False)
+    coverage.combine()
+    by_file = defaultdict(list)
+    for fault in faults:
+        by_file[fault.file].append(fault)
+    return {
+        fault.key: within_budget({test for line in fault.lines for test in lines.get(line, ()) if test}, seconds)
+        for file, those in by_file.items()
+        for lines in [coverage.get_data().contexts_by_lineno(str(copy.root / file))]
+        for fault in those
+    }
 
 
-def not_applied(fault: Fault, root: Path = ROOT) -> str | None:
-    """Why the fault cannot be applied; None if it can be."""
-    found = fault.occurrences(root)
-    return None if found == 1 else f"its text is found {found} times in {fault.file}: {fault.old}"
+def within_budget(tests: set[str], seconds: dict[str, float]) -> list[str]:
+    """The fastest of these tests, as many as the budget allows, and at least one."""
+    total, result = 0.0, list[str]()
+    for test in sorted(tests, key=lambda test: (seconds[test], test)):
+        total += seconds[test]
+        if total > patient(BUDGET) and (result or total == inf):
+            break
+        result.append(test)
+    return result
 
 
-def judge(fault: Fault, copy: Copy) -> Verdict:
+def judge(fault: Fault, tests: Sequence[str], copy: Copy) -> Verdict:
     """Applies a fault in the copy and runs its tests."""
     start = time.perf_counter()
-
-    def verdict(kind: str, said: str, details: str = "") -> Verdict:
-        return Verdict(fault, kind, said, time.perf_counter() - start, details)
-
-    if (reason := not_applied(fault, copy.root)) is not None:
-        return verdict(NOT_APPLIED, reason)
-    try:
-        with copy.with_fault(fault):
-            ended = copy.tests(fault.tests, "-x")
-    except RuntimeError as error:
-        return verdict(NO_VERDICT, "the library cannot be built", str(error))
-    if ended.status == FAILED and ended.first is not None:
-        return verdict(CAUGHT, ended.first)
-    if ended.status == 0:
-        return verdict(SURVIVED, " ".join(fault.tests))
-    status = "no end in time" if ended.status is None else f"pytest ended with status {ended.status}"
-    return verdict(NO_VERDICT, status, ended.output)
+    groups = [tests[:FIRST_TESTS], tests[FIRST_TESTS:]] if tests else [PACKAGES[fault.package].ranks]
+    detected, said = False, f"{len(tests)} tests run these lines"
+    with copy.with_fault(fault):
+        for group in filter(None, groups):
+            ended = copy.tests(group, LIMIT, *OPTIONS)
+            if ended.status != 0:
+                detected, said = True, reason(ended)
+                break
+    return Verdict(fault.key, fault.package, fault.line, detected, said, time.perf_counter() - start)
 
 
-def judge_all(faults: Sequence[Fault], copies: Sequence[Copy]) -> list[Verdict]:
-    """Judges the faults, one at a time in each copy, and prints each verdict when it is known."""
+def reason(ended: Ended) -> str:
+    if ended.status is None:
+        return "no end in time"
+    return ended.first or f"pytest ended with {ended.status}: {' '.join(ended.output.split()[-20:])}"
+
+
+def judge_all(faults: Sequence[Fault], tests: dict[str, list[str]], copies: Sequence[Copy]) -> Iterator[Verdict]:
+    """Judges the faults, one at a time in each copy."""
     free: SimpleQueue[Copy] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -77,77 +111,53 @@ def judge_all(faults: Sequence[Fault], copies: Sequence[Copy]) -> list[Verdict]:
     def judge_in_a_free_copy(fault: Fault) -> Verdict:
         copy = free.get()
         try:
-            return judge(fault, copy)
+            return judge(fault, tests[fault.key], copy)
         finally:
             free.put(copy)
 
-    verdicts = []
     with ThreadPoolExecutor(len(copies)) as pool:
         waiting = [pool.submit(judge_in_a_free_copy, fault) for fault in faults]
         try:
             for done in as_completed(waiting):
-                verdicts.append(done.result())
-                print(verdicts[-1], flush=True)
+                yield done.result()
         finally:
             pool.shutdown(cancel_futures=True)
-    return verdicts
 
 
-def without_faults(faults: Sequence[Fault], copy: Copy, workers: int) -> int:
-    """Runs all tests of the faults in the unchanged copy. Returns their exit status."""
-    tests = sorted({test for fault in faults for test in fault.tests})
-    start = time.perf_counter()
-    ended = copy.tests(tests, "-n", str(workers), "--dist=loadgroup", write_bytecode=True)
-    if ended.status == 0:
-        print(f"Without a fault: {ended.output.splitlines()[-1].strip('= ')}", flush=True)
-        return 0
-    print(f"{ended.output}\nWithout a fault the tests must pass ({time.perf_counter() - start:.0f} s)")
-    return 1
-
-
-def chosen(only: Sequence[str], rooms: Sequence[str]) -> list[Fault]:
-    """The faults of these names and rooms; all of them if none is given."""
-    names = {fault.name for fault in FAULTS}
-    known = {fault.room for fault in FAULTS}
-    for wanted, there in (*((name, names) for name in only), *((room, known) for room in rooms)):
-        if wanted not in there:
-            sys.exit(f"there is no {wanted}; there is: {', '.join(sorted(there))}")
-    return [f for f in FAULTS if (not only or f.name in only) and (not rooms or f.room in rooms)]
-
-
-def show(faults: Sequence[Fault]) -> int:
-    """Prints the faults. Returns 1 if one cannot be applied."""
-    reasons = {fault.name: not_applied(fault) for fault in faults}
-    for fault in faults:
-        reason = reasons[fault.name]
-        print(described(fault) + (f"  {NOT_APPLIED}: {reason}" if reason else ""))
-    rooms = Counter(fault.room for fault in faults)
-    print(f"{len(faults)} faults: " + ", ".join(f"{room} {count}" for room, count in rooms.items()))
-    return int(any(reasons.values()))
+def summary(verdicts: Sequence[Verdict]) -> str:
+    detected = Counter(verdict.package for verdict in verdicts if verdict.detected)
+    every = Counter(verdict.package for verdict in verdicts)
+    rows = [f"{package:20} {detected[package]:4} of {every[package]:4}" for package in sorted(every)]
+    return "\n".join([*rows, f"{'all':20} {detected.total():4} of {every.total():4}"])
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a fault (repeatable)")
-    parser.add_argument("--room", action="append", default=[], help="all faults of a package (repeatable)")
-    parser.add_argument("--list", action="store_true", help="only list the faults, and check that they apply")
+    parser.add_argument("--count", type=int, default=200, help="least number of faults")
+    parser.add_argument("--seed", type=int, default=1, help="other faults with each seed")
+    parser.add_argument("--package", action="append", choices=[*PACKAGES], help="only of this one (repeatable)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="faults at a time")
+    parser.add_argument("--list", action="store_true", help="only print the faults")
+    parser.add_argument("--record", type=Path, help="file for the verdicts, as JSON")
     args = parser.parse_args(words)
-    faults = chosen(args.only, args.room)
+    faults = drawn(ROOT, args.package or [*PACKAGES], args.count, args.seed)
     if args.list:
-        return show(faults)
-    start, workers = time.perf_counter(), max(1, min(args.workers, len(faults)))
+        print("\n".join(f"{fault.line:4} {fault.key}" for fault in faults))
+        return 0
+    start = time.perf_counter()
+    slowness()  # measured once, before the tests start
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         first = copy_tree(Path(folder, "0"))
-        if without_faults(faults, first, args.workers):
-            return 1
-        copies = [first, *(clone(first, Path(folder, str(i))) for i in range(1, workers))]
-        # The slowest first, so that none of them is left alone at the end.
-        verdicts = judge_all(sorted(faults, key=lambda fault: not fault.is_native), copies)
-    kinds = Counter(verdict.kind for verdict in verdicts)
-    told = ", ".join(f"{kinds[kind]} {kind.lower()}" for kind in (CAUGHT, SURVIVED, NOT_APPLIED, NO_VERDICT))
-    print(f"{len(verdicts)} faults: {told}; {(time.perf_counter() - start) / 60:.1f} minutes")
-    return int(kinds[CAUGHT] < len(verdicts))
+        tests = recorded(faults, first, args.workers, Path(folder, "recorded"))
+        copies = [first, *(clone(first, Path(folder, str(i))) for i in range(1, args.workers))]
+        verdicts = []
+        for verdict in judge_all(faults, tests, copies):
+            print(verdict, flush=True)
+            verdicts.append(verdict)
+            if args.record:
+                args.record.write_text(json.dumps([asdict(each) for each in verdicts], indent=1))
+    print(f"{summary(verdicts)}\n{(time.perf_counter() - start) / 60:.0f} minutes")
+    return int(sum(verdict.detected for verdict in verdicts) < LEAST * len(verdicts))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException, ReadonlyConfigError
 
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.config.layers import REPOSITORY, config_files, literal
+from dgc_training.config.tree import keywords
 from dgc_training.constructors import import_path, import_target
 
 CNN, WM5, SGP = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/gossip/sgp.py"
@@ -350,6 +351,15 @@ def test_literals() -> None:
     for text, value in cases:
         found = literal(text, "key")
         assert found == value and type(found) is type(value), text
+
+
+def test_a_keyword_accepts_what_its_annotation_says() -> None:
+    def target(rate: float, name: str | None = None) -> None: ...
+
+    keys = keywords(target)
+    assert keys is not None
+    assert [bool(keys["rate"].wanted(value)) for value in (0.5, 1, "fast", [1])] == [False, False, True, True]
+    assert [bool(keys["name"].wanted(value)) for value in ("a", None, 0.5)] == [False, False, True]
 
 
 def test_overrides_in_every_form(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.data import evaluation_loader
-from dgc_training.evaluation import averaged_batch_norm, batch_norm_buffers, evaluate
+from dgc_training.evaluation import Evaluation, averaged_batch_norm, batch_norm_buffers, evaluate
 from dgc_training.meters import TopKClassMeter
 
 CPU = torch.device("cpu")
@@ -72,6 +73,15 @@ def test_the_mode_of_the_model_is_restored(training: Any) -> None:
 
     LockstepWorld(1).run(body)
     assert model.training is training
+
+
+@pytest.mark.parametrize(("metric", "lower"), [("acc/test", False), ("perplexity/test", True), (None, False)])
+def test_the_metric_says_whether_lower_is_better(metric: str | None, lower: bool) -> None:
+    accuracy = {"_target_": "dgc_training.meters.TopKClassMeter", "k": 1}
+    perplexity = {"_target_": "dgc_training.meters.Perplexity"}
+    settings = OmegaConf.create({"metric": metric, "meters": {"acc/{}": accuracy, "perplexity/{}": perplexity}})
+    transport = LockstepWorld(1).transports[0]
+    assert Evaluation({"test": []}, settings, transport, CPU).lower_is_better is lower
 
 
 def test_no_meters_give_no_results() -> None:

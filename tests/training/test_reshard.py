@@ -206,6 +206,7 @@ def test_names_of_parameters_and_of_a_state_may_be_alike() -> None:
 
 def test_parts_that_contradict_are_reported() -> None:
     assert merge([{"steps": 0, "v": {}}, {"steps": 3, "v": {"w": 1.5}}]) == {"steps": 3, "v": {"w": 1.5}}
+    assert merge([{"kind": "a"}, {"kind": "a"}]) == {"kind": "a"}
     for first, second in (("a", "b"), (torch.zeros(2), torch.ones(2)), (True, 1), (torch.zeros(2), None)):
         with pytest.raises(ValueError, match=r"^state\.a differs between ranks of one machine"):
             merge([{"a": first}, {"a": second}])

@@ -1,0 +1,57 @@
+"""The tests of each package."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Files and folders of tests.
+
+    Args:
+        own: Tests in one process. Their lines are recorded.
+        ranks: Tests that start processes, whose lines are not recorded. They follow, in this order, for a fault in
+            lines that no recorded test runs.
+    """
+
+    own: tuple[str, ...]
+    ranks: tuple[str, ...] = ()
+
+
+LAWS = ("tests/laws/test_laws.py", "tests/laws/test_overflow.py", "tests/laws/test_testing.py")
+TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
+TRAINER_TESTS = (
+    "adam agreement arguments checkpoint config config_errors csv_log data earlier_configs error_growth "
+    "evaluation every_method fp16 gossip hierarchical interruption language launcher meters migrating "
+    "parameters printing random_state reshard runs schedule train translation"
+)
+TRAINER = Tests(
+    tuple(f"tests/training/test_{name}.py" for name in TRAINER_TESTS.split()),
+    ("tests/training/test_lock.py", "tests/training/test_failure.py"),
+)
+TRAINER_PACKAGES = (
+    "atomic_write checkpoint config constructors data errors evaluation faults "
+    "launcher logging meters random_state schedule startup stepping synchronization tasks"
+)
+PACKAGES = {
+    "dgc/aggregate": Tests(("tests/compression/test_powersgd.py", "tests/optim/test_identity.py")),
+    "dgc/arguments": Tests(("tests/wire", "tests/test_checked_arguments.py")),
+    "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
+    "dgc/comm": Tests(("tests/comm",), TRANSPORTS),
+    "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),
+    "dgc/cost": Tests(("tests/test_cost.py",)),
+    "dgc/ddp": Tests(("tests/ddp", "tests/engine"), ("tests/parallel/test_ddp.py",)),
+    "dgc/engine": Tests(("tests/engine", "tests/optim", *LAWS), (*TRANSPORTS, "tests/parallel/test_ddp.py")),
+    "dgc/fsdp": Tests(("tests/fsdp",), ("tests/parallel/test_fsdp.py",)),
+    "dgc/gossip": Tests(("tests/gossip",), ("tests/parallel/test_gossip.py", "tests/parallel/test_adpsgd.py")),
+    "dgc/kernels": Tests(("tests/kernels",)),
+    "dgc/launch": Tests(("tests/test_launch.py",)),
+    "dgc/local": Tests(("tests/local",)),
+    "dgc/memory": Tests(("tests/memory", *LAWS)),
+    "dgc/optim": Tests(("tests/optim",), TRANSPORTS),
+    "dgc/paper": Tests(("tests/paper",)),
+    "dgc/selection": Tests(("tests/selection",)),
+    "dgc/state": Tests(("tests/memory", *LAWS)),
+    "dgc/testing": Tests(LAWS),
+    "dgc/wire": Tests(("tests/wire",)),
+    **{f"dgc_training/{name}": TRAINER for name in TRAINER_PACKAGES.split()},
+}

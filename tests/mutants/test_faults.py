@@ -1,0 +1,77 @@
+"""The faults of `make mutants`: what is changed, and what is not."""
+
+from pathlib import Path
+
+import pytest
+
+from mutants.copies import ROOT
+from mutants.faults import Fault, Source, drawn
+from mutants.packages import PACKAGES
+
+CODE = '''"""A module = 1."""
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import a as b
+__all__ = ["double"]
+Pair = tuple[int, "x"]
+LIMIT = 3
+
+def double(x: Float[Tensor, "n"], device: str = "cpu") -> int:
+    """Double it = 2."""
+    assert x > 0, "never"
+    if x > LIMIT:
+        raise ValueError(f"{x} > {LIMIT}")
+    warn("a + b")
+    return zeros(x, device=device) + x
+'''
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> list[Fault]:
+    (tmp_path / "module.py").write_text(CODE)
+    return Source(tmp_path, "module.py").faults
+
+
+def test_only_what_has_an_effect_is_changed(faults: list[Fault]) -> None:
+    assert sorted({(fault.old, fault.new) for fault in faults}) == [
+        ('"cpu"', '"CPU"'),
+        ('"cpu"', '"XXcpuXX"'),
+        ("3", "4"),
+        ("> LIMIT", ">= LIMIT"),
+        ("LIMIT = 3", "LIMIT = None"),
+        ("zeros(x, device=device)", "zeros(None, device=device)"),
+        ("zeros(x, device=device)", "zeros(device=device)"),
+        ("zeros(x, device=device) + x", "zeros(x, device=device) - x"),
+    ]
+
+
+def test_lines_that_run_a_fault(faults: list[Fault]) -> None:
+    lines = {fault.old: (fault.function, fault.line, fault.lines) for fault in faults}
+    assert lines["3"] == ("", 7, range(1, 17))  # any line of the module
+    assert lines['"cpu"'] == ("double", 9, range(10, 16))  # any line of the function
+    assert lines["> LIMIT"] == ("double", 12, range(12, 13))
+
+
+def test_one_change_is_applied(faults: list[Fault]) -> None:
+    for fault in faults:
+        lines = zip(CODE.splitlines(), fault.code.splitlines(), strict=True)
+        assert fault.is_one() and sum(old != new for old, new in lines) == 1
+
+
+def test_a_seed_draws_the_same_faults_of_each_operator() -> None:
+    def draw(seed: int) -> list[str]:
+        return [fault.key for fault in drawn(ROOT, ["dgc/state", "dgc/bucket"], 8, seed)]
+
+    assert draw(1) == draw(1) != draw(2)
+    assert len(draw(1)) >= 8 and len({key.split(":")[2] for key in draw(1)}) > 4
+
+
+def test_every_package_has_tests() -> None:
+    found = {
+        "/".join(path.relative_to(ROOT).with_suffix("").parts[:2])
+        for folder in ("dgc", "dgc_training")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert found - {"dgc/__init__", "dgc_training/__init__"} == {*PACKAGES}
+    paths = {path for tests in PACKAGES.values() for path in (*tests.own, *tests.ranks)}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
