@@ -20,7 +20,7 @@ class Tests:
 LAWS = ("tests/laws/test_laws.py", "tests/laws/test_overflow.py", "tests/laws/test_testing.py")
 TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
 TRAINER_TESTS = (
-    "adam agreement arguments checkpoint config config_errors csv_log data earlier_configs error_growth "
+    "adam agreement arguments checkpoint config config_errors data earlier_configs error_growth "
     "evaluation every_method fp16 gossip hierarchical interruption language launcher meters migrating "
     "parameters printing random_state reshard runs schedule train translation"
 )

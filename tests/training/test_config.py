@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ReadonlyConfigError
 
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
+from dgc_training.config.check import argument, refusal
 from dgc_training.config.layers import REPOSITORY, config_files, literal
-from dgc_training.config.tree import keywords
-from dgc_training.constructors import import_path, import_target
+from dgc_training.constructors import import_path, import_target, keywords
 
 CNN, WM5, SGP = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/gossip/sgp.py"
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
@@ -356,10 +356,11 @@ def test_literals() -> None:
 def test_a_keyword_accepts_what_its_annotation_says() -> None:
     def target(rate: float, name: str | None = None) -> None: ...
 
-    keys = keywords(target)
-    assert keys is not None
-    assert [bool(keys["rate"].wanted(value)) for value in (0.5, 1, "fast", [1])] == [False, False, True, True]
-    assert [bool(keys["name"].wanted(value)) for value in ("a", None, 0.5)] == [False, False, True]
+    kinds = keywords(target)
+    assert kinds is not None
+    rate, name = argument(kinds["rate"]), argument(kinds["name"])
+    assert [bool(refusal(rate, value)) for value in (0.5, 1, "fast", [1])] == [False, False, True, True]
+    assert [bool(refusal(name, value)) for value in ("a", None, 0.5)] == [False, False, True]
 
 
 def test_overrides_in_every_form(tmp_path: Path) -> None:
