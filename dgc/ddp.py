@@ -239,7 +239,7 @@ class DDPExchange(HasCompression):
         self._buffers: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # DDP's buckets of this step
         self._views: dict[Tensor, Tensor] = {}  # one-dimensional view of each gradient in DDP's buckets
         self._epochs.begin()
-        model.register_comm_hook(self, DDPExchange.add)
+        model.register_comm_hook(self, _hook)
         model._comm_hooks = NoCopies(model._comm_hooks)
         claim(self._slots, model, "DDP")
 
@@ -331,6 +331,10 @@ class DDPExchange(HasCompression):
             after_ddp(partial(drop_gradients, self._slots))
             if self.dropped_steps == 1 and self.transport.rank == 0:
                 warn_of_drop(reason, "every rank drops this step, and every .grad is None")
+
+
+def _hook(state: DDPExchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.add(bucket)
 
 
 compress = DDPExchange

@@ -37,6 +37,7 @@ COMMANDS = [*HERE.items(), *OVER_GLOO.items()]
 COMMANDS_OF_HOROVOD = [pytest.param(*row, marks=pytest.mark.horovod) for row in UNDER_MPIRUN.items()]
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "words"), [*COMMANDS, *COMMANDS_OF_HOROVOD])
 def test_the_smallest_run(name: str, words: str) -> None:
