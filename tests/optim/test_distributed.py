@@ -432,3 +432,39 @@ def test_dgc_learns() -> None:
 
     assert train(DenseCompressor) < 1e-2
     assert train(lambda: dgc(0.1, momentum=0.5)) < 0.3  # it begins at 1.5
+
+
+def test_buckets_start_in_the_order_in_which_backward_fills_them() -> None:
+    """From the second step on. In the first one it is the reverse order of registration."""
+
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 1, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x))
+
+    models = [Crossed(), Crossed()]
+    models[1].load_state_dict(models[0].state_dict())
+    started: list[list[str]] = [[], []]
+
+    def body(model: Any, transport: Any) -> None:
+        launch, own = transport.launch, started[transport.rank]
+
+        def recording(name: str, requests: Any, communicator: str = "") -> Any:
+            own.append(name)
+            return launch(name, requests, communicator)
+
+        optimizer = wrap(model, transport, bucket_mb=1e-6)
+        transport.launch = recording
+        for _ in range(2):
+            own.append("step")
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
+    run(2, body, models)
+    for own in started:
+        buckets = [name.split(".")[1] if name.startswith("dgc0.") else name for name in own]
+        assert [name for name in buckets if not name.startswith("dgc")] == ["step", "0", "1", "step", "1", "0"]
