@@ -243,6 +243,7 @@ def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
     assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
 
 
+@pytest.mark.proof
 @pytest.mark.horovod
 def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")

@@ -54,7 +54,7 @@ def python() -> str:
 
 
 def stand_for_a_fork(address: str, words: list[str]) -> int:
-    """The exit status of what another process forks."""
+    """The exit status of what another process forks. If a signal ends that, the same one ends this process."""
     message = json.dumps([dict(os.environ), os.getcwd(), words]).encode()
     with socket.socket(socket.AF_UNIX) as own:
         own.connect(address)
@@ -62,7 +62,11 @@ def stand_for_a_fork(address: str, words: list[str]) -> int:
         own.sendall(message)
         for number in FORWARDED:
             signal.signal(number, lambda number, _: own.sendall(bytes([number])))
-        status = own.recv(1)
+        status = own.recv(2, socket.MSG_WAITALL)
+        if len(status) == 2 and status[1]:
+            if status[1] in FORWARDED:
+                signal.signal(status[1], signal.SIG_DFL)
+            os.kill(os.getpid(), status[1])
         return status[0] if status else 1
 
 
@@ -136,7 +140,7 @@ class Forks:
         if own in self.selector.get_map():
             self.selector.unregister(own)
             with suppress(OSError):  # what stands for it has been killed at the same time
-                own.sendall(bytes([status if status >= 0 else 128 - status]))
+                own.sendall(bytes([max(status, 0), max(-status, 0)]))
         own.close()
 
 

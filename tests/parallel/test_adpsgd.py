@@ -56,6 +56,7 @@ def silence(ranks: int, folder: Path, how: str, launch: Any = mpirun) -> None:
         assert 0 < found["after"] < patient(15)
 
 
+@pytest.mark.proof
 def test_a_rank_that_times_out_is_named(tmp_path: Path) -> None:
     for launch in BOTH:
         silence(2, tmp_path, "sleeps", launch)

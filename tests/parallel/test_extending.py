@@ -22,6 +22,7 @@ def summary(run: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.horovod
 def test_the_page_s_files_and_commands(tmp_path: Path) -> None:
     my = tmp_path / "my"

@@ -61,7 +61,8 @@ def a_slow_iteration_travels_along_the_ring(found: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.horovod
-@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_that_dies_ends_the_run(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # it dies after others have heard of it
     dying = failing_model(tmp_path, 3, f"time.sleep(2); os.kill(os.getpid(), signal.{how})", rank=1)

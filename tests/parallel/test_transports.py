@@ -35,6 +35,7 @@ def model(directory: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.proof
 @pytest.mark.horovod
 def test_a_run_of_one_transport_is_resumed_by_the_other_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -227,12 +227,13 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
 
 
 @HOROVOD
+@pytest.mark.proof
 @pytest.mark.timeout(150)
 def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
     configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", f"{patient(6)}"]
-    result = launch([*MPIRUN, python(), REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120)
+    result = launch([*MPIRUN, sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120)
     assert result.returncode == 1
     printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
     assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
