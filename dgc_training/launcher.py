@@ -1,4 +1,4 @@
-"""Rank and size of this process from the launcher's environment variables, before a transport exists."""
+"""Rank, size and terminal of this process, by its launcher's environment variables, before a transport exists."""
 
 import json
 import os
@@ -7,8 +7,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from dgc.launch import started_by
+
+LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
+# Options of mpirun that prefix or redirect lines. A progress bar, which redraws its line, does not work with them.
+REDIRECTING = ("tag-output", "timestamp-output", "output", "output-filename", "xml")
+UNTAGGED = ("orte_tag_output", "0")  # a parameter after -mca, which overrides --tag-output, as of horovodrun
 
 
 def _launched() -> tuple[int, int]:
@@ -34,6 +40,25 @@ def is_under_torchrun() -> bool:
 def may_restart() -> bool:
     """Whether torchrun may start the ranks again after a failure, perhaps another number of them."""
     return is_under_torchrun() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def terminal_of(descriptor: int) -> str | None:
+    """The path of the terminal behind `descriptor` (1 or 2); None if it is not a terminal."""
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return os.ttyname(descriptor) if os.isatty(descriptor) else None
+    parent = Path(f"/proc/{os.getppid()}")
+    try:
+        words = (parent / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        path = os.readlink(parent / f"fd/{descriptor}")
+    except OSError:  # no /proc on this system, or another user's process
+        return None
+    options = {word.lstrip("-") for word in words if word.startswith("-")}
+    if UNTAGGED in zip(words, words[1:], strict=False):
+        options.discard("tag-output")
+    prefixed = not options.isdisjoint(REDIRECTING)
+    if Path(words[0]).name not in LAUNCHERS or prefixed:
+        return None
+    return path if path.startswith(("/dev/pts/", "/dev/tty")) else None
 
 
 def print_error(message: str, delay: float = 15.0) -> int:

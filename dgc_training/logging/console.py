@@ -13,9 +13,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from dgc_training.launcher import terminal_of
 from dgc_training.logging.formatting import human_bytes, result_text
 
 SECONDS_PER_LINE = 10.0  # within an epoch, without a terminal
@@ -131,31 +131,6 @@ class Console:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-
-
-LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
-# Options of mpirun that prefix or redirect lines. A progress bar, which redraws its line, does not work with them.
-REDIRECTING = ("tag-output", "timestamp-output", "output", "output-filename", "xml")
-UNTAGGED = ("orte_tag_output", "0")  # a parameter after -mca, which overrides --tag-output, as of horovodrun
-
-
-def terminal_of(descriptor: int) -> str | None:
-    """The path of the terminal behind `descriptor` (1 or 2); None if it is not a terminal."""
-    if "OMPI_COMM_WORLD_RANK" not in os.environ:
-        return os.ttyname(descriptor) if os.isatty(descriptor) else None
-    parent = Path(f"/proc/{os.getppid()}")
-    try:
-        words = (parent / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        path = os.readlink(parent / f"fd/{descriptor}")
-    except OSError:  # no /proc on this system, or another user's process
-        return None
-    options = {word.lstrip("-") for word in words if word.startswith("-")}
-    if UNTAGGED in zip(words, words[1:], strict=False):
-        options.discard("tag-output")
-    prefixed = not options.isdisjoint(REDIRECTING)
-    if Path(words[0]).name not in LAUNCHERS or prefixed:
-        return None
-    return path if path.startswith(("/dev/pts/", "/dev/tty")) else None
 
 
 def columns(terminal: str) -> int:

@@ -164,7 +164,7 @@ def test_the_bar_uses_the_stream_of_the_rows_and_is_removed_before_them(
     assert capsys.readouterr() == ("", "")
 
 
-TELL = "from dgc_training.logging.console import terminal_of; print(terminal_of(1), terminal_of(2))"
+TELL = "from dgc_training.launcher import terminal_of; print(terminal_of(1), terminal_of(2))"
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.horovod)])
