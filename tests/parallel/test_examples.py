@@ -33,10 +33,9 @@ def check_training(end: dict[str, Any]) -> None:
 
 @pytest.mark.horovod
 def test_with_horovod(tmp_path: Path) -> None:
-    methods = ("train_horovod.py powersgd 2", "train_horovod.py 2bit 2", "train_horovod.py dgc 6")
+    methods = [f"train_horovod.py {method} 6" for method in ("dgc", "powersgd", "2bit")]
     found = ends(mpirun, tmp_path, *methods, "train_gossip.py 6")
-    assert all(end["losses"][-1] < end["losses"][0] for end in found)
-    for end in found[2:]:
+    for end in found:
         check_training(end)
     assert len({end["state"] for end in found}) == 4
 
