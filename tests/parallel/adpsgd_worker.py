@@ -1,4 +1,4 @@
-"""Runs on every rank of a group: asynchronous gossip over MPI beside Horovod. Each function returns what it found.
+"""Runs on every rank of a group: asynchronous gossip. Each function returns what it found.
 
 adpsgd_worker.py FOLDER HOW
 
@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,12 @@ def begun(transport: Any, numel: int, **options: Any) -> tuple[ADPSGD, torch.Ten
     return gossip, z, meter
 
 
+def step(gossip: ADPSGD, z: torch.Tensor, pause: float) -> None:
+    gossip.begin_step()
+    gossip.update(lambda: z.add_(1))
+    time.sleep(pause)
+
+
 def distance(transport: Any, z: torch.Tensor) -> float:
     """The largest of all ranks' from the mean, over the mean's norm."""
     mean = all_reduce(transport, z.clone(), "mean", "mean")
@@ -50,7 +55,7 @@ def least_squares(transport: Any) -> Finding:
     gossip, z, meter = begun(transport, 20)
     velocity = torch.zeros(20)
 
-    def step() -> None:
+    def learn() -> None:
         velocity.mul_(0.5).add_(A[rank].T @ (A[rank] @ (z - wanted)) / 60)
         z.sub_(0.05 * velocity)
 
@@ -59,7 +64,7 @@ def least_squares(transport: Any) -> Finding:
     for epoch in range(1, 4):
         while gossip.progress < epoch * 100 * size:
             gossip.begin_step()
-            gossip.update(step)
+            gossip.update(learn)
             taken += 1
             time.sleep(0.001 * (1 + rank % 2))
         gossip.synchronize_messages()
@@ -83,45 +88,17 @@ def least_squares(transport: Any) -> Finding:
     }
 
 
-def mean_is_kept(transport: Any) -> Finding:
-    """Free-running averages without a step, of models that differ: the sum stays and they come together."""
-    gossip, z, _ = begun(transport, 1001, averagings_per_step=None)
+def one_is_slow(transport: Any) -> int:
+    """Steps of this rank, until all together have done 40 for each. The last one is five times slower."""
+    gossip, z, _ = begun(transport, 10_000)
+    barrier(transport)
+    steps = 0
+    while gossip.progress < 40 * transport.size:
+        step(gossip, z, 0.1 if transport.rank == transport.size - 1 else 0.02)
+        steps += 1
     gossip.synchronize_messages()
-    generator = torch.Generator().manual_seed(transport.rank)
-    own = {**gossip.state_dict(), "x": torch.randn(1001, generator=generator)}
-    gossip.load_state_dict(own)
-    before = all_reduce(transport, z.clone(), "sum", "before")
-    for _ in range(3):
-        gossip.resume()
-        enough = gossip.metrics()["averagings"] + 40
-        # odd ranks begin averages, even ones answer
-        while transport.rank % 2 and gossip.metrics()["averagings"] < enough:
-            time.sleep(0.01)
-        gossip.synchronize_messages()
-    after = all_reduce(transport, z.clone(), "sum", "after")
     gossip.close()
-    return {"moved": float((after - before).abs().max()), "distance": float((z - after / transport.size).norm())}
-
-
-def one_is_slow(transport: Any) -> Finding:
-    """Milliseconds per step of this rank, all alike and with the last one five times slower."""
-    found = {}
-    for name, factor in (("alike", 1), ("slow", 5)):
-        gossip, z, _ = begun(transport, 10_000)
-        pause = 0.02 * (factor if transport.rank == transport.size - 1 else 1)
-        barrier(transport)
-        times = []
-        while gossip.progress < 40 * transport.size:
-            start = time.perf_counter()
-            gossip.begin_step()
-            gossip.update(partial(z.add_, 1))
-            time.sleep(pause)
-            times.append(time.perf_counter() - start)
-        gossip.synchronize_messages()
-        gossip.close()
-        found[name] = 1000 * sorted(times)[len(times) // 2]
-        found[name + "_steps"] = len(times)
-    return found
+    return steps
 
 
 def synchronized_one_by_one(transport: Any) -> Finding:
@@ -130,9 +107,7 @@ def synchronized_one_by_one(transport: Any) -> Finding:
     waited = []
     for first in range(transport.size):
         for _ in range(3 if transport.rank == first else 30):
-            gossip.begin_step()
-            gossip.update(lambda: z.add_(1))
-            time.sleep(0.005)
+            step(gossip, z, 0.005)
         start = time.monotonic()
         gossip.synchronize_messages()
         waited.append((start, time.monotonic()))
@@ -144,36 +119,31 @@ def synchronized_one_by_one(transport: Any) -> Finding:
     return {"waited": waited, "progress": gossip.progress, "steps": steps, "sum": float(total.mean())}
 
 
-def clean_ends(transport: Any) -> Finding:
-    """Twenty times from start to close."""
-    seconds, exact = [], []
+def clean_ends(transport: Any) -> list[float]:
+    """By how much the sum is not the number of steps, each of twenty times from start to close."""
+    errors = []
     for i in range(20):
-        start = time.perf_counter()
         gossip, z, _ = begun(transport, 5000, averagings_per_step=None if i % 2 else 1.0)
         while gossip.progress < 20 * transport.size:
-            gossip.begin_step()
-            gossip.update(partial(z.add_, 1))
-            time.sleep(0.0005 * ((transport.rank + i) % transport.size))
+            step(gossip, z, 0.0005 * ((transport.rank + i) % transport.size))
         gossip.synchronize_messages()
         gossip.close()
         total = all_reduce(transport, z.double(), "sum", "total")
-        exact.append(abs(float(total.mean()) - gossip.progress) < 1e-2)
-        seconds.append(time.perf_counter() - start)
-    return {"ends": len(seconds), "exact": all(exact), "seconds": sum(seconds)}
+        errors.append(abs(float(total.mean()) - gossip.progress))
+    return errors
 
 
-def idle(transport: Any) -> Finding:
-    """CPU seconds per second of the gossip thread while there is nothing to do, and of all other threads."""
-    gossip, z, _ = begun(transport, 1_000_000)
+def idle(transport: Any) -> float:
+    """CPU seconds per second of the gossip thread while there is nothing to do."""
+    gossip, _, _ = begun(transport, 1_000_000)
     (thread,) = [t for t in threading.enumerate() if t.name == "AD-PSGD gossip"]
     time.sleep(0.5)
-    before, whole, start = cpu_seconds(thread.native_id), time.process_time(), time.perf_counter()
+    before, start = cpu_seconds(thread.native_id), time.perf_counter()
     time.sleep(3)
-    passed = time.perf_counter() - start
-    spent, whole = cpu_seconds(thread.native_id) - before, time.process_time() - whole
+    spent = (cpu_seconds(thread.native_id) - before) / (time.perf_counter() - start)
     gossip.synchronize_messages()
     gossip.close()
-    return {"gossip": spent / passed, "others": (whole - spent) / passed}
+    return spent
 
 
 def cpu_seconds(thread: int | None) -> float:
@@ -186,9 +156,7 @@ def times_out(transport: Any, folder: Path, stop: Callable[[ADPSGD], None]) -> N
     stops = time.monotonic() + 0.5
     try:
         while True:
-            gossip.begin_step()
-            gossip.update(lambda: z.add_(1))
-            time.sleep(0.005)
+            step(gossip, z, 0.005)
             if transport.rank == transport.size - 1 and time.monotonic() > stops:
                 stop(gossip)
     except GossipError as error:

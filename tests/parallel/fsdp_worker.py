@@ -538,10 +538,7 @@ def saved_and_loaded(transport: Any, folder: Path) -> Finding:
 
 def bytes_between_machines(transport: Any) -> Finding:
     found = {}
-    methods: dict[str, Any] = {
-        "dense": DenseCompressor(),
-        "top-k": SparseCompressor(0.01, ResidualMemory()),
-    }
+    methods: dict[str, Any] = {"dense": DenseCompressor(), "top-k": SparseCompressor(0.01, ResidualMemory())}
     for name, compressor in methods.items():
         model: Any = nn.Linear(200, 51)
         torch.manual_seed(0)

@@ -9,29 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gossip.networks import Trained, momentum, on
+from gossip.networks import Trained, on
 
 from dgc import gossip
 from dgc.comm import all_gather_object, all_reduce
-from dgc.compression import DenseCompressor
-from dgc.gossip import (
-    DPSGD,
-    OSGP,
-    SGP,
-    Gossip,
-    HalfPrecisionMessage,
-    Int8Message,
-    Topology,
-    n_peer_exponential,
-)
-from dgc.optim import DistributedOptimizer
+from dgc.gossip import DPSGD, OSGP, SGP, Gossip, HalfPrecisionMessage, Int8Message, Topology, n_peer_exponential
 
 Finding = dict[str, Any]
-LR = 0.1
-
-
-def complete(size: int) -> Topology:
-    return n_peer_exponential(size, size - 1)
 
 
 def both_ways(size: int) -> Topology:
@@ -50,55 +34,26 @@ def off(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def complete_graph(transport: Any) -> Finding:
-    """Steps of SGP on it, and of averaged gradients."""
-    own = Trained(transport, SGP(complete))
-    for _ in range(15):
-        own.step()
-    own.optimizer.synchronize_messages()
-
-    other = Trained(transport, SGP())  # for its model and data
-    optimizer = DistributedOptimizer(
-        momentum(other.model.parameters()), other.model.named_parameters(), DenseCompressor(), transport=transport
-    )
-    for _ in range(15):
-        optimizer.zero_grad()
-        ((other.model(other.inputs) - other.targets) ** 2).mean().backward()
-        optimizer.step()
-    optimizer.close()
-    other.optimizer.model.gather()
-    return {"model": digest(own.z), "difference": off(own.z, other.z)}
-
-
-def log2_rounds(transport: Any) -> Finding:
-    own = Trained(transport, SGP()).scatter()
-    wanted, apart = mean_of(transport, own.z), own.z.clone()
-    for _ in range(transport.size.bit_length() - 1):
-        own.only_gossip()
-    own.optimizer.synchronize_messages()
-    return {"before": off(apart, wanted), "after": off(own.z, wanted)}
-
-
-def without_gradients() -> dict[str, Callable[[], Gossip]]:
-    return {
-        "sgp": SGP,
-        "sgp, star": lambda: SGP(gossip.star),
+def mass(transport: Any) -> Finding:
+    """Sums over the ranks of x and w, with messages in flight, in mid-run and after synchronization."""
+    two_to_one = {1: n_peer_exponential, 2: both_ways}
+    rows: dict[str, Callable[[], Gossip]] = {
         "sgp, fp16": lambda: SGP(message=HalfPrecisionMessage()),
-        "sgp, int8": lambda: SGP(both_ways, message=Int8Message(16)),
-        "osgp": OSGP,
+        "sgp, two to one": lambda: SGP(both_ways, graph_from_epoch=two_to_one),
+        "sgp, all-reduce to one": lambda: SGP(None, graph_from_epoch={1: n_peer_exponential, 2: None}),
         "osgp, star": lambda: OSGP(gossip.star),
         "osgp, 2 steps": lambda: OSGP(synch_freq=2),
         "osgp, 2 steps, int8": lambda: OSGP(both_ways, synch_freq=2, message=Int8Message(16)),
+        "osgp, two to one": lambda: OSGP(both_ways, graph_from_epoch=two_to_one),
+        "osgp, two to one, 2 steps": lambda: OSGP(both_ways, synch_freq=2, graph_from_epoch=two_to_one),
+        "osgp, all-reduce to one": lambda: OSGP(None, graph_from_epoch={2: n_peer_exponential}),
     }
-
-
-def mass(transport: Any) -> Finding:
-    """Sums over the ranks of x and w, with messages in flight, in mid-run and after synchronization."""
     found = {}
-    for name, make in without_gradients().items():
+    for name, make in rows.items():
         own = Trained(transport, make()).scatter()
         wanted = mean_of(transport, own.z)
         for step in range(17):
+            own.optimizer.begin_epoch(step // 5)
             own.only_gossip()
             time.sleep(0.001 * ((transport.rank + step) % 3))  # ranks are ahead of each other in turns
         between = own.biased_parameters()
@@ -114,76 +69,40 @@ def mass(transport: Any) -> Finding:
     return found
 
 
-def switches(transport: Any) -> Finding:
-    """Each rank's model moves by a constant of its own in each step, so the mean does by the mean of them."""
-    found = {}
-    for name, algorithm in {
-        "two to one": SGP(both_ways, graph_from_epoch={1: n_peer_exponential, 2: both_ways}),
-        "two to one, overlap": OSGP(both_ways, graph_from_epoch={1: n_peer_exponential, 2: both_ways}),
-        "two to one, 2 steps": OSGP(both_ways, synch_freq=2, graph_from_epoch={1: n_peer_exponential}),
-        "all-reduce to one": SGP(None, graph_from_epoch={1: n_peer_exponential, 2: None}),
-        "all-reduce to one, overlap": OSGP(None, graph_from_epoch={1: n_peer_exponential, 2: None}),
-    }.items():
-        own = Trained(transport, algorithm, partial(torch.optim.SGD, lr=LR)).scatter()
-        start = mean_of(transport, own.z)
-        for step in range(15):
-            own.optimizer.begin_epoch(step // 5)
-            own.optimizer.zero_grad()
-            for p in own.model.parameters():
-                p.grad = torch.full_like(p, float(transport.rank))
-            own.optimizer.step()
-        end = mean_of(transport, own.biased_parameters())
-        found[name] = off(end, start - 15 * LR * (transport.size - 1) / 2)
-        own.optimizer.close()
-    return found
-
-
-def resume(transport: Any) -> Finding:
-    """Whether a new optimizer, with the state of one in mid-run, ends where that one does."""
-    found = {}
-    rows: dict[str, Callable[[], Gossip]] = {
-        "sgp": SGP,
-        "osgp": OSGP,
-        "osgp, star, fp16": lambda: OSGP(gossip.star, message=HalfPrecisionMessage()),
-    }
-    for name, make in rows.items():
-        own = Trained(transport, make())
-        for _ in range(7):
-            own.step()
-        file = io.BytesIO()
-        torch.save(own.optimizer.compression_state_dict(), file)
-        file.seek(0)
-        received = len(own.algorithm.state_dict()["received"])
-        other = Trained(transport, make()).scatter(3)
-        other.optimizer.load_compression_state_dict(torch.load(file, weights_only=True))
-        for trained in (own, other):
-            for _ in range(7):
-                trained.step()
-            trained.optimizer.close()
-        found[name] = {"received": received, "same": torch.equal(own.z, other.z)}
-    return found
-
-
 def like_lockstep(transport: Any) -> Finding:
-    """Rank 0 simulates all ranks in turn."""
+    """Rank 0 simulates all ranks in turn. Another optimizer begins in mid-run with what has been saved."""
+    in_turns = {1: n_peer_exponential, 2: both_ways}  # a sum of an all-reduce may have another order
     rows: dict[str, Callable[[], Gossip]] = {
         "sgp": SGP,
+        "sgp, complete": lambda: SGP(lambda size: n_peer_exponential(size, size - 1)),
         "sgp, grid": lambda: SGP(gossip.grid),
+        "sgp, in turns": lambda: SGP(both_ways, graph_from_epoch=in_turns),
         "sgp, int8": lambda: SGP(both_ways, message=Int8Message(16)),
         "sgp, bf16, blocking": lambda: SGP(message=HalfPrecisionMessage("bf16"), blocking=True),
         "osgp": OSGP,
-        "osgp, star": lambda: OSGP(gossip.star),
+        "osgp, star, fp16": lambda: OSGP(gossip.star, message=HalfPrecisionMessage()),
+        "osgp, in turns": lambda: OSGP(both_ways, graph_from_epoch=in_turns),
         "dpsgd": lambda: DPSGD(gossip.full),
     }
 
-    def body(transport: Any, make: Callable[[], Gossip]) -> str:
+    def body(transport: Any, make: Callable[[], Gossip]) -> tuple[str, str]:
         own = Trained(transport, make())
-        for _ in range(8):
-            own.step()
-        own.optimizer.synchronize_messages()
-        return digest(own.z)
+        begun = [own]
+        for step in range(12):
+            for trained in begun:
+                trained.optimizer.begin_epoch(step // 4)
+                trained.step()
+            if step == 5:
+                torch.save(own.optimizer.compression_state_dict(), file := io.BytesIO())
+                file.seek(0)
+                begun.append(Trained(transport, make()).scatter(3))
+                begun[1].optimizer.load_compression_state_dict(torch.load(file, weights_only=True))
+        for trained in begun:
+            trained.optimizer.close()
+        return digest(own.z), digest(begun[1].z)
 
     real = {name: all_gather_object(transport, body(transport, make)) for name, make in rows.items()}
+    assert all(own == resumed for models in real.values() for own, resumed in models), real
     if transport.rank:
         return {}
     return {name: real[name] == on(transport.size, partial(body, make=make)) for name, make in rows.items()}

@@ -40,12 +40,7 @@ def train(transport: Any, compression: Any, hierarchical: str, through: str = "s
     first, last = torch.nn.Linear(32, 100, bias=False), torch.nn.Linear(100, 10)
     model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(100), torch.nn.ReLU(), last)
     inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
-    options = {
-        "transport": transport,
-        "bucket_mb": 0.005,
-        "nonfinite": "raise",
-        "hierarchical": hierarchical,
-    }
+    options = {"transport": transport, "bucket_mb": 0.005, "nonfinite": "raise", "hierarchical": hierarchical}
     forward: Any = model
     if through == "DDP":
         forward = DistributedDataParallel(model)

@@ -33,13 +33,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.reading import fingerprint
 
 SECONDS = 60  # time limit of a case
-QUICK = {
-    "num_epochs": "2",
-    "batch_size": "400",
-    "warmup_lr_epochs": "1",
-    "checkpoint_every": "2",
-    "timeout": "50",
-}
+QUICK = {"num_epochs": "2", "batch_size": "400", "warmup_lr_epochs": "1", "checkpoint_every": "2", "timeout": "50"}
 VALUES: list[Any] = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf")]
 VALUES += ["", "abc", "${x}", "${", "1e-3", []]
 VALUES += [[1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
