@@ -1,26 +1,16 @@
 """1-bit Adam, and DGC for Adam, as a communication hook: the same as in DistributedOptimizer, on one rank."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from optim.nets import alone, loss_of, net, values
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.compression import DGCAdamCompressor, OneBitAdamCompressor
 from dgc.ddp import compress
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
 
 METHODS: dict[str, tuple[Any, Any]] = {
     "OneBitAdam": (OneBitAdam, OneBitAdamCompressor),

@@ -2,13 +2,12 @@
 
 import gc
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from optim.nets import alone
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -21,23 +20,20 @@ from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def alone() -> Any:
-    return LockstepWorld(1).transports[0]
-
-
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 
 
+def sgd(model: nn.Module, **options: Any) -> SGD:
+    return SGD(model.parameters(), lr=0.1, **options)
+
+
 def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module or net(), **options)
+
+
+def hook(model: Any, compression: Any = None, optimizer: Any = None, **options: Any) -> Any:
+    return compress(model, compression or DenseCompressor(), optimizer, **{"transport": alone(), **options})
 
 
 def momentum() -> DGCCompressor:
@@ -47,6 +43,18 @@ def momentum() -> DGCCompressor:
 def with_hook() -> DistributedDataParallel:
     model = wrapped()
     model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+def with_exchange() -> DistributedDataParallel:
+    model = wrapped()
+    hook(model)
+    return model
+
+
+def in_an_optimizer() -> DistributedDataParallel:
+    model = wrapped()
+    DistributedOptimizer(sgd(model), model.module.named_parameters(), transport=alone())
     return model
 
 
@@ -88,6 +96,8 @@ def with_optimizer_in_backward() -> DistributedDataParallel:
     [
         (net, "compress needs a model in DistributedDataParallel, not Sequential: wrap it first"),
         (with_hook, "it has a communication hook already"),
+        (with_exchange, "it has a communication hook already"),
+        (in_an_optimizer, "belongs to another DistributedOptimizer already"),
         (with_python_reducer, "torch.compile's python_reducer calls no hooks"),
         (with_delayed_parameters, "delay_all_reduce_named_params bypasses the hook"),
         (with_mixed_precision, "mixed_precision= changes the type of the buckets: use torch.autocast"),
@@ -103,47 +113,26 @@ def with_optimizer_in_backward() -> DistributedDataParallel:
 def test_a_model_that_a_hook_cannot_serve(make: Any, message: str) -> None:
     model = make()
     with pytest.raises(ValueError, match=message):
-        compress(model, DenseCompressor(), transport=alone())
-
-
-def test_a_second_exchange() -> None:
-    model = wrapped()
-    compress(model, DenseCompressor(), transport=alone())
-    with pytest.raises(ValueError, match="it has a communication hook already"):
-        compress(model, DenseCompressor(), transport=alone())
-
-
-def test_parameters_of_a_distributed_optimizer() -> None:
-    model = wrapped()
-    named = list(model.module.named_parameters())
-    DistributedOptimizer(SGD(model.parameters(), lr=0.1), named, DenseCompressor(), transport=alone())
-    with pytest.raises(ValueError, match="belongs to another DistributedOptimizer already"):
-        compress(model, DenseCompressor(), transport=alone())
+        hook(model)
 
 
 def test_a_distributed_optimizer_of_compressed_parameters() -> None:
-    model = wrapped()
-    compress(model, DenseCompressor(), transport=alone())
+    model = with_exchange()
     module = model.module
     with pytest.raises(ValueError, match="^dgc.ddp.compress exchanges the gradient of 0.weight already"):
-        DistributedOptimizer(SGD(module.parameters(), lr=0.1), module.named_parameters(), transport=alone())
+        DistributedOptimizer(sgd(module), module.named_parameters(), transport=alone())
     again = DistributedDataParallel(module)
-    compress(again, DenseCompressor(), transport=alone())  # in place of the first one
+    hook(again)  # in place of the first one
     del model, again
     gc.collect()
-    DistributedOptimizer(SGD(module.parameters(), lr=0.1), module.named_parameters(), transport=alone())
-
-
-def test_another_number_of_ranks_than_the_models_process_group() -> None:
-    with pytest.raises(ValueError, match="process group has 1 ranks, but the exchange has 2"):
-        compress(wrapped(), DenseCompressor(), transport=LockstepWorld(2).transports[0])
+    DistributedOptimizer(sgd(module), module.named_parameters(), transport=alone())
 
 
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
         (lambda model: None, "pass the optimizer to compress"),
-        (lambda model: SGD(model.parameters(), 0.1, 0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
+        (lambda model: sgd(model, momentum=0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
         (lambda model: torch.optim.Adam(model.parameters()), "Adam would apply it again"),
         (lambda model: DGCSGD(model.parameters(), lr=0.1, momentum=0.5), "they must agree"),
         (
@@ -155,33 +144,31 @@ def test_another_number_of_ranks_than_the_models_process_group() -> None:
 def test_momentum_that_would_be_applied_twice(optimizer: Any, message: str) -> None:
     model = wrapped()
     with pytest.raises(ValueError, match=message):
-        compress(model, momentum(), optimizer(model), transport=alone())
+        hook(model, momentum(), optimizer(model))
 
 
-def test_momentum_of_one_owner() -> None:
+def test_momentum_of_one_owner_must_not_change() -> None:
     model = wrapped()
-    compress(model, momentum(), DGCSGD(model.parameters(), lr=0.1, momentum=0.9), transport=alone())
-    model = wrapped()
-    compress(model, DGCCompressor(0.5, ResidualMemory()), SGD(model.parameters(), 0.1, 0.9), transport=alone())
-
-
-def test_momentum_that_changes() -> None:
+    hook(model, DGCCompressor(0.5, ResidualMemory()), sgd(model, momentum=0.9))
     model = wrapped()
     optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-    compress(model, momentum(), optimizer, transport=alone())
+    hook(model, momentum(), optimizer)
     optimizer.param_groups[0]["momentum"] = 0.5
     with pytest.raises(ValueError, match="it must not change"):
         model(torch.ones(1, 8)).sum().backward()
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_arguments() -> None:
-    with pytest.raises(ValueError, match="nonfinite must be 'skip' or 'raise', not 'ignore'"):
-        compress(wrapped(), DenseCompressor(), nonfinite="ignore", transport=alone())
-    with pytest.raises(ValueError, match="it needs nonfinite='skip'"):
-        scaler = torch.amp.GradScaler("cpu")
-        compress(wrapped(), DenseCompressor(), nonfinite="raise", grad_scaler=scaler, transport=alone())
-    with pytest.raises(ValueError, match="bucket_mb must be positive"):
-        compress(wrapped(), DenseCompressor(), bucket_mb=0, transport=alone())
-    with pytest.raises(ValueError, match="compression=DenseCompressor is a class"):
-        compress(wrapped(), DenseCompressor, transport=alone())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("nonfinite must be 'skip' or 'raise', not 'ignore'", {"nonfinite": "ignore"}),
+        ("it needs nonfinite='skip'", {"nonfinite": "raise", "grad_scaler": torch.amp.GradScaler("cpu")}),
+        ("bucket_mb must be positive", {"bucket_mb": 0}),
+        ("compression=DenseCompressor is a class", {"compression": DenseCompressor}),
+        ("process group has 1 ranks, but the exchange has 2", {"transport": LockstepWorld(2).transports[0]}),
+    ],
+)
+def test_arguments(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        hook(wrapped(), **options)

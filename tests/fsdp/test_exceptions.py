@@ -1,17 +1,14 @@
 """Exceptions in the backward pass of a model that FSDP2 shards, on one machine of one rank, in this process."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from failing_backward import Failing
-from torch import Tensor, nn
+from ddp.failing_net import Net
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
 from dgc.compression import DGCCompressor, SparseCompressor
 from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
@@ -24,34 +21,13 @@ RESET = r"an exception has ended a backward pass, and FSDP2 has not been reset: 
 BROKEN = "an earlier step ended with an exception, in backward"
 
 
-@pytest.fixture(scope="module")
-def transport() -> Iterator[Transport]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield connect(hierarchical=True)
-    dist.destroy_process_group()
-
-
 def fail(*_: Any) -> None:
     raise MemoryError("of the model")
 
 
-class Net(nn.Module):
-    """Layers 1 and above are groups of their own. Backward can fail before it reaches the inputs of layer `at`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(LAYERS))
-        self.at: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = layer(Failing.apply(x) if i == self.at else x).tanh()
-        return (Failing.apply(x) if self.at == LAYERS else x).square().mean()
-
-
 def shard(transport: Transport) -> Any:
-    model, mesh = Net(), local_mesh(transport)
+    """Layers 1 and above are groups of their own."""
+    model, mesh = Net(LAYERS, SIZE), local_mesh(transport)
     for layer in model.layers[1:]:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -72,14 +48,8 @@ class Trainer:
         self.optimizer.step()
 
     def fail(self, at: int) -> None:
-        """An exception in backward, that the program catches."""
         self.optimizer.zero_grad()
-        self.model.at, Failing.fails = at, True
-        try:
-            with pytest.raises(MemoryError):
-                self.backward(3.0)
-        finally:
-            self.model.at, Failing.fails = None, False
+        self.model.fail(at, lambda: self.backward(3.0))
 
     @property
     def weights(self) -> list[Tensor]:
@@ -154,10 +124,7 @@ def test_outer_steps_need_a_reset_too(transport: Transport) -> None:
     steps = OuterSteps(2, compression=SparseCompressor(0.2, ResidualMemory()))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = ShardedLocalOptimizer(sgd, model, steps, transport=transport)
-    model.at, Failing.fails = 1, True
-    with pytest.raises(MemoryError):
-        model(torch.ones(2, SIZE)).backward()
-    model.at, Failing.fails = None, False
+    model.fail(1, lambda: model(torch.ones(2, SIZE)).backward())
     for refused in (True, False):
         optimizer.zero_grad()
         model(torch.ones(2, SIZE)).backward()

@@ -1,18 +1,16 @@
 """What dgc.fsdp refuses, on one machine of one rank, in this process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
 from dgc.compression import DGCAdamCompressor, DGCCompressor, OneBitAdamCompressor, SparseCompressor
 from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
@@ -23,13 +21,6 @@ from dgc.optim import DistributedOptimizer, LocalOptimizer
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SIZE = 8
 Act = Callable[[], Any]
-
-
-@pytest.fixture(scope="module")
-def transport() -> Iterator[Transport]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield connect(hierarchical=True)
-    dist.destroy_process_group()
 
 
 def network(frozen: tuple[int, ...] = ()) -> nn.Sequential:
