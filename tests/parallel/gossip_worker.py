@@ -36,7 +36,7 @@ def off(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def mass(transport: Any) -> Finding:
     """Sums over the ranks of x and w, with messages in flight, in mid-run and after synchronization."""
-    two_to_one = {1: n_peer_exponential, 2: both_ways}
+    two_to_one: Any = {1: n_peer_exponential, 2: both_ways}
     rows: dict[str, Callable[[], Gossip]] = {
         "sgp, fp16": lambda: SGP(message=HalfPrecisionMessage()),
         "sgp, two to one": lambda: SGP(both_ways, graph_from_epoch=two_to_one),
@@ -71,7 +71,7 @@ def mass(transport: Any) -> Finding:
 
 def like_lockstep(transport: Any) -> Finding:
     """Rank 0 simulates all ranks in turn. Another optimizer begins in mid-run with what has been saved."""
-    in_turns = {1: n_peer_exponential, 2: both_ways}  # a sum of an all-reduce may have another order
+    in_turns: Any = {1: n_peer_exponential, 2: both_ways}  # no all-reduce: its sums may have another order
     rows: dict[str, Callable[[], Gossip]] = {
         "sgp": SGP,
         "sgp, complete": lambda: SGP(lambda size: n_peer_exponential(size, size - 1)),
