@@ -22,7 +22,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.bucket import as_real
-from dgc.comm import all_reduce
 from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
@@ -261,31 +260,6 @@ def unused_parameters(transport: Any) -> list[str]:
             assert ddp.findings == other.findings, (method, is_view)
             found.append(ddp.weights)
     return found
-
-
-def conservation(transport: Any) -> None:
-    """All gradients since the start equal what was delivered and the mean of what the ranks keep."""
-    compressors: dict[str, Any] = {
-        "dgc": DGCCompressor(0.1, ResidualMemory()),
-        "powersgd": PowerSGDCompressor(1),
-        "2-bit": ThresholdCompressor(2, 0.02),
-    }
-    for name, compression in compressors.items():
-        route = Route([Rule(compression, min_dim=2), Rule(DenseCompressor())])
-        trainer = Trainer(transport, route, net=Branches, find_unused_parameters=True)
-        matrices = [p for p in reversed(list(trainer.model.parameters())) if p.dim() == 2]  # as in the buckets
-        went_in = torch.zeros(sum(p.numel() for p in matrices))
-        delivered = torch.zeros_like(went_in)
-        for step in range(6):
-            trainer.model.used = {2} if step == 0 else set()
-            x, y = data_of(transport.rank, step)
-            local = torch.autograd.grad(cross_entropy(trainer.model(x), y), matrices, materialize_grads=True)
-            went_in += torch.cat([g.flatten() for g in local])
-            trainer.backward(step)
-            delivered += torch.cat([p.grad.flatten() for p in matrices])
-        kept = torch.cat([e.flatten() for e in trainer.exchange.errors()])
-        difference = all_reduce(transport, went_in - kept, "mean") - delivered
-        assert difference.abs().max() < 1e-6 and kept.norm() > 0.1, name
 
 
 def with_a_bad_step(trainer: Trainer, train: Callable[[int, bool], None]) -> Finding:

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from environment import patient
 from parallel import adpsgd_worker as worker
-from parallel.ranks import Group, alone, mpirun, over, torchrun
+from parallel.ranks import Group, Launcher, alone, mpirun, over, torchrun
 
 BOTH = (mpirun, torchrun)
 PROOF = pytest.mark.proof
@@ -45,26 +44,23 @@ def test_one_process_without_a_launcher(group: Group) -> None:
     assert own["progress"] == 3
 
 
-def silence(ranks: int, folder: Path, how: str, launch: Any = mpirun) -> None:
-    done = launch(ranks, [worker.__file__, str(folder), how], timeout=60)
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("launch", "ranks", "how"),
+    [
+        (torchrun, 2, "sleeps"),
+        *((mpirun, ranks, how) for ranks in (2, 4, 5) for how in ("sleeps", "is_stopped")),
+    ],
+)
+def test_a_rank_that_times_out_is_named_to_all_others(
+    launch: Launcher, ranks: int, how: str, tmp_path: Path
+) -> None:
+    done = launch(ranks, [worker.__file__, str(tmp_path), how], timeout=60)
     assert done.returncode != 0
     for rank in range(ranks - 1):
-        found = json.loads((folder / f"rank{rank}.json").read_text())
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert f"rank {ranks - 1} " in found["error"] and "timed out" in found["error"]
         assert 0 < found["after"] < patient(15)
-
-
-@pytest.mark.proof
-def test_a_rank_that_times_out_is_named(tmp_path: Path) -> None:
-    for launch in BOTH:
-        silence(2, tmp_path, "sleeps", launch)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("ranks", [2, 4, 5])
-@pytest.mark.parametrize("how", ["sleeps", "is_stopped"])
-def test_whatever_rank_count_it_is_named_to_all_others(ranks: int, how: str, tmp_path: Path) -> None:
-    silence(ranks, tmp_path, how)
 
 
 @pytest.mark.timeout(400)

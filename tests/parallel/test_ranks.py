@@ -67,11 +67,6 @@ def test_ranks_that_disagree_are_told_so(group: Group) -> None:
     assert group.run(worker.other_settings) == [setting] * 2
 
 
-@TWO
-def test_every_backend_and_a_backend_of_each_ranks_own(group: Group) -> None:
-    check_backends(group.run(worker.on_backends, 70, 300, "native", "mixed", "reference"))
-
-
 @pytest.mark.horovod
 @TWO
 def test_ratios_that_differ_are_told(group: Group) -> None:
@@ -111,6 +106,11 @@ def check_backends(found: list[dict[str, Any]]) -> None:
     assert all(own[backend]["kernels"].startswith(backend) for own in found for backend in ("native", "reference"))
     isas = [own["mixed"]["kernels"] for own in found]
     assert isas[1] == "native (portable)" and (isas[0] == "native (avx2)" or "avx2" not in supported_isas())
+
+
+@TWO
+def test_every_backend_and_a_backend_of_each_ranks_own(group: Group) -> None:
+    check_backends(group.run(worker.on_backends, 70, 300, "native", "mixed", "reference"))
 
 
 @pytest.mark.parametrize("group", [over(mpirun, ranks, PROOF) for ranks in (2, 3, 4)], indirect=True)

@@ -10,13 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from parallel.elastic import mean_of_tensors
 from parallel.processes import send
 from proof.small_runs import METHODS, Run, assert_same_end, finish, latest
 
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.checkpoint.files import Checkpoints
-from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.interruption import EXIT_SAVED
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
@@ -107,26 +103,3 @@ def test_sigterm(reference: Path, tmp_path: Path, chunk: int) -> None:
     finish(tmp_path)
     assert_same_end(tmp_path, reference)
     assert saved >= KILLS // 2
-
-
-def test_three_ranks_resumed_as_two_and_as_four(tmp_path: Path) -> None:
-    first = Run(tmp_path, 3)
-    first.wait_for_training()
-    time.sleep(1.0)
-    send(first.process.pid, signal.SIGUSR1)
-    assert first.end() in (EXIT_SAVED, 0), first.text()[-3000:]
-    directory, name = tmp_path / "run" / "checkpoints", latest(tmp_path)
-    assert name is not None
-    old = mean_of_tensors([read_tensors(directory / name / f"rank{rank}.pt")["compression"] for rank in range(3)])
-    assert any(float(tensor.norm()) > 0 for tensor in old.values())
-    for size in (2, 4):
-        loaded = LockstepWorld(size).run(lambda transport: Checkpoints(directory, transport).load(name))
-        new = mean_of_tensors([part.own["compression"] for part in loaded])
-        assert new.keys() == old.keys()
-        for key, tensor in old.items():
-            assert (new[key] - tensor).abs().max() <= 2**-22 * max(1e-30, float(tensor.abs().max())) * 3, key
-        other = tmp_path / f"as{size}"
-        shutil.copytree(tmp_path / "run", other / "run")
-        run = Run(other, size)
-        assert run.end(300) == 0, run.text()[-3000:]
-        assert f"saved by 3 ranks and is resumed by {size}" in run.text()

@@ -20,7 +20,7 @@ from statistics import stdev
 import pytest
 from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, Restart
 from parallel.processes import send
-from proof.small_runs import differences
+from states import assert_equal
 
 from benchmarks.runs import simulate
 from dgc.comm.lockstep import LockstepWorld
@@ -70,7 +70,7 @@ def check_who_stays(restart: Restart, island_size: int) -> None:
     for part, old in zip(loaded, islands.continues, strict=True):
         if old is not None:
             saved = read_tensors(restart.checkpoint / f"rank{old}.pt")["compression"]
-            assert not differences(part.own["compression"], saved)
+            assert_equal(part.own["compression"], saved)
 
 
 def undisturbed(directory: Path, seed: int) -> float:
