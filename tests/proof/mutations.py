@@ -9,7 +9,6 @@ Prints each bad case and exits with their number.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -20,7 +19,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,14 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.reading import fingerprint
 
 SECONDS = 60  # time limit of a case
-QUICK = {"num_epochs": "2", "batch_size": "400", "warmup_lr_epochs": "1", "checkpoint_every": "2", "timeout": "50"}
-VALUES: list[Any] = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf")]
-VALUES += ["", "abc", "${x}", "${", "1e-3", []]
-VALUES += [[1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
-VALUES += ["\u00e9\u0000", 10**30]
+QUICK = [
+    *("--configs.train.num_epochs", "2", "--configs.train.batch_size", "400", "--configs.train.timeout", "50"),
+    *("--configs.train.warmup_lr_epochs", "1", "--configs.train.checkpoint_every", "2"),
+    *("--configs.model.width", "4", "--configs.data.num_threads_per_worker", "1"),
+]
+VALUES: list[Any] = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf"), 10**30]
+VALUES += ["", "abc", "${x}", "${", "1e-3", "\u00e9\u0000"]
+VALUES += [[], [1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
 
 
 class TimeLimit(BaseException):
@@ -68,17 +70,8 @@ def call(words: list[str]) -> tuple[int, str]:
     return status, output.getvalue()
 
 
-def hashes(directory: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
-
-
-def overrides() -> list[str]:
-    words = [word for key, value in QUICK.items() for word in (f"--configs.train.{key}", value)]
-    return [*words, "--configs.model.width", "4", "--configs.data.num_threads_per_worker", "1"]
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def flip(content: bytes, draw: random.Random) -> bytes:
@@ -87,18 +80,16 @@ def flip(content: bytes, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
+def places(node: Any, path: str = "") -> Iterator[tuple[dict[Any, Any], Any, str]]:
+    """Every key below a node: the mapping, the key and its path."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield node, key, f"{path}.{key}"
+        yield from places(value, f"{path}.{key}")
+
+
 def mutate_tree(tree: Any, draw: random.Random) -> str:
     """Renames a key, changes a value or drops one. Returns a description."""
-    places = []
-
-    def walk(node: Any, path: str) -> None:
-        if isinstance(node, dict):
-            for key in node:
-                places.append((node, key, f"{path}.{key}"))
-                walk(node[key], f"{path}.{key}")
-
-    walk(tree, "")
-    node, key, path = draw.choice(places)
+    node, key, path = draw.choice(list(places(tree)))
     match draw.choice(["rename", "value", "value", "value", "drop"]):
         case "rename":
             name = str(key)
@@ -134,20 +125,23 @@ class Reference:
 
     def __init__(self, folder: Path, method: str) -> None:
         files, words = METHODS[method]
-        self.folder, self.words = folder, ["configs/digits/cnn.py", *files, *overrides(), *words]
+        self.folder, self.words = folder, ["configs/digits/cnn.py", *files, *QUICK, *words]
         self.good = folder / "good"
         status, output = call(["--configs", *self.words, "--devices", "cpu", "--run-dir", str(self.good)])
         assert status == 0, output
         self.text = (self.good / "config.yaml").read_bytes()
 
-    def copy(self, finished: bool = False) -> Path:
-        """Copies the run, as it was in mid-epoch or finished."""
+    def copy(self) -> Path:
+        """Copies the run, as it was in mid-epoch."""
         directory = self.folder / "run"
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(self.good, directory)
-        if not finished:
-            (directory / "checkpoints" / "latest.json").write_text('{"checkpoint": "e0001s00002"}')
+        (directory / "checkpoints" / "latest.json").write_text('{"checkpoint": "e0001s00002"}')
         return directory
+
+    def new(self, draw: random.Random) -> Path:
+        """A new directory, or an existing run."""
+        return self.copy() if draw.random() < 0.3 else self.folder / "new"
 
     def resume(self, directory: Path, config: Path | None = None) -> list[str]:
         configs = self.words if config is None else [str(config)]
@@ -164,19 +158,21 @@ def config(reference: Reference, draw: random.Random) -> tuple[str, Path, list[s
     else:
         content, what = mutate_text(reference.text, draw)
         path.write_bytes(content)
-    directory = reference.copy() if draw.random() < 0.3 else reference.folder / "new"
+    directory = reference.new(draw)
     return what, directory, reference.resume(directory, path)
 
 
 def words(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
     """A damaged command line."""
-    directory = reference.copy() if draw.random() < 0.3 else reference.folder / "new"
+    directory = reference.new(draw)
     good = reference.resume(directory)
     where = draw.randrange(len(good))
     value = str(draw.choice(VALUES)).replace("\0", "")
-    keys = ["train.optimizer.lr", "train.batch_size", "train.compression.compress_ratio", "seed", "model", "train"]
-    keys += ["train.scheduler.T_max", "train.meters.x", "dataset.fold", "train.bucket_mb", "train.metric", "x.y"]
-    keys += ["train.log_every", "train.compression.memory.momentum", "data.num_workers", "train.timeout", ""]
+    of_train = (
+        "optimizer.lr batch_size compression.compress_ratio compression.memory.momentum scheduler.T_max meters.x"
+    )
+    keys = [f"train.{key}" for key in f"{of_train} bucket_mb metric log_every timeout".split()]
+    keys += ["seed", "model", "train", "dataset.fold", "x.y", "data.num_workers", ""]
     match draw.randrange(5):
         case 0:
             changed = good[:where] + good[where + 1 :]
@@ -247,15 +243,7 @@ def _wider(node: Any) -> Any:
 
 def _damage_tensor(tree: Any, draw: random.Random) -> str:
     """Writes NaN or inf into one tensor, or changes its dtype or shape. Returns a description."""
-    tensors: list[tuple[Any, Any, str]] = []
-
-    def walk(node: Any, path: str) -> None:
-        for key, value in node.items() if isinstance(node, dict) else ():
-            if isinstance(value, torch.Tensor):
-                tensors.append((node, key, f"{path}.{key}"))
-            walk(value, f"{path}.{key}")
-
-    walk(tree, "")
+    tensors = [place for place in places(tree) if isinstance(place[0][place[1]], torch.Tensor)]
     if not tensors:
         return "no tensor to change"
     node, key, path = draw.choice(tensors)
@@ -266,8 +254,8 @@ def _damage_tensor(tree: Any, draw: random.Random) -> str:
     elif what in ("nan", "inf") and tensor.is_floating_point() and tensor.numel():
         tensor.view(-1)[draw.randrange(tensor.numel())] = float(what)
     else:
-        what = "float32" if tensor.dtype == torch.float64 else "float64"
-        node[key] = tensor.to(torch.float32 if what == "float32" else torch.float64)
+        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+        node[key], what = tensor.to(other), str(other)
     return f"{path} bad tensor: {what}"
 
 
@@ -288,7 +276,7 @@ def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]
     """Returns a description of the case, and the problem; None if the case is good."""
     shutil.rmtree(reference.folder / "new", ignore_errors=True)
     what, directory, line = make(reference, draw)
-    before = hashes(directory)
+    before = contents(directory)
     try:
         status, output = call(line)
     except TimeLimit:
@@ -297,7 +285,7 @@ def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]
         return what, f"exception: {type(error).__name__}: {error}"
     if status == 0:
         return what + " -> trains", "a bad tensor was loaded" if "bad tensor" in what else None
-    after = hashes(directory)
+    after = contents(directory)
     lost = [file for file in before if after.get(file) != before[file]]
     if lost:
         return what, f"changed {lost}"
@@ -307,7 +295,7 @@ def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]
     return f"{what} -> {message[:150]}", None
 
 
-def main(kind: str, seed: int, count: int, method: str = "dgc", *, verbose: bool = False) -> int:
+def main(kind: str, seed: int, count: int, method: str = "dgc") -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         reference = Reference(Path(folder), method)
@@ -316,12 +304,9 @@ def main(kind: str, seed: int, count: int, method: str = "dgc", *, verbose: bool
             if problem is not None:
                 bad += 1
                 print(f"--- {kind} {seed} {number}: {what}\n{problem}", flush=True)
-            elif verbose:
-                print(f"{number}: {what}", flush=True)
     print(f"{method}, {kind}: {count} cases, {bad} bad")
     return bad
 
 
 if __name__ == "__main__":
-    given = [word for word in sys.argv[1:] if word != "-v"]
-    sys.exit(min(100, main(given[0], int(given[1]), int(given[2]), *given[3:], verbose="-v" in sys.argv)))
+    sys.exit(min(100, main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])))
