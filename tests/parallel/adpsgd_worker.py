@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from environment import patient
+from parallel.found import Finding
 
 from dgc.comm import TrafficMeter, all_gather_object, all_reduce, barrier
 from dgc.comm.connect import connect
 from dgc.gossip.adpsgd import ADPSGD, GossipError
 from dgc.gossip.model import FlatModel
-
-Finding = dict[str, Any]
 
 
 def begun(transport: Any, numel: int, **options: Any) -> tuple[ADPSGD, torch.Tensor, TrafficMeter]:

@@ -4,7 +4,6 @@ Most functions return what must be alike on all ranks.
 """
 
 import gc
-import hashlib
 import math
 import warnings
 import weakref
@@ -17,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel.found import Finding, digest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.bucket import as_real
 from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
@@ -37,7 +36,6 @@ from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import SignValues
 
-Finding = dict[str, Any]
 FEATURES, CLASSES, BUCKET_MB = 24, 6, 0.006
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -209,8 +207,7 @@ class Trainer:
 
     @property
     def weights(self) -> str:
-        data = (as_real(p.detach()).float().numpy().tobytes() for p in self.model.parameters())
-        return hashlib.sha256(b"".join(data)).hexdigest()
+        return digest(self.model.parameters())
 
     @property
     def findings(self) -> Finding:

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from environment import REPOSITORY, patient, python_path
 from parallel.processes import children, free_port, send
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.engine.redistribute import merge
@@ -29,7 +30,7 @@ CHECKPOINT_EVERY = 3
 LATE = "has ended on the other machines"
 DGC = ("configs/dgc/wm5.py", "--configs.train.check_replicas_every=5")
 WORDS = [
-    *("--devices", "cpu"),
+    "--devices=cpu",
     "--configs.train.batch_size=32",
     "--configs.train.warmup_lr_epochs=2",
     f"--configs.train.checkpoint_every={CHECKPOINT_EVERY}",
@@ -43,8 +44,7 @@ BEGIN = re.compile(r"^(\d+) ranks? on cpu ", re.MULTILINE)
 RESUMED = re.compile(r"^resumed from checkpoint (e(\d+)(?:s(\d+))?(?:-\d+)?)", re.MULTILINE)
 
 
-@dataclass
-class Position:
+class Position(NamedTuple):
     """Steps that `size` ranks have done in an epoch."""
 
     epoch: int = 0
@@ -55,28 +55,20 @@ class Position:
         return self.epoch, self.step * self.size
 
 
-@dataclass
-class Restart:
-    """What one attempt to train begins with.
-
-    Args:
-        size: ranks.
-        checkpoint: a copy of the checkpoint that it resumes from; None: it starts from the beginning.
-        before: the furthest position of all attempts before.
-        resumed: the position of the checkpoint.
-    """
+class Restart(NamedTuple):
+    """What one attempt to train begins with."""
 
     size: int
-    checkpoint: Path | None
-    before: Position
-    resumed: Position
+    checkpoint: Path | None  # a copy of that which it resumes from; None: it starts from the beginning
+    before: Position  # the furthest position of all attempts before
+    resumed: Position  # that of the checkpoint
 
     @property
     def lost(self) -> float:
         """Steps that are repeated, counted in steps of the ranks that had done them."""
         if self.resumed.epoch > self.before.epoch:
             return 0.0
-        assert self.resumed.epoch == self.before.epoch, (self.before, self.resumed)
+        assert self.resumed.epoch == self.before.epoch, self
         ahead = self.before.step * self.before.size - self.resumed.step * self.resumed.size
         return max(0.0, ahead / self.before.size)
 
@@ -97,23 +89,15 @@ class Restart:
         loaded = LockstepWorld(self.size).run(lambda transport: Checkpoints(directory, transport).load(name))
         new = mean_of_tensors([part.own["compression"] for part in loaded])
         assert new.keys() == old.keys()
-        return max(
-            float((new[key] - tensor).abs().max()) / max(1e-30, float(tensor.abs().max()))
-            for key, tensor in old.items()
-        )
+        scale = {key: max(1e-30, float(tensor.abs().max())) for key, tensor in old.items()}
+        return max(float((new[key] - tensor).abs().max()) / scale[key] for key, tensor in old.items())
 
 
-def mean_of_tensors(states: list[Any], where: str = "") -> dict[str, Any]:
+def mean_of_tensors(states: list[Any]) -> dict[str, torch.Tensor]:
     """The mean over ranks of each tensor of nested states, in float64."""
-    if isinstance(states[0], dict):
-        return {
-            key: value
-            for name in states[0]
-            for key, value in mean_of_tensors([state[name] for state in states], f"{where}.{name}").items()
-        }
-    if not hasattr(states[0], "double"):
-        return {}
-    return {where: sum(state.double() for state in states) / len(states)}
+    leaves = [{keystr(path): leaf for path, leaf in tree_flatten_with_path(state)[0]} for state in states]
+    tensors = [{key: leaf for key, leaf in own.items() if isinstance(leaf, torch.Tensor)} for own in leaves]
+    return {key: torch.stack([own[key].double() for own in tensors]).mean(0) for key in tensors[0]}
 
 
 class Agent:
@@ -122,21 +106,15 @@ class Agent:
     def __init__(self, run: "ElasticRun", ranks: int) -> None:
         self.output = run.directory / f"agent{len(run.agents)}"
         variables = {
-            "RENDEZVOUS": f"localhost:{run.port}",
-            "RANKS": str(ranks),
-            "MAX_MACHINES": "2",
-            "RESTARTS": "100",
-            "LAST_CALL": "3",
+            **{"RENDEZVOUS": f"localhost:{run.port}", "RANKS": str(ranks), "MAX_MACHINES": "2"},
+            **{"RESTARTS": "100", "LAST_CALL": "3", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             "RDZV_CONF": f"keep_alive_interval=1,keep_alive_max_attempt={patient(6):.0f},"
             f"read_timeout={patient(15):.0f}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": python_path(),
             "PATH": f"{Path(run.python).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        files = [word for word in run.method if not word.startswith("--")]
-        settings = [word for word in run.method if word.startswith("--")]
-        words = ["--configs", run.experiment, *files, *WORDS, *settings]
-        words += [f"--configs.train.num_epochs={run.epochs}", "--run-dir", str(run.run)]
+        words = sorted([*WORDS, *run.method], key=lambda word: word.startswith("--"))  # config files come first
+        words = ["--configs", run.experiment, *words, f"--configs.train.num_epochs={run.epochs}"]
+        words += ["--run-dir", str(run.run)]
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
                 ["bash", str(REPOSITORY / "scripts/torchrun.sh"), *words],
@@ -156,8 +134,7 @@ class Agent:
 
     def kill(self) -> None:
         """Kills the agent and its ranks, as if the machine was lost."""
-        ranks = self.ranks()
-        for pid in (self.process.pid, *ranks):
+        for pid in (self.process.pid, *self.ranks()):
             send(pid, signal.SIGKILL)
         self.process.wait()
 

@@ -1,6 +1,5 @@
 """Runs on every rank of two machines: scenarios of dgc.fsdp. Each function returns what it found."""
 
-import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as checkpoint
+from parallel.found import Finding, digest, told
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -39,7 +39,6 @@ from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, LocalOptimizer
 from dgc.testing import Fleet
 
-Finding = dict[str, Any]
 FEATURES = 7
 MESHES: list[Any] = []
 
@@ -96,18 +95,6 @@ def train(model: nn.Module, optimizer: Any, inputs: Sequence[Tensor]) -> None:
 
 def whole(model: Any) -> Tensor:
     return torch.cat([p.full_tensor().detach().float().flatten() for p in model.parameters()])
-
-
-def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-
-
-def told(act: Callable[[], Any], *kinds: type[Exception]) -> str:
-    try:
-        act()
-    except kinds as error:
-        return str(error)
-    return ""
 
 
 # --- equal to HSDP --------------------------------------------------------------------------------
@@ -324,7 +311,7 @@ def nonfinite(transport: Any) -> Finding:
             assert all((p.grad is None) == (step == 1 and scaler is None) for p in model.parameters())
         assert exchange.dropped_steps == 1 and 0 < exchange.error_norm() < 100, policy
         assert scaler is None or scaler.get_scale() == 2.0**9
-        found[policy] = {"model": digest(whole(model)), "messages": [m for m in messages if m]}
+        found[policy] = {"model": digest([whole(model)]), "messages": [m for m in messages if m]}
         exchange.close()
     return found
 
@@ -340,7 +327,7 @@ def unused_on_one_machine(transport: Any) -> Finding:
         model.times = int(transport.rank // 2 == step % 2)
         train(model, optimizer, [batch])
     exchange.close()
-    return {"model": digest(whole(model)), "moved": float(((whole(model) - start) != 0).float().mean())}
+    return {"model": digest([whole(model)]), "moved": float(((whole(model) - start) != 0).float().mean())}
 
 
 # --- outer steps ----------------------------------------------------------------------------------
@@ -398,7 +385,7 @@ def outer_steps(transport: Any) -> Finding:
     with torch.no_grad():
         outputs = [model(inputs[0])]  # after which FSDP2 keeps the outermost module's parameters
         with own.consensus():
-            found["mean"] = digest(whole(model))
+            found["mean"] = digest([whole(model)])
             outputs.append(model(inputs[0]))
         outputs.append(model(inputs[0]))
         common = network()
@@ -417,13 +404,13 @@ def outer_steps(transport: Any) -> Finding:
     train(model, own, inputs[:3])
     state = deepcopy(own.compression_state_dict())
     train(model, own, inputs[3:6])
-    found["sparse"] = digest(whole(model))
+    found["sparse"] = digest([whole(model)])
     assert own.error_norm() > 0
     own.close()
     model, own = build()
     own.load_compression_state_dict(state)
     train(model, own, inputs[3:6])
-    assert digest(whole(model)) == found["sparse"]
+    assert digest([whole(model)]) == found["sparse"]
     own.close()
     model, own = build("raise")
     loss_of(model, inputs[0]).backward()
@@ -454,12 +441,12 @@ def saved_and_loaded(transport: Any, folder: Path) -> Finding:
 
     model, optimizer, exchange = build()
     train(model, optimizer, inputs[:4])
-    at_save, own = digest(whole(model)), folder / f"exchange{transport.rank}.pt"
+    at_save, own = digest([whole(model)]), folder / f"exchange{transport.rank}.pt"
     weights, state = get_state_dict(model, optimizer)
     checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "checkpoint")
     torch.save(exchange.compression_state_dict(), own)
     train(model, optimizer, inputs[4:])
-    found = {"saved": digest(whole(model)), "error": exchange.error_norm(), "at save": at_save}
+    found = {"saved": digest([whole(model)]), "error": exchange.error_norm(), "at save": at_save}
     exchange.close()
 
     model, optimizer, exchange = build()
@@ -470,7 +457,7 @@ def saved_and_loaded(transport: Any, folder: Path) -> Finding:
     exchange.load_compression_state_dict(torch.load(own))
     train(model, optimizer, inputs[4:])
     exchange.close()
-    found |= {"loaded": digest(whole(model)), "loaded error": exchange.error_norm()}
+    found |= {"loaded": digest([whole(model)]), "loaded error": exchange.error_norm()}
 
     states = all_gather_object(transport, torch.load(own))
     found["whose"] = [told(partial(exchange.load_compression_state_dict, state), ValueError) for state in states]

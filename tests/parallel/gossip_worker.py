@@ -1,6 +1,5 @@
 """Runs on every rank of a group: models averaged among neighbours. Each function returns what it found."""
 
-import hashlib
 import io
 import time
 from collections.abc import Callable
@@ -10,20 +9,15 @@ from typing import Any
 
 import torch
 from gossip.networks import Trained, on
+from parallel.found import Finding, digest
 
 from dgc import gossip
 from dgc.comm import all_gather_object, all_reduce
 from dgc.gossip import DPSGD, OSGP, SGP, Gossip, HalfPrecisionMessage, Int8Message, Topology, n_peer_exponential
 
-Finding = dict[str, Any]
-
 
 def both_ways(size: int) -> Topology:
     return gossip.ring(size, min(2, size - 1))
-
-
-def digest(z: torch.Tensor) -> str:
-    return hashlib.sha256(z.numpy().tobytes()).hexdigest()
 
 
 def mean_of(transport: Any, z: torch.Tensor) -> torch.Tensor:
@@ -99,7 +93,7 @@ def like_lockstep(transport: Any) -> Finding:
                 begun[1].optimizer.load_compression_state_dict(torch.load(file, weights_only=True))
         for trained in begun:
             trained.optimizer.close()
-        return digest(own.z), digest(begun[1].z)
+        return digest([own.z]), digest([begun[1].z])
 
     real = {name: all_gather_object(transport, body(transport, make)) for name, make in rows.items()}
     assert all(own == resumed for models in real.values() for own, resumed in models), real

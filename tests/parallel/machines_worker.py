@@ -1,11 +1,12 @@
 """Runs on every rank of two machines: training on two levels, with each of some methods."""
 
-import hashlib
 import time
 from functools import partial
 from typing import Any
 
 import torch
+from optim import nets
+from parallel.found import digest
 from torch.distributed import is_initialized
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,26 +65,18 @@ def train(transport: Any, compression: Any, hierarchical: str, through: str = "s
                 inner.step()
         except NonFiniteGradientError as error:
             message = str(error)
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     if through != "DDP":
         exchange.close()
-    return exchange, message, hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+    return exchange, message, digest(model.parameters())
 
 
-def in_process_set(rank: int, compressed: bool = True, **options: Any) -> str:
+def in_process_set(rank: int, compression: Any = None, **options: Any) -> str:
     """A hash of the model after some steps on the data of a rank."""
-    torch.manual_seed(3)
-    model = torch.nn.Linear(20, 30)
-    inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-    compression = DGCCompressor(0.1, DGCSGDMemory(momentum=0.9)) if compressed else None
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, **options)
-    for step in range(4):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        model(torch.randn(4, 20, generator=generator)).square().mean().backward()
-        optimizer.step()
+    model = nets.net()
+    optimizer = nets.wrap(model, make=nets.dgc_sgd, compression=compression, **{"transport": None, **options})
+    nets.train(model, optimizer, range(4), rank)
     optimizer.close()
-    return hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+    return digest(model.parameters())
 
 
 def process_set(transport: Any) -> dict[str, str]:
@@ -91,11 +84,11 @@ def process_set(transport: Any) -> dict[str, str]:
     import horovod.torch as hvd
 
     members, rank = [0, 3], transport.rank
-    own = in_process_set(rank, process_set=hvd.add_process_set(members))
+    own = in_process_set(rank, nets.dgc(), process_set=hvd.add_process_set(members))
     if rank in members:
-        alike = LockstepWorld(2).run(lambda t: in_process_set(members[t.rank], transport=t))[0]
+        alike = LockstepWorld(2).run(lambda t: in_process_set(members[t.rank], nets.dgc(), transport=t))[0]
     else:
-        alike = in_process_set(rank, compressed=False, transport=LockstepWorld(1).transports[0])
+        alike = in_process_set(rank, transport=nets.alone())
     return {"own": own, "alike": alike}
 
 

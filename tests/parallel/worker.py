@@ -1,7 +1,6 @@
 """Runs on every rank of a group: DistributedOptimizer and the transports. Each function returns what it found."""
 
 import atexit
-import hashlib
 import os
 import warnings
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 from optim.nets import dgc, dgc_sgd, wrap
+from parallel.found import Finding, digest, told
 
 from dgc import kernels, paper
 from dgc.comm import (
@@ -37,8 +37,6 @@ from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
 from dgc.wire import CastValues, Int8Values, RiceIndices
-
-Finding = dict[str, Any]
 
 
 def started(transport: Any) -> list[Any]:
@@ -149,7 +147,7 @@ def train(
                 messages.append(str(error))
     optimizer.close()
     return {
-        "model": hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest(),
+        "model": digest(model.parameters()),
         "finite": all(p.isfinite().all() for p in model.parameters()) and optimizer.error_norm() < 1e6,
         "dropped": optimizer.dropped_steps,
         "messages": messages,
@@ -206,12 +204,12 @@ def other_settings(transport: Any) -> str:
     """The last rank with another threshold: every rank is told which setting differs."""
     threshold = 0.25 if transport.rank == transport.size - 1 else 0.5
     compression = ThresholdCompressor(threshold=threshold)
-    return _told(lambda: wrap(torch.nn.Linear(4, 8), transport, compression=compression), ValueError)
+    return told(lambda: wrap(torch.nn.Linear(4, 8), transport, compression=compression), ValueError)
 
 
 def ratios_of_a_step(transport: Any) -> Finding:
     """begin_epoch on one rank only: ratios differ, and with them the payloads' sizes, or even the collectives."""
-    told = {}
+    found = {}
     last = transport.rank == transport.size - 1
     for name, (numel, ratios) in {
         "sizes": (1000, [0.25, 0.125, 0.125]),
@@ -223,20 +221,12 @@ def ratios_of_a_step(transport: Any) -> Finding:
         optimizer = wrap(model, transport, dgc_sgd, compression=compression)
         optimizer.begin_epoch(int(last))
         model(torch.ones(1, numel)).sum().backward()
-        told[name] = _told(optimizer.step, RuntimeError)
+        found[name] = told(optimizer.step, RuntimeError)
         optimizer.close()
     from dgc.comm import horovod
 
     atexit.unregister(horovod._meet_at_exit)  # it waits 10 s for a rank that waits until this one has ended
-    return told
-
-
-def _told(act: Callable[[], Any], kind: type[Exception]) -> str:
-    try:
-        act()
-    except kind as error:
-        return str(error)
-    return ""
+    return found
 
 
 def state_initialisation(transport: Any) -> bool:
