@@ -1,22 +1,25 @@
 """DistributedOptimizer and parameters of all kinds: unused, frozen, tied, sparse, of other precision or layout."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from optim.nets import (
-    ZEROS,
     alone,
     assert_same,
     data,
     dgc,
     dgc_sgd,
-    joint_loss,
     loss_of,
     momentum_sgd,
     net,
     run,
+    through_gradients,
+    train,
+    trained,
+    trained_alone,
     wrap,
 )
 from torch import nn
@@ -29,32 +32,27 @@ from dgc.optim import DistributedOptimizer, OneBitAdam
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])
-def test_a_parameter_that_one_rank_does_not_use(zero: Any) -> None:
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport)
-        for step in range(4):
-            ZEROS[zero](model, optimizer)
-            loss_of(model, step, transport.rank, spare=transport.rank == 0).backward()
-            optimizer.step()
+@pytest.mark.parametrize(
+    ("compression", "is_dense"),
+    [(DenseCompressor, True), (lambda: dgc(1.0), True), (lambda: dgc(0.2), False)],
+    ids=["dense", "dgc dense", "dgc"],
+)
+def test_parameters_unused_in_some_steps_on_some_ranks(zero: Any, compression: Any, is_dense: bool) -> None:
+    def loss(model: Any, number: Any, rank: Any) -> Any:
+        return loss_of(model, number, rank, spare=(number + rank) % 3 == 0)
 
-    reference = net()
-    optimizer = momentum_sgd(reference)
-    for step in range(4):
-        optimizer.zero_grad()
-        (sum(loss_of(reference, step, rank, spare=rank == 0) for rank in range(2)) / 2).backward()
-        optimizer.step()
-    assert_same(run(2, body)[0], reference)
+    def joint(model: Any, number: Any, size: Any) -> Any:
+        unused = 0.0 * sum(p.sum() for p in model.spare.parameters())  # its gradient is zero, and momentum goes on
+        return sum(loss(model, number, rank) for rank in range(size)) / size + unused
+
+    found = trained(2, range(6), dgc_sgd, compression, training={"loss": loss, "zero": zero}, bucket_mb=2e-4)
+    assert not torch.equal(found.spare.weight, net().spare.weight)
+    if is_dense:
+        assert_same(found, trained_alone(2, range(6), loss=joint))
 
 
 def test_a_parameter_that_no_rank_uses_stays() -> None:
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, step, transport.rank, spare=False).backward()
-            optimizer.step()
-
-    (model, _) = run(2, body)
+    model = trained(2, range(3), training={"spare": False})
     assert torch.equal(model.spare.weight, net().spare.weight)
     assert not torch.equal(model.first.weight, net().first.weight)
 
@@ -65,10 +63,7 @@ def test_frozen_parameters_take_no_part() -> None:
         optimizer = wrap(model, transport)
         names = [s.name for plan in optimizer.planned for s in plan.bucket.segments]
         assert names == ["last.bias", "last.weight", "spare.bias", "spare.weight"]
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, step, transport.rank).backward()
-            optimizer.step()
+        train(model, optimizer, range(3), transport.rank)
 
     (model, _) = run(2, body)
     assert torch.equal(model.first.weight, net().first.weight)
@@ -88,25 +83,26 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("duplicates", [False, True])
-def test_tied_parameters(duplicates: Any) -> None:
+@pytest.mark.parametrize("ratio", [None, 0.1, 1.0])
+def test_tied_parameters(duplicates: Any, ratio: Any) -> None:
+    """One gradient, exchanged once."""
     torch.manual_seed(0)
     reference = Tied()
     models = [copy.deepcopy(reference) for _ in range(2)]
 
     def body(model: Any, transport: Any) -> None:
         named = model.named_parameters(remove_duplicate=not duplicates)
-        optimizer = DistributedOptimizer(momentum_sgd(model), named, transport=transport)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, step, transport.rank).backward()
-            optimizer.step()
+        inner, compression = (dgc_sgd(model), dgc(ratio)) if ratio else (momentum_sgd(model), None)
+        optimizer = DistributedOptimizer(inner, named, compression, transport=transport)
+        assert sum(len(plan.bucket.segments) for plan in optimizer.planned) == 4
+        train(model, optimizer, range(3), transport.rank)
 
-    optimizer = momentum_sgd(reference)
-    for step in range(3):
-        optimizer.zero_grad()
-        joint_loss(reference, step, 2).backward()
-        optimizer.step()
-    assert_same(run(2, body, models)[0], reference)
+    (model, _) = run(2, body, models)
+    trained_alone(2, range(3), model=reference)
+    if ratio == 0.1:
+        assert not torch.equal(model.a.weight, reference.a.weight)
+    else:
+        assert_same(model, reference)
 
 
 @pytest.mark.parametrize("compression", [None, lambda: DGCCompressor(1.0, ResidualMemory())])
@@ -117,9 +113,11 @@ def test_sparse_adam_steps_on_the_rows_of_all_ranks(compression: Any) -> None:
     models = [copy.deepcopy(reference) for _ in range(2)]
     words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
 
+    def adam(model: Any) -> Any:
+        return torch.optim.SparseAdam(model.parameters())
+
     def body(model: Any, transport: Any) -> None:
-        own = None if compression is None else compression()
-        optimizer = wrap(model, transport, lambda m: torch.optim.SparseAdam(m.parameters()), compression=own)
+        optimizer = wrap(model, transport, adam, compression=compression and compression())
         for p in model.parameters():  # as hvd.broadcast_optimizer_state
             p.grad = torch.zeros_like(p)
         optimizer.step()
@@ -129,12 +127,11 @@ def test_sparse_adam_steps_on_the_rows_of_all_ranks(compression: Any) -> None:
                 model(words[transport.rank]).square().sum().backward()
             optimizer.step()
 
-    optimizer = torch.optim.SparseAdam(reference.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        (sum(reference(w).square().sum() for w in words[: 2 if step == 0 else 1]) / 2).backward()
-        optimizer.step()
-    assert_same(run(2, body, models)[0], reference)
+    def joint(model: Any, step: Any, size: Any) -> Any:
+        return sum(model(w).square().sum() for w in words[: 2 if step == 0 else 1]) / size
+
+    expected = trained_alone(2, range(3), adam, reference, loss=joint)
+    assert_same(run(2, body, models)[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -142,20 +139,15 @@ def test_sparse_adam_steps_on_the_rows_of_all_ranks(compression: Any) -> None:
     "compression", [DenseCompressor, BF16Compressor, lambda: dgc(0.2)], ids=["dense", "bf16", "dgc"]
 )
 def test_parameters_of_other_precision(dtype: Any, compression: Any) -> None:
-    models = [net().to(dtype) for _ in range(2)]
     losses = []
 
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
-        x, y = (t.to(dtype) for t in data(0, transport.rank))
-        for _ in range(60):
-            optimizer.zero_grad()
-            loss = (model(x) - y).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    def loss(model: Any, number: Any, rank: Any) -> Any:
+        x, y = (t.to(dtype) for t in data(0, rank))
+        found = (model(x) - y).square().mean()
+        losses.append(found.item())
+        return found
 
-    run(2, body, models)
+    trained(2, range(60), dgc_sgd, compression, [net().to(dtype) for _ in range(2)], {"loss": loss})
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
@@ -165,26 +157,21 @@ def test_channels_last() -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 2))
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def images(rank: Any) -> Any:
+    def loss(model: Any, number: Any, rank: Any) -> Any:
         x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
-        return x.to(memory_format=torch.channels_last)
+        return model(x.to(memory_format=torch.channels_last)).square().mean()
 
-    results = []
-    for compression in (DenseCompressor, lambda: dgc(1.0), lambda: dgc(0.1)):
-        models = [build() for _ in range(2)]
+    def finish(model: Any, optimizer: Any) -> None:
+        assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+        optimizer.step()
 
-        def body(model: Any, transport: Any, compression: Any = compression) -> None:
-            optimizer = wrap(model, transport, dgc_sgd, compression=compression())
-            for _ in range(4):
-                optimizer.zero_grad()
-                model(images(transport.rank)).square().mean().backward()
-                assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
-                optimizer.step()
-
-        results.append(run(2, body, models)[0])
-    assert_same(results[0], results[1])
-    assert not torch.equal(results[2][0].weight, build()[0].weight)
-    torch.testing.assert_close(results[2][0].weight, results[0][0].weight, rtol=0.5, atol=0.1)
+    dense, complete, sparse = (
+        trained(2, range(4), dgc_sgd, make, [build(), build()], {"loss": loss, "finish": finish})
+        for make in (DenseCompressor, lambda: dgc(1.0), lambda: dgc(0.1))
+    )
+    assert_same(dense, complete)
+    assert not torch.equal(sparse[0].weight, build()[0].weight)
+    torch.testing.assert_close(sparse[0].weight, dense[0].weight, rtol=0.5, atol=0.1)
 
 
 class Complex(nn.Module):
@@ -192,6 +179,7 @@ class Complex(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first = nn.Parameter(torch.randn(6, 8, dtype=torch.complex64))
         self.shift = nn.Parameter(torch.randn(8, dtype=torch.complex64))
         self.last = nn.Parameter(torch.randn(3, 8, dtype=torch.complex64).t())
@@ -200,11 +188,6 @@ class Complex(nn.Module):
     def forward(self, x: Any) -> Any:
         x = x.to(torch.complex64) @ self.first + self.shift.conj()
         return torch.view_as_real(x @ self.last / 8).sum(2) * self.scale
-
-
-def complex_net() -> Any:
-    torch.manual_seed(0)
-    return Complex()
 
 
 @pytest.mark.parametrize("zero", ["own", "zero"])
@@ -220,32 +203,20 @@ def complex_net() -> Any:
 def test_complex_parameters_are_exchanged_as_pairs_of_real_numbers(
     zero: Any, compression: Any, is_dense: bool
 ) -> None:
-    def make(model: Any) -> Any:
-        return dgc_sgd(model, weight_decay=0.01)
+    def check(model: Any) -> None:
+        assert model.first.grad.dtype == torch.complex64
 
     def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, make, compression=compression())
+        optimizer = wrap(model, transport, partial(dgc_sgd, weight_decay=0.01), compression=compression())
         for step in range(5):
-            ZEROS[zero](model, optimizer)
-            loss_of(model, step, transport.rank).backward()
-            if step % 2:
-                optimizer.synchronize()
-                assert model.first.grad.dtype == torch.complex64
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            else:
-                optimizer.step()
+            finish = partial(through_gradients, change=check) if step % 2 else None
+            train(model, optimizer, [step], transport.rank, zero=zero, finish=finish)
 
-    reference = complex_net()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    for step in range(5):
-        optimizer.zero_grad()
-        joint_loss(reference, step, 2).backward()
-        optimizer.step()
-    model = run(2, body, [complex_net() for _ in range(2)])[0]
+    model = run(2, body, [Complex(), Complex()])[0]
     if is_dense:
-        assert_same(model, reference)
-    for p, before in zip(model.parameters(), complex_net().parameters(), strict=True):
+        sgd = partial(momentum_sgd, weight_decay=0.01)
+        assert_same(model, trained_alone(2, range(5), sgd, Complex()))
+    for p, before in zip(model.parameters(), Complex().parameters(), strict=True):
         assert not torch.equal(p.imag if p.is_complex() else p, before.imag if p.is_complex() else before)
 
 
@@ -266,7 +237,4 @@ def test_create_graph() -> None:
         loss_of(model, 0).backward(create_graph=True)
     optimizer.step()
     assert not model.first.weight.grad.requires_grad
-    plain = net()
-    loss_of(plain, 0).backward()
-    momentum_sgd(plain).step()
-    assert_same(model, plain, exactly=True)
+    assert_same(model, trained_alone(1, [0]), exactly=True)
