@@ -72,7 +72,7 @@ def train(
     *,
     loss: Any = loss_of,
     passes: int = 1,
-    zero: str = "own",
+    zero: Any = "own",
     finish: Any = None,
     **options: Any,
 ) -> None:
@@ -80,11 +80,11 @@ def train(
 
     Args:
         passes: Calls of backward per step, each with a batch of its own.
-        zero: Which of `ZEROS` begins a step.
+        zero: What begins a step: a key of `ZEROS`, or a function of the model and the optimizer.
         finish: `finish(model, optimizer)` in place of `optimizer.step()`.
     """
     for step in steps:
-        ZEROS[zero](model, optimizer)
+        ZEROS.get(zero, zero)(model, optimizer)
         for part in range(passes):
             loss(model, passes * step + part, rank, **options).backward()
         finish(model, optimizer) if finish else optimizer.step()
