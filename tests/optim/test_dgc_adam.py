@@ -1,30 +1,20 @@
-"""DGC with Adam: AdamW in the warm-up, then DGC of preconditioned gradients, and what it refuses."""
+"""DGC with Adam: AdamW in the warm-up, then DGC of preconditioned gradients. test_onebit_adam.py has the rest."""
 
-import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import case
-from optim.nets import alone, check_that_a_saved_state_goes_on, dgc, loss_of, net, run, same, train, values, wrap
+from optim.nets import run, train, trained, values, wrap
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DenseCompressor, DGCAdamCompressor, OneBitAdamCompressor
-from dgc.memory import ResidualMemory
+from dgc.compression import DenseCompressor, DGCAdamCompressor
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
-from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 WARM_UP, STEPS, SHAPE = 5, 40, (6, 10)
 LR, BETAS, EPS, DECAY = 0.05, (0.8, 0.9), 1e-6, 0.1
-
-
-def adam(model: Any, **options: Any) -> Any:
-    return DGCAdam(model.parameters(), **{"lr": 0.01, "freeze_step": WARM_UP, **options})
-
-
-def wrapped(model: Any, transport: Any, make: Any = adam, **options: Any) -> Any:
-    return wrap(model, transport, make, **{"compression": DGCAdamCompressor(0.2), "bucket_mb": 2e-4, **options})
 
 
 def gradient(x: Any, rank: int, step: int) -> Any:
@@ -85,24 +75,18 @@ def test_every_step_is_that_of_the_formulas() -> None:
 
 def test_where_everything_is_sent_it_is_adamw_with_a_constant_second_moment() -> None:
     """Up to rounding: momentum is applied before the mean, and divided first."""
-
-    def ends(make: Any, compression: Any) -> Any:
-        def body(model: Any, transport: Any) -> None:
-            train(model, wrap(model, transport, make, compression=compression()), range(30), transport.rank)
-
-        return values(run(2, body)[0]).values()
-
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": 6}
-    expected = ends(lambda m: OneBitAdam(m.parameters(), **options), DenseCompressor)
-    found = ends(lambda m: DGCAdam(m.parameters(), **options), lambda: DGCAdamCompressor(1.0, vectors="sparse"))
-    for x, y in zip(expected, found, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
+    expected = trained(2, range(30), lambda m: OneBitAdam(m.parameters(), **options), DenseCompressor)
+    everything = partial(DGCAdamCompressor, 1.0, vectors="sparse")
+    found = trained(2, range(30), lambda m: DGCAdam(m.parameters(), **options), everything)
+    torch.testing.assert_close(values(found), values(expected), rtol=0, atol=1e-4)
 
 
 def test_bytes_and_share_of_both_stages() -> None:
     def body(model: Any, transport: Any) -> None:
         compression = DGCAdamCompressor(0.02, int32_indices=True)
-        optimizer = wrapped(model, transport, compression=compression, bucket_mb=25)
+        adam = DGCAdam(model.parameters(), lr=0.01, freeze_step=WARM_UP)
+        optimizer = wrap(model, transport, lambda m: adam, compression=compression)
         sent = []
         for step in range(WARM_UP + 3):
             before = optimizer.meter.payload_bytes
@@ -112,78 +96,3 @@ def test_bytes_and_share_of_both_stages() -> None:
         assert sent[WARM_UP:] == [sent[-1]] * 3 and sent[-1] < sent[0] / 2
 
     run(2, body)
-
-
-def test_a_saved_state_goes_on_bit_for_bit() -> None:
-    for saved in (2, WARM_UP, WARM_UP + 3):
-        for used in (0, WARM_UP + 2):
-            with case(saved, used):
-                check_that_a_saved_state_goes_on(wrapped, saved, used)
-
-
-def test_a_dropped_step_never_was() -> None:
-    """The model, the stage and the second moment are as before. What was sent returns."""
-    for steps in (WARM_UP - 1, WARM_UP, WARM_UP + 2):
-
-        def body(model: Any, transport: Any, steps: Any = steps) -> None:
-            optimizer = wrapped(model, transport)
-            train(model, optimizer, range(steps), transport.rank)
-            before, counted = list(values(model).values()), optimizer.param_groups[0]["steps"]
-            optimizer.zero_grad()
-            (loss_of(model, 9, transport.rank) * (float("nan") if transport.rank else 1.0)).backward()
-            optimizer.step()
-            assert optimizer.dropped_steps == 1 and optimizer.param_groups[0]["steps"] == counted == steps
-            assert same(before, values(model).values())
-            train(model, optimizer, range(5), transport.rank)
-            assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-        with pytest.warns(UserWarning, match="rank 1 has NaN"):
-            run(2, body)
-
-
-def test_a_tensor_without_gradients_in_the_warm_up_does_not_move() -> None:
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrapped(model, transport, compression=DGCAdamCompressor(0.2, vectors="sparse"))
-        still = copy.deepcopy(model.spare)
-        train(model, optimizer, range(WARM_UP), transport.rank, spare=False)
-        train(model, optimizer, range(WARM_UP, WARM_UP + 5), transport.rank)
-        assert same(still.parameters(), model.spare.parameters())
-
-    run(2, body)
-
-
-REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "AdamW": (lambda m: torch.optim.AdamW(m.parameters()), DGCAdamCompressor(0.1), "use .*DGCAdam"),
-    "OneBitAdam": (
-        lambda m: OneBitAdam(m.parameters(), freeze_step=2),
-        DGCAdamCompressor(0.1),
-        "OneBitAdam does not share its own: use dgc.optim.DGCAdam",
-    ),
-    "1 bit": (adam, OneBitAdamCompressor(), "DGCAdam takes updates in its place: use dgc.optim.OneBitAdam"),
-    "momentum correction": (adam, dgc(), "DGCAdam would apply it again"),
-    "two coefficients": (
-        lambda m: DGCAdam(
-            [
-                {"params": list(m.first.parameters()), "betas": (0.5, 0.9)},
-                {"params": [*m.spare.parameters(), *m.last.parameters()]},
-            ],
-            freeze_step=2,
-        ),
-        DGCAdamCompressor(0.1, vectors="sparse"),
-        r"one beta1 to all parameters, not \[0.5, 0.9\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str) -> None:
-    make, compression, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        wrapped(net(), alone(), make, compression=compression)
-
-
-def test_a_memory_and_no_optimizer_are_refused() -> None:
-    with pytest.raises(ValueError, match="has a memory of its own"):
-        DGCAdamCompressor(0.1, memory=ResidualMemory())
-    with pytest.raises(ValueError, match="second moment of a dgc.optim.DGCAdam, and has none"):
-        Fleet(lambda: DGCAdamCompressor(0.1), 1)
