@@ -113,16 +113,21 @@ def same(a: Any, b: Any) -> bool:
 
 
 def run(size: Any, body: Any, models: Any = None) -> Any:
-    """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them."""
-    models = models or [net() for _ in range(size)]
-    LockstepWorld(size).run(lambda t: body(models[t.rank], t))
+    """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them.
+
+    Args:
+        size: The number of ranks, or their world.
+    """
+    world = LockstepWorld(size) if isinstance(size, int) else size
+    models = models or [net() for _ in range(world.size)]
+    world.run(lambda t: body(models[t.rank], t))
     for model in models[1:]:
         assert_same(model, models[0], exactly=True)
     return models
 
 
 def trained(
-    size: int,
+    size: Any,
     steps: Any,
     make: Any = momentum_sgd,
     compression: Any = None,
@@ -154,31 +159,38 @@ def trained_alone(size: int, steps: Any, make: Any = momentum_sgd, model: Any = 
     return model
 
 
-def check_that_a_saved_state_goes_on(wrapped: Any, saved: int, used: int = 0, again: Any = None) -> None:
-    """Train 2 ranks, save after `saved` steps, load into optimizers that made `used` steps, and train both on.
+def check_that_a_saved_state_goes_on(
+    wrapped: Any, saved: int, used: int = 0, again: Any = None, size: Any = 2, models: Any = None, **training: Any
+) -> None:
+    """Train, save after `saved` steps, load into optimizers that made `used` steps, and train both on.
 
     Args:
         wrapped: `wrapped(model, transport)` returns the optimizer.
         again: The same for the optimizer that loads, if it differs.
+        size, models: As of `run`.
+        training: Arguments of `train`.
     """
 
     def body(model: Any, transport: Any) -> None:
+        def advance(model: Any, optimizer: Any, first: int, number: int) -> None:
+            train(model, optimizer, range(first, first + number), transport.rank, **training)
+
         optimizer = wrapped(model, transport)
-        train(model, optimizer, range(saved), transport.rank)
+        advance(model, optimizer, 0, saved)
         file, other = io.BytesIO(), copy.deepcopy(model)
         torch.save([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()], file)
         resumed = (again or wrapped)(other, transport)
-        train(other, resumed, range(90, 90 + used), transport.rank)  # what it has kept must not stay
+        advance(other, resumed, 90, used)  # what it has kept must not stay
         file.seek(0)
         state = torch.load(file, weights_only=True)
         other.load_state_dict(state[2])
         resumed.load_state_dict(state[0])
         resumed.load_compression_state_dict(state[1])
-        train(other, resumed, range(saved, saved + 5), transport.rank)
-        train(model, optimizer, range(saved, saved + 5), transport.rank)
+        advance(other, resumed, saved, 5)
+        advance(model, optimizer, saved, 5)
         assert same(values(model).values(), values(other).values())
 
-    run(2, body)
+    run(size, body, models)
 
 
 def alone() -> Any:

@@ -16,7 +16,6 @@ from optim.nets import (
     alone,
     check_that_a_saved_state_goes_on,
     dgc,
-    joint_loss,
     loss_of,
     net,
     run,
@@ -215,20 +214,6 @@ def sent_words() -> int:
         largest = max(largest, sum(1 + -(-(b - a) // 32) for a, b in zip(edges, edges[1:], strict=False)))
         at = end
     return largest
-
-
-@pytest.mark.parametrize("options", [{}, {"bias_correction": False}, {"weight_decay": 0.01}], ids=str)
-def test_it_trains_as_adamw_does(options: Any) -> None:
-    """To nearly the same loss over the data of both ranks."""
-
-    def loss_after(model: Any) -> float:
-        return sum(float(joint_loss(model, step, 2).detach()) for step in range(10)) / 10
-
-    steps, decay = [*range(10)] * 20, options.get("weight_decay", 0.0)
-    dense = trained(2, steps, partial(adamw, lr=0.01, weight_decay=decay), DenseCompressor)
-    onebit = trained(2, steps, partial(onebit_adam, freeze_step=40, **options), OneBitAdamCompressor)
-    start, adam, found = map(loss_after, (net(), dense, onebit))
-    assert adam < 0.8 * start and start - found > 0.8 * (start - adam)
 
 
 def test_small_second_moments_are_raised_at_the_end_of_the_warm_up() -> None:
