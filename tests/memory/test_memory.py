@@ -95,23 +95,6 @@ def test_what_was_sent_is_taken_back_bit_for_bit(make: Any) -> None:
                     assert equal(bits(memory), before)
 
 
-@every_memory
-def test_after_a_dropped_step_the_next_is_as_if_nothing_had_been_sent(make: Any) -> None:
-    """Also where someone read the state before the step's fate was known."""
-    for looked_at in (False, True):
-        bucket = bucket_of()
-        memory, twin = held(make, bucket), held(make, bucket)
-        for one in (memory, twin):
-            v = compensate(one, bucket)
-        sent_(memory, bucket, [0, 3, 28], v[[0, 3, 28]].half().float())
-        if looked_at:
-            assert not equal(bits(memory), bits(twin)) and len(list(memory.errors())) == 1
-        memory.rollback(bucket)
-        for one in (memory, twin):
-            compensate(one, bucket)
-        assert equal(bits(memory), bits(twin))
-
-
 class Eager:
     """u and v by hand, which lose what is sent at once."""
 

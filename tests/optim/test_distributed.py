@@ -276,39 +276,3 @@ def test_two_optimizers_on_one_transport() -> None:
 def test_a_horovod_compression() -> None:
     found, expected = trained(2, [0], compression=lambda: Half), trained_alone(2, [0])
     torch.testing.assert_close(values(found), values(expected), rtol=1e-3, atol=1e-3)
-
-
-def test_buckets_start_in_the_order_in_which_backward_fills_them() -> None:
-    """From the second step on. In the first one it is the reverse order of registration."""
-
-    class Crossed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last, self.first = nn.Linear(4, 1, bias=False), nn.Linear(4, 4, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.first(x))
-
-    models = [Crossed(), Crossed()]
-    models[1].load_state_dict(models[0].state_dict())
-    started: list[list[str]] = [[], []]
-
-    def body(model: Any, transport: Any) -> None:
-        launch, own = transport.launch, started[transport.rank]
-
-        def recording(name: str, requests: Any, communicator: str = "") -> Any:
-            own.append(name)
-            return launch(name, requests, communicator)
-
-        optimizer = wrap(model, transport, bucket_mb=1e-6)
-        transport.launch = recording
-        for _ in range(2):
-            own.append("step")
-            optimizer.zero_grad()
-            model(torch.ones(3, 4)).sum().backward()
-            optimizer.step()
-
-    run(2, body, models)
-    for own in started:
-        buckets = [name.split(".")[1] if name.startswith("dgc0.") else name for name in own]
-        assert [name for name in buckets if not name.startswith("dgc")] == ["step", "0", "1", "step", "1", "0"]

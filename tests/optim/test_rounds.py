@@ -63,3 +63,18 @@ def test_available_replies_are_used_during_backward() -> None:
     loss_of(model, 0).backward()
     assert ("wait", f"{names[0]}.1") in events
     optimizer.step()
+
+
+def test_buckets_start_in_the_order_in_which_backward_fills_them() -> None:
+    """From the second step on. In the first one it is the reverse order of registration."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("last", "first")})
+    transport = Recorder(is_prompt=False)
+    optimizer = wrap(model, transport, bucket_mb=1e-6)
+    names = [plan.bucket.name for plan in optimizer.planned]
+    for expected in (names, names[::-1]):
+        optimizer.zero_grad()
+        transport.events.clear()
+        model["last"](model["first"](torch.ones(3, 4))).sum().backward()
+        optimizer.step()
+        launched = [name.rpartition(".")[0] for event, name in transport.events if event == "launch"]
+        assert [name for name in launched if name in names] == expected

@@ -1,6 +1,5 @@
 """DGCSGD against torch.optim.SGD."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -184,21 +183,6 @@ def test_an_empty_sparse_update_still_decays() -> None:
     optimizer.skip_momentum_of([p])
     optimizer.step(sparse=[update_of(p, torch.empty(0, dtype=torch.int64), torch.empty(0))])
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.95))
-
-
-def test_state_round_trip() -> None:
-    own, others, optimizer = pair(lr=0.1, momentum=0.9)
-    give(0, own)
-    optimizer.step()
-    other = DGCSGD(others, lr=0.5)
-    with torch.no_grad():
-        for p, q in zip(own, others, strict=True):
-            q.copy_(p)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    give(1, own, others)
-    optimizer.step()
-    other.step()
-    assert all(torch.equal(p, q) for p, q in zip(own, others, strict=True))
 
 
 def test_closure() -> None:
