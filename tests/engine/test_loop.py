@@ -240,8 +240,9 @@ def test_after_an_exception_of_a_method_nothing_continues() -> None:
     with pytest.raises(KeyError):
         for g in range(len(run.engine.groups)):
             run.engine.start(g)
-    uses = [partial(run.engine.start, 0), run.engine.advance, partial(run.engine.check_ended, "backward()")]
-    for use in (*uses, run.engine.finish):
+    engine = run.engine
+    uses: list[Any] = [partial(engine.start, 0), engine.advance, partial(engine.check_ended, "backward()")]
+    for use in (*uses, engine.finish):
         with pytest.raises(RuntimeError, match="ended with an exception, KeyError: 'of the method'"):
             use()
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
     FP16Compressor,
+    NonFiniteGradientError,
     PowerSGDCompressor,
     Route,
     Rule,
@@ -177,6 +179,27 @@ def test_a_state_of_another_division_is_refused(first: Any, then: Any) -> None:
     states = on_each(LockstepWorld(4, 2), lambda o: o.compression_state_dict(), **first)
     with pytest.raises(ValueError, match="redistribute it with dgc.optim.redistribute"):
         on_each(LockstepWorld(4, 2), lambda o: o.load_compression_state_dict(states[o.transport.rank]), **then)
+
+
+def test_nan_on_one_rank_drops_the_step_everywhere() -> None:
+    told = []
+
+    def spoilt(model: Any, step: int, rank: int) -> Any:
+        return loss(model, step, rank) * (float("nan") if rank == 3 else 1.0)
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrapped(model, transport, nonfinite="raise")
+        train(model, optimizer, [0], transport.rank, loss=loss)
+        before = values(model)
+        with pytest.raises(NonFiniteGradientError) as raised:
+            train(model, optimizer, [1], transport.rank, loss=spoilt)
+        told.append(str(raised.value))
+        torch.testing.assert_close(values(model), before, rtol=0, atol=0)
+        train(model, optimizer, [2], transport.rank, loss=loss)
+        assert isfinite(optimizer.error_norm())
+
+    run(LockstepWorld(4, 2), body, models(4))
+    assert told == [told[0]] * 4 and "on rank 3 has NaN" in told[0]
 
 
 @pytest.mark.parametrize(("name", "share"), [("dgc", 0.5), ("residual", 0.5), ("2bit", 0.5), ("powersgd", 0.67)])

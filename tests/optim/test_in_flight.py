@@ -27,7 +27,7 @@ CHANGES = {
     "replaced": replace,
     "none": lambda m: m.zero_grad(),
 }
-COMPRESSORS = {
+COMPRESSORS: dict[str, Any] = {
     "dense": DenseCompressor,
     "dgc": partial(dgc, 0.5),
     "powersgd": partial(PowerSGDCompressor, 2),

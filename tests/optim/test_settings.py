@@ -1,10 +1,10 @@
 """All ranks must have the same settings before training starts."""
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,14 +48,15 @@ def at_2bit(threshold: Any) -> Any:
     return ThresholdCompressor(threshold=threshold)
 
 
-# (its path is its name, its value on rank 0 and on the last rank)
-OPTIONS: list[tuple[str, Any, Any]] = [
-    ("op", "average", "sum"),
-    ("nonfinite", "skip", "raise"),
-    ("bucket_mb", 25.0, 24.0),
-    ("backward_passes_per_step", 1, 2),
+# (setting's path, its value on rank 0 and on the last rank, and the options with a value)
+OPTIONS: list[tuple[str, Any, Any, Any]] = [
+    ("op", "average", "sum", lambda op: {"op": op}),
+    ("nonfinite", "skip", "raise", lambda n: {"nonfinite": n}),
+    ("bucket_mb", 25.0, 24.0, lambda mb: {"bucket_mb": mb}),
+    ("backward_passes_per_step", 1, 2, lambda n: {"backward_passes_per_step": n}),
+    ("uses_grad_scaler", True, False, lambda used: {"grad_scaler": torch.amp.GradScaler("cpu", enabled=used)}),
 ]
-# (its path in the compression, its value on rank 0 and on the last rank, and the compression with a value)
+# the same of the compression
 COMPRESSIONS: list[tuple[str, Any, Any, Any]] = [
     ("threshold", 0.5, 0.25, at_2bit),
     ("threshold", 0.5, None, at_2bit),
@@ -73,14 +74,10 @@ COMPRESSIONS: list[tuple[str, Any, Any, Any]] = [
     ("rules[0].compressor.threshold", 1.0, 2.0, lambda t: Route([Rule(at_2bit(t)), Rule(DenseCompressor())])),
     ("rules[0].min_numel", 1, 2, lambda n: Route([Rule(DenseCompressor(), min_numel=n)])),
 ]
-CASES = [(name, first, last, lambda value, name=name: {name: value}) for name, first, last in OPTIONS]
-CASES += [
-    (f"compression.{path}", first, last, lambda value, make=make: {"compression": make(value)})
-    for path, first, last, make in COMPRESSIONS
-]
-CASES.append(
-    ("uses_grad_scaler", True, False, lambda used: {"grad_scaler": torch.amp.GradScaler("cpu", enabled=used)})
-)
+
+
+def compressing(make: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    return {"compression": make(value)}
 
 
 def refusals(size: int, options: Callable[[int], dict[str, Any]]) -> list[str]:
@@ -95,10 +92,15 @@ def refusals(size: int, options: Callable[[int], dict[str, Any]]) -> list[str]:
 
 
 def test_the_setting_that_differs_is_named_on_every_rank() -> None:
-    for path, first, last, make in CASES:
-        told = refusals(3, lambda rank, make=make, values=(first, first, last): make(values[rank]))  # type: ignore[misc]
+    def check(path: str, first: Any, last: Any, options: Callable[[Any], Any]) -> None:
+        told = refusals(3, lambda rank: options(last if rank == 2 else first))
         assert told == [told[0]] * 3
         assert told[0].startswith(f"{path} is {first!r} on rank 0 and {last!r} on rank 2"), told[0]
+
+    for row in OPTIONS:
+        check(*row)
+    for path, first, last, make in COMPRESSIONS:
+        check(f"compression.{path}", first, last, partial(compressing, make))
 
 
 def test_other_kinds_of_settings() -> None:
@@ -113,7 +115,7 @@ def test_other_kinds_of_settings() -> None:
         (OfAUser(1), OfAUser(1, (2.0,)), "compression.table is tensor of shape (1,), torch.float32"),
     ]
     for *both, words in kinds:
-        assert words in refusals(2, lambda rank, both=both: {"compression": both[rank]})[0]  # type: ignore[misc]
+        assert words in refusals(2, partial(compressing, both.__getitem__))[0]
 
 
 def test_gossip_algorithms_too() -> None:
@@ -172,7 +174,7 @@ class Kind(Enum):
 
 
 def test_description() -> None:
-    texts = describe(a=Settings({"x": (1.0, 2.0)}, functools.partial(sorted, reverse=True)), b=Slotted(), c=Kind.A)
+    texts = describe(a=Settings({"x": (1.0, 2.0)}, partial(sorted, reverse=True)), b=Slotted(), c=Kind.A)
     here = __name__
     assert texts == {
         "a": f"{here}.Settings",

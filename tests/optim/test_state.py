@@ -83,7 +83,7 @@ def horovods_broadcast_optimizer_state(optimizer: Any, transport: Any) -> None:
         group.update(values)
 
 
-HOROVODS = {
+HOROVODS: dict[str, tuple[Any, Any]] = {
     "adam": (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1), lambda: None),
     "sgd": (partial(momentum_sgd, weight_decay=0.1, dampening=0.1), lambda: None),
     "dgc": (partial(dgc_sgd, weight_decay=0.1), lambda: dgc(0.1)),
