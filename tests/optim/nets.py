@@ -5,11 +5,12 @@ import io
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor
+from dgc.compression import DenseCompressor, DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
@@ -226,3 +227,6 @@ ZEROS = {
     "model zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "inner": lambda model, optimizer: optimizer.inner.zero_grad(),
 }
+
+KINDS = {"dense": DenseCompressor, "dgc": lambda: dgc(0.2), "dgc dense": lambda: dgc(1.0)}
+every_kind = pytest.mark.parametrize("compression", KINDS.values(), ids=KINDS)

@@ -14,6 +14,7 @@ from optim.nets import (
     assert_same,
     dgc,
     dgc_sgd,
+    every_kind,
     joint_loss,
     loss_of,
     momentum_sgd,
@@ -176,6 +177,21 @@ def test_groups_and_a_scheduler(kind: Any, compression: Any) -> None:
         assert_same(model, reference)
 
 
+def test_a_group_is_added_by_wrapping_again() -> None:
+    def body(model: Any, transport: Any) -> None:
+        inner = torch.optim.SGD(model.first.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
+        with pytest.raises(ValueError, match=r"cannot be added here: close\(\) this optimizer, add the group"):
+            optimizer.add_param_group({"params": model.last.parameters()})
+        optimizer.close()
+        optimizer.inner.add_param_group({"params": model.last.parameters()})
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
+        train(model, optimizer, [0], transport.rank)
+
+    (model, _) = run(2, body)
+    assert not torch.equal(model.last.weight, net().last.weight)
+
+
 def test_a_scheduler_of_the_inner_optimizer() -> None:
     model = net()
     inner = momentum_sgd(model)
@@ -211,6 +227,19 @@ def test_clipping_after_synchronize() -> None:
 
     found = trained(2, range(3), training={"finish": partial(through_gradients, change=clip)})
     assert_same(found, trained_alone(2, range(3), finish=clipped_step))
+
+
+@every_kind
+def test_synchronizing_twice_is_synchronizing_once(compression: Any) -> None:
+    def twice(model: Any, optimizer: Any) -> None:
+        optimizer.synchronize()
+        through_gradients(model, optimizer)
+
+    first, second = (
+        trained(2, range(3), dgc_sgd, compression, training={"finish": finish})
+        for finish in (twice, through_gradients)
+    )
+    assert_same(first, second, exactly=True)
 
 
 def test_step_after_synchronize_warns() -> None:

@@ -12,6 +12,7 @@ from optim.nets import (
     data,
     dgc,
     dgc_sgd,
+    every_kind,
     loss_of,
     momentum_sgd,
     net,
@@ -70,6 +71,43 @@ def test_frozen_parameters_take_no_part() -> None:
     assert not torch.equal(model.last.weight, net().last.weight)
 
 
+@every_kind
+def test_unfrozen_parameters_are_refused_on_every_rank_until_wrapped_again(compression: Any) -> None:
+    errors = []
+
+    def body(model: Any, transport: Any) -> None:
+        model.first.requires_grad_(False)
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+        train(model, optimizer, [0], transport.rank)
+        model.first.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"requires a gradient now.*close\(\) it and wrap") as error:
+            train(model, optimizer, [1], transport.rank)
+        errors.append(str(error.value))
+        optimizer.synchronize()  # completes the exchange, whose gradients are dropped
+        optimizer.close()
+        train(model, wrap(model, transport, dgc_sgd, compression=compression()), range(2, 5), transport.rank)
+
+    (model, _) = run(2, body)
+    assert len(errors) == 2 and errors[0] == errors[1]
+    assert not torch.equal(model.first.weight, net().first.weight)
+
+
+@every_kind
+def test_parameters_that_are_frozen_later_stay_and_may_be_unfrozen(compression: Any) -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrap(model, transport, partial(dgc_sgd, weight_decay=0.1), compression=compression())
+        train(model, optimizer, range(3), transport.rank)
+        model.first.requires_grad_(False)
+        before = model.first.weight.detach().clone()
+        train(model, optimizer, range(3, 6), transport.rank)
+        assert torch.equal(model.first.weight, before)
+        model.first.requires_grad_(True)
+        train(model, optimizer, [6], transport.rank)
+        assert not torch.equal(model.first.weight, before)
+
+    run(2, body)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +141,34 @@ def test_tied_parameters(duplicates: Any, ratio: Any) -> None:
         assert not torch.equal(model.a.weight, reference.a.weight)
     else:
         assert_same(model, reference)
+
+
+@every_kind
+@pytest.mark.parametrize("passes", [1, 2])
+def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
+    """sparse=True gives the same result as sparse=False, through the same buckets."""
+    words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
+
+    def embedding(sparse: Any) -> Any:
+        model = nn.EmbeddingBag(20, 4, sparse=sparse)
+        nn.init.ones_(model.weight)
+        return model
+
+    def loss(model: Any, number: Any, rank: Any) -> Any:
+        return model(words[rank]).square().sum().mul(0.01)
+
+    sparse, dense = (
+        trained(
+            2,
+            range(3),
+            dgc_sgd,
+            compression,
+            [embedding(sparse) for _ in range(2)],
+            {"loss": loss, "passes": passes},
+        )
+        for sparse in (True, False)
+    )
+    assert_same(sparse, dense)
 
 
 @pytest.mark.parametrize("compression", [None, lambda: DGCCompressor(1.0, ResidualMemory())])

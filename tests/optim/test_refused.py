@@ -12,8 +12,9 @@ from torch import nn
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
-from dgc.compression import DenseCompressor, DenseResult, DGCCompressor
+from dgc.compression import DenseCompressor, DenseResult, DGCCompressor, Route, Rule
 from dgc.compression.protocol import StatelessCompressor
+from dgc.engine.options import as_route
 from dgc.memory import DGCSGDMemory, MomentumCorrection, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
@@ -112,6 +113,32 @@ def test_bad_options() -> None:
             wrap(net(), alone(), **options)
     with pytest.warns(UserWarning, match="bucket_mb"):
         wrap(net(), alone(), num_groups=2)
+
+
+def test_the_same_parameters_twice() -> None:
+    transport, model = alone(), net()
+    optimizer = wrap(model, transport)
+    for again in (momentum_sgd, lambda m: optimizer):
+        with pytest.raises(ValueError, match=r"first.weight belongs to another DistributedOptimizer.*close\(\)"):
+            wrap(model, transport, again)
+    optimizer.close()
+    train(model, wrap(model, transport), [0])
+
+
+def test_one_compressor_for_two_optimizers() -> None:
+    shared = DGCCompressor(0.1, ResidualMemory())
+    wrap(net(), alone(), compression=shared)
+    with pytest.raises(ValueError, match="this DGCCompressor has the residual of another"):
+        wrap(net(), alone(), compression=Route([Rule(shared)]))
+    stateless = DenseCompressor()
+    for _ in range(2):
+        wrap(net(), alone(), compression=stateless)
+
+
+@pytest.mark.parametrize("kind", [DenseCompressor, DGCCompressor, Route])
+def test_a_class_in_place_of_a_compressor(kind: Any) -> None:
+    with pytest.raises(ValueError, match=rf"compression={kind.__name__} is a class: pass an instance"):
+        as_route(kind)
 
 
 # --- momentum --------------------------------------------------------------------------------------

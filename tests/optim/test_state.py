@@ -1,6 +1,8 @@
 """The state of a DistributedOptimizer: saved, loaded, broadcast."""
 
 import copy
+import io
+import pickle
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from optim.nets import (
     check_that_a_saved_state_goes_on,
     dgc,
     dgc_sgd,
+    every_kind,
     loss_of,
     momentum_sgd,
     net,
@@ -59,6 +62,39 @@ def test_saved_runs_continue_bit_by_bit(other_bucket_mb: Any) -> None:
     check_that_a_saved_state_goes_on(
         partial(build, bucket_mb=25.0), saved=4, again=partial(build, bucket_mb=other_bucket_mb)
     )
+
+
+@every_kind
+def test_copying_the_optimizer_is_an_error_with_a_cure(compression: Any) -> None:
+    optimizer = wrap(net(), alone(), dgc_sgd, compression=compression())
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
+        with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
+            copied(optimizer)
+
+
+@every_kind
+def test_copies_of_the_model_are_free_of_hooks(compression: Any) -> None:
+    """A model with hooks can be deep-copied, for an average of weights, and saved whole."""
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+        train(model, optimizer, [0], transport.rank)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert_same(twin, model, exactly=True)
+            loss_of(twin, 0).backward()
+            assert not optimizer._engine.in_flight
+        train(model, optimizer, [1], transport.rank)
+
+    run(2, body)
+
+
+@every_kind
+def test_state_moves_to_a_new_optimizer(compression: Any) -> None:
+    """The replacement for a copy: training continues bit for bit."""
+    check_that_a_saved_state_goes_on(lambda m, t: wrap(m, t, dgc_sgd, compression=compression()), saved=3)
 
 
 def test_compression_state_of_another_run() -> None:
