@@ -182,7 +182,8 @@ def test_no_memory_forgets() -> None:
 
 
 def test_the_momentum_of_a_memory() -> None:
-    assert DGCSGDMemory(0.8, True).correction == MomentumCorrection(0.8, True)
+    memory = DGCSGDMemory(0.8, True)
+    assert memory.correction == MomentumCorrection(0.8, True) and memory.momentum_masking
     for momentum in (-0.1, 1.0):
         with pytest.raises(ValueError, match="momentum"):
             DGCSGDMemory(momentum)

@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from optim.nets import alone
+from optim.nets import alone, momentum_sgd, net, train
+from torch.nn.utils import parameters_to_vector
 
+from dgc.comm import all_gather_object
+from dgc.comm.lockstep import LockstepWorld
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip import SGP
 from dgc.optim import LocalOptimizer
@@ -66,3 +69,19 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused() -> None:
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="requires a gradient now but did not when LocalOptimizer was built"):
         optimizer.step()
+
+
+def test_consensus_is_the_mean_of_all_models_for_a_while() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = LocalOptimizer(momentum_sgd(model), model.named_parameters(), SGP(), transport=transport)
+        train(model, optimizer, range(3), transport.rank)
+        optimizer.method.flush()  # consensus() would receive what is in flight
+        own = parameters_to_vector(model.parameters()).detach()
+        mean = torch.stack(all_gather_object(transport, own)).mean(0)
+        with optimizer.consensus():
+            torch.testing.assert_close(parameters_to_vector(model.parameters()).detach(), mean)
+        assert torch.equal(parameters_to_vector(model.parameters()), own) and not torch.equal(own, mean)
+        assert optimizer.metrics()["consensus_distance"] == pytest.approx(float((own - mean).norm()))
+
+    models = [net() for _ in range(3)]
+    LockstepWorld(3).run(lambda t: body(models[t.rank], t))

@@ -32,7 +32,6 @@ from dgc.compression import (
     DenseCompressor,
     DGCAdamCompressor,
     DGCCompressor,
-    DoubleSqueezeCompressor,
     FP16Compressor,
     OneBitAdamCompressor,
     Route,
@@ -49,12 +48,11 @@ WARM_UP = 4
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def onebit_adam(model: Any, freeze_step: int = WARM_UP, **options: Any) -> Any:
-    return OneBitAdam(model.parameters(), **{"lr": 0.01, **options}, freeze_step=freeze_step)
+def onebit_adam(model: Any, freeze_step: int = WARM_UP, kind: Any = OneBitAdam, **options: Any) -> Any:
+    return kind(model.parameters(), **{"lr": 0.01, **options}, freeze_step=freeze_step)
 
 
-def dgc_adam(model: Any, freeze_step: int = WARM_UP, **options: Any) -> Any:
-    return DGCAdam(model.parameters(), **{"lr": 0.01, **options}, freeze_step=freeze_step)
+dgc_adam = partial(onebit_adam, kind=DGCAdam)
 
 
 def adamw(model: Any, **options: Any) -> Any:
@@ -338,21 +336,20 @@ def by_hand(size: int, ratio: float, correct: bool) -> Any:
 
 
 def test_every_step_is_that_of_the_formulas() -> None:
+    def body(transport: Any, ratio: float, correct: bool) -> Any:
+        p = torch.nn.Parameter(torch.zeros(SHAPE))
+        inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, bias_correction=correct)
+        optimizer = DistributedOptimizer(inner, [("p", p)], DGCAdamCompressor(ratio), transport=transport)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            p.grad = gradient(p.detach(), transport.rank, step)
+            optimizer.step()
+        return p.detach()
+
     for size, ratio, correct in ((1, 0.1, True), (3, 0.05, True), (3, 0.1, False), (2, 0.999, True)):
-
-        def body(transport: Any, ratio: Any = ratio, correct: Any = correct) -> Any:
-            p = torch.nn.Parameter(torch.zeros(SHAPE))
-            inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, bias_correction=correct)
-            optimizer = DistributedOptimizer(inner, [("p", p)], DGCAdamCompressor(ratio), transport=transport)
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                p.grad = gradient(p.detach(), transport.rank, step)
-                optimizer.step()
-            return p.detach()
-
         expected = by_hand(size, ratio, correct)
         with case(size, ratio, correct):
-            found = LockstepWorld(size).run(body)
+            found = LockstepWorld(size).run(partial(body, ratio=ratio, correct=correct))
             assert all(torch.equal(x, found[0]) for x in found)
             torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-5)
             assert float(expected.abs().max()) > 0.1 or size == 1
@@ -360,18 +357,17 @@ def test_every_step_is_that_of_the_formulas() -> None:
 
 def test_where_everything_is_sent_it_is_adamw_with_a_constant_second_moment() -> None:
     """Up to rounding: momentum is applied before the mean, and divided first."""
-    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": 6}
-    expected = trained(2, range(30), lambda m: OneBitAdam(m.parameters(), **options), DenseCompressor)
+    settled: dict[str, Any] = {"weight_decay": 0.1, "freeze_step": 6}
+    expected = trained(2, range(30), partial(onebit_adam, **settled), DenseCompressor)
     everything = partial(DGCAdamCompressor, 1.0, vectors="sparse")
-    found = trained(2, range(30), lambda m: DGCAdam(m.parameters(), **options), everything)
+    found = trained(2, range(30), partial(dgc_adam, **settled), everything)
     torch.testing.assert_close(values(found), values(expected), rtol=0, atol=1e-4)
 
 
 def test_bytes_and_share_of_both_stages() -> None:
     def body(model: Any, transport: Any) -> None:
         compression = DGCAdamCompressor(0.02, int32_indices=True)
-        adam = DGCAdam(model.parameters(), lr=0.01, freeze_step=WARM_UP)
-        optimizer = wrap(model, transport, lambda m: adam, compression=compression)
+        optimizer = wrap(model, transport, dgc_adam, compression=compression)
         sent = []
         for step in range(WARM_UP + 3):
             before = optimizer.meter.payload_bytes
@@ -458,7 +454,3 @@ def test_sparse_gradients_are_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="OneBitAdam takes dense gradients: set sparse=False"):
         onebit_adam(embedding).step()
-
-
-def test_gradients_of_double_squeeze_go_with_any_optimizer() -> None:
-    trained(3, range(5), compression=DoubleSqueezeCompressor)
