@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgc.bucket import lay_out, make_bucket
+from dgc.bucket import make_bucket
 from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
 from dgc.engine.buckets import MEGABYTE, describe, plan_buckets
 from dgc.memory import NoMemory
@@ -26,15 +26,13 @@ def plan(named: Any, elements: Any, route: Any = None) -> Any:
     return plan_buckets(named, route or (lambda segment: DENSE), 4 * elements / MEGABYTE, "x")
 
 
-def test_reverse_order_up_to_the_size() -> None:
+def test_reverse_order_up_to_the_size_and_a_large_tensor_alone() -> None:
     assert names(plan(parameters(10, 10, 10, 10, 10), 20)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
     assert names(plan(parameters(10, 10, 10), 30)) == [["p2", "p1", "p0"]]
     assert names(plan(parameters(10, 10, 10), 29)) == [["p2", "p1"], ["p0"]]
-
-
-def test_a_large_tensor_is_alone() -> None:
     assert names(plan(parameters(5, 5, 100, 5, 5), 20)) == [["p4", "p3"], ["p2"], ["p1", "p0"]]
     assert names(plan(parameters(100), 20)) == [["p0"]]
+    assert plan([], 10) == []
 
 
 def test_every_parameter_once_and_no_bucket_too_large() -> None:
@@ -49,14 +47,9 @@ def test_every_parameter_once_and_no_bucket_too_large() -> None:
 def test_one_bucket_per_dtype_and_compressor() -> None:
     sparse, other = DGCCompressor(0.1, NoMemory()), DGCCompressor(0.2, NoMemory())
     route = Route([Rule(other, name="h*"), Rule(sparse)])
-    named = [
-        ("a", torch.zeros(3, 3)),
-        ("b", torch.zeros(3)),
-        ("c", torch.zeros(3, 3, dtype=torch.float16)),
-        ("d", torch.zeros(3)),
-        ("h", torch.zeros(3, 3)),
-        ("e", torch.zeros(3, 3)),
-    ]
+    shapes = {"a": (3, 3), "b": (3,), "c": (3, 3), "d": (3,), "h": (3, 3), "e": (3, 3)}
+    of_half = {"c": torch.float16}
+    named = [(name, torch.zeros(shape, dtype=of_half.get(name))) for name, shape in shapes.items()]
     planned = plan(named, 1000, route.compressor_for)
     assert sorted(names(planned)) == [["c"], ["d", "b"], ["e", "a"], ["h"]]
     by_names = {tuple(n): p for n, p in zip(names(planned), planned, strict=True)}
@@ -98,10 +91,10 @@ def test_views_have_the_parameters_strides() -> None:
     ],
 )
 def test_layout(tensor: Any, stride: Any) -> None:
-    (segment,) = lay_out([("p", tensor)])
-    assert segment.stride == stride and segment.shape == tuple(tensor.shape)
     bucket = make_bucket("b", [("p", tensor)])
-    view = bucket.segments[0].of(bucket.flat)
+    (segment,) = bucket.segments
+    assert segment.stride == stride and segment.shape == tuple(tensor.shape)
+    view = segment.of(bucket.flat)
     assert view.shape == tensor.shape
     view.fill_(1.0)
     assert bucket.flat.sum() == tensor.numel()
@@ -126,11 +119,7 @@ def test_description_tells_names_shapes_types_and_compressors() -> None:
     assert all(describe(other) != first for other in others)
 
 
-@pytest.mark.parametrize("size", [0.0, -1.0, float("nan")])
-def test_bad_bucket_size(size: Any) -> None:
-    with pytest.raises(ValueError, match="bucket_mb"):
-        plan_buckets(parameters(3), lambda segment: DENSE, size, "x")
-
-
-def test_no_parameters() -> None:
-    assert plan([], 10) == []
+def test_bad_bucket_size() -> None:
+    for size in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="bucket_mb"):
+            plan_buckets(parameters(3), lambda segment: DENSE, size, "x")

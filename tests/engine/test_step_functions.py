@@ -1,7 +1,7 @@
 """How much of the library one step runs: files and functions of `dgc`, without the simulator."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from optim.nets import alone, dgc_sgd, momentum_sgd, wrap
 from torch.nn.parallel import DistributedDataParallel
 
 import dgc
-from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor
+from dgc.compression import DenseCompressor, DGCCompressor, PowerSGDCompressor
 from dgc.ddp import compress
-from dgc.optim import DGCSGD, DistributedOptimizer
 
 ROOT = Path(dgc.__file__).parent
 SIMULATOR = "comm/lockstep.py"
@@ -29,18 +28,14 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def run_by_one_step(
-    make: Callable[[], Compressor], sgd: Callable[[Any], Any], with_ddp: bool = False
-) -> set[tuple[str, str]]:
+def run_by_one_step(make: Any, sgd: Any, with_ddp: bool = False) -> set[tuple[str, str]]:
     """(file, function) of all functions that the fourth step of a small network calls."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-    transport = LockstepWorld(1).transports[0]
-    optimizer = sgd(model.parameters())
     if with_ddp:
-        model = DistributedDataParallel(model)
-        compress(model, make(), optimizer, transport=transport)
+        model, optimizer = DistributedDataParallel(model), sgd(model)
+        compress(model, make(), optimizer, transport=alone())
     else:
-        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), make(), transport=transport)
+        optimizer = wrap(model, alone(), sgd, compression=make())
     seen: set[tuple[str, str]] = set()
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
@@ -48,35 +43,23 @@ def run_by_one_step(
         if event == "call" and ROOT in file.parents:
             seen.add((file.relative_to(ROOT).as_posix(), frame.f_code.co_qualname))
 
-    def step() -> None:
+    before = sys.getprofile()
+    for step in range(4):
+        sys.setprofile(profile if step == 3 else before)
         optimizer.zero_grad()
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()
-
-    for _ in range(3):
-        step()
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    step()
     sys.setprofile(before)
     return {(file, function) for file, function in seen if file != SIMULATOR}
-
-
-def plain(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def corrected(parameters: Any) -> torch.optim.Optimizer:
-    return DGCSGD(parameters, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.usefixtures("no_type_checks", "one_rank")
 @pytest.mark.parametrize(
     ("make", "sgd", "files", "functions"),
     [
-        (DenseCompressor, plain, 10, 45),
-        (lambda: DGCCompressor(0.01), corrected, 22, 100),
-        (lambda: PowerSGDCompressor(2), plain, 16, 75),
+        (DenseCompressor, momentum_sgd, 10, 45),
+        (lambda: DGCCompressor(0.01), dgc_sgd, 22, 100),
+        (lambda: PowerSGDCompressor(2), momentum_sgd, 16, 75),
     ],
     ids=["dense", "dgc", "powersgd"],
 )

@@ -1,14 +1,16 @@
 """A small model, its data, and N ranks that train it."""
 
 import copy
+import io
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor
+from dgc.compression import DenseCompressor, DGCCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
@@ -63,10 +65,38 @@ def wrap(model: Any, transport: Any, make: Any = momentum_sgd, **options: Any) -
     return DistributedOptimizer(make(model), model.named_parameters(), transport=transport, **options)
 
 
-def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, **options: Any) -> None:
+def train(
+    model: Any,
+    optimizer: Any,
+    steps: Any,
+    rank: int = 0,
+    *,
+    loss: Any = loss_of,
+    passes: int = 1,
+    zero: Any = "own",
+    finish: Any = None,
+    **options: Any,
+) -> None:
+    """Train with `loss(model, number of the batch, rank, **options)`.
+
+    Args:
+        passes: Calls of backward per step, each with a batch of its own.
+        zero: What begins a step: a key of `ZEROS`, or a function of the model and the optimizer.
+        finish: `finish(model, optimizer)` in place of `optimizer.step()`.
+    """
     for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step, rank, **options).backward()
+        ZEROS.get(zero, zero)(model, optimizer)
+        for part in range(passes):
+            loss(model, passes * step + part, rank, **options).backward()
+        finish(model, optimizer) if finish else optimizer.step()
+
+
+def through_gradients(model: Any, optimizer: Any, change: Any = None) -> None:
+    """The step through `.grad`, which `change(model)` may change."""
+    optimizer.synchronize()
+    if change:
+        change(model)
+    with optimizer.skip_synchronize():
         optimizer.step()
 
 
@@ -84,36 +114,84 @@ def same(a: Any, b: Any) -> bool:
 
 
 def run(size: Any, body: Any, models: Any = None) -> Any:
-    """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them."""
-    models = models or [net() for _ in range(size)]
-    LockstepWorld(size).run(lambda t: body(models[t.rank], t))
+    """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them.
+
+    Args:
+        size: The number of ranks, or their world.
+    """
+    world = LockstepWorld(size) if isinstance(size, int) else size
+    models = models or [net() for _ in range(world.size)]
+    world.run(lambda t: body(models[t.rank], t))
     for model in models[1:]:
         assert_same(model, models[0], exactly=True)
     return models
 
 
-def check_that_a_saved_state_goes_on(wrapped: Any, saved: int, used: int) -> None:
-    """Train 2 ranks, save after `saved` steps, load into optimizers that made `used` steps, and train both on.
+def trained(
+    size: Any,
+    steps: Any,
+    make: Any = momentum_sgd,
+    compression: Any = None,
+    models: Any = None,
+    training: Any = None,
+    **options: Any,
+) -> Any:
+    """The model that `size` ranks have trained.
+
+    Args:
+        compression: Returns the compression of one rank.
+        training: Arguments of `train`.
+        options: Of the optimizer.
+    """
+    training = training or {}
+    options.setdefault("backward_passes_per_step", training.get("passes", 1))
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrap(model, transport, make, compression=compression and compression(), **options)
+        train(model, optimizer, steps, transport.rank, **training)
+
+    return run(size, body, models)[0]
+
+
+def trained_alone(size: int, steps: Any, make: Any = momentum_sgd, model: Any = None, **training: Any) -> Any:
+    """The model that one process has trained on the data of `size` ranks."""
+    model = model or net()
+    train(model, make(model), steps, size, **{"loss": joint_loss, **training})
+    return model
+
+
+def check_that_a_saved_state_goes_on(
+    wrapped: Any, saved: int, used: int = 0, again: Any = None, size: Any = 2, models: Any = None, **training: Any
+) -> None:
+    """Train, save after `saved` steps, load into optimizers that made `used` steps, and train both on.
 
     Args:
         wrapped: `wrapped(model, transport)` returns the optimizer.
+        again: The same for the optimizer that loads, if it differs.
+        size, models: As of `run`.
+        training: Arguments of `train`.
     """
 
     def body(model: Any, transport: Any) -> None:
+        def advance(model: Any, optimizer: Any, first: int, number: int) -> None:
+            train(model, optimizer, range(first, first + number), transport.rank, **training)
+
         optimizer = wrapped(model, transport)
-        train(model, optimizer, range(saved), transport.rank)
-        state = copy.deepcopy([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()])
-        other = copy.deepcopy(model)
-        again = wrapped(other, transport)
-        train(other, again, range(90, 90 + used), transport.rank)  # what it has kept must not stay
+        advance(model, optimizer, 0, saved)
+        file, other = io.BytesIO(), copy.deepcopy(model)
+        torch.save([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()], file)
+        resumed = (again or wrapped)(other, transport)
+        advance(other, resumed, 90, used)  # what it has kept must not stay
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
         other.load_state_dict(state[2])
-        again.load_state_dict(state[0])
-        again.load_compression_state_dict(state[1])
-        train(other, again, range(saved, saved + 5), transport.rank)
-        train(model, optimizer, range(saved, saved + 5), transport.rank)
+        resumed.load_state_dict(state[0])
+        resumed.load_compression_state_dict(state[1])
+        advance(other, resumed, saved, 5)
+        advance(model, optimizer, saved, 5)
         assert same(values(model).values(), values(other).values())
 
-    run(2, body)
+    run(size, body, models)
 
 
 def alone() -> Any:
@@ -128,6 +206,18 @@ def dgc_sgd(model: Any, **options: Any) -> Any:
     return DGCSGD(model.parameters(), lr=0.1, momentum=0.9, **options)
 
 
+class Half:
+    """A compression with the interface of Horovod's."""
+
+    @staticmethod
+    def compress(tensor: Any) -> Any:
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return tensor.to(ctx)
+
+
 # ways to zero gradients
 ZEROS = {
     "own": lambda model, optimizer: optimizer.zero_grad(),
@@ -137,3 +227,6 @@ ZEROS = {
     "model zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "inner": lambda model, optimizer: optimizer.inner.zero_grad(),
 }
+
+KINDS = {"dense": DenseCompressor, "dgc": lambda: dgc(0.2), "dgc dense": lambda: dgc(1.0)}
+every_kind = pytest.mark.parametrize("compression", KINDS.values(), ids=KINDS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim.nets import alone
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
@@ -18,6 +19,7 @@ from dgc.compression import (
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DistributedOptimizer, OneBitAdam
 
+pytestmark = pytest.mark.usefixtures("no_type_checks")
 STEPS = 160
 SHAPE = (20, 50)
 SLOPES = torch.logspace(-1, 0, SHAPE[0] * SHAPE[1]).view(SHAPE)
@@ -44,41 +46,36 @@ def travel(make: Any, optimizer: Any = torch.optim.Adam, steps: Any = STEPS, **s
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.1])
-@pytest.mark.usefixtures("no_type_checks")
 def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio(ratio: Any) -> None:
-    """An element sent every T steps is T times as large: the first moment stays g, the second becomes T g^2."""
+    """An element sent every T steps is T times as large: the first moment stays g, the second becomes T g^2.
+
+    All elements converge though few are sent.
+    """
     steps = travel(lambda: DGCCompressor(ratio, ResidualMemory()), betas=(0.9, 0.99))
     assert float(steps.mean()) == pytest.approx(math.sqrt(ratio), rel=0.35)
     assert float(steps.mean()) < 0.75
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_all_elements_converge_though_few_are_sent() -> None:
-    steps = travel(lambda: DGCCompressor(0.25, ResidualMemory()), betas=(0.9, 0.99))
-    assert bool((steps > 0.1).all())
+    assert ratio < 0.25 or bool((steps > 0.1).all())
 
 
 @pytest.mark.parametrize("make", [lambda: QSGDCompressor(bits=8), lambda: DGCCompressor(1.0, ResidualMemory())])
-@pytest.mark.usefixtures("no_type_checks")
 def test_dense_gradients_do_not_change_the_steps(make: Any) -> None:
     assert float(travel(make, steps=100).mean()) == pytest.approx(1.0, rel=0.05)
 
 
-@pytest.mark.usefixtures("no_type_checks")
 def test_scaled_signs_with_error_feedback_move_all_elements_alike() -> None:
     """With one scale for all, small gradients alternate in sign: their second moment is that of the scale."""
     steps = travel(ScaledSignCompressor, betas=(0.9, 0.99))
     assert bool((steps > 0).all()) and float(steps.max()) > 2 * float(steps.min())
 
 
-@pytest.mark.usefixtures("no_type_checks")
 def test_weight_decay_of_adamw_is_not_compressed() -> None:
     def body(transport: Any) -> Any:
         p = torch.nn.Parameter(torch.ones(SHAPE))
-        inner = torch.optim.AdamW([p], lr=0.1, weight_decay=0.5)
-        optimizer = DistributedOptimizer(
-            inner, [("p", p)], DGCCompressor(0.01, ResidualMemory()), transport=transport
+        inner, compression = (
+            torch.optim.AdamW([p], lr=0.1, weight_decay=0.5),
+            DGCCompressor(0.01, ResidualMemory()),
         )
+        optimizer = DistributedOptimizer(inner, [("p", p)], compression, transport=transport)
         optimizer.zero_grad()
         (p * 0).sum().backward()
         optimizer.step()
@@ -88,25 +85,19 @@ def test_weight_decay_of_adamw_is_not_compressed() -> None:
 
 
 MOMENTUM_OF_THEIR_OWN = [
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     partial(OneBitAdam, freeze_step=1),
     partial(torch.optim.RMSprop, momentum=0.9),
 ]
 
 
 @pytest.mark.parametrize("make", MOMENTUM_OF_THEIR_OWN)
-@pytest.mark.usefixtures("no_type_checks")
 def test_momentum_correction_is_refused(make: Any) -> None:
     """Of every compressor that has it, by a message with the cure; plain error feedback is accepted."""
 
     def wrapped(memory: Any, compressor: Any) -> None:
         p = torch.nn.Parameter(torch.zeros(SHAPE))
-        transport = LockstepWorld(1).transports[0]
-        DistributedOptimizer(make([p]), [("p", p)], compressor(0.01, memory), transport=transport)
+        DistributedOptimizer(make([p]), [("p", p)], compressor(0.01, memory), transport=alone())
 
     name = getattr(make, "func", make).__name__
     for compressor in (DGCCompressor, SparseCompressor, ChunkCompressor):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import case
 from optim.nets import alone
 from torch import nn
 
@@ -13,11 +14,12 @@ from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
+SHAPES: dict[str, tuple[int, ...]] = {"weight": (10, 10), "bias": (100,), "empty": (0,)}
+
 
 def moved(transport: Any, compression: Any, gradients: Any) -> Any:
     """The change of a matrix and two vectors, one of them empty, in one step at learning rate 1."""
-    shapes = {"weight": (10, 10), "bias": (100,), "empty": (0,)}
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
     inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
     sum((p * gradients[name]).sum() for name, p in model.items() if p.numel()).backward()
@@ -27,22 +29,23 @@ def moved(transport: Any, compression: Any, gradients: Any) -> Any:
 
 def normal(rank: Any, scale: float = 1.0) -> Any:
     generator = torch.Generator().manual_seed(rank)
-    return {
-        "weight": scale * torch.randn(10, 10, generator=generator),
-        "bias": scale * torch.randn(100, generator=generator),
-    }
+    return {name: scale * torch.randn(SHAPES[name], generator=generator) for name in ("weight", "bias")}
 
 
 def clipped(clipping: Any, ratio: float = 0.5, **options: Any) -> Any:
     return DGCCompressor(ratio, DGCSGDMemory(0.9, gradient_clipping=clipping), **options)
 
 
+def moved_together(compression: Any, gradients: Any) -> Any:
+    """The change on each rank. compression: that of a rank."""
+    return LockstepWorld(len(gradients)).run(lambda t: moved(t, compression(), gradients[t.rank])[0])
+
+
 def test_a_bias_moves_no_further_than_the_limit() -> None:
     for ratio, options in ((1.0, {}), (0.01, {}), (0.01, {"fp16_values": True})):
-        step, _ = moved(alone(), clipped(ClipByNorm(1.0), ratio, **options), normal(0, 100.0))
-        for name in ("weight", "bias"):
-            assert float(step[name].norm()) < 1.001, (ratio, options, name)
-        assert float(step["bias"].norm()) > 0.99
+        with case(ratio, options):
+            step, _ = moved(alone(), clipped(ClipByNorm(1.0), ratio, **options), normal(0, 100.0))
+            assert float(step["weight"].norm()) < 1.001 and 0.99 < float(step["bias"].norm()) < 1.001
 
 
 def test_the_mean_of_a_dense_tensor_is_clipped() -> None:
@@ -58,24 +61,20 @@ def test_the_mean_of_a_dense_tensor_is_clipped() -> None:
         (ClipByValue(0.25), mean.clamp(-0.25, 0.25)),
     ]
     for clipping, expected in limits:
-
-        def body(transport: Any, clipping: Any = clipping) -> Any:
-            return moved(transport, clipped(clipping), own[transport.rank])[0]
-
-        steps = LockstepWorld(3).run(body)
-        torch.testing.assert_close(steps[0]["bias"], expected, msg=partial("{}: {}".format, clipping))
-        assert all(torch.equal(step[name], steps[0][name]) for step in steps for name in step)
+        with case(clipping):
+            steps = moved_together(partial(clipped, clipping), own)
+            torch.testing.assert_close(steps[0]["bias"], expected)
+            assert all(torch.equal(step[name], steps[0][name]) for step in steps for name in step)
 
 
 def test_dense_warmup_steps_are_clipped() -> None:
+    def warming(clipping: Any) -> Any:
+        compression = clipped(clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
+        compression.begin_epoch(0)
+        return compression
+
     for clipping in (ClipByNorm(1.0), ClipByGlobalNorm(1.0)):
-
-        def body(transport: Any, clipping: Any = clipping) -> Any:
-            compression = clipped(clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
-            compression.begin_epoch(0)
-            return moved(transport, compression, normal(transport.rank, 100.0))[0]
-
-        for step in LockstepWorld(2).run(body):
+        for step in moved_together(partial(warming, clipping), [normal(rank, 100.0) for rank in range(2)]):
             assert float(step["weight"].norm()) < 1.001 and float(step["bias"].norm()) < 1.001
 
 

@@ -6,39 +6,37 @@ from typing import Any
 
 import pytest
 import torch
-from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, wrap
+from optim.nets import alone, assert_same, dgc, dgc_sgd, loss_of, net, run, through_gradients, train, wrap
 
 from dgc.compression import PowerSGDCompressor
 
 WARM: dict[str, Any] = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
 
 
-def advance(model: Any, optimizer: Any, steps: Any, rank: int = 0) -> Any:
+def advance(model: Any, optimizer: Any, steps: Any, rank: int = 0, **training: Any) -> Any:
     """The compress_ratio of each step."""
     ratios = []
     for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step, rank).backward()
-        optimizer.step()
+        train(model, optimizer, [step], rank, **training)
         ratios.append(optimizer.compress_ratio)
     return ratios
 
 
-def counting(model: Any, transport: Any, steps_per_epoch: int = 2, **options: Any) -> Any:
-    return wrap(
-        model, transport, dgc_sgd, compression=dgc(0.1, **WARM), steps_per_epoch=steps_per_epoch, **options
-    )
+def warm(model: Any, transport: Any, steps_per_epoch: Any = None, **options: Any) -> Any:
+    compression = dgc(0.1, **WARM)
+    return wrap(model, transport, dgc_sgd, compression=compression, steps_per_epoch=steps_per_epoch, **options)
+
+
+def counting(model: Any, transport: Any, steps_per_epoch: Any = 2, **options: Any) -> Any:
+    return warm(model, transport, steps_per_epoch, **options)
 
 
 def test_a_missing_begin_epoch_warns_once() -> None:
-    def forgets(model: Any, transport: Any) -> Any:
-        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1, **WARM))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            advance(model, optimizer, range(3), transport.rank)
-        return [str(w.message) for w in caught]
-
-    (said,) = forgets(net(), alone())
+    model = net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        advance(model, warm(model, alone()), range(3))
+    (said,) = [str(w.message) for w in caught]
     assert all(word in said for word in ("warmup_epochs=3", "begin_epoch(epoch)", "steps_per_epoch", "0.5"))
 
 
@@ -60,7 +58,7 @@ def test_steps_are_counted_into_epochs() -> None:
         assert advance(model, optimizer, range(8), transport.rank) == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2, 0.1, 0.1]
 
     def by_hand(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1, **WARM))
+        optimizer = warm(model, transport)
         for epoch in range(4):
             optimizer.begin_epoch(epoch)
             advance(model, optimizer, range(2 * epoch, 2 * epoch + 2), transport.rank)
@@ -74,15 +72,7 @@ def test_every_kind_of_step_counts_once() -> None:
     for p in model.parameters():  # as hvd.broadcast_optimizer_state: no step
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    ratios = []
-    for step in range(6):
-        optimizer.zero_grad()
-        for _ in range(2):
-            loss_of(model, step).backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        ratios.append(optimizer.compress_ratio)
+    ratios = advance(model, optimizer, range(6), passes=2, finish=through_gradients)
     assert ratios == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2]
 
 
@@ -116,11 +106,9 @@ def test_a_resumed_run_continues_with_the_ratio() -> None:
 
 
 def test_a_state_that_was_saved_without_counting() -> None:
-    model = net()
-    by_hand = wrap(model, alone(), dgc_sgd, compression=dgc(0.1))
-    state = by_hand.compression_state_dict()
+    by_hand = warm(net(), alone())
     with pytest.raises(ValueError, match="saved without steps_per_epoch"):
-        counting(net(), alone()).load_compression_state_dict(state)
+        counting(net(), alone()).load_compression_state_dict(by_hand.compression_state_dict())
     counted = counting(net(), alone()).compression_state_dict()
     by_hand.load_compression_state_dict(counted)  # begin_epoch sets the position
 
@@ -131,7 +119,7 @@ def test_what_steps_per_epoch_refuses() -> None:
         counting(net(), alone()).begin_epoch(1)
     for wrong in (0, -1, 2.5, "ten", True):
         with pytest.raises(ValueError, match="steps_per_epoch must be"):
-            counting(net(), None, wrong)  # type: ignore[arg-type]  # before the transport is started
+            counting(net(), None, wrong)  # before the transport is started
 
 
 def test_other_methods_get_epochs_too() -> None:
@@ -139,5 +127,4 @@ def test_other_methods_get_epochs_too() -> None:
     compression = PowerSGDCompressor(1, min_compression_rate=0, high_rank=2)
     optimizer = wrap(model, alone(), compression=compression, steps_per_epoch=2)
     before = optimizer.compress_ratio
-    constant = advance(model, optimizer, [0, 0, 0, 0, 0, 0, 0])
-    assert min(constant) < before
+    assert min(advance(model, optimizer, [0] * 7)) < before

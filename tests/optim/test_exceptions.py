@@ -6,7 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from optim.nets import alone, dgc, dgc_sgd, loss_of, net, run, same, train, values, wrap
+from cases import case
+from optim.nets import (
+    alone,
+    assert_same,
+    dgc,
+    dgc_sgd,
+    loss_of,
+    net,
+    run,
+    same,
+    train,
+    trained,
+    values,
+    wrap,
+)
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, SparseCompressor
@@ -31,27 +45,21 @@ def fail_in_backward(model: Any, layer: str, rank: int) -> None:
 
 
 def test_an_exception_before_a_bucket_has_started_leaves_nothing_after_zero_grad() -> None:
+    def body(model: Any, transport: Any, layer: str, passes: int) -> None:
+        # one bucket for all: it does not start before the last gradient
+        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.3), backward_passes_per_step=passes)
+        train(model, optimizer, [0], transport.rank, passes=passes)
+        fail_in_backward(model, layer, transport.rank)
+        if passes == 1 and layer == "first":
+            with pytest.raises(RuntimeError, match=r"ended an earlier backward, call zero_grad\(\)"):
+                loss_of(model, 1, transport.rank).backward()
+        train(model, optimizer, range(1, 4), transport.rank, passes=passes)
+
     for layer, passes in (("last", 1), ("first", 1), ("first", 2)):
-
-        def body(transport: Any, fails: bool, layer: str = layer, passes: int = passes) -> Any:
-            model = net()
-            # one bucket for all: it does not start before the last gradient
-            optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.3), backward_passes_per_step=passes)
-            for step in range(4):
-                optimizer.zero_grad()
-                if fails and step == 1:
-                    fail_in_backward(model, layer, transport.rank)
-                    if passes == 1 and layer == "first":
-                        with pytest.raises(RuntimeError, match=r"ended an earlier backward, call zero_grad\(\)"):
-                            loss_of(model, step, transport.rank).backward()
-                    optimizer.zero_grad()
-                for part in range(passes):
-                    loss_of(model, step + 10 * part, transport.rank).backward()
-                optimizer.step()
-            return list(values(model).values())
-
-        one, other = (LockstepWorld(2).run(partial(body, fails=fails)) for fails in (True, False))
-        assert same(one[0], other[0]) and same(one[1], other[0]), (layer, passes)
+        with case(layer, passes):
+            (model, _) = run(2, partial(body, layer=layer, passes=passes))
+            expected = trained(2, range(4), dgc_sgd, partial(dgc, 0.3), training={"passes": passes})
+            assert_same(model, expected, exactly=True)
 
 
 def test_after_a_bucket_has_started_the_step_must_be_finished_as_on_the_other_ranks() -> None:
@@ -100,6 +108,14 @@ class FailingCompressor(DenseCompressor):
         return reduced
 
 
+def check_that_nothing_continues(model: Any, uses: list[Any]) -> None:
+    before = values(model)
+    for use in uses * 2:
+        with pytest.raises(RuntimeError, match=BROKEN):
+            use()
+    assert same(before.values(), values(model).values())
+
+
 @pytest.mark.parametrize("name", [".0", ".1", "later", "optimizer"])
 def test_an_exception_of_a_compressor_or_of_the_wrapped_optimizer(name: str) -> None:
     def body(transport: Any) -> None:
@@ -111,21 +127,19 @@ def test_an_exception_of_a_compressor_or_of_the_wrapped_optimizer(name: str) -> 
         with pytest.raises(MemoryError):
             train(model, optimizer, [2], transport.rank)
         compressor.fails, optimizer.inner.step = False, step
-        before = values(model)
-        uses: list[Callable[[], Any]] = [optimizer.zero_grad, optimizer.compression_state_dict, optimizer.step]
-        for use in uses * 2:
-            with pytest.raises(RuntimeError, match=BROKEN):
-                use()
-        assert same(before.values(), values(model).values())
+        uses = [optimizer.zero_grad, optimizer.compression_state_dict, optimizer.step]
+        check_that_nothing_continues(model, uses)
 
     LockstepWorld(2).run(body)
 
 
+def top_k() -> SparseCompressor:
+    return SparseCompressor(0.5, ResidualMemory())
+
+
 ALGORITHMS: dict[str, Callable[[], Any]] = {
     "outer steps": lambda: OuterSteps(2, outer=Nesterov()),
-    "streaming": lambda: OuterSteps(
-        6, fragment_mb=1e-4, delay=1, compression=SparseCompressor(0.5, ResidualMemory())
-    ),
+    "streaming": lambda: OuterSteps(6, fragment_mb=1e-4, delay=1, compression=top_k()),
     "0/1 Adam": lambda: ZeroOneSteps(2, local_step_scaler=2),
 }
 
@@ -143,17 +157,8 @@ def test_an_exception_in_a_step_with_an_outer_exchange(name: str, where: str) ->
         with pytest.raises(MemoryError):
             train(model, optimizer, range(5, 12), transport.rank)
         delattr(owner, attribute)
-        before = values(model)
-        uses: list[Callable[[], Any]] = [
-            optimizer.zero_grad,
-            optimizer.step,
-            optimizer.synchronize_messages,
-            lambda: optimizer.consensus().__enter__(),
-            optimizer.compression_state_dict,
-        ]
-        for use in uses * 2:
-            with pytest.raises(RuntimeError, match=BROKEN):
-                use()
-        assert same(before.values(), values(model).values())
+        own = [optimizer.synchronize_messages, lambda: optimizer.consensus().__enter__()]
+        uses = [optimizer.zero_grad, optimizer.step, *own, optimizer.compression_state_dict]
+        check_that_nothing_continues(model, uses)
 
     LockstepWorld(2).run(body)

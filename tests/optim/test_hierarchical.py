@@ -1,14 +1,14 @@
 """DistributedOptimizer on two levels: what is on, training, saved states, and bytes between machines."""
 
-import copy
 import warnings
 from collections.abc import Callable
-from functools import partial
 from math import isfinite
 from typing import Any
 
 import pytest
 import torch
+from cases import case
+from optim.nets import run, train, trained, values, wrap
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
@@ -23,7 +23,7 @@ from dgc.compression import (
     ThresholdCompressor,
 )
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.optim import DGCSGD
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -38,80 +38,74 @@ METHODS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Run:
-    """A model on one rank, with data of its machine or its own."""
-
-    def __init__(self, transport: Any, compression: Any, hierarchical: Any, **settings: Any) -> None:
+def models(size: int) -> list[Any]:
+    def build() -> Any:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
-        self.optimizer = DistributedOptimizer(
-            DGCSGD(self.model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3),
-            self.model.named_parameters(),
-            compression,
-            transport=transport,
-            hierarchical=hierarchical,
-            bucket_mb=settings.pop("bucket_mb", 0.005),
-            **settings,
-        )
+        return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
 
-    def step(self, seeds: Any) -> None:
-        """A step on the mean gradient of some batches, which are given by their seeds."""
-        self.optimizer.zero_grad()
-        for seed in seeds:
-            inputs = torch.randn(6, 12, generator=torch.Generator().manual_seed(seed))
-            (self.model(inputs).square().sum() / len(seeds)).backward()
-        self.optimizer.step()
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+    return [build() for _ in range(size)]
 
 
-def train(transport: Any, make: Any, hierarchical: Any, batches: Any, steps: int = 6) -> torch.Tensor:
-    run = Run(transport, make(), hierarchical, backward_passes_per_step=len(batches(0, 0)))
-    for step in range(steps):
-        run.step(batches(transport.rank, step))
-    return run.weights()
+def loss(model: Any, step: int, rank: int) -> Any:
+    return model(torch.randn(6, 12, generator=torch.Generator().manual_seed(100 * step + rank))).square().sum()
+
+
+def sgd(model: Any) -> Any:
+    return DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+
+
+def wrapped(model: Any, transport: Any, name: Any = "dgc", hierarchical: Any = "on", **options: Any) -> Any:
+    compression = METHODS[name]() if isinstance(name, str) else name
+    return wrap(
+        model,
+        transport,
+        sgd,
+        compression=compression,
+        hierarchical=hierarchical,
+        **{"bucket_mb": 0.005, **options},
+    )
+
+
+def on_each(world: LockstepWorld, found: Callable[[Any], Any], **options: Any) -> list[Any]:
+    """Something of the optimizer of each rank."""
+    made = models(world.size)
+    return world.run(lambda t: found(wrapped(made[t.rank], t, **options)))
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(("machines", "local"), [(2, 2), (2, 3), (3, 2)])
-def test_ranks_of_a_machine_train_as_one_rank_with_their_mean_gradient(
-    name: str, machines: int, local: int
-) -> None:
+def test_ranks_of_a_machine_train_as_one_rank_with_their_mean_gradient(name: str) -> None:
     """With shares of whole tensors the division into buckets differs, which sparse methods and 2bit do not see."""
-    size = machines * local
-    two = LockstepWorld(size, local).run(
-        lambda t: train(t, METHODS[name], "on", lambda rank, step: [100 * step + rank])
-    )
-    assert all(torch.equal(two[0], other) for other in two)
-    one = LockstepWorld(machines).run(
-        lambda t: train(
-            t, METHODS[name], "off", lambda rank, step: [100 * step + rank * local + i for i in range(local)]
-        )
-    )
-    assert float((two[0] - one[0]).abs().max()) < 2e-5 * float(one[0].abs().max())
+    for machines, local in ((2, 2), (2, 3), (3, 2)):
+
+        def part(model: Any, number: int, machine: int, local: int = local) -> Any:
+            step, place = divmod(number, local)
+            return loss(model, step, machine * local + place) / local
+
+        size, alike = machines * local, (range(6), sgd, METHODS[name])
+        options = {"hierarchical": "on", "bucket_mb": 0.005}
+        two = trained(LockstepWorld(size, local), *alike, models(size), {"loss": loss}, **options)
+        options["hierarchical"] = "off"
+        one = trained(machines, *alike, models(machines), {"loss": part, "passes": local}, **options)
+        x, y = (torch.cat([p.flatten() for p in values(model).values()]) for model in (two, one))
+        with case(machines, local):
+            assert float((x - y).abs().max()) < 2e-5 * float(y.abs().max())
 
 
 def test_on_off_and_auto() -> None:
-    def is_on(transport: Any, hierarchical: Any, make: Any = METHODS["dgc"]) -> bool:
-        return Run(transport, make(), hierarchical).optimizer.place is not None
+    def choices(world: LockstepWorld, *given: Any, name: Any = "dgc") -> list[bool]:
+        found = [on_each(world, lambda o: o.place is not None, name=name, hierarchical=value) for value in given]
+        assert all(len(set(of_rank)) == 1 for of_rank in found)
+        return [of_rank[0] for of_rank in found]
 
-    def choices(world: LockstepWorld) -> list[bool]:
-        given = ("auto", "on", True, "off", False)
-        found = world.run(lambda t: [is_on(t, value) for value in given])
-        assert all(other == found[0] for other in found)
-        return found[0]
-
-    assert choices(LockstepWorld(4, 2)) == [True, True, True, False, False]
+    every = ("auto", "on", True, "off", False)
+    assert choices(LockstepWorld(4, 2), *every) == [True, True, True, False, False]
     for world in (LockstepWorld(2), LockstepWorld(2, 1)):
-        assert choices(world) == [False, True, True, False, False]
-    for stateless in (DenseCompressor, FP16Compressor):  # auto leaves an all-reduce to the transport
-        for value, expected in (("auto", False), ("on", True)):
-            found = LockstepWorld(4, 2).run(partial(is_on, hierarchical=value, make=stateless))
-            assert found == [expected] * 4
-    assert LockstepWorld(4, 2).run(lambda t: Run(t, None, "off").optimizer.part is None) == [True] * 4
+        assert choices(world, *every) == [False, True, True, False, False]
+    for stateless in (DenseCompressor(), FP16Compressor()):  # auto leaves an all-reduce to the transport
+        assert choices(LockstepWorld(4, 2), "auto", "on", name=stateless) == [False, True]
+    assert on_each(LockstepWorld(4, 2), lambda o: o.part is None, name="dense", hierarchical="off") == [True] * 4
     with pytest.raises(ValueError, match="hierarchical must be 'auto', 'on' or 'off', not 'yes'"):
-        LockstepWorld(2).run(lambda t: is_on(t, "yes"))
+        choices(LockstepWorld(2), "yes")
 
 
 class Uneven:
@@ -135,56 +129,36 @@ class WithoutGroups(Uneven):
         return int(self._transport.size)
 
 
+def places(size: int, kind: type[Uneven], hierarchical: str) -> list[Any]:
+    made = models(size)
+    return LockstepWorld(size).run(
+        lambda t: wrapped(made[t.rank], kind(t), hierarchical=hierarchical).place,
+    )
+
+
 def test_machines_with_different_numbers_of_ranks() -> None:
     words = "needs the same number of ranks on every machine, not 1 to 2"
     with pytest.raises(ValueError, match=f"^hierarchical='on' {words}$"):
-        LockstepWorld(3).run(lambda t: Run(Uneven(t), METHODS["dgc"](), "on"))
+        places(3, Uneven, "on")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        places = LockstepWorld(3).run(lambda t: Run(Uneven(t), METHODS["dgc"](), "auto").optimizer.place)
-    assert places == [None] * 3
+        assert places(3, Uneven, "auto") == [None] * 3
     (line,) = [str(warning.message) for warning in caught]
     assert words in line and "hierarchical='auto' treats all ranks alike" in line
 
 
 def test_a_transport_without_groups() -> None:
     with pytest.raises(ValueError, match=r"use connect\(hierarchical=True\)"):
-        LockstepWorld(2).run(lambda t: Run(WithoutGroups(t), METHODS["dgc"](), "on"))
-    places = LockstepWorld(2).run(lambda t: Run(WithoutGroups(t), METHODS["dgc"](), "auto").optimizer.place)
-    assert places == [None] * 2
-
-
-def resumed(transport: Any, name: str, stop: bool) -> torch.Tensor:
-    run = Run(transport, METHODS[name](), "on")
-    for step in range(6):
-        if stop and step == 3:
-            state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-            residual = copy.deepcopy(run.optimizer.compression_state_dict())
-            run = Run(transport, METHODS[name](), "on")
-            run.model.load_state_dict(state[0])
-            run.optimizer.load_state_dict(state[1])
-            run.optimizer.load_compression_state_dict(residual)
-        run.step([10 * step + transport.rank])
-    return run.weights()
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_saved_state_goes_on_bit_for_bit(name: str) -> None:
-    for size, local in ((4, 2), (6, 3)):
-        straight, stopped = (
-            LockstepWorld(size, local).run(partial(resumed, name=name, stop=stop)) for stop in (False, True)
-        )
-        assert all(torch.equal(a, b) for a, b in zip(straight, stopped, strict=True))
+        places(2, WithoutGroups, "on")
+    assert places(2, WithoutGroups, "auto") == [None] * 2
 
 
 def test_each_rank_holds_its_tensors_alone() -> None:
-    def body(transport: Any) -> Any:
-        run = Run(transport, METHODS["powersgd"](), "on")
-        run.step([transport.rank])
-        state = run.optimizer.compression_state_dict()
+    def held(optimizer: Any) -> Any:
+        state = optimizer.compression_state_dict()
         return state["part"], set(state["PowerSGDCompressor.0"]["errors"])
 
-    found = LockstepWorld(6, 3).run(body)
+    found = on_each(LockstepWorld(6, 3), held, name="powersgd")
     every = {f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
     for machine in range(2):
         parts = found[3 * machine :][:3]
@@ -202,31 +176,30 @@ def test_each_rank_holds_its_tensors_alone() -> None:
     ],
 )
 def test_a_state_of_another_division_is_refused(first: Any, then: Any) -> None:
-    states = LockstepWorld(4, 2).run(
-        lambda t: Run(t, METHODS["dgc"](), **first).optimizer.compression_state_dict()
-    )
+    states = on_each(LockstepWorld(4, 2), lambda o: o.compression_state_dict(), **first)
     with pytest.raises(ValueError, match="redistribute it with dgc.optim.redistribute"):
-        LockstepWorld(4, 2).run(
-            lambda t: Run(t, METHODS["dgc"](), **then).optimizer.load_compression_state_dict(states[t.rank])
-        )
+        on_each(LockstepWorld(4, 2), lambda o: o.load_compression_state_dict(states[o.transport.rank]), **then)
 
 
 def test_nan_on_one_rank_drops_the_step_everywhere() -> None:
-    def body(transport: Any) -> Any:
-        run = Run(transport, METHODS["dgc"](), "on", nonfinite="raise")
-        run.step([transport.rank])
-        before = run.weights()
-        run.optimizer.zero_grad()
-        run.model(torch.full((2, 12), float("nan") if transport.rank == 3 else 1.0)).sum().backward()
-        with pytest.raises(NonFiniteGradientError) as raised:
-            run.optimizer.step()
-        assert torch.equal(run.weights(), before)
-        run.step([transport.rank])
-        return str(raised.value), run.weights(), float(run.optimizer.error_norm())
+    told = []
 
-    found = LockstepWorld(4, 2).run(body)
-    assert {text for text, _, _ in found} == {found[0][0]} and "on rank 3 has NaN" in found[0][0]
-    assert all(torch.equal(weights, found[0][1]) and isfinite(norm) for _, weights, norm in found)
+    def spoilt(model: Any, step: int, rank: int) -> Any:
+        return loss(model, step, rank) * (float("nan") if rank == 3 else 1.0)
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrapped(model, transport, nonfinite="raise")
+        train(model, optimizer, [0], transport.rank, loss=loss)
+        before = values(model)
+        with pytest.raises(NonFiniteGradientError) as raised:
+            train(model, optimizer, [1], transport.rank, loss=spoilt)
+        told.append(str(raised.value))
+        torch.testing.assert_close(values(model), before, rtol=0, atol=0)
+        train(model, optimizer, [2], transport.rank, loss=loss)
+        assert isfinite(optimizer.error_norm())
+
+    run(LockstepWorld(4, 2), body, models(4))
+    assert told == [told[0]] * 4 and "on rank 3 has NaN" in told[0]
 
 
 @pytest.mark.parametrize(("name", "share"), [("dgc", 0.5), ("residual", 0.5), ("2bit", 0.5), ("powersgd", 0.67)])
@@ -235,14 +208,19 @@ def test_bytes_between_machines(name: str, share: float) -> None:
     machine once anyway.
     """
 
-    def body(transport: Any, hierarchical: str) -> Any:
-        run = Run(transport, METHODS[name](), hierarchical, bucket_mb=25.0)
-        for step in range(5):
-            run.step([transport.rank + step])
-        return run.optimizer.meter
+    def meters(hierarchical: str) -> list[Any]:
+        found = []
 
-    two, one = (LockstepWorld(4, 2).run(partial(body, hierarchical=mode)) for mode in ("on", "off"))
-    between = [sum(meter.cross_wire_bytes for meter in meters) for meters in (two, one)]
+        def body(model: Any, transport: Any) -> None:
+            optimizer = wrapped(model, transport, name, hierarchical, bucket_mb=25.0)
+            train(model, optimizer, range(5), transport.rank, loss=loss)
+            found.append(optimizer.meter)
+
+        run(LockstepWorld(4, 2), body, models(4))
+        return found
+
+    two, one = meters("on"), meters("off")
+    between = [sum(meter.cross_wire_bytes for meter in own) for own in (two, one)]
     assert 0 < between[0] <= between[1] * share
     assert all(meter.cross_wire_bytes < meter.wire_bytes for meter in (*two, *one))
     assert {meter.dense_cross_wire_bytes * 2 for meter in two} == {meter.dense_wire_bytes for meter in one}

@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import case
 from gossip.networks import Trained, top_k
-from optim.nets import alone, dgc, dgc_sgd, loss_of, net, wrap
+from optim.nets import alone, dgc, dgc_sgd, loss_of, net, train, wrap
 from states import assert_equal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor, SparseCompressor
+from dgc.compression import SparseCompressor
 from dgc.ddp import compress
 from dgc.gossip import OSGP, SGP
 from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
@@ -27,10 +29,12 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 class Adapter:
-    """An adapter with a model of its own."""
+    """What owns a state, and the step of a model of its own."""
 
     def __init__(self, owner: Any, step: Callable[[int], object]) -> None:
         self.owner, self._step = owner, step
+        prefix = "compression_" if hasattr(owner, "compression_state_dict") else ""
+        self._save, self._load = (getattr(owner, f"{verb}{prefix}state_dict") for verb in ("", "load_"))
 
     def train(self, steps: Any) -> "Adapter":
         for number in steps:
@@ -38,24 +42,17 @@ class Adapter:
         return self
 
     def state(self) -> dict[str, Any]:
-        save = getattr(self.owner, "compression_state_dict", None) or self.owner.state_dict
-        return copy.deepcopy(save())
+        return copy.deepcopy(self._save())
 
     def load(self, state: dict[str, Any], **options: Any) -> None:
-        load = getattr(self.owner, "load_compression_state_dict", None) or self.owner.load_state_dict
-        load(copy.deepcopy(state), **options)
+        self._load(copy.deepcopy(state), **options)
 
 
-def optimizer(transport: Any, hierarchical: str = "off") -> Adapter:
+def optimizer(transport: Any, hierarchical: str = "off", **options: Any) -> Adapter:
     model = net()
-    wrapped = wrap(model, transport, dgc_sgd, compression=dgc(0.1), hierarchical=hierarchical)
-
-    def step(number: int) -> None:
-        wrapped.zero_grad()
-        loss_of(model, number, transport.rank).backward()
-        wrapped.step()
-
-    return Adapter(wrapped, step)
+    options = {"compression": dgc(0.1), "hierarchical": hierarchical, **options}
+    wrapped = wrap(model, transport, dgc_sgd, **options)
+    return Adapter(wrapped, lambda number: train(model, wrapped, [number], transport.rank))
 
 
 def aggregator(transport: Any) -> Adapter:
@@ -78,8 +75,12 @@ def gossiping(algorithm: Any, *make: Any) -> Any:
     return build
 
 
-def zero_one(parameters: Any) -> Any:
-    return ZeroOneAdam(parameters, lr=0.02)
+def zero_one(clipper: int = 2) -> Any:
+    return gossiping(lambda: ZeroOneSteps(2, 1, 1, clipper), lambda parameters: ZeroOneAdam(parameters, lr=0.02))
+
+
+def outer_steps(number: int, outer: Any = None, **options: Any) -> Any:
+    return gossiping(lambda: OuterSteps(number, None, outer and outer(), **options))
 
 
 ADAPTERS: dict[str, Any] = {
@@ -87,11 +88,20 @@ ADAPTERS: dict[str, Any] = {
     "two levels": lambda transport: optimizer(transport, "on"),
     "aggregator": aggregator,
     "outer steps": gossiping(lambda: OuterSteps(2, compression=top_k())),
-    "0/1 Adam": gossiping(lambda: ZeroOneSteps(2, 1, 1, 2), zero_one),
+    "0/1 Adam": zero_one(),
     "gossip": gossiping(SGP),
     "gossip with overlap": gossiping(OSGP),
 }
 OWN_PARTS = ("gossip with overlap", "0/1 Adam")  # messages and server errors have a place of their own on a rank
+
+
+def states_of(build: Any, world: LockstepWorld) -> list[Any]:
+    """Of all ranks, after three steps."""
+    return world.run(lambda transport: build(transport).train(range(3)).state())
+
+
+def without_identity(state: Any) -> Any:
+    return {key: value for key, value in state.items() if key != "identity"}
 
 
 def world(name: str, size: int = 2) -> LockstepWorld:
@@ -99,13 +109,13 @@ def world(name: str, size: int = 2) -> LockstepWorld:
 
 
 def content(state: Any) -> Any:
-    return {key: value for key, value in state.items() if key not in ("identity", "part")}
+    return {key: value for key, value in without_identity(state).items() if key != "part"}
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_only_the_state_of_this_rank_loads(name: str) -> None:
     build = ADAPTERS[name]
-    larger = world(name, 3).run(lambda transport: build(transport).train(range(3)).state())
+    larger = states_of(build, world(name, 3))
 
     def body(transport: Any) -> None:
         rank, size = transport.rank, transport.size
@@ -118,10 +128,8 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
         again.load(state)
         assert_equal(again.state(), state)
         for foreign, whose in ((other, other["identity"]["rank"]), (larger[rank], rank)):
-            its_size = foreign["identity"]["size"]
-            with pytest.raises(
-                ValueError, match=f"that of rank {whose} of {its_size}, and rank {rank} of {size} loads it"
-            ) as told:
+            words = f"that of rank {whose} of {foreign['identity']['size']}, and rank {rank} of {size} loads it"
+            with pytest.raises(ValueError, match=words) as told:
                 again.load(foreign)
             cures = ("on every rank", "redistribute", "allow_other_rank=True")
             assert all(cure in str(told.value) for cure in cures)
@@ -136,7 +144,7 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
         with pytest.raises(ValueError, match="identity of the state is damaged"):
             again.load({**state, "identity": {"owner": 1}})
         with pytest.warns(UserWarning, match="an earlier version saved it: make sure that it is that of rank"):
-            again.load({key: value for key, value in state.items() if key != "identity"})
+            again.load(without_identity(state))
         again.train(range(3, 5))
 
     world(name).run(body)
@@ -172,13 +180,7 @@ def test_ddp() -> None:
         model = DistributedDataParallel(net())
         sgd = dgc_sgd(model)
         exchange = compress(model, dgc(0.1), sgd, transport=alone())
-
-        def step(number: int) -> None:
-            sgd.zero_grad()
-            loss_of(model, number).backward()
-            sgd.step()
-
-        return Adapter(exchange, step)
+        return Adapter(exchange, lambda number: train(model, sgd, [number]))
 
     state = build().train(range(3)).state()
     again = build()
@@ -192,57 +194,35 @@ def test_ddp() -> None:
     dist.destroy_process_group()
 
 
-def other_outer_steps(H: int, **options: Any) -> Any:
-    return gossiping(lambda: OuterSteps(H, None, Nesterov(), **options))
+def test_settings_that_give_the_state_another_meaning_are_refused() -> None:
+    diloco = partial(outer_steps, outer=Nesterov)
+    other: list[tuple[Any, Any, str]] = [
+        (diloco(4), diloco(3), "OuterSteps.0.average_every=4, and here it is 3"),
+        (diloco(4, fragment_mb=2.5e-4), diloco(4), "OuterSteps.0.fragment_mb=0.00025, and here it is None"),
+        (zero_one(2), zero_one(4), "ZeroOneSteps.0.local_step_clipper=2, and here it is 4"),
+    ]
 
-
-@pytest.mark.parametrize(
-    ("saved", "loaded", "message"),
-    [
-        (other_outer_steps(4), other_outer_steps(3), r"OuterSteps.0.average_every=4, and here it is 3"),
-        (
-            other_outer_steps(4, fragment_mb=2.5e-4),
-            other_outer_steps(4),
-            "OuterSteps.0.fragment_mb=0.00025, and here it is None",
-        ),
-        (
-            gossiping(lambda: ZeroOneSteps(2, 1, 1, 2), zero_one),
-            gossiping(lambda: ZeroOneSteps(2, 1, 1, 4), zero_one),
-            "ZeroOneSteps.0.local_step_clipper=2, and here it is 4",
-        ),
-    ],
-)
-def test_settings_that_give_the_state_another_meaning_are_refused(saved: Any, loaded: Any, message: str) -> None:
-    def body(transport: Any) -> None:
+    def body(transport: Any, saved: Any, loaded: Any, message: str) -> None:
         state = saved(transport).train(range(3)).state()
         with pytest.raises(ValueError, match=message):
             loaded(transport).load(state, allow_other_rank=True)
 
-    LockstepWorld(2).run(body)
+    for saved, loaded, message in other:
+        with case(message):
+            LockstepWorld(2).run(partial(body, saved=saved, loaded=loaded, message=message))
 
 
 def test_ratio_formats_and_buckets_may_change() -> None:
-    def build(transport: Any, **options: Any) -> Adapter:
-        model, settings = net(), {"compress_ratio": 0.1, **options}
-        bucket_mb = settings.pop("bucket_mb", 25.0)
-        compression = DGCCompressor(memory=DGCSGDMemory(0.9), **settings)
-        wrapped = wrap(model, transport, dgc_sgd, compression=compression, bucket_mb=bucket_mb)
-        return Adapter(wrapped, lambda number: (loss_of(model, number).backward(), wrapped.step()))
-
     def body(transport: Any) -> None:
-        state = build(transport).train(range(3)).state()
-        for options in (
-            {"compress_ratio": 0.5},
-            {"fp16_values": True},
-            {"int32_indices": True},
-            {"bucket_mb": 1e-4},
-        ):
-            other = build(transport, **options)
-            other.load(state)
-            for table in ("momentums", "velocities"):
-                tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
-                torch.testing.assert_close(*tables, rtol=0, atol=0)
-            other.train(range(3, 4))
+        state = optimizer(transport).train(range(3)).state()
+        for ratio, options in ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True})):
+            for bucket_mb in (25.0, 1e-4):
+                other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
+                other.load(state)
+                for table in ("momentums", "velocities"):
+                    tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
+                    torch.testing.assert_close(*tables, rtol=0, atol=0)
+                other.train(range(3, 4))
 
     LockstepWorld(2).run(body)
 
@@ -251,11 +231,10 @@ def test_ratio_formats_and_buckets_may_change() -> None:
 @pytest.mark.parametrize("new", [1, 2, 6])
 def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: int) -> None:
     build = ADAPTERS[name]
-    states = LockstepWorld(4).run(lambda transport: build(transport).train(range(3)).state())
+    states = states_of(build, LockstepWorld(4))
     mixed = redistribute([states[2], states[0], states[3], states[1]], new)  # identities say which is which
     assert [state["identity"]["rank"] for state in mixed] == list(range(new))
-    in_order = redistribute(states, new)
-    assert_equal(mixed, in_order)
+    assert_equal(mixed, redistribute(states, new))
 
     def body(transport: Any) -> Any:
         adapter = build(transport)
@@ -274,19 +253,18 @@ def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: i
 
 
 def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
-    states = LockstepWorld(3).run(lambda transport: optimizer(transport).train(range(3)).state())
+    states = states_of(optimizer, LockstepWorld(3))
     for wrong in (states[:2], [*states[:2], states[1]], [*states, states[0]]):
         with pytest.raises(ValueError, match="pass the state of every rank once"):
             redistribute(wrong, 2)
     later = {**states[1], "identity": {**states[1]["identity"], "step": 4}}
     with pytest.raises(ValueError, match="rank 0 of 3 is of step 3, that of rank 1 of 3 of step 4"):
         redistribute([states[0], later, states[2]], 1)
-    without = [{key: value for key, value in state.items() if key != "identity"} for state in states]
-    assert all("identity" not in state for state in redistribute(without, 2))
+    assert all("identity" not in state for state in redistribute(list(map(without_identity, states)), 2))
 
 
 def test_states_are_redistributed_to_two_levels_and_back() -> None:
-    flat = LockstepWorld(3).run(lambda transport: optimizer(transport).train(range(3)).state())
+    flat = states_of(optimizer, LockstepWorld(3))
 
     def on_machines(transport: Any) -> Any:
         adapter = ADAPTERS["two levels"](transport)
@@ -307,10 +285,8 @@ def test_shards_are_redistributed_among_machines() -> None:
     states = [state(machine, shard) for machine in range(2) for shard in range(2)]
     one = redistribute(states[::-1], 2)
     assert [s["errors"]["w"][0].item() for s in one] == [0.5, 10.5]
-    assert [(s["identity"]["rank"], s["identity"]["size"], s["identity"]["shard"]) for s in one] == [
-        (0, 1, 0),
-        (0, 1, 1),
-    ]
+    places = [[s["identity"][key] for key in ("rank", "size", "shard")] for s in one]
+    assert places == [[0, 1, 0], [0, 1, 1]]
     four = redistribute(states, 8)
     assert [s["errors"]["w"][0].item() for s in four] == [0.0, 10.0, 0.0, 10.0, 1.0, 11.0, 1.0, 11.0]
     with pytest.raises(ValueError, match="3 ranks cannot have 2 shards on each machine"):
@@ -339,13 +315,7 @@ def test_steps_of_asynchronous_ranks_are_not_compared() -> None:
 
 
 def test_a_memory_of_another_kind_is_refused() -> None:
-    def with_memory(memory: Any) -> Any:
-        def make(m: Any) -> Any:
-            return dgc_sgd(m) if memory is DGCSGDMemory else torch.optim.SGD(m.parameters(), lr=0.1)
-
-        return wrap(net(), alone(), make, compression=SparseCompressor(0.1, memory()))
-
-    state = with_memory(DGCSGDMemory).compression_state_dict()
+    state = optimizer(alone(), compression=SparseCompressor(0.1, DGCSGDMemory())).state()
     found = r"state of another compressor: it has \['history', 'momentums', 'steps', 'velocities'\]"
     with pytest.raises(ValueError, match=found):
-        with_memory(ResidualMemory).load_compression_state_dict(state)
+        optimizer(alone(), compression=SparseCompressor(0.1, ResidualMemory())).load(state)

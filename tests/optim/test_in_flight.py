@@ -1,13 +1,14 @@
 """Gradients must not change between backward and step(), because they may have been sent already."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from optim.nets import assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, wrap
+from cases import case
+from optim.nets import assert_same, dgc, dgc_sgd, loss_of, momentum_sgd, net, run, through_gradients, train, wrap
 from torch.nn.utils import clip_grad_norm_
 
-from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, PowerSGDCompressor, QSGDCompressor
 
 RECIPE = r"call optimizer\.synchronize\(\) first, then clip, then step\(\) inside optimizer\.skip_synchronize\(\)"
@@ -26,51 +27,42 @@ CHANGES = {
     "replaced": replace,
     "none": lambda m: m.zero_grad(),
 }
-COMPRESSORS = {
-    "dense": lambda: DenseCompressor(),
-    "dgc": lambda: dgc(0.5),
-    "powersgd": lambda: PowerSGDCompressor(2),
-    "qsgd": lambda: QSGDCompressor(),
+COMPRESSORS: dict[str, Any] = {
+    "dense": DenseCompressor,
+    "dgc": partial(dgc, 0.5),
+    "powersgd": partial(PowerSGDCompressor, 2),
+    "qsgd": QSGDCompressor,
 }
 
 
-def make(name: Any) -> Any:
-    return dgc_sgd if name == "dgc" else momentum_sgd
+def wrapped(model: Any, transport: Any, name: str, **options: Any) -> Any:
+    make = dgc_sgd if name == "dgc" else momentum_sgd
+    return wrap(model, transport, make, compression=COMPRESSORS[name](), **{"bucket_mb": SMALL, **options})
 
 
 def test_every_change_in_flight_is_refused_whichever_buckets_have_started() -> None:
-    cases = [("dgc", change, mb, keep) for change in CHANGES for mb in (SMALL, 25.0) for keep in (True, False)]
-    cases += [(name, "clip", SMALL, True) for name in COMPRESSORS]
-    for name, change, bucket_mb, set_to_none in cases:
+    cases = [("dgc", change, mb, zero) for change in CHANGES for mb in (SMALL, 25.0) for zero in ("none", "zero")]
+    cases += [(name, "clip", SMALL, "none") for name in COMPRESSORS]
 
-        def body(
-            transport: Any,
-            name: Any = name,
-            change: Any = change,
-            bucket_mb: Any = bucket_mb,
-            set_to_none: Any = set_to_none,
-        ) -> None:
-            model = net()
-            optimizer = wrap(model, transport, make(name), compression=COMPRESSORS[name](), bucket_mb=bucket_mb)
-            for step in range(3):
-                optimizer.zero_grad(set_to_none)
-                loss_of(model, step, transport.rank).backward()
-                if step == 2:
-                    CHANGES[change](model)
-                    with pytest.raises(RuntimeError, match=RECIPE):
-                        optimizer.step()
-                    with pytest.raises(RuntimeError, match=RECIPE):
-                        optimizer.synchronize()
-                else:
-                    optimizer.step()
+    def body(model: Any, transport: Any, name: str, change: str, bucket_mb: float, zero: str) -> None:
+        def refused(model: Any, optimizer: Any) -> None:
+            CHANGES[change](model)
+            for use in (optimizer.step, optimizer.synchronize):
+                with pytest.raises(RuntimeError, match=RECIPE):
+                    use()
 
-        LockstepWorld(2).run(body)
+        optimizer = wrapped(model, transport, name, bucket_mb=bucket_mb)
+        train(model, optimizer, range(2), transport.rank, zero=zero)
+        train(model, optimizer, [2], transport.rank, zero=zero, finish=refused)
+
+    for name, change, bucket_mb, zero in cases:
+        with case(name, change, bucket_mb, zero):
+            run(2, partial(body, name=name, change=change, bucket_mb=bucket_mb, zero=zero))
 
 
 def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused() -> None:
-    def body(transport: Any) -> None:
-        model = net()
-        optimizer = wrap(model, transport, compression=DenseCompressor())
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrapped(model, transport, "dense", bucket_mb=25.0)
         optimizer.zero_grad()
         model.first.weight.sum().backward()
         model.first.weight.grad.mul_(2)
@@ -78,35 +70,33 @@ def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused() -
             ones = torch.ones(8)
             (model.first.bias.sum() + model.spare(ones).sum() + model.last(ones).sum()).backward()
 
-    LockstepWorld(2).run(body)
+    run(2, body)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_the_documented_recipe_and_partial_sums_may_be_clipped(name: Any) -> None:
     """An incomplete sum of gradients (backward_passes_per_step) may change: nothing of it has been sent."""
 
+    def clip(model: Any) -> None:
+        clip_grad_norm_(model.parameters(), 0.1)
+
     def body(model: Any, transport: Any) -> None:
-        options = {"compression": COMPRESSORS[name](), "bucket_mb": SMALL, "backward_passes_per_step": 2}
-        optimizer = wrap(model, transport, make(name), **options)
+        optimizer = wrapped(model, transport, name, backward_passes_per_step=2)
         for step in range(3):
             optimizer.zero_grad(set_to_none=step == 1)
             loss_of(model, step, transport.rank).backward()
-            clip_grad_norm_(model.parameters(), 0.1)
+            clip(model)
             loss_of(model, 10 + step, transport.rank).backward()
-            optimizer.synchronize()
-            clip_grad_norm_(model.parameters(), 0.1)
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            through_gradients(model, optimizer, clip)
 
-    before = net()
     models = run(2, body)
     with pytest.raises(AssertionError):
-        assert_same(models[0], before)
+        assert_same(models[0], net())
 
 
 def test_a_gradient_that_backward_did_not_compute_may_change() -> None:
     def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, compression=DenseCompressor(), bucket_mb=SMALL)
+        optimizer = wrapped(model, transport, "dense")
         optimizer.zero_grad()
         loss_of(model, 0, transport.rank, spare=False).backward()
         model.spare.weight.grad = torch.ones(8, 8)

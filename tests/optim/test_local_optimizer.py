@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from optim.nets import alone, momentum_sgd, net, train
+from torch.nn.utils import parameters_to_vector
 
+from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.gossip import SGP
@@ -13,8 +16,7 @@ from dgc.optim import LocalOptimizer
 
 def optimizer_of(model: Any, **options: Any) -> Any:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    transport = LockstepWorld(1).transports[0]
-    optimizer = LocalOptimizer(inner, model.named_parameters(), SGP(), transport=transport, **options)
+    optimizer = LocalOptimizer(inner, model.named_parameters(), SGP(), transport=alone(), **options)
     optimizer.zero_grad()
     return optimizer
 
@@ -34,21 +36,16 @@ def test_a_sparse_gradient_that_is_not_finite_is_dropped_and_named(value: Any) -
         strict.step()
 
 
-def test_finite_gradients_whose_sum_overflows_are_not_dropped() -> None:
-    model = torch.nn.Linear(4, 2, bias=False)
-    before = model.weight.detach().clone()
-    optimizer = optimizer_of(model)
-    model.weight.grad = torch.full((2, 4), 3e38)
-    optimizer.step()
-    assert optimizer.dropped_steps == 0 and not torch.equal(model.weight, before)
-
-
-def test_a_sparse_gradient_of_no_rows_is_finite() -> None:
-    model = torch.nn.Embedding(10, 4, sparse=True)
-    optimizer = optimizer_of(model)
-    model(torch.empty(0, dtype=torch.long)).sum().backward()
-    optimizer.step()
-    assert optimizer.dropped_steps == 0
+def test_a_sparse_gradient_of_no_rows_and_gradients_whose_sum_overflows_are_finite() -> None:
+    linear, embedding = torch.nn.Linear(4, 2, bias=False), torch.nn.Embedding(10, 4, sparse=True)
+    before = linear.weight.detach().clone()
+    optimizers = [optimizer_of(linear), optimizer_of(embedding)]
+    linear.weight.grad = torch.full((2, 4), 3e38)
+    embedding(torch.empty(0, dtype=torch.long)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        assert optimizer.dropped_steps == 0
+    assert not torch.equal(linear.weight, before)
 
 
 def test_an_empty_parameter_beside_others() -> None:
@@ -72,3 +69,19 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused() -> None:
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="requires a gradient now but did not when LocalOptimizer was built"):
         optimizer.step()
+
+
+def test_consensus_is_the_mean_of_all_models_for_a_while() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = LocalOptimizer(momentum_sgd(model), model.named_parameters(), SGP(), transport=transport)
+        train(model, optimizer, range(3), transport.rank)
+        optimizer.method.flush()  # consensus() would receive what is in flight
+        own = parameters_to_vector(model.parameters()).detach()
+        mean = torch.stack(all_gather_object(transport, own)).mean(0)
+        with optimizer.consensus():
+            torch.testing.assert_close(parameters_to_vector(model.parameters()).detach(), mean)
+        assert torch.equal(parameters_to_vector(model.parameters()), own) and not torch.equal(own, mean)
+        assert optimizer.metrics()["consensus_distance"] == pytest.approx(float((own - mean).norm()))
+
+    models = [net() for _ in range(3)]
+    LockstepWorld(3).run(lambda t: body(models[t.rank], t))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim.nets import train
 from torch import Tensor, nn
 
 from dgc.aggregate import Config, PowerSGD, optimizer_step
@@ -62,27 +63,26 @@ class Run:
     def __init__(self, transport: Any, make: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         self.rank, self.model = transport.rank, net()
         self.optimizer, self.owner = make(self.model, transport)
+        prefix = "compression_" if self.optimizer is self.owner else ""
+        self.save, self.restore = (getattr(self.owner, f"{verb}{prefix}state_dict") for verb in ("", "load_"))
 
     def train(self, steps: range) -> "Run":
         for step in steps:
             if self.optimizer is self.owner:
-                self.optimizer.zero_grad()
-            loss_of(self.model, step, self.rank).backward()
-            if self.optimizer is self.owner:
-                self.optimizer.step()
+                train(self.model, self.optimizer, [step], self.rank, loss=loss_of)
             else:
+                loss_of(self.model, step, self.rank).backward()
                 optimizer_step(self.optimizer, self.owner)
         return self
 
     def state(self) -> Any:
-        save = getattr(self.owner, "compression_state_dict", None) or self.owner.state_dict
-        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), save()))
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.save()))
 
     def load(self, state: Any) -> "Run":
         model, optimizer, own = copy.deepcopy(state)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
-        (getattr(self.owner, "load_compression_state_dict", None) or self.owner.load_state_dict)(own)
+        self.restore(own)
         return self
 
     def result(self) -> list[Tensor]:
@@ -99,22 +99,23 @@ def dgc_sgd(parameters: Any) -> Any:
     return DGCSGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
 
 
-def exchanging(compression: Callable[[], Any], make: Any = sgd) -> Any:
+def of(kind: Any, method: Callable[[], Any], make: Any, **options: Any) -> Any:
+    """An optimizer of this kind around that of `make`."""
+
     def build(model: Any, transport: Any) -> Any:
         inner, named = make(model.parameters()), model.named_parameters()
-        optimizer = DistributedOptimizer(inner, named, compression(), bucket_mb=1e-4, transport=transport)
+        optimizer = kind(inner, named, method(), transport=transport, **options)
         return optimizer, optimizer
 
     return build
+
+
+def exchanging(compression: Callable[[], Any], make: Any = sgd) -> Any:
+    return of(DistributedOptimizer, compression, make, bucket_mb=1e-4)
 
 
 def mixing(algorithm: Callable[[], Any], make: Any = sgd) -> Any:
-    def build(model: Any, transport: Any) -> Any:
-        inner, named = make(model.parameters()), model.named_parameters()
-        optimizer = LocalOptimizer(inner, named, algorithm(), transport=transport)
-        return optimizer, optimizer
-
-    return build
+    return of(LocalOptimizer, algorithm, make)
 
 
 def aggregating(model: Any, transport: Any) -> Any:

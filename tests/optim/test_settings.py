@@ -1,14 +1,15 @@
 """All ranks must have the same settings before training starts."""
 
-import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from optim.nets import wrap
+from optim.nets import dgc_sgd, wrap
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
@@ -26,7 +27,7 @@ from dgc.engine.agreement import describe
 from dgc.gossip import DPSGD, from_weights
 from dgc.local import OuterSteps
 from dgc.memory import ClipByNorm, DGCSGDMemory
-from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
+from dgc.optim import DistributedOptimizer, LocalOptimizer
 from dgc.selection import Sampled
 from dgc.wire import CastValues, PackedIndices
 
@@ -43,94 +44,78 @@ def dgc(ratio: float = 0.1, momentum: float = 0.9, clipping: Any = None, **optio
     return DGCCompressor(ratio, DGCSGDMemory(momentum, gradient_clipping=clipping), **options)
 
 
-# (setting's path, its value on rank 0, on the last rank, and a wrapper for each value)
-CASES = [
+def at_2bit(threshold: Any) -> Any:
+    return ThresholdCompressor(threshold=threshold)
+
+
+# (setting's path, its value on rank 0 and on the last rank, and the options with a value)
+OPTIONS: list[tuple[str, Any, Any, Any]] = [
     ("op", "average", "sum", lambda op: {"op": op}),
     ("nonfinite", "skip", "raise", lambda n: {"nonfinite": n}),
     ("bucket_mb", 25.0, 24.0, lambda mb: {"bucket_mb": mb}),
     ("backward_passes_per_step", 1, 2, lambda n: {"backward_passes_per_step": n}),
-    (
-        "uses_grad_scaler",
-        True,
-        False,
-        lambda used: {"grad_scaler": torch.amp.GradScaler("cpu", enabled=used)},
-    ),
-    ("compression.threshold", 0.5, 0.25, lambda t: {"compression": ThresholdCompressor(threshold=t)}),
-    ("compression.threshold", 0.5, None, lambda t: {"compression": ThresholdCompressor(threshold=t)}),
-    ("compression._seed", 0, 1, lambda s: {"compression": QSGDCompressor(seed=s)}),
-    ("compression._seed", 3, 4, lambda s: {"compression": OfAUser(s)}),
-    ("compression.compress_ratio", 0.1, 0.2, lambda r: {"compression": dgc(r)}),
-    ("compression.memory.correction.momentum", 0.9, 0.8, lambda m: {"compression": dgc(momentum=m)}),
-    (
-        "compression.memory.gradient_clipping.max_norm",
-        1.0,
-        2.0,
-        lambda n: {"compression": dgc(clipping=ClipByNorm(n))},
-    ),
-    ("compression.selector.sample_ratio", 0.1, 0.2, lambda r: {"compression": dgc(selector=Sampled(r))}),
-    ("compression.format.values.dtype", "fp16", "bf16", lambda v: {"compression": dgc(values=CastValues(v))}),
-    ("compression.dense_values", "bf16", "int8", lambda v: {"compression": dgc(dense_values=v)}),
-    ("compression.vectors", "dense", "sparse", lambda v: {"compression": dgc(vectors=v)}),
-    ("compression.vector_ratio", 0.1, None, lambda r: {"compression": dgc(vectors="sparse", vector_ratio=r)}),
-    (
-        "compression.warmup.warmup_coeff[1]",
-        0.2,
-        0.3,
-        lambda c: {"compression": dgc(warmup_epochs=2, warmup_coeff=[0.5, c])},
-    ),
-    (
-        "compression.rules[0].compressor.threshold",
-        1.0,
-        2.0,
-        lambda t: {
-            "compression": Route([Rule(ThresholdCompressor(threshold=t), name="*weight"), Rule(DenseCompressor())])
-        },
-    ),
-    (
-        "compression.rules[0].min_numel",
-        1,
-        2,
-        lambda n: {"compression": Route([Rule(DenseCompressor(), min_numel=n)])},
-    ),
+    ("uses_grad_scaler", True, False, lambda used: {"grad_scaler": torch.amp.GradScaler("cpu", enabled=used)}),
+]
+# the same of the compression
+COMPRESSIONS: list[tuple[str, Any, Any, Any]] = [
+    ("threshold", 0.5, 0.25, at_2bit),
+    ("threshold", 0.5, None, at_2bit),
+    ("_seed", 0, 1, lambda s: QSGDCompressor(seed=s)),
+    ("_seed", 3, 4, OfAUser),
+    ("compress_ratio", 0.1, 0.2, dgc),
+    ("memory.correction.momentum", 0.9, 0.8, lambda m: dgc(momentum=m)),
+    ("memory.gradient_clipping.max_norm", 1.0, 2.0, lambda n: dgc(clipping=ClipByNorm(n))),
+    ("selector.sample_ratio", 0.1, 0.2, lambda r: dgc(selector=Sampled(r))),
+    ("format.values.dtype", "fp16", "bf16", lambda v: dgc(values=CastValues(v))),
+    ("dense_values", "bf16", "int8", lambda v: dgc(dense_values=v)),
+    ("vectors", "dense", "sparse", lambda v: dgc(vectors=v)),
+    ("vector_ratio", 0.1, None, lambda r: dgc(vectors="sparse", vector_ratio=r)),
+    ("warmup.warmup_coeff[1]", 0.2, 0.3, lambda c: dgc(warmup_epochs=2, warmup_coeff=[0.5, c])),
+    ("rules[0].compressor.threshold", 1.0, 2.0, lambda t: Route([Rule(at_2bit(t)), Rule(DenseCompressor())])),
+    ("rules[0].min_numel", 1, 2, lambda n: Route([Rule(DenseCompressor(), min_numel=n)])),
 ]
 
 
-def inner(model: Any) -> Any:
-    return DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+def compressing(make: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    return {"compression": make(value)}
+
+
+def refusals(size: int, options: Callable[[int], dict[str, Any]]) -> list[str]:
+    """What each rank is told. options: of a rank."""
+
+    def body(transport: Any) -> str:
+        with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
+            wrap(nn.Linear(3, 3), transport, dgc_sgd, **options(transport.rank))
+        return str(caught.value)
+
+    return LockstepWorld(size).run(body)
 
 
 def test_the_setting_that_differs_is_named_on_every_rank() -> None:
-    for path, first, last, make in CASES:
-        messages: list[str] = []
+    def check(path: str, first: Any, last: Any, options: Callable[[Any], Any]) -> None:
+        told = refusals(3, lambda rank: options(last if rank == 2 else first))
+        assert told == [told[0]] * 3
+        assert told[0].startswith(f"{path} is {first!r} on rank 0 and {last!r} on rank 2"), told[0]
 
-        def body(
-            transport: Any, first: Any = first, last: Any = last, make: Any = make, messages: Any = messages
-        ) -> None:
-            value = last if transport.rank == transport.size - 1 else first
-            with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
-                wrap(nn.Linear(3, 3), transport, inner, **make(value))
-            messages.append(str(caught.value))
-
-        LockstepWorld(3).run(body)
-        assert len(messages) == 3 and len(set(messages)) == 1
-        assert messages[0].startswith(f"{path} is {first!r} on rank 0 and {last!r} on rank 2"), messages[0]
+    for row in OPTIONS:
+        check(*row)
+    for path, first, last, make in COMPRESSIONS:
+        check(f"compression.{path}", first, last, partial(compressing, make))
 
 
 def test_other_kinds_of_settings() -> None:
-    def fault(*settings: Any) -> Any:
-        def body(transport: Any) -> None:
-            wrap(nn.Linear(3, 3), transport, inner, compression=settings[transport.rank])
-
-        with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
-            LockstepWorld(2).run(body)
-        return str(caught.value)
-
-    classes = fault(DenseCompressor(), ThresholdCompressor())
-    assert "compression is dgc.compression.dense.DenseCompressor" in classes
-    assert "compression.rank is 1 on rank 0 and 2" in fault(PowerSGDCompressor(1), PowerSGDCompressor(2))
-    indices = fault(dgc(), dgc(indices=PackedIndices()))
-    assert "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind" in indices
-    assert "compression.table is tensor of shape (1,), torch.float32" in fault(OfAUser(1), OfAUser(1, (2.0,)))
+    kinds: list[tuple[Any, Any, str]] = [
+        (DenseCompressor(), ThresholdCompressor(), "compression is dgc.compression.dense.DenseCompressor"),
+        (PowerSGDCompressor(1), PowerSGDCompressor(2), "compression.rank is 1 on rank 0 and 2"),
+        (
+            dgc(),
+            dgc(indices=PackedIndices()),
+            "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind",
+        ),
+        (OfAUser(1), OfAUser(1, (2.0,)), "compression.table is tensor of shape (1,), torch.float32"),
+    ]
+    for *both, words in kinds:
+        assert words in refusals(2, partial(compressing, both.__getitem__))[0]
 
 
 def test_gossip_algorithms_too() -> None:
@@ -189,7 +174,7 @@ class Kind(Enum):
 
 
 def test_description() -> None:
-    texts = describe(a=Settings({"x": (1.0, 2.0)}, functools.partial(sorted, reverse=True)), b=Slotted(), c=Kind.A)
+    texts = describe(a=Settings({"x": (1.0, 2.0)}, partial(sorted, reverse=True)), b=Slotted(), c=Kind.A)
     here = __name__
     assert texts == {
         "a": f"{here}.Settings",

@@ -1,7 +1,9 @@
 """The state of a DistributedOptimizer: saved, loaded, broadcast."""
 
 import copy
-from pathlib import Path
+import io
+import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,13 +11,16 @@ import torch
 from optim.nets import (
     alone,
     assert_same,
+    check_that_a_saved_state_goes_on,
     dgc,
     dgc_sgd,
+    every_kind,
     loss_of,
     momentum_sgd,
     net,
     run,
     train,
+    trained,
     wrap,
 )
 from torch import nn
@@ -35,48 +40,61 @@ def test_begin_epoch_returns_the_ratio_in_force() -> None:
 
 
 def test_error_norm() -> None:
-    model = net()
-    assert wrap(model, alone()).error_norm() == 0.0
+    assert wrap(net(), alone()).error_norm() == 0.0
     model = net()
     optimizer = wrap(model, alone(), dgc_sgd, compression=dgc(0.1))
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, [0])
     state = optimizer.compression_state_dict()["DGCCompressor.0"]
     squares = sum(float(v.double().square().sum()) for v in state["velocities"].values())
     assert optimizer.error_norm() == pytest.approx(squares**0.5) and squares > 0
 
 
 @pytest.mark.parametrize("other_bucket_mb", [25.0, 2e-4, 1e-5])
-def test_saved_runs_continue_bit_by_bit(other_bucket_mb: Any, tmp_path: Path) -> None:
+def test_saved_runs_continue_bit_by_bit(other_bucket_mb: Any) -> None:
     """Also into other buckets: exact selection acts on each tensor separately."""
-
-    def advance(model: Any, optimizer: Any, transport: Any, steps: Any) -> None:
-        optimizer.begin_epoch(1)
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, step, transport.rank).backward()
-            optimizer.step()
 
     def build(model: Any, transport: Any, bucket_mb: Any) -> Any:
         compression = dgc(0.1, sample_ratio=1, warmup_epochs=1)
-        return wrap(model, transport, dgc_sgd, compression=compression, bucket_mb=bucket_mb)
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression, bucket_mb=bucket_mb)
+        optimizer.begin_epoch(1)
+        return optimizer
 
-    def save(model: Any, transport: Any) -> None:
-        optimizer = build(model, transport, 25.0)
-        advance(model, optimizer, transport, range(4))
-        saved = model.state_dict(), optimizer.state_dict(), optimizer.compression_state_dict()
-        torch.save(saved, tmp_path / f"{transport.rank}.pt")
-        advance(model, optimizer, transport, range(4, 8))
+    check_that_a_saved_state_goes_on(
+        partial(build, bucket_mb=25.0), saved=4, again=partial(build, bucket_mb=other_bucket_mb)
+    )
 
-    def resume(model: Any, transport: Any) -> None:
-        optimizer = build(model, transport, other_bucket_mb)
-        saved = torch.load(tmp_path / f"{transport.rank}.pt", weights_only=True)
-        for owner, state in zip((model, optimizer), saved[:2], strict=True):
-            owner.load_state_dict(state)
-        optimizer.load_compression_state_dict(saved[2])
-        advance(model, optimizer, transport, range(4, 8))
 
-    assert_same(run(2, save)[0], run(2, resume, [net(seed) for seed in (1, 2)])[0], exactly=True)
+@every_kind
+def test_copying_the_optimizer_is_an_error_with_a_cure(compression: Any) -> None:
+    optimizer = wrap(net(), alone(), dgc_sgd, compression=compression())
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
+        with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
+            copied(optimizer)
+
+
+@every_kind
+def test_copies_of_the_model_are_free_of_hooks(compression: Any) -> None:
+    """A model with hooks can be deep-copied, for an average of weights, and saved whole."""
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
+        train(model, optimizer, [0], transport.rank)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert_same(twin, model, exactly=True)
+            loss_of(twin, 0).backward()
+            assert not optimizer._engine.in_flight
+        train(model, optimizer, [1], transport.rank)
+
+    run(2, body)
+
+
+@every_kind
+def test_state_moves_to_a_new_optimizer(compression: Any) -> None:
+    """The replacement for a copy: training continues bit for bit."""
+    check_that_a_saved_state_goes_on(lambda m, t: wrap(m, t, dgc_sgd, compression=compression()), saved=3)
 
 
 def test_compression_state_of_another_run() -> None:
@@ -101,58 +119,50 @@ def horovods_broadcast_optimizer_state(optimizer: Any, transport: Any) -> None:
         group.update(values)
 
 
-HOROVODS = {
-    "adam": lambda m, t: wrap(m, t, lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1)),
-    "sgd": lambda m, t: wrap(m, t, lambda m: momentum_sgd(m, weight_decay=0.1, dampening=0.1)),
-    "dgc": lambda m, t: wrap(m, t, lambda m: dgc_sgd(m, weight_decay=0.1), compression=dgc(0.1)),
-    "1-bit adam": lambda m, t: wrap(
-        m, t, lambda m: OneBitAdam(m.parameters(), freeze_step=2), compression=OneBitAdamCompressor()
-    ),
-    "stateless": lambda m, t: wrap(m, t, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
+HOROVODS: dict[str, tuple[Any, Any]] = {
+    "adam": (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1), lambda: None),
+    "sgd": (partial(momentum_sgd, weight_decay=0.1, dampening=0.1), lambda: None),
+    "dgc": (partial(dgc_sgd, weight_decay=0.1), lambda: dgc(0.1)),
+    "1-bit adam": (lambda m: OneBitAdam(m.parameters(), freeze_step=2), OneBitAdamCompressor),
+    "stateless": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), lambda: None),
 }
 
 
-@pytest.mark.parametrize("made", HOROVODS.values(), ids=HOROVODS.keys())
-def test_horovods_broadcast_of_optimizer_state(made: Any) -> None:
+@pytest.mark.parametrize("name", HOROVODS)
+def test_horovods_broadcast_of_optimizer_state(name: Any) -> None:
     """On a fresh start it changes nothing. If only rank 0 has loaded a checkpoint, every rank goes on with it."""
+    make, compression = HOROVODS[name]
     checkpoints: list[Any] = [None, None]
 
-    def body(model: Any, transport: Any) -> None:
-        optimizer = made(model, transport)
+    def fresh(model: Any, transport: Any) -> None:
+        optimizer = wrap(model, transport, make, compression=compression())
         horovods_broadcast_optimizer_state(optimizer, transport)
         assert_same(model, net(), exactly=True)
+        assert optimizer.meter.payload_bytes == 0
         train(model, optimizer, range(3), transport.rank)
         states = [model.state_dict(), optimizer.state_dict(), optimizer.compression_state_dict()]
         checkpoints[transport.rank] = copy.deepcopy(states)
         train(model, optimizer, range(3, 6), transport.rank)
 
-    def load_everywhere(model: Any, transport: Any) -> None:
-        optimizer = made(model, transport)
-        horovods_broadcast_optimizer_state(optimizer, transport)
+    def resumed(model: Any, transport: Any, everywhere: bool) -> None:
+        optimizer = wrap(model, transport, make, compression=compression())
         weights, state, errors = copy.deepcopy(checkpoints[transport.rank])
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-        optimizer.load_compression_state_dict(errors)
-        train(model, optimizer, range(3, 6), transport.rank)
-
-    def resume(model: Any, transport: Any) -> None:
-        optimizer = made(model, transport)
-        weights, state, errors = copy.deepcopy(checkpoints[transport.rank])
-        if transport.rank == 0:
+        if everywhere:
+            horovods_broadcast_optimizer_state(optimizer, transport)
+        if everywhere or transport.rank == 0:
             model.load_state_dict(weights)
             optimizer.load_state_dict(state)
-        broadcast_parameters(model.state_dict(), transport=transport)
-        horovods_broadcast_optimizer_state(optimizer, transport)
+        if not everywhere:
+            broadcast_parameters(model.state_dict(), transport=transport)
+            horovods_broadcast_optimizer_state(optimizer, transport)
         optimizer.load_compression_state_dict(errors)
         train(model, optimizer, range(3, 6), transport.rank)
 
-    def plain(model: Any, transport: Any) -> None:
-        train(model, made(model, transport), range(6), transport.rank)
-
-    expected = run(2, plain)[0]
-    assert_same(run(2, body)[0], expected, exactly=True)
-    assert_same(run(2, load_everywhere)[0], expected, exactly=True)
-    assert_same(run(2, resume, [net(seed) for seed in range(2)])[0], expected, exactly=True)
+    expected = trained(2, range(6), make, compression)
+    assert_same(run(2, fresh)[0], expected, exactly=True)
+    for everywhere in (True, False):
+        (model, _) = run(2, partial(resumed, everywhere=everywhere), [net(seed) for seed in range(2)])
+        assert_same(model, expected, exactly=True)
 
 
 def test_broadcast_optimizer_state() -> None:
@@ -189,12 +199,9 @@ def test_broadcast_parameters(root: Any) -> None:
     models = [build(seed) for seed in range(3)]
     expected = {name: t.clone() for name, t in models[root].state_dict().items()}
     LockstepWorld(3).run(lambda t: broadcast_parameters(models[t.rank].state_dict(), root, t))
+    copies = [build(7), models[root]]
+    LockstepWorld(2).run(lambda t: broadcast_parameters(copies[t.rank].named_parameters(), 1, transport=t))
+    assert_same(*copies, exactly=True)
     for model in models:
         torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_broadcast_named_parameters() -> None:
-    models = [net(seed) for seed in range(2)]
-    LockstepWorld(2).run(lambda t: broadcast_parameters(models[t.rank].named_parameters(), transport=t))
-    assert_same(models[1], net(0), exactly=True)
