@@ -100,13 +100,8 @@ def test_learning_rates_of_an_imagenet_run_on_8_ranks(files: Any, expected: Any)
     train = load([f"configs/imagenet/{name}" for name in files]).train
     optimizer = instantiate(train.optimizer, [torch.zeros(1, requires_grad=True)])
     scale_learning_rate(optimizer, 8)
-    schedule = Schedule(
-        optimizer,
-        lambda scaled: instantiate(train.scheduler, scaled),
-        size=8,
-        steps_per_epoch=1,
-        warmup_epochs=train.warmup_lr_epochs,
-    )
+    sizes: Any = {"size": 8, "steps_per_epoch": 1, "warmup_epochs": train.warmup_lr_epochs}
+    schedule = Schedule(optimizer, lambda scaled: instantiate(train.scheduler, scaled), **sizes)
     rates = {}
     for epoch in range(train.num_epochs):
         schedule.begin_step(epoch, 0)
@@ -167,15 +162,8 @@ def run(command: str, folder: Path, timeout: float = 110) -> subprocess.Complete
     env = environment(ranks, len(os.sched_getaffinity(0)), os.geteuid() == 0, os.environ)
     env |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(python()).parent}:{env['PATH']}"
-    process = subprocess.Popen(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(["bash", "-c", command], cwd=folder, env=env, start_new_session=True, **pipes)
     try:
         out, err = process.communicate(timeout=patient(timeout))
     except subprocess.TimeoutExpired:
@@ -223,15 +211,14 @@ def test_absent_data_is_one_message(folder: Any) -> None:
 @pytest.mark.timeout(1200)
 def test_the_original_readmes_commands(folder: Any) -> None:
     """As written, but for fewer epochs, and the 32 ranks of four machines as 2 of this one."""
-    runs = folder / "runs"
-    assert (
-        trained(run(CIFAR + SHORT, folder, 300), runs / "[cifar.resnet20+dgc.[wm5+fp16+int32]].np8")["ranks"] == 8
-    )
-    done = run(MPIRUN + SHORT + SMALL, folder, 300)  # with the 4 workers per rank that decode images
-    assert trained(done, runs / "[imagenet.resnet50+dgc.wm0].np2")["samples"] == 24
-    assert trained(run(ONE + SHORT, folder, 300), runs / "cifar.resnet110.b20.np1")["samples"] == 40
-    longer = runs / "[cifar.resnet20+dgc.wm5].e500.np8"
-    assert trained(run(LONGER + SHORT, folder, 300), longer)["ranks"] == 8
+    for command, name, key, value in (
+        (CIFAR, "[cifar.resnet20+dgc.[wm5+fp16+int32]].np8", "ranks", 8),
+        # with the 4 workers per rank that decode images
+        (MPIRUN + SMALL, "[imagenet.resnet50+dgc.wm0].np2", "samples", 24),
+        (ONE, "cifar.resnet110.b20.np1", "samples", 40),
+        (LONGER, "[cifar.resnet20+dgc.wm5].e500.np8", "ranks", 8),
+    ):
+        assert trained(run(command + SHORT, folder, 300), folder / "runs" / name)[key] == value
     assert load(["configs/cifar/resnet20"], ["--configs.train.num_epochs", "500"]).train.scheduler.T_max == 495
 
 

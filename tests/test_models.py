@@ -1,101 +1,69 @@
 """Models: sizes, shapes, and that they learn."""
 
-from typing import Any
-
 import pytest
 import torch
+from cases import case
 
-from dgc_models import (
-    DigitsCNN,
-    alexnet,
-    densenet121,
-    densenet169,
-    resnet18,
-    resnet20,
-    resnet50,
-    resnet56,
-    resnet101,
-    resnet110,
-    senet18,
-    vgg16_bn,
-    vgg19_bn,
-)
+import dgc_models
+from dgc_models import DigitsCNN, alexnet, resnet18, resnet20
 from dgc_models.densenet_cifar import DenseLayer
 from dgc_models.resnet_cifar import Bottleneck, Projection, ResNet, resnet_of_depth
 from dgc_models.senet_cifar import PreActivationBlock, SqueezeExcitation
 
+# the name, the parameters, the tensors, the matrices, the features
+MODELS = [
+    ("resnet20", 269_722, 59, 20, 64),
+    ("resnet56", 853_018, 167, 56, 64),
+    ("resnet110", 1_727_962, 329, 110, 64),
+    ("resnet18", 11_173_962, 62, 21, 512),
+    ("resnet50", 23_520_842, 161, 54, 2048),
+    ("resnet101", 42_512_970, 314, 105, 2048),
+    ("vgg16_bn", 14_728_266, 54, 14, 512),
+    ("vgg19_bn", 20_040_522, 66, 17, 512),
+    ("alexnet", 2_472_266, 12, 6, 256),
+    ("densenet121", 6_956_298, 362, 121, 1024),
+    ("densenet169", 12_493_322, 506, 169, 1664),
+    ("senet18", 11_260_354, 88, 37, 512),
+]
 
-@pytest.mark.parametrize(
-    ("make", "parameters", "tensors", "matrices"),
-    [
-        (resnet20, 269_722, 59, 20),
-        (resnet56, 853_018, 167, 56),
-        (resnet110, 1_727_962, 329, 110),
-        (resnet18, 11_173_962, 62, 21),
-        (resnet50, 23_520_842, 161, 54),
-        (resnet101, 42_512_970, 314, 105),
-        (vgg16_bn, 14_728_266, 54, 14),
-        (vgg19_bn, 20_040_522, 66, 17),
-        (alexnet, 2_472_266, 12, 6),
-        (densenet121, 6_956_298, 362, 121),
-        (densenet169, 12_493_322, 506, 169),
-        (senet18, 11_260_354, 88, 37),
-    ],
-)
-def test_sizes(make: Any, parameters: Any, tensors: Any, matrices: Any) -> None:
+
+@pytest.mark.parametrize(("name", "parameters", "tensors", "matrices", "features"), MODELS)
+def test_sizes(name: str, parameters: int, tensors: int, matrices: int, features: int) -> None:
     with torch.device("meta"):
-        model = make()
+        model = getattr(dgc_models, name)()
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert len(list(model.parameters())) == tensors
     assert sum(p.dim() > 1 for p in model.parameters()) == matrices
-
-
-@pytest.mark.parametrize(("channels", "edge", "classes"), [(3, 32, 10), (1, 8, 10), (3, 32, 100)])
-def test_cifar_resnet_shapes(channels: Any, edge: Any, classes: Any) -> None:
-    model = resnet20(num_classes=classes, in_channels=channels)
-    assert model(torch.randn(2, channels, edge, edge)).shape == (2, classes)
+    assert model.classifier.weight.shape == (10, features)
     assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
+
+
+@pytest.mark.parametrize("name", [row[0] for row in MODELS[3:]])
+def test_the_larger_cifar_models(name: str) -> None:
+    """The scale of the features neither explodes nor dies on the way, there and back."""
+    torch.manual_seed(0)
+    model = getattr(dgc_models, name)(num_classes=100)
+    logits = model(torch.randn(2, 3, 32, 32))
+    assert logits.shape == (2, 100) and 0.05 < logits.std() < 5
+    logits.square().mean().backward()
+    for where, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), where
+
+
+def test_other_images_and_classes() -> None:
+    for name, edge in (("resnet50", 8), ("densenet121", 8), ("senet18", 8), ("vgg19_bn", 48), ("alexnet", 48)):
+        with case(name):
+            model = getattr(dgc_models, name)(num_classes=7, in_channels=1)
+            assert model(torch.randn(2, 1, edge, edge)).shape == (2, 7)
+    for channels, edge, classes in ((3, 32, 10), (1, 8, 10), (3, 32, 100)):
+        model = resnet20(num_classes=classes, in_channels=channels)
+        assert model(torch.randn(2, channels, edge, edge)).shape == (2, classes)
 
 
 def test_all_stages_but_the_first_halve_the_image() -> None:
     images = torch.randn(1, 3, 32, 32)
     assert resnet20().features[:-2](images).shape == (1, 64, 8, 8)
     assert resnet18().features[:-2](images).shape == (1, 512, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("make", "features"),
-    [
-        (resnet18, 512),
-        (resnet50, 2048),
-        (resnet101, 2048),
-        (vgg16_bn, 512),
-        (vgg19_bn, 512),
-        (alexnet, 256),
-        (densenet121, 1024),
-        (densenet169, 1664),
-        (senet18, 512),
-    ],
-)
-def test_the_larger_cifar_models(make: Any, features: Any) -> None:
-    """Shapes, and that the scale of the features neither explodes nor dies on the way, there and back."""
-    torch.manual_seed(0)
-    model = make(num_classes=100)
-    logits = model(torch.randn(2, 3, 32, 32))
-    assert logits.shape == (2, 100) and 0.05 < logits.std() < 5
-    assert model.classifier.weight.shape == (100, features)
-    logits.square().mean().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
-
-
-@pytest.mark.parametrize(
-    ("make", "edge"), [(resnet50, 8), (densenet121, 8), (senet18, 8), (vgg19_bn, 48), (alexnet, 48)]
-)
-def test_other_images(make: Any, edge: Any) -> None:
-    model = make(num_classes=7, in_channels=1)
-    assert model(torch.randn(2, 1, edge, edge)).shape == (2, 7)
-    assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
 
 
 def test_alexnet_tells_images_apart() -> None:
@@ -110,11 +78,6 @@ def test_bottlenecks_and_their_stride() -> None:
     assert [tuple(p.shape[:2]) for p in block.body.parameters() if p.dim() == 4] == [(64, 64), (64, 64), (256, 64)]
     assert isinstance(block.shortcut, Projection) and block(torch.randn(2, 64, 8, 8)).shape == (2, 256, 4, 4)
     assert isinstance(Bottleneck(256, 256, 1).shortcut, torch.nn.Identity)
-
-
-def test_every_stage_needs_its_number_of_blocks() -> None:
-    with pytest.raises(ValueError):
-        ResNet((16, 32), (1, 1, 1), Projection)
 
 
 def test_dense_layers_keep_what_they_read() -> None:
@@ -140,10 +103,12 @@ def test_pre_activation_blocks_pass_their_input_on_untouched() -> None:
     assert torch.equal(block(x), before)
 
 
-@pytest.mark.parametrize("depth", [2, 7, 21])
-def test_impossible_depths_are_refused(depth: Any) -> None:
-    with pytest.raises(ValueError, match="6n"):
-        resnet_of_depth(depth)
+def test_impossible_depths_are_refused() -> None:
+    for depth in (2, 7, 21):
+        with pytest.raises(ValueError, match="6n"):
+            resnet_of_depth(depth)
+    with pytest.raises(ValueError):
+        ResNet((16, 32), (1, 1, 1), Projection)
 
 
 def test_digits_cnn() -> None:

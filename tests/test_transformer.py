@@ -26,18 +26,12 @@ def small(vocabulary: int = 6, pre_norm: bool = False, seed: int = 0) -> Transfo
     return model.eval()
 
 
-@pytest.mark.parametrize(("make", "vocabulary", "expected"), [
-    (transformer_base, 32_000, 60_522_496),
-    (transformer_big, 32_000, 209_125_376),
-])  # fmt: skip
-def test_sizes(make: Any, vocabulary: int, expected: int) -> None:
-    with torch.device("meta"):
-        model = make(vocabulary)
-    assert sum(p.numel() for p in model.parameters()) == expected
-    assert f"{expected:,} parameters" in make.__doc__
-
-
-def test_positions() -> None:
+def test_sizes_and_positions() -> None:
+    for make, expected in ((transformer_base, 60_522_496), (transformer_big, 209_125_376)):
+        with torch.device("meta"):
+            model = make(32_000)
+        assert sum(p.numel() for p in model.parameters()) == expected
+        assert f"{expected:,} parameters" in (make.__doc__ or "")
     encoding = sinusoids(50, 8)
     assert encoding.shape == (50, 8)
     for position, column in ((0, 0), (7, 3), (49, 6)):
@@ -80,14 +74,14 @@ def test_one_token_at_a_time_gives_the_logits_of_all_at_once() -> None:
     assert torch.allclose(torch.cat(steps, 1), model(source, target), atol=1e-5) and state.length == 6
 
 
-def test_every_parameter_gets_a_gradient() -> None:
-    for pre_norm in (False, True):
-        model = small(9, pre_norm).train()
-        model(torch.randint(4, 9, (2, 5)), torch.randint(4, 9, (2, 4))).square().mean().backward()
-        for name, parameter in model.named_parameters():
-            # A softmax does not change with a constant that is added to all its inputs.
-            if not name.endswith("key.bias"):
-                assert parameter.grad is not None and parameter.grad.any(), name
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_every_parameter_gets_a_gradient(pre_norm: bool) -> None:
+    model = small(9, pre_norm).train()
+    model(torch.randint(4, 9, (2, 5)), torch.randint(4, 9, (2, 4))).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        # A softmax does not change with a constant that is added to all its inputs.
+        if not name.endswith("key.bias"):
+            assert parameter.grad is not None and parameter.grad.any(), name
 
 
 def log_probability(model: Transformer, source: Tensor, target: tuple[int, ...]) -> float:
@@ -182,10 +176,8 @@ def test_every_sentence_has_its_own_limit(search: Any) -> None:
     for seed in range(5):
         model, source = small(9, seed=seed), torch.randint(4, 9, (5, 6))
         options = {"begin": BEGIN, "end": END} | ({"length_penalty": 2.0} if search is beam_search else {})
-        alone = [
-            search(model, sentence[None], max_length=limit, **options)[0]
-            for sentence, limit in zip(source, limits, strict=True)
-        ]
+        pairs = zip(source, limits, strict=True)
+        alone = [search(model, sentence[None], max_length=limit, **options)[0] for sentence, limit in pairs]
         for given in (limits, torch.tensor(limits)):
             assert search(model, source, max_length=given, **options) == alone
         assert search(model, source[:0], max_length=[], **options) == []
@@ -227,18 +219,16 @@ def test_a_batch_is_translated_as_its_sentences_are(search: Any) -> None:
     assert search(model, source[:0], **options) == []
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"width": 20, "heads": 4}, "width is 20; it must be a multiple of 2 \\* heads, 8"),
-    ({"layers": 0}, "layers is 0"),
-    ({"dropout": 1.0}, "dropout is 1.0"),
-    ({"padding": 8}, "padding is 8"),
-])  # fmt: skip
-def test_impossible_arguments_are_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Transformer(8, **arguments)
-
-
-def test_impossible_searches_are_refused() -> None:
+def test_impossible_arguments_are_refused() -> None:
+    arguments: dict[str, Any]
+    for arguments, message in (
+        ({"width": 20, "heads": 4}, "width is 20; it must be a multiple of 2 \\* heads, 8"),
+        ({"layers": 0}, "layers is 0"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"padding": 8}, "padding is 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Transformer(8, **arguments)
     model, source = small(), torch.tensor([[4, 5]])
     for options, message in (({"beams": 0}, "beams is 0"), ({"length_penalty": -1.0}, "length_penalty is -1.0")):
         with pytest.raises(ValueError, match=message):

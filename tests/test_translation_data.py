@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 
 from dgc_datasets.translation import (
     BEGIN,
@@ -68,13 +69,14 @@ def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: py
     again = read(folder)
     assert again.fingerprint == first.fingerprint
     for index in range(len(TRAIN)):
-        pairs = zip(first["train"][index], again["train"][index], strict=True)
-        assert all(torch.equal(before, after) for before, after in pairs)
+        assert all(map(torch.equal, first["train"][index], again["train"][index]))
     monkeypatch.undo()
     write(folder, "test", [*TEST, ("das Haus", "the house")])
     assert len(read(folder)["test"]) == 3 and len(list(folder.glob("tokens-*"))) == 2
     assert read(folder, vocabulary_size=30).fingerprint != first.fingerprint
     assert not list(folder.glob(".writing-*"))
+    text = [side for pair in TRAIN for side in pair]
+    assert train_vocabulary(text, 30, 1.0) == train_vocabulary(iter(text), 30, 1.0)
 
 
 def test_an_interrupted_preparation_leaves_no_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +91,6 @@ def test_an_interrupted_preparation_leaves_no_cache(folder: Path, monkeypatch: p
     assert len(read(folder)["test"]) == 2
 
 
-def test_the_same_text_gives_the_same_vocabulary() -> None:
-    text = [side for pair in TRAIN for side in pair]
-    assert train_vocabulary(text, 30, 1.0) == train_vocabulary(iter(text), 30, 1.0)
-
-
 def test_empty_and_long_training_pairs_are_left_out(folder: Path) -> None:
     write(folder, "train", [*TRAIN, ("", "nothing"), ("Haus " * 40, "house")])
     warning = r"train\.de: 2 of the 6 training pairs \(33\.3 %\) are left out, .*dataset\.max_length, 30; raise it"
@@ -106,32 +103,40 @@ def test_empty_and_long_training_pairs_are_left_out(folder: Path) -> None:
             assert read(folder, max_length=30)["train"].pairs_left_out == left_out
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda folder: (folder / "test.en").unlink(), "the data set is not there: .*test.en is missing"),
-    (lambda folder: (folder / "val.en").write_text("a\n"), "val.de is missing"),
-    (lambda folder: (folder / "train.en").write_text("a\n"), "train.de has 20 lines, .*train.en has 1"),
-    (lambda folder: write(folder, "test", [("Haus " * 300, "x")]), "line 1: the pair has"),
-    (lambda folder: (folder / "train.en").write_bytes(b"\xff\n" * 20), "train.en is not UTF-8"),
-])  # fmt: skip
-def test_files_that_do_not_fit_are_refused(folder: Path, change: Any, message: str) -> None:
-    change(folder)
-    with pytest.raises(ValueError, match=message):
-        read(folder)
+def test_files_that_do_not_fit_are_refused(folder: Path) -> None:
+    cases: list[tuple[str, bytes | None, str]] = [
+        ("test.en", None, "the data set is not there: .*test.en is missing"),
+        ("val.en", b"a\n", "val.de is missing"),
+        ("train.en", b"a\n", "train.de has 20 lines, .*train.en has 1"),
+        ("train.en", b"\xff\n" * 20, "train.en is not UTF-8"),
+        ("test.de", b"Haus " * 300 + b"\na\n", "line 1: the pair has"),
+    ]
+    for name, content, message in cases:
+        file = folder / name
+        before = file.read_bytes() if file.exists() else None
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        with case(name, message), pytest.raises(ValueError, match=message):
+            read(folder)
+        file.unlink(missing_ok=True)
+        if before is not None:
+            file.write_bytes(before)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"vocabulary_size": 5000}, "vocabulary_size is 5000, which is not possible with this text: .*<= "),
-    ({"vocabulary_size": 1}, "vocabulary_size is 1; it must be at least 2"),
-    ({"max_length": 2}, "no sentence of at most 2 tokens"),
-])  # fmt: skip
-def test_impossible_settings_are_refused(folder: Path, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read(folder, **options)
-
-
-def test_other_models_are_refused() -> None:
+def test_impossible_settings_are_refused(folder: Path) -> None:
+    options: dict[str, Any]
+    for options, message in (
+        ({"vocabulary_size": 5000}, "vocabulary_size is 5000, which is not possible with this text: .*<= "),
+        ({"vocabulary_size": 1}, "vocabulary_size is 1; it must be at least 2"),
+        ({"max_length": 2}, "no sentence of at most 2 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(folder, **options)
     with pytest.raises(ValueError, match="not a sentencepiece model"):
         Vocabulary(b"nothing")
+    with pytest.raises(ValueError, match="max_tokens is 8, fewer than the 9 tokens"):
+        TokenBatches(np.array([3, 9]), 8)
 
 
 def test_batches_are_padded_at_the_ends() -> None:
@@ -167,15 +172,16 @@ def test_the_numbers_drawn() -> None:
     assert max(numbers) < 10**6 and abs(np.mean([n > 5 * 10**5 for n in numbers[:5000]]) - 0.4) < 0.1
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"source": "xx"}, "dataset.source is 'xx'; num2words knows"),
-    ({"source": "en"}, "both 'en'"),
-    ({"test_numbers": 0}, "test_numbers is 0"),
-    ({"train_numbers": 10**6}, "it must be at most 500000"),
-])  # fmt: skip
-def test_impossible_numbers_are_refused(tmp_path: Path, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NumberWords(str(tmp_path), **options)
+def test_impossible_numbers_are_refused(tmp_path: Path) -> None:
+    options: dict[str, Any]
+    for options, message in (
+        ({"source": "xx"}, "dataset.source is 'xx'; num2words knows"),
+        ({"source": "en"}, "both 'en'"),
+        ({"test_numbers": 0}, "test_numbers is 0"),
+        ({"train_numbers": 10**6}, "it must be at most 500000"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NumberWords(str(tmp_path), **options)
     assert not list(tmp_path.iterdir())
 
 
@@ -195,11 +201,6 @@ def test_each_pair_is_in_one_batch_of_at_most_max_tokens() -> None:
     padded = sum(len(batch) * int(lengths[batch].max()) for batch in orders[0])
     assert padded < 1.05 * lengths.sum(), "batches are of sentences of about equal length"
     assert padded > 0.8 * 400 * len(batches), "batches are full"
-
-
-def test_a_pair_longer_than_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_tokens is 8, fewer than the 9 tokens"):
-        TokenBatches(np.array([3, 9]), 8)
 
 
 # The preparation of WMT'16

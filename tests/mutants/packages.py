@@ -20,9 +20,9 @@ class Tests:
 LAWS = ("tests/laws/test_laws.py", "tests/laws/test_overflow.py", "tests/laws/test_testing.py")
 TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
 TRAINER_TESTS = (
-    "adam agreement arguments checkpoint config config_errors data earlier_configs error_growth "
-    "evaluation every_method fp16 gossip hierarchical interruption language launcher meters migrating "
-    "parameters printing random_state reshard runs schedule train translation"
+    "adam agreement checkpoint config config_errors data earlier_configs error_growth evaluation every_method "
+    "fp16 gossip hierarchical interruption language migrating printing refused reshard resuming runs schedule "
+    "train translation"
 )
 TRAINER = Tests(
     tuple(f"tests/training/test_{name}.py" for name in TRAINER_TESTS.split()),

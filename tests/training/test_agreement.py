@@ -1,32 +1,38 @@
-"""Reports of ranks with other weights, code or waits."""
+"""Reports of ranks with other weights, code or waits, and of what is wrong before anything has started."""
 
+import re
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from environment import patient
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.faults.failure import UsageError
 from dgc_training.faults.watchdog import WatchedTransport, find_stuck_rank
+from dgc_training.launcher import print_error
 from dgc_training.startup import agreement
 from dgc_training.startup.agreement import check_agreement, code_difference, code_hashes
 from dgc_training.synchronization import check_replicas, minority_ranks
 
 
-@pytest.mark.parametrize(
-    ("sums", "odd"),
-    [([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2]), ([1, None, 1], [1])],
-)
-def test_minority_ranks(sums: Any, odd: Any) -> None:
-    assert minority_ranks(sums) == odd
+def test_minority_ranks() -> None:
+    sums: Any
+    for sums, odd in (([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2])):
+        assert minority_ranks(sums) == odd
+    assert minority_ranks([1, None, 1]) == [1]
 
 
 @pytest.mark.parametrize("changed", range(3))
-def test_the_rank_with_other_weights_is_reported(changed: Any) -> None:
+def test_the_rank_with_other_weights_is_reported(changed: int) -> None:
     def body(transport: Any) -> None:
         model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
         # Simulated ranks are threads of one process and share its random generator.
@@ -80,27 +86,22 @@ def test_the_rank_with_other_code_is_reported(monkeypatch: pytest.MonkeyPatch) -
     LockstepWorld(3).run(body)
 
 
-def test_no_rank_is_stuck_while_waits_are_short() -> None:
-    assert find_stuck_rank([None, (3.0, "loss"), None], 5.0) is None
-    assert find_stuck_rank([None, None], 5.0) is None
-
-
 def test_the_rank_that_does_not_wait_is_stuck() -> None:
-    found = find_stuck_rank([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 5.0)
-    assert found is not None
-    rank, why = found
-    assert rank == 1 and why == "rank 1 did not join dgc0.1.0, for which the others have waited 6 s"
-    found = find_stuck_rank([(6.0, "a"), None, None], 5.0)
-    assert found is not None
-    rank, why = found
-    assert rank == 1 and why.startswith("ranks [1, 2] did not join a")
-
-
-def test_ranks_that_wait_for_different_messages() -> None:
-    found = find_stuck_rank([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 5.0)
-    assert found is not None
-    rank, why = found
-    assert rank == 1 and "rank 0 for loss; rank 1 for replicas" in why
+    waits: Any
+    for waits, stuck, why in (
+        ([None, (3.0, "loss"), None], None, ""),
+        ([None, None], None, ""),
+        (
+            [(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")],
+            1,
+            "rank 1 did not join dgc0.1.0, for which the others have waited 6 s$",
+        ),
+        ([(6.0, "a"), None, None], 1, r"ranks \[1, 2\] did not join a"),
+        ([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 1, ".*rank 0 for loss; rank 1 for replicas"),
+    ):
+        found = find_stuck_rank(waits, 5.0)
+        assert (found and found[0]) == stuck
+        assert found is None or re.match(why, found[1])
 
 
 def test_a_watched_transport_records_its_waits() -> None:
@@ -119,3 +120,22 @@ def test_a_watched_transport_records_its_waits() -> None:
     watched = WatchedTransport(cast(Transport, Slow()))
     assert watched.wait(watched.launch("a", ())) == ("work",)
     assert seen[0][1] == "a" and watched.waiting is None
+
+
+def test_torchrun_ends_with_the_message_of_the_first_rank_and_lists_no_rank_that_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    started = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_ERROR_FILE": str(file)}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    assert print_error("wrong setting") == 2
+    assert ProcessFailure(0, 1, 2, str(file)).message["message"] == "wrong setting"  # type: ignore[index]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    program = "import time; from dgc_training.launcher import print_error; sleep = time.sleep; "
+    program += "time.sleep = lambda seconds: (print('waits', flush=True), sleep(60)); print_error('wrong')"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "waits\n"
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(patient(60)) == 0

@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import case
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training import atomic_write
@@ -38,16 +40,21 @@ def load(directory: Any, *which: Any, size: int = 2) -> Any:
     return LockstepWorld(size).run(body)
 
 
-def test_names() -> None:
-    assert checkpoint_name(4) == "e0004" and checkpoint_name(4, 120) == "e0004s00120"
-
-
 def test_round_trip(tmp_path: Path) -> None:
+    """Evaluation needs only the shared file."""
+    assert checkpoint_name(4) == "e0004" and checkpoint_name(4, 120) == "e0004s00120"
+    assert load(tmp_path, "best", "latest") == [None, None]
     save(tmp_path, ["e0001"])
     for rank, loaded in enumerate(load(tmp_path, "latest")):
         assert (loaded.name, loaded.size) == ("e0001", 2)
         assert loaded.shared["name"] == "e0001" and torch.equal(loaded.shared["weight"], torch.ones(3))
         assert loaded.own == {"rank": rank}
+    (tmp_path / "e0001" / "rank1.pt").unlink()
+
+    def body(transport: Any) -> Any:
+        return Checkpoints(tmp_path, transport).load("e0001", own_part=False)
+
+    assert [part.own for part in LockstepWorld(3).run(body)] == [{}] * 3
 
 
 def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -86,25 +93,8 @@ def test_machines_that_see_different_checkpoints_are_refused(monkeypatch: pytest
     ):
         with pytest.raises(UsageError, match=words):
             on_two_machines(monkeypatch, views)
-
-
-def test_a_file_system_that_shows_an_old_checkpoint_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    views = [["e0001", "e0002"], ["e0002"]]
-    assert on_two_machines(monkeypatch, views, wait=30) == ["e0002"] * 2
-
-
-def test_a_state_that_cannot_be_redistributed_is_refused(tmp_path: Path) -> None:
-    def body(transport: Any) -> None:
-        own = {"compression": {f"message from {transport.rank}": 1}}
-        Checkpoints(tmp_path, transport).save("e0001s00004", {}, own)
-
-    LockstepWorld(2).run(body)
-    with pytest.raises(UsageError, match="was saved by 2 ranks and cannot be resumed by 1: .*Start 2 ranks"):
-        load(tmp_path, "latest", size=1)
-
-
-def test_nothing_to_find(tmp_path: Path) -> None:
-    assert load(tmp_path, "best", "latest") == [None, None]
+    # a file system may show an old one for a moment
+    assert on_two_machines(monkeypatch, [["e0001", "e0002"], ["e0002"]], wait=30) == ["e0002"] * 2
 
 
 def save_errors(directory: Any, size: Any) -> None:
@@ -117,51 +107,81 @@ def save_errors(directory: Any, size: Any) -> None:
     LockstepWorld(size).run(body)
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (4, 1), (1, 4)])
-def test_another_number_of_ranks_redistributes_the_residual(tmp_path: Path, old: Any, new: Any) -> None:
-    save_errors(tmp_path, old)
-    loaded = load(tmp_path, "latest", size=new)
-    assert all(part.size == old and part.shared["name"] == "e0001" for part in loaded)
-    assert all(part.own["compression"]["steps"] == 7 for part in loaded)
-    mean = sum(part.own["compression"]["velocities"]["w"] for part in loaded) / new
-    torch.testing.assert_close(mean, torch.full((4,), (old - 1) / 2), rtol=1e-6, atol=0)
+def test_another_number_of_ranks_redistributes_the_residual(tmp_path: Path) -> None:
+    for old, new in ((2, 3), (3, 2), (4, 1), (1, 4)):
+        directory = tmp_path / f"{old} to {new}"
+        save_errors(directory, old)
+        loaded = load(directory, "latest", size=new)
+        assert all(part.size == old and part.shared["name"] == "e0001" for part in loaded)
+        assert all(part.own["compression"]["steps"] == 7 for part in loaded)
+        mean = sum(part.own["compression"]["velocities"]["w"] for part in loaded) / new
+        torch.testing.assert_close(mean, torch.full((4,), (old - 1) / 2), rtol=1e-6, atol=0)
 
 
-def test_another_number_of_ranks_reports_the_missing_file(tmp_path: Path) -> None:
+def test_another_number_of_ranks_reports_what_is_missing_or_cannot_be_redistributed(tmp_path: Path) -> None:
     save_errors(tmp_path, 3)
     (tmp_path / "e0001" / "rank2.pt").unlink()
     with pytest.raises(UsageError, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
         load(tmp_path, "latest", size=2)
 
+    def body(transport: Any) -> None:
+        own = {"compression": {f"message from {transport.rank}": 1}}
+        Checkpoints(tmp_path, transport).save("e0001s00004", {}, own)
 
-def test_evaluation_needs_only_the_shared_file(tmp_path: Path) -> None:
-    save(tmp_path, ["e0001"])
-    (tmp_path / "e0001" / "rank1.pt").unlink()
+    LockstepWorld(2).run(body)
+    with pytest.raises(UsageError, match="was saved by 2 ranks and cannot be resumed by 1: .*Start 2 ranks"):
+        load(tmp_path, "latest", size=1)
 
-    def body(transport: Any) -> Any:
-        return Checkpoints(tmp_path, transport).load("e0001", own_part=False)
 
-    assert [part.own for part in LockstepWorld(3).run(body)] == [{}] * 3
+def flipped(content: bytes) -> bytes:
+    place = len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+DAMAGES = {
+    "flip": flipped,
+    "truncate": lambda content: content[:50],
+    "foreign": lambda content: b"x" * len(content),
+}
 
 
 @pytest.mark.parametrize("file", ["shared.pt", "rank1.pt"])
-def test_a_flipped_bit_is_found(tmp_path: Path, file: Any) -> None:
+def test_a_damaged_file_is_one_error_on_every_rank(tmp_path: Path, file: str) -> None:
     save(tmp_path, ["e0001"])
     path = tmp_path / "e0001" / file
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=rf"{file} is not the file that was written"):
-        load(tmp_path, "latest")
+    content = path.read_bytes()
+    for name, damage in DAMAGES.items():
+        path.write_bytes(damage(content))
+        with case(name):
+            assert_refused(tmp_path, f"damaged: .*{file} is not the file that was written")
+    path.unlink()
+    assert_refused(tmp_path, f"damaged: .*{file}")
 
 
-@pytest.mark.parametrize("size", ["3", 1, 0, -1, "two", None, 2.5, 10**30])
-def test_a_manifest_that_differs_from_its_files_is_an_error(tmp_path: Path, size: Any) -> None:
+def assert_refused(directory: Path, message: str) -> None:
+    """On every rank."""
+
+    def body(transport: Any) -> None:
+        checkpoints = Checkpoints(directory, transport)
+        with pytest.raises(UsageError, match=message):
+            checkpoints.load(checkpoints.find("latest") or "")
+
+    LockstepWorld(2).run(body)
+
+
+def test_a_damaged_manifest_or_pointer_is_one_error_on_every_rank(tmp_path: Path) -> None:
     save(tmp_path, ["e0001"])
     path = tmp_path / "e0001" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "size": size}))
-    with pytest.raises(UsageError, match=r"manifest\.json cannot be read"):
-        load(tmp_path, "latest")
+    whole = path.read_text()
+    for size in ("3", 1, 0, -1, "two", None, 2.5, 10**30):
+        path.write_text(json.dumps({**json.loads(whole), "size": size}))
+        with case(size):
+            assert_refused(tmp_path, r"manifest\.json cannot be read")
+    path.write_text(whole)
+    for text in ("", "{", "[]", '{"other": 1}'):
+        (tmp_path / "latest.json").write_text(text)
+        with case(text):
+            assert_refused(tmp_path, "latest.json")
 
 
 def test_the_latest_and_the_best_are_never_overwritten(tmp_path: Path) -> None:
@@ -171,16 +191,13 @@ def test_the_latest_and_the_best_are_never_overwritten(tmp_path: Path) -> None:
     save(tmp_path, ["e0001s00006", "e0001s00008"], size=3)
     assert (tmp_path / "e0001s00006" / "shared.pt").stat().st_ino == before
     assert load(tmp_path, "best", size=2)[0].size == 2
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
-        "e0001s00006",
-        "e0001s00006-2",
-        "e0001s00008",
-    ]
+    names = ["e0001s00006", "e0001s00006-2", "e0001s00008"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == names
 
 
 @pytest.mark.parametrize("dies_at", range(5))
 def test_a_crash_while_saving_keeps_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
 ) -> None:
     save(tmp_path, ["e0001"], size=1)
     calls = iter(range(100))
@@ -192,15 +209,11 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(
         replace(source, target)
 
     # rank0.pt, shared.pt, manifest.json, latest.json; a fifth rename does not happen.
-    monkeypatch.setattr(os, "replace", dying_replace)
-    if dies_at < 4:
-        with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", dying_replace)
+        with pytest.raises(KeyboardInterrupt) if dies_at < 4 else nullcontext():
             save(tmp_path, ["e0002"], size=1)
-    else:
-        save(tmp_path, ["e0002"], size=1)
-    monkeypatch.undo()
-    expected = "e0001" if dies_at < 4 else "e0002"
-    assert load(tmp_path, "latest", size=1)[0].shared["name"] == expected
+    assert load(tmp_path, "latest", size=1)[0].shared["name"] == ("e0001" if dies_at < 4 else "e0002")
     save(tmp_path, ["e0002"], size=1)
     assert load(tmp_path, "latest", size=1)[0].shared["name"] == "e0002"
 
@@ -215,36 +228,6 @@ def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(tmp_path: Path) 
     with pytest.raises(TypeError, match="pickle"):
         LockstepWorld(2).run(body)
     assert load(tmp_path, "latest")[0].name == "e0001"
-
-
-@pytest.mark.parametrize("file", ["shared.pt", "rank1.pt"])
-@pytest.mark.parametrize("damage", ["truncate", "remove", "foreign"])
-def test_a_damaged_file_is_one_error_on_every_rank(tmp_path: Path, file: Any, damage: Any) -> None:
-    save(tmp_path, ["e0001"])
-    path = tmp_path / "e0001" / file
-    if damage == "truncate":
-        path.write_bytes(path.read_bytes()[:50])
-    elif damage == "foreign":
-        path.write_bytes(b"x" * path.stat().st_size)
-    else:
-        path.unlink()
-
-    def body(transport: Any) -> None:
-        with pytest.raises(UsageError, match=rf"damaged: .*{file}"):
-            Checkpoints(tmp_path, transport).load("e0001")
-
-    LockstepWorld(2).run(body)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"other": 1}'])
-def test_a_damaged_pointer_is_one_error_on_every_rank(tmp_path: Path, text: Any) -> None:
-    (tmp_path / "latest.json").write_text(text)
-
-    def body(transport: Any) -> None:
-        with pytest.raises(UsageError, match="latest.json"):
-            Checkpoints(tmp_path, transport).find("latest")
-
-    LockstepWorld(2).run(body)
 
 
 def test_a_pointer_cannot_leave_the_directory(tmp_path: Path) -> None:
@@ -264,7 +247,19 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
+def fill_the_disk_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files whose names contain this are written to a disk without space."""
+
+    def open_(path: Path, mode: str) -> Any:
+        return open("/dev/full" if name in str(path) else path, mode)
+
+    monkeypatch.setattr(atomic_write, "open", open_, raising=False)
+
+
+def test_an_interrupted_write_or_a_full_disk_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.save alone reports an unexpected position."""
     path = tmp_path / "file"
     path.write_text("old")
 
@@ -275,21 +270,6 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, write)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-def fill_the_disk_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files whose names contain this are written to a disk without space."""
-
-    def open_(path: Path, mode: str) -> Any:
-        return open("/dev/full" if name in str(path) else path, mode)
-
-    monkeypatch.setattr(atomic_write, "open", open_, raising=False)
-
-
-def test_a_full_disk_is_named_and_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.save alone reports an unexpected position."""
-    path = tmp_path / "file"
-    path.write_text("old")
     fill_the_disk_of("file", monkeypatch)
     for content in ({"x": torch.zeros(100_000)}, {"x": 1}):
         with pytest.raises(OSError, match=f"No space left on device: '{path}'") as caught:

@@ -1,6 +1,8 @@
-"""Order and sharding of the data."""
+"""Order and sharding of the data; the state of all random generators."""
 
+import io
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,12 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from environment import patient
+from environment import patient, python_path
 from torch.utils.data import Dataset, TensorDataset
 
 from dgc_training.data import PassSampler, TrainBatches, check_workers, evaluation_loader, steps_per_epoch
+from dgc_training.random_state import random_state, restore_random_state, seed_everything, temporary_seed
 
 CPU = torch.device("cpu")
 
@@ -35,21 +39,23 @@ def sampler(rank: Any, size: Any, samples: int = 23, batch_size: int = 3, passes
     return PassSampler(samples, batch_size, passes, rank=rank, size=size, seed=seed)
 
 
-@pytest.mark.parametrize(("samples", "size", "batch", "passes", "steps"), [
-    (1437, 4, 32, 1, 12),  # 360 each: 11 full steps and one of 8
-    (1437, 4, 32, 2, 5),  # the rest is dropped where a step is several passes
-    (50_000, 8, 128, 1, 49),
-    (96, 3, 32, 1, 1),
-    (97, 3, 32, 1, 1),  # 33 each: a last step of one sample is dropped
-    (5, 4, 8, 1, 1),
-    (5, 4, 8, 2, 0),
-])  # fmt: skip
-def test_number_of_steps(samples: Any, size: Any, batch: Any, passes: Any, steps: Any) -> None:
-    assert steps_per_epoch(samples, size, batch, passes) == steps
+STEPS = {  # of this many samples, ranks, samples of a batch and passes
+    (1437, 4, 32, 1): 12,  # 360 each: 11 full steps and one of 8
+    (1437, 4, 32, 2): 5,  # the rest is dropped where a step is several passes
+    (50_000, 8, 128, 1): 49,
+    (96, 3, 32, 1): 1,
+    (97, 3, 32, 1): 1,  # 33 each: a last step of one sample is dropped
+    (5, 4, 8, 1): 1,
+    (5, 4, 8, 2): 0,
+}
+
+
+def test_number_of_steps() -> None:
+    assert {sizes: steps_per_epoch(*sizes) for sizes in STEPS} == STEPS
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_ranks_together_use_all_samples_in_equal_steps(size: Any) -> None:
+def test_the_ranks_together_use_all_samples_in_equal_steps(size: int) -> None:
     samplers = [sampler(rank, size) for rank in range(size)]
     for epoch in (0, 1):
         for s in samplers:
@@ -62,9 +68,7 @@ def test_the_ranks_together_use_all_samples_in_equal_steps(size: Any) -> None:
         assert len({len(share) for share in shares}) == 1
         seen = [index for share in shares for index in share]
         assert set(seen) == set(range(23)) and len(seen) < 23 + size
-
-
-def test_more_ranks_than_samples() -> None:
+    # more ranks than samples
     shares = [sampler(rank, 5, samples=2).indices() for rank in range(5)]
     assert [len(share) for share in shares] == [1] * 5 and {i for s in shares for i in s} == {0, 1}
 
@@ -111,16 +115,12 @@ def test_too_little_data_is_an_error() -> None:
         TrainBatches(Noisy(5), 0, rank=0, size=1, seed=0, device=CPU)
 
 
-@pytest.mark.parametrize(("samples", "size"), [(10, 1), (10, 3), (2, 5)])
-def test_evaluation_covers_every_sample_once(samples: Any, size: Any) -> None:
-    dataset = TensorDataset(torch.arange(samples), torch.arange(samples))
-    seen = [
-        int(y)
-        for rank in range(size)
-        for _, targets in evaluation_loader(dataset, 2, rank=rank, size=size)
-        for y in targets
-    ]
-    assert sorted(seen) == list(range(samples))
+def test_evaluation_covers_every_sample_once() -> None:
+    for samples, size in ((10, 1), (10, 3), (2, 5)):
+        dataset = TensorDataset(torch.arange(samples), torch.arange(samples))
+        loaders = [evaluation_loader(dataset, 2, rank=rank, size=size) for rank in range(size)]
+        seen = [int(y) for loader in loaders for _, targets in loader for y in targets]
+        assert sorted(seen) == list(range(samples))
 
 
 WORKERS = """
@@ -141,13 +141,9 @@ if __name__ == "__main__":
 
 def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text(WORKERS)
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "workers.py")],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words, pipe = [sys.executable, str(tmp_path / "workers.py")], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    with subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         method, values, pids = (process.stdout.readline().split() for _ in range(3))
         workers = [Path(f"/proc/{pid}") for pid in pids]
@@ -172,3 +168,36 @@ def test_too_many_workers_are_an_error() -> None:
         check_workers(6, local_size=1, cores=64, memory=4 * 10**9)
     for workers, size, cores, memory in ((0, 8, 1, 10**9), (8, 1, 1, 16 * 10**9), (32, 2, 8, 64 * 10**9)):
         check_workers(workers, size, cores, memory)
+
+
+# Random generators
+
+
+def draw() -> Any:
+    """Of normal variables too: of these, two generators keep every second one for later."""
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+
+
+def test_all_generators_continue() -> None:
+    seed_everything(5)
+    first = draw()
+    file = io.BytesIO()
+    torch.save(random_state(CPU), file)
+    expected = [draw() for _ in range(3)]
+    seed_everything(5)
+    assert draw() == first
+    file.seek(0)
+    restore_random_state(torch.load(file, weights_only=True), CPU)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_a_temporary_seed_is_that_of_all_generators_and_leaves_them_alone() -> None:
+    seed_everything(5)
+    expected = draw()
+    seed_everything(5)
+    drawn = []
+    for seed in (1, 1, 2):
+        with temporary_seed(seed):
+            drawn.append(draw())
+    assert drawn[0] == drawn[1] and not {*drawn[0][:4]} & {*drawn[2][:4]}
+    assert draw() == expected

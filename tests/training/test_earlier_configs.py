@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
+from cases import case
+from simulated import CNN
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import ConfigError, load, to_yaml
@@ -13,17 +15,15 @@ from dgc_training.config.earlier import converted, key_now
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.run_directory import check_run_directory
 
-CNN, SGP = "configs/digits/cnn.py", "configs/gossip/sgp.py"
-DILOCO, MACHINES = "configs/local/diloco.py", "configs/local/machines.py"
-ZERO_ONE = "configs/adam/zero_one_adam.py"
-STACKS = {
-    "local steps": [DILOCO],
-    "over gossip": [SGP, "configs/local/slowmo.py"],
-    "over gossip between machines": [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
-    "between machines": [DILOCO, MACHINES],
-    "sparseloco": ["configs/local/sparseloco.py", "configs/local/ramp.py"],
-    "0/1 adam": [ZERO_ONE],
-}
+SGP, DILOCO, ZERO_ONE = "configs/gossip/sgp.py", "configs/local/diloco.py", "configs/adam/zero_one_adam.py"
+STACKS = [
+    [DILOCO],
+    [SGP, "configs/local/slowmo.py"],
+    [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
+    [DILOCO, "configs/local/machines.py"],
+    ["configs/local/sparseloco.py", "configs/local/ramp.py"],
+    [ZERO_ONE],
+]
 
 
 def earlier(saved: str) -> dict[str, Any]:
@@ -43,16 +43,15 @@ def earlier(saved: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_a_saved_config_is_that_of_the_present_files(tmp_path: Path, name: str) -> None:
-    tree = load([CNN, *STACKS[name]])
-    old = earlier(to_yaml(tree))
-    assert "dgc.outer." in yaml.safe_dump(old) and "local" not in old["train"]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
-    assert load([tmp_path / "config.yaml"]) == tree
-
-
-def test_the_run_directory_is_resumed(tmp_path: Path) -> None:
+def test_a_saved_config_is_that_of_the_present_files(tmp_path: Path) -> None:
+    for stack in STACKS:
+        tree = load([CNN, *stack])
+        old = earlier(to_yaml(tree))
+        assert "dgc.outer." in yaml.safe_dump(old) and "local" not in old["train"]
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+        with case(stack):
+            assert load([tmp_path / "config.yaml"]) == tree
+    # a run directory is resumed
     tree = load([CNN, DILOCO], ["--configs.train.local.average_every", "7"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier(to_yaml(tree))))
     transport = LockstepWorld(1).transports[0]
@@ -89,25 +88,24 @@ def test_csv_files_are_a_recorder(tmp_path: Path) -> None:
         assert load([saved]) == tree and bool(tree.train.recorder) == csv
 
 
-@pytest.mark.parametrize("stack", [[], [SGP], [DILOCO]])
-def test_other_configs_stay(stack: list[str]) -> None:
-    content = yaml.safe_load(to_yaml(load([CNN, *stack])))
-    before = deepcopy(content)
-    assert converted(content) == before
-    if stack != [DILOCO]:
-        del content["train"]["local"]  # a run that was saved before the key
+def test_other_configs_stay() -> None:
+    stack: list[str]
+    for stack in ([], [SGP], [DILOCO]):
+        content = yaml.safe_load(to_yaml(load([CNN, *stack])))
+        before = deepcopy(content)
         assert converted(content) == before
+        if stack != [DILOCO]:
+            del content["train"]["local"]  # a run that was saved before the key
+            assert converted(content) == before
     assert converted({"train": 3}) == {"train": 3} and converted({}) == {}
 
 
-@pytest.mark.parametrize("stack", [[DILOCO], [SGP, DILOCO], [ZERO_ONE]])
-def test_the_command_line_names_the_present_key(stack: list[str]) -> None:
-    key = "local_step_clipper" if stack == [ZERO_ONE] else "average_every"
-    with pytest.raises(ConfigError, match=rf"--configs.train.gossip.{key}: .*write --configs.train.local.{key}"):
-        load([CNN, *stack], [f"--configs.train.gossip.{key}=4"])
-
-
-def test_keys_of_gossip_stay() -> None:
+def test_the_command_line_names_the_present_key() -> None:
+    for stack in ([DILOCO], [SGP, DILOCO], [ZERO_ONE]):
+        key = "local_step_clipper" if stack == [ZERO_ONE] else "average_every"
+        message = f"--configs.train.gossip.{key}: .*write --configs.train.local.{key}"
+        with pytest.raises(ConfigError, match=message):
+            load([CNN, *stack], [f"--configs.train.gossip.{key}=4"])
     tree = yaml.safe_load(to_yaml(load([CNN, SGP, DILOCO])))
     assert key_now("train.gossip.blocking", tree) is None
     assert key_now("train.gossip._target_", tree) is None

@@ -1,5 +1,6 @@
-"""Evaluation over ranks: counts, uneven shards, batch norm's statistics."""
+"""Evaluation over ranks: counts, uneven shards, batch norm's statistics; top-k accuracy."""
 
+import math
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ def test_the_result_does_not_depend_on_the_ranks(samples: Any, size: Any) -> Non
         assert list(results) == ["acc/test_top1", "acc/test_top5", "acc/val_top1", "acc/val_top5"]
         assert results["acc/test_top1"] == results["acc/val_top1"] == top1
         assert results["acc/test_top5"] >= top1
+    assert LockstepWorld(2).run(lambda transport: evaluate(model, {}, make_meters, transport, CPU)) == [{}, {}]
 
 
 def test_batch_norm_is_averaged_only_inside_the_context() -> None:
@@ -63,29 +65,34 @@ def test_names_of_batch_norm_buffers() -> None:
     assert set(batch_norm_buffers(nn.BatchNorm1d(3))) == {"running_mean", "running_var"}
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_of_the_model_is_restored(training: Any) -> None:
-    model = nn.BatchNorm1d(2).train(training)
+def test_the_mode_of_the_model_is_restored() -> None:
     loader = evaluation_loader(TensorDataset(torch.randn(1, 2), torch.zeros(1).long()), 1, rank=0, size=1)
-
-    def body(transport: Any) -> Any:
-        return evaluate(model, {"test": loader}, make_meters, transport, CPU)
-
-    LockstepWorld(1).run(body)
-    assert model.training is training
+    for training in (True, False):
+        model = nn.BatchNorm1d(2).train(training)
+        evaluate(model, {"test": loader}, make_meters, LockstepWorld(1).transports[0], CPU)
+        assert model.training is training
 
 
-@pytest.mark.parametrize(("metric", "lower"), [("acc/test", False), ("perplexity/test", True), (None, False)])
-def test_the_metric_says_whether_lower_is_better(metric: str | None, lower: bool) -> None:
+def test_the_metric_says_whether_lower_is_better() -> None:
     accuracy = {"_target_": "dgc_training.meters.TopKClassMeter", "k": 1}
-    perplexity = {"_target_": "dgc_training.meters.Perplexity"}
-    settings = OmegaConf.create({"metric": metric, "meters": {"acc/{}": accuracy, "perplexity/{}": perplexity}})
-    transport = LockstepWorld(1).transports[0]
-    assert Evaluation({"test": []}, settings, transport, CPU).lower_is_better is lower
+    meters = {"acc/{}": accuracy, "perplexity/{}": {"_target_": "dgc_training.meters.Perplexity"}}
+    for metric, lower in (("acc/test", False), ("perplexity/test", True), (None, False)):
+        settings = OmegaConf.create({"metric": metric, "meters": meters})
+        evaluation = Evaluation({"test": []}, settings, LockstepWorld(1).transports[0], CPU)
+        assert evaluation.lower_is_better is lower
 
 
-def test_no_meters_give_no_results() -> None:
-    def body(transport: Any) -> Any:
-        return evaluate(nn.Identity(), {}, make_meters, transport, CPU)
-
-    assert LockstepWorld(2).run(body) == [{}, {}]
+def test_top_k_accuracy() -> None:
+    outputs = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
+    targets = torch.tensor([1, 1, 0, 0])
+    for k, correct in ((1, 2), (2, 3), (3, 4), (5, 4)):
+        meter = TopKClassMeter(k)
+        assert meter.data() == {"num_examples": 0, "num_correct": 0} and math.isnan(meter.compute())
+        meter.update(outputs[:3], targets[:3])
+        meter.update(outputs[3:], targets[3:])
+        assert meter.compute() == 25.0 * correct
+        assert meter.data() == {"num_examples": 4, "num_correct": correct}
+    meter.set({"num_examples": 8.0, "num_correct": 2.0})  # the sums of all ranks
+    assert meter.compute() == 25.0
+    with pytest.raises(ValueError, match="at least 1"):
+        TopKClassMeter(0)

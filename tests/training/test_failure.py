@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 from environment import REPOSITORY, patient, python_path
 from failing_model import failing_model
+from simulated import train_on
 from warm import python
 
-import train
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.config import load
-from dgc_training.startup.arguments import parse_arguments
 from scripts.launch import torchrun
 
 ENVIRONMENT = {
@@ -28,25 +25,27 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": python_path(),
 }
-BIN = Path(sys.executable).parent
+BIN, TRAIN, CNN = Path(sys.executable).parent, REPOSITORY / "train.py", "configs/digits/cnn.py"
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-np", "2"]
 STARTS = {"mpirun": MPIRUN, "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"]}
 HOROVOD = pytest.mark.horovod
 SECOND = () if find_spec("horovod") is None else pytest.mark.proof  # a launcher that also runs with Horovod
-FORKS = pytest.mark.xdist_group("forks")  # one worker needs the fixture `results`
+LAUNCHERS = [
+    pytest.param("torchrun", marks=SECOND),
+    pytest.param("horovodrun", marks=HOROVOD),
+    pytest.param("mpirun", marks=[HOROVOD, pytest.mark.proof]),
+]
 FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_worker", "1"]
 
 
-def launch(command: Any, cwd: Any, timeout: int = 100) -> Any:
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=patient(timeout),
-        check=False,
-    )
+def launch(command: Any, cwd: Path, timeout: int = 100) -> Any:
+    words, limit = [str(word) for word in command], patient(timeout)
+    return subprocess.run(words, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit)
+
+
+def printed_by_ranks(result: Any) -> list[str]:
+    """The first lines of their errors."""
+    return [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
 
 
 # --- the context manager ending_all_ranks --------------------------------------------------------------
@@ -106,88 +105,54 @@ for _ in range(len(names)):
 """
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(exit status, standard output, standard error) of each of BODIES, by name."""
-    folder = tmp_path_factory.mktemp("bodies")
-    done = launch([python(), "-c", PROGRAM, json.dumps(BODIES), folder], folder)
+def test_how_a_process_ends(tmp_path: Path) -> None:
+    """Each of BODIES by its exit status, standard output and standard error."""
+    done = launch([python(), "-c", PROGRAM, json.dumps(BODIES), tmp_path], tmp_path)
     assert done.returncode == 0, done.stderr
-    found = {}
+    results, errors_of = {}, {}
     for name in BODIES:
-        status, out, err = ((folder / f"{name}.{part}").read_text() for part in ("status", "out", "err"))
-        found[name] = (int(status), out, err)
-    return found
+        status, out, errors_of[name] = (
+            (tmp_path / f"{name}.{part}").read_text() for part in ("status", "out", "err")
+        )
+        results[name] = (int(status), out)
+    with_traceback = {name for name, errors in errors_of.items() if "Traceback" in errors}
+    assert with_traceback == {"error"}
 
-
-@FORKS
-def test_an_error_has_rank_host_message_and_traceback(results: Any) -> None:
-    status, _, errors = results["error"]
-    first, second, *_ = errors.splitlines()
+    first, second, *_ = errors_of["error"].splitlines()
     assert first.startswith("[rank 2 of 4 on ") and first.endswith("] ValueError: no shard")
-    assert second.startswith("Traceback") and status == 1
-
-
-@FORKS
-def test_a_usage_error_has_no_traceback(results: Any) -> None:
+    assert second.startswith("Traceback") and results["error"][0] == 1
     for name in ("UsageError", "ConfigError"):
-        assert results[name] == (2, "", "not like this\n")
-
-
-@FORKS
-def test_a_full_disk_ends_the_run_without_restarts(results: Any) -> None:
-    """By the exit status 2, after which `scripts.agent` does not restart."""
-    status, _, errors = results["full disk"]
-    assert status == 2 and "No space left on device" in errors and "the same command resumes" in errors
-    assert "Traceback" not in errors
-
-
-@FORKS
-def test_a_rank_that_cannot_connect_has_the_address_and_no_traceback(results: Any) -> None:
+        assert (results[name], errors_of[name]) == ((2, ""), "not like this\n")
+    # with the exit status 2, after which `scripts.agent` does not restart
+    full = errors_of["full disk"]
+    assert results["full disk"][0] == 2
+    assert "No space left on device" in full and "the same command resumes" in full
     for name, address in (("no rank 0", "connection to server0 timed out"), ("no rank 1", "waiting for clients")):
-        status, _, errors = results[name]
-        assert status == 1 and "another rank exited" in errors and "Traceback" not in errors
-        assert errors.endswith(f"{address}\n")
-
-
-@FORKS
-def test_signals_end_the_process_without_a_traceback(results: Any) -> None:
-    shown_by_name = {name: name.split()[0] for name in BODIES if name.startswith("SIG")} | {"SIGINT": "Ctrl-C"}
-    for name, shown in shown_by_name.items():
-        assert results[name][0] == 128 + signal.Signals[name.split()[0]]
-        assert "Traceback" not in results[name][2] and f"Stopped by {shown}" in results[name][2]
-
-
-@FORKS
-def test_without_an_error_nothing_changes(results: Any) -> None:
-    assert results["no error"] == (0, "fine\n", "")
-
-
-@FORKS
-def test_a_rank_terminated_during_its_delay_prints_nothing(results: Any) -> None:
-    assert results["terminated before its message"] == (143, "", "")
+        assert results[name][0] == 1 and "another rank exited" in errors_of[name]
+        assert errors_of[name].endswith(f"{address}\n")
+    for name in (name for name in BODIES if name.startswith("SIG")):
+        number = name.split()[0]
+        assert results[name][0] == 128 + signal.Signals[number]
+        assert f"Stopped by {'Ctrl-C' if number == 'SIGINT' else number}" in errors_of[name]
+    assert (results["no error"], errors_of["no error"]) == ((0, "fine\n"), "")
+    late = "terminated before its message"
+    assert (results[late], errors_of[late]) == ((143, ""), "")
 
 
 # --- launched runs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("torchrun", marks=SECOND),
-        pytest.param("horovodrun", marks=HOROVOD),
-        pytest.param("mpirun", marks=[HOROVOD, pytest.mark.proof]),
-    ],
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     failing = failing_model(tmp_path, 3, "raise ValueError('broken shard')", rank=1)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
     start = STARTS.get(launcher, torchrun(2, [])[:-1])
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
-    configs = ["--configs", "configs/digits/cnn.py", failing]
-    result = launch([*start, python(), REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120)
+    configs = ["--configs", CNN, failing]
+    result = launch([*start, python(), TRAIN, *configs, *FLAGS], tmp_path, timeout=120)
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if "[rank " in line]
     assert "[rank 1 of 2 on " in errors[0] and errors[0].endswith("] ValueError: broken shard")
@@ -196,7 +161,7 @@ def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
 
 @HOROVOD
 def test_command_line_errors_are_printed_once(tmp_path: Path) -> None:
-    command = [*MPIRUN, python(), REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py"]
+    command = [*MPIRUN, python(), TRAIN, "--configs", CNN]
     result = launch([*command, "--configs.train.num_epoch", "5"], tmp_path)
     assert result.returncode == 2
     assert result.stderr.count("num_epochs") == 1 and "Traceback" not in result.stderr
@@ -207,7 +172,7 @@ def test_command_line_errors_are_printed_once(tmp_path: Path) -> None:
 def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [python(), REPOSITORY / "train.py", "--configs", "configs/digits/cnn.py", *FLAGS]
+    words = [python(), TRAIN, "--configs", CNN, *FLAGS]
     command = [str(word) for word in [*words, "--configs.train.batch_size", "256"]]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True) as process:
@@ -219,9 +184,7 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     # 0 if the run finished before the signal.
     assert process.returncode in (75, 0) and "Traceback" not in errors
     assert process.returncode == 0 or "Stopped by SIGTERM: saved e0001" in output
-    again = [*command[2:], "--run-dir", str(tmp_path / "runs" / "digits.cnn.np1")]
-    args, overrides = parse_arguments(again)
-    LockstepWorld(1).run(lambda transport: train.run(args, load(args.configs, overrides), transport))
+    train_on(1, [*command[2:], "--run-dir", str(tmp_path / "runs" / "digits.cnn.np1")])
     assert "resumed from checkpoint e000" in capsys.readouterr().out
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()
 
@@ -232,10 +195,10 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
 def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
-    configs = ["--configs", "configs/digits/cnn.py", stuck, "--configs.train.timeout", f"{patient(6)}"]
-    result = launch([*MPIRUN, sys.executable, REPOSITORY / "train.py", *configs, *FLAGS], tmp_path, timeout=120)
+    configs = ["--configs", CNN, stuck, "--configs.train.timeout", f"{patient(6)}"]
+    result = launch([*MPIRUN, sys.executable, TRAIN, *configs, *FLAGS], tmp_path, timeout=120)
     assert result.returncode == 1
-    printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    printed = printed_by_ranks(result)
     assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
     assert "rank 1 did not join" in printed[0] and "the others have waited" in printed[0]
     assert "in fail_here" in result.stderr
@@ -265,7 +228,7 @@ with ending_all_ranks():
 """
     result = launch([*MPIRUN, python(), "-c", program], tmp_path, timeout=90)
     assert result.returncode != 0
-    printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    printed = printed_by_ranks(result)
     assert printed[0].startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in printed[0]
     assert len(printed) == 1 and "Traceback" not in result.stderr
 
@@ -285,10 +248,10 @@ def make(path: str) -> Digits:
     (tmp_path / "shard0").touch()
     (tmp_path / "shards.yaml").write_text(f"dataset: {{_target_: shards.make, path: {tmp_path}/shard}}\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
-    words = ["--configs", "configs/digits/cnn.py", tmp_path / "shards.yaml", "--configs.model.num_classes", "10"]
-    result = launch([*MPIRUN, python(), REPOSITORY / "train.py", *words, *FLAGS], tmp_path)
+    words = ["--configs", CNN, tmp_path / "shards.yaml", "--configs.model.num_classes", "10"]
+    result = launch([*MPIRUN, python(), TRAIN, *words, *FLAGS], tmp_path)
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    printed = [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    printed = printed_by_ranks(result)
     assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
     assert "dataset (shards.make): FileNotFoundError" in printed[0] and "shard1" in printed[0]
     assert not (tmp_path / "runs").exists()
@@ -296,8 +259,8 @@ def make(path: str) -> Digits:
 
 @pytest.mark.timeout(120)
 def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_path: Path) -> None:
-    words = [python() if word == sys.executable else word for word in torchrun(2, [str(REPOSITORY / "train.py")])]
-    words += ["--configs", "configs/digits/cnn.py", *FLAGS]
+    words = [python() if word == sys.executable else word for word in torchrun(2, [str(TRAIN)])]
+    words += ["--configs", CNN, *FLAGS]
     result = launch([python(), BIN / words[0], *words[1:], "--configs.train.transport", "horovod"], tmp_path)
     assert result.returncode != 0 and list(tmp_path.iterdir()) == []
     said = [line for line in result.stderr.splitlines() if "WORLD_SIZE is 2, but Horovod sees 1 rank" in line]
@@ -316,11 +279,12 @@ def test_a_python_without_torch_gives_the_remedy(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-USERS = """
-import benchmarks, configs, datasets, models, scripts, training
+OWN = ("benchmarks", "configs", "datasets", "models", "scripts", "training")
+USERS = f"""
+import {", ".join(OWN)}
 from dgc_models import DigitsCNN
 
-for module in (benchmarks, configs, datasets, models, scripts, training):
+for module in ({", ".join(OWN)}):
     assert module.OWNER == "user", module
 
 class Mine(DigitsCNN):
@@ -328,21 +292,16 @@ class Mine(DigitsCNN):
 """
 
 
-def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) -> None:
+def test_packages_of_a_user_come_before_those_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the run and in its data workers."""
-    for name in ("benchmarks", "configs", "datasets", "models", "scripts", "training"):
+    for name in OWN:
         (tmp_path / "path" / name).mkdir(parents=True)
         (tmp_path / "path" / name / "__init__.py").write_text("OWNER = 'user'\n")
     (tmp_path / "path" / "mine.py").write_text(USERS)
     (tmp_path / "mine.yaml").write_text("model: {_target_: mine.Mine, width: 4}\ndata: {num_workers: 1}\n")
-    words = ["--configs", "configs/digits/cnn.py", "mine.yaml", *FLAGS, "--configs.train.batch_size", "700"]
-    result = subprocess.run(
-        [sys.executable, str(REPOSITORY / "train.py"), *words],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path / "path")},
-        capture_output=True,
-        text=True,
-        timeout=patient(100),
-        check=False,
-    )
+    words = ["--configs", CNN, "mine.yaml", *FLAGS, "--configs.train.batch_size", "700"]
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(tmp_path / "path"))
+    result = launch([sys.executable, TRAIN, *words], tmp_path)
     assert result.returncode == 0 and "Mine(width=4" in result.stdout, result.stderr

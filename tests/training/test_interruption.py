@@ -5,26 +5,24 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import patient
+from environment import patient, python_path
+from simulated import CNN, train_in
 from warm import python
 
-import train
 from dgc.comm.lockstep import LockstepWorld
-from dgc_training.config import load
 from dgc_training.faults.failure import Terminated
 from dgc_training.faults.interruption import EXIT_SAVED, Interruption
-from dgc_training.startup.arguments import parse_arguments
 
 
-@pytest.mark.parametrize("received", [(3, 0, 0), (0, 0, 5), (2, 4, 3)])
-def test_all_ranks_stop_after_the_same_step(received: Any) -> None:
+def test_all_ranks_stop_after_the_same_step() -> None:
     """received: the step in which each rank receives the signal; 0: never."""
 
-    def body(transport: Any) -> Any:
+    def body(transport: Any, received: Any) -> Any:
         with Interruption(transport) as interruption:
             for step in range(1, 10):
                 interruption.begin_step()
@@ -32,40 +30,26 @@ def test_all_ranks_stop_after_the_same_step(received: Any) -> None:
                     interruption.received = signal.SIGUSR1
                 if interruption.end_step() is not None:
                     return step
-        return None
-
-    first = min(step for step in received if step)
-    assert LockstepWorld(3).run(body) == [first + 1] * 3
-
-
-def test_without_a_signal() -> None:
-    def body(transport: Any) -> Any:
-        with Interruption(transport) as interruption:
             return interruption.check()
 
-    assert LockstepWorld(2).run(body) == [None, None]
+    for received, last in (((3, 0, 0), 4), ((0, 0, 5), 6), ((2, 4, 3), 3), ((0, 0, 0), None)):
+        assert LockstepWorld(3).run(partial(body, received=received)) == [last] * 3
 
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_run_stopped_after_the_last_step_of_an_epoch_resumes_with_its_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(tmp_path / "run")]
-    quick = ["--configs.train.batch_size=1437", "--configs.train.num_epochs=2", "--configs.model.width=8"]
-    args, overrides = parse_arguments([*words, *quick])  # an epoch is one step
-
-    def status() -> Any:
-        return LockstepWorld(1).run(lambda transport: train.run(args, load(args.configs, overrides), transport))
-
+    quick = ["train.batch_size=1437", "train.num_epochs=2", "model.width=8"]  # an epoch is one step
     with monkeypatch.context() as patch:
         patch.setattr(Interruption, "end_step", lambda self: signal.SIGUSR1)
-        assert status() == [EXIT_SAVED]
+        assert train_in(tmp_path, [CNN], quick, size=1) == [EXIT_SAVED]
     capsys.readouterr()
-    assert status() == [0]
-    output = capsys.readouterr().out.splitlines()
-    heads = [line.split() for line in output if line.split()[:2] == ["epoch", "loss"]]
+    assert train_in(tmp_path, [CNN], quick, size=1) == [0]
+    output = [line.split() for line in capsys.readouterr().out.splitlines()]
+    heads = [words for words in output if words[:2] == ["epoch", "loss"]]
     assert [len(head) for head in heads] == [3, 6], "no step of the first epoch was measured"
-    assert any(line.split()[:2] == ["1/2", "nan"] for line in output)
+    assert any(words[:2] == ["1/2", "nan"] for words in output)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -108,13 +92,9 @@ for agree in (True, False):
 """
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}
     torchrun["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(2 * seconds)
-    done = subprocess.run(
-        [python(), "-c", program],
-        env={**os.environ, **torchrun, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=patient(100),
-    )
+    environment = {**os.environ, **torchrun, "PYTHONPATH": python_path()}
+    words, limit = [python(), "-c", program], patient(100)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=limit)
     assert (done.returncode, done.stdout) == (143, "saved\n"), done.stderr
     assert done.stderr == f"No common stop within {seconds:g} s after SIGTERM: ended without saving.\n"
 
@@ -132,14 +112,9 @@ with Interruption(LockstepWorld(1).transports[0]):
         lock = threading.Lock(); lock.acquire()
         libc.sleep(60); libc.sleep(60); libc.sleep(60)
 """
-    root = str(Path(__file__).parents[2])
-    with subprocess.Popen(
-        [python(), "-c", program],
-        env={**os.environ, "PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    environment, pipe = {**os.environ, "PYTHONPATH": python_path()}, subprocess.PIPE
+    words = [python(), "-c", program]
+    with subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         time.sleep(1.3)

@@ -1,66 +1,28 @@
 """Language modelling: data, batches, models, meters, and runs of train.py on simulated ranks."""
 
-import json
 import math
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from simulated import rewound, summary_of, train_in
+from training.test_resuming import LSTM as SETTINGS
+from training.test_resuming import write_wikitext
 
-import train
-from dgc.comm.lockstep import LockstepWorld
 from dgc_datasets import PythonSources, WikiText2
 from dgc_datasets.python_sources import is_held_out
 from dgc_models import GPT, LSTM
-from dgc_training.checkpoint.reading import read_tensors
-from dgc_training.config import ConfigError, load
+from dgc_training.config import load
 from dgc_training.meters import BitsPerToken, Perplexity, TokenLoss
 from dgc_training.schedule import warmup_cosine
-from dgc_training.startup.arguments import parse_arguments
-from dgc_training.startup.setup import require_complete
 from dgc_training.stepping import Stepping
 from dgc_training.tasks.tokens import IGNORED, EvaluationRows, TokenStreams, Windows
 
 CPU = torch.device("cpu")
-TINY = [
-    "train.num_epochs=2",
-    "train.batch_size=4",
-    "train.checkpoint_every=2",
-    "train.check_replicas_every=2",
-    "data.num_threads_per_worker=1",
-    "dataset.root=ROOT",
-    "dataset.vocabulary_size=20",
-    "task.context=8",
-    "task.steps_per_epoch=5",
-    "model.width=16",
-]
-SMALL_LSTM = ["model.layers=2", "model.dropout=0.0"]
-
-pytestmark = pytest.mark.usefixtures("no_type_checks")
-
-
-@pytest.fixture(scope="module")
-def wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wikitext")
-    line = " the old man and the sea met <unk> again \n"
-    (folder / "wiki.train.tokens").write_text(line * 100)
-    (folder / "wiki.valid.tokens").write_text(line * 7 + " a word of its own \n")
-    (folder / "wiki.test.tokens").write_text(line * 3)
-    return folder
-
-
-def run(root: Path, directory: Path, words: Any = (), size: int = 2, stack: Any = (), options: Any = ()) -> None:
-    stack = stack or ["configs/wikitext/lstm.py"]
-    small = SMALL_LSTM if any("lstm" in name for name in stack) else []
-    settings = [f"--configs.{word.replace('ROOT', str(root))}" for word in [*TINY, *small, *words]]
-    argv = ["--configs", *stack, "--devices", "cpu", "--run-dir", str(directory), *options, *settings]
-    args, overrides = parse_arguments(argv)
-    tree = load(args.configs, overrides)
-    require_complete(tree, "cpu")
-    LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
 
 
 # Data
@@ -80,8 +42,8 @@ def test_python_sources() -> None:
             PythonSources(**arguments)
 
 
-def test_wikitext(wikitext: Path, tmp_path: Path) -> None:
-    data = WikiText2(str(wikitext))
+def test_wikitext(tmp_path: Path) -> None:
+    data = WikiText2(str(write_wikitext(tmp_path / "data")))
     assert {split: len(tokens) for split, tokens in data.items()} == {"train": 1000, "val": 76, "test": 30}
     first = data["train"][:10].tolist()
     assert first[0] == first[4] == 1 and first[7] == 0 and len(set(first)) == 9
@@ -119,9 +81,8 @@ def test_streams_are_contiguous_and_resume_anywhere(passes: int) -> None:
 def test_a_state_goes_on_only_where_the_text_does() -> None:
     """A rank of an asynchronous run takes 7, 13 and 10 steps of epochs of 10. The text has 33 steps."""
     for passes in (1, 2):
-        batches = TokenStreams(
-            torch.arange(167 * passes), 5, 1, passes, rank=0, size=1, device=CPU, steps_per_epoch=10
-        )
+        one: dict[str, Any] = {"rank": 0, "size": 1, "device": CPU, "steps_per_epoch": 10}
+        batches = TokenStreams(torch.arange(167 * passes), 5, 1, passes, **one)
         assert batches.steps == 33
         begins: list[Any] = []
         before: Any = None
@@ -135,30 +96,25 @@ def test_a_state_goes_on_only_where_the_text_does() -> None:
         assert begins == [(0, 0), (1, 0), (2, 0), (3, 3)]
         # the state of a checkpoint is that of its chunk
         for last, begins_anew in ((None, False), (14 * passes - 1, False), (16 * passes - 1, True)):
-            resumed = TokenStreams(torch.arange(500), 5, 1, passes, rank=0, size=1, device=CPU, steps_per_epoch=10)
+            resumed = TokenStreams(torch.arange(500), 5, 1, passes, **one)
             resumed.last = last
             found = [chunk.begins for _, chunks in resumed.epoch(1, 4) for chunk in chunks]
             assert found == [begins_anew] + [False] * (6 * passes - 1)
 
 
-def test_windows_cover_the_stream_once() -> None:
+def test_every_token_but_the_first_is_evaluated_once() -> None:
+    for count, size in product((0, 1, 2, 33, 100), (1, 3, 8)):
+        seen: Counter[int] = Counter()
+        for rank in range(size):
+            for inputs, targets, _ in EvaluationRows(torch.arange(count), 4, 5, rank=rank, size=size, device=CPU):
+                kept = targets != IGNORED
+                assert torch.equal(targets[kept], inputs[kept] + 1)
+                seen.update(targets[kept].tolist())
+        assert seen == Counter(range(1, count))
     windows = Windows(torch.arange(101), 10)
     items = [windows[n] for n in range(len(windows))]
     assert torch.equal(torch.cat([targets for _, targets in items]), torch.arange(1, 101))
     assert all(torch.equal(targets, inputs + 1) for inputs, targets in items)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 33, 100])
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_every_token_but_the_first_is_evaluated_once(count: int, size: int) -> None:
-    tokens = torch.arange(count)
-    seen: Counter[int] = Counter()
-    for rank in range(size):
-        for inputs, targets, _ in EvaluationRows(tokens, 4, 5, rank=rank, size=size, device=CPU):
-            kept = targets != IGNORED
-            assert torch.equal(targets[kept], inputs[kept] + 1)
-            seen.update(targets[kept].tolist())
-    assert seen == Counter(range(1, count))
 
 
 # Models, meters, schedule
@@ -180,19 +136,17 @@ def test_a_state_continues_and_a_decoder_is_causal() -> None:
     assert gpt(tokens[:, :3]).shape == (2, 3, 11)
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: GPT(11, width=10, heads=4), "width 10 cannot be divided into 4 heads"),
-        (lambda: GPT(11, dropout=1.0), "dropout must be"),
-        (lambda: GPT(0), "vocabulary_size must be at least 1"),
-        (lambda: LSTM(11, layers=0), "layers must be at least 1"),
-        (lambda: LSTM(11, dropout=-0.1), "dropout must be"),
-    ],
-)
-def test_sizes_of_models(model: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model()
+def test_sizes_of_models() -> None:
+    model: Any
+    for model, arguments, message in (
+        (GPT, {"vocabulary_size": 11, "width": 10, "heads": 4}, "width 10 cannot be divided into 4 heads"),
+        (GPT, {"vocabulary_size": 11, "dropout": 1.0}, "dropout must be"),
+        (GPT, {"vocabulary_size": 0}, "vocabulary_size must be at least 1"),
+        (LSTM, {"vocabulary_size": 11, "layers": 0}, "layers must be at least 1"),
+        (LSTM, {"vocabulary_size": 11, "dropout": -0.1}, "dropout must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**arguments)
 
 
 def test_meters_of_uniform_predictions() -> None:
@@ -207,7 +161,7 @@ def test_meters_of_uniform_predictions() -> None:
     assert huge.compute() == math.inf
 
 
-def test_warmup_then_cosine() -> None:
+def test_warmup_then_cosine_and_clipping() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     scheduler = warmup_cosine(optimizer, warmup_steps=4, total_steps=24, final=0.1)
     rates = []
@@ -219,78 +173,27 @@ def test_warmup_then_cosine() -> None:
     assert rates[24:] == pytest.approx([0.2, 0.2])
     with pytest.raises(ValueError, match="warmup_steps is 5; it must be from 0 to total_steps - 1, 4"):
         warmup_cosine(optimizer, 5, 5)
+    # with DGC, gradients are clipped before compression
+    settings = load(["configs/wikitext/lstm.py", "configs/dgc/wm5.py"]).train
+    assert settings.clip_norm is None and settings.compression.memory.gradient_clipping.max_norm == 0.4
 
 
 # Runs
 
 
-@pytest.mark.parametrize(
-    ("compression", "size", "words"),
-    [
-        ([], 2, ["model.dropout=0.2"]),
-        ([], 1, ["train.precision=bf16"]),
-        (["configs/dgc/wm5.py"], 2, []),
-        (["configs/powersgd/rank1.py"], 2, []),
-    ],
-)
-def test_an_lstm_run_resumed_in_mid_epoch_ends_bit_identical(
-    compression: Any, size: int, words: Any, wikitext: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It resumes with the LSTM's state, in the middle of a row."""
-    stack = ["configs/wikitext/lstm.py", *compression]
-    run(wikitext, tmp_path / "whole", words, size, stack)
-    stop, steps = train.is_due, 0
-
-    def fail(every: Any, step: Any) -> bool:
-        nonlocal steps
-        steps += 1
-        if steps > 16 * size:  # in the fourth step of the second epoch: every rank asks twice a step
-            raise RuntimeError("killed")
-        return stop(every, step)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(train, "is_due", fail)
-        with pytest.raises(RuntimeError, match="killed"):
-            run(wikitext, tmp_path / "cut", words, size, stack)
-    saved = json.loads((tmp_path / "cut" / "checkpoints" / "latest.json").read_text())["checkpoint"]
-    assert saved.startswith("e0001") and saved != "e0001"
-    is_bf16 = "train.precision=bf16" in words and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    task = read_tensors(tmp_path / "cut" / "checkpoints" / saved / f"rank{size - 1}.pt")["task"]
-    state = task["state"]
-    assert task["chunk"] == 5 + int(saved[-5:]) - 1, "five steps of the first epoch, and those of the second"
-    assert [part.shape for part in state] == [(2, 4, 16)] * 2 and bool(state[0].any())
-    assert state[0].dtype == (torch.bfloat16 if is_bf16 else torch.float32)
-    chunks, make = [], TokenStreams._chunk
-
-    def recorded(self: TokenStreams, number: int) -> Any:
-        chunks.append((self.last, number))
-        return make(self, number)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TokenStreams, "_chunk", recorded)
-        run(wikitext, tmp_path / "cut", words, size, stack)
-    assert chunks[0] == (task["chunk"], task["chunk"] + 1)
-    for name in ("shared.pt", *(f"rank{rank}.pt" for rank in range(size))):
-        whole, cut = (read_tensors(tmp_path / d / "checkpoints" / "e0002" / name) for d in ("whole", "cut"))
-        for part in ("model", "task"):
-            a, b = (torch.utils._pytree.tree_leaves(saved.get(part, {})) for saved in (whole, cut))
-            assert len(a) == len(b) and all(map(torch.equal, map(torch.as_tensor, a), map(torch.as_tensor, b)))
-    summaries = [json.loads((tmp_path / d / "summary.json").read_text()) for d in ("whole", "cut")]
-    assert summaries[0]["best"] == summaries[1]["best"] and summaries[0]["tokens"] == 2 * 5 * size * 4 * 8
-    assert summaries[0]["best"]["perplexity/val"] == pytest.approx(math.exp(summaries[0]["best"]["loss/val"]))
-
-
+@pytest.mark.usefixtures("no_type_checks")
 def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train.num_epochs=3", "dataset.characters=20000", "dataset.vocabulary_size=64", "train.batch_size=8"]
-    words += ["model.heads=2", "task.steps_per_epoch=10", "train.optimizer.lr=0.01", "dataset.root=null"]
-    settings = [f"--configs.{word}" for word in [*TINY, *words] if "dataset.root" not in word]
+    settings = (
+        "train.num_epochs=3 train.batch_size=8 train.optimizer.lr=0.01 data.num_threads_per_worker=1".split()
+    )
+    settings += (
+        "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=10".split()
+    )
+    settings += ["model.heads=2", "model.width=16"]
     for size in (1, 2):
         directory = tmp_path / str(size)
-        argv = ["--configs", "configs/pysource/gpt.py", "--devices", "cpu", "--run-dir", str(directory), *settings]
-        args, overrides = parse_arguments(argv)
-        tree = load(args.configs, overrides)
-        LockstepWorld(size).run(partial(train.run, args, tree))
-        summary = json.loads((directory / "summary.json").read_text())
+        train_in(directory, ["configs/pysource/gpt.py"], settings, size)
+        summary = summary_of(directory)
         best = summary["best"]
         assert best["bits_per_character/test"] == pytest.approx(best["loss/test"] / math.log(2))
         # a guess has 6 bits, and lower is better
@@ -301,21 +204,18 @@ def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.
     assert "tokens/s" in capsys.readouterr().out
 
 
-def test_a_run_resumes_on_another_number_of_ranks(wikitext: Path, tmp_path: Path) -> None:
-    run(wikitext, tmp_path / "run", ["train.num_epochs=1"])
-    config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace("num_epochs: 1", "num_epochs: 2"))
-    with pytest.warns(UserWarning, match="was saved by 2 ranks and is resumed by 3"):
-        run(wikitext, tmp_path / "run", size=3)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["epochs"] == 2
-
-
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.usefixtures("no_type_checks")
 def test_an_epoch_of_a_fixed_number_of_steps_goes_on_at_the_same_step(
-    size: int, wikitext: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(wikitext, tmp_path / "run")
-    (tmp_path / "run/checkpoints/latest.json").write_text(json.dumps({"checkpoint": "e0001s00002"}))
+    """On fewer and on more ranks."""
+    stack = ["configs/wikitext/lstm.py"]
+    settings = [word.replace("ROOT", str(write_wikitext(tmp_path / "data"))) for word in SETTINGS]
+    settings.append("train.checkpoint_every=3")
+    train_in(tmp_path / "run", stack, settings)
+    summary = summary_of(tmp_path / "run")
+    assert summary["tokens"] == 2 * 5 * 2 * 4 * 8
+    assert summary["best"]["perplexity/val"] == pytest.approx(math.exp(summary["best"]["loss/val"]))
     taken: list[int] = []
     step = Stepping.step
 
@@ -324,33 +224,9 @@ def test_an_epoch_of_a_fixed_number_of_steps_goes_on_at_the_same_step(
         step(stepping)
 
     monkeypatch.setattr(Stepping, "step", counted)
-    with pytest.warns(UserWarning, match=f"was saved by 2 ranks and is resumed by {size}"):
-        run(wikitext, tmp_path / "run", size=size)
-    assert taken.count(0) == 3
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("model.vocabulary_size=5", "the model's vocabulary has 5: set model.vocabulary_size"),
-        ("task.context=0", "task.context is 0; it must be at least 1"),
-        ("task.context=400", "too few for one step of 2 ranks x 4 rows"),
-        ("train.clip_norm=0.0", "train.clip_norm is 0.0; it must be positive"),
-        ("train.precision=fp8", "train.precision is 'fp8'; it must be one of fp32, bf16, fp16"),
-        ("train.precision=fp16", "train.precision is fp16, which needs a GPU, and the device is cpu: use bf16"),
-        ("train.metric=perplexity/dev", "is not a result; there are: perplexity/val, loss/val"),
-        ("dataset.root=/nowhere", "put the three files"),
-    ],
-)
-def test_what_does_not_fit_is_one_error(word: str, message: str, wikitext: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run(wikitext, tmp_path / "run", [word])
-    assert not (tmp_path / "run").exists()
-
-
-def test_dgc_clips_before_compression(wikitext: Path, tmp_path: Path) -> None:
-    stack = ["configs/wikitext/lstm.py", "configs/dgc/wm5.py"]
-    settings = load(stack).train
-    assert settings.clip_norm is None and settings.compression.memory.gradient_clipping.max_norm == 0.4
-    with pytest.raises(ConfigError, match=r"train\.clip_norm limits averages"):
-        run(wikitext, tmp_path / "run", ["train.clip_norm=1.0"], stack=stack)
+    for size, start, steps in ((1, "e0001s00003", 2), (3, "e0001s00003", 2), (3, "e0001", 5)):
+        taken.clear()
+        again = rewound(tmp_path / "run", tmp_path / f"{start} {size}", start)
+        with pytest.warns(UserWarning, match=f"was saved by 2 ranks and is resumed by {size}"):
+            train_in(again, stack, settings, size)
+        assert taken.count(0) == steps and summary_of(again)["epochs"] == 2

@@ -10,31 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated import train_on
+from environment import python_path
+from simulated import CNN, train_in
 
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup import lock
 from dgc_training.startup.lock import RunLock, remove_temporary_files
 
-REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-BRIEF = ["num_epochs=1", "batch_size=180", "warmup_lr_epochs=0"]
+BRIEF = ["train.num_epochs=1", "train.batch_size=180", "train.warmup_lr_epochs=0", "model.width=4"]
 
 
-def run(directory: Path, *words: str) -> None:
-    own = ["--run-dir", str(directory), *(f"--configs.train.{word}" for word in BRIEF), *words]
-    train_on(2, ["--configs", "configs/digits/cnn.py", "--configs.model.width=4", *own])
+def run(directory: Path, *options: str) -> None:
+    train_in(directory, [CNN], BRIEF, options=options)
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def held_by_another_process(directory: Path) -> subprocess.Popen[str]:
     program = f"import sys\nfrom dgc_training.startup.lock import *\nlock = RunLock(Path({str(directory)!r}))\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program + "print('held', flush=True)\nsys.stdin.read()"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = [sys.executable, "-c", program + "print('held', flush=True)\nsys.stdin.read()"]
+    environment, pipe = {**os.environ, "PYTHONPATH": python_path()}, subprocess.PIPE
+    process = subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
@@ -46,13 +45,13 @@ def test_a_second_run_in_the_directory_is_an_error_until_the_first_has_ended(
     directory = tmp_path / "run"
     run(directory)
     assert not (directory / lock.NAME).exists()
-    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    before = contents(directory)
     with held_by_another_process(directory) as holder:
         message = rf"{directory} is in use by process {holder.pid} on \S+\. Wait .* --suffix or --run-dir"
         for words in ([], ["--no-resume"]):
             with pytest.raises(UsageError, match=message):
                 run(directory, *words)
-        after = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+        after = contents(directory)
         assert after.pop(directory / lock.NAME).decode().startswith(f"process {holder.pid} on ")
         assert after == before and list(tmp_path.iterdir()) == [directory]
         capsys.readouterr()
@@ -99,6 +98,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
 
 
 def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    """By a run at its start, too."""
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     (tmp_path / "checkpoints").mkdir()
@@ -109,13 +109,6 @@ def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) ->
         path.touch()
     remove_temporary_files(tmp_path)
     assert not any(path.exists() for path in left) and all(path.exists() for path in others)
-
-
-def test_a_run_removes_temporary_files_at_its_start(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        pass
-    left = tmp_path / "run" / "checkpoints" / f".latest.json.{dead.pid}.tmp"
-    left.parent.mkdir(parents=True)
-    left.touch()
-    run(tmp_path / "run")
-    assert not left.exists()
+    left[1].touch()
+    run(tmp_path)
+    assert not left[1].exists()

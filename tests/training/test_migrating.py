@@ -1,12 +1,11 @@
 """Config files in the form of the original DGC code work after the edits of docs/migrating.md and nothing else."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from documented import DOCS, table
-from simulated import train_on
+from simulated import summary_of, train_in
 from small_data import write_cifar
 
 import dgc.aggregate
@@ -139,16 +138,18 @@ def test_files_in_the_original_form_load(place: Path) -> None:
         assert isinstance(memory, DGCSGDMemory) and memory.correction.momentum == 0.8
         assert memory.correction.nesterov == bool(extra)
 
+    with (place / "configs/__init__.py").open("a") as file:
+        file.write("del configs.deterministic\n")
+    with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
+        load(["configs/images/small.py"])
+
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_files_in_the_original_form_train(place: Path) -> None:
     write_cifar(place / "data")
     stack = ["configs/images/small.py", "configs/images/nesterov.py", "configs/dgc/dense_first.py"]
-    train_on(
-        2,
-        ["--configs", *stack, "--devices", "cpu", "--configs.train.num_epochs=2", "--run-dir", str(place / "run")],
-    )
-    summary = json.loads((place / "run/summary.json").read_text())
+    train_in(place / "run", stack, ["train.num_epochs=2"])
+    summary = summary_of(place / "run")
     assert 0 < summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
 
 
@@ -159,10 +160,3 @@ def test_replacement_names_exist() -> None:
     assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
     (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
     assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
-
-
-def test_a_root_base_cannot_delete_a_declared_key(place: Path) -> None:
-    with (place / "configs/__init__.py").open("a") as file:
-        file.write("del configs.deterministic\n")
-    with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
-        load(["configs/images/small.py"])

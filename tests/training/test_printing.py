@@ -1,7 +1,9 @@
-"""The output of a run: comparison of bytes, changed settings, width of the table, no colour in files."""
+"""The output of a run: comparison of bytes, changed settings, width of the table, colour; the help of train.py."""
 
 import os
 import pty
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,18 +11,20 @@ from typing import Any
 
 import pytest
 from environment import patient
-from simulated import train_on
+from simulated import CNN, train_in
 
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
+from dgc_training.config.layers import FLAGS, REPOSITORY
 from dgc_training.logging.console import Console, clock, wants_colour
 from dgc_training.logging.formatting import against_dense, changed_settings, human_bytes, plural, result_text
 from dgc_training.logging.summary import summarize, table
+from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.installed import first_line
 from scripts.demo import comparison
 from scripts.launch import prepare
 
-STACK = ["configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/dgc/fp16.py"]
+STACK = [CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py"]
 VALUES = {
     "train/loss": 1.25,
     "train/lr": 0.0123456,
@@ -126,19 +130,17 @@ def test_the_first_line_of_a_run() -> None:
 def test_the_first_line_is_printed_before_pytorch_is_loaded(tmp_path: Path) -> None:
     """A process that cannot load it has printed the line."""
     (tmp_path / "torch.py").write_text("raise SystemExit(7)")
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
-    words = [sys.executable, "-P", str(root / "train.py"), "--configs", "configs/digits/cnn.py"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    words = [sys.executable, "-P", str(REPOSITORY / "train.py"), "--configs", CNN]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=patient(60))
     assert (done.returncode, done.stdout) == (7, "train.py: 1 process; loading PyTorch\n"), done.stderr
 
 
 def test_colour_only_in_terminals_that_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert wants_colour("/dev/pts/0") and not wants_colour(None)
-    monkeypatch.setenv("TERM", "dumb")
-    assert not wants_colour("/dev/pts/0")
+    for kind, expected in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", kind)
+        assert wants_colour("/dev/pts/0") is expected and not wants_colour(None)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour("/dev/pts/0")
@@ -172,7 +174,7 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     """Open MPI gives each rank a pseudo-terminal. The output of mpirun decides."""
     command, environment = prepare(1, ["-c", TELL])
     command = command if launched else [sys.executable, "-c", TELL]
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"PYTHONPATH": str(REPOSITORY)}
     master, slave = pty.openpty()
     name = os.ttyname(slave)
     limit = patient(60)
@@ -190,28 +192,20 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     assert in_file.stdout.decode().split() == ["None", "None"]
 
 
-def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: Any, size: Any) -> Any:
-    quick = ["--configs.train.num_epochs=1", "--configs.train.batch_size=90", "--configs.model.width=8"]
-    place = ["--devices", "cpu", "--run-dir", str(tmp_path / "r")]
-    train_on(size, ["--configs", *words, *place, *quick])
-    return capsys.readouterr().out
-
-
-def test_one_process_sends_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    output = printed(capsys, tmp_path, "configs/digits/cnn.py", size=1)
-    assert "1 rank on cpu" in output and output.count("1 process: nothing is sent") == 2 and "MB" not in output
-
-
-def test_a_dense_warmup_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    output = printed(capsys, tmp_path, *STACK, size=4)
-    assert "at compress_ratio 0.2512 sparse messages cost more" in output
-    assert "100% of the gradient went dense" in output
-    assert max(len(line) for line in output.splitlines() if str(tmp_path) not in line) <= 80
-
-
-def test_gossip_that_sends_more_than_dense(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    stack = ["configs/digits/cnn.py", "configs/gossip/dpsgd.py", "configs/topology/full.py"]
-    assert "2 times the bytes of a dense fp32 all-reduce" in printed(capsys, tmp_path, *stack, size=4)
+def test_what_a_run_says_of_its_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One process sends nothing, a dense warm-up is explained, and gossip may send more than dense."""
+    gossip = [CNN, "configs/gossip/dpsgd.py", "configs/topology/full.py"]
+    outputs = []
+    for number, (stack, size) in enumerate((([CNN], 1), (STACK, 4), (gossip, 4))):
+        quick = ["train.num_epochs=1", "train.batch_size=90", "model.width=8"]
+        train_in(tmp_path / str(number), stack, quick, size)
+        outputs.append(capsys.readouterr().out)
+    alone, warmup, more = outputs
+    assert "1 rank on cpu" in alone and alone.count("1 process: nothing is sent") == 2 and "MB" not in alone
+    assert "at compress_ratio 0.2512 sparse messages cost more" in warmup
+    assert "100% of the gradient went dense" in warmup
+    assert max(len(line) for line in warmup.splitlines() if str(tmp_path) not in line) <= 80
+    assert "2 times the bytes of a dense fp32 all-reduce" in more
 
 
 def test_the_demonstration_compares_both_runs() -> None:
@@ -224,3 +218,19 @@ def test_the_demonstration_compares_both_runs() -> None:
     rows = [line.split() for line in output.splitlines()[1:3]]
     assert rows == [["dense", "99.50%", "300", "MB", "100", "9.5"], ["DGC", "99.00%", "20.0", "MB", "6.67", "9.5"]]
     assert "15 times fewer" in output and "-0.50 points" in output
+
+
+def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in FLAGS)
+    (named,) = set(re.findall(r"configs/__init__\.py", text))
+    assert (REPOSITORY / named).is_file()
+    examples = re.findall(r"^ +.*python train\.py (.+)$", text, flags=re.MULTILINE)
+    assert len(examples) >= 2
+    assert any("--print-config" in example for example in examples)
+    assert any("--configs." in example for example in examples)
+    for example in examples:
+        args, overrides = parse_arguments(shlex.split(example))
+        load(args.configs, overrides)

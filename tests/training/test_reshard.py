@@ -1,7 +1,6 @@
 """Residual redistributed to another number of ranks: the mean is unchanged, and no state is scaled up."""
 
 from fractions import Fraction
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,102 +26,31 @@ def test_rows_sum_to_one_and_columns_to_new_over_old() -> None:
             assert old != new or rows == [{rank: 1} for rank in range(new)]
 
 
-def train(transport: Any, memory: Any, states: Any = None, steps: int = 4) -> Any:
-    """The state of the compression after some steps on different data of each rank."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
-    momentum = 0.0 if memory is ResidualMemory else 0.9
-    optimizer = DistributedOptimizer(
-        DGCSGD(model.parameters(), lr=0.1, momentum=momentum),
-        model.named_parameters(),
-        DGCCompressor(0.05, memory()),
-        transport=transport,
-    )
-    if states is not None:
-        optimizer.load_compression_state_dict(redistribute(states, transport.size)[transport.rank])
-    generator = torch.Generator().manual_seed(transport.rank)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(6, 12, generator=generator)).square().sum().backward()
-        optimizer.step()
-    return optimizer.compression_state_dict()
-
-
-def leaves(state: Any, where: str = "") -> Any:
-    if isinstance(state, dict):
-        return {name: leaf for key in state for name, leaf in leaves(state[key], f"{where}.{key}").items()}
-    return {where: state}
-
-
-@pytest.mark.parametrize("memory", [partial(DGCSGDMemory, 0.9), ResidualMemory])
-@pytest.mark.parametrize(("old", "new"), [(3, 2), (3, 4), (4, 1), (1, 4), (2, 5)])
-def test_the_mean_is_preserved_to_rounding(memory: Any, old: Any, new: Any) -> None:
-    before = LockstepWorld(old).run(lambda transport: train(transport, memory))
-    after = LockstepWorld(new).run(lambda transport: train(transport, memory, before, steps=0))
-    tensors = 0
-    for name, first in leaves({key: part for key, part in before[0].items() if key != "identity"}).items():
-        olds, news = ([leaves(state)[name] for state in states] for states in (before, after))
-        if isinstance(first, torch.Tensor):
-            tensors += 1
-            scale = max(float(part.abs().max()) for part in olds)
-            mean_old, mean_new = (sum(part.double() for part in parts) / len(parts) for parts in (olds, news))
-            assert (mean_old - mean_new).abs().max() <= 2**-23 * scale
-            assert max(float(part.norm()) for part in news) <= max(float(part.norm()) for part in olds) + 1e-6
-        else:
-            assert set(olds) == set(news)
-    assert tensors >= 2
-    LockstepWorld(new).run(lambda transport: train(transport, memory, before))
-
-
-def test_a_blend_is_rounded_once() -> None:
-    states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
-    expected: Any = sum(state["v"].double() for state in states.values()) / 8
-    assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
-
-
-def test_values_equal_on_all_ranks_are_kept_bit_for_bit() -> None:
-    q = torch.rand(50)
-    states = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
-    mixed = blend(states, shares(3, 2, 0))
-    assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"a": 1}, {"a": 2}),
-        ({"a": 1}, {"b": 1}),
-        ({"a": 1}, {"a": 1.0}),
-        ({"a": [1]}, {"a": [1, 2]}),
-        ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}),
-        ({"a": torch.tensor([1])}, {"a": torch.tensor([2])}),
-    ],
-)
-def test_values_that_cannot_be_summed_are_reported(first: Any, second: Any) -> None:
-    with pytest.raises(ValueError, match=r"^state"):
-        blend({0: first, 1: second}, shares(2, 1, 0))
-
-
-# --- two levels ------------------------------------------------------------------------------------------
-
 METHODS: dict[str, Any] = {
     "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9)),
     "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8"),
     "powersgd": lambda: PowerSGDCompressor(2, high_rank=3),
     "2bit": lambda: ThresholdCompressor(threshold=0.1),
+    "residual": lambda: DGCCompressor(0.05, ResidualMemory()),
 }
 # (ranks, ranks of each machine; None: all ranks alike)
 FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
 
 
 def run(
-    transport: Any, method: str, two_levels: bool, states: Any = None, machines: Any = None, **settings: Any
+    transport: Any,
+    method: str,
+    two_levels: bool,
+    states: Any = None,
+    machines: Any = None,
+    steps: int = 4,
+    **settings: Any,
 ) -> Any:
-    """The residual after four steps, or, with the states of other ranks, this rank's share of them."""
+    """The residual after some steps, which begin with this rank's share of the states of other ranks."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
     optimizer = DistributedOptimizer(
-        DGCSGD(model.parameters(), lr=0.05, momentum=0.9),
+        DGCSGD(model.parameters(), lr=0.05, momentum=0.0 if method == "residual" else 0.9),
         model.named_parameters(),
         METHODS[method](),
         transport=transport,
@@ -130,12 +58,13 @@ def run(
         **settings,
     )
     optimizer.begin_epoch(0)
-    if states is not None:
+    if machines is not None:
         own = share_of(states.__getitem__, machines, transport.rank, transport.size, optimizer.part)
         optimizer.load_compression_state_dict(own)
-        return optimizer.compression_state_dict()
+    elif states is not None:
+        optimizer.load_compression_state_dict(redistribute(states, transport.size)[transport.rank])
     generator = torch.Generator().manual_seed(transport.rank)
-    for _ in range(4):
+    for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(6, 12, generator=generator)).square().sum().backward()
         optimizer.step()
@@ -162,21 +91,70 @@ def means(states: list[Any]) -> dict[str, torch.Tensor]:
     return {where: torch.stack(parts).mean(0) for where, parts in tensors.items()}
 
 
-@pytest.mark.parametrize("method", METHODS)
+def leaves(state: Any, where: str = "") -> Any:
+    if isinstance(state, dict):
+        return {name: leaf for key in state for name, leaf in leaves(state[key], f"{where}.{key}").items()}
+    return {where: state}
+
+
+@pytest.mark.parametrize("method", ["dgc", "residual"])
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (3, 4), (4, 1), (1, 4), (2, 5)])
+def test_the_mean_over_ranks_is_preserved_to_rounding(method: str, old: int, new: int) -> None:
+    before = world((old, None), method)
+    after = world((new, None), method, before, steps=0)
+    tensors = 0
+    for name, first in leaves({key: part for key, part in before[0].items() if key != "identity"}).items():
+        olds, news = ([leaves(state)[name] for state in states] for states in (before, after))
+        if isinstance(first, torch.Tensor):
+            tensors += 1
+            scale = max(float(part.abs().max()) for part in olds)
+            mean_old, mean_new = (sum(part.double() for part in parts) / len(parts) for parts in (olds, news))
+            assert (mean_old - mean_new).abs().max() <= 2**-23 * scale
+            assert max(float(part.norm()) for part in news) <= max(float(part.norm()) for part in olds) + 1e-6
+        else:
+            assert set(olds) == set(news)
+    assert tensors >= 2
+    world((new, None), method, before)
+
+
+def test_a_blend_is_rounded_once() -> None:
+    states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
+    expected: Any = sum(state["v"].double() for state in states.values()) / 8
+    assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
+
+
+def test_values_equal_on_all_ranks_are_kept_bit_for_bit() -> None:
+    q = torch.rand(50)
+    states = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
+    mixed = blend(states, shares(3, 2, 0))
+    assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
+
+
+def test_values_that_cannot_be_summed_are_reported() -> None:
+    first: Any
+    second: Any
+    for first, second in (
+        (1, 2),
+        (1, 1.0),
+        ([1], [1, 2]),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.tensor([1]), torch.tensor([2])),
+    ):
+        with pytest.raises(ValueError, match=r"^state\.a"):
+            blend({0: {"a": first}, 1: {"a": second}}, shares(2, 1, 0))
+    with pytest.raises(ValueError, match="^state"):
+        blend({0: {"a": 1}, 1: {"b": 1}}, shares(2, 1, 0))
+
+
+@pytest.mark.parametrize("method", list(METHODS)[:4])
 @pytest.mark.parametrize(
     ("old", "new"),
-    [
-        (TWO_BY_TWO, FLAT_4),
-        (FLAT_4, TWO_BY_TWO),
-        (FLAT_3, TWO_BY_THREE),
-        (TWO_BY_TWO, THREE_BY_TWO),
-        (THREE_BY_TWO, TWO_BY_THREE),
-        (TWO_BY_THREE, FLAT_3),
-    ],
+    [(TWO_BY_TWO, FLAT_4), (FLAT_4, TWO_BY_TWO), (FLAT_3, TWO_BY_THREE)]
+    + [(TWO_BY_TWO, THREE_BY_TWO), (THREE_BY_TWO, TWO_BY_THREE), (TWO_BY_THREE, FLAT_3)],
 )
 def test_the_mean_is_preserved_between_machines_and_ranks(method: str, old: Any, new: Any) -> None:
     before = world(old, method)
-    after = world(new, method, before, machines_of(old))
+    after = world(new, method, before, machines_of(old), steps=0)
     expected, found = means(before), means(after)
     assert expected.keys() == found.keys() and len(expected) >= 4
     for where, mean in expected.items():
@@ -186,7 +164,7 @@ def test_the_mean_is_preserved_between_machines_and_ranks(method: str, old: Any,
 
 def test_other_buckets_only_move_tensors_between_the_ranks_of_a_machine() -> None:
     before = world(TWO_BY_TWO, "dgc", bucket_mb=1e-4)
-    after = world(TWO_BY_TWO, "dgc", before, machines_of(TWO_BY_TWO))
+    after = world(TWO_BY_TWO, "dgc", before, machines_of(TWO_BY_TWO), steps=0)
     assert [state["part"]["tensors"] for state in before] != [state["part"]["tensors"] for state in after]
     for machine in (0, 2):
         found: dict[str, torch.Tensor] = {}

@@ -1,7 +1,6 @@
 """Names of run directories and comparison of configs."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,41 +9,33 @@ from dgc_training.startup.run_directory import move_aside
 from dgc_training.startup.run_name import run_name, warn_of_other_run
 
 R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
-NAMES = [
+RUN = "runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"
+IMAGENET = ["configs/imagenet/resnet50.py", "configs/imagenet/cosine.py", "configs/dgc/wm0.py"]
+HALF = ["configs/dgc/fp16.py", "configs/dgc/int32.py"]
+NAMES: list[tuple[list[str], str, int | None, str]] = [
     ([R20], "", 8, "cifar.resnet20.np8"),
     ([R20, WM5], "", 8, "[cifar.resnet20+dgc.wm5].np8"),
-    (
-        [R20, WM5, "configs/dgc/fp16.py", "configs/dgc/int32.py"],
-        ".e500",
-        8,
-        "[cifar.resnet20+dgc.[wm5+fp16+int32]].e500.np8",
-    ),
-    (
-        ["configs/imagenet/resnet50.py", "configs/imagenet/cosine.py", "configs/dgc/wm0.py"],
-        "",
-        32,
-        "[imagenet.[resnet50+cosine]+dgc.wm0].np32",
-    ),
+    ([R20, WM5, *HALF], ".e500", 8, "[cifar.resnet20+dgc.[wm5+fp16+int32]].e500.np8"),
+    (IMAGENET, "", 32, "[imagenet.[resnet50+cosine]+dgc.wm0].np32"),
     (["configs/digits/cnn.yaml", "configs/dgc"], "", 1, "[digits.cnn+dgc].np1"),
     ([R20, R20], "", 2, "cifar.resnet20.np2"),
     (["elsewhere/mine.py", WM5], "", 2, "[mine+dgc.wm5].np2"),
     (["configs/cifar/__init__.py"], "", 2, "cifar.np2"),
     (["configs/__init__.py"], "", 2, "configs.np2"),
-    (
-        ["runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"],
-        "",
-        4,
-        "[cifar.resnet20+dgc.wm5].e500.repeat.np4",
-    ),
+    ([RUN], "", 4, "[cifar.resnet20+dgc.wm5].e500.repeat.np4"),
     (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"),
     ([R20], "", None, "cifar.resnet20.elastic"),
     (["runs/cifar.resnet20.elastic/config.yaml"], "", None, "cifar.resnet20.repeat.elastic"),
 ]
 
 
-@pytest.mark.parametrize(("configs", "suffix", "size", "name"), NAMES)
-def test_names(configs: Any, suffix: Any, size: Any, name: Any) -> None:
-    assert run_name(configs, suffix, size) == name
+def test_names(tmp_path: Path) -> None:
+    for configs, suffix, size, name in NAMES:
+        assert run_name(configs, suffix, size) == name
+    # all spellings of a path give one name
+    for path in ("./configs/cifar/resnet20.py", "x/../configs/cifar/resnet20.py", f"{tmp_path}/{R20}"):
+        assert run_name([path], size=8, base=tmp_path) == "cifar.resnet20.np8"
+    assert run_name(["cifar/resnet20.py"], size=8, base=tmp_path / "configs") == "cifar.resnet20.np8"
 
 
 def test_an_unfinished_run_on_another_number_of_ranks_is_named(tmp_path: Path) -> None:
@@ -56,16 +47,6 @@ def test_an_unfinished_run_on_another_number_of_ranks_is_named(tmp_path: Path) -
         warn_of_other_run(tmp_path / "a.np4", rank=0)
     assert [str(warning.message).rpartition(" ")[2] for warning in warned] == [str(tmp_path / "a.np2")]
     warn_of_other_run(tmp_path / "b.np4", rank=0)
-
-
-def test_all_spellings_of_a_path_give_one_name(tmp_path: Path) -> None:
-    for path in (
-        "./configs/cifar/resnet20.py",
-        "x/../configs/cifar/resnet20.py",
-        f"{tmp_path}/configs/cifar/resnet20.py",
-    ):
-        assert run_name([path], size=8, base=tmp_path) == "cifar.resnet20.np8"
-    assert run_name(["cifar/resnet20.py"], size=8, base=tmp_path / "configs") == "cifar.resnet20.np8"
 
 
 def test_differences_have_the_keys() -> None:

@@ -1,25 +1,16 @@
-"""The learning rate of every step, compared with the formulas, also after resuming at any step."""
+"""The learning rate of every step, compared with the formulas, also after resuming; groups of parameters."""
 
 import io
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    ExponentialLR,
-    LinearLR,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    StepLR,
-)
+from torch.optim import lr_scheduler as lrs
 
 from dgc_training.schedule import Schedule, inverse_square_root, scale_learning_rate, warmup_factor
+from dgc_training.startup.build import parameter_groups
 
 STEPS = 4
 
@@ -27,16 +18,10 @@ STEPS = 4
 def make(
     scheduler: Any = None, size: int = 4, passes: int = 2, warmup: int = 3, per_epoch: bool = True, lr: float = 0.1
 ) -> Any:
-    optimizer = SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr, momentum=0.9)
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=lr, momentum=0.9)
     scale_learning_rate(optimizer, passes * size)
-    return Schedule(
-        optimizer,
-        scheduler or (lambda scaled: None),
-        size=size,
-        steps_per_epoch=STEPS,
-        warmup_epochs=warmup,
-        per_epoch=per_epoch,
-    )
+    options: Any = {"size": size, "steps_per_epoch": STEPS, "warmup_epochs": warmup, "per_epoch": per_epoch}
+    return Schedule(optimizer, scheduler or (lambda scaled: None), **options)
 
 
 def rates(schedule: Any, epochs: Any, start: Any = (0, 0)) -> Any:
@@ -63,14 +48,11 @@ def test_warmup_goes_from_one_rank_to_all() -> None:
 def test_one_rank_never_warms_up() -> None:
     assert warmup_factor(0.0, 1, 5) == 1.0
     assert set(rates(make(size=1), epochs=5)) == {0.1 * 2}
-
-
-def test_no_warmup_and_no_scheduler() -> None:
     assert set(rates(make(warmup=0), epochs=3)) == {0.1 * 2 * 4}
 
 
 def test_the_scheduler_starts_after_the_warmup() -> None:
-    seen = rates(make(lambda o: MultiStepLR(o, [2, 4])), epochs=10)
+    seen = rates(make(lambda o: lrs.MultiStepLR(o, [2, 4])), epochs=10)
     by_epoch = seen[::STEPS]
     scaled = 0.1 * 2 * 4
     # The scheduler's epoch 0 is epoch 3: its milestones 2 and 4 are epochs 5 and 7.
@@ -79,7 +61,7 @@ def test_the_scheduler_starts_after_the_warmup() -> None:
 
 def test_cosine_per_step_reaches_zero_at_its_end() -> None:
     left = 2 * STEPS
-    seen = rates(make(lambda o: CosineAnnealingLR(o, left - 1), per_epoch=False), epochs=5)
+    seen = rates(make(lambda o: lrs.CosineAnnealingLR(o, left - 1), per_epoch=False), epochs=5)
     assert seen[3 * STEPS] == pytest.approx(0.8)
     assert seen[-1] == pytest.approx(0.0, abs=1e-12)
     assert sorted(seen[3 * STEPS :], reverse=True) == seen[3 * STEPS :]
@@ -87,24 +69,34 @@ def test_cosine_per_step_reaches_zero_at_its_end() -> None:
 
 def test_a_scheduler_keeps_its_low_starting_rate() -> None:
     seen = rates(
-        make(lambda o: LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1), epochs=5
+        make(lambda o: lrs.LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1), epochs=5
     )
     assert seen[::STEPS] == [pytest.approx(0.1 * factor) for factor in (0.25, 0.5, 0.75, 1, 1)]
 
 
 SCHEDULERS = {
     "none": None,
-    "multistep": lambda o: MultiStepLR(o, [1, 2]),
-    "cosine": lambda o: CosineAnnealingLR(o, 5),
-    "step": lambda o: StepLR(o, 2),
-    "exponential": lambda o: ExponentialLR(o, 0.9),
-    "polynomial": lambda o: PolynomialLR(o, 6, 2.0),
-    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 3),
-    "cyclic": lambda o: CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
-    "linear": lambda o: LinearLR(o, 0.25, 1.0, 3),
+    "multistep": lambda o: lrs.MultiStepLR(o, [1, 2]),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "step": lambda o: lrs.StepLR(o, 2),
+    "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
+    "linear": lambda o: lrs.LinearLR(o, 0.25, 1.0, 3),
     "inverse square root": lambda o: inverse_square_root(o, 5),
-    "onecycle": lambda o: OneCycleLR(o, max_lr=1.0, total_steps=100),
+    "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=1.0, total_steps=100),
 }
+
+
+def resume(second: Any, first: Any) -> None:
+    """With the state of the first schedule from a file."""
+    file = io.BytesIO()
+    torch.save({"schedule": first.state_dict(), "optimizer": first.optimizer.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    second.optimizer.load_state_dict(state["optimizer"])
+    second.load_state_dict(state["schedule"])
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -113,37 +105,28 @@ def test_a_resumed_schedule_continues_identically(name: Any, per_epoch: Any) -> 
     undisturbed = rates(make(SCHEDULERS[name], per_epoch=per_epoch), epochs=8)
     # In warm-up, at its end, right after a milestone (the checkpoint after epoch 4), and in mid-epoch.
     for at in (2, 3 * STEPS - 1, 3 * STEPS, 3 * STEPS + 1, 4 * STEPS, 5 * STEPS, 5 * STEPS + 3):
-        first = make(SCHEDULERS[name], per_epoch=per_epoch)
-        before = rates(first, epochs=8)[:0]
-        first = make(SCHEDULERS[name], per_epoch=per_epoch)
+        first, before = make(SCHEDULERS[name], per_epoch=per_epoch), []
         for i in range(at):
             first.begin_step(*divmod(i, STEPS))
             first.optimizer.step()
             before.append(first.rates()[0])
-        file = io.BytesIO()
-        torch.save({"schedule": first.state_dict(), "optimizer": first.optimizer.state_dict()}, file)
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
         second = make(SCHEDULERS[name], per_epoch=per_epoch)
-        second.optimizer.load_state_dict(state["optimizer"])
-        second.load_state_dict(state["schedule"])
+        resume(second, first)
         assert before + rates(second, epochs=8, start=divmod(at, STEPS)) == undisturbed
 
 
 @pytest.mark.parametrize("name", ["none", "multistep", "cosine", "inverse square root"])
 def test_the_rate_is_rescaled_on_another_number_of_ranks(name: Any) -> None:
-    first = make(SCHEDULERS[name], size=4)
+    first, second = make(SCHEDULERS[name], size=4), make(SCHEDULERS[name], size=2)
     rates(first, epochs=5)
-    second = make(SCHEDULERS[name], size=2)
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    second.load_state_dict(first.state_dict())
+    resume(second, first)
     expected = rates(make(SCHEDULERS[name], size=2), epochs=8)[5 * STEPS :]
     assert rates(second, epochs=8, start=(5, 0)) == [pytest.approx(rate) for rate in expected]
 
 
 def test_inverse_square_root_rises_to_the_rate_and_falls() -> None:
     """The published settings: from 1e-7 to 5e-4 in 4000 steps."""
-    optimizer = SGD([torch.nn.Parameter(torch.zeros(2))], lr=5e-4)
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=5e-4)
     factor = inverse_square_root(optimizer).lr_lambdas[0]
     found = [5e-4 * factor(step) for step in (0, 1, 2000, 4000, 16_000, 400_000)]
     assert found == pytest.approx([1e-7, 1e-7 + (5e-4 - 1e-7) / 4000, 2.5005e-4, 5e-4, 2.5e-4, 5e-5])
@@ -159,18 +142,40 @@ def test_a_repeated_first_step_does_not_step_the_scheduler() -> None:
     rates(first, epochs=5)
     first.begin_step(5, 0)
     second = make(SCHEDULERS["multistep"])
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    second.load_state_dict(first.state_dict())
+    resume(second, first)
     undisturbed = rates(make(SCHEDULERS["multistep"]), epochs=8)[5 * STEPS :]
     assert rates(second, epochs=8, start=(5, 0)) == undisturbed
 
 
 def test_unsupported_schedulers_are_errors() -> None:
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
-        make(lambda o: ReduceLROnPlateau(o))
+        make(lambda o: lrs.ReduceLROnPlateau(o))
     with pytest.raises(ValueError, match="not a learning-rate scheduler"):
         make(lambda o: object())
     with pytest.raises(ValueError, match="warmup_lr_epochs"):
         make(warmup=-1)
     with pytest.raises(ValueError, match="another train.scheduler"):
         make().load_state_dict(make(SCHEDULERS["cosine"]).state_dict())
+
+
+# The parameter group of batch norm
+
+
+def test_batch_norm_has_a_group_of_its_own() -> None:
+    for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        batch_norm: Any = norm(2)
+        model = nn.Sequential(nn.Linear(2, 2), batch_norm, nn.Linear(2, 2))
+        assert [len(group["params"]) for group in parameter_groups(model, False)] == [6]
+        others, normalization = parameter_groups(model, True)
+        assert normalization["weight_decay"] == 0.0
+        assert [id(p) for p in normalization["params"]] == [id(batch_norm.weight), id(batch_norm.bias)]
+        assert len(others["params"]) == 4 and "weight_decay" not in others
+
+
+def test_shared_parameters_appear_once_and_no_group_is_empty() -> None:
+    norm, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    groups = parameter_groups(nn.Sequential(linear, norm, linear, norm), True)
+    assert [len(group["params"]) for group in groups] == [2, 2]
+    SGD(groups, lr=0.1)
+    for module, count in ((linear, 1), (norm, 1), (nn.BatchNorm1d(2, affine=False), 0)):
+        assert len(parameter_groups(module, True)) == count

@@ -1,25 +1,20 @@
 """Translation: the shares of the ranks, the evaluation over ranks, and short runs of train.py."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sacrebleu.metrics.bleu import BLEU
-from states import assert_equal
+from simulated import summary_of, train_in
 
-import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc_datasets import Digits
 from dgc_datasets.translation import PADDING, NumberWords, collate
 from dgc_models.decoding import greedy
 from dgc_models.transformer import Transformer
-from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.config.layers import REPOSITORY
-from dgc_training.startup.arguments import parse_arguments
 from dgc_training.tasks.protocol import Setup
 from dgc_training.tasks.translation import Translation
 from dgc_training.tasks.translation_batches import TranslationBatches, evaluation_batches
@@ -81,11 +76,6 @@ def test_a_rank_that_takes_more_steps_uses_another_order(data: NumberWords) -> N
     targets = [step[0].target for _, step in found]
     again = zip(targets[: own.steps_per_epoch], targets[own.steps_per_epoch :], strict=True)
     assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in again)
-
-
-def test_too_few_batches_are_refused(data: NumberWords) -> None:
-    with pytest.raises(ValueError, match="too few for one step of 50 ranks x 2 passes"):
-        batches(data, 0, 50, 2)
 
 
 def test_the_shares_of_an_evaluation(data: NumberWords) -> None:
@@ -199,23 +189,9 @@ def test_a_larger_vocabulary_of_the_model_does_not_reach_the_translations(data: 
         assert max(found[0], default=0) < len(data.vocabulary)
 
 
-def test_beam_search_is_used(data: NumberWords) -> None:
+def test_beam_search_is_used_and_shown(data: NumberWords) -> None:
     assert evaluate(data, 1, beams=3)[1] != evaluate(data, 1)[1]
-
-
-def test_ranks_with_other_vocabularies_are_refused(data: NumberWords) -> None:
-    def run(transport: Any) -> str:
-        mine = NumberWords.__new__(NumberWords)
-        mine.update(data)
-        mine.fingerprint = f"of rank {transport.rank}"
-        with pytest.raises(ConfigError, match="rank 1 has another vocabulary than rank 0"):
-            TranslationEvaluation(mine, transport, CPU, max_tokens=80)
-        return "refused"
-
-    assert LockstepWorld(2).run(run) == ["refused"] * 2
-
-
-def test_cells_of_a_table_may_have_bars() -> None:
+    # and a table's cells may have bars
     assert table([("a|b", "c", "d")]).splitlines()[-1] == "| a\\|b | c | d |"
 
 
@@ -224,22 +200,15 @@ def test_cells_of_a_table_may_have_bars() -> None:
 TINY = ["configs/numwords/tiny.py"]
 
 
-def run(directory: Path, words: list[str], size: int = 1, files: list[str] = TINY) -> None:
-    words = [f"--configs.{word}" for word in words]
-    options = ["--devices", "cpu", "--run-dir", str(directory)]
-    args, overrides = parse_arguments(["--configs", *files, *options, *words])
-    tree = load(args.configs, [*overrides, "--configs.data.num_threads_per_worker=1"])
-    LockstepWorld(size).run(lambda transport: train.run(args, tree, transport))
-
-
 @pytest.mark.usefixtures("no_type_checks")
 def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     root = f"dataset.root={tmp_path / 'numbers'}"
     words = [root, "dataset.train_numbers=1500", "dataset.test_numbers=51", "train.num_epochs=1"]
-    run(tmp_path / "run", [*words, "train.batch_size=64", "train.optimizer.lr=0.0025"], size=2)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    words += ["train.batch_size=64", "train.optimizer.lr=0.0025", "data.num_threads_per_worker=1"]
+    train_in(tmp_path / "run", TINY, words)
+    summary = summary_of(tmp_path / "run")
     assert summary["best"]["translation/test_exact_match"] > 5 and summary["best"]["translation/test_bleu"] > 40
     data = NumberWords(str(tmp_path / "numbers"), train_numbers=1500, test_numbers=51)
     own = TranslationBatches(data["train"], 64, rank=0, size=2, seed=42, device=CPU)
@@ -252,45 +221,21 @@ def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(texts) == 1 and all(b"| source | reference | translation |" in text for text in texts)
 
 
-@pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize("files", [TINY, [*TINY, "configs/numwords/sgd.py", "configs/dgc/wm0.py"]])
-def test_a_run_resumed_in_mid_epoch_ends_bit_identical(tmp_path: Path, files: list[str]) -> None:
-    """With dropout, of which every step draws other random numbers, and two passes per step."""
-    words = [f"dataset.root={tmp_path / 'numbers'}", "dataset.train_numbers=400", "dataset.test_numbers=5"]
-    words += ["model.dropout=0.2", "train.batch_size=400", "train.num_batches_per_step=2"]
-    words += ["train.num_epochs=2", "train.checkpoint_every=3"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole, words, files=files)
-    for start in ("e0001s00003", "e0001"):
-        shutil.copytree(whole, parts)
-        shutil.rmtree(parts / "checkpoints" / "e0002")
-        (parts / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": start}))
-        torch.manual_seed(12345)
-        run(parts, words, files=files)
-        for file in ("shared.pt", "rank0.pt"):
-            assert_equal(*(read_tensors(side / "checkpoints" / "e0002" / file) for side in (whole, parts)))
-        shutil.rmtree(parts)
+def test_other_or_too_little_data_and_other_vocabularies_are_refused(data: NumberWords) -> None:
+    def with_own_vocabulary(transport: Any) -> str:
+        mine = NumberWords.__new__(NumberWords)
+        mine.update(data)
+        mine.fingerprint = f"of rank {transport.rank}"
+        with pytest.raises(ConfigError, match="rank 1 has another vocabulary than rank 0"):
+            TranslationEvaluation(mine, transport, CPU, max_tokens=80)
+        return "refused"
 
-
-@pytest.mark.parametrize(("words", "message"), [
-    (["model.max_length=12"], "model.max_length is 12 tokens, fewer than the"),
-    (["train.metric=acc/test_top1"], "it must be one of translation/test_exact_match"),
-    (["data.num_workers=2"], "data.num_workers must be 0"),
-    (["task.beams=0"], "task.beams is 0"),
-    (["model.vocabulary=50"], "the model has 50 tokens .* set model.vocabulary to dataset.vocabulary_size"),
-    (["train.criterion.ignore_index=-100"], "ignore_index must be 0"),
-    (["train.batch_size=10"], "train.batch_size is 10 tokens, fewer than the"),
-])  # fmt: skip
-def test_settings_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
-    sizes = ["dataset.train_numbers=400", "dataset.test_numbers=5"]
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path / "run", [f"dataset.root={tmp_path / 'numbers'}", *sizes, *words])
-
-
-def test_other_data_is_refused() -> None:
+    assert LockstepWorld(2).run(with_own_vocabulary) == ["refused"] * 2
     setup = Setup(load(TINY), Digits(), torch.nn.Linear(2, 2), LockstepWorld(1).transports[0], CPU)
     with pytest.raises(ValueError, match="task is Translation, but dataset is a Digits"):
         Translation(setup)
+    with pytest.raises(ValueError, match="too few for one step of 50 ranks x 2 passes"):
+        batches(data, 0, 50, 2)
 
 
 def test_a_lower_likelihood_is_no_better_checkpoint(data: NumberWords) -> None:
@@ -300,17 +245,14 @@ def test_a_lower_likelihood_is_no_better_checkpoint(data: NumberWords) -> None:
         assert Translation(setup).lower_is_better is lower
 
 
-@pytest.mark.parametrize("name", ["numwords/tiny", "numwords/transformer", "wmt16/base", "wmt16/big"])
-def test_the_documented_sizes(name: str) -> None:
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in instantiate(load([f"configs/{name}"]).model).parameters())
+def test_the_documented_sizes_and_the_settings_of_wmt16() -> None:
     page = (REPOSITORY / "docs/language.md").read_text().splitlines()
-    (row,) = (line for line in page if f"`configs/{name}`" in line)
-    assert f"{parameters:,}" in row
-    assert f"{parameters:,} parameters" in (REPOSITORY / f"configs/{name}.py").read_text()
-
-
-def test_the_settings_of_wmt16() -> None:
+    for name in ("numwords/tiny", "numwords/transformer", "wmt16/base", "wmt16/big"):
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in instantiate(load([f"configs/{name}"]).model).parameters())
+        (row,) = (line for line in page if f"`configs/{name}`" in line)
+        assert f"{parameters:,}" in row
+        assert f"{parameters:,} parameters" in (REPOSITORY / f"configs/{name}.py").read_text()
     for files, passes in ((["big"], 1), (["base", "tokens400k"], 16)):
         settings = load([f"configs/wmt16/{name}" for name in files]).train
         assert settings.metric == "translation/val_bleu", "the test split chooses no checkpoint"

@@ -1,0 +1,187 @@
+"""Runs that are resumed at any step, by as many ranks or others."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from simulated import CNN, assert_same_end, rewound, saved, summary_of, train_in
+from states import assert_equal
+
+from dgc_training.checkpoint.reading import fingerprint, read_tensors
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+DIGITS = "train.batch_size=64 train.warmup_lr_epochs=1 data.num_threads_per_worker=1 model.width=8".split()
+TWICE = [*DIGITS, *"train.num_epochs=2 train.checkpoint_every=5 train.check_replicas_every=4".split()]
+# an epoch has 5 steps of two passes each
+SCHEDULED = [*DIGITS, *"train.warmup_lr_epochs=0 train.num_epochs=3 train.checkpoint_every=3".split()]
+SCHEDULED.append("train.num_batches_per_step=2")
+# an epoch has 12 steps
+ADAM = [*DIGITS, *"train.warmup_lr_epochs=0 train.num_epochs=1 train.checkpoint_every=4".split()]
+ZERO_ONE = "var_freeze_step=4 var_update_scaler=1 local_step_scaler=1 local_step_clipper=4".split()
+GOSSIP = [*DIGITS, *"train.batch_size=90 train.num_epochs=2 train.checkpoint_every=3 train.recorder=null".split()]
+MACHINES = [*DIGITS, *"train.num_epochs=1 train.checkpoint_every=3 train.check_replicas_every=1".split()]
+LSTM = "dataset.root=ROOT dataset.vocabulary_size=20 task.context=8 task.steps_per_epoch=5 model.width=16".split()
+LSTM += "model.layers=2 model.dropout=0.0 train.num_epochs=2 train.batch_size=4 train.checkpoint_every=2".split()
+LSTM += "train.check_replicas_every=2 data.num_threads_per_worker=1".split()
+NUMWORDS = "dataset.root=ROOT dataset.train_numbers=400 dataset.test_numbers=5 model.dropout=0.2".split()
+NUMWORDS += "train.batch_size=400 train.num_batches_per_step=2 train.num_epochs=2 train.checkpoint_every=3".split()
+NUMWORDS.append("data.num_threads_per_worker=1")
+WIKITEXT, TRANSLATION = "configs/wikitext/lstm.py", "configs/numwords/tiny.py"
+MULTISTEP = "train: {scheduler: {_target_: torch.optim.lr_scheduler.MultiStepLR, milestones: [1]}}"
+ONE_CYCLE = "train: {scheduler: {_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.2, total_steps: 40, "
+ONE_CYCLE += "cycle_momentum: false}, schedule_lr_per_epoch: false}"
+
+
+def between_two_exchanges(files: Any) -> None:
+    """Step 8 is the third of four local steps."""
+    states = [files[f"rank{rank}"]["compression"]["ZeroOneSteps.0"] for rank in range(2)]
+    assert states[0]["local_steps"] == 3
+    assert any(not torch.equal(z, states[1]["z"][name]) for name, z in states[0]["z"].items())
+
+
+def in_the_middle_of_a_row(files: Any, dtype: torch.dtype = torch.float32) -> None:
+    """With the LSTM's state, after the five steps of the first epoch and two of the second."""
+    task = files[max(files.keys() - {"shared"})]["task"]
+    assert task["chunk"] == 5 + 2 - 1 and bool(task["state"][0].any())
+    assert [(part.shape, part.dtype) for part in task["state"]] == [((2, 4, 16), dtype)] * 2
+
+
+def in_bf16(files: Any) -> None:
+    is_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    in_the_middle_of_a_row(files, torch.bfloat16 if is_supported else torch.float32)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run.
+
+    Attributes:
+        stack: its config files after those of the name; texts with a brace are the content of one.
+        starts: the checkpoints that it is resumed from.
+        check: of the files of the last of them.
+        others: numbers of ranks, and of those of a machine, that resume the first of them too.
+    """
+
+    name: str
+    stack: Sequence[str]
+    settings: Sequence[str]
+    starts: Sequence[str]
+    size: int = 2
+    local_size: int | None = None
+    check: Callable[[Any], None] | None = None
+    others: Sequence[tuple[int, int | None]] = ()
+
+
+MID = ("e0001s00003",)
+SCHEDULE_STARTS = ("e0002", "e0002s00003")
+LSTM_ROW: Any = {"starts": ("e0001s00002",), "check": in_the_middle_of_a_row}
+ROWS = [
+    Row("DGC", [CNN, "configs/dgc/wm5.py"], TWICE, ("e0001s00005", "e0001s00010"), others=[(3, None)]),
+    Row("after a milestone", [CNN, "configs/dgc/wm5.py", MULTISTEP], SCHEDULED, SCHEDULE_STARTS),
+    Row("one cycle", [CNN, "configs/dgc/wm5.py", ONE_CYCLE], SCHEDULED, SCHEDULE_STARTS),
+    Row(
+        "1-bit Adam in either stage",
+        [CNN, "configs/adam/onebit_adam.py"],
+        [*ADAM, "train.optimizer.freeze_step=6"],
+        ("e0000s00008", "e0000s00004"),
+        others=[(3, None)],
+    ),
+    Row(
+        "0/1 Adam",
+        [CNN, "configs/adam/zero_one_adam.py"],
+        [*ADAM, "train.check_replicas_every=0", *(f"train.local.{word}" for word in ZERO_ONE)],
+        ("e0000s00008",),
+        check=between_two_exchanges,
+    ),
+    Row("SGP", [CNN, "configs/gossip/sgp.py"], GOSSIP, MID),
+    Row("OSGP", [CNN, "configs/gossip/osgp.py"], GOSSIP, MID, others=[(3, None)]),
+    Row("DPSGD", [CNN, "configs/gossip/dpsgd.py"], GOSSIP, MID),
+    Row(
+        "two machines",
+        [CNN, "configs/dgc/wm0.py"],
+        MACHINES,
+        ("e0000s00003",),
+        size=4,
+        local_size=2,
+        others=[(2, 2), (4, 4), (6, 3)],
+    ),
+    Row("LSTM with dropout", [WIKITEXT], [*LSTM, "model.dropout=0.2"], **LSTM_ROW),
+    Row("LSTM in bf16", [WIKITEXT], [*LSTM, "train.precision=bf16"], size=1, **LSTM_ROW | {"check": in_bf16}),
+    Row("LSTM with DGC", [WIKITEXT, "configs/dgc/wm5.py"], LSTM, **LSTM_ROW),
+    Row("LSTM with PowerSGD", [WIKITEXT, "configs/powersgd/rank1.py"], LSTM, **LSTM_ROW),
+    Row("translation", [TRANSLATION], NUMWORDS, (*MID, "e0001"), size=1),
+    Row(
+        "translation with DGC",
+        [TRANSLATION, "configs/numwords/sgd.py", "configs/dgc/wm0.py"],
+        NUMWORDS,
+        (*MID, "e0001"),
+        size=1,
+    ),
+]
+
+
+def write_wikitext(folder: Path) -> Path:
+    """A text of few words."""
+    folder.mkdir(exist_ok=True)
+    line = " the old man and the sea met <unk> again \n"
+    (folder / "wiki.train.tokens").write_text(line * 100)
+    (folder / "wiki.valid.tokens").write_text(line * 7 + " a word of its own \n")
+    (folder / "wiki.test.tokens").write_text(line * 3)
+    return folder
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_resumed_run_ends_bit_identical(row: Row, tmp_path: Path) -> None:
+    """And goes on with other ranks, with a warning."""
+    data, schedule, whole = write_wikitext(tmp_path / "data"), tmp_path / "schedule.yaml", tmp_path / "whole"
+    stack = [file for file in row.stack if "{" not in file]
+    if stack != row.stack:
+        schedule.write_text(row.stack[-1])
+        stack.append(str(schedule))
+    settings = [word.replace("ROOT", str(data)) for word in row.settings]
+    train_in(whole, stack, settings, row.size, row.local_size)
+    for start in row.starts:
+        again = rewound(whole, tmp_path / start, start)
+        if row.check is not None:
+            row.check(saved(again))
+        torch.manual_seed(12345)
+        train_in(again, stack, settings, row.size, row.local_size)
+        with case(start):
+            assert_same_end(whole, again)
+            assert summary_of(whole)["best"] == summary_of(again)["best"]
+    for size, local_size in row.others:
+        again = rewound(whole, tmp_path / f"{size} ranks", row.starts[0])
+        with pytest.warns(UserWarning) as warned:
+            train_in(again, stack, settings, size, local_size)
+        text = " ".join(str(warning.message) for warning in warned)
+        assert "redistributed so that their mean over the ranks" in text
+        assert (size == row.size) != (f"saved by {row.size} ranks and is resumed by {size}" in text)
+        assert (size == row.size) != ("random generators are seeded again" in text)
+        assert summary_of(again)["ranks"] == size
+        if row.name == "DGC":  # 5 steps of 2 ranks are 3 steps of 3 ranks. The rest of the epoch follows.
+            assert summary_of(again)["samples"] == 1438 + 5 * 64 * 2 + (479 - 3 * 64) * 3
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    """In which the files of ranks do not say whose state they have."""
+    stack, start = [CNN, "configs/dgc/wm5.py"], "e0001s00005"
+    train_in(tmp_path / "whole", stack, TWICE)
+    folder = rewound(tmp_path / "whole", tmp_path / "old", start) / "checkpoints" / start
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for rank in range(2):
+        path = folder / f"rank{rank}.pt"
+        own = read_tensors(path)
+        assert own["compression"].pop("identity")["rank"] == rank
+        torch.save(own, path)
+        manifest["files"][path.name] = fingerprint(path)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    train_in(tmp_path / "old", stack, TWICE)
+    expected, found = saved(tmp_path / "whole"), saved(tmp_path / "old")
+    for own in (end[file] for end in (expected, found) for file in ("rank0", "rank1")):
+        del own["random"], own["compression"]["identity"]  # its step counts from here
+    assert_equal(expected, found)
