@@ -35,32 +35,30 @@ def test_a_name_stands_for_the_object_with_its_defaults() -> None:
     assert isinstance(named.format.values, SignValues) and isinstance(named.format.indices, RiceIndices)
 
 
+WRONG: dict[str, list[Any]] = {
+    "compress_ratio": ["0.1", None, True],
+    "sample_ratio": ["0.1", True],
+    "strided_sample": [1, "yes"],
+    "compress_upper_bound": ["1.3", None],
+    "compress_lower_bound": [[0.8]],
+    "max_adaptation_iters": [2.5, "10"],
+    "resample": [None],
+    "fp16_values": ["fp16"],
+    "int32_indices": [32],
+    "warmup_epochs": ["five", 2.5, True, None],
+    "warmup_coeff": ["0.25", [0.5, "0.1"], True],
+    "seed": [None, 1.5],
+    "selector": ["exactly", Exact],
+    "values": ["fp17", CastValues],
+    "indices": ["int31", PlainIndices],
+}
+
+
 def test_arguments_of_a_wrong_type_are_named() -> None:
-    wrong: dict[str, list[Any]] = {
-        "compress_ratio": ["0.1", None, True],
-        "sample_ratio": ["0.1", True],
-        "strided_sample": [1, "yes"],
-        "compress_upper_bound": ["1.3", None],
-        "compress_lower_bound": [[0.8]],
-        "max_adaptation_iters": [2.5, "10"],
-        "resample": [None],
-        "fp16_values": ["fp16"],
-        "int32_indices": [32],
-        "warmup_epochs": ["five", 2.5, True, None],
-        "warmup_coeff": ["0.25", [0.5, "0.1"], True],
-        "seed": [None, 1.5],
-        "selector": ["exactly", Exact],
-        "values": ["fp17", CastValues],
-        "indices": ["int31", PlainIndices],
-    }
-    for name, values in wrong.items():
+    for name, values in WRONG.items():
         for value in values:
             with pytest.raises(ValueError, match=f"^{name} must .*not ") as error:
                 DGCCompressor(**{"compress_ratio": 0.1, "memory": ResidualMemory(), name: value})
             assert repr(value) in str(error.value)
-
-
-def test_names_without_tensors() -> None:
-    compressor = DGCCompressor(0.1, ResidualMemory())
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
-        compressor.initialize(["weight", "bias"])  # type: ignore[list-item]
+        DGCCompressor(0.1, ResidualMemory()).initialize(["weight", "bias"])  # type: ignore[list-item]
