@@ -10,11 +10,9 @@ from cases import case
 from compression.ranks import Ranks, normal
 
 from dgc.bucket import make_bucket
-from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import ChunkCompressor, DenseResult, FP16Compressor, SparseResult
 from dgc.compression.chunks import divide, largest
 from dgc.memory import DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.testing import flat
 from dgc.wire import PayloadError
 
@@ -166,28 +164,6 @@ def test_a_rank_in_another_epoch_is_named() -> None:
         compressor.begin_epoch(rank // 2)
     with pytest.raises(PayloadError, match="rank 2 encoded bucket b at compress_ratio 0.2, this rank at 0.3"):
         ranks.exchange(gradients(3, 0))
-
-
-def test_a_step_of_the_optimizer() -> None:
-    """The sparse update of DGCSGD, and the fallback for vectors."""
-    model = torch.nn.Linear(16, 12)
-    start = [p.detach().clone() for p in model.parameters()]
-    inputs = normal(32, 0).view(2, 16)
-    weight, bias = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters()])
-    compression = ChunkCompressor(0.3, DGCSGDMemory(0.9), SIZE, "fp32")
-    optimizer = DistributedOptimizer(
-        DGCSGD(model.parameters(), lr=0.5, momentum=0.9),
-        model.named_parameters(),
-        compression,
-        transport=LockstepWorld(1).transports[0],
-    )
-    model(inputs).square().sum().backward()
-    optimizer.step()
-    rows = weight.abs().sum(1).topk(4).indices  # one chunk per row
-    expected = start[0].clone()
-    expected[rows] -= 0.5 * weight[rows]
-    torch.testing.assert_close(model.weight.detach(), expected)
-    torch.testing.assert_close(model.bias.detach(), start[1] - 0.5 * bias)
 
 
 def test_it_takes_matrices_and_sends_vectors_dense() -> None:

@@ -20,7 +20,6 @@ from dgc.compression import (
     SVDCompressor,
 )
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.wire.envelope import sealed_bytes
 
 N = 301
 every_cast = pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
@@ -41,18 +40,6 @@ def gradients(size: Any, scale: float = 1.0) -> Any:
 def test_only_a_compressor_that_decides_has_a_dense_share() -> None:
     makers = (DenseCompressor, partial(PowerSGDCompressor, 1), partial(DGCCompressor, 0.01, NoMemory()))
     assert [Ranks(1, make, [(N,)]).states[0].dense_share for make in makers] == [None, None, 0.0]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("make", "rtol", "nbytes"),
-    [(DenseCompressor, 1e-6, 4 * N), (FP16Compressor, 2e-3, 2 * N), (BF16Compressor, 1e-2, sealed_bytes(2 * N))],
-)
-def test_mean(size: Any, make: Any, rtol: Any, nbytes: Any) -> None:
-    own = gradients(size)
-    mean, meter = reduce_all(make, own)
-    torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=rtol, atol=rtol)
-    assert meter.payload_bytes == nbytes and meter.rounds == 1
 
 
 def test_bf16_adds_in_fp32_what_each_rank_rounds_once() -> None:

@@ -1,7 +1,6 @@
 """Exchanges of sparse payloads: what is dealt to whom, what returns, and how many bytes that takes."""
 
 from itertools import pairwise, product
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from compression.ranks import Ranks, normal
 from memory.held import Held
 
 from dgc.bucket import Segment, make_bucket
-from dgc.comm.lockstep import LockstepError, LockstepWorld
+from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import next_requests
 from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseResult
@@ -153,21 +152,18 @@ def test_a_part_that_a_group_drops_of_an_element_of_the_result_stays_with_a_rank
     assert torch.equal(torch.stack(ranks.errors()), left)
 
 
-@pytest.mark.parametrize("size", [3, 8, 11, 16])
+@pytest.mark.parametrize("size", [3, 8, 11, 16, 64])
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_meter_agrees_with_the_formula_of_the_doubling(size: Any) -> None:
-    ranks = ranks_of(size, int32_indices=True)
-    ranks.step([normal(4000, rank) for rank in range(size)])
-    planned = wire_bytes("gtopk", payload_of(4000, 0.05), size)
-    found = [meter.wire_bytes for meter in ranks.world.meters]
-    assert max(found) == planned
-    doublings = size.bit_length() - 1
-    own, summed, header = 24 + 8 * 200, 24 + 8 * 400, 24 * (size - 1)
-    if 2**doublings < size:
-        assert (found[0], found[-1]) == (header + summed * (doublings + 1), header + own)
-    else:
-        assert found[0] == found[-1] == header + own + summed * (doublings - 1)
-    assert len({meter.rounds for meter in ranks.world.meters}) == 1
+def test_the_meter_agrees_with_the_planned_bytes(size: Any) -> None:
+    """Of the rank that sends most; laws/exchanges.py has the formulas of payloads."""
+    for exchange, spread in (("gtopk", size & size - 1), ("reduce_scatter", 0)):
+        ranks = ranks_of(size, exchange, int32_indices=True)
+        ranks.step([normal(4000, rank) for rank in range(size)])
+        found = [meter.wire_bytes for meter in ranks.world.meters]
+        assert max(found) == wire_bytes(exchange, payload_of(4000, 0.05), size)
+        assert (len(set(found)) > 1) == bool(spread)
+        assert len({meter.rounds for meter in ranks.world.meters}) == 1
+    assert ranks.world.meters[0].rounds == 2
 
 
 @pytest.mark.parametrize(("masking", "u"), [(True, [0, 0, 0, 3, 4, 5]), (False, [0, 1, 2, 3, 4, 5])])
@@ -197,21 +193,6 @@ def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank
     inputs = memory.pass_inputs(bucket)
     assert inputs.sent is None and inputs.u is not None and inputs.u.tolist() == u
     assert error() == inputs.v.tolist() == v
-
-
-@pytest.mark.parametrize("size", [8, 16, 64])
-@pytest.mark.usefixtures("no_type_checks")
-def test_the_meter_agrees_with_the_formulas(size: Any) -> None:
-    numel, k = 200_000, 2000
-    ranks = ranks_of(size, "reduce_scatter", 0.01, (2000, 100), int32_indices=True)
-    ranks.step([normal(numel, rank) for rank in range(size)])
-    planned = wire_bytes("reduce_scatter", payload_of(numel, 0.01), size)
-    assert [meter.wire_bytes for meter in ranks.world.meters] == [planned] * size
-    assert ranks.world.meters[0].rounds == 2
-    m, d = k / size, sqrt(k * (size - 1)) / size
-    again = min(2 * m, max(1.5 * m, 3 * k / (size - 1) - (m + d) - 6))
-    docstring = (size - 1) * (8 * (m + d) + 8 * again + 48)
-    assert planned == pytest.approx(docstring, abs=16 * (size - 1))
 
 
 def test_bytes_do_not_grow_with_the_number_of_ranks() -> None:
@@ -287,15 +268,6 @@ def test_a_rank_with_other_settings_is_named(odd: Any, words: Any) -> None:
     conversations, messages = first_messages([usual, odd, usual], "gtopk")
     with pytest.raises(PayloadError, match=words):
         conversations[2].send((tuple(message.tensor for message in messages),))
-
-
-def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
-    ratios = [0.01, 0.02]
-    ranks = Ranks(
-        2, lambda: DGCCompressor(ratios.pop(), ResidualMemory(), exchange="reduce_scatter"), [(300, 100)]
-    )
-    with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
-        ranks.step([normal(30_000, rank) for rank in range(2)])
 
 
 @pytest.mark.usefixtures("no_type_checks")

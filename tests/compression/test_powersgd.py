@@ -48,9 +48,6 @@ def fleet_of(shapes: Any, size: int = 1, rank: int = 2, **settings: Any) -> Any:
     return Fleet(lambda: PowerSGDCompressor(rank, **settings), size, [torch.zeros(s) for s in shapes])
 
 
-# What arrives
-
-
 @every_mode
 @pytest.mark.parametrize("size", [1, 3])
 def test_nothing_is_lost_within_rounding(settings: Any, size: Any) -> None:
@@ -97,26 +94,14 @@ def test_warm_factors_find_the_best_approximation() -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_each_rank_s_error_stays_bounded_where_the_global_form_s_grows() -> None:
-    """Ranks with different data. e = M - mean(P Q^T), as the paper and torch's hook have it, collects g_i - g."""
+def test_each_rank_s_error_stays_bounded() -> None:
+    """Ranks with different data. The global form of the paper, e = M - mean(P Q^T), collects g_i - g."""
     targets = [normal(20, 20, seed=r) for r in range(2)]
-    fleet = fleet_of([(20, 20)], 2, rank=1, num_iters_per_step=2)
-    x, norms = torch.zeros(20, 20), []
-    y, Q, e, contrast = torch.zeros(20, 20), normal(20, 1, seed=9), [torch.zeros(20, 20)] * 2, []
+    fleet, x, norms = fleet_of([(20, 20)], 2, rank=1, num_iters_per_step=2), torch.zeros(20, 20), []
     for _ in range(400):
         x = x - 0.05 * fleet.step([[x - t] for t in targets])[0].view(20, 20)
         norms.append(float(fleet.errors()[0].norm()))
-        M = [y - t + old for t, old in zip(targets, e, strict=True)]
-        P, _ = torch.linalg.qr(sum(m @ Q for m in M) / 2)
-        Q = sum(m.T @ P for m in M) / 2
-        e = [m - P @ Q.T for m in M]
-        y = y - 0.05 * P @ Q.T
-        contrast.append(float(e[0].norm()))
-    assert max(norms[200:]) < 3 * max(norms[50:200])
-    assert contrast[-1] > 1.5 * contrast[199] and contrast[-1] > 8 * norms[-1]  # it grows with every step
-
-
-# Difficult gradients
+    assert max(norms[200:]) < 3 * max(norms[50:200]) and norms[-1] < 1.5 * norms[199]
 
 
 @every_mode
@@ -159,9 +144,6 @@ def test_a_dropped_step_never_was(settings: Any) -> None:
     assert_equal(before, [c.state_dict() for c in fleet.states])
 
 
-# Bytes
-
-
 def test_the_rule_counts_the_flattened_matrix() -> None:
     for rate, expected in ((230, 4), (231, 0)):
         assert CompressionRule(4, 1, rate).rank_of("", 512 * 512 * 9, 512, 4608, Regime()) == expected
@@ -183,16 +165,13 @@ def test_bytes_of_resnet18_are_the_paper_s(settings: Any) -> None:
 
 
 def test_fp16_sends_half_and_keeps_what_rounding_takes() -> None:
+    own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
     for settings in [settings for name, settings in MODES.items() if name != "square"]:
         half, full = (fleet_of([(40, 60), (9,)], 2, wire=w, **settings) for w in ("fp16", "fp32"))
-        own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
         half.step(own), full.step(own)
         sent = [fleet.world.meters[0].payload_bytes - 24 for fleet in (half, full)]
         assert 2 * sent[0] == sent[1]
         assert half.errors()[0][2400:].any() and not full.errors()[0][2400:].any()
-
-
-# State
 
 
 class Run:
@@ -305,9 +284,6 @@ def test_global_random_numbers_stay_as_they_are() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# Adaptive rank
-
-
 def test_accordion_chooses_by_the_change_of_the_norm() -> None:
     accordion = Accordion(1, 4, change=0.5, every=2)
     epochs = (None, 0, 0, 1, 2, 2, 3, 4)
@@ -344,9 +320,6 @@ def test_ranks_switch_at_the_ends_of_epochs() -> None:
     assert torch.equal(fleet.step(own)[0], other.step(own)[0])
 
 
-# Three lines
-
-
 def alone() -> Any:
     return LockstepWorld(1).transports[0]
 
@@ -357,11 +330,9 @@ def test_three_lines_train(zero_grad: Any) -> None:
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     config = Config(rank=1, min_compression_rate=5, num_iters_per_step=2, start_compressing_after_num_steps=0)
-    powersgd = PowerSGD(model.parameters(), config=config, transport=alone())
-    inputs = normal(64, 20)
-    targets, losses = inputs[:, :1] * inputs[:, 1:2], []
+    powersgd, inputs, losses = PowerSGD(model.parameters(), config, alone()), normal(64, 20), []
     for _ in range(200):
-        loss = (model(inputs) - targets).square().mean()
+        loss = (model(inputs) - inputs[:, :1] * inputs[:, 1:2]).square().mean()
         loss.backward()
         optimizer_step(optimizer, powersgd)
         assert not any(p.grad is None or p.grad.any() for p in model.parameters())
@@ -370,9 +341,8 @@ def test_three_lines_train(zero_grad: Any) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
     assert powersgd.state_dict()["errors"]["param0"].any()
-    other = torch.optim.SGD(list(model.parameters())[::-1], lr=0.1)
     with pytest.raises(ValueError, match="built with other parameters"):
-        optimizer_step(other, powersgd)
+        optimizer_step(torch.optim.SGD(list(model.parameters())[::-1], lr=0.1), powersgd)
 
 
 @pytest.mark.parametrize(("count", "half_steps"), [(8, 1), (8, 2), (3, 3), (1, 2)])
@@ -380,9 +350,8 @@ def test_a_switch_repeats_the_original_at_rank_1(count: int, half_steps: int) ->
     """The original divides the factors of all matrices of one shape by one norm, the paper each by its own."""
     config = Config(1, 0, half_steps, start_compressing_after_num_steps=0, orthogonalization="authors")
     powersgd = PowerSGD([torch.zeros(20, 30)] * count, config, alone())
-    saved = powersgd.state_dict()
+    saved, M = powersgd.state_dict(), torch.zeros(count, 20, 30)
     P, Q = (torch.stack([saved[side][f"param{i}"] for i in range(count)]) for side in "PQ")
-    M = torch.zeros(count, 20, 30)
     for step in range(3):
         gradients, mean = normal(count, 20, 30, seed=step), torch.zeros(count, 20, 30)
         M = M + gradients
@@ -396,15 +365,6 @@ def test_a_switch_repeats_the_original_at_rank_1(count: int, half_steps: int) ->
             M, mean = M - P @ Q.mT, mean + P @ Q.mT
         found = torch.stack(powersgd.aggregate(list(gradients)))
         torch.testing.assert_close(found, mean, rtol=0, atol=1e-4 * float(mean.abs().max()))
-
-
-def test_the_original_sends_a_part_of_equal_layers_at_rank_1() -> None:
-    matrices = torch.stack([low_rank(1, 40, 60, i) for i in range(8)])
-    for way, least, most in (("authors", 0.0, 0.6), ("auto", 0.999, 1.001)):
-        config = Config(1, 0, 2, start_compressing_after_num_steps=0, orthogonalization=way)
-        powersgd = PowerSGD(list(matrices), config, alone())
-        found = torch.stack(powersgd.aggregate(list(matrices.clone())))
-        assert least <= float(found.norm() / matrices.norm()) <= most
 
 
 def test_aggregate_averages_over_ranks_and_refuses_nan() -> None:
@@ -431,21 +391,19 @@ def test_the_original_s_aggregators_and_its_step_counter() -> None:
     def body(transport: Any) -> None:
         p, unused = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))
         sgd = torch.optim.SGD([p, unused], lr=1.0)
-        for aggregator in (AllReduce(transport), PowerSGD([p, unused], Config(rank=1), transport)):
+        powersgd, resumed = (PowerSGD([p, unused], Config(rank=1), transport) for _ in range(2))
+        for aggregator in (AllReduce(transport), powersgd):
             assert isinstance(aggregator, Aggregator)
             for _ in range(2):
                 p.grad = torch.full((3, 4), float(transport.rank))
                 optimizer_step(sgd, aggregator)
                 assert not p.grad.any() and unused.grad is None
         assert (p == 1 - 4 * 0.5).all() and (unused == 1).all()
-        assert isinstance(aggregator, PowerSGD) and aggregator.step_counter == 2
-        resumed = PowerSGD([p, unused], Config(rank=1), transport)
-        resumed.load_state_dict(aggregator.state_dict())
-        assert resumed.step_counter == 2
+        resumed.load_state_dict(powersgd.state_dict())
+        assert powersgd.step_counter == resumed.step_counter == 2
         with pytest.raises(NonFiniteGradientError, match="param0 on rank 0"):
             resumed.aggregate([p / transport.rank, None])
         assert resumed.step_counter == 2
-
         plain = AllReduce(transport)
         with pytest.raises(ValueError, match="none of them may be None"):
             plain.aggregate([torch.ones(3), None])

@@ -55,9 +55,8 @@ def test_scaled_signs() -> None:
     ],
 )
 def test_the_majority_decides(votes: Any, decided: Any) -> None:
-    assert (
-        Ranks(len(votes), SignSGDCompressor, [(len(decided),)]).step(map(torch.tensor, votes)).tolist() == decided
-    )
+    ranks = Ranks(len(votes), SignSGDCompressor, [(len(decided),)])
+    assert ranks.step([torch.tensor(vote) for vote in votes]).tolist() == decided
 
 
 def test_signum_is_the_sign_of_the_average() -> None:
@@ -142,9 +141,8 @@ def test_blocks_are_rounded_to_the_nearest_level() -> None:
             assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
     ranks = Ranks(1, lambda: BlockwiseCompressor(block=512), [(512,), (513,)])
     ranks.step([normal(1025, 0)])
-    assert ranks.world.meters[0].payload_bytes == sealed_bytes(3 * 4 + 512 + 513), (
-        "a short last block is no full one"
-    )
+    # a short last block is no full one
+    assert ranks.world.meters[0].payload_bytes == sealed_bytes(3 * 4 + 512 + 513)
 
 
 def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks() -> None:

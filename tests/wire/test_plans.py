@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from wire.payloads import CODEC, budget_of, clustered, encode, scattered, selection_of
+from wire.payloads import budget_of, clustered, encode, scattered, selection_of
 
 from dgc.kernels.codec import IndexKind, packed_bits, thin
 from dgc.wire import PackedIndices, RiceIndices, SignValues, SparseFormat
@@ -130,13 +130,3 @@ def test_thinning() -> None:
     assert int(some.count) == 4
     for kept in (0, 10):
         assert torch.equal(thin(selection, torch.tensor(kept)).values[:kept], selection.values[:kept])
-
-
-def test_rice_parameters_follow_the_blocks() -> None:
-    """A dense block after a sparse one has a smaller parameter, so both take fewer bits than with b*."""
-    numel, capacity = 10**6, 1024
-    support = torch.cat([torch.arange(512) * 1800, torch.arange(512) * 2 + 919_801])
-    code = plan_rice(capacity, numel)
-    section = torch.zeros(code.nbytes, dtype=torch.uint8)
-    CODEC.indices_encode_(selection_of(support), code, section)
-    assert section[0] >= 10 and section[1] <= 1
