@@ -10,9 +10,11 @@ from cases import case
 from compression.ranks import Ranks, normal
 
 from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import ChunkCompressor, DenseResult, FP16Compressor, SparseResult
 from dgc.compression.chunks import divide, largest
 from dgc.memory import DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.testing import flat
 from dgc.wire import PayloadError
 
@@ -164,6 +166,24 @@ def test_a_rank_in_another_epoch_is_named() -> None:
         compressor.begin_epoch(rank // 2)
     with pytest.raises(PayloadError, match="rank 2 encoded bucket b at compress_ratio 0.2, this rank at 0.3"):
         ranks.exchange(gradients(3, 0))
+
+
+def test_a_step_of_the_optimizer() -> None:
+    """The sparse update of DGCSGD, and the fallback for vectors."""
+    model, inputs = torch.nn.Linear(16, 12), normal(32, 0).view(2, 16)
+    named, transport = model.named_parameters(), LockstepWorld(1).transports[0]
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    inner, method = (
+        DGCSGD(model.parameters(), lr=0.5, momentum=0.9),
+        ChunkCompressor(0.3, DGCSGDMemory(0.9), SIZE, "fp32"),
+    )
+    optimizer = DistributedOptimizer(inner, named, method, transport=transport)
+    model(inputs).square().sum().backward()
+    dw, db = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters()])
+    optimizer.step()
+    rows = dw.abs().sum(1).topk(4).indices  # one chunk per row
+    torch.testing.assert_close(model.weight.detach(), weight.index_add(0, rows, dw[rows], alpha=-0.5))
+    torch.testing.assert_close(model.bias.detach(), bias - 0.5 * db)
 
 
 def test_it_takes_matrices_and_sends_vectors_dense() -> None:

@@ -10,7 +10,7 @@ from compression.ranks import Ranks, normal
 from memory.held import Held
 
 from dgc.bucket import Segment, make_bucket
-from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import next_requests
 from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseResult
@@ -268,6 +268,15 @@ def test_a_rank_with_other_settings_is_named(odd: Any, words: Any) -> None:
     conversations, messages = first_messages([usual, odd, usual], "gtopk")
     with pytest.raises(PayloadError, match=words):
         conversations[2].send((tuple(message.tensor for message in messages),))
+
+
+def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
+    ratios = [0.01, 0.02]
+    ranks = Ranks(
+        2, lambda: DGCCompressor(ratios.pop(), ResidualMemory(), exchange="reduce_scatter"), [(300, 100)]
+    )
+    with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
+        ranks.step([normal(30_000, rank) for rank in range(2)])
 
 
 @pytest.mark.usefixtures("no_type_checks")

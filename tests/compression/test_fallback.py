@@ -1,5 +1,6 @@
 """Tensors that a sparse method does not compress: their values, collectives, clipping and momentum."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,7 +119,11 @@ def vectors(transport: Transport, compression: Any, steps: int, state: Any = Non
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
 def test_momentum_of_vectors_is_the_optimizer_s(name: str) -> None:
     """All but the last step's rounding arrives, times 1 / (1 - momentum) in the end."""
-    exact, other = (LockstepWorld(2).run(lambda t, v=v: vectors(t, method(v), 30)[0])[0] for v in ("fp32", name))
+
+    def train(transport: Transport, dense_values: str) -> Tensor:
+        return vectors(transport, method(dense_values), 30)[0]
+
+    exact, other = (LockstepWorld(2).run(partial(train, dense_values=values))[0] for values in ("fp32", name))
     assert not torch.equal(exact, other)
     torch.testing.assert_close(other, exact, rtol=0, atol=0.1)
     assert float(exact.abs().max()) > 20

@@ -18,12 +18,13 @@ from wire.payloads import (
     decode,
     encode,
     formats_for,
+    noise_in,
     scattered,
     seal_,
     selection_of,
 )
 
-from dgc.kernels.codec import BLOCKS, HEADER_BYTES, PLAIN, IndexCode, IndexKind, Terms
+from dgc.kernels.codec import BLOCKS, PLAIN, IndexCode, IndexKind, Terms
 from dgc.wire import PayloadError
 from dgc.wire.indices import plan_packed, plan_rice
 
@@ -78,10 +79,7 @@ def test_codecs_agree_on_what_is_broken(form: Any) -> None:
         count = (1, 5, 130, 600)[trial % 4]
         budget = budget_of(count, 0, 20, 3000)
         payload = encode(form, selection_of(scattered(3000, count, trial)), budget, 3000).payload
-        noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
-        some = torch.rand(payload.shape, generator=generator) < (1.0, 0.05, 0.003)[trial % 3]
-        some[16:HEADER_BYTES] = False  # the terms: other ones are refused before anything is decoded
-        payload[12:] = torch.where(some, noise, payload)[12:]
+        payload = noise_in(payload, generator, (1.0, 0.05, 0.003)[trial % 3], first=12)
         seal_(payload)
         outcomes = []
         for codec in CODECS.values():

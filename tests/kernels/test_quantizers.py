@@ -97,22 +97,14 @@ def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers: Any) -
 
 
 def means(q: Any, bounds: Any, values: Any, factors: Any, size: int) -> Any:
-    """(encode(v, values of this rank), mean_(codes, mean)) of every kind, for the values of all ranks."""
-    lows, thirds = [-each for each in values], [each / 3 for each in values]
-    yield (
-        lambda v, each: q.sign_encode(v, bounds, each - each.mean(), -each, each / 3),
-        lambda codes, mean: q.sign_mean_(codes, bounds, lows, thirds, factors, size, mean),
-    )
-    yield (
-        lambda v, each: q.tern_encode(v, bounds, each),
-        lambda codes, mean: q.tern_mean_(codes, bounds, values, factors, size, mean),
-    )
-    for bits, levels, seed in UNIFORM[::2]:
-        yield (
-            lambda v, each, s=(levels, bits, seed): q.uniform_encode(v, bounds, each, *s),
-            lambda codes, mean, s=(levels, bits): q.uniform_mean_(codes, bounds, values, *s, size, mean),
-        )
-    yield lambda v, _: q.natural_encode(v, 1), lambda codes, mean: q.natural_mean_(codes, size, mean)
+    """mean_(codes, mean) of every kind, in the order of `operations`, for the values of all ranks."""
+    lows, thirds, scales = [-each for each in values], [each / 3 for each in values], [3 * each for each in values]
+    yield lambda codes, mean: q.sign_mean_(codes, bounds, lows, thirds, factors, size, mean)
+    yield lambda codes, mean: q.tern_mean_(codes, bounds, values, factors, size, mean)
+    for bits, levels, _ in UNIFORM:
+        yield lambda codes, mean, s=(levels, bits): q.uniform_mean_(codes, bounds, scales, *s, size, mean)
+    for _ in SEEDS:
+        yield lambda codes, mean: q.natural_mean_(codes, size, mean)
 
 
 @cache
@@ -130,11 +122,11 @@ def mean_cases() -> Any:
             values[-1][::2] = 0.0
             factors = random(len(bounds) - 1, 30).abs() if ranks % 2 else None
             size = ranks + n % 2
-            expected = []
-            for encode, mean_ in means(REFERENCE, bounds, values, factors, size):
-                codes, mean = [encode(v, each)[0] for v, each in zip(vs, values, strict=True)], torch.zeros(n)
-                mean_(codes, mean)
-                expected.append((codes, mean))
+            expected, of_ranks = [], zip(*(operations(REFERENCE, bounds, each) for each in values), strict=True)
+            for mean_, kind in zip(means(REFERENCE, bounds, values, factors, size), of_ranks, strict=True):
+                codes = [encode(v)[0] for (encode, _), v in zip(kind, vs, strict=True)]
+                expected.append((codes, torch.zeros(n)))
+                mean_(*expected[-1])
             made.append((n, bounds, values, factors, size, expected))
     return made
 
@@ -142,7 +134,7 @@ def mean_cases() -> Any:
 @pytest.mark.usefixtures("no_type_checks")
 def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other(quantizers: Any) -> None:
     for n, bounds, values, factors, size, expected in mean_cases():
-        for operation, (_, mean_) in enumerate(means(quantizers, bounds, values, factors, size)):
+        for operation, mean_ in enumerate(means(quantizers, bounds, values, factors, size)):
             codes, right = expected[operation]
             mean = torch.full((n,), NAN)
             mean_([torch.cat([own[:1], own])[1:] for own in codes], mean)  # at any address

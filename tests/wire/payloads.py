@@ -95,3 +95,11 @@ def seal_(payload: Any) -> None:
     total -= 3 * (int(payload[8:12].view(torch.int32)) & 0xFFFFFFFF)
     folded = ((total >> 32) ^ total) & 0xFFFFFFFF ^ 0x44474331
     payload[8:12] = torch.tensor(list(folded.to_bytes(4, "little")), dtype=torch.uint8)
+
+
+def noise_in(payload: Any, generator: Any, share: float, first: int = 0) -> Any:
+    """The payload with noise in a share of its bytes from `first` on. Other terms would be refused before it."""
+    noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
+    some = torch.rand(payload.shape, generator=generator) < share
+    some[:first] = some[16:24] = False
+    return torch.where(some, noise, payload)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, seal_, selection_of
+from wire.payloads import FORMATS, SOME, budget_of, decode, encode, noise_in, scattered, seal_, selection_of
 
 from dgc.kernels.codec import Terms
 from dgc.wire import PayloadError
@@ -118,10 +118,7 @@ def test_any_bytes_at_all_give_an_error_or_a_sound_selection(form: Any) -> None:
     for trial in range(150):
         count = (0, 1, 6, 150, 700)[trial % 5]
         payload, budget = payload_of(form, count, count)
-        noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
-        some = torch.rand(payload.shape, generator=generator) < (1.0, 0.3, 0.01)[trial % 3]
-        some[16:24] = False  # the terms: other ones are refused before anything is decoded
-        payload = torch.where(some, noise, payload)
+        payload = noise_in(payload, generator, (1.0, 0.3, 0.01)[trial % 3])
         payload[:4].view(torch.int32)[0] = int(torch.randint(0, count + 2, (), generator=generator))
         payload[4:8] = 0
         seal_(payload)
