@@ -1,15 +1,16 @@
-"""What DGCCompressor refuses, with one error that names the argument."""
+"""Arguments of DGCCompressor: what they stand for, the warm-up of the ratio, and what is refused."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from dgc.compression import DGCCompressor, SparseCompressor
-from dgc.compression.sparse import INDICES, MEMORIES, SELECTORS, VALUES
+from dgc.compression.sparse import INDICES, MEMORIES, SELECTORS, VALUES, RatioWarmup
 from dgc.engine.agreement import describe
 from dgc.memory import DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.selection import Exact
-from dgc.wire import CastValues, PlainIndices, RiceIndices, SignValues
+from dgc.selection import Exact, Predicted, Sampled
+from dgc.wire import CastValues, Int8Values, PlainIndices, RiceIndices, SignValues
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -35,32 +36,115 @@ def test_a_name_stands_for_the_object_with_its_defaults() -> None:
     assert isinstance(named.format.values, SignValues) and isinstance(named.format.indices, RiceIndices)
 
 
+WRONG: dict[str, list[Any]] = {
+    "compress_ratio": ["0.1", None, True],
+    "sample_ratio": ["0.1", True],
+    "strided_sample": [1, "yes"],
+    "compress_upper_bound": ["1.3", None],
+    "compress_lower_bound": [[0.8]],
+    "max_adaptation_iters": [2.5, "10"],
+    "resample": [None],
+    "fp16_values": ["fp16"],
+    "int32_indices": [32],
+    "warmup_epochs": ["five", 2.5, True, None],
+    "warmup_coeff": ["0.25", [0.5, "0.1"], True],
+    "seed": [None, 1.5],
+    "selector": ["exactly", Exact],
+    "values": ["fp17", CastValues],
+    "indices": ["int31", PlainIndices],
+}
+
+
 def test_arguments_of_a_wrong_type_are_named() -> None:
-    wrong: dict[str, list[Any]] = {
-        "compress_ratio": ["0.1", None, True],
-        "sample_ratio": ["0.1", True],
-        "strided_sample": [1, "yes"],
-        "compress_upper_bound": ["1.3", None],
-        "compress_lower_bound": [[0.8]],
-        "max_adaptation_iters": [2.5, "10"],
-        "resample": [None],
-        "fp16_values": ["fp16"],
-        "int32_indices": [32],
-        "warmup_epochs": ["five", 2.5, True, None],
-        "warmup_coeff": ["0.25", [0.5, "0.1"], True],
-        "seed": [None, 1.5],
-        "selector": ["exactly", Exact],
-        "values": ["fp17", CastValues],
-        "indices": ["int31", PlainIndices],
-    }
-    for name, values in wrong.items():
+    for name, values in WRONG.items():
         for value in values:
             with pytest.raises(ValueError, match=f"^{name} must .*not ") as error:
                 DGCCompressor(**{"compress_ratio": 0.1, "memory": ResidualMemory(), name: value})
             assert repr(value) in str(error.value)
-
-
-def test_names_without_tensors() -> None:
-    compressor = DGCCompressor(0.1, ResidualMemory())
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
-        compressor.initialize(["weight", "bias"])  # type: ignore[list-item]
+        DGCCompressor(0.1, ResidualMemory()).initialize(["weight", "bias"])  # type: ignore[list-item]
+
+
+def settings(compressor: SparseCompressor) -> dict[str, str]:
+    found = describe(compressor=compressor)
+    assert found.pop("compressor").endswith((".DGCCompressor", ".SparseCompressor"))
+    return found
+
+
+def test_each_keyword_of_the_original_names_a_part() -> None:
+    half, int32, warmup = CastValues("fp16"), PlainIndices("int32"), {"warmup_epochs": 5, "warmup_coeff": 0.3}
+    bounds = {"compress_upper_bound": 1.5, "compress_lower_bound": 0.7, "max_adaptation_iters": 5}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"selector": Predicted()}),
+        ({"sample_ratio": 1}, {"selector": Exact()}),
+        ({"sample_ratio": 0.01}, {"selector": Sampled(0.01)}),
+        (
+            {"sample_ratio": 0.01, "strided_sample": False, "resample": False, **bounds},
+            {"selector": Sampled(0.01, False, 1.5, 0.7, 5, False)},
+        ),
+        ({"fp16_values": True}, {"values": half}),
+        ({"int32_indices": True}, {"indices": int32}),
+        ({"fp16_values": True, "int32_indices": True}, {"values": half, "indices": int32}),
+        ({**warmup, "seed": 3}, {**warmup, "seed": 3}),
+    ]
+    for (keywords, parts), ratio in product(cases, (0.01, 100)):
+        facade = DGCCompressor(ratio, DGCSGDMemory(0.9), **keywords)
+        general = SparseCompressor(ratio, DGCSGDMemory(0.9), **parts)
+        assert settings(facade) == settings(general), (keywords, ratio)
+
+
+def test_a_part_given_as_such_takes_the_place_of_the_original_s_keyword() -> None:
+    options: dict[str, Any] = {"values": Int8Values(), "indices": RiceIndices(), "selector": Exact()}
+    for keyword, part, words in (
+        ({"fp16_values": True}, "values", r"values=Int8Values\(.*\) is used; the original's keyword"),
+        ({"int32_indices": True}, "indices", r"indices=RiceIndices\(\) is used"),
+        ({"sample_ratio": 0.1}, "selector", "selector=Exact.* is used"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            compressor = DGCCompressor(0.01, ResidualMemory(), **keyword, **{part: options[part]})
+        used = {"selector": compressor.selector, **vars(compressor.format)}
+        assert used[part] is options[part]
+
+
+def ratios(epochs: int = 7, **options: Any) -> Any:
+    compressor = DGCCompressor(memory=NoMemory(), **options)
+    seen = []
+    for epoch in range(epochs):
+        compressor.begin_epoch(epoch)
+        seen.append(compressor.compress_ratio)
+    return seen
+
+
+def test_the_ratio_of_each_epoch() -> None:
+    published = ratios(compress_ratio=0.001, warmup_epochs=5)
+    assert [float(f"{r:.2g}") for r in published] == [0.25, 0.063, 0.016, 0.004, 0.001, 0.001, 0.001]
+    assert published[4:] == pytest.approx([0.001] * 3, rel=1e-12)
+    assert published == ratios(compress_ratio=1000, warmup_epochs=5)
+    assert ratios(compress_ratio=0.01) == ratios(compress_ratio=0.01, warmup_epochs=0) == [0.01] * 7
+    # a number is a base that stops at the ratio, a list is taken as it is
+    powers = ratios(compress_ratio=0.001, warmup_epochs=5, warmup_coeff=0.25)
+    assert powers == pytest.approx([0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001, 0.001])
+    for kind in (list, tuple):
+        seen = ratios(compress_ratio=0.1, warmup_epochs=3, warmup_coeff=kind([1.0, 0.5, 0.3]))
+        assert seen == [1.0, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1]
+
+
+def test_the_first_epochs_ratio_holds_before_any_begins() -> None:
+    compressor = DGCCompressor(0.001, NoMemory(), warmup_epochs=5)
+    assert compressor.compress_ratio == pytest.approx(0.001**0.2)
+    compressor.warmup_compress_ratio(1)  # the original's name
+    assert compressor.compress_ratio == pytest.approx(0.001**0.4)
+
+
+def test_epochs_may_go_back() -> None:
+    """A resumed run begins somewhere; nothing is remembered from the last call."""
+    warmup = RatioWarmup(0.001, 5)
+    assert [warmup.at(e) for e in (9, 0, 3)] == pytest.approx([0.001, 0.001**0.2, 0.001**0.8])
+
+
+def test_bad_coefficients() -> None:
+    for coefficient in (0.0, -0.1, 1.5, [0.5, 2.0], [0.5, 0.0]):
+        with pytest.raises(ValueError, match="warmup_coeff"):
+            DGCCompressor(0.1, NoMemory(), warmup_epochs=2, warmup_coeff=coefficient)
+    with pytest.raises(ValueError, match="lists 2 ratios for 3 warmup_epochs"):
+        DGCCompressor(0.1, NoMemory(), warmup_epochs=3, warmup_coeff=[0.5, 0.2])

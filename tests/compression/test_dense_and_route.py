@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from compression.ranks import Ranks
+from compression.ranks import Ranks, normal
 
 from dgc.bucket import make_bucket
-from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
     BF16Compressor,
     DenseCompressor,
@@ -20,32 +19,22 @@ from dgc.compression import (
     Rule,
     SVDCompressor,
 )
-from dgc.engine.state import BucketStates
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.testing import checked_mean
-from dgc.wire.envelope import sealed_bytes
 
 N = 301
+every_cast = pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
 
 
 def reduce_all(make: Any, own: Any, dtype: Any = torch.float32) -> Any:
     """The mean that every rank gets, and the meter of rank 0."""
-    world = LockstepWorld(len(own))
-    buckets = [make_bucket("b", [("w", torch.zeros(N, dtype=dtype))]) for _ in own]
-    states = [BucketStates(make()) for _ in own]
-    for rank, (bucket, gradient) in enumerate(zip(buckets, own, strict=True)):
-        bucket.flat.copy_(gradient)
-        states[rank].add(bucket, len(own), rank)
-    results = world.converse("b", [checked_mean(s, b) for s, b in zip(states, buckets, strict=True)])
-    assert all(isinstance(result, DenseResult) for result, _ in results)
-    assert all(torch.equal(bucket.flat, buckets[0].flat) for bucket in buckets)
-    assert buckets[0].flat.dtype == dtype
-    return buckets[0].flat, world.meters[0]
+    ranks = Ranks(len(own), make, {"w": (N,)}, dtype)
+    results, mean = ranks.exchange(own)
+    assert all(isinstance(result, DenseResult) for result in results) and mean.dtype == dtype
+    return mean, ranks.world.meters[0]
 
 
 def gradients(size: Any, scale: float = 1.0) -> Any:
-    generator = torch.Generator().manual_seed(size)
-    return [scale * torch.randn(N, generator=generator) for _ in range(size)]
+    return [scale * normal(N, rank) for rank in range(size)]
 
 
 def test_only_a_compressor_that_decides_has_a_dense_share() -> None:
@@ -53,39 +42,18 @@ def test_only_a_compressor_that_decides_has_a_dense_share() -> None:
     assert [Ranks(1, make, [(N,)]).states[0].dense_share for make in makers] == [None, None, 0.0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("make", "rtol", "nbytes"),
-    [(DenseCompressor, 1e-6, 4 * N), (FP16Compressor, 2e-3, 2 * N), (BF16Compressor, 1e-2, sealed_bytes(2 * N))],
-)
-def test_mean(size: Any, make: Any, rtol: Any, nbytes: Any) -> None:
-    own = gradients(size)
-    mean, meter = reduce_all(make, own)
-    torch.testing.assert_close(mean, torch.stack(own).mean(0), rtol=rtol, atol=rtol)
-    assert meter.payload_bytes == nbytes and meter.rounds == 1
-
-
-def test_bf16_adds_in_fp32() -> None:
+def test_bf16_adds_in_fp32_what_each_rank_rounds_once() -> None:
     """256 + 1 + 1 is 256 where bf16 adds, and 258 in fp32."""
     own = [torch.full((N,), value) for value in (256.0, 1.0, 1.0)]
     assert (reduce_all(BF16Compressor, own)[0] == 258 / 3).all()
-
-
-def test_bf16_rounds_each_rank_once() -> None:
     own = gradients(3)
     expected = sum(g.bfloat16().float() for g in own) / 3
     torch.testing.assert_close(reduce_all(BF16Compressor, own)[0], expected, rtol=1e-6, atol=1e-7)
-
-
-def test_bf16_reaches_as_far_as_fp32() -> None:
     assert reduce_all(BF16Compressor, gradients(2, 1e30))[0].isfinite().all()
-
-
-def test_fp16_beyond_its_range_is_infinite() -> None:
     assert (reduce_all(FP16Compressor, [torch.full((N,), 7e4)] * 2)[0] == float("inf")).all()
 
 
-@pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
+@every_cast
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_gradients(make: Any, dtype: Any) -> None:
     own = [g.to(dtype) for g in gradients(3)]
@@ -94,28 +62,21 @@ def test_half_precision_gradients(make: Any, dtype: Any) -> None:
 
 
 def test_dense_leaves_nan_to_the_user() -> None:
-    own = gradients(1)
-    own[0][7] = float("nan")
-    bucket = make_bucket("b", [("w", own[0])])
-    bucket.flat.copy_(own[0])
-    states = BucketStates(DenseCompressor())
-    states.add(bucket, 1, 0)
-    LockstepWorld(1).converse("b", [states.reduce(bucket)])
-    assert bucket.flat.isnan().nonzero().tolist() == [[7]]
+    ranks, (own,) = Ranks(1, DenseCompressor, {"w": (N,)}), gradients(1)
+    own[7] = float("nan")
+    ranks.buckets[0].flat.copy_(own)
+    ranks.world.converse("b", [ranks.states[0].reduce(ranks.buckets[0])])
+    assert ranks.buckets[0].flat.isnan().nonzero().tolist() == [[7]]
 
 
-@pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
+@every_cast
 def test_nothing_is_kept_between_steps(make: Any) -> None:
-    states = BucketStates(make())
-    states.add(make_bucket("b", [("w", torch.zeros(3))]), 1, 0)
+    (states,) = Ranks(1, make, {"w": (3,)}).states
     assert states.state_dict() == {} and list(states.errors()) == []
     assert states.compress_ratio == 1.0 and states.compressor.correction is None
     states.load_state_dict({})
     with pytest.raises(ValueError, match="another compressor"):
         states.load_state_dict({"residuals": {"w": torch.zeros(3)}})
-
-
-# --- routes ----------------------------------------------------------------------------------------
 
 
 def segment(name: Any, *shape: Any) -> Any:
@@ -193,11 +154,8 @@ def test_equal_compressors_without_state_are_one() -> None:
         assert (first is second) == are_one, pair
 
 
-def test_no_rule_for_a_tensor() -> None:
+def test_a_tensor_without_a_rule_and_a_route_of_nothing() -> None:
     with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
         Route([Rule(DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
-
-
-def test_a_route_of_nothing() -> None:
     with pytest.raises(ValueError, match="at least one Rule"):
         Route([])

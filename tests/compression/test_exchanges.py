@@ -1,6 +1,6 @@
 """Exchanges of sparse payloads: what is dealt to whom, what returns, and how many bytes that takes."""
 
-from math import sqrt
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from dgc.bucket import Segment, make_bucket
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import next_requests
-from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseCompressor, SparseResult
+from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseResult
 from dgc.compression.sparse_sum import BLOCK, EXCHANGES, divide_into_regions, largest_region
 from dgc.kernels.selection import SparseVector
 from dgc.memory import DGCSGDMemory, ResidualMemory
@@ -46,26 +46,26 @@ def sparse(indices: Any, values: Any, capacity: Any) -> Any:
     return found
 
 
-# --- regions ---------------------------------------------------------------------------------------
+def ranks_of(size: int, exchange: str = "gtopk", ratio: float = 0.05, shape: Any = (40, 100), **rest: Any) -> Any:
+    return Ranks(size, lambda: DGCCompressor(ratio, ResidualMemory(), exchange=exchange, **rest), [shape])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("numel", [0, 1, 12, 13, 14, 1000, 4011])
-def test_every_element_has_one_place_and_every_tensor_its_bounds(size: Any, numel: Any) -> None:
-    offsets = sorted({0, min(5, numel), min(5, numel), numel // 2, numel})
-    regions = divide_into_regions(torch.tensor(offsets), numel, size)
-    found = []
-    for r in range(size):
-        end = int(regions.bounds[r, -1])
-        assert end <= regions.numel == largest_region(numel, size)
-        index = regions.index_of(torch.arange(end), r)
-        assert torch.equal(index, index.sort().values)  # the order is kept
-        assert bool(((index // BLOCK) % size == r).all())
-        for s, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
-            own = index[int(regions.bounds[r, s]) : int(regions.bounds[r, s + 1])]
-            assert torch.equal(own, index[(index >= start) & (index < stop)])
-        found.append(index)
-    assert torch.equal(torch.cat(found).sort().values, torch.arange(numel))
+def test_every_element_has_one_place_and_every_tensor_its_bounds(size: Any) -> None:
+    for numel in (0, 1, 12, 13, 14, 1000, 4011):
+        offsets, found = sorted({0, min(5, numel), numel // 2, numel}), []
+        regions = divide_into_regions(torch.tensor(offsets), numel, size)
+        for r in range(size):
+            end = int(regions.bounds[r, -1])
+            assert end <= regions.numel == largest_region(numel, size)
+            index = regions.index_of(torch.arange(end), r)
+            assert torch.equal(index, index.sort().values)  # the order is kept
+            assert bool(((index // BLOCK) % size == r).all())
+            for s, (start, stop) in enumerate(pairwise(offsets)):
+                own = index[int(regions.bounds[r, s]) : int(regions.bounds[r, s + 1])]
+                assert torch.equal(own, index[(index >= start) & (index < stop)])
+            found.append(index)
+        assert torch.equal(torch.cat(found).sort().values, torch.arange(numel)), numel
 
 
 def test_regions_are_balanced_where_columns_differ() -> None:
@@ -94,22 +94,12 @@ def test_a_full_payload_leaves_the_smallest_elements_in_the_residual() -> None:
     gradient = 1e-3 * torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 1e-3
     crowded = torch.arange(40) % 10 + (torch.arange(40) // 10) * BLOCK * size  # of region 0, in four blocks
     gradient[crowded] = torch.arange(40).float() + 1
-    memory = [ResidualMemory() for _ in range(size)]
-    options: Any = {"exchange": "reduce_scatter"}
-    ranks = Ranks(size, lambda: SparseCompressor(40 / numel, memory.pop(), **options), [(numel, 1)])
+    ranks = ranks_of(size, "reduce_scatter", 40 / numel, (numel, 1))
     mean = ranks.step([gradient] * size)
     # 40/4 and a deviation in round 1, twice 40/4 in round 2
     assert mean.nonzero().view(-1).tolist() == crowded[-13:].tolist()
     for error in ranks.errors():
         assert torch.equal(error[crowded[:-13]], gradient[crowded[:-13]]) and not error[crowded[-13:]].any()
-
-
-# --- recursive doubling ----------------------------------------------------------------------------
-
-
-def doubling(size: Any, ratio: float = 0.05, shape: Any = (40, 100), **options: Any) -> Any:
-    options = {"exchange": "gtopk", **options}
-    return Ranks(size, lambda: DGCCompressor(ratio, ResidualMemory(), **options), [shape])
 
 
 def top(x: Any, k: Any) -> Any:
@@ -121,7 +111,7 @@ def top(x: Any, k: Any) -> Any:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
 def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
     k = 200
-    ranks, errors = doubling(size), [torch.zeros(4000) for _ in range(size)]
+    ranks, errors = ranks_of(size), [torch.zeros(4000) for _ in range(size)]
     for step in range(3):
         own = [normal(4000, 10 * step + rank) for rank in range(size)]
         due = [error + gradient for error, gradient in zip(errors, own, strict=True)]
@@ -131,10 +121,8 @@ def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
         for j in range(size.bit_length() - 1):
             x = [top(x[r & ~(1 << j)] + x[r | 1 << j], 2 * k) for r in range(power)]
         assert torch.equal(ranks.step(own), x[0] / size)
-        errors = ranks.errors()
-        for v, error in zip(due, errors, strict=True):
-            waits = x[0] == 0
-            assert torch.equal(error[waits], v[waits])
+        errors, waits = ranks.errors(), x[0] == 0
+        assert all(torch.equal(error[waits], v[waits]) for v, error in zip(due, errors, strict=True))
 
 
 @pytest.mark.parametrize("exchange", ["gtopk", "reduce_scatter"])
@@ -145,7 +133,7 @@ def test_what_the_result_does_not_have_waits_on_the_rank_that_selected_it(exchan
         gradient = torch.zeros(4000)
         gradient[rank * 300 + torch.arange(k)] = 1.0 + rank
         own.append(gradient)
-    ranks = doubling(size, exchange=exchange)
+    ranks = ranks_of(size, exchange)
     mean = ranks.step(own)
     assert 1.9 * k < int(mean.count_nonzero()) <= 2 * k
     for gradient, error in zip(own, ranks.errors(), strict=True):
@@ -157,93 +145,70 @@ def test_a_part_that_a_group_drops_of_an_element_of_the_result_stays_with_a_rank
     own, left = torch.zeros(8, 20), torch.zeros(8, 20)
     own[0, 0], own[1, 1], own[2, 5], own[3, 1] = 3.0, 4.0, 2.5, 1.0
     own[4, 5], own[5, 5], own[6, 6], own[7, 6] = 10.0, 1.0, 8.0, 1.0
-    ranks = doubling(8, shape=(20, 1))
+    ranks = ranks_of(8, shape=(20, 1))
     mean = ranks.step(list(own))
     assert (mean[5], mean[6]) == (11 / 8, 9 / 8) and mean.count_nonzero() == 2
     left[0, 0], left[0, 5], left[1, 1], left[3, 1] = 3.0, 2.5, 4.0, 1.0
     assert torch.equal(torch.stack(ranks.errors()), left)
 
 
-@pytest.mark.parametrize("size", [3, 8, 11, 16])
+@pytest.mark.parametrize("size", [3, 8, 11, 16, 64])
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_meter_agrees_with_the_formula_of_the_doubling(size: Any) -> None:
-    ranks = doubling(size, int32_indices=True)
-    ranks.step([normal(4000, rank) for rank in range(size)])
-    planned = wire_bytes("gtopk", payload_of(4000, 0.05), size)
-    found = [meter.wire_bytes for meter in ranks.world.meters]
-    assert max(found) == planned
-    doublings = size.bit_length() - 1
-    own, summed, header = 24 + 8 * 200, 24 + 8 * 400, 24 * (size - 1)
-    if 2**doublings < size:
-        assert (found[0], found[-1]) == (header + summed * (doublings + 1), header + own)
-    else:
-        assert found[0] == found[-1] == header + own + summed * (doublings - 1)
-    assert len({meter.rounds for meter in ranks.world.meters}) == 1
+def test_the_meter_agrees_with_the_planned_bytes(size: Any) -> None:
+    """Of the rank that sends most; laws/exchanges.py has the formulas of payloads."""
+    for exchange, spread in (("gtopk", size & size - 1), ("reduce_scatter", 0)):
+        ranks = ranks_of(size, exchange, int32_indices=True)
+        ranks.step([normal(4000, rank) for rank in range(size)])
+        found = [meter.wire_bytes for meter in ranks.world.meters]
+        assert max(found) == wire_bytes(exchange, payload_of(4000, 0.05), size)
+        assert (len(set(found)) > 1) == bool(spread)
+        assert len({meter.rounds for meter in ranks.world.meters}) == 1
+    assert ranks.world.meters[0].rounds == 2
 
 
-# --- memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("masking", [True, False])
-def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank_sent(masking: Any) -> None:
-    bucket = make_bucket("b", [("w", torch.zeros(6))])
+@pytest.mark.parametrize(("masking", "u"), [(True, [0, 0, 0, 3, 4, 5]), (False, [0, 1, 2, 3, 4, 5])])
+def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank_sent(
+    masking: Any, u: Any
+) -> None:
+    bucket, v = make_bucket("b", [("w", torch.zeros(6))]), [0, -1, 9, 3, 24, 5]
     memory = Held(DGCSGDMemory(0.5, momentum_masking=masking))
     memory.plan(bucket)
-    sent, back = sparse([1, 2], [2.0, 3.0], 2), sparse([2, 4], [10.0, 20.0], 3)
+
+    def error() -> Any:
+        (only,) = memory.errors()
+        return only.tolist()
+
     for dropped in (True, False):
         bucket.flat.copy_(torch.arange(6.0))
         inputs = memory.pass_inputs(bucket)
         assert inputs.sent is None and inputs.u is not None
         inputs.u.copy_(torch.arange(6.0))
         inputs.v.copy_(torch.arange(6.0))
-        memory.sent_(bucket, sent, back)
-        (error,) = memory.errors()
-        assert error.tolist() == [0, -1, 9, 3, 24, 5]
+        memory.sent_(bucket, sparse([1, 2], [2.0, 3.0], 2), sparse([2, 4], [10.0, 20.0], 3))
         state = memory.state_dict()
-        assert state["velocities"]["w"].tolist() == [0, -1, 9, 3, 24, 5]
-        assert state["momentums"]["w"].tolist() == ([0, 0, 0, 3, 4, 5] if masking else [0, 1, 2, 3, 4, 5])
+        assert error() == state["velocities"]["w"].tolist() == v and state["momentums"]["w"].tolist() == u
         if dropped:
             memory.rollback(bucket)
-            (error,) = memory.errors()
-            assert error.tolist() == [0, 1, 2, 3, 4, 5]
+            assert error() == [0, 1, 2, 3, 4, 5]
     inputs = memory.pass_inputs(bucket)
-    assert inputs.sent is None and inputs.u is not None and inputs.v.tolist() == [0, -1, 9, 3, 24, 5]
-    assert inputs.u.tolist() == ([0, 0, 0, 3, 4, 5] if masking else [0, 1, 2, 3, 4, 5])
-    (error,) = memory.errors()
-    assert error.tolist() == inputs.v.tolist()
-
-
-# --- bytes -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [8, 16, 64])
-@pytest.mark.usefixtures("no_type_checks")
-def test_the_meter_agrees_with_the_formulas(size: Any) -> None:
-    numel, ratio = 200_000, 0.01
-    k = 2000
-    ranks = Ranks(
-        size,
-        lambda: DGCCompressor(ratio, ResidualMemory(), int32_indices=True, exchange="reduce_scatter"),
-        [(numel // 100, 100)],
-    )
-    ranks.step([normal(numel, rank) for rank in range(size)])
-    planned = wire_bytes("reduce_scatter", payload_of(numel, ratio), size)
-    assert [meter.wire_bytes for meter in ranks.world.meters] == [planned] * size
-    assert ranks.world.meters[0].rounds == 2
-    m, d = k / size, sqrt(k * (size - 1)) / size
-    again = min(2 * m, max(1.5 * m, 3 * k / (size - 1) - (m + d) - 6))
-    docstring = (size - 1) * (8 * (m + d) + 8 * again + 48)
-    assert planned == pytest.approx(docstring, abs=16 * (size - 1))
+    assert inputs.sent is None and inputs.u is not None and inputs.u.tolist() == u
+    assert error() == inputs.v.tolist() == v
 
 
 def test_bytes_do_not_grow_with_the_number_of_ranks() -> None:
-    """A bucket of ResNet-50's size at 0.1 %."""
-    payload = payload_of(RESNET50, 0.001)
+    """A bucket of ResNet-50's size at 0.1 %. auto sends the fewest bytes of the two."""
+    payload, chosen = payload_of(RESNET50, 0.001), []
     few, many = (wire_bytes("reduce_scatter", payload, size) for size in (8, 1024))
     assert many <= 1.5 * few
     for size in (8, 16, 64, 256, 1024):
         assert wire_bytes("reduce_scatter", payload, size) <= 6 * 4 * payload.budget.capacity
     assert wire_bytes("all_gather", payload, 1024) > 300 * many
+    for size in (1, 2, 3, 4, 8, 1024):
+        exchanges = ("all_gather", "reduce_scatter", "auto")
+        gathered, scattered, auto = (wire_bytes(name, payload, size) for name in exchanges)
+        assert auto == min(gathered, scattered)
+        chosen.append(scattered < gathered)
+    assert chosen == [False, False, False, True, True, True]
 
 
 def test_the_documented_bytes_are_those_of_the_formulas() -> None:
@@ -259,35 +224,14 @@ def test_the_documented_bytes_are_those_of_the_formulas() -> None:
         assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
 
 
-def test_auto_sends_the_fewest_bytes_of_the_two() -> None:
-    payload, chosen = payload_of(RESNET50, 0.001), []
-    for size in (1, 2, 3, 4, 8, 1024):
-        gathered, scattered, auto = (
-            wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter", "auto")
-        )
-        assert auto == min(gathered, scattered)
-        chosen.append(scattered < gathered)
-    assert chosen == [False, False, False, True, True, True]
-
-
 def test_a_bucket_goes_dense_where_that_is_cheaper() -> None:
     """At a third of all elements six words per element cost as much as an all-reduce, for any number of ranks."""
-    for size in (4, 16):
-        for ratio, kind in ((0.36, DenseResult), (0.3, SparseResult)):
-            ranks = Ranks(
-                size,
-                lambda ratio=ratio: DGCCompressor(
-                    ratio, ResidualMemory(), int32_indices=True, exchange="reduce_scatter"
-                ),
-                [(300, 100)],
-            )
-            results, _ = ranks.exchange([normal(30_000, rank) for rank in range(size)])
-            assert all(isinstance(result, kind) for result in results)
-            dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
-            assert ranks.world.meters[0].wire_bytes <= dense
-
-
-# --- settings that differ --------------------------------------------------------------------------
+    for size, (ratio, kind) in product((4, 16), ((0.36, DenseResult), (0.3, SparseResult))):
+        ranks = ranks_of(size, "reduce_scatter", ratio, (300, 100), int32_indices=True)
+        results, _ = ranks.exchange([normal(30_000, rank) for rank in range(size)])
+        assert all(isinstance(result, kind) for result in results)
+        dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
+        assert ranks.world.meters[0].wire_bytes <= dense
 
 
 def first_messages(settings: Any, exchange: Any = "reduce_scatter") -> Any:
@@ -307,61 +251,54 @@ def first_messages(settings: Any, exchange: Any = "reduce_scatter") -> Any:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ((0.02, "fp16"), "rank 1 encoded bucket b at compress_ratio 0.02, this rank at 0.01: call begin_epoch"),
-        ((0.010001, "fp16"), "rank 1 encoded bucket b at compress_ratio 0.010001"),
-        ((0.01, "bf16"), "rank 1 encoded bucket b in another format than this rank"),
-        ((0.01, "fp32"), "rank 1 encoded bucket b in another format than this rank"),
+        ((0.02, "fp16"), "at compress_ratio 0.02, this rank at 0.01: call begin_epoch"),
+        ((0.010001, "fp16"), "at compress_ratio 0.010001"),
+        ((0.01, "bf16"), "in another format than this rank"),
+        ((0.01, "fp32"), "in another format than this rank"),
     ],
 )
 def test_a_rank_with_other_settings_is_named(odd: Any, words: Any) -> None:
-    """Also where the payloads have equal sizes."""
-    usual = (0.01, "fp16")
+    """Also where the payloads have equal sizes, and before anything is doubled."""
+    usual, words = (0.01, "fp16"), f"rank 1 encoded bucket b {words}"
     conversations, messages = first_messages([usual, odd, usual])
     for rank in (0, 2):
         received = tuple(message.tensor.split(list(message.splits))[rank] for message in messages)
         with pytest.raises(PayloadError, match=words):
             conversations[rank].send((received,))
-
-
-def test_a_rank_with_other_settings_is_named_before_anything_is_doubled() -> None:
-    usual, odd = (0.01, "fp16"), (0.02, "fp16")
     conversations, messages = first_messages([usual, odd, usual], "gtopk")
-    with pytest.raises(PayloadError, match=r"rank 1 encoded bucket b at compress_ratio 0.02, this rank at 0.01"):
+    with pytest.raises(PayloadError, match=words):
         conversations[2].send((tuple(message.tensor for message in messages),))
 
 
 def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
     ratios = [0.01, 0.02]
-    options: Any = {"exchange": "reduce_scatter"}
-    ranks = Ranks(2, lambda: DGCCompressor(ratios.pop(), ResidualMemory(), **options), [(300, 100)])
+    ranks = Ranks(
+        2, lambda: DGCCompressor(ratios.pop(), ResidualMemory(), exchange="reduce_scatter"), [(300, 100)]
+    )
     with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
         ranks.step([normal(30_000, rank) for rank in range(2)])
 
 
-@pytest.mark.parametrize("given", ["ring", None, 3])
 @pytest.mark.usefixtures("no_type_checks")
-def test_an_unknown_exchange(given: Any) -> None:
-    with pytest.raises(ValueError, match=f"exchange must be one of all_gather.*, not {given!r}"):
-        DGCCompressor(0.01, ResidualMemory(), exchange=given)
+def test_an_unknown_exchange() -> None:
+    for given in ("ring", None, 3):
+        with pytest.raises(ValueError, match=f"exchange must be one of all_gather.*, not {given!r}"):
+            DGCCompressor(0.01, ResidualMemory(), exchange=given)  # type: ignore[arg-type]
 
 
-# --- transports ------------------------------------------------------------------------------------
+def optimizer_of(compression: Any, **options: Any) -> Any:
+    model = torch.nn.Linear(4, 4)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DistributedOptimizer(sgd, model.named_parameters(), compression, **options)
 
 
 def test_a_transport_without_messages_between_ranks_is_refused() -> None:
     """At construction, by name and with the cure; a route that uses such messages anywhere counts too."""
-    gtopk = DGCCompressor(0.01, ResidualMemory(), exchange="gtopk")
+    gtopk, transport = DGCCompressor(0.01, ResidualMemory(), exchange="gtopk"), LockstepWorld(1).transports[0]
+    transport.point_to_point = False
     for compression in (gtopk, Route([Rule(gtopk)])):
-        transport = LockstepWorld(1).transports[0]
-        transport.point_to_point = False
-        model = torch.nn.Linear(4, 4)
         with pytest.raises(ValueError, match=r"exchange='gtopk'.*LockstepTransport does not: connect with"):
-            DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1),
-                model.named_parameters(),
-                compression,
-                transport=transport,
-            )
+            optimizer_of(compression, transport=transport)
 
 
 def test_the_transport_of_the_process_is_asked_for_messages_between_ranks(monkeypatch: Any) -> None:
@@ -373,9 +310,7 @@ def test_the_transport_of_the_process_is_asked_for_messages_between_ranks(monkey
 
     monkeypatch.setattr("dgc.optim.distributed.default_transport", connected)
     for exchange in ("all_gather", "reduce_scatter", "gtopk"):
-        model = torch.nn.Linear(4, 4)
-        compression = DGCCompressor(0.01, ResidualMemory(), exchange=exchange)
-        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression)
+        optimizer_of(DGCCompressor(0.01, ResidualMemory(), exchange=exchange))
     assert asked == [False, False, True]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgc.compression import PowerSGDCompressor, matrices
+from dgc.compression import matrices
 
 every_way = pytest.mark.parametrize("way", ["auto", "qr", "gram_schmidt", "cholesky_qr"])
 
@@ -34,6 +34,8 @@ def test_rows_are_orthonormal_and_span_the_same(way: Any, shape: Any) -> None:
         outside = first - first @ part.mT @ part
         norms = first.flatten(1).norm(dim=1)
         assert bool((outside.flatten(1).norm(dim=1) <= 1e-5 * norms).all())
+    for scale in (1e-30, 1e30):
+        assert_orthonormal(orthonormalize(normal(*shape) * scale, way))
 
 
 @every_way
@@ -45,22 +47,14 @@ def test_a_matrix_does_not_depend_on_the_others_of_its_batch(way: Any) -> None:
 
 
 @every_way
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_scale_plays_no_part(way: Any, scale: Any) -> None:
-    assert_orthonormal(orthonormalize(normal(3, 1, 20) * scale, way))
-
-
-@every_way
 @pytest.mark.parametrize("r", [1, 3])
 def test_zeros_become_random_directions(way: Any, r: Any) -> None:
-    x = normal(3, r, 30)
+    x, noise = normal(3, r, 30), normal(3, r, 30, seed=5)
     x[1] = 0
-    basis = orthonormalize(x, way)
+    basis, found = orthonormalize(x, way), orthonormalize(x, way, noise=lambda b: noise)
     assert_orthonormal(basis)
-    noise = normal(3, r, 30, seed=5)
-    found = orthonormalize(x, way, noise=lambda b: noise)
     assert_orthonormal(found)
-    torch.testing.assert_close((found[1] @ noise[1].T @ noise[1]).norm() > 1, torch.tensor(True))
+    assert float((found[1] @ noise[1].T @ noise[1]).norm()) > 1
     torch.testing.assert_close(found[0], basis[0])
 
 
@@ -76,11 +70,3 @@ def test_dependent_rows_keep_what_there_is(way: Any) -> None:
         rows = x[i] / x[i].norm(dim=1, keepdim=True).clamp(min=1e-30)
         outside = rows - rows @ basis[i].T @ basis[i]
         assert float(outside.norm(dim=1)[[0, 1, 3]].max()) < 1e-4
-
-
-def test_what_it_refuses() -> None:
-    with pytest.raises(ValueError, match="orthogonalization must be one of auto, qr, gram_schmidt, cholesky_qr"):
-        PowerSGDCompressor(1, orthogonalization="svd")
-    for epsilon in (0.0, -1.0, 1.0):
-        with pytest.raises(ValueError, match="epsilon must lie between 0 and 1"):
-            PowerSGDCompressor(1, epsilon=epsilon)

@@ -1,12 +1,12 @@
 """PowerSGD: what it recovers, loses and keeps."""
 
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from cases import case
+from states import assert_equal
 from torch import Tensor, nn
 
 from dgc.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
@@ -48,21 +48,19 @@ def fleet_of(shapes: Any, size: int = 1, rank: int = 2, **settings: Any) -> Any:
     return Fleet(lambda: PowerSGDCompressor(rank, **settings), size, [torch.zeros(s) for s in shapes])
 
 
-# What arrives
-
-
 @every_mode
 @pytest.mark.parametrize("size", [1, 3])
 def test_nothing_is_lost_within_rounding(settings: Any, size: Any) -> None:
-    shapes = [(30, 40), (8,), (30, 40), (16, 3, 3, 3), ()]
-    fleet = fleet_of(shapes, size, **settings)
-    for step in range(4):
-        own = [[normal(*s, seed=100 * step + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
-        before = fleet.errors()
-        due = sum(e + vector(g).double() for e, g in zip(before, own, strict=True)) / size
-        largest = max(float((e + vector(g)).abs().max()) for e, g in zip(before, own, strict=True))
-        mean = fleet.step(own)[0].double()
-        assert float((mean + sum(fleet.errors()) / size - due).abs().max()) <= 8 * 2.0**-24 * largest
+    """Of shapes of every kind."""
+    odd = [(), (1,), (0, 3), (1, 1), (5, 0), (1, 700), (700, 1), (17, 2, 3, 2)]
+    for shapes, rate in (([(30, 40), (8,), (30, 40), (16, 3, 3, 3), ()], 2), (odd, 1)):
+        fleet = fleet_of(shapes, size, min_compression_rate=rate, **settings)
+        for step in range(4):
+            own = [[normal(*s, seed=100 * step + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
+            given = [e + vector(g).double() for e, g in zip(fleet.errors(), own, strict=True)]
+            mean, largest = fleet.step(own)[0].double(), max(float(g.abs().max()) for g in given)
+            lost = mean + sum(fleet.errors()) / size - sum(given) / size
+            assert fleet.nonfinite == [None] * size and float(lost.abs().max()) <= 8 * 2.0**-24 * largest
 
 
 @pytest.mark.parametrize("settings", [{"num_iters_per_step": 2}, {"num_iters_per_step": 4}, {"mode": "paper"}])
@@ -74,20 +72,16 @@ def test_matrices_of_low_rank_arrive_whole(settings: Any) -> None:
         mean = fleet.step([matrices])[0]
         for found, expected in zip(mean.view(count, 40, 60), matrices, strict=True):
             assert float((found - expected).norm()) < 5e-3 * float(expected.norm()), (r, count)
-
-
-def test_matrices_of_three_shapes_arrive_whole() -> None:
     shapes = [(40, 60), (30, 20), (50, 10)]
-    matrices = [low_rank(2, *shape, i) for i, shape in enumerate(shapes)]
-    mean = fleet_of(shapes, mode="paper").step([matrices])[0]
-    assert float((mean - vector(matrices)).norm() / vector(matrices).norm()) < 1e-4
+    whole = vector(matrices := [low_rank(2, *shape, i) for i, shape in enumerate(shapes)])
+    assert float((fleet_of(shapes, **settings).step([matrices])[0] - whole).norm() / whole.norm()) < 5e-3
 
 
-@pytest.mark.parametrize(("half_steps", "expected"), [(1, 1), (2, 1), (4, 2), (6, 3)])
-def test_rank_grows_with_half_steps(half_steps: Any, expected: Any) -> None:
-    fleet = fleet_of([(20, 30)], rank=1, num_iters_per_step=half_steps, min_compression_rate=0)
-    found = fleet.step([[normal(20, 30)]])[0].view(20, 30)
-    assert int(torch.linalg.matrix_rank(found, rtol=1e-5)) == expected
+def test_rank_grows_with_half_steps() -> None:
+    for half_steps, expected in ((1, 1), (2, 1), (4, 2), (6, 3)):
+        fleet = fleet_of([(20, 30)], rank=1, num_iters_per_step=half_steps, min_compression_rate=0)
+        found = fleet.step([[normal(20, 30)]])[0].view(20, 30)
+        assert int(torch.linalg.matrix_rank(found, rtol=1e-5)) == expected, half_steps
 
 
 def test_warm_factors_find_the_best_approximation() -> None:
@@ -100,26 +94,14 @@ def test_warm_factors_find_the_best_approximation() -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_each_rank_s_error_stays_bounded_where_the_global_form_s_grows() -> None:
-    """Ranks with different data. e = M - mean(P Q^T), as the paper and torch's hook have it, collects g_i - g."""
+def test_each_rank_s_error_stays_bounded() -> None:
+    """Ranks with different data. The global form of the paper, e = M - mean(P Q^T), collects g_i - g."""
     targets = [normal(20, 20, seed=r) for r in range(2)]
-    fleet = fleet_of([(20, 20)], 2, rank=1, num_iters_per_step=2)
-    x, norms = torch.zeros(20, 20), []
-    y, Q, e, contrast = torch.zeros(20, 20), normal(20, 1, seed=9), [torch.zeros(20, 20)] * 2, []
+    fleet, x, norms = fleet_of([(20, 20)], 2, rank=1, num_iters_per_step=2), torch.zeros(20, 20), []
     for _ in range(400):
         x = x - 0.05 * fleet.step([[x - t] for t in targets])[0].view(20, 20)
         norms.append(float(fleet.errors()[0].norm()))
-        M = [y - t + old for t, old in zip(targets, e, strict=True)]
-        P, _ = torch.linalg.qr(sum(m @ Q for m in M) / 2)
-        Q = sum(m.T @ P for m in M) / 2
-        e = [m - P @ Q.T for m in M]
-        y = y - 0.05 * P @ Q.T
-        contrast.append(float(e[0].norm()))
-    assert max(norms[200:]) < 3 * max(norms[50:200])
-    assert contrast[-1] > 1.5 * contrast[199] and contrast[-1] > 8 * norms[-1]  # it grows with every step
-
-
-# Difficult gradients
+    assert max(norms[200:]) < 3 * max(norms[50:200]) and norms[-1] < 1.5 * norms[199]
 
 
 @every_mode
@@ -136,15 +118,6 @@ def test_zeros_give_zeros_and_training_goes_on(settings: Any) -> None:
 
 
 @every_mode
-def test_odd_shapes(settings: Any) -> None:
-    shapes = [(), (1,), (0, 3), (1, 1), (5, 0), (1, 700), (700, 1), (17, 2, 3, 2)]
-    fleet = fleet_of(shapes, 2, min_compression_rate=1, **settings)
-    own = [[normal(*s, seed=r) for s in shapes] for r in range(2)]
-    mean = fleet.step(own)[0]
-    assert mean.isfinite().all() and fleet.nonfinite == [None, None]
-
-
-@every_mode
 def test_halves_are_multiplied_in_fp32(settings: Any) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         M = low_rank(1, 40, 60, 0).to(dtype)
@@ -158,14 +131,6 @@ def test_halves_are_multiplied_in_fp32(settings: Any) -> None:
 
 
 @every_mode
-def test_a_mean_beyond_the_range_is_named(settings: Any) -> None:
-    fleet = fleet_of([(30, 40)], 2, **settings)
-    fleet.step([[3e38 * torch.ones(30, 40)]] * 2)
-    assert fleet.nonfinite[0] is not None and "p0" in fleet.nonfinite[0]
-    assert fleet.nonfinite[0] == fleet.nonfinite[1]
-
-
-@every_mode
 def test_a_dropped_step_never_was(settings: Any) -> None:
     shapes = [(30, 40), (8,), (16, 3, 3, 3)]
     fleet = fleet_of(shapes, 2, **settings)
@@ -176,22 +141,7 @@ def test_a_dropped_step_never_was(settings: Any) -> None:
     bad[2][3] = float("inf")
     fleet.step([zeros, bad])
     assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
-    for old, new in zip(before, [c.state_dict() for c in fleet.states], strict=True):
-        assert_same(old, new)
-
-
-def assert_same(a: Any, b: Any, exactly: bool = True) -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key], exactly)
-    elif isinstance(a, torch.Tensor):
-        torch.testing.assert_close(a, b, rtol=0, atol=0 if exactly else 1e-4)
-    else:
-        assert a == b
-
-
-# Bytes
+    assert_equal(before, [c.state_dict() for c in fleet.states])
 
 
 def test_the_rule_counts_the_flattened_matrix() -> None:
@@ -204,88 +154,92 @@ def test_the_rule_counts_the_flattened_matrix() -> None:
     assert int(powersgd.compression_rate) == 230
 
 
-@cache
-def resnet18_on_paper() -> Any:
-    with torch.device("meta"):
-        return list(resnet18(num_classes=10).named_parameters())
-
-
-@pytest.mark.parametrize(("rank", "mib"), [(1, 4.2), (2, 7.5), (4, 14.2), (7, 24.2)])
 @pytest.mark.parametrize("settings", [{"mode": "paper"}, {"num_iters_per_step": 2}], ids=str)
-def test_bytes_of_resnet18_are_the_paper_s(rank: Any, mib: Any, settings: Any) -> None:
+def test_bytes_of_resnet18_are_the_paper_s(settings: Any) -> None:
     """Table 3 of the paper: MiB in an epoch of 24 steps, with all matrices compressed."""
-    compressor = PowerSGDCompressor(rank, min_compression_rate=0, **settings)
-    named = resnet18_on_paper()
-    total = compressor.floats_per_step(make_bucket("b", [(n, torch.zeros_like(p)) for n, p in named]))
-    assert round(24 * 4 * total / 2**20, 1) == mib
+    with torch.device("meta"):
+        named = [(n, torch.zeros_like(p)) for n, p in resnet18(num_classes=10).named_parameters()]
+    for rank, mib in ((1, 4.2), (2, 7.5), (4, 14.2), (7, 24.2)):
+        compressor = PowerSGDCompressor(rank, min_compression_rate=0, **settings)
+        assert round(24 * 4 * compressor.floats_per_step(make_bucket("b", named)) / 2**20, 1) == mib, rank
 
 
 def test_fp16_sends_half_and_keeps_what_rounding_takes() -> None:
+    own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
     for settings in [settings for name, settings in MODES.items() if name != "square"]:
         half, full = (fleet_of([(40, 60), (9,)], 2, wire=w, **settings) for w in ("fp16", "fp32"))
-        own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
         half.step(own), full.step(own)
         sent = [fleet.world.meters[0].payload_bytes - 24 for fleet in (half, full)]
         assert 2 * sent[0] == sent[1]
         assert half.errors()[0][2400:].any() and not full.errors()[0][2400:].any()
 
 
-# State
+class Run:
+    """One rank with a bucket for each group of named tensors."""
+
+    def __init__(self, *groups: list[tuple[str, Tensor]], seed: int = 0, **settings: Any) -> None:
+        self.states = BucketStates(PowerSGDCompressor(seed=seed, **settings))
+        self.buckets = [make_bucket(f"b{i}", group) for i, group in enumerate(groups)]
+        for bucket in self.buckets:
+            self.states.add(bucket, 1, 0)
+
+    def step(self, number: int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            for s in bucket.segments:
+                s.of(bucket.flat).copy_(normal(*s.shape, seed=10 * number + int(s.name[1:])))
+            LockstepWorld(1).converse(bucket.name, [self.states.reduce(bucket)])
+            found |= {s.name: s.of(bucket.flat).clone() for s in bucket.segments}
+        return found
+
+
+def named(*shapes: Any) -> list[tuple[str, Tensor]]:
+    return [(f"p{i}", torch.zeros(s)) for i, s in enumerate(shapes)]
 
 
 @every_mode
 def test_it_resumes_in_other_buckets(settings: Any) -> None:
-    shapes = [(30, 40), (8,), (30, 40), (16, 3, 3, 3)]
-    named = [(f"p{i}", torch.zeros(s)) for i, s in enumerate(shapes)]
-
-    def run(states: Any, groups: Any) -> Any:
-        buckets = [make_bucket(f"b{i}", [named[j] for j in group]) for i, group in enumerate(groups)]
-        for bucket in buckets:
-            states.add(bucket, 1, 0)
-        return buckets
-
-    def step(buckets: Any, states: Any, number: Any) -> Any:
-        found: dict[str, Tensor] = {}
-        for bucket in buckets:
-            for s in bucket.segments:
-                s.of(bucket.flat).copy_(normal(*s.shape, seed=10 * number + int(s.name[1:])))
-            LockstepWorld(1).converse(bucket.name, [states.reduce(bucket)])
-            found |= {s.name: s.of(bucket.flat).clone() for s in bucket.segments}
-        return found
-
-    one, two = (BucketStates(PowerSGDCompressor(2, seed=seed, **settings)) for seed in (0, 3))
-    first = run(one, [(0, 1, 2, 3)])
+    p0, p1, p2, p3 = named((30, 40), (8,), (30, 40), (16, 3, 3, 3))
+    first = Run([p0, p1, p2, p3], rank=2, **settings)
+    second = Run([p3, p2], [p1, p0], seed=3, rank=2, **settings)
     for number in range(3):
-        step(first, one, number)
-    second = run(two, [(3, 2), (1, 0)])
-    state = one.state_dict()
-    two.load_state_dict(state)
-    again = two.state_dict()
-    assert_same(state["errors"], again["errors"])
-    if settings.get("mode") != "square":  # its factors belong to a bucket
-        if settings.get("warm_start", True):
-            assert_same(state, again)
-            for number in range(3, 6):
-                assert_same(step(first, one, number), step(second, two, number), exactly=False)
-        else:
-            step(second, two, 3)
+        first.step(number)
+    state = first.states.state_dict()
+    second.states.load_state_dict(state)
+    again = second.states.state_dict()
+    assert_equal(state["errors"], again["errors"])
+    if settings.get("mode") != "square" and settings.get("warm_start", True):  # a square's factors are a bucket's
+        assert_equal(state, again)
+        for number in range(3, 6):
+            ours, theirs = first.step(number), second.step(number)
+            for name, mean in ours.items():
+                torch.testing.assert_close(theirs[name], mean, rtol=0, atol=1e-4)
+    else:
+        second.step(3)
+
+
+def test_a_bucket_of_vectors_leaves_the_half_steps_of_matrices_in_the_saved_state() -> None:
+    """With one half step per step, a resumed run must begin with the other factor."""
+    matrix, vector = named((20, 30), (7,))
+    here, there = Run([matrix], [vector], rank=1), Run([matrix], [vector], rank=1)
+    here.step(0)
+    there.states.load_state_dict(here.states.state_dict())
+    assert torch.equal(here.step(1)["p0"], there.step(1)["p0"])
 
 
 def test_state_of_another_model_is_refused() -> None:
-    fleet, other = fleet_of([(30, 40)]), fleet_of([(30, 40), (5,)])
-    with pytest.raises(ValueError, match=r"errors of another model: missing \['p1'\]"):
-        other.states[0].load_state_dict(fleet.states[0].state_dict())
-    with pytest.raises(ValueError, match=r"errors of p0 has shape \(30, 40\), not \(40, 30\)"):
-        fleet_of([(40, 30)]).states[0].load_state_dict(fleet.states[0].state_dict())
-    with pytest.raises(ValueError, match="state of another compressor"):
-        other.states[0].load_state_dict({"errors": {}, "steps": 3})
-    with pytest.raises(ValueError, match="another high_rank"):
-        fleet_of([(30, 40)], high_rank=4).states[0].load_state_dict(fleet.states[0].state_dict())
-    state = fleet.states[0].state_dict()
-    for side, length in (("P", 30), ("Q", 40)):
-        damaged = {**state, side: {"p0": state[side]["p0"].reshape(1, -1)}}
-        with pytest.raises(ValueError, match=rf"{side} of p0 has shape \(1, \d+\), not \({length}, rank\)"):
-            fleet_of([(30, 40)]).states[0].load_state_dict(damaged)
+    state = fleet_of([(30, 40)]).states[0].state_dict()
+    short = {side: {**state, side: {"p0": state[side]["p0"].reshape(1, -1)}} for side in "PQ"}
+    for shapes, options, wrong, words in (
+        ([(30, 40), (5,)], {}, state, r"errors of another model: missing \['p1'\]"),
+        ([(40, 30)], {}, state, r"errors of p0 has shape \(30, 40\), not \(40, 30\)"),
+        ([(30, 40)], {}, {"errors": {}, "steps": 3}, "state of another compressor"),
+        ([(30, 40)], {"high_rank": 4}, state, "another high_rank"),
+        ([(30, 40)], {}, short["P"], r"P of p0 has shape \(1, \d+\), not \(30, rank\)"),
+        ([(30, 40)], {}, short["Q"], r"Q of p0 has shape \(1, \d+\), not \(40, rank\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fleet_of(shapes, **options).states[0].load_state_dict(wrong)
 
 
 def test_a_resumed_run_may_have_another_rank() -> None:
@@ -310,7 +264,7 @@ def test_another_number_of_ranks_keeps_the_mean_error() -> None:
     for r, compressor in enumerate(larger.states):
         compressor.load_state_dict(blend(states, shares(2, 3, r)))
     torch.testing.assert_close(sum(larger.errors()) / 3, sum(fleet.errors()) / 2, rtol=0, atol=1e-6)
-    assert_same(larger.states[2].state_dict()["P"], states[0]["P"])
+    assert_equal(larger.states[2].state_dict()["P"], states[0]["P"])
     larger.step([[normal(30, 40), normal(7)]] * 3)
 
 
@@ -326,12 +280,8 @@ def test_everything_is_sent_until_compression_starts() -> None:
 
 def test_global_random_numbers_stay_as_they_are() -> None:
     before = torch.get_rng_state()
-    fleet = fleet_of([(30, 40)], 2, mode="paper", warm_start=False)
-    fleet.step([[torch.zeros(30, 40)]] * 2)
+    fleet_of([(30, 40)], 2, mode="paper", warm_start=False).step([[torch.zeros(30, 40)]] * 2)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# Adaptive rank
 
 
 def test_accordion_chooses_by_the_change_of_the_norm() -> None:
@@ -365,12 +315,9 @@ def test_ranks_switch_at_the_ends_of_epochs() -> None:
         new.load_state_dict(old.state_dict())
         for c in (old, new):
             c.begin_epoch(5)
-    assert_same(fleet.states[0].state_dict(), other.states[0].state_dict())
+    assert_equal(fleet.states[0].state_dict(), other.states[0].state_dict())
     own = [[normal(30, 40, seed=r), normal(40, 30, seed=r)] for r in range(2)]
     assert torch.equal(fleet.step(own)[0], other.step(own)[0])
-
-
-# Three lines
 
 
 def alone() -> Any:
@@ -383,11 +330,9 @@ def test_three_lines_train(zero_grad: Any) -> None:
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     config = Config(rank=1, min_compression_rate=5, num_iters_per_step=2, start_compressing_after_num_steps=0)
-    powersgd = PowerSGD(model.parameters(), config=config, transport=alone())
-    inputs = normal(64, 20)
-    targets, losses = inputs[:, :1] * inputs[:, 1:2], []
+    powersgd, inputs, losses = PowerSGD(model.parameters(), config, alone()), normal(64, 20), []
     for _ in range(200):
-        loss = (model(inputs) - targets).square().mean()
+        loss = (model(inputs) - inputs[:, :1] * inputs[:, 1:2]).square().mean()
         loss.backward()
         optimizer_step(optimizer, powersgd)
         assert not any(p.grad is None or p.grad.any() for p in model.parameters())
@@ -396,9 +341,8 @@ def test_three_lines_train(zero_grad: Any) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
     assert powersgd.state_dict()["errors"]["param0"].any()
-    other = torch.optim.SGD(list(model.parameters())[::-1], lr=0.1)
     with pytest.raises(ValueError, match="built with other parameters"):
-        optimizer_step(other, powersgd)
+        optimizer_step(torch.optim.SGD(list(model.parameters())[::-1], lr=0.1), powersgd)
 
 
 @pytest.mark.parametrize(("count", "half_steps"), [(8, 1), (8, 2), (3, 3), (1, 2)])
@@ -406,9 +350,8 @@ def test_a_switch_repeats_the_original_at_rank_1(count: int, half_steps: int) ->
     """The original divides the factors of all matrices of one shape by one norm, the paper each by its own."""
     config = Config(1, 0, half_steps, start_compressing_after_num_steps=0, orthogonalization="authors")
     powersgd = PowerSGD([torch.zeros(20, 30)] * count, config, alone())
-    saved = powersgd.state_dict()
+    saved, M = powersgd.state_dict(), torch.zeros(count, 20, 30)
     P, Q = (torch.stack([saved[side][f"param{i}"] for i in range(count)]) for side in "PQ")
-    M = torch.zeros(count, 20, 30)
     for step in range(3):
         gradients, mean = normal(count, 20, 30, seed=step), torch.zeros(count, 20, 30)
         M = M + gradients
@@ -422,15 +365,6 @@ def test_a_switch_repeats_the_original_at_rank_1(count: int, half_steps: int) ->
             M, mean = M - P @ Q.mT, mean + P @ Q.mT
         found = torch.stack(powersgd.aggregate(list(gradients)))
         torch.testing.assert_close(found, mean, rtol=0, atol=1e-4 * float(mean.abs().max()))
-
-
-def test_the_original_sends_a_part_of_equal_layers_at_rank_1() -> None:
-    matrices = torch.stack([low_rank(1, 40, 60, i) for i in range(8)])
-    for way, least, most in (("authors", 0.0, 0.6), ("auto", 0.999, 1.001)):
-        config = Config(1, 0, 2, start_compressing_after_num_steps=0, orthogonalization=way)
-        powersgd = PowerSGD(list(matrices), config, alone())
-        found = torch.stack(powersgd.aggregate(list(matrices.clone())))
-        assert least <= float(found.norm() / matrices.norm()) <= most
 
 
 def test_aggregate_averages_over_ranks_and_refuses_nan() -> None:
@@ -457,21 +391,19 @@ def test_the_original_s_aggregators_and_its_step_counter() -> None:
     def body(transport: Any) -> None:
         p, unused = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))
         sgd = torch.optim.SGD([p, unused], lr=1.0)
-        for aggregator in (AllReduce(transport), PowerSGD([p, unused], Config(rank=1), transport)):
+        powersgd, resumed = (PowerSGD([p, unused], Config(rank=1), transport) for _ in range(2))
+        for aggregator in (AllReduce(transport), powersgd):
             assert isinstance(aggregator, Aggregator)
             for _ in range(2):
                 p.grad = torch.full((3, 4), float(transport.rank))
                 optimizer_step(sgd, aggregator)
                 assert not p.grad.any() and unused.grad is None
         assert (p == 1 - 4 * 0.5).all() and (unused == 1).all()
-        assert isinstance(aggregator, PowerSGD) and aggregator.step_counter == 2
-        resumed = PowerSGD([p, unused], Config(rank=1), transport)
-        resumed.load_state_dict(aggregator.state_dict())
-        assert resumed.step_counter == 2
+        resumed.load_state_dict(powersgd.state_dict())
+        assert powersgd.step_counter == resumed.step_counter == 2
         with pytest.raises(NonFiniteGradientError, match="param0 on rank 0"):
             resumed.aggregate([p / transport.rank, None])
         assert resumed.step_counter == 2
-
         plain = AllReduce(transport)
         with pytest.raises(ValueError, match="none of them may be None"):
             plain.aggregate([torch.ones(3), None])
@@ -486,39 +418,17 @@ def test_the_original_s_aggregators_and_its_step_counter() -> None:
     ("settings", "message"),
     [
         ({"rank": 0}, "must be at least 1"),
-        ({"rank": 1, "mode": "fast"}, "mode must be one of residual, paper, square"),
-        ({"rank": 1, "mode": "paper", "num_iters_per_step": 2}, "requires mode='residual'"),
-        ({"rank": 1, "min_compression_rate": -1}, "must be at least 0"),
-        ({"rank": 1, "wire": "bf16"}, "wire must be one of fp32, fp16"),
-        ({"rank": 1, "mode": "square", "high_rank": 2}, "chosen for each tensor"),
-        ({"rank": 1, "epsilon": 0.0}, "epsilon must lie between 0 and 1"),
-        ({"rank": 1, "high_rank": 2, "rank_every": 0}, "rank_every at least 1"),
+        ({"mode": "fast"}, "mode must be one of residual, paper, square"),
+        ({"mode": "paper", "num_iters_per_step": 2}, "requires mode='residual'"),
+        ({"min_compression_rate": -1}, "must be at least 0"),
+        ({"wire": "bf16"}, "wire must be one of fp32, fp16"),
+        ({"mode": "square", "high_rank": 2}, "chosen for each tensor"),
+        ({"high_rank": 2, "rank_every": 0}, "rank_every at least 1"),
+        ({"orthogonalization": "svd"}, "orthogonalization must be one of auto, qr, gram_schmidt, cholesky_qr"),
+        *(({"epsilon": epsilon}, "epsilon must lie between 0 and 1") for epsilon in (0.0, -1.0, 1.0)),
     ],
     ids=str,
 )
 def test_what_it_refuses(settings: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        PowerSGDCompressor(**settings)
-
-
-def test_a_bucket_of_vectors_leaves_the_half_steps_of_matrices_in_the_saved_state() -> None:
-    """With one half step per step, a resumed run must begin with the other factor."""
-    matrix, vector = torch.zeros(20, 30), torch.zeros(7)
-
-    def fresh() -> Any:
-        states = BucketStates(PowerSGDCompressor(1))
-        buckets = [make_bucket("0", [("w", matrix)]), make_bucket("1", [("b", vector)])]
-        for bucket in buckets:
-            states.add(bucket, 1, 0)
-        return states, buckets
-
-    def step(states: Any, buckets: Any, seed: int) -> Any:
-        for bucket in buckets:
-            bucket.flat.copy_(normal(bucket.numel, seed=seed))
-            LockstepWorld(1).converse("b", [states.reduce(bucket)])
-        return buckets[0].flat.clone()
-
-    (here, buckets), (there, others) = fresh(), fresh()
-    step(here, buckets, 0)
-    there.load_state_dict(here.state_dict())
-    assert torch.equal(step(here, buckets, 1), step(there, others, 1))
+        PowerSGDCompressor(**{"rank": 1, **settings})

@@ -22,43 +22,41 @@ from dgc.compression import (
 )
 from dgc.compression.signs import rows_of
 from dgc.compression.svd import inclusion
+from dgc.wire.envelope import sealed_bytes
 
 N = 600
 
 
-def once(make: Any, g: Any, shape: Any = None) -> Any:
+def once(make: Any, g: Any) -> Any:
     """What one rank alone gets for a gradient."""
-    return Ranks(1, make, [shape or tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
+    return Ranks(1, make, [tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
 
 
-def average(make: Any, g: Any, draws: Any, shape: Any = None) -> Any:
+def average(make: Any, g: Any, draws: Any) -> Any:
     """Over many steps of the same gradient, without error feedback."""
-    ranks = Ranks(1, make, [shape or tuple(g.shape)])
+    ranks = Ranks(1, make, [tuple(g.shape)])
     return sum(ranks.step([g.reshape(-1)]).double() for _ in range(draws)).view(g.shape) / draws
 
 
 def test_scaled_signs() -> None:
+    """The scale is each tensor's own."""
     g = normal(N, 0)
     torch.testing.assert_close(once(ScaledSignCompressor, g), g.sign() * g.abs().mean())
-
-
-def test_the_scale_is_each_tensors_own() -> None:
-    ranks = Ranks(1, ScaledSignCompressor, [(4,), (4,)])
-    mean = ranks.step([torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])])
+    mean = Ranks(1, ScaledSignCompressor, [(4,), (4,)]).step([torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])])
     assert mean.tolist() == [1, -1, 1, 1, 8, 8, -8, 8]
 
 
-def test_the_majority_decides() -> None:
-    votes = [[1.0, -2, 3, 0.1], [-1.0, -5, 3, 0.1], [9.0, 1, 3, -7]]
-    ranks = Ranks(3, SignSGDCompressor, [(4,)])
-    assert ranks.step([torch.tensor(v) for v in votes]).tolist() == [1, -1, 1, 1]
-    even = Ranks(2, SignSGDCompressor, [(2,)])
-    assert even.step([torch.tensor([1.0, 1]), torch.tensor([-1.0, 1])]).tolist() == [0, 1]
-
-
-def test_a_rank_of_zeros_does_not_vote() -> None:
-    ranks = Ranks(3, SignSGDCompressor, [(2,)])
-    assert ranks.step([torch.tensor([1.0, -1]), torch.zeros(2), torch.zeros(2)]).tolist() == [1, -1]
+@pytest.mark.parametrize(
+    ("votes", "decided"),
+    [
+        ([[1.0, -2, 3, 0.1], [-1.0, -5, 3, 0.1], [9.0, 1, 3, -7]], [1, -1, 1, 1]),
+        ([[1.0, 1], [-1.0, 1]], [0, 1]),
+        ([[1.0, -1], [0.0, 0], [0.0, 0]], [1, -1]),  # a rank of zeros does not vote
+    ],
+)
+def test_the_majority_decides(votes: Any, decided: Any) -> None:
+    ranks = Ranks(len(votes), SignSGDCompressor, [(len(decided),)])
+    assert ranks.step([torch.tensor(vote) for vote in votes]).tolist() == decided
 
 
 def test_signum_is_the_sign_of_the_average() -> None:
@@ -72,17 +70,15 @@ def test_signum_is_the_sign_of_the_average() -> None:
 
 
 def test_one_bit_sends_the_mean_of_each_side_of_each_row() -> None:
+    """Rows are the outermost dimension."""
     g = normal(12 * 40, 1).view(12, 40)
     sent = once(OneBitCompressor, g)
     for row, got in zip(g, sent, strict=True):
-        torch.testing.assert_close(got[row > 0], row[row > 0].mean().expand(int((row > 0).sum())))
-        torch.testing.assert_close(got[row <= 0], row[row <= 0].mean().expand(int((row <= 0).sum())))
+        for side in (row > 0, row <= 0):
+            torch.testing.assert_close(got[side], row[side].mean().expand(int(side.sum())))
     assert (g - sent).norm() < (g - g.sign() * g.abs().mean()).norm()
-
-
-def test_rows_are_the_outermost_dimension() -> None:
-    ranks = Ranks(1, OneBitCompressor, [(5, 3, 2), (7,), (), (0, 4)])
-    assert [rows_of(s) for s in ranks.buckets[0].segments] == [5, 1, 1, 1]
+    segments = Ranks(1, OneBitCompressor, [(5, 3, 2), (7,), (), (0, 4)]).buckets[0].segments
+    assert [rows_of(s) for s in segments] == [5, 1, 1, 1]
 
 
 STOCHASTIC = {
@@ -108,19 +104,12 @@ def test_unbiased(name: Any) -> None:
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_randomness_repeats_with_the_seed_and_differs_from_step_to_step(name: Any) -> None:
-    g = normal(24 * 25, 2).view(24, 25)
+    """And torch's generator is left alone."""
+    g, before = normal(24 * 25, 2), torch.get_rng_state()
     first, second = (Ranks(1, STOCHASTIC[name], [(24, 25)]) for _ in range(2))
-    a, b = [first.step([g.reshape(-1)]) for _ in range(2)], [second.step([g.reshape(-1)]) for _ in range(2)]
+    a, b = [first.step([g]) for _ in range(2)], [second.step([g]) for _ in range(2)]
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and not torch.equal(a[0], a[1])
-
-
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_torchs_generators_are_left_alone(name: Any) -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    once(STOCHASTIC[name], normal(24 * 25, 2).view(24, 25))
-    assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", ["qsgd, 4 bits", "terngrad", "natural"])
@@ -131,39 +120,29 @@ def test_ranks_round_on_their_own(name: Any) -> None:
     assert (together - g).norm() < 0.6 * (alone - g).norm()
 
 
-def test_qsgd_divides_the_norm_into_levels() -> None:
-    """7 levels in 4 bits, of the L2 norm or of the largest magnitude."""
+def test_levels_of_stochastic_methods() -> None:
+    """QSGD has 7 levels in 4 bits, of the L2 norm or of the largest magnitude."""
     g = normal(N, 5)
     for norm, scale in (("l2", g.norm()), ("max", g.abs().max())):
         levels = 7 * once(lambda norm=norm: QSGDCompressor(4, None, norm), g) / scale
         assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
-
-
-def test_terngrads_levels_and_clipping() -> None:
-    g = normal(N, 5)
     assert set(once(lambda: TernGradCompressor(clip=None), g).abs().tolist()) == {0.0, float(g.abs().max())}
     clipped = once(lambda: TernGradCompressor(clip=2.5), g).abs().max()
     torch.testing.assert_close(clipped, 2.5 * g.std(correction=0), rtol=1e-5, atol=0)
+    powers = once(lambda: NaturalCompressor(), g).abs().log2()
+    assert (powers == powers.round()).all()
 
 
-def test_natural_sends_powers_of_two() -> None:
-    sent = once(lambda: NaturalCompressor(), normal(N, 6))
-    assert (sent.abs().log2() == sent.abs().log2().round()).all()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_are_rounded_to_the_nearest_level(bits: Any) -> None:
-    g, levels = normal(5000, 7), 2 ** (bits - 1) - 1
-    sent = once(lambda: BlockwiseCompressor(bits=bits, block=512), g)
-    for part, got in zip(g.split(512), sent.split(512), strict=True):
-        assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
-
-
-def test_a_short_last_block_is_no_full_one() -> None:
+def test_blocks_are_rounded_to_the_nearest_level() -> None:
+    g = normal(5000, 7)
+    for bits, levels in ((4, 7), (8, 127)):
+        sent = once(lambda bits=bits: BlockwiseCompressor(bits=bits, block=512), g)
+        for part, got in zip(g.split(512), sent.split(512), strict=True):
+            assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
     ranks = Ranks(1, lambda: BlockwiseCompressor(block=512), [(512,), (513,)])
     ranks.step([normal(1025, 0)])
-    codes = 3 * 4 + 512 + 513
-    assert ranks.world.meters[0].payload_bytes == 24 + -(-codes // 8) * 8
+    # a short last block is no full one
+    assert ranks.world.meters[0].payload_bytes == sealed_bytes(3 * 4 + 512 + 513)
 
 
 def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks() -> None:
@@ -185,19 +164,16 @@ def test_random_blocks_follow_one_another_around_the_end() -> None:
     assert starts == set(range(10))
 
 
-@pytest.mark.parametrize("rank", [1, 3])
-def test_svd_is_the_best_approximation(rank: Any) -> None:
+def test_svd_is_the_best_approximation_and_takes_what_it_makes_smaller() -> None:
     M = normal(20 * 30, 8).view(20, 30)
     U, s, Vh = torch.linalg.svd(M.double())  # in fp32 some CPUs' LAPACK is a hundred times less exact than ours
-    best = U[:, :rank] * s[:rank] @ Vh[:rank]
-    torch.testing.assert_close(once(lambda: SVDCompressor(rank), M).double(), best, rtol=1e-5, atol=2e-6)
-
-
-def test_svd_takes_what_it_makes_smaller() -> None:
-    svd = SVDCompressor(2)
+    for rank in (1, 3):
+        best = U[:, :rank] * s[:rank] @ Vh[:rank]
+        found = once(lambda rank=rank: SVDCompressor(rank), M).double()
+        torch.testing.assert_close(found, best, rtol=1e-5, atol=2e-6)
     shapes = [(3, 40), (2, 2), (40,), (), (0, 4), (30, 4, 5)]
     segments = Ranks(1, SVDCompressor, shapes).buckets[0].segments
-    assert [svd.accepts(s) for s in segments] == [True, False, False, False, False, True]
+    assert [SVDCompressor(2).accepts(s) for s in segments] == [True, False, False, False, False, True]
 
 
 @pytest.mark.parametrize(

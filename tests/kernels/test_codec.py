@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import case
 from kernels.codecs import CODECS
-from torch.utils._python_dispatch import TorchDispatchMode
+from kernels.comparison import HALVES, same
 from wire.payloads import (
     FORMATS,
     INDICES,
@@ -18,22 +18,26 @@ from wire.payloads import (
     decode,
     encode,
     formats_for,
+    noise_in,
     scattered,
     seal_,
     selection_of,
 )
 
-from dgc.kernels.codec import BLOCKS, HEADER_BYTES, PLAIN, IndexCode, IndexKind, Terms
+from dgc.kernels.codec import BLOCKS, PLAIN, IndexCode, IndexKind, Terms
 from dgc.wire import PayloadError
 from dgc.wire.indices import plan_packed, plan_rice
-from dgc.wire.payload import PayloadPlan
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 
 
-def same(a: Any, b: Any) -> Any:
-    """Bit for bit, so that -0.0 is not 0.0."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+def section_of(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def count_of(number: int) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.int32)
 
 
 def supports() -> Any:
@@ -51,19 +55,19 @@ def supports() -> Any:
 
 
 def test_codecs_agree_bit_for_bit() -> None:
-    reference, native = CODECS["reference"], CODECS["native"]
     for seed, (support, numel) in enumerate(supports()):
         capacity = min(numel, support.numel() + 131 * (seed % 2))
         budget = budget_of(capacity, 0, numel // 3, numel // 3, numel)
         selection = selection_of(support, capacity=capacity, seed=seed)
         for name, form in formats_for(seed).items():
             with case(name, "support", seed):
-                one, other = (encode(form, selection, budget, numel, 0, c) for c in (reference, native))
-                assert torch.equal(one.payload, other.payload)
-                assert same(one.sent.values, other.sent.values) and same(one.own, other.own)
-                assert torch.equal(one.sent.indices, other.sent.indices) and one.sent.count == other.sent.count
-                (got, _), (also, _) = (decode(form, [one.payload], budget, numel, c) for c in (reference, native))
-                assert torch.equal(got[0].indices, also[0].indices) and same(got[0].values, also[0].values)
+                one, other = (encode(form, selection, budget, numel, 0, codec) for codec in CODECS.values())
+                assert torch.equal(one.payload, other.payload) and same(one.own, other.own)
+                pairs = [(one.sent, other.sent)]
+                (a, _), (b, _) = (decode(form, [one.payload], budget, numel, codec) for codec in CODECS.values())
+                for ours, theirs in [*pairs, *zip(a, b, strict=True)]:
+                    assert torch.equal(ours.indices, theirs.indices) and ours.count == theirs.count
+                    assert same(ours.values, theirs.values)
 
 
 @pytest.mark.parametrize("form", SOME.values(), ids=SOME)
@@ -75,10 +79,7 @@ def test_codecs_agree_on_what_is_broken(form: Any) -> None:
         count = (1, 5, 130, 600)[trial % 4]
         budget = budget_of(count, 0, 20, 3000)
         payload = encode(form, selection_of(scattered(3000, count, trial)), budget, 3000).payload
-        noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
-        some = torch.rand(payload.shape, generator=generator) < (1.0, 0.05, 0.003)[trial % 3]
-        some[16:HEADER_BYTES] = False  # the terms: other ones are refused before anything is decoded
-        payload[12:] = torch.where(some, noise, payload)[12:]
+        payload = noise_in(payload, generator, (1.0, 0.05, 0.003)[trial % 3], first=12)
         seal_(payload)
         outcomes = []
         for codec in CODECS.values():
@@ -98,13 +99,13 @@ def test_any_parameter_and_count_is_safe(codec: Any, form: Any) -> None:
     section = form.indices.plan(700, 5000)
     for _ in range(100):
         noise = torch.randint(0, 256, (section.nbytes,), dtype=torch.uint8, generator=generator)
-        count = torch.randint(-3, 705, (), generator=generator).to(torch.int32)
+        count = count_of(int(torch.randint(-3, 705, (), generator=generator)))
         noise[:8] = torch.randint(0, 34, (8,), generator=generator).to(torch.uint8)
         indices, valid = codec.indices_decode(noise, count, section)
         used = indices[: max(0, int(count))].long()
         assert not valid or ((torch.diff(used) > 0).all() and (used >= 0).all() and (used < 5000).all())
         for extreme in (-(2**31), 2**31 - 1):
-            assert not codec.indices_decode(noise, torch.tensor(extreme, dtype=torch.int32), section)[1]
+            assert not codec.indices_decode(noise, count_of(extreme), section)[1]
 
 
 @every_codec
@@ -123,25 +124,23 @@ def test_the_checksum_is_the_weighted_sum_of_the_words(codec: Any) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_every_half_there_is_decodes_as_pytorch_reads_it(codec: Any, dtype: Any) -> None:
     words = torch.arange(2**16).to(torch.int16)
     expected = words.view(dtype).float()
-    one, count = torch.tensor(1.0), torch.tensor(2**16, dtype=torch.int32)
-    got, valid = codec.cast_decode(words.view(torch.uint8), count, dtype, one)
+    got, valid = codec.cast_decode(words.view(torch.uint8), count_of(2**16), dtype, torch.tensor(1.0))
     finite = expected.isfinite()
     assert same(got[finite], expected[finite]) and not got[~finite].isfinite().any() and not valid
-    back = torch.zeros(2 * int(finite.sum()), dtype=torch.uint8)
     in_reach = expected[finite].clamp(-32767, 32767)
-    values, scale = codec.cast_encode_(in_reach, dtype, back)
+    values, scale = codec.cast_encode_(in_reach, dtype, section_of(2 * len(in_reach)))
     assert scale == 1.0 and same(values, in_reach.to(dtype).float())
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every_dtype
 def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec: Any, dtype: Any) -> None:
     values = torch.tensor([1.0, -3e38, 5.0, 3.4e38, -0.25, 0.0])
-    room, other = (torch.zeros(6 * dtype.itemsize, dtype=torch.uint8) for _ in range(2))
+    room, other = section_of(6 * dtype.itemsize), section_of(6 * dtype.itemsize)
     decoded, scale = codec.cast_encode_(values, dtype, room, 4.0)
     expected = codec.cast_encode_(values.clamp(-4, 4), dtype, other)
     assert same(decoded, expected[0]) and torch.equal(scale, expected[1]) and torch.equal(room, other)
@@ -149,17 +148,16 @@ def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec: Any, 
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every_dtype
 def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec: Any, dtype: Any) -> None:
-    count, section = torch.tensor(4, dtype=torch.int32), torch.zeros(4 * dtype.itemsize, dtype=torch.uint8)
-    good = torch.tensor([0, 1, 3])
+    section, good = section_of(4 * dtype.itemsize), torch.tensor([0, 1, 3])
     nonfinite = (0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000)
     for bits, limit in product(nonfinite, (math.inf, 3.0)):
         bad = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
         values = torch.cat([torch.tensor([0.0, 3.7]), bad, torch.tensor([-5e-3])])
         expected, right = codec.cast_encode_(values[good], dtype, section[: 3 * dtype.itemsize], limit)
         decoded, scale = codec.cast_encode_(values, dtype, section, limit)
-        again, valid = codec.cast_decode(section, count, dtype, scale)
+        again, valid = codec.cast_decode(section, count_of(4), dtype, scale)
         with case(hex(bits), limit):
             assert scale == right and not valid
             for got in (decoded, again):
@@ -168,8 +166,7 @@ def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec: Any, dtyp
 
 @every_codec
 def test_fp32_is_kept_bit_for_bit(codec: Any) -> None:
-    values = torch.tensor([0.0, -0.0, 1e-45, -3.4e38, 0.1])
-    section = torch.zeros(20, dtype=torch.uint8)
+    values, section = torch.tensor([0.0, -0.0, 1e-45, -3.4e38, 0.1]), section_of(20)
     decoded, scale = codec.cast_encode_(values, torch.float32, section)
     assert same(decoded, values) and same(section.view(torch.float32), values) and scale == 1.0
 
@@ -179,20 +176,19 @@ def test_fp32_is_kept_bit_for_bit(codec: Any) -> None:
 def test_plain_indices_are_read_as_they_were_written(codec: Any, kind: Any) -> None:
     support, dtype = scattered(5000, 50), PLAIN[kind]
     code = IndexCode(kind, 60, 5000, 60 * dtype.itemsize)
-    section = torch.zeros(code.nbytes, dtype=torch.uint8)
+    section = section_of(code.nbytes)
     codec.indices_encode_(selection_of(support, capacity=60), code, section)
     assert torch.equal(section.view(dtype)[:50], support.to(dtype)) and not section.view(dtype)[50:].any()
-    indices, valid = codec.indices_decode(section, torch.tensor(50, dtype=torch.int32), code)
+    indices, valid = codec.indices_decode(section, count_of(50), code)
     assert valid and torch.equal(indices[:50], support.int())
 
 
 @every_codec
 def test_a_count_beyond_the_section_is_not_sound(codec: Any) -> None:
     section = torch.arange(4, dtype=torch.int32).view(torch.uint8)
-    for count, expected in ((4, True), (5, False), (-1, False)):
-        code = IndexCode(IndexKind.INT32, 4, 100, 16)
-        _, valid = codec.indices_decode(section, torch.tensor(count, dtype=torch.int32), code)
-        assert bool(valid) is expected
+    for count in (4, 5, -1):
+        _, valid = codec.indices_decode(section, count_of(count), IndexCode(IndexKind.INT32, 4, 100, 16))
+        assert bool(valid) == (count == 4)
 
 
 def rice_bits(support: Any, b: Any) -> Any:
@@ -206,7 +202,7 @@ def test_every_block_has_its_best_rice_parameter(codec: Any) -> None:
     parts = (scattered(400_000, 900, 1), 400_000 + scattered(5000, 800, 2), 999_000 + scattered(500, 30, 3))
     support = torch.cat(parts)
     code = plan_rice(support.numel(), numel)
-    section = torch.zeros(code.nbytes, dtype=torch.uint8)
+    section = section_of(code.nbytes)
     codec.indices_encode_(selection_of(support), code, section)
     size = BLOCKS[IndexKind.RICE]
     for k, block in enumerate(support.split(size)):
@@ -225,7 +221,7 @@ def test_leaving_out_what_rice_cannot_hold_is_enough(codec: Any) -> None:
             multiples = torch.arange(capacity + 1) * ((numel - capacity * (1 + extra)) // step) // capacity
             support = (step * torch.diff(multiples).clamp(min=0) + extra + 1).cumsum(0) - 1
             support = support[support < numel]
-            section = torch.zeros(code.nbytes, dtype=torch.uint8)
+            section = section_of(code.nbytes)
             sent = codec.indices_encode_(selection_of(support, capacity=capacity), code, section)
             indices, valid = codec.indices_decode(section, sent.count, code)
             assert valid and torch.equal(indices, sent.indices) and int(sent.count) > 0.8 * support.numel()
@@ -235,48 +231,8 @@ def test_leaving_out_what_rice_cannot_hold_is_enough(codec: Any) -> None:
 def test_a_selection_that_fits_is_handed_on_as_it_is(codec: Any) -> None:
     selection = selection_of(scattered(5000, 50))
     for code in (plan_rice(50, 5000), plan_packed(50, 5000)):
-        sent = codec.indices_encode_(selection, code, torch.zeros(code.nbytes, dtype=torch.uint8))
+        sent = codec.indices_encode_(selection, code, section_of(code.nbytes))
         assert torch.equal(sent.indices, selection.indices) and torch.equal(sent.values, selection.values)
-
-
-class Waits(TorchDispatchMode):
-    """Notes the operations that read from the device, or whose result's size depends on what is there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(function.name())
-        return function(*args, **(kwargs or {}))
-
-    @property
-    def waiting(self) -> Any:
-        words = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal")
-        return {name for name in self.seen if name.split("::")[1].split(".")[0] in words}
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_encoding_never_waits_and_decoding_does_once(name: Any) -> None:
-    form, budget = FORMATS[name], budget_of(40, 0, 500, 5000)
-    selection, first = selection_of(scattered(5000, 30), capacity=40), torch.tensor(5000)
-    with Waits() as waits:
-        done = PayloadPlan(form, budget, 5000).encode(CODECS["reference"], selection, first)
-    assert len(waits.seen) > 5 and not waits.waiting
-    with Waits() as waits:
-        plan = form.indices.plan(40, 5000)
-        header = CODECS["reference"].unseal(done.payload)
-        section = done.payload[HEADER_BYTES : HEADER_BYTES + plan.nbytes]
-        indices, _ = CODECS["reference"].indices_decode(section, header.count, plan)
-        assert indices.numel() == 40
-    assert not waits.waiting
-
-
-def test_the_waiting_test_would_notice() -> None:
-    with Waits() as waits:
-        torch.ones(3).nonzero()
-        torch.ones(()).item()
-    assert len(waits.waiting) == 2
 
 
 def test_sections_are_in_use() -> None:

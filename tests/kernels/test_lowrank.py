@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.backends import NAMES, backend
 
 from dgc.kernels.lowrank import Batch, LowRank, SentUpdate
 from dgc.kernels.native import NativeLowRank, NativeSelection
@@ -26,12 +25,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=NAMES, scope="module")
-def kernels(request: pytest.FixtureRequest) -> Any:
-    with backend(request.param) as own:
-        yield own
-
-
 @pytest.fixture
 def products(kernels: Any) -> Any:
     return NativeLowRank(kernels) if isinstance(kernels, NativeSelection) else LowRank(kernels)
@@ -40,16 +33,21 @@ def products(kernels: Any) -> Any:
 class Given:
     def __init__(self, B: Any, n: Any, m: Any, R: Any, r: Any) -> None:
         generator = torch.Generator().manual_seed(n * m + R)
+        shapes = (B, n, m), (B, R, n), (B, R, m), (B, n, m), (B, r, n), (B, r, m)
+        self.M, self.U, self.W, self.g, *X = (torch.randn(shape, generator=generator) for shape in shapes)
+        self.X = {True: X[0], False: X[1]}
 
-        def random(*shape: Any) -> Any:
-            return torch.randn(*shape, generator=generator)
-
-        self.M, self.U, self.W, self.g = random(B, n, m), random(B, R, n), random(B, R, m), random(B, n, m)
-        self.X = {True: random(B, r, n), False: random(B, r, m)}
+    @property
+    def pieces(self) -> Any:
+        return pieces_of(self.g)
 
     def Y(self, even: Any) -> Any:
         B, n, m = self.M.shape
         return torch.full((B, self.X[even].shape[1], m if even else n), torch.nan)
+
+
+def pieces_of(g: Any) -> Any:
+    return [piece.reshape(-1) for piece in g]
 
 
 def refresh(products: Any, M: Any, sent: Any, g: Any, X: Any, even: Any, Y: Any) -> int:
@@ -73,8 +71,7 @@ def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
             given = Given(*shape)
             expected = given.M.double() - torch.bmm(given.U.double().mT, given.W.double()) + given.g.double()
             M, Y = given.M.clone(), given.Y(even)
-            pieces = [g.reshape(-1) for g in given.g]
-            found = refresh(products, M, (given.U, given.W), pieces, given.X[even], even, Y)
+            found = refresh(products, M, (given.U, given.W), given.pieces, given.X[even], even, Y)
             assert found == M.numel()
             assert_close(M, expected, shape[3])
             assert_close(Y, multiplied(M, given.X[even], even), M[0].numel() ** 0.5)
@@ -83,24 +80,13 @@ def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
             assert torch.equal(Y, again)
 
 
-def test_what_is_subtracted_has_the_same_bits_alone(products: Any) -> None:
-    """A residual that is saved goes on exactly as one that is kept."""
-    for shape in SHAPES:
-        given = Given(*shape)
-        alone, together = given.M.clone(), given.M.clone()
-        products.subtract_(alone, given.U, given.W)
-        alone += given.g
-        g = [g.reshape(-1) for g in given.g]
-        refresh(products, together, (given.U, given.W), g, given.X[False], False, given.Y(False))
-        assert torch.equal(alone, together), shape
-
-
-def test_nothing_was_taken(products: Any) -> None:
+def test_nothing_was_taken_and_gradients_may_have_half_precision(products: Any) -> None:
     given = Given(2, 9, 40, 1, 2)
-    M, Y = given.M.clone(), given.Y(True)
-    refresh(products, M, None, [g.reshape(-1) for g in given.g], given.X[True], True, Y)
-    assert torch.equal(M, given.M + given.g)
-    assert_close(Y, multiplied(M, given.X[True], True), 20)
+    for dtype in (torch.float32, torch.bfloat16):
+        M, Y, g = given.M.clone(), given.Y(True), given.g.to(dtype)
+        refresh(products, M, None, pieces_of(g), given.X[True], True, Y)
+        assert torch.equal(M, given.M + g.float())
+        assert_close(Y, multiplied(M, given.X[True], True), 20)
 
 
 def test_what_is_not_finite_counts_as_zero_and_is_found(products: Any) -> None:
@@ -112,7 +98,7 @@ def test_what_is_not_finite_counts_as_zero_and_is_found(products: Any) -> None:
         g.view(-1)[place] = bad
         g.view(-1)[place + 1 :][:7] = bad
         M, Y = given.M.clone(), given.Y(even)
-        found = refresh(products, M, None, [piece.reshape(-1) for piece in g], given.X[even], even, Y)
+        found = refresh(products, M, None, pieces_of(g), given.X[even], even, Y)
         with case(bad, place, even):
             assert found == place
             assert torch.equal(M, given.M + torch.where(g.abs() < TOO_LARGE, g, 0.0))
@@ -130,14 +116,6 @@ def test_pieces_that_are_no_matrices_leave_padding(products: Any) -> None:
     assert_close(M.view(-1)[:93], (expected.view(-1)[:93] + g).double(), 4)
     assert not M.view(-1)[93:].any()
     assert_close(Y, multiplied(M, given.X[True], True), 10)
-
-
-def test_half_precision_gradients(products: Any) -> None:
-    given = Given(3, 6, 35, 1, 1)
-    g = given.g.to(torch.bfloat16)
-    M = given.M.clone()
-    refresh(products, M, None, [piece.reshape(-1) for piece in g], given.X[True], True, given.Y(True))
-    assert torch.equal(M, given.M + g.float())
 
 
 def test_outer_products_have_the_same_bits_everywhere(products: Any) -> None:
@@ -169,23 +147,27 @@ class Whole:
             end += part.M.numel()
         self.rest, self.errors = torch.arange(rest) / 8, torch.arange(rest) / 4
         self.v = torch.cat([*(part.M.view(-1) for part in self.parts), -self.rest])
-        self.g = [g.reshape(-1) for part in self.parts for g in part.g] + list(self.rest.split([rest - 3, 3]))
+        self.g = [g for part in self.parts for g in part.pieces] + list(self.rest.split([rest - 3, 3]))
+
+    def factors(self, even: bool) -> Any:
+        """(X, Y) of all batches."""
+        return [part.X[even] for part in self.parts], [part.Y(even) for part in self.parts]
 
 
 def test_a_whole_bucket_is_its_batches_and_its_rest(products: Any) -> None:
+    """What is subtracted has the same bits alone: a residual that is saved goes on exactly as one that is kept."""
     for even, sends, errors in [(True, True, True), (False, True, False), (True, False, False)]:
         whole = Whole(70)
-        sent = [(part.U, part.W) for part in whole.parts] if sends else None
-        X, Y = [part.X[even] for part in whole.parts], [part.Y(even) for part in whole.parts]
+        sent, removed = [(part.U, part.W) for part in whole.parts] if sends else None, whole.v.clone()
+        X, Y = whole.factors(even)
         update = None if sent is None else SentUpdate(sent, whole.errors if errors else None)
-        removed = whole.v.clone()
         if update is not None:
             products.remove_(removed, whole.batches, update)
         assert int(products.refresh_(whole.v, whole.batches, update, whole.g, X, even, Y)) == len(whole.v)
         for b, (part, batch) in enumerate(zip(whole.parts, whole.batches, strict=True)):
             with case(even, sends, errors, b):
-                M, y, g = part.M.clone(), part.Y(even), [g.reshape(-1) for g in part.g]
-                refresh(products, M, sent and sent[b], g, X[b], even, y)
+                M, y = part.M.clone(), part.Y(even)
+                refresh(products, M, sent and sent[b], part.pieces, X[b], even, y)
                 assert torch.equal(batch.of(whole.v), M) and torch.equal(Y[b], y)
                 assert torch.equal(batch.of(removed) + part.g, M)
         before = (whole.errors if errors else torch.zeros(70)) if sends else -whole.rest
@@ -199,7 +181,7 @@ def test_the_first_element_that_is_not_finite_is_found_anywhere_in_a_bucket(prod
         g = torch.cat(whole.g)
         g[place], g[-1] = torch.nan, torch.inf
         pieces = list(g.split([piece.numel() for piece in whole.g]))
-        X, Y = [part.X[True] for part in whole.parts], [part.Y(True) for part in whole.parts]
+        X, Y = whole.factors(True)
         assert int(products.refresh_(whole.v.clone(), whole.batches, None, pieces, X, True, Y)) == place
 
 

@@ -1,12 +1,13 @@
 """Quantizers: all backends, instruction sets and numbers of threads give the reference's bits, which are right."""
 
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cases import case
-from kernels.backends import NAMES, backend
+from kernels.comparison import random, same
 
 from dgc import kernels
 from dgc.kernels.native import NativeQuantizers
@@ -20,18 +21,9 @@ INF, NAN = float("inf"), float("nan")
 UNIFORM = [(2, 1, None), (2, 1, 0), (4, 5, None), (4, 7, 2), (8, 127, None), (8, 127, 3)]
 
 
-@pytest.fixture(params=NAMES, scope="module")
-def quantizers(request: pytest.FixtureRequest) -> Any:
-    with backend(request.param):
-        yield REFERENCE if request.param == "reference" else NativeQuantizers()
-
-
-def same(a: Any, b: Any) -> Any:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def random(n: Any, seed: Any) -> Any:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+@pytest.fixture
+def quantizers(kernels: Any) -> Any:
+    return REFERENCE if kernels.name == "reference" else NativeQuantizers()
 
 
 def one_range(v: Any) -> Any:
@@ -82,10 +74,8 @@ def results_of(n: Any) -> Any:
     results = []
     for v, bounds, each in cases(n):
         for encode, add_ in operations(REFERENCE, bounds, each):
-            codes, residual = encode(v)
-            total = v.clone()
-            add_(codes, total)
-            results.append((codes, residual, total))
+            results.append((*encode(v), v.clone()))
+            add_(results[-1][0], results[-1][2])
     return results
 
 
@@ -107,22 +97,14 @@ def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers: Any) -
 
 
 def means(q: Any, bounds: Any, values: Any, factors: Any, size: int) -> Any:
-    """(encode(v, values of this rank), mean_(codes, mean)) of every kind, for the values of all ranks."""
-    lows, thirds = [-each for each in values], [each / 3 for each in values]
-    yield (
-        lambda v, each: q.sign_encode(v, bounds, each - each.mean(), -each, each / 3),
-        lambda codes, mean: q.sign_mean_(codes, bounds, lows, thirds, factors, size, mean),
-    )
-    yield (
-        lambda v, each: q.tern_encode(v, bounds, each),
-        lambda codes, mean: q.tern_mean_(codes, bounds, values, factors, size, mean),
-    )
-    for bits, levels, seed in UNIFORM[::2]:
-        yield (
-            lambda v, each, s=(levels, bits, seed): q.uniform_encode(v, bounds, each, *s),
-            lambda codes, mean, s=(levels, bits): q.uniform_mean_(codes, bounds, values, *s, size, mean),
-        )
-    yield lambda v, _: q.natural_encode(v, 1), lambda codes, mean: q.natural_mean_(codes, size, mean)
+    """mean_(codes, mean) of every kind, in the order of `operations`, for the values of all ranks."""
+    lows, thirds, scales = [-each for each in values], [each / 3 for each in values], [3 * each for each in values]
+    yield lambda codes, mean: q.sign_mean_(codes, bounds, lows, thirds, factors, size, mean)
+    yield lambda codes, mean: q.tern_mean_(codes, bounds, values, factors, size, mean)
+    for bits, levels, _ in UNIFORM:
+        yield lambda codes, mean, s=(levels, bits): q.uniform_mean_(codes, bounds, scales, *s, size, mean)
+    for _ in SEEDS:
+        yield lambda codes, mean: q.natural_mean_(codes, size, mean)
 
 
 @cache
@@ -140,11 +122,11 @@ def mean_cases() -> Any:
             values[-1][::2] = 0.0
             factors = random(len(bounds) - 1, 30).abs() if ranks % 2 else None
             size = ranks + n % 2
-            expected = []
-            for encode, mean_ in means(REFERENCE, bounds, values, factors, size):
-                codes, mean = [encode(v, each)[0] for v, each in zip(vs, values, strict=True)], torch.zeros(n)
-                mean_(codes, mean)
-                expected.append((codes, mean))
+            expected, of_ranks = [], zip(*(operations(REFERENCE, bounds, each) for each in values), strict=True)
+            for mean_, kind in zip(means(REFERENCE, bounds, values, factors, size), of_ranks, strict=True):
+                codes = [encode(v)[0] for (encode, _), v in zip(kind, vs, strict=True)]
+                expected.append((codes, torch.zeros(n)))
+                mean_(*expected[-1])
             made.append((n, bounds, values, factors, size, expected))
     return made
 
@@ -152,7 +134,7 @@ def mean_cases() -> Any:
 @pytest.mark.usefixtures("no_type_checks")
 def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other(quantizers: Any) -> None:
     for n, bounds, values, factors, size, expected in mean_cases():
-        for operation, (_, mean_) in enumerate(means(quantizers, bounds, values, factors, size)):
+        for operation, mean_ in enumerate(means(quantizers, bounds, values, factors, size)):
             codes, right = expected[operation]
             mean = torch.full((n,), NAN)
             mean_([torch.cat([own[:1], own])[1:] for own in codes], mean)  # at any address
@@ -209,8 +191,7 @@ def test_mxnet_s_layouts(quantizers: Any) -> None:
     quantizers.sign_add_(codes, one_range(v), -one, one, total)
     assert total.tolist() == [1.5, 1, -1.5, 1.5, -1.5, 1]
 
-
-def test_the_field_01_of_a_ternary_code_is_zero(quantizers: Any) -> None:
+    # the field 01 of a ternary code is zero
     total = torch.ones(4)
     quantizers.tern_add_(torch.tensor([0b01111001, 0, 0, 0]).byte(), one_range(total), torch.tensor([2.0]), total)
     assert total.tolist() == [1, 3, -1, 1]
@@ -274,25 +255,20 @@ def test_natural_powers(quantizers: Any) -> None:
     codes, residual = quantizers.natural_encode(torch.tensor([LARGEST, -2.0, 1.0, -0.49]), None)
     assert codes.tolist() == [127, 0, 0, 0, 127, 129, 0, 0]
     assert same(residual, torch.tensor([LARGEST - 2.0**127, 0.0, 1.0, -0.49]))
-
-
-def test_powers_of_two_stay_what_they_are(quantizers: Any) -> None:
-    v = torch.ldexp(torch.ones(126), torch.arange(-125.0, 1))
-    for seed in SEEDS:
-        _, residual = quantizers.natural_encode(v, seed)
-        assert not residual.any()
+    powers = torch.ldexp(torch.ones(126), torch.arange(-125.0, 1))
+    assert not any(quantizers.natural_encode(powers, seed)[1].any() for seed in SEEDS)
 
 
 def test_codes_at_any_address(quantizers: Any) -> None:
-    v, each = random(100, 1), torch.ones(1)
-    bounds = one_range(v)
-    for encode, add_ in operations(quantizers, bounds, each):
+    """And torch's generator is left alone."""
+    v, before = random(100, 1), torch.get_rng_state()
+    for encode, add_ in operations(quantizers, one_range(v), torch.ones(1)):
         codes, _ = encode(v)
-        moved = torch.cat([codes[:1], codes])[1:]
         one, other = torch.zeros(100), torch.zeros(100)
         add_(codes, one)
-        add_(moved, other)
+        add_(torch.cat([codes[:1], codes])[1:], other)
         assert same(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def assert_unbiased(encode: Any, v: Any, below: Any, above: Any) -> None:
@@ -319,20 +295,14 @@ def test_random_rounding_is_unbiased() -> None:
     assert_unbiased(lambda s: quantizers.natural_encode(tiny, s), tiny, 0.0, 2.0**-126)
 
 
-def test_random_numbers_are_uniform() -> None:
+def test_random_numbers_are_uniform_and_neighbours_uncorrelated() -> None:
     n = 1 << 16
-    for seed in (0, 1, 2, 12345, 2**31, 2**32 - 1):
-        bits = random_bits(n, seed, torch.device("cpu"))
-        for shift in (0, 8, 16, 24):
-            counts = torch.bincount(bits >> shift & 255, minlength=256)
-            chi_square = float((counts - n / 256).square().sum() / (n / 256))
-            assert 150 < chi_square < 380  # 255 degrees of freedom: within some five standard deviations
-
-
-def test_neighbours_are_uncorrelated() -> None:
-    n = 1 << 16
-    seeds = [0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1]
-    rows = torch.stack([random_bits(n, seed, torch.device("cpu")).double() for seed in seeds]) / 2**32
+    drawn = [random_bits(n, seed, torch.device("cpu")) for seed in (0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1)]
+    for bits, shift in product(drawn, (0, 8, 16, 24)):
+        counts = torch.bincount(bits >> shift & 255, minlength=256)
+        chi_square = float((counts - n / 256).square().sum() / (n / 256))
+        assert 150 < chi_square < 380  # 255 degrees of freedom: within some five standard deviations
+    rows = torch.stack(drawn).double() / 2**32
     rows -= rows.mean(1, keepdim=True)
     rows /= rows.square().sum(1, keepdim=True).sqrt()
     for shift in (0, 1, 2, 3, 64, 1024):
@@ -340,13 +310,6 @@ def test_neighbours_are_uncorrelated() -> None:
         if shift == 0:
             correlations.fill_diagonal_(0.0)
         assert correlations.abs().max() < 5 / n**0.5
-
-
-def test_torch_s_generator_is_left_alone(quantizers: Any) -> None:
-    before, v = torch.get_rng_state(), random(50, 1)
-    for encode, _ in operations(quantizers, one_range(v), torch.ones(1)):
-        encode(v)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -3,20 +3,14 @@
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from kernels.backends import NAMES, backend
-from kernels.test_kernel_laws import DATA, SIZES, random, same
+from kernels.comparison import random, same
+from kernels.test_kernel_laws import DATA, SIZES
 
 INF = float("inf")
 # of the largest magnitude in a segment; 1 reaches it, more does not
 LOWER_BOUNDS = (0.0, 1e-3, 0.3, 1.0, 1.01)
-
-
-@pytest.fixture(params=NAMES, scope="module")
-def kernels(request: pytest.FixtureRequest) -> Any:
-    with backend(request.param) as chosen:
-        yield chosen
 
 
 @cache
@@ -45,17 +39,15 @@ def moments_of(n: Any) -> Any:
 
 @cache
 def tails_of(n: Any) -> Any:
-    """For each way to cut the buffer and each of LOWER_BOUNDS: the lower_bounds, the counts and the sums."""
+    """For each way to cut the buffer and each of LOWER_BOUNDS: the buffer, the bounds, the counts and the sums."""
     tails = []
-    for (_, _, parts), (*_, largest) in zip(case(n), moments_of(n), strict=True):
+    for (v, bounds, parts), (*_, largest) in zip(case(n), moments_of(n), strict=True):
         for factor in LOWER_BOUNDS:
             lower_bounds = largest.float() * factor
-            over = [
-                part.abs()[(part.abs() >= lower_bound) & (part != 0)]
-                for part, lower_bound in zip(parts, lower_bounds.tolist(), strict=True)
-            ]
-            counts = [part.numel() for part in over]
-            tails.append((lower_bounds, counts, torch.stack([part.sum() for part in over])))
+            limits = zip(parts, lower_bounds.tolist(), strict=True)
+            over = [part.abs()[(part.abs() >= limit) & (part != 0)] for part, limit in limits]
+            counts, sums = [part.numel() for part in over], torch.stack([part.sum() for part in over])
+            tails.append((v, bounds, lower_bounds, counts, sums))
     return tails
 
 
@@ -65,6 +57,9 @@ def assert_near(sums: Any, expected: Any, scale: Any = None) -> None:
 
 
 def test_moments(kernels: Any) -> None:
+    # a rank that serves no part of a small bucket has no segment
+    nothing = kernels.moments(torch.empty(0, dtype=torch.float32), torch.tensor([0]))
+    assert [x.shape for x in vars(nothing).values()] == [(0,)] * 4
     for n in SIZES:
         for (v, bounds, _), (values, magnitudes, squares, largest) in zip(case(n), moments_of(n), strict=True):
             found = kernels.moments(v, bounds)
@@ -74,22 +69,13 @@ def test_moments(kernels: Any) -> None:
             assert torch.equal(found.largest.double(), largest)
 
 
-def test_moments_of_no_segment(kernels: Any) -> None:
-    """A rank that serves no part of a small bucket has none."""
-    found = kernels.moments(torch.empty(0, dtype=torch.float32), torch.tensor([0]))
-    assert [x.shape for x in vars(found).values()] == [(0,)] * 4
-
-
 def test_tail(kernels: Any) -> None:
     """A lower bound of 0 leaves out zeros alone; one that is the magnitude of an element lets it through."""
     for n in SIZES:
-        tails = iter(tails_of(n))
-        for v, bounds, _ in case(n):
-            for _ in LOWER_BOUNDS:
-                lower_bounds, counts, sums = next(tails)
-                found = kernels.tail(v, bounds, lower_bounds)
-                assert found.counts.tolist() == counts
-                assert_near(found.sums, sums)
+        for v, bounds, lower_bounds, counts, sums in tails_of(n):
+            found = kernels.tail(v, bounds, lower_bounds)
+            assert found.counts.tolist() == counts
+            assert_near(found.sums, sums)
 
 
 def test_every_lane_counts(kernels: Any) -> None:

@@ -1,7 +1,6 @@
 """What every selector promises, on data of every shape, and where each is known to be weak."""
 
 import math
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from dgc.selection import (
     Predicted,
     Radix,
     Sampled,
+    TopKPerChunk,
     Trimmed,
 )
 from dgc.selection.estimators import Estimator, Ranges
@@ -62,51 +62,37 @@ def chosen_by(selector: Any, v: Any, plan: Any, seed: Any) -> Any:
     return selection.indices[: int(selection.count)].long()
 
 
-def check(indices: Any, v: Any, plan: Any) -> None:
+def check(selector: str, indices: Any, v: Any, plan: Any) -> None:
     assert indices.dtype == torch.int64
     assert indices.numel() <= plan.capacity
     assert (indices.diff() > 0).all()
     assert (v[indices] != 0).all()
     if indices.numel():
         assert indices[0] >= 0 and indices[-1] < v.numel()
-
-
-def each(v: Any, plan: Any, indices: Any) -> Any:
-    """Of every tensor its part of v and what was chosen in it."""
-    for segment in plan.segments:
-        start, end = segment.offset, segment.offset + segment.numel
-        yield v[start:end], indices[(indices >= start) & (indices < end)] - start
+    if selector == "exact of the bucket":
+        return
+    for segment, part, k in zip(plan.segments, plan.split(v), plan.ks, strict=True):
+        start = segment.offset
+        own = indices[(indices >= start) & (indices < start + segment.numel)] - start
+        assert own.numel() >= min(1, int(part.count_nonzero()))
+        if selector in EXACT:
+            assert torch.equal(own, largest(part, k))
+        assert own.numel() == 0 or part[own].abs().min() >= part.abs().index_fill(0, own, 0.0).max()
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.usefixtures("no_type_checks")
 def test_promises_on_every_shape(selector: Any) -> None:
     """Within capacity, no zero, something of every tensor that has anything, the largest first, and repeatable."""
-    for shape in SHAPES:
-        with case(shape):
-            keeps_promises(selector, shape, 0.001)
-    for shape in ("laplace", "zeros", "half zeros", "ties", "tiny", "huge"):
-        with case(shape, "all of it"):
-            keeps_promises(selector, shape, 1.0)
-
-
-def keeps_promises(selector: Any, shape: Any, ratio: Any) -> None:
-    sizes = (4000, 20_000, 0, 3, 1)
-    plans = [plan_of(*sizes, ratio=ratio) for _ in range(2)]
-    for step in range(2):
-        v = SHAPES[shape](sum(sizes), step)
-        chosen, again = (chosen_by(SELECTORS[selector], v, plan, step) for plan in plans)
-        check(chosen, v, plans[0])
-        assert torch.equal(chosen, again)
-        if selector == "exact of the bucket":
-            continue
-        for (part, own), k in zip(each(v, plans[0], chosen), plans[0].ks, strict=True):
-            assert own.numel() >= min(1, int(part.count_nonzero()))
-            if selector in EXACT:
-                assert torch.equal(own, largest(part, k))
-            rest = part.abs()
-            rest[own] = 0
-            assert own.numel() == 0 or part[own].abs().min() >= rest.max()
+    sizes, whole = (4000, 20_000, 0, 3, 1), ("laplace", "zeros", "half zeros", "ties", "tiny", "huge")
+    for shape, ratio in [*((shape, 0.001) for shape in SHAPES), *((shape, 1.0) for shape in whole)]:
+        plans = [plan_of(*sizes, ratio=ratio) for _ in range(2)]
+        for step in range(2):
+            v = SHAPES[shape](sum(sizes), step)
+            chosen, again = (chosen_by(SELECTORS[selector], v, plan, step) for plan in plans)
+            with case(shape, ratio):
+                assert torch.equal(chosen, again)
+                check(selector, chosen, v, plans[0])
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -121,49 +107,29 @@ def test_nan_and_inf_end_in_a_choice(selector: Any) -> None:
         assert {17, 12_345} <= set(chosen.tolist()), bad
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_nothing_to_choose_from(selector: Any) -> None:
-    empty = indices_of(SELECTORS[selector], torch.empty(0), plan_of(0, ratio=0.1), 0)
-    assert empty.numel() == 0
-    assert indices_of(SELECTORS[selector], torch.ones(3), plan_of(0, 3, ratio=0.1), 0).numel() == 1
+@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+def test_nothing_a_single_element_equal_ones_and_all_of_them(selector: Any) -> None:
+    def chosen(v: Any, *sizes: int, ratio: float) -> Any:
+        return indices_of(selector, v, plan_of(*sizes, ratio=ratio), 0)
 
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_a_single_element(selector: Any) -> None:
+    assert chosen(torch.empty(0), 0, ratio=0.1).numel() == 0
+    assert chosen(torch.ones(3), 0, 3, ratio=0.1).numel() == 1
     for value in (1e-45, -1.0, 3e38):
-        assert indices_of(SELECTORS[selector], torch.tensor([value]), plan_of(1, ratio=0.001), 0).tolist() == [0]
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_all_equal_fills_the_plan(selector: Any) -> None:
-    plan = plan_of(30_000, ratio=0.001)
-    assert indices_of(SELECTORS[selector], torch.full((30_000,), 2.0), plan, 0).numel() == plan.capacity == 30
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_all_elements_are_due_and_chosen(selector: Any) -> None:
-    v = laplace(5000)
-    assert indices_of(SELECTORS[selector], v, plan_of(5000, ratio=1.0), 0).numel() >= 0.8 * 5000
-
-
-# --- estimates -------------------------------------------------------------------------------------
+        assert chosen(torch.tensor([value]), 1, ratio=0.001).tolist() == [0]
+    assert chosen(torch.full((30_000,), 2.0), 30_000, ratio=0.001).numel() == 30, "equal ones fill the plan"
+    assert chosen(laplace(5000), 5000, ratio=1.0).numel() >= 0.8 * 5000
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The name of every pass over v that estimates make."""
-    backend, made = kernels.of(torch.empty(0)), []
+    selection, made = kernels.of(torch.empty(0)).selection, []
 
-    class Noted(type(backend.selection)):  # type: ignore[misc]
-        def moments(self, *arguments: Any) -> Any:
-            made.append("moments")
-            return backend.selection.moments(*arguments)
+    def noting(name: str, inner: Any) -> Any:
+        return lambda *arguments: made.append(name) or inner(*arguments)  # type: ignore[func-returns-value]
 
-        def tail(self, *arguments: Any) -> Any:
-            made.append("tail")
-            return backend.selection.tail(*arguments)
-
-    monkeypatch.setattr(kernels, "of", lambda v: replace(backend, selection=Noted()))
+    for name in ("moments", "tail"):
+        monkeypatch.setattr(selection, name, noting(name, getattr(selection, name)))
     return made
 
 
@@ -206,13 +172,13 @@ def test_estimates_where_they_should_hold(
     assert len(passes) <= most
 
 
-@pytest.mark.parametrize("ratio", [0.001, 0.01])
-def test_the_fits_alone_miss_on_accumulated_gradients(ratio: Any) -> None:
+def test_the_fits_alone_miss_on_accumulated_gradients() -> None:
     """On the wall, Laplace's first threshold is above nearly everything: the correction is the algorithm."""
     v = SHAPES["wall"](N)
-    segments = Ranges(v, plan_of(N, ratio=ratio))
-    first = float(-segments.mean * segments.density.log())
-    assert int((v.abs() >= first).sum()) < 0.05 * N * ratio
+    for ratio in (0.001, 0.01):
+        segments = Ranges(v, plan_of(N, ratio=ratio))
+        first = float(-segments.mean * segments.density.log())
+        assert int((v.abs() >= first).sum()) < 0.05 * N * ratio
 
 
 def test_stages_rise_where_too_few_and_fall_where_too_many() -> None:
@@ -256,18 +222,22 @@ def test_the_gaussian_search_does_not_go_to_and_fro() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Laplace(stop="loose"), "stop is one of redsync, tight, exact"),
-        (lambda: Laplace(method="newton"), "method is one of bisection, secant"),
-        (lambda: Laplace(passes=0), "passes"),
-        (lambda: Bisection(lower=1.5), "lower"),
-        (lambda: Bisection(passes=0), "passes"),
-        (lambda: Exponential(period=0), "period"),
-        (lambda: Exponential(upper=0.9), "upper"),
-        (lambda: Gaussian(passes=0), "passes"),
-        (lambda: Trimmed(step=0.0), "step"),
-        (lambda: Fixed(0.0), "threshold"),
-        (lambda: Predicted(margin=0.0), "margin"),
+        (partial(Laplace, stop="loose"), "stop is one of redsync, tight, exact"),
+        (partial(Laplace, method="newton"), "method is one of bisection, secant"),
+        *((partial(kind, passes=0), "passes") for kind in (Laplace, Bisection, Gaussian)),
+        (partial(Bisection, lower=1.5), "lower"),
+        (partial(Exponential, period=0), "period"),
+        (partial(Exponential, upper=0.9), "upper"),
+        (partial(Trimmed, step=0.0), "step"),
+        (partial(Fixed, 0.0), "threshold"),
+        (partial(Predicted, margin=0.0), "margin"),
+        *((partial(Sampled, sample_ratio=ratio), "sample_ratio") for ratio in (0.0, 1.1)),
+        (partial(Sampled, compress_upper_bound=0.9), "compress_upper_bound"),
+        *((partial(Sampled, compress_lower_bound=bound), "compress_lower_bound") for bound in (0.0, 1.1)),
+        (partial(Sampled, max_adaptation_iters=-1), "max_adaptation_iters"),
+        (partial(TopKPerChunk, 0), "chunk_size must be 1 element or more, not 0"),
     ],
+    ids=str,
 )
 def test_bad_options(make: Any, words: Any) -> None:
     with pytest.raises(ValueError, match=words):
@@ -292,8 +262,7 @@ def test_a_fixed_threshold() -> None:
     assert indices_of(Fixed(0.5), crowded, plan, 0).tolist() == [36, 37, 38, 39, 76, 77, 78, 79]
 
 
-# --- no place in a tensor is worse than another ----------------------------------------------------
-
+# no place in a tensor is worse than another
 DRAWS, LENGTH, RATIO, DECILES = 60, 20_000, 0.01, 10
 # chi-square with 9 degrees of freedom exceeds this once in 10 ** 6 draws
 LIMIT = 45.0
@@ -307,17 +276,11 @@ class WidePlan(Sampled):
         return segments.v.abs().topk(k).values.min().view(1), torch.tensor([k])
 
 
-@cache
-def draws() -> Any:
-    return [laplace(LENGTH, 1000 + seed) for seed in range(DRAWS)]
-
-
 def chi_square(cut: Any) -> Any:
     """Of the counts per tenth of the tensor, over many draws of data without any order."""
-    plan = plan_of(LENGTH, ratio=RATIO)
-    counts = torch.zeros(DECILES)
-    for seed, v in enumerate(draws()):
-        chosen = cut(v, plan, seed)
+    plan, counts = plan_of(LENGTH, ratio=RATIO), torch.zeros(DECILES)
+    for seed in range(DRAWS):
+        chosen = cut(drawn(seed), plan, seed)
         counts += torch.bincount(chosen * DECILES // LENGTH, minlength=DECILES)
     expected = counts.sum() / DECILES
     return float(((counts - expected) ** 2 / expected).sum())
@@ -327,6 +290,11 @@ def cut_in_index_order(v: Any, plan: Any, seed: Any) -> Any:
     """What the original does with a selection between k and 1.3 k."""
     (k,) = plan.ks
     return largest(v, math.ceil(1.29 * k))[:k]
+
+
+@cache
+def drawn(seed: int) -> Any:
+    return laplace(LENGTH, 1000 + seed)
 
 
 @pytest.mark.parametrize("selector", [*SELECTORS.values(), WidePlan()])

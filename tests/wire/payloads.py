@@ -4,39 +4,27 @@ from typing import Any
 
 import torch
 
+from dgc import wire
 from dgc.kernels.codec import Codec
 from dgc.kernels.selection import Budget, SparseVector
-from dgc.wire import (
-    CastValues,
-    ChunkIndices,
-    IndexFormat,
-    Int8Values,
-    PackedIndices,
-    PlainIndices,
-    RiceIndices,
-    SignValues,
-    SparseFormat,
-    TwoBitValues,
-    ValueFormat,
-)
 from dgc.wire.payload import PayloadPlan
 
-VALUES: dict[str, ValueFormat] = {
-    "fp32": CastValues(),
-    "fp16": CastValues("fp16"),
-    "bf16": CastValues("bf16"),
-    "int8": Int8Values(),
-    "sign": SignValues(),
-    "2 bits": TwoBitValues(),
+VALUES: dict[str, wire.ValueFormat] = {
+    "fp32": wire.CastValues(),
+    "fp16": wire.CastValues("fp16"),
+    "bf16": wire.CastValues("bf16"),
+    "int8": wire.Int8Values(),
+    "sign": wire.SignValues(),
+    "2 bits": wire.TwoBitValues(),
 }
-INDICES: dict[str, IndexFormat] = {
-    "int64": PlainIndices(),
-    "int32": PlainIndices("int32"),
-    "packed": PackedIndices(),
-    "rice": RiceIndices(),
-    "chunks": ChunkIndices(),
+INDICES: dict[str, wire.IndexFormat] = {
+    "int64": wire.PlainIndices(),
+    "int32": wire.PlainIndices("int32"),
+    "packed": wire.PackedIndices(),
+    "rice": wire.RiceIndices(),
+    "chunks": wire.ChunkIndices(),
 }
-FORMATS = {f"{v} {i}": SparseFormat(VALUES[v], INDICES[i]) for v in VALUES for i in INDICES}
+FORMATS = {f"{v} {i}": wire.SparseFormat(VALUES[v], INDICES[i]) for v in VALUES for i in INDICES}
 # Every value format and every index format at least once.
 NAMES = ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice", "2 bits packed", "fp32 chunks")
 SOME = {name: FORMATS[name] for name in NAMES}
@@ -107,3 +95,11 @@ def seal_(payload: Any) -> None:
     total -= 3 * (int(payload[8:12].view(torch.int32)) & 0xFFFFFFFF)
     folded = ((total >> 32) ^ total) & 0xFFFFFFFF ^ 0x44474331
     payload[8:12] = torch.tensor(list(folded.to_bytes(4, "little")), dtype=torch.uint8)
+
+
+def noise_in(payload: Any, generator: Any, share: float, first: int = 0) -> Any:
+    """The payload with noise in a share of its bytes from `first` on. Other terms would be refused before it."""
+    noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
+    some = torch.rand(payload.shape, generator=generator) < share
+    some[:first] = some[16:24] = False
+    return torch.where(some, noise, payload)

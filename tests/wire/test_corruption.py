@@ -1,10 +1,11 @@
 """Payloads that were changed on their way: an error that names the rank, never a wrong gradient."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, seal_, selection_of
+from wire.payloads import FORMATS, SOME, budget_of, decode, encode, noise_in, scattered, seal_, selection_of
 
 from dgc.kernels.codec import Terms
 from dgc.wire import PayloadError
@@ -19,10 +20,16 @@ def payload_of(form: Any, count: int = 5, capacity: int = 6, numel: Any = NUMEL)
     return encode(form, selection_of(scattered(numel, count), capacity=capacity), budget, numel).payload, budget
 
 
-def changed(payload: Any, start: Any, dtype: Any, value: Any) -> Any:
-    other = payload.clone()
-    other[start : start + dtype.itemsize].view(dtype)[0] = value
-    return other
+def flipped(payload: Any) -> Any:
+    """The payload with each of its bits flipped."""
+    for byte, bit in product(range(payload.numel()), range(8)):
+        other = payload.clone()
+        other[byte] ^= 1 << bit
+        yield other
+
+
+def resized(payload: Any, change: int) -> Any:
+    return payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
 
 
 def refuse(form: Any, payload: Any, budget: Any, match: Any) -> None:
@@ -31,95 +38,64 @@ def refuse(form: Any, payload: Any, budget: Any, match: Any) -> None:
         decode(form, [good, good, payload], budget, NUMEL)
 
 
+def refuse_changed(form: Any, start: int, value: Any, match: str, count: int = 5, capacity: int = 6) -> None:
+    """With a number in the place of another, and a true checksum."""
+    payload, budget = payload_of(form, count, capacity)
+    payload[start : start + value.dtype.itemsize].view(value.dtype)[0] = value
+    seal_(payload)
+    refuse(form, payload, budget, match)
+
+
 @every_format
 @pytest.mark.usefixtures("no_type_checks")
 def test_every_flipped_bit_is_noticed(form: Any) -> None:
     payload, budget = payload_of(form)
-    for byte in range(payload.numel()):
-        for bit in range(8):
-            other = payload.clone()
-            other[byte] ^= 1 << bit
-            with pytest.raises(PayloadError, match="rank 0 "):
-                decode(form, [other], budget, NUMEL)
+    for other in flipped(payload):
+        with pytest.raises(PayloadError, match="rank 0 "):
+            decode(form, [other], budget, NUMEL)
 
 
-def test_every_flipped_bit_of_sealed_codes_is_noticed() -> None:
-    terms, numel = Terms(1 / 32, 7), torch.tensor(40)
-    envelope = Envelope("codes", torch.tensor([0, 40]), terms)
-    payload = envelope.seal(torch.arange(5, dtype=torch.uint8), numel)
-    for byte in range(payload.numel()):
-        for bit in range(8):
-            other = payload.clone()
-            other[byte] ^= 1 << bit
-            with pytest.raises(PayloadError, match="rank 1 "):
-                envelope.open([payload, other], 5).wait()
-
-
-@pytest.mark.parametrize("change", [-40, -24, -8, -1, 8])
-def test_sealed_codes_of_another_size(change: int) -> None:
-    terms, numel = Terms(1 / 32, 7), torch.tensor(40)
-    envelope = Envelope("codes", torch.tensor([0, 40]), terms)
-    payload = envelope.seal(torch.arange(5, dtype=torch.uint8), numel)
-    other = payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
-    for rank, payloads in enumerate(([other, payload], [payload, other])):
-        with pytest.raises(PayloadError, match=f"^rank {rank} sent {len(other)} bytes of codes instead of"):
-            envelope.open(payloads, 5).wait()
+def test_every_flipped_bit_and_another_size_of_sealed_codes_is_noticed() -> None:
+    envelope = Envelope("codes", torch.tensor([0, 40]), Terms(1 / 32, 7))
+    payload = envelope.seal(torch.arange(5, dtype=torch.uint8), torch.tensor(40))
+    for other in flipped(payload):
+        with pytest.raises(PayloadError, match="rank 1 "):
+            envelope.open([payload, other], 5).wait()
+    for change in (-40, -24, -8, -1, 8):
+        other = resized(payload, change)
+        for rank, payloads in enumerate(([other, payload], [payload, other])):
+            with pytest.raises(PayloadError, match=f"^rank {rank} sent {len(other)} bytes of codes instead of"):
+                envelope.open(payloads, 5).wait()
 
 
 @every_format
-@pytest.mark.parametrize("change", [-16, -8, -1, 8])
-def test_wrong_size(form: Any, change: Any) -> None:
+def test_wrong_sizes_swapped_words_and_lost_payloads(form: Any) -> None:
     payload, budget = payload_of(form)
-    other = payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
-    refuse(form, other, budget, "bytes")
-
-
-@every_format
-def test_swapped_words_and_lost_payloads(form: Any) -> None:
-    payload, budget = payload_of(form)
+    for change in (-16, -8, -1, 8):
+        refuse(form, resized(payload, change), budget, "bytes")
     swapped = payload.view(torch.int64).flip(0).view(torch.uint8)
     refuse(form, swapped, budget, "checksum")
     refuse(form, torch.zeros_like(payload), budget, "checksum")
 
 
 @every_format
-@pytest.mark.parametrize("count", [-1, 7, 2**31 - 1, -(2**31)])
-def test_counts_that_no_sender_writes(form: Any, count: Any) -> None:
-    payload, budget = payload_of(form)
-    other = changed(payload, 0, torch.int32, count)
-    seal_(other)
-    refuse(form, other, budget, "elements")
+def test_counts_and_tensors_that_no_sender_writes(form: Any) -> None:
+    for count in (-1, 7, 2**31 - 1, -(2**31)):
+        refuse_changed(form, 0, torch.tensor(count, dtype=torch.int32), "elements")
+    for number in (-1, 3):
+        refuse_changed(form, 4, torch.tensor(number, dtype=torch.int32), "tensor")
 
 
-@every_format
-@pytest.mark.parametrize("number", [-1, 3])
-def test_tensors_that_do_not_exist(form: Any, number: Any) -> None:
-    payload, budget = payload_of(form)
-    other = changed(payload, 4, torch.int32, number)
-    seal_(other)
-    refuse(form, other, budget, "tensor")
-
-
-@pytest.mark.parametrize("name", ["fp32 int32", "sign int64"])
 @pytest.mark.parametrize(("slot", "index"), [(0, -1), (0, NUMEL - 1), (4, NUMEL), (4, 0), (2, 2**31 - 1)])
-def test_plain_indices_out_of_range_or_order(name: Any, slot: Any, index: Any) -> None:
-    form = FORMATS[name]
-    payload, budget = payload_of(form)
-    dtype = torch.int32 if "int32" in name else torch.int64
-    other = changed(payload, 24 + slot * dtype.itemsize, dtype, index)
-    seal_(other)
-    refuse(form, other, budget, "ascend")
+def test_plain_indices_out_of_range_or_order(slot: Any, index: Any) -> None:
+    for name, dtype in (("fp32 int32", torch.int32), ("sign int64", torch.int64)):
+        refuse_changed(FORMATS[name], 24 + slot * dtype.itemsize, torch.tensor(index, dtype=dtype), "ascend")
 
 
 @pytest.mark.parametrize("name", ["fp32 packed", "fp32 rice"])
-@pytest.mark.parametrize("parameter", [13, 31, 32, 64, 255])
-def test_parameters_that_no_sender_writes(name: Any, parameter: Any) -> None:
-    form = FORMATS[name]
-    payload, budget = payload_of(form, 200, 200)
-    other = payload.clone()
-    other[24] = parameter
-    seal_(other)
-    refuse(form, other, budget, "ascend")
+def test_parameters_that_no_sender_writes(name: Any) -> None:
+    for parameter in (13, 31, 32, 64, 255):
+        refuse_changed(FORMATS[name], 24, torch.tensor(parameter, dtype=torch.uint8), "ascend", 200, 200)
 
 
 @pytest.mark.parametrize("name", ["fp32 int32", "fp16 rice", "int8 packed", "sign rice"])
@@ -142,10 +118,7 @@ def test_any_bytes_at_all_give_an_error_or_a_sound_selection(form: Any) -> None:
     for trial in range(150):
         count = (0, 1, 6, 150, 700)[trial % 5]
         payload, budget = payload_of(form, count, count)
-        noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
-        some = torch.rand(payload.shape, generator=generator) < (1.0, 0.3, 0.01)[trial % 3]
-        some[16:24] = False  # the terms: other ones are refused before anything is decoded
-        payload = torch.where(some, noise, payload)
+        payload = noise_in(payload, generator, (1.0, 0.3, 0.01)[trial % 3])
         payload[:4].view(torch.int32)[0] = int(torch.randint(0, count + 2, (), generator=generator))
         payload[4:8] = 0
         seal_(payload)

@@ -1,12 +1,15 @@
 """The payloads of all ranks decoded and added in one call: the bits of the reference, and the same errors."""
 
 import copy
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cases import case
 from kernels.backends import NAMES, backend
+from kernels.comparison import REFERENCE, same
 from wire.payloads import (
     ADDED,
     FORMATS,
@@ -21,15 +24,18 @@ from wire.payloads import (
 )
 
 from dgc.kernels.native import NativeMeanDecoder
-from dgc.kernels.selection import SelectionKernels
 from dgc.wire import PayloadError, ValueFormat
 from dgc.wire.payload import PayloadPlan
 
-REFERENCE = SelectionKernels()
 BOUNDS = (0, 7, 7, 3000)
 SOME_ADDED = {name: form for name, form in SOME.items() if name in ADDED}
 some_formats = pytest.mark.parametrize("form", SOME_ADDED.values(), ids=SOME_ADDED)
-native_backends = pytest.mark.parametrize("name", [name for name in NAMES if name != "reference"])
+
+
+@pytest.fixture(params=NAMES[1:])
+def native(request: pytest.FixtureRequest) -> Any:
+    with backend(request.param) as kernels:
+        yield kernels
 
 
 class Together:
@@ -38,78 +44,65 @@ class Together:
     def __init__(self, form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> None:
         self.plan, self.given = PayloadPlan(form, budget, numel), (payloads, size or len(payloads))
 
-    def mean(self, decoder: Any) -> Any:
-        return self.plan.mean(decoder, *self.given)
+    def mean(self) -> Any:
+        return self.plan.mean(NativeMeanDecoder(), *self.given)
 
-    def mean_into_(self, dense: Any, decoder: Any) -> Any:
-        return self.plan.mean_into_(dense, decoder, *self.given)
+    def mean_into_(self, dense: Any) -> Any:
+        return self.plan.mean_into_(dense, NativeMeanDecoder(), *self.given)
+
+
+def payloads_of(form: Any, selections: Any, budget: Any, numel: Any) -> Any:
+    return [encode(form, selection, budget, numel).payload for selection in selections]
 
 
 def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None) -> None:
     """The sparse and the dense mean have the bits of the reference."""
-    payloads = [encode(form, selection, budget, numel).payload for selection in selections]
+    payloads = payloads_of(form, selections, budget, numel)
     parts, flags = decode(form, payloads, budget, numel)
     indices, values = REFERENCE.merge_mean(parts, size or len(payloads), numel).valid()
-    together, decoder = Together(form, payloads, budget, numel, size), NativeMeanDecoder()
-    found, numbers = together.mean(decoder)
-    assert int(found.count) == indices.numel() and torch.equal(found.indices, indices) and numbers == flags
-    assert torch.equal(found.values.view(torch.int32), values.view(torch.int32))
+    together = Together(form, payloads, budget, numel, size)
+    found, numbers = together.mean()
+    assert int(found.count) == indices.numel() and same(found.indices, indices) and numbers == flags
+    assert same(found.values, values)
     dense, expected = torch.full((numel,), torch.nan), torch.zeros(numel)
     expected[indices] = values
-    assert together.mean_into_(dense, decoder) == (True, flags)
-    assert torch.equal(dense.view(torch.int32), expected.view(torch.int32))
+    assert together.mean_into_(dense) == (True, flags) and same(dense, expected)
 
 
-@native_backends
-def test_means_have_the_bits_of_the_reference(name: Any) -> None:
+def test_means_have_the_bits_of_the_reference(native: Any) -> None:
     numel, budget = 5000, budget_of(200, *BOUNDS, 5000)
     counts = ((200,), (0,), (0, 0), (200, 0, 1), (130, 200), (200, 199, 129, 64, 200))
-    with backend(name):
-        for key, form in ADDED.items():
-            for ranks in counts:
-                with case(key, ranks):
-                    each = enumerate(ranks)
-                    check(
-                        form,
-                        [selection_of(scattered(numel, k, r), capacity=200, seed=r) for r, k in each],
-                        budget,
-                        numel,
-                    )
+    for (key, form), ranks in product(ADDED.items(), counts):
+        with case(key, ranks):
+            made = [selection_of(scattered(numel, k, r), capacity=200, seed=r) for r, k in enumerate(ranks)]
+            check(form, made, budget, numel)
 
 
-@native_backends
-def test_a_large_bucket_at_any_address(name: Any) -> None:
+def test_a_large_bucket_at_any_address(native: Any) -> None:
     """Large buckets are stored past the caches, which needs aligned addresses."""
     numel, form = (1 << 20) + 5, FORMATS["sign rice"]
     budget = budget_of(900, 0, 1, numel // 2, numel)
     made = [selection_of(scattered(numel, 900, r), capacity=900, seed=r) for r in range(3)]
-    payloads = [encode(form, one, budget, numel).payload for one in made]
-    with backend(name):
-        for size in (3, 4):
-            together, decoder = Together(form, payloads, budget, numel, size), NativeMeanDecoder()
-            indices, values = together.mean(decoder)[0].valid()
-            expected = torch.zeros(numel).index_put_((indices,), values)
-            for offset in (0, 1, 16):
-                memory = torch.full((numel + 17,), torch.nan)
-                dense = memory[offset : offset + numel]
-                assert together.mean_into_(dense, decoder)[0]
-                assert torch.equal(dense.view(torch.int32), expected.view(torch.int32)), (size, offset)
-                assert int(memory.isnan().sum()) == 17, "nothing beside it is written"
+    for size, offset in product((3, 4), (0, 1, 16)):
+        together = Together(form, payloads_of(form, made, budget, numel), budget, numel, size)
+        indices, values = together.mean()[0].valid()
+        expected = torch.zeros(numel).index_put_((indices,), values)
+        memory = torch.full((numel + 17,), torch.nan)
+        dense = memory[offset : offset + numel]
+        assert together.mean_into_(dense)[0] and same(dense, expected), (size, offset)
+        assert int(memory.isnan().sum()) == 17, "nothing beside it is written"
 
 
-@native_backends
 @pytest.mark.usefixtures("no_type_checks")
-def test_means_of_buckets_of_many_regions(name: Any) -> None:
+def test_means_of_buckets_of_many_regions(native: Any) -> None:
     """Sizes around the regions and the shares of the threads, with entries in few of them or in all."""
-    with backend(name):
-        for numel in (16384, 16385, 200_003):
-            budget = budget_of(900, 0, 1, numel // 2, numel)
-            for number, (key, form) in enumerate(SOME_ADDED.items()):
-                with case(key, numel):
-                    near = torch.arange(numel - 600, numel)
-                    parts = [scattered(numel, 900, number), clustered(numel, 900), near, torch.arange(5), near]
-                    made = [selection_of(part, capacity=900, seed=r) for r, part in enumerate(parts)]
-                    check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7)[number])
+    for numel in (16384, 16385, 200_003):
+        budget, near = budget_of(900, 0, 1, numel // 2, numel), torch.arange(numel - 600, numel)
+        for number, (key, form) in enumerate(SOME_ADDED.items()):
+            with case(key, numel):
+                parts = [scattered(numel, 900, number), clustered(numel, 900), near, torch.arange(5), near]
+                made = [selection_of(part, capacity=900, seed=r) for r, part in enumerate(parts)]
+                check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7)[number])
 
 
 def test_an_empty_bucket_and_an_empty_plan() -> None:
@@ -117,46 +110,38 @@ def test_an_empty_bucket_and_an_empty_plan() -> None:
         check(FORMATS["fp32 int32"], [selection_of(torch.arange(0))] * 2, budget_of(0, 0, numel), numel)
 
 
-@native_backends
-def test_values_are_added_in_the_order_of_ranks(name: Any) -> None:
+def test_values_are_added_in_the_order_of_ranks(native: Any) -> None:
     form, budget = FORMATS["fp32 packed"], budget_of(1, 0, 100)
 
     def mean(*values: Any) -> Any:
-        sent = [selection_of(torch.tensor([70]), torch.tensor([value])) for value in values]
-        payloads, dense = [encode(form, one, budget, 100).payload for one in sent], torch.ones(100)
-        together, decoder = Together(form, payloads, budget, 100, 1), NativeMeanDecoder()
-        together.mean_into_(dense, decoder)
-        return together.mean(decoder)[0].values.tolist(), dense[70].item()
+        sent, dense = (
+            [selection_of(torch.tensor([70]), torch.tensor([value])) for value in values],
+            torch.ones(100),
+        )
+        together = Together(form, payloads_of(form, sent, budget, 100), budget, 100, 1)
+        together.mean_into_(dense)
+        return together.mean()[0].values.tolist(), dense[70].item()
 
-    with backend(name):
-        assert mean(1e8, 1.0, -1e8) == ([0.0], 0.0)
-        assert mean(1e8, -1e8, 1.0) == ([1.0], 1.0)
+    assert mean(1e8, 1.0, -1e8) == ([0.0], 0.0)
+    assert mean(1e8, -1e8, 1.0) == ([1.0], 1.0)
 
 
-@native_backends
-def test_quotients_are_rounded_once(name: Any) -> None:
+def test_quotients_are_rounded_once(native: Any) -> None:
     """Smallest numbers too, which an inverse that is not exact would change."""
     values = torch.cat([torch.randn(100) * 10.0**e for e in range(-44, 38, 3)])
     values = values[values != 0]
-    form, numel = FORMATS["fp32 int32"], 4 * values.numel()
-    budget = budget_of(values.numel(), 0, numel)
-    with backend(name):
-        for size in (1, 2, 3, 7, 48, 64, 100, 256):
-            check(form, [selection_of(torch.arange(0, numel, 4), values)], budget, numel, size)
+    selection, numel = selection_of(torch.arange(0, 4 * len(values), 4), values), 4 * len(values)
+    for size in (1, 2, 3, 7, 48, 64, 100, 256):
+        check(FORMATS["fp32 int32"], [selection], budget_of(len(values), 0, numel), numel, size)
 
 
-@native_backends
-def test_a_mean_that_is_not_finite_is_reported(name: Any) -> None:
+def test_a_mean_that_is_not_finite_is_reported(native: Any) -> None:
     form, numel = FORMATS["fp32 rice"], 70_000
     budget = budget_of(1, 0, numel)
-    with backend(name):
-        for at in (0, 15, 17_000, numel - 1):
-            large = selection_of(torch.tensor([at]), torch.tensor([3e38]))
-            payloads, dense = [encode(form, large, budget, numel).payload] * 3, torch.empty(numel)
-            for count in (1, 3):
-                together = Together(form, payloads[:count], budget, numel)
-                finite, _ = together.mean_into_(dense, NativeMeanDecoder())
-                assert finite == (count == 1) == bool(dense.isfinite().all()), at
+    for at, count in product((0, 15, 17_000, numel - 1), (1, 3)):
+        large, dense = selection_of(torch.tensor([at]), torch.tensor([3e38])), torch.empty(numel)
+        together = Together(form, payloads_of(form, [large] * count, budget, numel), budget, numel)
+        assert together.mean_into_(dense)[0] == (count == 1) == bool(dense.isfinite().all()), at
 
 
 @some_formats
@@ -164,12 +149,11 @@ def test_payloads_behind_one_another_at_odd_addresses_and_with_gaps(form: Any) -
     numel = 5000
     budget = budget_of(13, *BOUNDS, numel)
     made = [selection_of(scattered(numel, 13, s), seed=s) for s in range(3)]
-    payloads = torch.stack([encode(form, one, budget, numel).payload for one in made])
-    expected, _ = Together(form, list(payloads), budget, numel).mean(NativeMeanDecoder())
+    payloads = torch.stack(payloads_of(form, made, budget, numel))
+    expected, _ = Together(form, list(payloads), budget, numel).mean()
     odd = torch.cat([torch.zeros(3, dtype=torch.uint8), payloads.view(-1)])[3:].chunk(3)
-    gaps = payloads.t().contiguous().t().unbind()
-    for others in (odd, gaps):
-        found, _ = Together(form, others, budget, numel).mean(NativeMeanDecoder())
+    for others in (odd, payloads.t().contiguous().t().unbind()):
+        found, _ = Together(form, others, budget, numel).mean()
         assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
 
 
@@ -196,20 +180,20 @@ def test_changed_payloads_raise_the_errors_of_one_at_a_time(form: Any) -> None:
             _, flags = decode(form, payloads, budget, numel)
         except PayloadError as error:
             refused += 1
-            for call in (together.mean, lambda decoder: together.mean_into_(dense, decoder)):  # noqa: B023
+            for call in (together.mean, partial(together.mean_into_, dense)):
                 with pytest.raises(PayloadError) as raised:
-                    call(NativeMeanDecoder())
+                    call()
                 assert str(raised.value) == str(error)
         else:
-            assert together.mean(NativeMeanDecoder())[1] == flags
+            assert together.mean()[1] == flags
     assert 100 < refused < 200
 
 
 def test_the_first_tensor_that_is_not_finite_is_named() -> None:
     form, numel = FORMATS["sign rice"], 5000
-    budget = budget_of(4, *BOUNDS, numel)
-    payloads = [encode(form, selection_of(scattered(numel, 4)), budget, numel, n).payload for n in (7, numel)]
-    assert Together(form, payloads, budget, numel).mean(NativeMeanDecoder())[1] == [3, 0]
+    budget, selection = budget_of(4, *BOUNDS, numel), selection_of(scattered(numel, 4))
+    payloads = [encode(form, selection, budget, numel, first).payload for first in (7, numel)]
+    assert Together(form, payloads, budget, numel).mean()[1] == [3, 0]
 
 
 @pytest.mark.usefixtures("no_type_checks")

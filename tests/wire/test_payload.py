@@ -1,6 +1,7 @@
 """Round trips of payloads, their planned sizes, and what every format does with the values."""
 
 import math
+from itertools import product
 from typing import Any
 from zlib import crc32
 
@@ -25,7 +26,6 @@ from dgc.wire import (
     PackedIndices,
     PlainIndices,
     RiceIndices,
-    SignValues,
     SparseFormat,
     TwoBitValues,
 )
@@ -51,12 +51,11 @@ def check_round_trip(form: Any, selection: Any, budget: Any, numel: Any) -> Any:
     return done.sent
 
 
-@pytest.mark.parametrize("name", PAIR_BYTES)
-def test_planned_size_of_plain_formats(name: Any) -> None:
-    for capacity in (0, 1, 2, 3, 7, 64, 101, 1000):
-        exact = 24 + capacity * PAIR_BYTES[name]
+def test_planned_size_of_plain_formats() -> None:
+    for (name, nbytes), capacity in product(PAIR_BYTES.items(), (0, 1, 2, 3, 7, 64, 101, 1000)):
+        exact = 24 + capacity * nbytes
         planned = FORMATS[name].nbytes(budget_of(capacity, 0, NUMEL), NUMEL)
-        assert exact <= planned < exact + 8 and planned % 8 == 0, capacity
+        assert exact <= planned < exact + 8 and planned % 8 == 0, (name, capacity)
 
 
 COUNTS = [(0, 0), (0, 1), (1, 1), (0, 5), (3, 5), (127, 127), (128, 128), (129, 129), (63, 101), (1000, 1001)]
@@ -95,34 +94,25 @@ def test_supports_of_every_shape() -> None:
                     check_round_trip(form, selection_of(indices, capacity=capacity), budget, numel)
 
 
-@pytest.mark.parametrize("indices", [PlainIndices(), PlainIndices("int32"), PackedIndices(), RiceIndices()])
-def test_indices_and_fp32_values_come_back_exactly(indices: Any) -> None:
-    form = SparseFormat(CastValues(), indices)
+def test_indices_and_fp32_values_come_back_exactly() -> None:
     values = torch.tensor([1e-42, -3.4e38, 0.1, 1.0])
     selection = selection_of(torch.tensor([0, 1, 4000, NUMEL - 1]), values)
-    sent = check_round_trip(form, selection, budget_of(4, 0, NUMEL), NUMEL)
-    assert torch.equal(sent.indices, selection.indices) and torch.equal(sent.values, values)
+    for name in ("fp32 int64", "fp32 int32", "fp32 packed", "fp32 rice"):
+        sent = check_round_trip(FORMATS[name], selection, budget_of(4, 0, NUMEL), NUMEL)
+        assert torch.equal(sent.indices, selection.indices) and torch.equal(sent.values, values)
 
 
 @some_formats
-def test_payloads_that_lie_behind_one_another_decode(form: Any) -> None:
+def test_payloads_that_lie_behind_one_another_at_odd_addresses_decode(form: Any) -> None:
     """As an all-gather returns them: slices of one buffer."""
-    for capacity in (1, 3, 8, 13):
+    for capacity, shift in product((1, 3, 8, 13), (0, 3)):
         budget = budget_of(capacity, 0, NUMEL)
         sent = [encode(form, selection_of(scattered(NUMEL, capacity, s), seed=s), budget, NUMEL) for s in range(3)]
-        gathered = torch.cat([done.payload for done in sent]).chunk(3)
-        selections, _ = decode(form, list(gathered), budget, NUMEL)
+        gathered = torch.cat([torch.zeros(shift, dtype=torch.uint8), *(done.payload for done in sent)])
+        selections, _ = decode(form, list(gathered[shift:].chunk(3)), budget, NUMEL)
         for got, done in zip(selections, sent, strict=True):
-            assert torch.equal(got.indices, done.sent.indices), capacity
-            assert torch.equal(got.values, done.sent.values), capacity
-
-
-@some_formats
-def test_a_payload_at_an_odd_address_decodes(form: Any) -> None:
-    budget = budget_of(5, 0, NUMEL)
-    done = encode(form, selection_of(scattered(NUMEL, 5)), budget, NUMEL)
-    moved = torch.cat([torch.zeros(3, dtype=torch.uint8), done.payload])[3:]
-    assert torch.equal(decode(form, [moved], budget, NUMEL)[0][0].values, done.sent.values)
+            assert torch.equal(got.indices, done.sent.indices), (capacity, shift)
+            assert torch.equal(got.values, done.sent.values), (capacity, shift)
 
 
 def test_bytes_by_hand() -> None:
@@ -138,21 +128,19 @@ def test_bytes_by_hand() -> None:
     assert payload[24:].tolist() == indices + values
 
 
-def test_rice_and_sign_bytes_by_hand() -> None:
-    """Gaps 1, 0, 2: all with b = 0, so in unary, 01 1 001 from the lowest bit on, behind the byte for b."""
-    form, budget = FORMATS["sign rice"], budget_of(3, 0, 5, 6)
+def test_rice_sign_packed_and_int8_bytes_by_hand() -> None:
+    """Gaps 1, 0, 2: all with b = 0, so in unary, 01 1 001 from the lowest bit on, behind the byte for b. Packed,
+    gaps 1, 0, 5 take three bits each.
+    """
     selection = selection_of(torch.tensor([1, 2, 5]), torch.tensor([1.0, -2.0, -4.0]))
-    payload = encode(form, selection, budget, 6).payload
-    indices = [0, 0b100110, 0, 0]
+    payload = encode(FORMATS["sign rice"], selection, budget_of(3, 0, 5, 6), 6).payload
     means = [0, 0, 0xC0, 0x3F, 0, 0, 0x80, 0x40]
-    assert payload[24:].tolist() == indices + means + [0b110, 0, 0, 0]
-
-
-def test_packed_bytes_by_hand() -> None:
-    """Gaps 1, 0, 5 in three bits each."""
-    form, budget = FORMATS["int8 packed"], budget_of(3, 0, 100)
-    selection = selection_of(torch.tensor([1, 2, 8]), torch.tensor([127.0, -64.4, 1.0]))
-    payload = encode(form, selection, budget, 100).payload
+    assert payload[24:].tolist() == [0, 0b100110, 0, 0] + means + [0b110, 0, 0, 0]
+    form, selection = (
+        FORMATS["int8 packed"],
+        selection_of(torch.tensor([1, 2, 8]), torch.tensor([127.0, -64.4, 1])),
+    )
+    payload = encode(form, selection, budget_of(3, 0, 100), 100).payload
     assert payload[24 : 24 + 4].tolist() == [3, 0b01000001, 0b1, 0]
     start = 24 + form.indices.plan(3, 100).nbytes
     assert payload[start : start + 7].tolist() == [0, 0, 0x80, 0x3F, 127, 256 - 64, 1]
@@ -177,8 +165,6 @@ def test_the_first_tensor_that_is_not_finite_is_named(form: Any) -> None:
         bad = encode(form, selection, budget, NUMEL, first).payload
         assert decode(form, [good, bad], budget, NUMEL)[1] == [0, number], first
 
-
-# --- values ----------------------------------------------------------------------------------------
 
 LARGEST = torch.finfo(torch.float32).max
 ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -231,20 +217,15 @@ def test_int8_errs_by_half_a_step_of_each_tensor() -> None:
 
 
 def test_signs_carry_each_tensors_mean_magnitude() -> None:
+    """Added up in double precision; that of a tensor that sends nothing is 0."""
     got = sent_values("sign", [1.0, -2.0, 3.0, -4e-6, 2e-6], 0, 3, 3, 5)
     assert torch.equal(got, torch.tensor([2.0, -2.0, 2.0, -3e-6, 3e-6]))
-
-
-def test_the_mean_is_added_up_in_double_precision() -> None:
     values = [1.0] + [1e-4] * 20_000
-    got = sent_values("sign", values)
     exact = math.fsum(torch.tensor(values).tolist()) / len(values)
-    assert got[0].item() == torch.tensor(exact).item()
-
-
-def test_a_tensor_that_sends_nothing_has_mean_zero() -> None:
-    form, budget = SparseFormat(SignValues(), PlainIndices("int32")), budget_of(2, 0, 2, 50, 60)
-    payload = encode(form, selection_of(torch.tensor([3, 55])), budget, 60).payload
+    assert sent_values("sign", values)[0].item() == torch.tensor(exact).item()
+    payload = encode(
+        FORMATS["sign int32"], selection_of(torch.tensor([3, 55])), budget_of(2, 0, 2, 50, 60), 60
+    ).payload
     means = payload[24 + 8 : 24 + 8 + 12].view(torch.float32)
     assert means[0] == 0 and (means[1:] > 0).all()
 
@@ -257,17 +238,18 @@ def bins_of(values: Any, range_in_sigmas: Any) -> Any:
     return [min(3, max(0, math.floor((x - mean) / width) + 2)) for x in values]
 
 
+def in_2_bits(values: Any, range_in_sigmas: Any, *bounds: Any) -> Any:
+    form, k = SparseFormat(TwoBitValues(range_in_sigmas), PlainIndices("int32")), values.numel()
+    return encode(form, selection_of(torch.arange(k), values), budget_of(k, *bounds), k).sent.values
+
+
 @pytest.mark.parametrize("range_in_sigmas", [0.5, 2, 4.0, 6.0, 100.0])
 def test_2_bits_carry_the_mean_of_each_bin_of_each_tensor(range_in_sigmas: Any) -> None:
-    generator = torch.Generator().manual_seed(4)
-    sizes, units = (300, 77, 1, 2, 5), (1.0, 1e-6, 1e3, 1e-3, 1.0)
-    parts = [
-        unit * (torch.randn(size, generator=generator) + shift)
-        for size, unit, shift in zip(sizes, units, (0.0, 0.4, 1.0, 0.0, -3.0), strict=True)
-    ]
-    bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    form, budget = SparseFormat(TwoBitValues(range_in_sigmas), PlainIndices("int32")), budget_of(385, *bounds)
-    got = encode(form, selection_of(torch.arange(385), torch.cat(parts)), budget, 385).sent.values
+    generator, sizes = torch.Generator().manual_seed(4), (300, 77, 1, 2, 5)
+    units, shifts = (1.0, 1e-6, 1e3, 1e-3, 1.0), (0.0, 0.4, 1.0, 0.0, -3.0)
+    drawn = [torch.randn(size, generator=generator) for size in sizes]
+    parts = [unit * (x + shift) for x, unit, shift in zip(drawn, units, shifts, strict=True)]
+    got = in_2_bits(torch.cat(parts), range_in_sigmas, *torch.tensor([0, *sizes]).cumsum(0).tolist())
     for part, sent in zip(parts, got.split(sizes), strict=True):
         values = part.double().tolist()
         bins = bins_of(values, range_in_sigmas) if len(values) > 1 else [3]
@@ -283,60 +265,37 @@ def test_2_bits_keep_signs_and_are_closer_than_signs_are() -> None:
     values = x[x.abs() > 2.5]
     signs = sent_values("sign", values.tolist())
     for range_in_sigmas, share in ((4.0, 0.85), (6.0, 1.0)):
-        form, k = SparseFormat(TwoBitValues(range_in_sigmas), PlainIndices("int32")), values.numel()
-        got = encode(form, selection_of(torch.arange(k), values), budget_of(k, 0, k), k).sent.values
+        got = in_2_bits(values, range_in_sigmas, 0, values.numel())
         assert torch.equal(got.sign(), values.sign())
         assert (got - values).norm() < share * (signs - values).norm()
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, math.inf, math.nan, True, "6", None])
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_range_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="range_in_sigmas must be a positive number of standard deviations, not"):
-        TwoBitValues(wrong)
+def test_a_range_that_is_none_is_refused() -> None:
+    for wrong in (0, -1.0, math.inf, math.nan, True, "6", None):
+        with pytest.raises(ValueError, match="range_in_sigmas must be a positive number of standard dev"):
+            TwoBitValues(wrong)  # type: ignore[arg-type]
 
 
-# --- a wire that adds ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_values_beyond_the_range_are_cut_and_not_infinite(name: Any) -> None:
-    values = VALUES[name]
-    assert isinstance(values, CastValues)
-    limit = torch.finfo(values.torch_dtype).max
+def test_values_beyond_the_range_are_cut_and_not_infinite() -> None:
+    """Nor are sums on a wire that adds."""
     wide = torch.tensor([LARGEST, -LARGEST, 0.5, 0.0])
-    assert values.quantize(wide).float().tolist() == [limit, -limit, 0.5, 0.0]
-
-
-def test_just_below_half_a_step_beyond_the_fp16_range() -> None:
+    for values in (CastValues("fp16"), CastValues("bf16")):
+        limit = torch.finfo(values.torch_dtype).max
+        assert values.quantize(wide).float().tolist() == [limit, -limit, 0.5, 0.0]
+    # from just below half a step beyond the range on
     cut = CastValues("fp16").quantize(torch.tensor([65519.0, 65520.0, 1e30, -1e30]))
     assert cut.tolist() == [65504.0, 65504.0, 65504.0, -65504.0]
+    assert (4 * CastValues("fp16").quantize(torch.full((3,), 1e5), summands=4)).isfinite().all()
+    dense = {name: values.dense.dtype for name, values in VALUES.items()}
+    assert dense == {**dict.fromkeys(VALUES, "fp32"), "fp16": "fp16"}
 
 
-def test_a_sum_on_the_wire_stays_in_range() -> None:
-    cut = CastValues("fp16").quantize(torch.full((3,), 1e5), summands=4)
-    assert (4 * cut).isfinite().all()
-
-
-def test_what_travels_where_all_does() -> None:
-    assert {name: values.dense.dtype for name, values in VALUES.items()} == {
-        "fp32": "fp32",
-        "fp16": "fp16",
-        "bf16": "fp32",
-        "int8": "fp32",
-        "sign": "fp32",
-        "2 bits": "fp32",
-    }
-
-
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_and_indices_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="fp32, fp16, bf16"):
         CastValues("float16")
     with pytest.raises(ValueError, match="int64 or int32"):
         PlainIndices("int16")
-
-
-def test_indices_that_do_not_fit_are_refused() -> None:
     for indices in (PlainIndices(), PlainIndices("int32"), PackedIndices(), RiceIndices()):
         indices.plan(1, 2**31 - 1)
         with pytest.raises(ValueError, match="too large"):
