@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import OUTER, ROWS, Trained
+from gossip.networks import MORE, OUTER, ROWS, Trained
 from gossip.test_adpsgd import Simulation
-from gossip.test_compressed import MORE
 from kernels.codecs import CODECS
 from laws.default_dtype import OTHERS, Declared, check
 from laws.definitions import DEFINITIONS
