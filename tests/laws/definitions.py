@@ -26,13 +26,7 @@ DEFINITIONS = [
         dense_limit=lambda: paper.DGC(1.0, momentum=0.0),
     ),
     Row("paper-ldte-bs", lambda: paper.LDTEBS(0.05), pairs_and_flag, dense_limit=lambda: paper.LDTEBS(1.0)),
-    Row(
-        "paper-2bit",
-        lambda: paper.Threshold(2, 2.0),
-        codes_and_flag(2),
-        feedback=True,
-        one_element=False,
-    ),
+    Row("paper-2bit", lambda: paper.Threshold(2, 2.0), codes_and_flag(2), feedback=True, one_element=False),
     Row(
         "paper-1bit",
         lambda: paper.Threshold(1, 0.0),

@@ -98,7 +98,7 @@ EXCHANGES = [
             sparse_bytes(0.05, 4, 4)(bucket) if size < 4 else reduce_scatter_bytes(INT32)(bucket, size)
         ),
         dense_limit=dgc(ResidualMemory, compress_ratio=1.0, exchange="auto"),
-    ),
+    )
 ]
 EXCHANGES += [
     row(exchange, *others)

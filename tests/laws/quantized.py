@@ -197,20 +197,10 @@ QUANTIZED = [
         for name, selector in (("exact", None), ("sampled", Sampled(0.01)))
     ),
     Row("chunks-residual", chunks(), chunk_bytes(2), dense_limit=chunks(ratio=1.0), tolerance=HALF),
-    Row(
-        "chunks-residual-fp32",
-        chunks(dtype="fp32"),
-        chunk_bytes(4),
-        dense_limit=chunks(ratio=1.0, dtype="fp32"),
-    ),
+    Row("chunks-residual-fp32", chunks(dtype="fp32"), chunk_bytes(4), dense_limit=chunks(ratio=1.0, dtype="fp32")),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
     Row(
-        "chunks-dgc",
-        chunks(partial(DGCSGDMemory, 0.9)),
-        chunk_bytes(2),
-        conserves=False,
-        momentum=0.9,
-        left=0.75,
+        "chunks-dgc", chunks(partial(DGCSGDMemory, 0.9)), chunk_bytes(2), conserves=False, momentum=0.9, left=0.75
     ),
     Row(
         "chunks-dgc-clipped",
