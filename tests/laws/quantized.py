@@ -1,7 +1,6 @@
 """Rows of the compressors that quantize, sample and factorize."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,10 +29,6 @@ from dgc.compression.error_feedback import AllGatherCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, Memory, ResidualMemory
 from dgc.selection import Fixed, Sampled, Selector
 from dgc.wire.envelope import sealed_bytes
-
-
-def coded(make: Callable[[], AllGatherCompressor]) -> Callable[[Bucket], int]:
-    return lambda bucket: sealed_bytes(make().nbytes(bucket))
 
 
 def threshold_bytes(bits: int, per_tensor: int = 0) -> Callable[[Bucket, int], int]:
@@ -88,24 +83,30 @@ def chunk_bytes(itemsize: int) -> Callable[[Bucket], int]:
     return formula
 
 
-def unbiased(name: str, make: Callable[[], AllGatherCompressor], left: float = 0.25) -> Row:
-    return Row(name, make, coded(make), conserves=False, one_element=False, left=left)
+def coded_row(name: str, make: Callable[[], AllGatherCompressor], **promises: Any) -> Row:
+    return Row(name, make, lambda bucket: sealed_bytes(make().nbytes(bucket)), **promises)
+
+
+def biased(name: str, make: Callable[[], AllGatherCompressor], left: float = 0.9, by_shape: bool = False) -> Row:
+    """Without a residual."""
+    return coded_row(name, make, conserves=False, one_element=False, left=left, by_shape=by_shape)
+
+
+def unbiased(name: str, make: Callable[[], AllGatherCompressor]) -> Row:
+    return biased(name, make, left=0.25)
 
 
 def feedback(name: str, make: Callable[[], AllGatherCompressor]) -> Row:
-    return Row(name, make, coded(make), feedback=True)
+    return coded_row(name, make, feedback=True)
 
 
-def threshold(
-    name: str,
-    make: Callable[[], ThresholdCompressor],
-    at: Callable[[Bucket, int], int],
-    at_zero: bool = True,
-    left: float = 0.1,
-) -> Row:
-    return Row(
-        name, make, lambda bucket: 0, payload_at=at, feedback=True, at_zero=at_zero, one_element=False, left=left
-    )
+def at(payload: Callable[[Bucket, int], int], name: str, make: Callable[[], Compressor], **promises: Any) -> Row:
+    return Row(name, make, lambda bucket: 0, payload_at=payload, **promises)
+
+
+def threshold(bits: int, name: str, value: float | None, per_tensor: int = 0, **promises: Any) -> Row:
+    make = partial(ThresholdCompressor, bits, value)
+    return at(threshold_bytes(bits, per_tensor), name, make, feedback=True, one_element=False, **promises)
 
 
 def gathered_or_reduced(code: int, reduced: int, gathers_up_to: int) -> Callable[[Bucket, int], int]:
@@ -120,70 +121,58 @@ def gathered_or_reduced(code: int, reduced: int, gathers_up_to: int) -> Callable
     return formula
 
 
-def dense_values(name: str, at: Callable[[Bucket, int], int], tolerance: float = 4 * 2.0**-24) -> Row:
+def dense_values(name: str, payload: Callable[[Bucket, int], int], **promises: Any) -> Row:
     """The compressor of what DGC does not compress."""
 
     def make() -> Compressor:
         return DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
 
-    return Row(f"dense-values-{name}", make, lambda bucket: 0, payload_at=at, feedback=True, tolerance=tolerance)
+    return at(payload, f"dense-values-{name}", make, feedback=True, **promises)
 
 
 def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = None) -> Compressor:
     return DGCCompressor(ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio)
 
 
+chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
 QUANTIZED = [
     dense_values("int8", gathered_or_reduced(1, 4, gathers_up_to=7)),
     dense_values("bf16", gathered_or_reduced(2, 4, gathers_up_to=4)),
     # the sum of an all-reduce is rounded to fp16
     dense_values("fp16", gathered_or_reduced(2, 2, gathers_up_to=2), tolerance=2.0**-10),
-    threshold("2bit", lambda: ThresholdCompressor(threshold=2.0), threshold_bytes(2)),
-    threshold(
-        "2bit-adaptive", lambda: ThresholdCompressor(threshold=None), threshold_bytes(2, per_tensor=4), left=0.35
-    ),
+    threshold(2, "2bit", 2.0),
+    threshold(2, "2bit-adaptive", None, per_tensor=4, left=0.35),
     # a rank whose own gradient stays beyond 1, as here, can never send all of it
-    threshold(
-        "1bit", lambda: ThresholdCompressor(bits=1, threshold=0.0), threshold_bytes(1), at_zero=False, left=0.5
-    ),
+    threshold(1, "1bit", 0.0, at_zero=False, left=0.5),
     feedback("scaled-sign", ScaledSignCompressor),
     feedback("onebit", OneBitCompressor),
     feedback("blockwise", lambda: BlockwiseCompressor(block=100)),
-    Row("double-squeeze", DoubleSqueezeCompressor, lambda bucket: 0, payload_at=double_squeeze_bytes),
-    Row("signsgd", SignSGDCompressor, coded(SignSGDCompressor), conserves=False, one_element=False, left=0.9),
-    Row(
-        "signum",
-        lambda: SignSGDCompressor(0.5),
-        coded(SignSGDCompressor),
-        conserves=False,
-        one_element=False,
-        left=0.9,
-    ),
+    at(double_squeeze_bytes, "double-squeeze", DoubleSqueezeCompressor),
+    biased("signsgd", SignSGDCompressor),
+    biased("signum", lambda: SignSGDCompressor(0.5)),
     unbiased("qsgd", QSGDCompressor),
     unbiased("terngrad", TernGradCompressor),
     unbiased("natural", NaturalCompressor),
-    replace(unbiased("atomo", lambda: AtomoCompressor(2), left=0.9), by_shape=True),
-    Row(
+    biased("atomo", lambda: AtomoCompressor(2), by_shape=True),
+    coded_row(
         "svd",
         lambda: SVDCompressor(2),
-        coded(lambda: SVDCompressor(2)),
         dense_limit=lambda: SVDCompressor(1000),
         tolerance=64 * 2.0**-24,
         by_shape=True,
     ),
-    Row(
-        "random-k",
-        lambda: RandomKCompressor(0.5),
-        sampled_bytes(0.5, 4),
-        dense_limit=lambda: RandomKCompressor(1.0),
-        one_element=True,
-    ),
-    Row(
-        "random-block-fp16",
-        lambda: RandomBlockCompressor(0.5, values="fp16"),
-        sampled_bytes(0.5, 2),
-        dense_limit=lambda: RandomBlockCompressor(1.0, values="fp16"),
-        tolerance=2.0**-10,
+    *(
+        Row(
+            name,
+            partial(make, 0.5, values=values),
+            sampled_bytes(0.5, itemsize),
+            dense_limit=partial(make, 1.0, values=values),
+            tolerance=tolerance,
+        )
+        for name, make, values, itemsize, tolerance in (
+            ("random-k", RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
+            ("random-block-fp16", RandomBlockCompressor, "fp16", 2, HALF),
+        )
     ),
     *(
         Row(
@@ -199,16 +188,11 @@ QUANTIZED = [
     Row("chunks-residual", chunks(), chunk_bytes(2), dense_limit=chunks(ratio=1.0), tolerance=HALF),
     Row("chunks-residual-fp32", chunks(dtype="fp32"), chunk_bytes(4), dense_limit=chunks(ratio=1.0, dtype="fp32")),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
-    Row(
-        "chunks-dgc", chunks(partial(DGCSGDMemory, 0.9)), chunk_bytes(2), conserves=False, momentum=0.9, left=0.75
-    ),
-    Row(
+    chunks_of_dgc("chunks-dgc", chunks(partial(DGCSGDMemory, 0.9)), chunk_bytes(2)),
+    chunks_of_dgc(
         "chunks-dgc-clipped",
         chunks(lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0)), dtype="fp32"),
         lambda bucket: chunk_bytes(4)(bucket) + 4 * len(bucket.segments),
-        conserves=False,
-        momentum=0.9,
-        left=0.75,
     ),
     Row(
         "threshold-v",

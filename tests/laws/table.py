@@ -125,6 +125,42 @@ def dgc(memory: Callable[[], Any], **settings: Any) -> Callable[[], Compressor]:
     return make
 
 
+def rounded(name: str, make: Callable[[], Compressor], payload: Callable[[Bucket], int], tolerance: float) -> Row:
+    return Row(name, make, payload, conserves=False, dense_limit=make, tolerance=tolerance)
+
+
+def form_of(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in ("values", "indices", "fp16_values", "int32_indices") if key in settings}
+
+
+def dgc_bytes(fp16_values: bool = False, int32_indices: bool = False, **form: Any) -> Callable[[Bucket], int]:
+    """5 % of each tensor in the format of these settings of DGCCompressor."""
+    if form:
+        return planned_bytes(0.05, SparseFormat(**form))
+    return sparse_bytes(0.05, 2 if fp16_values else 4, 4 if int32_indices else 8)
+
+
+def residual(name: str, tolerance: float = 4 * 2.0**-24, **settings: Any) -> Row:
+    form = form_of(settings)
+    limit = dgc(ResidualMemory, compress_ratio=1.0, **form)
+    make = dgc(ResidualMemory, **settings)
+    return Row(f"{name}-residual", make, dgc_bytes(**form), dense_limit=limit, tolerance=tolerance)
+
+
+PLAIN_MOMENTUM = partial(DGCSGDMemory, 0.9)
+
+
+def with_momentum(
+    name: str,
+    memory: Callable[[], DGCSGDMemory] = PLAIN_MOMENTUM,
+    payload: Callable[[Bucket], int] | None = None,
+    first_step: float = 1.0,
+    **settings: Any,
+) -> Row:
+    payload = payload or dgc_bytes(**form_of(settings))
+    return Row(name, dgc(memory, **settings), payload, conserves=False, momentum=0.9, first_step=first_step)
+
+
 def powersgd(**settings: Any) -> Callable[[], Compressor]:
     return lambda: PowerSGDCompressor(**settings)
 
@@ -162,165 +198,64 @@ POWERSGD: dict[str, dict[str, Any]] = {
     "square": {"rank": 2, "mode": "square"},
 }
 
+SELECTORS = (Trimmed(), Bisection(), MSTopk(), Laplace(warm_start=True), Exponential(), Gaussian(), Histogram())
 TABLE = [
     Row("dense", DenseCompressor, own_bytes),
-    Row("fp16", FP16Compressor, two_bytes, conserves=False, dense_limit=FP16Compressor, tolerance=HALF),
-    Row("bf16", BF16Compressor, sealed_two_bytes, conserves=False, dense_limit=BF16Compressor, tolerance=BRAIN),
-    Row(
-        "horovod-fp16",
-        lambda: CastCompressor(HalfLikeHorovod()),
-        two_bytes,
-        conserves=False,
-        dense_limit=lambda: CastCompressor(HalfLikeHorovod()),
+    rounded("fp16", FP16Compressor, two_bytes, HALF),
+    rounded("bf16", BF16Compressor, sealed_two_bytes, BRAIN),
+    rounded("horovod-fp16", lambda: CastCompressor(HalfLikeHorovod()), two_bytes, HALF),
+    residual("top-k", sample_ratio=1.0),
+    residual("sampled", sample_ratio=0.01),
+    residual(
+        "sampled-fp16-int32",
         tolerance=HALF,
+        fp16_values=True,
+        int32_indices=True,
+        sample_ratio=0.01,
+        strided_sample=False,
+        resample=False,
     ),
-    Row(
-        "top-k-residual",
-        dgc(ResidualMemory, sample_ratio=1.0),
-        sparse_bytes(0.05, 4, 8),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0),
+    *(residual(type(selector).__name__.lower(), selector=selector) for selector in SELECTORS),
+    Row(  # small elements never travel: it comes closer, not home
+        "sampled-no-memory", dgc(NoMemory, sample_ratio=0.01), dgc_bytes(), conserves=False, left=0.9
     ),
-    Row(
-        "sampled-residual",
-        dgc(ResidualMemory, sample_ratio=0.01),
-        sparse_bytes(0.05, 4, 8),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0),
-    ),
-    Row(
-        "sampled-residual-fp16-int32",
-        dgc(
-            ResidualMemory,
-            fp16_values=True,
-            int32_indices=True,
-            sample_ratio=0.01,
-            strided_sample=False,
-            resample=False,
-        ),
-        sparse_bytes(0.05, 2, 4),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, fp16_values=True),
-        tolerance=HALF,
-    ),
-    *(
-        Row(
-            f"{type(selector).__name__.lower()}-residual",
-            dgc(ResidualMemory, selector=selector),
-            sparse_bytes(0.05, 4, 8),
-            dense_limit=dgc(ResidualMemory, compress_ratio=1.0),
-        )
-        for selector in (Trimmed(), Bisection(), MSTopk(), Laplace(warm_start=True), Exponential(), Gaussian())
-    ),
-    Row(
-        "sampled-no-memory",  # small elements never travel: it comes closer, not home
-        dgc(NoMemory, sample_ratio=0.01),
-        sparse_bytes(0.05, 4, 8),
-        conserves=False,
-        left=0.9,
-    ),
-    Row(
-        "histogram-residual",
-        dgc(ResidualMemory, selector=Histogram()),
-        sparse_bytes(0.05, 4, 8),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0),
-    ),
-    Row(
-        "per-bucket-residual-rice",
-        lambda: DGCCompressor(0.05, ResidualMemory(), selector=Predicted(per_bucket=True), indices=RiceIndices()),
-        planned_bytes(0.05, SparseFormat(indices=RiceIndices())),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, indices=RiceIndices()),
-    ),
-    Row(
-        "bf16-packed-residual",
-        dgc(ResidualMemory, values=CastValues("bf16"), indices=PackedIndices()),
-        planned_bytes(0.05, SparseFormat(CastValues("bf16"), PackedIndices())),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=CastValues("bf16")),
-    ),
-    Row(
-        "int8-residual",
-        dgc(ResidualMemory, values=Int8Values(), indices=PlainIndices("int32")),
-        planned_bytes(0.05, SparseFormat(Int8Values(), PlainIndices("int32"))),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=Int8Values()),
-    ),
-    Row(
-        "sign-rice-residual",
-        dgc(ResidualMemory, values=SignValues(), indices=RiceIndices()),
-        planned_bytes(0.05, SparseFormat(SignValues(), RiceIndices())),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=SignValues()),
-    ),
-    Row(
-        "2-bit-values-rice-residual",
-        dgc(ResidualMemory, values=TwoBitValues(), indices=RiceIndices()),
-        planned_bytes(0.05, SparseFormat(TwoBitValues(), RiceIndices())),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=TwoBitValues()),
-    ),
-    Row(
-        "per-chunk-2-bit-values-residual",
-        dgc(ResidualMemory, selector=TopKPerChunk(64), values=TwoBitValues(), indices=ChunkIndices()),
-        planned_bytes(0.05, SparseFormat(TwoBitValues(), ChunkIndices())),
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, values=TwoBitValues()),
-    ),
+    residual("per-bucket-rice", selector=Predicted(per_bucket=True), indices=RiceIndices()),
+    residual("bf16-packed", values=CastValues("bf16"), indices=PackedIndices()),
+    residual("int8", values=Int8Values(), indices=PlainIndices("int32")),
+    residual("sign-rice", values=SignValues(), indices=RiceIndices()),
+    residual("2-bit-values-rice", values=TwoBitValues(), indices=RiceIndices()),
+    residual("per-chunk-2-bit-values", selector=TopKPerChunk(64), values=TwoBitValues(), indices=ChunkIndices()),
     Row(
         "per-chunk-residual-that-decays",  # 0.95: sparseloco
         dgc(lambda: ResidualMemory(decay=0.95), selector=TopKPerChunk(64), indices=ChunkIndices()),
-        planned_bytes(0.05, SparseFormat(CastValues(), ChunkIndices())),
+        dgc_bytes(indices=ChunkIndices()),
         conserves=False,
         left=0.25,
     ),
-    Row(
-        "dgc-2-bit-values-packed",
-        dgc(partial(DGCSGDMemory, 0.9), values=TwoBitValues(4.0), indices=PackedIndices()),
-        planned_bytes(0.05, SparseFormat(TwoBitValues(4.0), PackedIndices())),
-        conserves=False,
-        momentum=0.9,
-    ),
-    Row(
-        "dgc-sign-rice",
-        dgc(partial(DGCSGDMemory, 0.9), values=SignValues(), indices=RiceIndices()),
-        planned_bytes(0.05, SparseFormat(SignValues(), RiceIndices())),
-        conserves=False,
-        momentum=0.9,
-    ),
+    with_momentum("dgc-2-bit-values-packed", values=TwoBitValues(4.0), indices=PackedIndices()),
+    with_momentum("dgc-sign-rice", values=SignValues(), indices=RiceIndices()),
     Row(
         "dgc-zero-momentum",
         dgc(lambda: DGCSGDMemory(momentum=0.0)),
-        sparse_bytes(0.05, 4, 8),
+        dgc_bytes(),
         dense_limit=dgc(lambda: DGCSGDMemory(momentum=0.0), compress_ratio=1.0),
     ),
-    Row(
-        "dgc-laplace",
-        dgc(partial(DGCSGDMemory, 0.9), selector=Laplace()),
-        sparse_bytes(0.05, 4, 8),
-        conserves=False,
-        momentum=0.9,
-    ),
-    Row("dgc", dgc(partial(DGCSGDMemory, 0.9)), sparse_bytes(0.05, 4, 8), conserves=False, momentum=0.9),
-    Row(
-        "dgc-nesterov",
-        dgc(lambda: DGCSGDMemory(0.9, nesterov=True), int32_indices=True),
-        sparse_bytes(0.05, 4, 4),
-        conserves=False,
-        momentum=0.9,
-        first_step=1.9,
-    ),
-    Row(
+    with_momentum("dgc-laplace", selector=Laplace()),
+    with_momentum("dgc"),
+    with_momentum("dgc-nesterov", partial(DGCSGDMemory, 0.9, nesterov=True), first_step=1.9, int32_indices=True),
+    with_momentum(
         "dgc-no-masking-fp16",
-        dgc(lambda: DGCSGDMemory(0.9, momentum_masking=False), fp16_values=True, int32_indices=True),
-        sparse_bytes(0.05, 2, 4),
-        conserves=False,
-        momentum=0.9,
+        partial(DGCSGDMemory, 0.9, momentum_masking=False),
+        fp16_values=True,
+        int32_indices=True,
     ),
-    Row(
+    with_momentum(
         "dgc-clipped",
-        dgc(lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0))),
-        lambda bucket: sparse_bytes(0.05, 4, 8)(bucket) + 4 * len(bucket.segments),
-        conserves=False,
-        momentum=0.9,
+        lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0)),
+        lambda bucket: dgc_bytes()(bucket) + 4 * len(bucket.segments),
     ),
-    Row(
-        "dgc-warm-up",
-        dgc(partial(DGCSGDMemory, 0.9), warmup_epochs=1, warmup_coeff=[1.0]),
-        lambda bucket: own_bytes(bucket) + 24,
-        conserves=False,
-        momentum=0.9,
+    with_momentum(
+        "dgc-warm-up", payload=lambda bucket: own_bytes(bucket) + 24, warmup_epochs=1, warmup_coeff=[1.0]
     ),
     *(
         Row(
