@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dgc import gossip
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import PowerSGDCompressor, ScaledSignCompressor, SparseCompressor
+from dgc.engine.redistribute import redistribute
 from dgc.gossip import (
     CHOCO,
     DPSGD,
@@ -188,6 +189,13 @@ class Trained:
         self.optimizer.synchronize_messages()
         return self.z.clone()
 
+    def state(self) -> Any:
+        return copy.deepcopy(self.optimizer.compression_state_dict())
+
+    def resume(self, state: Any) -> "Trained":
+        self.optimizer.load_compression_state_dict(state)
+        return self
+
     def biased_parameters(self) -> Tensor:
         self.optimizer.method.flush()
         return self.optimizer.method.biased_parameters().double()
@@ -254,14 +262,37 @@ def check_that_a_saved_state_goes_on(
         for step in range(steps):
             own.optimizer.begin_epoch(step // 5)
             if step == stop:
-                state = copy.deepcopy(own.optimizer.compression_state_dict())
+                state = own.state()
                 if stops:
                     own.optimizer.close()
-                    own = make(transport).scatter(3)
-                    own.optimizer.load_compression_state_dict(state)
+                    own = make(transport).scatter(3).resume(state)
                     own.optimizer.begin_epoch(step // 5)
             own.step()
         return own.finish()
 
     straight, stopped = (on(size, partial(body, stops=stops), local_size) for stops in (False, True))
     assert same(straight, stopped)
+
+
+def check_that_means_stay(
+    make: Callable[[LockstepTransport], Trained], seen: Callable[[Trained], list[Tensor]], steps: int, new: int
+) -> list[Tensor]:
+    """The means of what is seen of 4 ranks, and of new ones that go on from their states. Returns later models."""
+
+    def before(transport: LockstepTransport) -> tuple[Any, list[Tensor]]:
+        own = make(transport)
+        own.steps(steps)
+        return own.state(), seen(own)
+
+    states, wanted = zip(*on(4, before), strict=True)
+
+    def resumed(transport: LockstepTransport) -> tuple[list[Tensor], Tensor]:
+        own = make(transport).resume(redistribute(states, new)[transport.rank])
+        loaded = seen(own)
+        own.steps(2)
+        return loaded, own.finish()
+
+    found, models = zip(*on(new, resumed), strict=True)
+    for of_new, of_old in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
+        assert off(mean(of_new).double(), mean(of_old).double()) < 1e-6
+    return list(models)

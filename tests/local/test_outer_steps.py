@@ -15,6 +15,7 @@ from gossip.networks import (
     adam,
     after,
     after_joint_steps,
+    check_that_means_stay,
     losses,
     mean,
     of_machines,
@@ -34,7 +35,6 @@ from dgc.compression import (
     ScaledSignCompressor,
     SparseCompressor,
 )
-from dgc.engine.redistribute import redistribute
 from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.memory import DGCSGDMemory, ResidualMemory
@@ -175,12 +175,6 @@ def test_the_outer_learning_rate_follows_its_schedule() -> None:
         assert all(off(of_rank[i + 1], z0) < 1e-5 for of_rank in found)
 
 
-@pytest.mark.parametrize("make", [top_k, two_bits, lambda: PowerSGDCompressor(rank=2), ScaledSignCompressor])
-def test_compressed_local_sgd_learns(make: Any) -> None:
-    first, last = losses(60, lambda: OuterSteps(3, compression=make()), 4)
-    assert last < 0.35 * first
-
-
 def test_outer_momentum_repeats_what_arrives_late() -> None:
     """The reason why SparseLoCo has none. Dense, the two end alike."""
 
@@ -286,25 +280,12 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
     def make() -> OuterSteps:
         return OuterSteps(6, None, Nesterov(), top_k(), **IN_TWO_PARTS, delay=2)
 
-    def before(transport: Any) -> Any:
-        own = Trained(transport, make())
-        own.steps(10)  # the second exchange of the second fragment is in flight
-        return copy.deepcopy(own.optimizer.compression_state_dict()), own.z.double(), errors(own)
+    def seen(own: Trained) -> list[Tensor]:
+        return [own.z.double(), *errors(own).values()]
 
-    states, models, old = zip(*on(4, before), strict=True)
-
-    def resumed(transport: Any) -> Any:
-        own = Trained(transport, make())
-        own.optimizer.load_compression_state_dict(redistribute(states, new)[transport.rank])
-        loaded = own.z.double(), errors(own)
-        own.steps(8)
-        return *loaded, own.z.clone()
-
-    loaded, found, ends = zip(*on(new, resumed), strict=True)
-    torch.testing.assert_close(mean(loaded), mean(models), rtol=0, atol=1e-6)
-    for name in old[0]:
-        torch.testing.assert_close(mean([e[name] for e in found]), mean([e[name] for e in old]), rtol=0, atol=1e-6)
-    assert all(bool(z.isfinite().all()) for z in ends)
+    # after 10 steps the second exchange of the second fragment is in flight
+    models = check_that_means_stay(lambda transport: Trained(transport, make()), seen, 10, new)
+    assert all(bool(z.isfinite().all()) for z in models)
 
 
 def test_islands_average_gradients_inside_and_exchange_between() -> None:
@@ -314,15 +295,15 @@ def test_islands_average_gradients_inside_and_exchange_between() -> None:
     assert same(models, [models[0]] * 6) and last < 0.35 * first
 
 
+WRONG_STEPS = (0, 2.5, math.nan, True, "2")
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         *(
-            (
-                lambda H=H: OuterSteps(wrong(H)),
-                f"average_every must be a whole number of at least 1 step, not {H!r}",
-            )
-            for H in (0, 2.5, math.nan, True, "2")
+            (lambda H=H: OuterSteps(wrong(H)), f"average_every must .* at least 1 step, not {H!r}")
+            for H in WRONG_STEPS
         ),
         (lambda: OuterSteps(2, delay=wrong(0.5)), "delay must be a whole number of 0 steps or more, not 0.5"),
         (

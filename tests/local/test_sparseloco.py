@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import Trained, mean, off, on, same
+from gossip.networks import mean, off, on
 from memory.held import Held
 from torch import Tensor, nn
 
@@ -96,18 +96,6 @@ def test_bits_per_element(indices: Any, bits: float) -> None:
     less = 4 * bucket.numel / payload
     print(f"{indices}: {8 * payload / sent:.2f} bits per element, {less:.0f} times less than fp32")
     assert sent == k and 8 * payload / k <= bits
-
-
-def test_islands_of_sparseloco_come_to_the_mean() -> None:
-    """64 islands with other data: the model is the same on all, and near the minimum of their mean loss."""
-
-    def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(2, compression=sparseloco(16, 4, values=TwoBitValues())))
-        losses = own.steps(8)
-        return losses[0], losses[-1], own.z
-
-    first, last, models = zip(*on(64, body), strict=True)
-    assert same(models, [models[0]] * 64) and mean(last) < 0.9 * mean(first)
 
 
 def test_what_was_sent_does_not_decay() -> None:

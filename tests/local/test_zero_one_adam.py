@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from gossip.networks import Trained, check_that_a_saved_state_goes_on, mean, on, same
+from gossip.networks import Trained, check_that_a_saved_state_goes_on, check_that_means_stay, mean, on, same
 from optim.nets import alone, net
 
 from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
-from dgc.engine.redistribute import redistribute
 from dgc.local import OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.local.zero_one_steps import ZeroOneSchedule
 from dgc.optim import DistributedOptimizer, LocalOptimizer
@@ -107,23 +106,9 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(stop: int) -> None:
 
 @pytest.mark.parametrize("new", [2, 6])
 def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
-    def before(transport: Any) -> Any:
-        own = trained(transport)
-        own.steps(11)
-        return copy.deepcopy(own.optimizer.compression_state_dict()), own.z.double()
-
-    states, models = zip(*on(4, before), strict=True)
-
-    def after(transport: Any) -> Any:
-        own = trained(transport)
-        own.optimizer.load_compression_state_dict(redistribute(states, new)[transport.rank])
-        loaded = own.z.double()
-        own.steps(2)  # to the step after which all ranks have one model
-        return loaded, own.z.clone()
-
-    loaded, ends = zip(*on(new, after), strict=True)
-    torch.testing.assert_close(sum(loaded) / new, sum(models) / 4, rtol=0, atol=1e-6)
-    assert all(torch.equal(z, ends[0]) and bool(z.isfinite().all()) for z in ends)
+    """To the step after which all ranks have one model."""
+    models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
+    assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
 
 
 def test_weight_decay_goes_on_between_exchanges() -> None:
