@@ -282,7 +282,8 @@ def check_that_means_stay(
     def before(transport: LockstepTransport) -> tuple[Any, list[Tensor]]:
         own = make(transport)
         own.steps(steps)
-        return own.state(), seen(own)
+        found = seen(own)
+        return own.state(), found
 
     states, wanted = zip(*on(4, before), strict=True)
 

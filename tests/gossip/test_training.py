@@ -126,9 +126,12 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit(_: str, make: Any, size: int,
 @pytest.mark.parametrize("algorithm", [SGP, OSGP])
 def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any, new: Any) -> None:
     """On a star of 4 ranks weights differ."""
-    check_that_means_stay(
-        lambda transport: Trained(transport, algorithm(gossip.star)), lambda own: [own.biased_parameters()], 3, new
-    )
+
+    def seen(own: Trained) -> Any:
+        own.finish()
+        return [own.biased_parameters()]
+
+    check_that_means_stay(lambda transport: Trained(transport, algorithm(gossip.star)), seen, 3, new)
 
 
 @pytest.mark.parametrize("outer", [SlowMo(0.0), Nesterov(1.0, 0.0)])
@@ -177,18 +180,6 @@ def test_parameters_of_half_precision(dtype: Any, make: Any, local_size: Any) ->
         assert last < 0.5 * first and parameters.dtype == dtype and torch.equal(parameters, z.to(dtype))
     if local_size:
         assert torch.equal(found[0][2], found[1][2]) and torch.equal(found[2][2], found[3][2])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_models_of_half_precision_are_averaged_in_fp32(dtype: Any) -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, SGP(gossip.ring), dtype=dtype).scatter()
-        before = own.z.double()
-        own.only_gossip(60)
-        return before, own.biased_parameters()
-
-    before, after = zip(*on(8, body), strict=True)
-    assert off(mean(after), mean(before)) < 1e-5
 
 
 def test_the_flat_model_moves_by_what_its_parameters_moved() -> None:

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from laws.definitions import DEFINITIONS
-from laws.exchanges import EXCHANGES
-from laws.quantized import QUANTIZED
-from laws.table import TABLE as OTHERS
+from laws.table import TABLE as ALL
 from laws.table import Row
 from torch import Tensor
 
@@ -23,14 +20,13 @@ from dgc.bucket import Bucket, Segment, divide, make_bucket
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce, Read
-from dgc.compression import DenseCompressor, DenseResult, Reduced, StatelessCompressor
+from dgc.compression import DenseCompressor, DenseResult, FP16Compressor, Reduced, StatelessCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.engine.hierarchy import HierarchicalCompressor
 from dgc.testing import LIKE, Fleet, flat, gradients
 
-TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
-POINT_TO_POINT = [row for row in TABLE if row.make().point_to_point]
-TABLE = [row for row in TABLE if row not in POINT_TO_POINT]
+POINT_TO_POINT = [row for row in ALL if row.make().point_to_point]
+TABLE = [row for row in ALL if row not in POINT_TO_POINT]
 # a row, machines, ranks of each: the smallest worlds for one row of each class
 ONE_OF_A_CLASS = {type(row.make()): row for row in reversed(TABLE)}.values()
 WORLDS = [(row, *world) for row in TABLE for world in ((3, 2), (2, 3))]
@@ -184,7 +180,7 @@ def test_rounds_are_those_of_the_longest_share_and_two() -> None:
 
 
 def test_machine_means_that_overflow_on_the_way_are_no_ranks_fault() -> None:
-    fleet = Machines(lambda: OTHERS[1].make(), 2, 2)  # fp16
+    fleet = Machines(FP16Compressor, 2, 2)
     own = [[g * 0 + 50000.0 for g in gradients(rank, 0)] for rank in range(4)]
     fleet.step(own)
     assert fleet.nonfinite == [None] * 4 or all("overflows the dtype" in str(text) for text in fleet.nonfinite)
@@ -232,7 +228,7 @@ def results(fleet: Fleet) -> tuple[list[list[float]], list[str | None]]:
 
 def test_numbers_that_are_read_from_a_device_change_no_result_of_a_method_or_one_between_machines() -> None:
     """A method reads while other conversations go on."""
-    makes: dict[str, Callable[[], Fleet]] = {r.name: partial(Fleet, r.make, 3) for r in [*TABLE, *POINT_TO_POINT]}
+    makes: dict[str, Callable[[], Fleet]] = {r.name: partial(Fleet, r.make, 3) for r in ALL}
     makes |= {f"{row.name} between machines": partial(Machines, row.make, 2, 2) for row in TABLE}
     silent = 0
     for name, make in makes.items():

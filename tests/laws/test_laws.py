@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from laws.definitions import DEFINITIONS
-from laws.exchanges import EXCHANGES
-from laws.quantized import QUANTIZED
-from laws.table import TABLE as OTHERS
-from laws.table import Row
+from laws.table import EXCHANGES, TABLE, Row
 from torch import Tensor
 
 from dgc.compression import Compressor, DenseCompressor
@@ -27,8 +23,6 @@ from dgc.testing import (
     flat,
     gradients,
 )
-
-TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 # 2 ranks gather codes where more reduce them; 3 are the fewest for which the order of a sum matters

@@ -58,8 +58,21 @@ def trained(transport: Any, algorithm: Any = None, steps: int = 0) -> Trained:
     return own
 
 
-def none_in(errors: Sequence[torch.Tensor]) -> bool:
-    return not any(bool(error.any()) for error in errors)
+def seen(own: Trained) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Errors, model, and what this rank exchanges of the model and of the last common one."""
+    outer = getattr(own.algorithm, "base", None) or own.algorithm
+    z0 = torch.cat([outer.exchange.state_dict()["z0"][s.name].view(-1) for s in outer.model.segments])
+    return [error.clone() for error in own.algorithm.errors()], own.z.clone(), outer.z.clone(), z0
+
+
+def check_who_continues(found: Any, old: Any, continues: Any) -> None:
+    """Who goes on from an old rank has its model and error. Who joins has the common model and no error."""
+    for own, (unsent, z, part, z0) in zip(continues, found, strict=True):
+        assert any(bool(error.any()) for error in unsent) == (own is not None)
+        if own is None:
+            assert torch.equal(part, z0)
+        else:
+            assert same(unsent, old[own][0]) and torch.equal(z, old[own][1])
 
 
 @pytest.mark.parametrize("name", WITH_ERRORS)
@@ -67,30 +80,26 @@ def none_in(errors: Sequence[torch.Tensor]) -> bool:
 def test_others_keep_their_state_and_who_joins_has_the_common_model(tmp_path: Path, name: str, new: int) -> None:
     """In the middle of local steps, with an exchange in flight."""
 
-    def make() -> OuterSteps:
-        return OuterSteps(6, None, Nesterov(), COMPRESSIONS[name](), **IN_TWO_PARTS, delay=2)
+    def make(transport: Any, steps: int = 0) -> Trained:
+        outer = OuterSteps(6, None, Nesterov(), COMPRESSIONS[name](), **IN_TWO_PARTS, delay=2)
+        return trained(transport, outer, steps)
 
     def before(transport: Any) -> Any:
-        own = trained(transport, make(), 10)
+        own = make(transport, 10)
         save(own, transport, tmp_path)
-        return errors(own), own.z.clone(), z0_of(own)
+        return seen(own)
 
-    def after(transport: Any) -> Any:
-        own = trained(transport, make())
-        assert resume(own, transport, tmp_path).islands == Islands((0, 1, 2, 3, None, None)[:new], 4)
-        found = errors(own), own.z.clone(), named(own, own.z)
+    def resumed(transport: Any) -> Any:
+        own = make(transport)
+        islands, found = resume(own, transport, tmp_path).islands, seen(own)
         own.steps(4)
-        return *found, own.z.clone()[:63]
+        return islands, found, own.z.clone()[:63]
 
-    old, found = on(4, before), on(new, after)
-    for rank, (unsent, z, tensors, end) in enumerate(found):
-        if rank < 4:
-            assert all(torch.equal(unsent[of], old[rank][0][of]) for of in unsent)
-            assert torch.equal(z, old[rank][1])
-        else:
-            assert none_in(unsent.values())
-            assert all(torch.equal(tensors[of], z0.double()) for of, z0 in old[0][2].items())
-        assert torch.equal(end, found[0][3])
+    old, (islands, found, ends) = on(4, before), zip(*on(new, resumed), strict=True)
+    continues = (0, 1, 2, 3, None, None)[:new]
+    assert list(islands) == [Islands(continues, 4)] * new
+    check_who_continues(found, old, continues)
+    assert all(torch.equal(z0, old[0][3]) for *_, z0 in found) and same(ends, [ends[0]] * new)
 
 
 @pytest.mark.parametrize("name", WITH_ERRORS)
@@ -116,19 +125,13 @@ def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) ->
     def body(transport: Any, resumes: bool) -> Any:
         own, disk = trained(transport, steps=0 if resumes else 3), tmp_path / f"disk{transport.rank}"
         loaded = (resume if resumes else save)(own, transport, disk)
-        return errors(own), named(own, own.z), loaded, z0_of(own)
+        return seen(own), loaded and "random" in loaded.own
 
-    old = on(3, partial(body, resumes=False))
+    old, _ = zip(*on(3, partial(body, resumes=False)), strict=True)
     (tmp_path / "disk1/e0001/rank1.pt").unlink()
-    found = on(3, partial(body, resumes=True))
-    for rank, (unsent, z, loaded, z0) in enumerate(found):
-        assert ("random" in loaded.own) == (rank != 1)
-        if rank == 1:
-            assert none_in(unsent.values()) and all(torch.equal(z[of], z0[of].double()) for of in z0)
-        else:
-            assert all(
-                torch.equal(unsent[of], old[rank][0][of]) and torch.equal(z[of], old[rank][1][of]) for of in z
-            )
+    found, have_a_state = zip(*on(3, partial(body, resumes=True)), strict=True)
+    assert have_a_state == (True, False, True)
+    check_who_continues(found, old, (0, None, 2))
 
 
 @pytest.mark.parametrize("new", [2, 3])
@@ -138,41 +141,34 @@ def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
     def make(transport: Any) -> Trained:
         return Trained(transport, HierarchicalGossip(OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)))
 
-    def between(own: Trained) -> list[torch.Tensor]:
-        return [error.clone() for error in own.algorithm.errors()]
+    def momenta(own: Trained) -> list[torch.Tensor]:
+        return [state["momentum_buffer"].clone() for state in own.optimizer.inner.state.values()]
 
     def before(transport: Any) -> Any:
         own = make(transport)
         own.steps(6)
         save(own, transport, tmp_path)
-        return between(own), own.z.clone(), own.optimizer.inner.state_dict()["state"]
+        return seen(own), momenta(own)
 
-    def after(transport: Any) -> Any:
+    def resumed(transport: Any) -> Any:
         own = make(transport)
         islands = resume(own, transport, tmp_path).islands
-        z0 = own.algorithm.base.exchange.state_dict()["z0"]
         own.optimizer.zero_grad()
-        found = between(own), own.z.clone(), copy.deepcopy(own.optimizer.inner.state_dict()["state"])
-        slices = own.algorithm.base.z.clone(), torch.cat([z0[s.name] for s in own.algorithm.base.model.segments])
+        found = islands, seen(own), momenta(own)
         own.steps(2)
-        return *found, slices, islands, own.finish()
+        return *found, own.finish()
 
-    old = LockstepWorld(6, 2).run(before)
+    old, old_momenta = zip(*on(6, before, 2), strict=True)
     if new == 3:
         (tmp_path / "e0001/rank3.pt").unlink()
-    found = LockstepWorld(2 * new, 2).run(after)
+    islands, found, found_momenta, ends = zip(*on(2 * new, resumed, 2), strict=True)
     continues = (0, 1, 2, 3) if new == 2 else (0, 1, None, None, 4, 5)
-    for rank, (unsent, z, state, (part, z0), islands, end) in enumerate(found):
-        assert islands == Islands(continues, 6)
-        own = continues[rank]
-        assert none_in(unsent) == (own is None)
-        if own is not None:
-            assert same(unsent, old[own][0]) and torch.equal(z, old[own][1])
-        else:
-            assert torch.equal(part, z0)
-        giver = old[rank % 2 if own is None else own][2]
-        assert all(torch.equal(state[i]["momentum_buffer"], giver[i]["momentum_buffer"]) for i in giver)
-        assert torch.equal(z, found[rank // 2 * 2][1]) and torch.equal(end, found[0][5])
+    assert list(islands) == [Islands(continues, 6)] * (2 * new)
+    check_who_continues(found, old, continues)
+    assert same(ends, [ends[0]] * (2 * new))
+    for rank, own in enumerate(continues):
+        assert same(found_momenta[rank], old_momenta[rank % 2 if own is None else own])
+        assert torch.equal(found[rank][1], found[rank // 2 * 2][1])
     with pytest.raises(UsageError, match="islands of 2, 2, 2 ranks and cannot be resumed by islands of 1, 1"):
         LockstepWorld(2, 1).run(lambda transport: resume(make(transport), transport, tmp_path))
 
