@@ -7,11 +7,13 @@ import torch
 from dgc.comm import all_gather_object, all_reduce, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepWorld
 
+OPS: Any = ("mean", "sum", "min", "max")
+
 
 def test_all_reduce_leaves_the_tensor_of_each_rank() -> None:
     def body(transport: Any) -> Any:
         own = torch.tensor([float(transport.rank)])
-        return [all_reduce(transport, own, op).item() for op in ("mean", "sum", "min", "max")], own.item()
+        return [all_reduce(transport, own, op).item() for op in OPS], own.item()
 
     for size in (1, 2, 3):
         expected = [(size - 1) / 2, size * (size - 1) / 2, 0.0, size - 1.0]

@@ -217,21 +217,15 @@ def test_requests_that_do_not_match_name_the_rank() -> None:
                 converse(LockstepWorld(3), requests)
 
 
-def test_different_numbers_of_requests() -> None:
-    def two() -> Any:
-        return (yield (AllReduce(ONE), AllReduce(ONE)))
+def test_different_numbers_of_requests_and_of_rounds() -> None:
+    def rounds(*requests: int) -> Any:
+        for number in requests:
+            yield tuple(AllReduce(ONE.clone()) for _ in range(number))
 
     with pytest.raises(LockstepError, match="'world' rank 1 sent {0: [^}]*}, rank 0 sent {0: .*, 1: "):
-        LockstepWorld(2).converse("test", [two(), ask(AllReduce(ONE))])
-
-
-def test_different_numbers_of_rounds() -> None:
-    def rounds(count: Any) -> Any:
-        for _ in range(count):
-            yield (AllReduce(ONE.clone()),)
-
+        LockstepWorld(2).converse("test", [rounds(2), rounds(1)])
     with pytest.raises(LockstepError, match=r"ranks \[0\] ended"):
-        LockstepWorld(3).converse("test", [rounds(1), rounds(2), rounds(2)])
+        LockstepWorld(3).converse("test", [rounds(1), rounds(1, 1), rounds(1, 1)])
 
 
 def test_launch_order_is_shuffled_and_does_not_matter() -> None:
@@ -383,21 +377,16 @@ def in_time(call: Any, seconds: int = 10) -> Any:
     return caught[0] if caught else None
 
 
-def test_a_rank_that_returns_early_is_named() -> None:
-    def body(transport: Any) -> None:
-        if transport.rank != 2:
-            wait(transport, total(transport, "a", 1))
+def test_ranks_that_wait_in_vain() -> None:
+    """A rank returns early, or ranks wait for each other under different names."""
 
-    error = in_time(lambda: LockstepWorld(3).run(body))
-    assert isinstance(error, LockstepError) and "[2]" in str(error)
+    def body(transport: Any, early: int) -> None:
+        if transport.rank != early:
+            wait(transport, total(transport, "a" if early >= 0 else f"step{transport.rank}", 1))
 
-
-def test_ranks_that_wait_for_each_other_under_different_names() -> None:
-    def body(transport: Any) -> None:
-        wait(transport, total(transport, f"step{transport.rank}", 1))
-
-    error = in_time(lambda: LockstepWorld(2, strict=False).run(body))
-    assert isinstance(error, LockstepError) and "waits for ranks" in str(error)
+    for early, words in ((2, "[2]"), (-1, "waits for ranks")):
+        error = in_time(lambda early=early: LockstepWorld(3, strict=early > 0).run(lambda t: body(t, early)))
+        assert isinstance(error, LockstepError) and words in str(error)
 
 
 # --- RunningConversation ---------------------------------------------------------------------------

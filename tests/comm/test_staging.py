@@ -159,7 +159,7 @@ def test_replies_are_those_of_the_inner_transport(make: Any) -> None:
 
 def test_a_rank_that_only_receives_uses_host_memory() -> None:
     into = torch.zeros(3)
-    work = OfADevice(LockstepWorld(2).transports[0]).launch("a", (Exchange({}, {1: into}),))
+    work: Any = OfADevice(LockstepWorld(2).transports[0]).launch("a", (Exchange({}, {1: into}),))
     assert len(Copying.made) == 1 and work.requests[0].receives[1] is not into
 
 

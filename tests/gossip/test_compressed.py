@@ -31,6 +31,10 @@ from dgc.wire import PayloadError
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
+def started(transport: Any, make: Any) -> Any:
+    return Trained(transport, make())
+
+
 def stepped(transport: Any, algorithm: Any, steps: Any) -> Any:
     own = Trained(transport, algorithm).scatter()
     own.steps(steps)
@@ -262,7 +266,7 @@ REFUSED: list[tuple[Any, int, str]] = [
 def test_graphs_that_cannot_be_are_refused() -> None:
     for make, size, words in REFUSED:
         with case(words), pytest.raises(TopologyError, match=words):
-            on(size, lambda transport, make=make: Trained(transport, make()))
+            on(size, partial(started, make=make))
     on(3, lambda transport: Trained(transport, CHOCO(gossip.star, UNEVEN)))
 
 
@@ -279,7 +283,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         (lambda: HierarchicalGossip(OuterSteps(4, PowerGossip())), "slices of a model, which have no matrices"),
     ):
         with case(words), pytest.raises(ValueError, match=words):
-            on(4, lambda transport, make=make: Trained(transport, make()), 2)
+            on(4, partial(started, make=make), 2)
 
 
 def test_a_state_with_nan_is_refused() -> None:

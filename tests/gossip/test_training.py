@@ -112,7 +112,9 @@ def test_one_peer_and_a_powers_of_two_lose_no_bit() -> None:
     assert torch.equal(total, 4 * torch.arange(total.numel(), dtype=torch.float64) + 600)
 
 
-GO_ON = [(row.name, row.make, size, None) for row in (*ROWS, *OUTER) if not row.by_timing for size in (1, 4)]
+GO_ON: list[Any] = [
+    (row.name, row.make, size, None) for row in (*ROWS, *OUTER) if not row.by_timing for size in (1, 4)
+]
 GO_ON += [(name, make, 3, None) for name, make in MORE.items()]
 GO_ON += [(f"{name}, machines", of_machines(make), 4, 2) for name, make in BASES.items()]
 

@@ -79,39 +79,34 @@ class HalfLikeHorovod:
         return tensor.to(ctx)
 
 
+Payload = Callable[[Bucket, int, int], int]
+
+
 @dataclass(frozen=True)
 class Row:
     """conserves: mean of (gradient + old error) = result + mean of new error, within `tolerance` of the largest
     number involved. dense_limit: the compressor where it becomes dense, with the same tolerance.
-    payload: bytes that one rank contributes for a bucket in one step. first_step: the mean gradient's factor in
-    the first result, where all is sent. by_shape: what it sends depends on a tensor's shape, not on the order of
-    its elements in memory. payload_at: in place of payload where the number of ranks matters; payload_of: where
-    the rank matters too. feedback: whether it has a residual though no setting makes it dense. at_zero: zeros
-    stay zeros. one_element: a tensor of a single element is sent as it is. left: the share of the distance to a
-    quadratic's minimum that may be left.
+    payload: bytes that a rank of so many contributes for a bucket in one step. first_step: the mean gradient's
+    factor in the first result, where all is sent. by_shape: what it sends depends on a tensor's shape, not on the
+    order of its elements in memory. by_size: the number of ranks decides how it is sent. feedback: whether it has
+    a residual though no setting makes it dense. at_zero: zeros stay zeros. one_element: a tensor of a single
+    element is sent as it is. left: the share of the distance to a quadratic's minimum that may be left.
     """
 
     name: str
     make: Callable[[], Compressor]
-    payload: Callable[[Bucket], int]
+    payload: Payload
     conserves: bool = True
     dense_limit: Callable[[], Compressor] | None = None
     tolerance: float = 4 * 2.0**-24
     momentum: float = 0.0
     first_step: float = 1.0
     by_shape: bool = False
-    payload_at: Callable[[Bucket, int], int] | None = None
-    payload_of: Callable[[Bucket, int, int], int] | None = None
+    by_size: bool = False
     feedback: bool = False
     at_zero: bool = True
     one_element: bool = True
     left: float | None = None
-
-    def payload_bytes(self, bucket: Bucket, size: int, rank: int) -> int:
-        """Bytes that one rank of `size` contributes."""
-        if self.payload_of is not None:
-            return self.payload_of(bucket, size, rank)
-        return self.payload(bucket) if self.payload_at is None else self.payload_at(bucket, size)
 
     @property
     def keeps(self) -> bool:
@@ -119,27 +114,25 @@ class Row:
         return self.conserves and (self.feedback or self.dense_limit is not None)
 
 
-def sparse_bytes(ratio: float, value: int, index: int) -> Callable[[Bucket], int]:
-    def formula(bucket: Bucket) -> int:
-        capacity = sum(-(-s.numel * int(1000 * ratio) // 1000) for s in bucket.segments)
-        return -(-(24 + capacity * (value + index)) // 8) * 8
-
-    return formula
+def sparse_bytes(value: int, index: int, bucket: Bucket, *_: int) -> int:
+    """5 % of each tensor, as are all sparse payloads here."""
+    capacity = sum(-(-s.numel // 20) for s in bucket.segments)
+    return -(-(24 + capacity * (value + index)) // 8) * 8
 
 
-def planned_bytes(ratio: float, form: SparseFormat) -> Callable[[Bucket], int]:
-    return lambda bucket: form.nbytes(plan_selection(bucket.segments, ratio).per_tensor, bucket.numel)
+def planned_bytes(form: SparseFormat, bucket: Bucket, *_: int) -> int:
+    return form.nbytes(plan_selection(bucket.segments, 0.05).per_tensor, bucket.numel)
 
 
-def own_bytes(bucket: Bucket) -> int:
+def own_bytes(bucket: Bucket, *_: int) -> int:
     return bucket.flat.numel() * bucket.flat.element_size()
 
 
-def two_bytes(bucket: Bucket) -> int:
+def two_bytes(bucket: Bucket, *_: int) -> int:
     return 2 * bucket.numel
 
 
-def sealed_two_bytes(bucket: Bucket) -> int:
+def sealed_two_bytes(bucket: Bucket, *_: int) -> int:
     return 24 + -(-2 * bucket.numel // 8) * 8
 
 
@@ -154,7 +147,7 @@ def dgc(memory: Callable[[], Any], **settings: Any) -> Callable[[], Compressor]:
     return make
 
 
-def rounded(name: str, make: Callable[[], Compressor], payload: Callable[[Bucket], int], tolerance: float) -> Row:
+def rounded(name: str, make: Callable[[], Compressor], payload: Payload, tolerance: float) -> Row:
     return Row(name, make, payload, conserves=False, dense_limit=make, tolerance=tolerance)
 
 
@@ -162,11 +155,11 @@ def form_of(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: settings[key] for key in ("values", "indices", "fp16_values", "int32_indices") if key in settings}
 
 
-def dgc_bytes(fp16_values: bool = False, int32_indices: bool = False, **form: Any) -> Callable[[Bucket], int]:
-    """5 % of each tensor in the format of these settings of DGCCompressor."""
+def dgc_bytes(fp16_values: bool = False, int32_indices: bool = False, **form: Any) -> Payload:
+    """In the format of these settings of DGCCompressor."""
     if form:
-        return planned_bytes(0.05, SparseFormat(**form))
-    return sparse_bytes(0.05, 2 if fp16_values else 4, 4 if int32_indices else 8)
+        return partial(planned_bytes, SparseFormat(**form))
+    return partial(sparse_bytes, 2 if fp16_values else 4, 4 if int32_indices else 8)
 
 
 def residual(name: str, tolerance: float = 4 * 2.0**-24, **settings: Any) -> Row:
@@ -182,7 +175,7 @@ PLAIN_MOMENTUM = partial(DGCSGDMemory, 0.9)
 def with_momentum(
     name: str,
     memory: Callable[[], DGCSGDMemory] = PLAIN_MOMENTUM,
-    payload: Callable[[Bucket], int] | None = None,
+    payload: Payload | None = None,
     first_step: float = 1.0,
     **settings: Any,
 ) -> Row:
@@ -195,24 +188,27 @@ def powersgd(**settings: Any) -> Callable[[], Compressor]:
 
 
 def low_rank_bytes(
-    rank: int, mode: str, num_iters_per_step: int = 2, min_compression_rate: float = 2, wire: str = "", **_: Any
-) -> Callable[[Bucket], int]:
+    bucket: Bucket,
+    *_: int,
+    rank: int,
+    mode: str,
+    num_iters_per_step: int = 2,
+    min_compression_rate: float = 2,
+    wire: str = "",
+    warm_start: bool = True,
+) -> int:
     """Of an even number of half steps."""
-
-    def formula(bucket: Bucket) -> int:
-        floats = 0
-        side = -int(-math.sqrt(bucket.numel) // 1)
-        matrices: list[tuple[tuple[int, ...], int]] = [(s.shape, s.numel) for s in bucket.segments]
-        if mode == "square":
-            matrices = [((side, side), bucket.numel)]
-        for shape, numel in matrices:
-            n = shape[0]
-            m = numel // n if mode != "square" else side
-            cost = min(rank, n, m) * (n + m) * num_iters_per_step // 2
-            floats += cost if len(shape) > 1 and numel > min_compression_rate * cost else numel
-        return (2 if wire else 4) * floats + 24
-
-    return formula
+    floats = 0
+    side = -int(-math.sqrt(bucket.numel) // 1)
+    matrices: list[tuple[tuple[int, ...], int]] = [(s.shape, s.numel) for s in bucket.segments]
+    if mode == "square":
+        matrices = [((side, side), bucket.numel)]
+    for shape, numel in matrices:
+        n = shape[0]
+        m = numel // n if mode != "square" else side
+        cost = min(rank, n, m) * (n + m) * num_iters_per_step // 2
+        floats += cost if len(shape) > 1 and numel > min_compression_rate * cost else numel
+    return (2 if wire else 4) * floats + 24
 
 
 HALF = 2.0**-10  # rounding of fp16 over a sum of a few ranks
@@ -281,16 +277,16 @@ GENERAL = [
     with_momentum(
         "dgc-clipped",
         lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0)),
-        lambda bucket: dgc_bytes()(bucket) + 4 * len(bucket.segments),
+        lambda bucket, *_: sparse_bytes(4, 8, bucket) + 4 * len(bucket.segments),
     ),
     with_momentum(
-        "dgc-warm-up", payload=lambda bucket: own_bytes(bucket) + 24, warmup_epochs=1, warmup_coeff=[1.0]
+        "dgc-warm-up", payload=lambda bucket, *_: own_bytes(bucket) + 24, warmup_epochs=1, warmup_coeff=[1.0]
     ),
     *(
         Row(
             f"powersgd-{name}",
             powersgd(**settings),
-            low_rank_bytes(**settings),
+            partial(low_rank_bytes, **settings),
             dense_limit=powersgd(**{**settings, "rank": 10**6, "min_compression_rate": 0}),
             # at full rank these are sums of up to 64 products, and random Q have a condition
             tolerance=HALF if settings.keys() & {"wire", "warm_start"} else 32 * 2.0**-24,
@@ -304,24 +300,20 @@ GENERAL = [
 # --- quantization, samples and low rank ------------------------------------------------------------------
 
 
-def threshold_bytes(bits: int, per_tensor: int = 0) -> Callable[[Bucket, int], int]:
+def threshold_bytes(bits: int, per_tensor: int, bucket: Bucket, size: int, *_: int) -> int:
     """With two ranks and one the codes are gathered, with more their sums are."""
-
-    def formula(bucket: Bucket, size: int) -> int:
-        codes = sum(4 * -(-s.numel * bits // 32) for s in bucket.segments)
-        thresholds = per_tensor * len(bucket.segments)
-        if size <= 2:
-            return sealed_bytes(codes) + thresholds
-        share = 4 * -(-codes // (4 * size))
-        values = 2 * size + 1 if bits == 2 else size + 1
-        fields = share * 8 // bits
-        sums = -(-fields * (values - 1).bit_length() // 8)
-        return size * sealed_bytes(share) + sealed_bytes(sums) + thresholds
-
-    return formula
+    codes = sum(4 * -(-s.numel * bits // 32) for s in bucket.segments)
+    thresholds = per_tensor * len(bucket.segments)
+    if size <= 2:
+        return sealed_bytes(codes) + thresholds
+    share = 4 * -(-codes // (4 * size))
+    values = 2 * size + 1 if bits == 2 else size + 1
+    fields = share * 8 // bits
+    sums = -(-fields * (values - 1).bit_length() // 8)
+    return size * sealed_bytes(share) + sealed_bytes(sums) + thresholds
 
 
-def double_squeeze_bytes(bucket: Bucket, size: int) -> int:
+def double_squeeze_bytes(bucket: Bucket, size: int, *_: int) -> int:
     """Signs and scales of a chunk to each of `size` servers, and of one chunk from this rank's own."""
     length = 32 * -(-bucket.numel // (32 * size))
     largest = 0
@@ -334,30 +326,23 @@ def double_squeeze_bytes(bucket: Bucket, size: int) -> int:
     return (size + 1) * sealed_bytes(largest)
 
 
-def sampled_bytes(ratio: float, itemsize: int) -> Callable[[Bucket], int]:
-    def formula(bucket: Bucket) -> int:
-        return itemsize * sum(-(-s.numel * int(1000 * ratio) // 1000) for s in bucket.segments) + 24
-
-    return formula
+def half_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
+    return itemsize * sum(-(-s.numel // 2) for s in bucket.segments) + 24
 
 
 def chunks(memory: Callable[[], Memory] = ResidualMemory, ratio: float = 0.05, dtype: str = "fp16") -> Any:
     return lambda: ChunkCompressor(ratio, memory(), 64, dtype)
 
 
-def chunk_bytes(itemsize: int) -> Callable[[Bucket], int]:
+def chunk_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
     """5 % of the chunks of at most 64 elements, and a header."""
-
-    def formula(bucket: Bucket) -> int:
-        number = -(-bucket.numel // 64)
-        sent = -(-number // 20) * -(-bucket.numel // number)
-        return 24 + min(4 * number + itemsize * sent, itemsize * bucket.numel)
-
-    return formula
+    number = -(-bucket.numel // 64)
+    sent = -(-number // 20) * -(-bucket.numel // number)
+    return 24 + min(4 * number + itemsize * sent, itemsize * bucket.numel)
 
 
 def coded_row(name: str, make: Callable[[], AllGatherCompressor], **promises: Any) -> Row:
-    return Row(name, make, lambda bucket: sealed_bytes(make().nbytes(bucket)), **promises)
+    return Row(name, make, lambda bucket, *_: sealed_bytes(make().nbytes(bucket)), **promises)
 
 
 def biased(name: str, make: Callable[[], AllGatherCompressor], left: float = 0.9, by_shape: bool = False) -> Row:
@@ -373,34 +358,27 @@ def feedback(name: str, make: Callable[[], AllGatherCompressor]) -> Row:
     return coded_row(name, make, feedback=True)
 
 
-def at(payload: Callable[[Bucket, int], int], name: str, make: Callable[[], Compressor], **promises: Any) -> Row:
-    return Row(name, make, lambda bucket: 0, payload_at=payload, **promises)
-
-
 def threshold(bits: int, name: str, value: float | None, per_tensor: int = 0, **promises: Any) -> Row:
-    make = partial(ThresholdCompressor, bits, value)
-    return at(threshold_bytes(bits, per_tensor), name, make, feedback=True, one_element=False, **promises)
+    make, payload = partial(ThresholdCompressor, bits, value), partial(threshold_bytes, bits, per_tensor)
+    return Row(name, make, payload, by_size=True, feedback=True, one_element=False, **promises)
 
 
-def gathered_or_reduced(code: int, reduced: int, gathers_up_to: int) -> Callable[[Bucket, int], int]:
+def dense_bytes(code: int, reduced: int, gathers_up_to: int, bucket: Bucket, size: int, *_: int) -> int:
     """Bytes per element of a code, and of a number in an all-reduce, which more ranks use."""
-
-    def formula(bucket: Bucket, size: int) -> int:
-        scales = sum(4 * -(-s.numel // 1024) for s in bucket.segments) if code == 1 else 0
-        if size <= gathers_up_to:
-            return sealed_bytes(code * bucket.numel + scales)
-        return sealed_bytes(0) + reduced * bucket.numel
-
-    return formula
+    scales = sum(4 * -(-s.numel // 1024) for s in bucket.segments) if code == 1 else 0
+    if size <= gathers_up_to:
+        return sealed_bytes(code * bucket.numel + scales)
+    return sealed_bytes(0) + reduced * bucket.numel
 
 
-def dense_values(name: str, payload: Callable[[Bucket, int], int], **promises: Any) -> Row:
+def dense_values(name: str, code: int, reduced: int, gathers_up_to: int, **promises: Any) -> Row:
     """The compressor of what DGC does not compress."""
 
     def make() -> Compressor:
         return DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
 
-    return at(payload, f"dense-values-{name}", make, feedback=True, **promises)
+    payload = partial(dense_bytes, code, reduced, gathers_up_to)
+    return Row(f"dense-values-{name}", make, payload, by_size=True, feedback=True, **promises)
 
 
 def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = None) -> Compressor:
@@ -409,10 +387,10 @@ def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = 
 
 chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
 QUANTIZED = [
-    dense_values("int8", gathered_or_reduced(1, 4, gathers_up_to=7)),
-    dense_values("bf16", gathered_or_reduced(2, 4, gathers_up_to=4)),
+    dense_values("int8", 1, 4, 7),
+    dense_values("bf16", 2, 4, 4),
     # the sum of an all-reduce is rounded to fp16
-    dense_values("fp16", gathered_or_reduced(2, 2, gathers_up_to=2), tolerance=2.0**-10),
+    dense_values("fp16", 2, 2, 2, tolerance=2.0**-10),
     threshold(2, "2bit", 2.0),
     threshold(2, "2bit-adaptive", None, per_tensor=4, left=0.35),
     # a rank whose own gradient stays beyond 1, as here, can never send all of it
@@ -420,7 +398,7 @@ QUANTIZED = [
     feedback("scaled-sign", ScaledSignCompressor),
     feedback("onebit", OneBitCompressor),
     feedback("blockwise", lambda: BlockwiseCompressor(block=100)),
-    at(double_squeeze_bytes, "double-squeeze", DoubleSqueezeCompressor),
+    Row("double-squeeze", DoubleSqueezeCompressor, double_squeeze_bytes, by_size=True),
     biased("signsgd", SignSGDCompressor),
     biased("signum", lambda: SignSGDCompressor(0.5)),
     unbiased("qsgd", QSGDCompressor),
@@ -438,7 +416,7 @@ QUANTIZED = [
         Row(
             name,
             partial(make, 0.5, values=values),
-            sampled_bytes(0.5, itemsize),
+            partial(half_bytes, itemsize),
             dense_limit=partial(make, 1.0, values=values),
             tolerance=tolerance,
         )
@@ -451,26 +429,31 @@ QUANTIZED = [
         Row(
             f"vectors-sparse-{name}",
             partial(with_vectors, 0.05, 0.2, selector),
-            lambda bucket: sealed_bytes(
+            lambda bucket, *_: sealed_bytes(
                 12 * sum(-(-s.numel // 20) if len(s.shape) > 1 else -(-s.numel // 5) for s in bucket.segments)
             ),
             dense_limit=partial(with_vectors, 1.0, 1.0),
         )
         for name, selector in (("exact", None), ("sampled", Sampled(0.01)))
     ),
-    Row("chunks-residual", chunks(), chunk_bytes(2), dense_limit=chunks(ratio=1.0), tolerance=HALF),
-    Row("chunks-residual-fp32", chunks(dtype="fp32"), chunk_bytes(4), dense_limit=chunks(ratio=1.0, dtype="fp32")),
+    Row("chunks-residual", chunks(), partial(chunk_bytes, 2), dense_limit=chunks(ratio=1.0), tolerance=HALF),
+    Row(
+        "chunks-residual-fp32",
+        chunks(dtype="fp32"),
+        partial(chunk_bytes, 4),
+        dense_limit=chunks(ratio=1.0, dtype="fp32"),
+    ),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
-    chunks_of_dgc("chunks-dgc", chunks(partial(DGCSGDMemory, 0.9)), chunk_bytes(2)),
+    chunks_of_dgc("chunks-dgc", chunks(partial(DGCSGDMemory, 0.9)), partial(chunk_bytes, 2)),
     chunks_of_dgc(
         "chunks-dgc-clipped",
         chunks(lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0)), dtype="fp32"),
-        lambda bucket: chunk_bytes(4)(bucket) + 4 * len(bucket.segments),
+        lambda bucket, *_: chunk_bytes(4, bucket) + 4 * len(bucket.segments),
     ),
     Row(
         "threshold-v",
         lambda: DGCCompressor(0.05, ResidualMemory(), selector=Fixed(0.01)),
-        sparse_bytes(0.05, 4, 8),
+        partial(sparse_bytes, 4, 8),
         dense_limit=lambda: DGCCompressor(1.0, ResidualMemory(), selector=Fixed(0.01)),
     ),
 ]
@@ -492,40 +475,36 @@ def nbytes(form: SparseFormat, capacity: int, tensors: int, numel: int) -> int:
     return form.nbytes(Budget(bounds, bounds[1:], capacity), numel)
 
 
-def reduce_scatter_bytes(form: SparseFormat) -> Callable[[Bucket, int], int]:
+def reduce_scatter_bytes(form: SparseFormat, bucket: Bucket, size: int, *_: int) -> int:
     """N payloads of k/N elements and a deviation, and one of what six words leave, from 1.5 to 2 k/N."""
-
-    def formula(bucket: Bucket, size: int) -> int:
-        k = sum(-(-s.numel * 5 // 100) for s in bucket.segments)
-        turns, rest = divmod(bucket.numel, 13 * size)
-        region = turns * 13 + min(13, rest)
-        send = -(-(k + isqrt(k * (size - 1))) // size)
-        room = 3 * k // (size - 1) - 6 - send if size > 1 else k
-        keep = min(-(-2 * k // size), max(-(-3 * k // 2 // size), room), send * size)
-        first, second = (nbytes(form, n, len(bucket.segments), region) for n in (send, keep))
-        return size * first + second
-
-    return formula
+    k = sum(-(-s.numel // 20) for s in bucket.segments)
+    turns, rest = divmod(bucket.numel, 13 * size)
+    region = turns * 13 + min(13, rest)
+    send = -(-(k + isqrt(k * (size - 1))) // size)
+    room = 3 * k // (size - 1) - 6 - send if size > 1 else k
+    keep = min(-(-2 * k // size), max(-(-3 * k // 2 // size), room), send * size)
+    first, second = (nbytes(form, n, len(bucket.segments), region) for n in (send, keep))
+    return size * first + second
 
 
-def gtopk_bytes(form: SparseFormat) -> Callable[[Bucket, int, int], int]:
+def gtopk_bytes(form: SparseFormat, bucket: Bucket, size: int, rank: int) -> int:
     """A header, the selection in a rank's first message, and twice as many elements in those of sums.
 
     A rank sends in every doubling of the power of two up to N, and to its twin beyond that power.
     """
+    k = sum(-(-s.numel // 20) for s in bucket.segments)
+    doublings = size.bit_length() - 1
+    power = 2**doublings
+    first, later = (nbytes(form, n, len(bucket.segments), bucket.numel) for n in (k, min(bucket.numel, 2 * k)))
+    if rank >= power:
+        return 24 + first
+    if rank + power < size:
+        return 24 + (doublings + 1) * later
+    return 24 + (first + (doublings - 1) * later if doublings else 0)
 
-    def formula(bucket: Bucket, size: int, rank: int) -> int:
-        k = sum(-(-s.numel * 5 // 100) for s in bucket.segments)
-        doublings = size.bit_length() - 1
-        power = 2**doublings
-        first, later = (nbytes(form, n, len(bucket.segments), bucket.numel) for n in (k, min(bucket.numel, 2 * k)))
-        if rank >= power:
-            return 24 + first
-        if rank + power < size:
-            return 24 + (doublings + 1) * later
-        return 24 + (first + (doublings - 1) * later if doublings else 0)
 
-    return formula
+def auto_bytes(bucket: Bucket, size: int, *_: int) -> int:
+    return sparse_bytes(4, 4, bucket) if size < 4 else reduce_scatter_bytes(INT32, bucket, size)
 
 
 def row(
@@ -540,9 +519,8 @@ def row(
     return Row(
         f"{exchange.replace('_', '-')}-{name}",
         dgc(memory, exchange=exchange, **settings_of(form)),
-        lambda bucket: 0,
-        payload_at=reduce_scatter_bytes(form) if exchange == "reduce_scatter" else None,
-        payload_of=gtopk_bytes(form) if exchange == "gtopk" else None,
+        partial(reduce_scatter_bytes if exchange == "reduce_scatter" else gtopk_bytes, form),
+        by_size=exchange == "reduce_scatter",
         conserves=not momentum,
         dense_limit=None if momentum else dgc(memory, compress_ratio=1.0, exchange=exchange),
         momentum=momentum,
@@ -558,10 +536,8 @@ EXCHANGES = [
     Row(
         "auto-residual",
         dgc(ResidualMemory, exchange="auto", **settings_of(INT32)),
-        lambda bucket: 0,
-        payload_at=lambda bucket, size: (
-            sparse_bytes(0.05, 4, 4)(bucket) if size < 4 else reduce_scatter_bytes(INT32)(bucket, size)
-        ),
+        auto_bytes,
+        by_size=True,
         dense_limit=dgc(ResidualMemory, compress_ratio=1.0, exchange="auto"),
     )
 ]
@@ -581,13 +557,13 @@ EXCHANGES += [
 # --- dgc/paper: the definitions keep the laws too --------------------------------------------------------
 
 
-def pairs_and_flag(bucket: Bucket) -> int:
+def pairs_and_flag(bucket: Bucket, *_: int) -> int:
     """5 % of each tensor as fp32 values and int64 indices; the flag is an int64."""
     return 12 * sum(-(-s.numel // 20) for s in bucket.segments) + 8
 
 
-def codes_and_flag(bits: int) -> Callable[[Bucket], int]:
-    return lambda bucket: sum(4 * -(-s.numel * bits // 32) for s in bucket.segments) + 8
+def codes_and_flag(bits: int, bucket: Bucket, *_: int) -> int:
+    return sum(4 * -(-s.numel * bits // 32) for s in bucket.segments) + 8
 
 
 DEFINITIONS = [
@@ -599,11 +575,13 @@ DEFINITIONS = [
         dense_limit=lambda: paper.DGC(1.0, momentum=0.0),
     ),
     Row("paper-ldte-bs", lambda: paper.LDTEBS(0.05), pairs_and_flag, dense_limit=lambda: paper.LDTEBS(1.0)),
-    Row("paper-2bit", lambda: paper.Threshold(2, 2.0), codes_and_flag(2), feedback=True, one_element=False),
+    Row(
+        "paper-2bit", lambda: paper.Threshold(2, 2.0), partial(codes_and_flag, 2), feedback=True, one_element=False
+    ),
     Row(
         "paper-1bit",
         lambda: paper.Threshold(1, 0.0),
-        codes_and_flag(1),
+        partial(codes_and_flag, 1),
         feedback=True,
         one_element=False,
         at_zero=False,

@@ -90,7 +90,7 @@ def history(make: Callable[[], Compressor], size: int) -> list[Tensor]:
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_compressors(row: Row) -> None:
     """Some gather with two ranks what they reduce with three."""
-    check(lambda: [t for size in ((2, 3) if row.payload_at else (2,)) for t in history(row.make, size)])
+    check(lambda: [t for size in ((2, 3) if row.by_size else (2,)) for t in history(row.make, size)])
     if row.dense_limit is not None:
         with Declared():
             history(row.dense_limit, 2)

@@ -200,7 +200,7 @@ def test_metered_bytes_are_the_formula_s(row: Row) -> None:
         for step in range(2):
             fleet.step([gradients(rank, step) for rank in range(size)])
         for rank, (meter, bucket) in enumerate(zip(fleet.world.meters, fleet.buckets, strict=True)):
-            assert meter.payload_bytes == 2 * row.payload_bytes(bucket, size, rank), (size, rank)
+            assert meter.payload_bytes == 2 * row.payload(bucket, size, rank), (size, rank)
 
 
 @every_row

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import case
 from gossip.networks import Trained, check_that_a_saved_state_goes_on, check_that_means_stay, mean, on, same
-from optim.nets import alone, net
+from optim.nets import alone, net, wrap
 
 from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
 from dgc.local import OuterSteps, ZeroOneAdam, ZeroOneSteps
@@ -232,6 +232,8 @@ def wrapped(optimizer: Any, algorithm: Any, model: Any = None) -> Any:
 
 def test_what_cannot_be_is_refused() -> None:
     half: Any = 1.5
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
     for make, words in (
         (lambda: wrapped(torch.optim.AdamW, ZeroOneSteps(1)), "AdamW does not share its own"),
         (lambda: wrapped(adam, OuterSteps(2, ZeroOneSteps(1))), "ZeroOneSteps needs a ZeroOneAdam"),
@@ -241,27 +243,22 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: adam(net().parameters(), lr=-1.0), "lr must be 0 or more, not -1.0"),
         (lambda: adam(net().parameters(), betas=(0.9, 1.0)), "betas must be two numbers from 0 to below 1"),
         (lambda: adam(net().parameters(), floor=2.0), "floor must be a fraction from 0 to 1"),
+        (lambda: adam(net().parameters()).step(), "ZeroOneAdam steps only within ZeroOneSteps"),
+        (
+            lambda: wrap(
+                net(), alone(), lambda model: adam(model.parameters()), compression=OneBitAdamCompressor()
+            ),
+            "does not share its own",
+        ),
+        (
+            lambda: on(2, lambda t: trained(t, floor=0.1 * t.rank)),
+            r"\['floor'\] is 0.0 on rank 0 and 0.1 on rank 1",
+        ),
+        (lambda: on(2, lambda t: trained(t, (1, 1 + t.rank))), "var_update_scaler is 1 on rank 0 and 2 on rank 1"),
+        (lambda: wrapped(adam, ZeroOneSteps(1), embedding).step(), "takes dense gradients: set sparse=False"),
     ):
         with case(words), pytest.raises(ValueError, match=words):
             make()
-
-
-def test_without_its_exchange_it_does_not_step() -> None:
-    model = net()
-    optimizer = adam(model.parameters())
-    with pytest.raises(ValueError, match="ZeroOneAdam steps only within ZeroOneSteps"):
-        optimizer.step()
-    with pytest.raises(ValueError, match="ZeroOneAdam does not share its own"):
-        DistributedOptimizer(
-            adam(model.parameters()), model.named_parameters(), OneBitAdamCompressor(), transport=alone()
-        )
-
-
-def test_ranks_with_other_settings_are_named() -> None:
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['floor'\] is 0.0 on rank 0 and 0.1 on rank 1"):
-        on(2, lambda transport: trained(transport, floor=0.1 * transport.rank))
-    with pytest.raises(ValueError, match="var_update_scaler is 1 on rank 0 and 2 on rank 1"):
-        on(2, lambda transport: trained(transport, (1, 1 + transport.rank)))
 
 
 def test_states_of_others_are_refused() -> None:
@@ -277,14 +274,6 @@ def test_states_of_others_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             own.algorithm.load_state_dict({**state, **change})
-
-
-def test_sparse_gradients_are_refused() -> None:
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    optimizer = wrapped(adam, ZeroOneSteps(1), embedding)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="ZeroOneAdam takes dense gradients: set sparse=False"):
-        optimizer.step()
 
 
 def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> None:

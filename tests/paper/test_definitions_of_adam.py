@@ -52,8 +52,13 @@ def defined(size: int, worker: Any) -> Any:
     seen: list[list[Any]] = [[] for _ in range(size)]
 
     def recorded(rank: int) -> Any:
-        gradient = gradient_of(rank)
-        return lambda x, t: (seen[rank].append(x), gradient(x, t))[1]
+        own = gradient_of(rank)
+
+        def gradient(x: Any, t: Any) -> Any:
+            seen[rank].append(x)
+            return own(x, t)
+
+        return gradient
 
     ends = LockstepWorld(size).converse("definition", [worker(normal(1), recorded(rank)) for rank in range(size)])
     return [torch.stack([*own, end]) for own, end in zip(seen, ends, strict=True)]
