@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from laws.test_laws import TABLE, Row
+from laws.table import TABLE, Row
 
 from dgc.bucket import Bucket, make_bucket
 from dgc.comm.collectives import MachineRank

@@ -2,10 +2,13 @@
 
 import threading
 import time
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from cases import case
+from optim.nets import same
 from torch import Tensor
 
 from dgc.comm import (
@@ -32,55 +35,51 @@ def converse(world: Any, requests: Any) -> Any:
     return world.converse("test", [ask(request) for request in requests])
 
 
-def tensors(size: Any, n: int = 6, dtype: Any = torch.float32) -> Any:
+def total(transport: Any, name: str, value: float, communicator: str = "") -> Any:
+    """Launches a sum over ranks. Returns its work."""
+    return transport.launch(name, (AllReduce(torch.tensor([float(value)]), "sum"),), communicator)
+
+
+def wait(transport: Any, work: Any) -> float:
+    return transport.wait(work)[0].item()
+
+
+def tensors(size: Any, n: int = 6) -> Any:
     generator = torch.Generator().manual_seed(size)
-    return [torch.randn(n, generator=generator).to(dtype) for _ in range(size)]
+    return [torch.randn(n, generator=generator) for _ in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        ("sum", lambda t: t.sum(0)),
-        ("mean", lambda t: t.mean(0)),
-        ("min", lambda t: t.amin(0)),
-        ("max", lambda t: t.amax(0)),
-    ],
-)
-def test_all_reduce_gives_every_rank_the_same_bits(size: Any, op: Any, expected: Any) -> None:
-    own = tensors(size)
-    stacked = torch.stack(own)
-    replies = converse(LockstepWorld(size), [AllReduce(t.clone(), op) for t in own])
-    torch.testing.assert_close(replies[0], expected(stacked))
-    assert all(torch.equal(reply, replies[0]) for reply in replies)
+def test_all_reduce_gives_every_rank_the_same_bits() -> None:
+    reductions: Any = {"sum": Tensor.sum, "mean": Tensor.mean, "min": Tensor.amin, "max": Tensor.amax}
+    for size, (op, reduction) in product((1, 2, 3, 5), reductions.items()):
+        own = tensors(size)
+        replies = converse(LockstepWorld(size), [AllReduce(t.clone(), op) for t in own])
+        torch.testing.assert_close(replies[0], reduction(torch.stack(own), 0))
+        assert all(torch.equal(reply, replies[0]) for reply in replies)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_all_gather_is_ordered_by_rank(size: Any) -> None:
-    own = tensors(size)
-    for reply in converse(LockstepWorld(size), [AllGather(t.clone()) for t in own]):
-        assert isinstance(reply, tuple) and len(reply) == size
-        assert all(torch.equal(got, sent) for got, sent in zip(reply, own, strict=True))
+def test_all_gather_is_ordered_by_rank() -> None:
+    for size in (1, 2, 3):
+        own = tensors(size)
+        for reply in converse(LockstepWorld(size), [AllGather(t.clone()) for t in own]):
+            assert isinstance(reply, tuple) and same(reply, own)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_reduce_scatter_gives_each_rank_its_share(size: Any) -> None:
-    own = tensors(size, 4 * size)
-    replies = converse(LockstepWorld(size), [ReduceScatter(t.clone(), "sum") for t in own])
-    torch.testing.assert_close(torch.cat(replies), torch.stack(own).sum(0))
-    assert all(reply.numel() == 4 for reply in replies)
-
-
-def test_reduce_scatter_refuses_a_length_that_the_size_does_not_divide() -> None:
+def test_reduce_scatter_gives_each_rank_its_share() -> None:
+    for size in (1, 2, 3):
+        own = tensors(size, 4 * size)
+        replies = converse(LockstepWorld(size), [ReduceScatter(t.clone(), "sum") for t in own])
+        torch.testing.assert_close(torch.cat(replies), torch.stack(own).sum(0))
+        assert all(reply.numel() == 4 for reply in replies)
     with pytest.raises(LockstepError):
         converse(LockstepWorld(2), [ReduceScatter(torch.ones(5)) for _ in range(2)])
 
 
-@pytest.mark.parametrize("root", [0, 2])
-def test_broadcast_gives_the_roots_tensor(root: Any) -> None:
+def test_broadcast_gives_the_roots_tensor() -> None:
     own = tensors(3)
-    for reply in converse(LockstepWorld(3), [Broadcast(t.clone(), root) for t in own]):
-        assert torch.equal(reply, own[root])
+    for root in (0, 2):
+        for reply in converse(LockstepWorld(3), [Broadcast(t.clone(), root) for t in own]):
+            assert torch.equal(reply, own[root])
 
 
 def test_all_to_all_with_uneven_splits() -> None:
@@ -89,11 +88,7 @@ def test_all_to_all_with_uneven_splits() -> None:
     received = list(zip(*splits, strict=True))
     requests = [AllToAll(t, s, receives=r) for t, s, r in zip(own, splits, received, strict=True)]
     replies = converse(LockstepWorld(3), requests)
-    expected = [
-        [[0.0, 1.0], [10.0], []],
-        [[], [11.0], [20.0, 21.0, 22.0]],
-        [[2.0], [12.0], []],
-    ]
+    expected = [[[0, 1], [10], []], [[], [11], [20, 21, 22]], [[2], [12], []]]
     assert [[piece.tolist() for piece in reply] for reply in replies] == expected
 
 
@@ -109,30 +104,25 @@ def test_exchange_delivers_to_neighbours_on_a_ring() -> None:
         assert list(reply) == [source] and reply[source].tolist() == [float(source)] * (source + 1)
 
 
-def test_exchange_with_a_send_that_no_rank_receives() -> None:
-    requests = [Exchange({1: torch.ones(1)}, {}), Exchange({}, {})]
-    with pytest.raises(LockstepError, match="rank 0's sends and rank 1's receives"):
-        converse(LockstepWorld(2), requests)
-
-
-def test_exchange_of_another_length_than_expected() -> None:
-    requests = [Exchange({1: torch.ones(3)}, {}), Exchange({}, {0: torch.empty(2)})]
-    with pytest.raises(LockstepError, match=r"rank 0 sends \(3,\) torch.float32 to rank 1, which expects \(2,\)"):
-        converse(LockstepWorld(2), requests)
+def test_exchanges_that_do_not_match() -> None:
+    for sent, expected, words in (
+        (1, {}, "rank 0's sends and rank 1's receives"),
+        (3, {0: torch.empty(2)}, r"rank 0 sends \(3,\) torch.float32 to rank 1, which expects \(2,\)"),
+    ):
+        with pytest.raises(LockstepError, match=words):
+            converse(LockstepWorld(2), [Exchange({1: torch.ones(sent)}, {}), Exchange({}, expected)])
 
 
 def test_replies_are_not_shared_between_ranks() -> None:
     replies = converse(LockstepWorld(2), [AllReduce(torch.ones(3)) for _ in range(2)])
-    replies[0].zero_()
-    assert replies[1].tolist() == [1.0, 1.0, 1.0]
     gathered = converse(LockstepWorld(2), [AllGather(torch.ones(3)) for _ in range(2)])
+    replies[0].zero_()
     gathered[0][1].zero_()
-    assert gathered[1][1].tolist() == [1.0, 1.0, 1.0]
+    assert replies[1].tolist() == gathered[1][1].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
     """After rounds before the payload, such as that of a clipping norm, the message is still being computed."""
-
     worked: list[float] = []
 
     def work(seconds: float) -> None:
@@ -176,19 +166,11 @@ def test_groups_of_two_machines_of_three() -> None:
     assert [t.group_rank("local") for t in world.transports] == [0, 1, 2, 0, 1, 2]
     assert [t.group_rank("cross") for t in world.transports] == [0, 0, 0, 1, 1, 1]
     assert [t.group_rank("world") for t in world.transports] == list(range(6))
-    groups: tuple[Group, ...] = ("world", "local", "cross")
-    sizes = [world.transports[0].group_size(group) for group in groups]
-    assert sizes == [6, 3, 2]
-
-
-@pytest.mark.parametrize(
-    ("group", "expected"),
-    [("world", [15.0] * 6), ("local", [3.0, 3.0, 3.0, 12.0, 12.0, 12.0]), ("cross", [3.0, 5.0, 7.0] * 2)],
-)
-def test_all_reduce_within_a_group(group: Any, expected: Any) -> None:
-    requests = [AllReduce(torch.tensor([float(rank)]), "sum", group) for rank in range(6)]
-    replies = converse(LockstepWorld(6, local_size=3), requests)
-    assert [reply.item() for reply in replies] == expected
+    expected: dict[Group, Any] = {"world": [15] * 6, "local": [3, 3, 3, 12, 12, 12], "cross": [3, 5, 7] * 2}
+    assert [world.transports[0].group_size(group) for group in expected] == [6, 3, 2]
+    for group, totals in expected.items():
+        replies = converse(world, [AllReduce(torch.tensor([rank]), "sum", group) for rank in range(6)])
+        assert [reply.item() for reply in replies] == totals
 
 
 def test_other_requests_within_a_group() -> None:
@@ -216,9 +198,8 @@ def test_local_size_must_divide_the_size() -> None:
 ONE = torch.ones(2)
 
 
-@pytest.mark.parametrize(
-    ("usual", "odd"),
-    [
+def test_requests_that_do_not_match_name_the_rank() -> None:
+    for usual, odd in (
         (AllReduce(ONE), AllGather(ONE)),
         (AllReduce(ONE), AllReduce(ONE, "sum")),
         (AllReduce(ONE), AllReduce(torch.ones(3))),
@@ -229,30 +210,22 @@ ONE = torch.ones(2)
         (Broadcast(ONE), Broadcast(ONE, 1)),
         (ReduceScatter(torch.ones(3)), ReduceScatter(torch.ones(6))),
         (AllToAll(torch.ones(3), (1, 1, 1)), AllToAll(torch.ones(3).double(), (1, 1, 1))),
-    ],
-)
-@pytest.mark.parametrize("culprit", [1, 2])
-def test_requests_that_do_not_match_name_the_rank(usual: Any, odd: Any, culprit: Any) -> None:
-    requests = [odd if rank == culprit else usual for rank in range(3)]
-    with pytest.raises(LockstepError, match=f"rank {culprit} sent"):
-        converse(LockstepWorld(3), requests)
+    ):
+        for culprit in (1, 2):
+            requests = [odd if rank == culprit else usual for rank in range(3)]
+            with case(usual, odd), pytest.raises(LockstepError, match=f"rank {culprit} sent"):
+                converse(LockstepWorld(3), requests)
 
 
-def test_different_numbers_of_requests() -> None:
-    def two() -> Any:
-        return (yield (AllReduce(ONE), AllReduce(ONE)))
+def test_different_numbers_of_requests_and_of_rounds() -> None:
+    def rounds(*requests: int) -> Any:
+        for number in requests:
+            yield tuple(AllReduce(ONE.clone()) for _ in range(number))
 
     with pytest.raises(LockstepError, match="'world' rank 1 sent {0: [^}]*}, rank 0 sent {0: .*, 1: "):
-        LockstepWorld(2).converse("test", [two(), ask(AllReduce(ONE))])
-
-
-def test_different_numbers_of_rounds() -> None:
-    def rounds(count: Any) -> Any:
-        for _ in range(count):
-            yield (AllReduce(ONE.clone()),)
-
+        LockstepWorld(2).converse("test", [rounds(2), rounds(1)])
     with pytest.raises(LockstepError, match=r"ranks \[0\] ended"):
-        LockstepWorld(3).converse("test", [rounds(1), rounds(2), rounds(2)])
+        LockstepWorld(3).converse("test", [rounds(1), rounds(1, 1), rounds(1, 1)])
 
 
 def test_launch_order_is_shuffled_and_does_not_matter() -> None:
@@ -274,39 +247,36 @@ def test_launch_order_is_shuffled_and_does_not_matter() -> None:
     assert len(sums) == 1
 
 
-def test_several_requests_in_one_round_keep_their_order() -> None:
-    def body(rank: Any) -> Any:
-        return (yield (AllReduce(torch.tensor([1.0 * rank]), "sum"), AllGather(torch.tensor([rank]))))
-
-    for total, gathered in LockstepWorld(3).converse("test", [body(rank) for rank in range(3)]):
-        assert total.item() == 3.0
-        assert [t.item() for t in gathered] == [0, 1, 2]
-
-
 # --- threads ---------------------------------------------------------------------------------------
 
 
-def test_run_returns_results_by_rank() -> None:
+def test_requests_are_matched_by_name_in_any_launch_order_but_not_in_a_strict_world() -> None:
     def body(transport: Any) -> Any:
-        work = transport.launch("a", (AllReduce(torch.tensor([float(transport.rank)]), "max"),))
-        return transport.rank, transport.wait(work)[0].item()
-
-    assert LockstepWorld(3).run(body) == [(0, 2.0), (1, 2.0), (2, 2.0)]
-
-
-def test_requests_are_matched_by_name_in_any_launch_order() -> None:
-    def body(transport: Any) -> Any:
-        names = ["a", "b", "c"] if transport.rank else ["c", "a", "b"]
-        works = {n: transport.launch(n, (AllReduce(torch.tensor([float(ord(n))]), "sum"),)) for n in names}
-        return [transport.wait(works[n])[0].item() for n in "abc"]
+        works = {n: total(transport, n, ord(n)) for n in ("abc" if transport.rank else "cab")}
+        return [wait(transport, works[n]) for n in "abc"]
 
     assert LockstepWorld(2, strict=False).run(body) == [[194.0, 196.0, 198.0]] * 2
+    words = "rank 1 launches a as number 0 of communicator '', where another rank has"
+    with pytest.raises(LockstepError, match=words):
+        LockstepWorld(2).run(body)
+
+
+def test_communicators_have_an_order_of_their_own_and_must_be_opened() -> None:
+    def body(transport: Any) -> Any:
+        transport.open_communicator("other")
+        lanes = ["", "other"] if transport.rank else ["other", ""]
+        works = [total(transport, f"x{lane}", 1, lane) for lane in lanes]
+        return [wait(transport, work) for work in works]
+
+    assert LockstepWorld(2).run(body) == [[2.0, 2.0]] * 2
+    with pytest.raises(LockstepError, match="a: rank 0 has not opened the communicator 'other'"):
+        total(LockstepWorld(1).transports[0], "a", 1, "other")
 
 
 def test_a_name_that_is_reused_before_the_others_launch() -> None:
     def body(transport: Any) -> Any:
-        works = [transport.launch("a", (AllReduce(torch.tensor([float(i)]), "sum"),)) for i in range(3)]
-        return [transport.wait(work)[0].item() for work in works]
+        works = [total(transport, "a", i) for i in range(3)]
+        return [wait(transport, work) for work in works]
 
     assert LockstepWorld(3).run(body) == [[0.0, 3.0, 6.0]] * 3
 
@@ -324,7 +294,7 @@ def test_ranks_take_turns_always_in_the_same_order() -> None:
                 order.append((step, transport.rank))
                 assert running == [transport.rank], "another rank ran meanwhile"
                 running.clear()
-                transport.wait(transport.launch("x", (AllReduce(torch.zeros(1)),)))
+                wait(transport, total(transport, "x", 0))
 
         LockstepWorld(3).run(body)
         return order
@@ -345,7 +315,7 @@ def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
 
     def body(transport: Any) -> list[Tensor]:
         def exchange(step: int) -> None:
-            work = transport.launch(f"step{step}", [AllReduce(torch.ones(1), "sum")])
+            work = total(transport, f"step{step}", 1)
             if step != 1:
                 while not transport.poll(work):
                     pass
@@ -359,49 +329,35 @@ def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
 
 def test_poll_returns_whether_all_ranks_have_launched() -> None:
     world = LockstepWorld(2)
-    first = world.transports[0].launch("a", (AllReduce(ONE.clone()),))
+    first = total(world.transports[0], "a", 1)
     assert not world.transports[0].poll(first)
-    second = world.transports[1].launch("a", (AllReduce(ONE.clone()),))
+    second = total(world.transports[1], "a", 1)
     assert world.transports[0].poll(first) and world.transports[1].poll(second)
 
 
 def test_waiting_alone_outside_of_run_raises_at_once() -> None:
     transport = LockstepWorld(3).transports[1]
-    work = transport.launch("a", (AllReduce(ONE.clone()),))
     with pytest.raises(LockstepError, match=r"a: rank 1 waits for ranks \[0, 2\]"):
-        transport.wait(work)
+        wait(transport, total(transport, "a", 1))
 
 
 @pytest.mark.timeout(20)
-def test_a_failing_rank_ends_all_ranks_with_its_error() -> None:
-    seen = []
+def test_a_failing_rank_ends_all_ranks_with_its_error_and_their_requests_are_dropped() -> None:
+    seen, world = [], LockstepWorld(3)
 
-    def body(transport: Any) -> None:
-        if transport.rank == 1:
+    def body(transport: Any, value: float, fails: bool) -> Any:
+        if transport.rank == 1 and fails:
             raise KeyError("mine")
         try:
-            transport.wait(transport.launch("a", (AllReduce(ONE.clone()),)))
+            return wait(transport, total(transport, "a", value))
         except LockstepError as error:
             seen.append(str(error))
             raise
 
     with pytest.raises(KeyError, match="mine"):
-        LockstepWorld(3).run(body)
+        world.run(lambda transport: body(transport, 100, True))
     assert len(seen) == 2 and all("1" in message for message in seen)
-
-
-def test_a_world_can_be_used_after_a_failed_run() -> None:
-    """Requests of the failed run are dropped."""
-    world = LockstepWorld(2)
-
-    def body(transport: Any, value: Any, fails: Any) -> Any:
-        if transport.rank == 1 and fails:
-            raise KeyError("mine")
-        return transport.wait(transport.launch("a", (AllReduce(torch.tensor([value]), "sum"),)))[0].item()
-
-    with pytest.raises(KeyError):
-        world.run(lambda transport: body(transport, 100.0, True))
-    assert world.run(lambda transport: body(transport, 1.0, False)) == [2.0, 2.0]
+    assert world.run(lambda transport: body(transport, 1, False)) == [3.0] * 3
 
 
 def in_time(call: Any, seconds: int = 10) -> Any:
@@ -421,21 +377,16 @@ def in_time(call: Any, seconds: int = 10) -> Any:
     return caught[0] if caught else None
 
 
-def test_a_rank_that_returns_early_is_named() -> None:
-    def body(transport: Any) -> None:
-        if transport.rank != 2:
-            transport.wait(transport.launch("a", (AllReduce(ONE.clone()),)))
+def test_ranks_that_wait_in_vain() -> None:
+    """A rank returns early, or ranks wait for each other under different names."""
 
-    error = in_time(lambda: LockstepWorld(3).run(body))
-    assert isinstance(error, LockstepError) and "[2]" in str(error)
+    def body(transport: Any, early: int) -> None:
+        if transport.rank != early:
+            wait(transport, total(transport, "a" if early >= 0 else f"step{transport.rank}", 1))
 
-
-def test_ranks_that_wait_for_each_other_under_different_names() -> None:
-    def body(transport: Any) -> None:
-        transport.wait(transport.launch(f"step{transport.rank}", (AllReduce(ONE.clone()),)))
-
-    error = in_time(lambda: LockstepWorld(2, strict=False).run(body))
-    assert isinstance(error, LockstepError) and "waits for ranks" in str(error)
+    for early, words in ((2, "[2]"), (-1, "waits for ranks")):
+        error = in_time(lambda early=early: LockstepWorld(3, strict=early > 0).run(lambda t: body(t, early)))
+        assert isinstance(error, LockstepError) and words in str(error)
 
 
 # --- RunningConversation ---------------------------------------------------------------------------

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from optim.nets import dgc, dgc_sgd, net, train, wrap
 
 from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, TrafficMeter
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import PHASES, Trace, bytes_of
-from dgc.compression import DGCCompressor
-from dgc.memory import DGCSGDMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
 
 T = torch.zeros(300)  # 1200 bytes
 THIRDS = AllToAll(torch.zeros(300), (100, 50, 150))
@@ -39,16 +36,8 @@ THIRDS = AllToAll(torch.zeros(300), (100, 50, 150))
 )
 def test_formulas(request_: Any, rank: Any, payload: Any, wire: Any) -> None:
     assert bytes_of(request_, rank, 3)[:2] == (payload, pytest.approx(wire))
-
-
-@pytest.mark.parametrize("request_", [AllReduce(T), AllGather(T), ReduceScatter(T), Broadcast(T)])
-def test_one_rank_sends_nothing(request_: Any) -> None:
-    assert bytes_of(request_, 0, 1)[1] == 0
-
-
-def test_broadcast_and_all_to_all_add_up_over_ranks() -> None:
-    assert sum(bytes_of(Broadcast(T), rank, 3)[1] for rank in range(3)) == pytest.approx(2 * 1200)
-    assert sum(bytes_of(THIRDS, rank, 3)[1] for rank in range(3)) == 2 * 1200
+    if not isinstance(request_, AllToAll | Exchange):
+        assert bytes_of(request_, 0, 1)[1] == 0  # one rank sends nothing
 
 
 def test_a_conversation_is_counted_with_its_groups_size() -> None:
@@ -115,18 +104,10 @@ def test_a_step_has_every_phase_of_every_bucket(tmp_path: Path) -> None:
     steps = 3
 
     def body(transport: Any) -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3))
-        inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-        compressor = DGCCompressor(0.05, DGCSGDMemory(0.9))
-        optimizer = DistributedOptimizer(
-            inner, model.named_parameters(), compressor, transport=transport, bucket_mb=1e-3
-        )
+        model = net()
+        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(), bucket_mb=1e-4)
         optimizer.meter.trace = Trace(transport.rank)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.ones(2, 30)).square().sum().backward()
-            optimizer.step()
+        train(model, optimizer, range(steps), transport.rank)
         return [plan.bucket.name for plan in optimizer.planned], optimizer.meter
 
     for rank, (buckets, meter) in enumerate(LockstepWorld(2).run(body)):

@@ -1,5 +1,6 @@
 """Point-to-point messages over MPI, tested without MPI: the buffers that are posted."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -38,16 +39,16 @@ class RecordingMPI:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     MPI = RecordingMPI()
     monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
+    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
     inner: Any = LockstepWorld(2).transports[0]
     inner.members = lambda group: [0, 1]
     return PointToPointTransport(inner), MPI.posted
 
 
-@pytest.mark.parametrize("length", [0, 3, 4, 7, 4096])
-def test_a_buffer_is_the_memory_of_the_tensor(length: Any) -> None:
+def test_a_buffer_is_the_memory_of_the_tensor() -> None:
     """Both ends of a message choose the same unit, by its length and not by its address."""
-    content = torch.arange(length + 1, dtype=torch.int64).to(torch.uint8)
-    for tensor in (content[:length], content[1:]):
+    for length, first in product((0, 3, 4, 7, 4096), (0, 1)):
+        tensor = torch.arange(length + 1, dtype=torch.int64).to(torch.uint8)[first:][:length]
         memory, count, kind = mpi_buffer(tensor, RecordingMPI)
         assert (count, kind) == ((length, "byte") if length % 4 else (length // 4, "int32"))
         assert memory.tolist() == tensor.tolist()
@@ -55,28 +56,19 @@ def test_a_buffer_is_the_memory_of_the_tensor(length: Any) -> None:
         assert not tensor.any()
 
 
-def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(
-    recorded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
+def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded: Any) -> None:
     transport, posted = recorded
     transport.launch("a", (Exchange({1: torch.ones(100)}, {1: torch.empty(400, dtype=torch.uint8)}),))
-    assert [(way, peer, *buffer[1:]) for way, peer, buffer in posted] == [
-        ("from", 1, 100, "int32"),
-        ("to", 1, 100, "int32"),
-    ]
+    found = [(way, peer, *buffer[1:]) for way, peer, buffer in posted]
+    assert found == [("from", 1, 100, "int32"), ("to", 1, 100, "int32")]
 
 
 @pytest.mark.parametrize("nbytes", [101, 404])
-def test_a_message_that_is_too_long_is_refused_before_anything_is_posted(
-    nbytes: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
+def test_a_message_that_is_too_long_is_refused_before_anything_is_posted(nbytes: Any, recorded: Any) -> None:
     transport, posted = recorded
     long, short = torch.empty(nbytes, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8)
+    words = f"a message of {nbytes} bytes is too large: MPI carries at most 100, or 400 "
     for exchange in (Exchange({1: long}, {1: short}), Exchange({1: short}, {1: long})):
-        with pytest.raises(
-            ValueError, match=f"a message of {nbytes} bytes is too large: MPI carries at most 100, or 400 "
-        ):
+        with pytest.raises(ValueError, match=words):
             transport.launch("a", (exchange,))
     assert not posted

@@ -85,9 +85,6 @@ def test_numbers_in_host_memory_are_read_at_once() -> None:
     with pytest.raises(StopIteration) as ended:
         next(read([torch.tensor(7), torch.tensor(True)]))
     assert ended.value.value == [7, 1]
-
-
-def test_a_copy_on_the_host_is_complete() -> None:
     copy = HostCopy(torch.tensor([1, 2], dtype=torch.int32))
     assert copy.poll() and copy.wait() == [1, 2]
 

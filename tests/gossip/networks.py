@@ -1,7 +1,9 @@
 """A small model trained by gossip on each rank of a simulated world."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from dgc import gossip
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import PowerSGDCompressor, ScaledSignCompressor, SparseCompressor
+from dgc.engine.redistribute import redistribute
 from dgc.gossip import (
     CHOCO,
     DPSGD,
@@ -17,8 +20,10 @@ from dgc.gossip import (
     SGP,
     Gossip,
     HalfPrecisionMessage,
+    HierarchicalGossip,
     Int8Message,
     PowerGossip,
+    Sign,
     TopK,
 )
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
@@ -89,6 +94,30 @@ OUTER = [
     Row("streaming, ramp", lambda: OuterSteps(6, **IN_TWO_PARTS, delay=2, outer_schedule=Ramp(0.4, 1.0, 9))),
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
 ]
+MORE: dict[str, Callable[[], Gossip]] = {
+    "sign": lambda: CHOCO(quantizer=Sign()),
+    "fp16": lambda: CHOCO(gossip.grid, quantizer=TopK(0.2, "fp16")),
+    "star": lambda: CHOCO(gossip.star, quantizer=TopK(0.2)),
+    "one half step": lambda: PowerGossip(num_iters_per_step=1),
+    "pairs, three half steps": lambda: PowerGossip(gossip.random_matching, num_iters_per_step=3),
+}
+# between machines
+BASES: dict[str, Callable[[], Gossip]] = {
+    "sgp": SGP,
+    "sgp on a star, blocking": lambda: SGP(gossip.star, blocking=True),
+    "osgp": OSGP,
+    "osgp, int8": lambda: OSGP(message=Int8Message(16)),
+    "dpsgd": lambda: DPSGD(gossip.full),
+    "choco": lambda: CHOCO(gossip.grid),
+    "local sgd": lambda: OuterSteps(3),
+    "slowmo": lambda: OuterSteps(3, SGP(), SlowMo(0.2)),
+}
+
+
+def of_machines(base: Callable[[], Gossip]) -> Callable[[], Gossip]:
+    return lambda: HierarchicalGossip(base())
+
+
 SIZES = (1, 2, 3, 6)
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -135,22 +164,136 @@ class Trained:
         self.optimizer.model.scatter()
         return self
 
+    def loss(self) -> Tensor:
+        return ((self.model(self.inputs) - self.targets) ** 2).mean()
+
     def step(self) -> float:
         self.optimizer.zero_grad()
-        loss = ((self.model(self.inputs) - self.targets) ** 2).mean()
+        loss = self.loss()
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())
 
-    def only_gossip(self) -> None:
-        """A step without a gradient."""
-        self.optimizer.zero_grad()
-        self.optimizer.step()
+    def steps(self, number: int) -> list[float]:
+        """The losses before them."""
+        return [self.step() for _ in range(number)]
+
+    def only_gossip(self, steps: int = 1) -> None:
+        """Steps without a gradient."""
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.optimizer.step()
+
+    def finish(self) -> Tensor:
+        """The model once no message is in flight."""
+        self.optimizer.synchronize_messages()
+        return self.z.clone()
+
+    def state(self) -> Any:
+        return copy.deepcopy(self.optimizer.compression_state_dict())
+
+    def resume(self, state: Any) -> "Trained":
+        self.optimizer.load_compression_state_dict(state)
+        return self
 
     def biased_parameters(self) -> Tensor:
         self.optimizer.method.flush()
         return self.optimizer.method.biased_parameters().double()
 
 
-def on(size: int, body: Callable[[LockstepTransport], Any]) -> list[Any]:
-    return LockstepWorld(size).run(body)
+def on(size: int, body: Callable[[LockstepTransport], Any], local_size: int | None = None) -> list[Any]:
+    return LockstepWorld(size, local_size).run(body)
+
+
+def after(steps: int, make: Callable[[], Gossip], size: int, local_size: int | None = None) -> list[Tensor]:
+    """Every rank's model after so many steps, and once no message is in flight."""
+
+    def body(transport: LockstepTransport) -> Tensor:
+        own = Trained(transport, make())
+        own.steps(steps)
+        return own.finish()
+
+    return on(size, body, local_size)
+
+
+def losses(
+    steps: int, make: Callable[[], Gossip], size: int, local_size: int | None = None
+) -> tuple[float, float]:
+    """The first and the last, as means over ranks."""
+    found = on(size, lambda transport: Trained(transport, make()).steps(steps), local_size)
+    return mean([of_rank[0] for of_rank in found]), mean([of_rank[-1] for of_rank in found])
+
+
+def after_joint_steps(steps: int, size: int) -> Tensor:
+    """The model after SGD with momentum on the mean of all ranks' losses."""
+    ranks = on(size, lambda transport: Trained(transport, OuterSteps(100)))
+    one = ranks[0]
+    optimizer = momentum(one.model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum(((one.model(r.inputs) - r.targets) ** 2).mean() for r in ranks).div(size).backward()
+        optimizer.step()
+    return one.z
+
+
+def mean(parts: Sequence[Any]) -> Any:
+    return sum(parts) / len(parts)
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    return max(off(x, y) for x, y in zip(a, b, strict=True))
+
+
+def check_that_a_saved_state_goes_on(
+    make: Callable[[LockstepTransport], Trained], size: int, steps: int, stop: int, local_size: int | None = None
+) -> None:
+    """As a run that was not stopped, bit for bit."""
+
+    def body(transport: LockstepTransport, stops: bool) -> Tensor:
+        own = make(transport)
+        for step in range(steps):
+            own.optimizer.begin_epoch(step // 5)
+            if step == stop:
+                state = own.state()
+                if stops:
+                    own.optimizer.close()
+                    own = make(transport).scatter(3).resume(state)
+                    own.optimizer.begin_epoch(step // 5)
+            own.step()
+        return own.finish()
+
+    straight, stopped = (on(size, partial(body, stops=stops), local_size) for stops in (False, True))
+    assert same(straight, stopped)
+
+
+def check_that_means_stay(
+    make: Callable[[LockstepTransport], Trained], seen: Callable[[Trained], list[Tensor]], steps: int, new: int
+) -> list[Tensor]:
+    """The means of what is seen of 4 ranks, and of new ones that go on from their states. Returns later models."""
+
+    def before(transport: LockstepTransport) -> tuple[Any, list[Tensor]]:
+        own = make(transport)
+        own.steps(steps)
+        found = seen(own)
+        return own.state(), found
+
+    states, wanted = zip(*on(4, before), strict=True)
+
+    def resumed(transport: LockstepTransport) -> tuple[list[Tensor], Tensor]:
+        own = make(transport).resume(redistribute(states, new)[transport.rank])
+        loaded = seen(own)
+        own.steps(2)
+        return loaded, own.finish()
+
+    found, models = zip(*on(new, resumed), strict=True)
+    for of_new, of_old in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
+        assert off(mean(of_new).double(), mean(of_old).double()) < 1e-6
+    return list(models)

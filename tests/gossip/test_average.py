@@ -1,5 +1,6 @@
 """Averages by gossip: sums are preserved and the mean is reached, exactly where theory predicts it."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def averaged(average: Any, own: Any, rounds: Any, topology: Any, mixing: Any = u
     return world.converse("average", conversations), world.meters
 
 
-def product(topology: Any, mixing: Any, rounds: Any) -> Any:
+def mixed(topology: Any, mixing: Any, rounds: Any) -> Any:
     """The product of the mixing matrices of the first `rounds` rounds."""
     P = torch.eye(topology.size, dtype=torch.float64)
     for t in range(rounds):
@@ -33,24 +34,31 @@ def product(topology: Any, mixing: Any, rounds: Any) -> Any:
     return P
 
 
+def check_rounds(own: Any, topologies: Any) -> Any:
+    """Rounds of push-sum with one topology after another keep both sums. Returns the states after them."""
+    size = len(own)
+    states = [initial_state(x) for x in own]
+    for t, topology in enumerate(topologies):
+        rounds = [push_sum_round(s, r, t, topology) for r, s in enumerate(states)]
+        states = LockstepWorld(size).converse("round", rounds)
+    torch.testing.assert_close(sum(s.x for s in states), sum(own), rtol=0, atol=1e-12)
+    assert float(sum(s.w for s in states)) == pytest.approx(size, abs=1e-12)
+    return states
+
+
 @at_every_size(ROWS, SIZES)
 def test_a_round_preserves_sums_and_equals_the_mixing_matrix(row: Any, size: Any) -> None:
     topology, own = row.make(size), values(size, shape=(3,))
-    states = [initial_state(x) for x in own]
-    for t in range(4):
-        world = LockstepWorld(size)
-        states = world.converse("round", [push_sum_round(s, r, t, topology) for r, s in enumerate(states)])
-    P = product(topology, uniform, 4)
+    states = check_rounds(own, [topology] * 4)
+    P = mixed(topology, uniform, 4)
     torch.testing.assert_close(torch.stack([s.x for s in states]), P @ torch.stack(own))
     torch.testing.assert_close(torch.stack([s.w for s in states]), P.sum(1))
-    torch.testing.assert_close(sum(s.x for s in states), sum(own), rtol=0, atol=1e-12)
-    assert float(sum(s.w for s in states)) == pytest.approx(size, abs=1e-12)
 
 
 def long_product(topology: Any, mixing: Any) -> Any:
     """The product of about 100 rounds per rank."""
     periods = -(-100 * topology.size // topology.period)
-    return torch.linalg.matrix_power(product(topology, mixing, topology.period), periods)
+    return torch.linalg.matrix_power(mixed(topology, mixing, topology.period), periods)
 
 
 @at_every_size(ROWS, SIZES)
@@ -68,10 +76,9 @@ def test_symmetric_graphs_converge_to_the_mean_without_weights(row: Any, size: A
 
 
 def test_push_pull_is_push_sum_where_weights_stay_one() -> None:
-    topology, own = gossip.ring(5, 2), values(5)
-    assert averaged(push_pull_average, own, 7, topology)[0][3].allclose(
-        averaged(push_sum_average, own, 7, topology)[0][3], rtol=0, atol=1e-12
-    )
+    averages = (push_pull_average, push_sum_average)
+    pull, push = (averaged(average, values(5), 7, gossip.ring(5, 2))[0][3] for average in averages)
+    assert pull.allclose(push, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("power", range(1, 7))
@@ -98,13 +105,7 @@ def test_one_round_of_all_is_the_mean(size: Any) -> None:
 def test_a_change_of_peers_at_a_boundary_of_rounds_keeps_the_mean() -> None:
     """Two peers, one peer, and so on: shares and edges change together."""
     own = values(9)
-    states = [initial_state(x) for x in own]
-    for t, topology in enumerate([gossip.n_peer_exponential(9, 2), gossip.n_peer_exponential(9)] * 30):
-        world = LockstepWorld(9)
-        states = world.converse("round", [push_sum_round(s, r, t, topology) for r, s in enumerate(states)])
-    torch.testing.assert_close(sum(s.x for s in states), sum(own), rtol=0, atol=1e-12)
-    assert float(sum(s.w for s in states)) == pytest.approx(9, abs=1e-12)
-    for state in states:
+    for state in check_rounds(own, [gossip.n_peer_exponential(9, 2), gossip.n_peer_exponential(9)] * 30):
         torch.testing.assert_close(state.z, sum(own) / 9, rtol=0, atol=1e-3)
 
 
@@ -121,11 +122,10 @@ def test_dtypes_shapes_and_unchanged_inputs(dtype: Any) -> None:
     assert float(single) == 2.5
 
 
-@pytest.mark.parametrize("average", [push_sum_average, push_pull_average])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_integers_are_refused(average: Any, dtype: Any) -> None:
-    with pytest.raises(ValueError, match=f"floating-point numbers, not {dtype}"):
-        averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
+def test_integers_are_refused() -> None:
+    for average, dtype in product((push_sum_average, push_pull_average), (torch.int64, torch.bool)):
+        with pytest.raises(ValueError, match=f"floating-point numbers, not {dtype}"):
+            averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
 
 
 def test_bytes_are_those_of_the_peers() -> None:

@@ -7,10 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from laws.exchanges import EXCHANGES
-from laws.quantized import QUANTIZED
-from laws.table import TABLE as OTHERS
-from laws.table import Row
+from laws.table import DEFINITIONS, TABLE, Row
 from noise import Noisy, flip, places
 
 from dgc.comm.collectives import MachineRank
@@ -25,9 +22,8 @@ SHAPES = ((24, 25), (3, 3), (1,), (400,))
 LIKE = [torch.zeros(shape, dtype=torch.float32) for shape in SHAPES]
 SIZE = 3
 # 2 ranks gather codes where 3 reduce them
-CASES = [(row, SIZE) for row in (*OTHERS, *EXCHANGES, *QUANTIZED)] + [
-    (row, 2) for row in QUANTIZED if row.name in ("2bit", "1bit", "dense-values-fp16")
-]
+CASES = [(row, SIZE) for row in TABLE if row not in DEFINITIONS]
+CASES += [(row, 2) for row in TABLE if row.name in ("2bit", "1bit", "dense-values-fp16")]
 
 
 def step(make: Callable[[], Compressor], world: LockstepWorld) -> None:
@@ -56,7 +52,7 @@ def test_every_method_notices_a_flipped_bit(row: Row, size: int) -> None:
     assert unnoticed(row.make, "rank 1 sent bucket bucket with a wrong checksum", size) == []
 
 
-@pytest.mark.parametrize("row", [row for row in QUANTIZED if row.name in ("double-squeeze", "2bit", "random-k")])
+@pytest.mark.parametrize("row", [row for row in TABLE if row.name in ("double-squeeze", "2bit", "random-k")])
 def test_two_levels_notice_a_flipped_bit(row: Row) -> None:
     """Rank 1 is on machine 0. Errors between machines name the machine, those inside it the local rank."""
     places = iter([MachineRank(machine, 2, rank, 2) for _ in range(1000) for machine in (0, 1) for rank in (0, 1)])

@@ -1,4 +1,4 @@
-"""The laws: what every compressor keeps, in lockstep at 1, 2, 3 and 5 ranks."""
+"""The laws: what every compressor keeps, in lockstep at 1, 2, 3 and 5 ranks, and exchanges at 4 and 8."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from laws.definitions import DEFINITIONS
-from laws.exchanges import EXCHANGES
-from laws.quantized import QUANTIZED
-from laws.table import TABLE as OTHERS
-from laws.table import Row
+from laws.table import EXCHANGES, TABLE, Row
 from torch import Tensor
 
 from dgc.compression import Compressor, DenseCompressor
 from dgc.testing import (
     LIKE,
+    ROUNDING,
     SHAPES,
     Fleet,
     check_dropped_step,
@@ -26,8 +23,6 @@ from dgc.testing import (
     flat,
     gradients,
 )
-
-TABLE = [*OTHERS, *EXCHANGES, *QUANTIZED, *DEFINITIONS]
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 # 2 ranks gather codes where more reduce them; 3 are the fewest for which the order of a sum matters
@@ -125,21 +120,21 @@ def test_smallest_buckets(row: Row) -> None:
             assert bool(torch.isfinite(mean).all())
 
 
+def normal(shape: Any, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("row", [row for row in TABLE if not row.by_shape], ids=lambda row: row.name)
 def test_layout_of_the_gradient_plays_no_part(row: Row) -> None:
     """channels_last and transposed parameters: the same elements, in the parameter's own order of memory."""
     plain = torch.zeros(4, 6, 5, 3, dtype=torch.float32)
     for like in (plain.to(memory_format=torch.channels_last), plain.permute(3, 0, 2, 1)):
-        fleet = Fleet(row.make, 2, [like])
-        same_memory = like.permute(sorted(range(4), key=like.stride, reverse=True))
-        reference = Fleet(row.make, 2, [same_memory])
+        order = sorted(range(4), key=like.stride, reverse=True)
+        fleet, reference = Fleet(row.make, 2, [like]), Fleet(row.make, 2, [like.permute(order)])
         for step in range(3):
-            seeds = [torch.Generator().manual_seed(step + r) for r in range(2)]
-            own = [torch.randn(like.shape, generator=seed, dtype=torch.float32) for seed in seeds]
-            order = sorted(range(4), key=like.stride, reverse=True)
+            own = [normal(like.shape, step + r) for r in range(2)]
             mean = fleet.step([[g] for g in own])[0]
-            expected = reference.step([[g.permute(order)] for g in own])[0]
-            assert torch.equal(mean, expected)
+            assert torch.equal(mean, reference.step([[g.permute(order)] for g in own])[0])
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.by_shape], ids=lambda row: row.name)
@@ -151,10 +146,8 @@ def test_order_in_memory_plays_no_part(row: Row) -> None:
     for like in (*other, torch.zeros(5, 3, 6, 8, dtype=torch.float32).permute(3, 2, 0, 1)):
         fleet, reference = Fleet(row.make, 2, [like]), Fleet(row.make, 2, [plain])
         for step in range(3):
-            seeds = [torch.Generator().manual_seed(9 * step + r) for r in range(2)]
-            own = [torch.randn(plain.shape, generator=seed, dtype=torch.float32) for seed in seeds]
-            mean = fleet.step([[g] for g in own])[0]
-            expected = reference.step([[g] for g in own])[0].view(plain.shape)
+            own = [[normal(plain.shape, 9 * step + r)] for r in range(2)]
+            mean, expected = fleet.step(own)[0], reference.step(own)[0].view(plain.shape)
             found = fleet.buckets[0].segments[0].of(mean)
             torch.testing.assert_close(found, expected, rtol=0, atol=max(1e-4, 4 * row.tolerance))
 
@@ -171,6 +164,10 @@ def test_half_precision_gradients(row: Row) -> None:
         assert all(e.dtype == torch.float32 for c in fleet.states for e in c.errors()), dtype
 
 
+def named(tensor: int, rank: int) -> str:
+    return f"the gradient of p{tensor} on rank {rank} has NaN or inf, or is 2**64 or more"
+
+
 @every_row
 def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row) -> None:
     for size, bad in ((1, float("nan")), (2, -float("inf")), (3, float("nan"))):
@@ -179,10 +176,8 @@ def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row) -> None:
             own = [gradients(rank, 0) for rank in range(size)]
             own[size - 1][2][1, 2, 3] = bad
             fleet.step(own)
-            named = f"the gradient of p2 on rank {size - 1} has NaN or inf, or is 2**64 or more"
-            assert fleet.nonfinite == [named] * size
-            for error in fleet.errors():
-                assert bool(torch.isfinite(error).all())
+            assert fleet.nonfinite == [named(2, size - 1)] * size
+            assert all(bool(torch.isfinite(error).all()) for error in fleet.errors())
             mean = fleet.step([gradients(rank, 1) for rank in range(size)])[0]
             assert fleet.nonfinite == [None] * size and bool(torch.isfinite(mean).all())
 
@@ -205,7 +200,7 @@ def test_metered_bytes_are_the_formula_s(row: Row) -> None:
         for step in range(2):
             fleet.step([gradients(rank, step) for rank in range(size)])
         for rank, (meter, bucket) in enumerate(zip(fleet.world.meters, fleet.buckets, strict=True)):
-            assert meter.payload_bytes == 2 * row.payload_bytes(bucket, size, rank), (size, rank)
+            assert meter.payload_bytes == 2 * row.payload(bucket, size, rank), (size, rank)
 
 
 @every_row
@@ -240,3 +235,54 @@ def test_converges_on_a_quadratic(row: Row) -> None:
             part -= lr * change.view(part.shape)
     share = row.left or (0.4 if row.momentum else 0.1)
     assert float((flat(x) - best).norm()) < share * float(best.norm())
+
+
+# --- gradients near the end of fp32's range: dropped like NaN, or a finite mean; never an exception ------
+
+
+@every_row
+def test_enormous_gradients_leave_no_trace(row: Row) -> None:
+    size = 3
+    for make, (huge, who) in product(filter(None, (row.make, row.dense_limit)), ((3e38, [1]), (-3e38, [0, 1, 2]))):
+        fleet = Fleet(make, size)
+        fleet.step([gradients(rank, 0) for rank in range(size)])
+        for step in range(1, 3):
+            own = [gradients(rank, step) for rank in range(size)]
+            before = fleet.errors()
+            for rank in who:
+                own[rank][0].fill_(huge)
+                own[rank][2][1, 2, 3] = own[rank][4][7:90] = huge
+            mean = fleet.step(own)[0]
+            (nonfinite,) = set(fleet.nonfinite)
+            assert nonfinite is not None or bool(torch.isfinite(mean).all())
+            if row.keeps:
+                assert nonfinite is not None and f"gradient of p0 on rank {who[0]} " in nonfinite
+                for old, new, given in zip(before, fleet.errors(), own, strict=True):
+                    counted = torch.cat([torch.where(g.abs() < 1e38, g, 0.0).view(-1) for g in given])
+                    assert torch.equal(new.float(), old.float() + counted)
+            assert all(bool(torch.isfinite(error).all()) for error in fleet.errors())
+        for step in range(3, 5):
+            means = fleet.step([gradients(rank, step) for rank in range(size)])
+            assert fleet.nonfinite == [None] * size
+            assert bool(torch.isfinite(means[0]).all()) and bool(means[0].any())
+            assert all(torch.equal(means[0], mean) for mean in means)
+        assert all(float(error.abs().max()) < 1e3 for error in fleet.errors())
+
+
+# --- exchanges whose way depends on the number of ranks ---------------------------------------------------
+
+
+@pytest.mark.parametrize("row", EXCHANGES, ids=lambda row: row.name)
+@pytest.mark.parametrize("size", [4, 8, pytest.param(16, marks=pytest.mark.proof)])
+def test_further_numbers_of_ranks_keep_the_laws(row: Row, size: int) -> None:
+    check_replicas(row.make, size)
+    check_state(row.make, size)
+    check_dropped_step(row.make, size, row.conserves)
+    if row.conserves:  # a sum of more ranks is rounded more often
+        check_nothing_lost(row.make, size, ROUNDING * size / 4)
+    fleet = Fleet(row.make, size)  # NaN, also in a tensor of a single element, of which most ranks have no part
+    for tensor, culprit in ((3, 0), (1, size - 1), (4, size // 2)):
+        own = [gradients(rank, tensor) for rank in range(size)]
+        own[culprit][tensor].view(-1)[-1] = float("nan")
+        fleet.step(own)
+        assert fleet.nonfinite == [named(tensor, culprit)] * size

@@ -1,5 +1,6 @@
 """dgc.testing finds each broken law by name, in a compressor that breaks only this one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +18,15 @@ class Whole(RandomKCompressor):
         super().__init__(0.5)
 
 
-class OwnMean(Whole):
-    def exchange(self, bucket: Any, state: Any, v: Any, first_nonfinite: Any) -> Any:
-        mean, kept, numbers = yield from super().exchange(bucket, state, v, first_nonfinite)
-        return mean + 1e-6 * state.rank, kept, numbers
+def broken(change: Callable[..., Any]) -> type[Whole]:
+    """What an exchange returns changes."""
 
+    class Broken(Whole):
+        def exchange(self, bucket: Any, state: Any, v: Any, first_nonfinite: Any) -> Any:
+            mean, kept, numbers = yield from super().exchange(bucket, state, v, first_nonfinite)
+            return change(state.rank, mean, kept, numbers)
 
-class Forgets(Whole):
-    def exchange(self, bucket: Any, state: Any, v: Any, first_nonfinite: Any) -> Any:
-        mean, kept, numbers = yield from super().exchange(bucket, state, v, first_nonfinite)
-        return mean, 0.999 * kept, numbers
+    return Broken
 
 
 class Restarted(State):
@@ -45,12 +45,6 @@ class KeepsDropped(Whole):
         return replace(reduced, dropped=reduced.state)
 
 
-class Silent(Whole):
-    def exchange(self, bucket: Any, state: Any, v: Any, first_nonfinite: Any) -> Any:
-        mean, kept, numbers = yield from super().exchange(bucket, state, v, first_nonfinite)
-        return mean, kept, [0] * len(numbers)
-
-
 def test_a_correct_compressor_passes() -> None:
     check_compressor(Whole)
 
@@ -58,11 +52,11 @@ def test_a_correct_compressor_passes() -> None:
 @pytest.mark.parametrize(
     ("make", "law"),
     [
-        (OwnMean, "equal replicas"),
-        (Forgets, "nothing lost"),
+        (broken(lambda rank, mean, kept, numbers: (mean + 1e-6 * rank, kept, numbers)), "equal replicas"),
+        (broken(lambda rank, mean, kept, numbers: (mean, 0.999 * kept, numbers)), "nothing lost"),
         (Restarts, "state"),
         (KeepsDropped, "dropped steps: what was sent"),
-        (Silent, "dropped steps: .* are reported"),
+        (broken(lambda rank, mean, kept, numbers: (mean, kept, [0] * len(numbers))), "dropped steps: .* reported"),
     ],
 )
 def test_a_broken_law_is_named(make: type, law: str) -> None:

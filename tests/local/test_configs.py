@@ -1,6 +1,5 @@
-"""Every file of configs/local: what it builds, and that it trains."""
+"""Every file of configs/local: what it builds, and when it exchanges."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +7,12 @@ import pytest
 import torch
 from gossip.networks import Trained, on
 
-import train
-from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import HierarchicalGossip
 from dgc.local import OuterSteps
 from dgc.memory import ResidualMemory
 from dgc.selection import TopKPerChunk
 from dgc.wire import RiceIndices, TwoBitValues
 from dgc_training.config import ConfigError, instantiate, load
-from dgc_training.startup.arguments import parse_arguments
-from dgc_training.startup.setup import require_complete
 
 CNN = "configs/digits/cnn.py"
 FOLDER = Path(__file__).parents[2] / "configs" / "local"
@@ -37,8 +32,7 @@ def test_a_file_exchanges_after_its_steps(name: str, before: list[str]) -> None:
 
     def body(transport: Any) -> Any:
         own = Trained(transport, instantiate(tree.train.local))
-        for _ in range(4 + own.algorithm.delay):
-            own.step()
+        own.steps(4 + own.algorithm.delay)
         sent = own.optimizer.meter.payload_bytes
         own.optimizer.synchronize_messages()
         with own.optimizer.consensus():
@@ -68,16 +62,3 @@ def test_gossip_between_exchanges_and_islands() -> None:
     assert islands.base.average_every == 30
     with pytest.raises(ConfigError, match="train.compression._target_"):
         load([CNN, "configs/powersgd/rank2.py", "configs/local/diloco.py"])
-
-
-def test_a_run_of_the_trainer(tmp_path: Path) -> None:
-    words = ["--configs", CNN, "configs/local/sparseloco.py", "--devices", "cpu"]
-    words += ["--run-dir", str(tmp_path / "run")]
-    words += ["--configs.train.local.average_every=2", "--configs.train.num_epochs=1", "--configs.model.width=8"]
-    words += ["--configs.train.batch_size=180", "--configs.train.warmup_lr_epochs=0"]
-    args, overrides = parse_arguments([*words, "--configs.data.num_threads_per_worker=1"])
-    tree = load(args.configs, overrides)
-    require_complete(tree, args.devices)
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert 0 < summary["wire_over_dense"] < 0.05

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import IN_TWO_PARTS, Trained, on, top_k
+from gossip.networks import IN_TWO_PARTS, Trained, on, same, top_k
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import FP16Compressor, PowerSGDCompressor, QSGDCompressor, RandomKCompressor
@@ -41,16 +41,14 @@ def test_a_state_loaded_at_any_position_goes_on_bit_for_bit(name: str) -> None:
             models.append(own.z.clone())
         for position in range(PERIOD):
             other = Trained(transport, STREAMING[name]()).scatter(3)
-            for _ in range(PERIOD + position):
-                other.step()
+            other.steps(PERIOD + position)
             for step, state in saved:  # the next state is loaded at another position
                 other.optimizer.load_compression_state_dict(copy.deepcopy(state))
                 found = []
                 for _ in range(PERIOD + 1):
                     other.step()
                     found.append(other.z.clone())
-                expected = models[step : step + PERIOD + 1]
-                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (position, step)
+                assert same(found, models[step : step + PERIOD + 1]), (position, step)
 
     LockstepWorld(2, 1).run(body)
 
@@ -63,11 +61,8 @@ def zero_one(transport: Any) -> Trained:
 
 
 DRIFTING: dict[str, tuple[Callable[[Any], Trained], str]] = {
-    "slowmo": (lambda transport: Trained(transport, OuterSteps(4, outer=SlowMo())), "lr"),
-    "slowmo, streaming": (
-        lambda transport: Trained(transport, OuterSteps(6, outer=SlowMo(), **IN_TWO_PARTS, delay=2)),
-        "lr",
-    ),
+    "slowmo": (lambda t: Trained(t, OuterSteps(4, outer=SlowMo())), "lr"),
+    "streaming": (lambda t: Trained(t, OuterSteps(6, outer=SlowMo(), **IN_TWO_PARTS, delay=2)), "lr"),
     "0/1 adam": (zero_one, r"param_groups\[0\]\['lr'\]"),
 }
 
@@ -79,18 +74,16 @@ def test_a_learning_rate_that_drifts_on_one_rank_is_an_error_of_every_rank(name:
 
     def body(transport: Any) -> None:
         own = make(transport)
-        for _ in range(8):
-            own.step()
+        own.steps(8)
         before = own.optimizer.param_groups[0]["lr"]
         if transport.rank == 1:
             own.optimizer.param_groups[0]["lr"] = before / 10
-        words = rf"{path} is {before} on rank 0 and {before / 10} on rank 1: .*Plateau"
-        with pytest.raises(ValueError, match=words):
-            for _ in range(8):
-                own.step()
+        with pytest.raises(
+            ValueError, match=rf"{path} is {before} on rank 0 and {before / 10} on rank 1: .*Plateau"
+        ):
+            own.steps(8)
         with pytest.raises(RuntimeError, match=f"ended with an exception.*{path} is {before}.*checkpoint"):
-            for _ in range(8):
-                own.step()
+            own.steps(8)
 
     on(3, body)
 
@@ -104,16 +97,15 @@ def test_ranks_may_have_their_own_learning_rate_if_no_outer_step_reads_it(outer:
             own.step()
         return own.z.clone()
 
-    first, second = on(2, body)
-    assert torch.equal(first, second)
+    assert torch.equal(*on(2, body))
 
 
 ORDERS: dict[str, Callable[[Any], Trained]] = {
-    "local sgd": lambda transport: Trained(transport, OuterSteps(2, compression=top_k())),
-    "streaming": lambda transport: Trained(transport, OuterSteps(2, delay=1, alpha=0.5)),
+    "local sgd": lambda t: Trained(t, OuterSteps(2, compression=top_k())),
+    "streaming": lambda t: Trained(t, OuterSteps(2, delay=1, alpha=0.5)),
     "0/1 adam": zero_one,
-    "one streaming": lambda transport: Trained(transport, OuterSteps(2, delay=streams(transport), alpha=0.5)),
-    "islands": lambda transport: Trained(transport, HierarchicalGossip(OuterSteps(2, compression=top_k()))),
+    "one streaming": lambda t: Trained(t, OuterSteps(2, delay=streams(t), alpha=0.5)),
+    "islands": lambda t: Trained(t, HierarchicalGossip(OuterSteps(2, compression=top_k()))),
 }
 
 

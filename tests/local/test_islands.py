@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import IN_TWO_PARTS, Trained, on, top_k
-from local.test_outer_steps import COMPRESSIONS, errors, mean, named, recorded, two_bits, z0_of
+from gossip.networks import IN_TWO_PARTS, Trained, mean, on, same, top_k
+from local.test_outer_steps import (
+    COMPRESSIONS,
+    check_that_nothing_is_lost,
+    errors,
+    named,
+    recorded,
+    two_bits,
+    z0_of,
+)
 from simulated import train_on
 
 from dgc.comm.lockstep import LockstepWorld
@@ -44,10 +52,27 @@ def resume(own: Trained, transport: Any, directory: Path) -> Any:
     return loaded
 
 
-def run_on(own: Trained, steps: int) -> Trained:
-    for _ in range(steps):
-        own.step()
+def trained(transport: Any, algorithm: Any = None, steps: int = 0) -> Trained:
+    own = Trained(transport, algorithm or OuterSteps(2, compression=top_k()))
+    own.steps(steps)
     return own
+
+
+def seen(own: Trained) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Errors, model, and what this rank exchanges of the model and of the last common one."""
+    outer = getattr(own.algorithm, "base", None) or own.algorithm
+    z0 = torch.cat([outer.exchange.state_dict()["z0"][s.name].view(-1) for s in outer.model.segments])
+    return [error.clone() for error in own.algorithm.errors()], own.z.clone(), outer.z.clone(), z0
+
+
+def check_who_continues(found: Any, old: Any, continues: Any) -> None:
+    """Who goes on from an old rank has its model and error. Who joins has the common model and no error."""
+    for own, (unsent, z, part, z0) in zip(continues, found, strict=True):
+        assert any(bool(error.any()) for error in unsent) == (own is not None)
+        if own is None:
+            assert torch.equal(part, z0)
+        else:
+            assert same(unsent, old[own][0]) and torch.equal(z, old[own][1])
 
 
 @pytest.mark.parametrize("name", WITH_ERRORS)
@@ -55,75 +80,58 @@ def run_on(own: Trained, steps: int) -> Trained:
 def test_others_keep_their_state_and_who_joins_has_the_common_model(tmp_path: Path, name: str, new: int) -> None:
     """In the middle of local steps, with an exchange in flight."""
 
-    def make() -> OuterSteps:
-        return OuterSteps(6, None, Nesterov(), COMPRESSIONS[name](), **IN_TWO_PARTS, delay=2)
+    def make(transport: Any, steps: int = 0) -> Trained:
+        outer = OuterSteps(6, None, Nesterov(), COMPRESSIONS[name](), **IN_TWO_PARTS, delay=2)
+        return trained(transport, outer, steps)
 
     def before(transport: Any) -> Any:
-        own = run_on(Trained(transport, make()), 10)
+        own = make(transport, 10)
         save(own, transport, tmp_path)
-        return errors(own), own.z.clone(), z0_of(own)
+        return seen(own)
 
-    def after(transport: Any) -> Any:
-        own = Trained(transport, make())
-        loaded = resume(own, transport, tmp_path)
-        found = errors(own), own.z.clone(), named(own, own.z)
-        return *found, loaded, run_on(own, 4).z.clone()[:63]
+    def resumed(transport: Any) -> Any:
+        own = make(transport)
+        islands, found = resume(own, transport, tmp_path).islands, seen(own)
+        own.steps(4)
+        return islands, found, own.z.clone()[:63]
 
-    old, found = on(4, before), on(new, after)
-    for rank, (unsent, z, tensors, loaded, end) in enumerate(found):
-        if rank < 4:
-            assert all(torch.equal(unsent[of], old[rank][0][of]) for of in unsent)
-            assert torch.equal(z, old[rank][1])
-        else:
-            assert not any(bool(error.any()) for error in unsent.values())
-            assert all(torch.equal(tensors[of], z0.double()) for of, z0 in old[0][2].items())
-        assert loaded.islands == Islands((0, 1, 2, 3, None, None)[:new], 4)
-        assert torch.equal(end, found[0][4])
+    old, (islands, found, ends) = on(4, before), zip(*on(new, resumed), strict=True)
+    continues = (0, 1, 2, 3, None, None)[:new]
+    assert list(islands) == [Islands(continues, 4)] * new
+    check_who_continues(found, old, continues)
+    assert all(torch.equal(z0, old[0][3]) for *_, z0 in found) and same(ends, [ends[0]] * new)
 
 
 @pytest.mark.parametrize("name", WITH_ERRORS)
 @pytest.mark.parametrize("new", [3, 5])
 def test_nothing_of_those_that_stay_is_lost(tmp_path: Path, name: str, new: int) -> None:
-    """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error, in the next exchange."""
+    def make() -> OuterSteps:
+        return OuterSteps(2, compression=COMPRESSIONS[name]())
 
-    def body(transport: Any, resumes: bool) -> Any:
-        own = Trained(transport, OuterSteps(2, compression=COMPRESSIONS[name]()))
-        if not resumes:
-            return save(run_on(own, 3), transport, tmp_path)
+    def body(transport: Any) -> Any:
+        own = trained(transport, make())
         resume(own, transport, tmp_path)
         z0, unsent, local = z0_of(own), errors(own), recorded(own)
         own.step()
         return z0, named(own, local[0]), unsent, named(own, own.z), errors(own)
 
-    on(4, partial(body, resumes=False))
-    found = on(new, partial(body, resumes=True))
-    for tensor, z0 in found[0][0].items():
-        d = mean([z0.double() - local[tensor] for _, local, *_ in found])
-        was, now = mean([f[2][tensor] for f in found]), mean([f[4][tensor] for f in found])
-        torch.testing.assert_close(d + was, z0.double() - found[0][3][tensor] + now, rtol=0, atol=2e-6)
+    on(4, lambda transport: save(trained(transport, make(), 3), transport, tmp_path))
+    check_that_nothing_is_lost(on(new, body))
 
 
 def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) -> None:
     """No disk is shared: the state comes from another rank."""
 
     def body(transport: Any, resumes: bool) -> Any:
-        own = Trained(transport, OuterSteps(2, compression=top_k()))
-        disk = tmp_path / f"disk{transport.rank}"
-        if not resumes:
-            save(run_on(own, 3), transport, disk)
-            return errors(own), own.z.clone()
-        loaded = resume(own, transport, disk)
-        return errors(own), own.z.clone(), loaded.own, (named(own, own.z), z0_of(own))
+        own, disk = trained(transport, steps=0 if resumes else 3), tmp_path / f"disk{transport.rank}"
+        loaded = (resume if resumes else save)(own, transport, disk)
+        return seen(own), loaded and "random" in loaded.own
 
-    old = on(3, partial(body, resumes=False))
+    old, _ = zip(*on(3, partial(body, resumes=False)), strict=True)
     (tmp_path / "disk1/e0001/rank1.pt").unlink()
-    found = on(3, partial(body, resumes=True))
-    assert all(torch.equal(found[r][0][of], old[r][0][of]) for r in (0, 2) for of in old[r][0])
-    assert all(torch.equal(found[r][1], old[r][1]) for r in (0, 2))
-    assert ["random" in part for _, _, part, _ in found] == [True, False, True]
-    assert not any(bool(error.any()) for error in found[1][0].values())
-    z, z0 = found[1][3]
-    assert all(torch.equal(z[of], z0[of].double()) for of in z0)
+    found, have_a_state = zip(*on(3, partial(body, resumes=True)), strict=True)
+    assert have_a_state == (True, False, True)
+    check_who_continues(found, old, (0, None, 2))
 
 
 @pytest.mark.parametrize("new", [2, 3])
@@ -133,43 +141,34 @@ def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
     def make(transport: Any) -> Trained:
         return Trained(transport, HierarchicalGossip(OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)))
 
-    def between(own: Trained) -> list[torch.Tensor]:
-        return [error.clone() for error in own.algorithm.errors()]
+    def momenta(own: Trained) -> list[torch.Tensor]:
+        return [state["momentum_buffer"].clone() for state in own.optimizer.inner.state.values()]
 
     def before(transport: Any) -> Any:
-        own = run_on(make(transport), 6)
+        own = make(transport)
+        own.steps(6)
         save(own, transport, tmp_path)
-        return between(own), own.z.clone(), own.optimizer.inner.state_dict()["state"]
+        return seen(own), momenta(own)
 
-    def after(transport: Any) -> Any:
+    def resumed(transport: Any) -> Any:
         own = make(transport)
         islands = resume(own, transport, tmp_path).islands
-        z0 = own.algorithm.base.exchange.state_dict()["z0"]
         own.optimizer.zero_grad()
-        found = between(own), own.z.clone(), copy.deepcopy(own.optimizer.inner.state_dict()["state"])
-        slices = own.algorithm.base.z.clone(), torch.cat([z0[s.name] for s in own.algorithm.base.model.segments])
-        run_on(own, 2).optimizer.synchronize_messages()
-        return *found, slices, islands, own.z.clone()
+        found = islands, seen(own), momenta(own)
+        own.steps(2)
+        return *found, own.finish()
 
-    old = LockstepWorld(6, 2).run(before)
+    old, old_momenta = zip(*on(6, before, 2), strict=True)
     if new == 3:
         (tmp_path / "e0001/rank3.pt").unlink()
-    found = LockstepWorld(2 * new, 2).run(after)
+    islands, found, found_momenta, ends = zip(*on(2 * new, resumed, 2), strict=True)
     continues = (0, 1, 2, 3) if new == 2 else (0, 1, None, None, 4, 5)
-    for rank, (unsent, z, state, (part, z0), islands, end) in enumerate(found):
-        assert islands == Islands(continues, 6)
-        own = continues[rank]
-        if own is not None:
-            assert all(torch.equal(a, b) for a, b in zip(unsent, old[own][0], strict=True)) and any(
-                bool(error.any()) for error in unsent
-            )
-            assert torch.equal(z, old[own][1])
-        else:
-            assert not any(bool(error.any()) for error in unsent)
-            assert torch.equal(part, z0)
-        giver = old[rank % 2 if own is None else own][2]
-        assert all(torch.equal(state[i]["momentum_buffer"], giver[i]["momentum_buffer"]) for i in giver)
-        assert torch.equal(z, found[rank // 2 * 2][1]) and torch.equal(end, found[0][5])
+    assert list(islands) == [Islands(continues, 6)] * (2 * new)
+    check_who_continues(found, old, continues)
+    assert same(ends, [ends[0]] * (2 * new))
+    for rank, own in enumerate(continues):
+        assert same(found_momenta[rank], old_momenta[rank % 2 if own is None else own])
+        assert torch.equal(found[rank][1], found[rank // 2 * 2][1])
     with pytest.raises(UsageError, match="islands of 2, 2, 2 ranks and cannot be resumed by islands of 1, 1"):
         LockstepWorld(2, 1).run(lambda transport: resume(make(transport), transport, tmp_path))
 
@@ -200,19 +199,18 @@ def test_which_rank_continues_which(
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    def body(transport: Any, resumes: bool) -> Any:
-        own = Trained(transport, OuterSteps(2, compression=top_k()))
-        return resume(own, transport, tmp_path) if resumes else save(own, transport, tmp_path)
+    def body(transport: Any, act: Any = resume) -> Any:
+        return act(trained(transport), transport, tmp_path)
 
-    on(2, partial(body, resumes=False))
+    on(2, partial(body, act=save))
     (tmp_path / "e0001/rank0.pt").write_bytes(b"damaged")
     for size in (2, 3):
         with pytest.raises(UsageError, match=r"is damaged: .*rank0.pt is not the file"):
-            on(size, partial(body, resumes=True))
+            on(size, body)
     for rank in range(2):
         (tmp_path / f"e0001/rank{rank}.pt").unlink()
     with pytest.raises(UsageError, match="is incomplete: no machine has the file of a rank"):
-        on(2, partial(body, resumes=True))
+        on(2, body)
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.proof)])
@@ -227,7 +225,7 @@ def test_islands_are_lost_and_return(kills: int) -> None:
             own.optimizer.load_compression_state_dict(copy.deepcopy(state), allow_other_rank=True)
             if joins:
                 own.optimizer.join()
-        unsent, losses = errors(own), [own.step() for _ in range(steps)]
+        unsent, losses = errors(own), own.steps(steps)
         return unsent, errors(own), own.optimizer.compression_state_dict(), losses[-1]
 
     draw, states = random.Random(0), None
@@ -273,7 +271,7 @@ def test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken(tmp_path:
     old_disk, others = tmp_path / "old", tmp_path / "others"
 
     def body(transport: Any, steps: int, disk: Path) -> Any:
-        own = run_on(Trained(transport, OuterSteps(2, compression=top_k())), steps)
+        own = trained(transport, steps=steps)
         save(own, transport, disk)
         return own.z.clone()
 
@@ -285,7 +283,7 @@ def test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken(tmp_path:
         shutil.copytree(old_disk if transport.rank == 1 else others, disk)
         for rank in {0, 1} - {{0: 0, 2: 1}.get(transport.rank, 1)}:
             (disk / f"e0001/rank{rank}.pt").unlink()
-        own = Trained(transport, OuterSteps(2, compression=top_k()))
+        own = trained(transport)
         return resume(own, transport, disk).islands.continues, own.z.clone()
 
     found = on(3, resumed)
@@ -336,6 +334,7 @@ def test_a_run_of_the_trainer_goes_on(tmp_path: Path) -> None:
     """On more ranks, with one file lost."""
     words = ["configs/local/sparseloco.py", "--configs.train.local.average_every=2"]
     run_trainer(tmp_path, 2, *words)
+    assert 0 < json.loads((tmp_path / "run/summary.json").read_text())["wire_over_dense"] < 0.05
     checkpoints = tmp_path / "run/checkpoints"
     (checkpoints / "latest.json").write_text(json.dumps({"checkpoint": "e0000s00003"}))
     (checkpoints / "e0000s00003/rank1.pt").unlink()

@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import IN_TWO_PARTS, Trained, adam, momentum, on, top_k
+from gossip.networks import (
+    IN_TWO_PARTS,
+    Trained,
+    adam,
+    after,
+    after_joint_steps,
+    check_that_means_stay,
+    losses,
+    mean,
+    of_machines,
+    off,
+    on,
+    same,
+    top_k,
+)
 from torch import Tensor
 
-from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
     DGCCompressor,
     PowerSGDCompressor,
@@ -22,7 +35,6 @@ from dgc.compression import (
     ScaledSignCompressor,
     SparseCompressor,
 )
-from dgc.engine.redistribute import redistribute
 from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.memory import DGCSGDMemory, ResidualMemory
@@ -51,14 +63,11 @@ COMPRESSIONS: dict[str, Callable[[], Any]] = {
 every_compression = pytest.mark.parametrize("make", COMPRESSIONS.values(), ids=COMPRESSIONS)
 
 
-class _Any:
-    """Values of any type where another one is annotated."""
-
-    def __getitem__(self, value: Any) -> Any:
-        return value
+def wrong(value: Any) -> Any:
+    """Where another type is annotated."""
+    return value
 
 
-ANY = _Any()
 SIZES = [*((name, size) for name in COMPRESSIONS for size in (1, 3)), ("2 bits", 64)]
 
 
@@ -76,14 +85,18 @@ def errors(own: Trained) -> dict[str, Tensor]:
     return found
 
 
-def mean(parts: Any) -> Any:
-    return sum(parts) / len(parts)
+def check_that_nothing_is_lost(found: Any) -> None:
+    """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error.
+
+    found: of each rank, z0, z before the exchange, the old error, z after it and the new error, by tensor.
+    """
+    for tensor, z0 in found[0][0].items():
+        _, local, old, now, new = (mean([of_rank[i][tensor].double() for of_rank in found]) for i in range(5))
+        torch.testing.assert_close(z0 - local + old, z0 - now + new, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
 def test_replicas_are_equal_and_nothing_is_lost(name: str, size: int) -> None:
-    """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error."""
-
     def body(transport: Any) -> Any:
         own = Trained(transport, OuterSteps(2, compression=COMPRESSIONS[name]()))
         found = []
@@ -97,11 +110,7 @@ def test_replicas_are_equal_and_nothing_is_lost(name: str, size: int) -> None:
         return found
 
     for step in zip(*on(size, body), strict=True):
-        z0 = step[0][0]
-        for tensor, z in z0.items():
-            d = mean([z - local[tensor] for _, local, *_ in step])
-            old, new = mean([s[2][tensor] for s in step]), mean([s[4][tensor] for s in step])
-            torch.testing.assert_close(d + old, z - step[0][3][tensor] + new, rtol=0, atol=2e-6)
+        check_that_nothing_is_lost(step)
         assert all(torch.equal(s[5], step[0][5]) for s in step)
 
 
@@ -112,7 +121,7 @@ def recorded(own: Trained) -> list[Tensor]:
 
     def step() -> None:
         inner()
-        models.append(own.z.clone())
+        models.append(own.z.double())
 
     own.optimizer.inner.step = step
     return models
@@ -129,10 +138,9 @@ def test_diloco_by_hand() -> None:
         own = Trained(transport, OuterSteps(3, outer=Nesterov(0.7, 0.9)))
         first, models, afters = own.z.double(), recorded(own), []
         for _ in range(3):
-            for _ in range(3):
-                own.step()
+            own.steps(3)
             afters.append(own.z.double())
-        return first, [z.double() for z in models[2::3]], afters
+        return first, models[2::3], afters
 
     found = on(4, body)
     z0, u = found[0][0], torch.zeros_like(found[0][0])
@@ -140,7 +148,7 @@ def test_diloco_by_hand() -> None:
         d = mean([z0 - locals_[i] for _, locals_, _ in found])
         u = 0.9 * u + d
         z0 = z0 - 0.7 * (d + 0.9 * u)
-        assert all(float((afters[i] - z0).abs().max()) < 1e-5 for *_, afters in found)
+        assert all(off(afters[i], z0) < 1e-5 for *_, afters in found)
 
 
 def test_the_outer_learning_rate_follows_its_schedule() -> None:
@@ -152,48 +160,26 @@ def test_the_outer_learning_rate_follows_its_schedule() -> None:
     def body(transport: Any) -> Any:
         own = Trained(transport, make())
         before, local = own.z.double(), recorded(own)
-        for _ in range(5):
-            own.step()
+        own.steps(5)
         state = copy.deepcopy(own.optimizer.compression_state_dict())
         own = Trained(transport, make())
         own.optimizer.load_compression_state_dict(state)
         own.step()
-        after = own.z.double()
-        more = recorded(own)
-        for _ in range(4):
-            own.step()
-        return before, [z.double() for z in local], after, [z.double() for z in more], own.z.double()
+        first, more = own.z.double(), recorded(own)
+        own.steps(4)
+        return before, local[3], first, more[1], own.z.double()
 
-    found = on(2, body)
-    (z0, *_), *_ = found
-    for locals_, ends, factor in (
-        ([f[1][3] for f in found], [f[2] for f in found], 0.64),
-        ([f[3][1] for f in found], [f[4] for f in found], 0.88),
-    ):
-        z0 = z0 - 0.5 * factor * mean([z0 - z for z in locals_])
-        assert all(float((end - z0).abs().max()) < 1e-5 for end in ends)
-
-
-@pytest.mark.parametrize("make", [top_k, two_bits, lambda: PowerSGDCompressor(rank=2), ScaledSignCompressor])
-def test_compressed_local_sgd_learns(make: Any) -> None:
-    def body(transport: Any, algorithm: Any) -> Any:
-        own = Trained(transport, algorithm)
-        losses = [own.step() for _ in range(60)]
-        return losses[0], losses[-1]
-
-    found = on(4, lambda t: body(t, OuterSteps(3, compression=make())))
-    assert mean([after for _, after in found]) < 0.35 * mean([before for before, _ in found])
+    (z0, *_), *_ = found = on(2, body)
+    for i, factor in ((1, 0.64), (3, 0.88)):
+        z0 = z0 - 0.5 * factor * mean([z0 - of_rank[i] for of_rank in found])
+        assert all(off(of_rank[i + 1], z0) < 1e-5 for of_rank in found)
 
 
 def test_outer_momentum_repeats_what_arrives_late() -> None:
     """The reason why SparseLoCo has none. Dense, the two end alike."""
 
     def loss(outer: Any, compression: Any) -> float:
-        def body(transport: Any) -> float:
-            own = Trained(transport, OuterSteps(12, outer=outer, compression=compression()))
-            return [own.step() for _ in range(120)][-1]
-
-        return float(mean(on(2, body)))
+        return losses(120, lambda: OuterSteps(12, outer=outer, compression=compression()), 2)[1]
 
     late = loss(Nesterov(), top_k)
     assert late > 2 * loss(None, top_k) and late > 10 * loss(Nesterov(), lambda: None)
@@ -201,23 +187,8 @@ def test_outer_momentum_repeats_what_arrives_late() -> None:
 
 def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
     """Averages of models after each step, with momentum of their own, are SGD on the mean gradient."""
-
-    def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(100, outer=Nesterov(), warmup_steps=12))
-        for _ in range(12):
-            own.step()
-        return own.z.clone()
-
-    models = on(3, body)
-    ranks = on(3, lambda transport: Trained(transport, OuterSteps(100)))
-    one = ranks[0]
-    optimizer = momentum(one.model.parameters())
-    for _ in range(12):
-        optimizer.zero_grad()
-        sum(((one.model(r.inputs) - r.targets) ** 2).mean() for r in ranks).div(3).backward()
-        optimizer.step()
-    assert all(torch.equal(z, models[0]) for z in models)
-    assert float((models[0] - one.z).abs().max()) < 1e-5
+    models = after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
+    assert same(models, [models[0]] * 3) and off(models[0], after_joint_steps(12, 3)) < 1e-5
 
 
 # --- fragments ------------------------------------------------------------------------------------
@@ -225,12 +196,11 @@ def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
 
 def test_a_step_sends_at_most_the_largest_fragment() -> None:
     def body(transport: Any, **options: Any) -> Any:
-        own = Trained(transport, OuterSteps(6, **options))
-        sent = [0]
+        own, sent = Trained(transport, OuterSteps(6, **options)), [0]
         for _ in range(13):
             own.step()
-            sent.append(own.optimizer.meter.payload_bytes)
-        return [after - before for before, after in zip(sent, sent[1:], strict=False)]
+            sent.append(own.optimizer.meter.payload_bytes - sum(sent))
+        return sent[1:]
 
     (whole,), (parts,) = on(1, body), on(1, partial(body, **IN_TWO_PARTS, delay=2))
     assert whole == [0, 0, 0, 0, 0, 4 * 93] * 2 + [0]
@@ -244,35 +214,13 @@ def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
     def body(transport: Any) -> Any:
         own = Trained(transport, OuterSteps(4, delay=2, alpha=0.25))
         local = recorded(own)
-        for _ in range(6):
-            own.step()
-        return [z.double() for z in local], own.z.double()
+        own.steps(6)
+        return local, own.z.double()
 
     found = on(3, body)
     z0 = mean([local[3] for local, _ in found])
     for local, z in found:
         torch.testing.assert_close(z, 0.25 * local[5] + 0.75 * z0, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("stop", [3, 4, 5, 7])
-def test_a_state_saved_in_flight_goes_on_bit_for_bit(stop: int) -> None:
-    def make() -> OuterSteps:
-        how: Any = {"compression": None, "alpha": 0.5} if stop == 4 else {"compression": top_k()}
-        return OuterSteps(6, outer=Nesterov(), **IN_TWO_PARTS, delay=2, **how)
-
-    def body(transport: Any, resumes: bool) -> Any:
-        own = Trained(transport, make())
-        for step in range(13):
-            if step == stop:
-                state = copy.deepcopy(own.optimizer.compression_state_dict())
-                if resumes:
-                    own = Trained(transport, make()).scatter(3)
-                    own.optimizer.load_compression_state_dict(state)
-            own.step()
-        return own.z.clone()
-
-    straight, stopped = on(3, lambda t: body(t, False)), on(3, lambda t: body(t, True))
-    assert all(torch.equal(a, b) for a, b in zip(straight, stopped, strict=True))
 
 
 # --- faults, other numbers of ranks ----------------------------------------------------------------
@@ -282,28 +230,25 @@ def test_a_state_saved_in_flight_goes_on_bit_for_bit(stop: int) -> None:
 def test_a_rank_that_diverges_drops_the_outer_step_of_all(make: Any) -> None:
     def body(transport: Any) -> Any:
         own = Trained(transport, OuterSteps(2, outer=Nesterov(), compression=make()))
-        for _ in range(2):
-            own.step()
+        own.steps(2)
         common = own.z.clone()
         own.step()
         if transport.rank == 1:
             own.optimizer.inner.step = lambda: own.z[7].fill_(float("nan"))
         own.step()
-        back = torch.equal(own.z, common)
+        assert torch.equal(own.z, common)
         if transport.rank == 1:
             del own.optimizer.inner.step
-        for _ in range(2):
-            own.step()
-        return back, own.optimizer.metrics(), own.z.clone()
+        own.steps(2)
+        assert own.optimizer.metrics()["dropped_outer_steps"] == 1.0
+        return own.z.clone()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = on(3, body)
-    assert all(back for back, *_ in found)
-    assert all(metrics["dropped_outer_steps"] == 1.0 for _, metrics, _ in found)
+        models = on(3, body)
     (warned,) = [str(w.message) for w in caught if "dropped_outer_steps" in str(w.message)]
     assert "0.weight on rank 1 has NaN or inf" in warned
-    assert all(bool(z.isfinite().all()) and torch.equal(z, found[0][2]) for *_, z in found)
+    assert bool(models[0].isfinite().all()) and same(models, [models[0]] * 3)
 
 
 @pytest.mark.parametrize("make", [top_k, two_bits, ScaledSignCompressor])
@@ -312,8 +257,7 @@ def test_what_a_dropped_exchange_has_sent_is_an_error_again(make: Any) -> None:
 
     def body(transport: Any) -> Any:
         own = Trained(transport, OuterSteps(2, compression=make()))
-        for _ in range(2):
-            own.step()
+        own.steps(2)
         old, z0, local = errors(own), named(own, own.z), recorded(own)
         inner = own.optimizer.inner.step
         own.optimizer.inner.step = lambda: (inner(), own.z[7].fill_(float("nan")))
@@ -336,71 +280,55 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
     def make() -> OuterSteps:
         return OuterSteps(6, None, Nesterov(), top_k(), **IN_TWO_PARTS, delay=2)
 
-    def before(transport: Any) -> Any:
-        own = Trained(transport, make())
-        for _ in range(10):  # the second exchange of the second fragment is in flight
-            own.step()
-        return copy.deepcopy(own.optimizer.compression_state_dict()), own.z.double(), errors(own)
+    def seen(own: Trained) -> list[Tensor]:
+        return [own.z.double(), *errors(own).values()]
 
-    states, models, old = zip(*on(4, before), strict=True)
-
-    def after(transport: Any) -> Any:
-        own = Trained(transport, make())
-        own.optimizer.load_compression_state_dict(redistribute(states, new)[transport.rank])
-        loaded = own.z.double(), errors(own)
-        for _ in range(8):
-            own.step()
-        return *loaded, own.z.clone()[:63]
-
-    loaded, found, ends = zip(*on(new, after), strict=True)
-    torch.testing.assert_close(mean(loaded), mean(models), rtol=0, atol=1e-6)
-    for name in old[0]:
-        torch.testing.assert_close(mean([e[name] for e in found]), mean([e[name] for e in old]), rtol=0, atol=1e-6)
-    assert all(bool(z.isfinite().all()) for z in ends)
+    # after 10 steps the second exchange of the second fragment is in flight
+    models = check_that_means_stay(lambda transport: Trained(transport, make()), seen, 10, new)
+    assert all(bool(z.isfinite().all()) for z in models)
 
 
 def test_islands_average_gradients_inside_and_exchange_between() -> None:
     """Machines of two ranks, as HierarchicalGossip's base: one z0 for all, exchanged in slices."""
+    make = of_machines(lambda: OuterSteps(3, compression=top_k()))
+    models, (first, last) = after(60, make, 6, 2), losses(60, make, 6, 2)
+    assert same(models, [models[0]] * 6) and last < 0.35 * first
 
-    def body(transport: Any) -> Any:
-        own = Trained(transport, HierarchicalGossip(OuterSteps(3, compression=top_k())))
-        losses = [own.step() for _ in range(60)]
-        own.optimizer.synchronize_messages()
-        return losses[0], losses[-1], own.z.clone()
 
-    found = LockstepWorld(6, 2).run(body)
-    assert all(torch.equal(z, found[0][2]) for *_, z in found)
-    assert mean([after for _, after, _ in found]) < 0.35 * mean([before for before, *_ in found])
+WRONG_STEPS = (0, 2.5, math.nan, True, "2")
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: OuterSteps(0), "at least 1 step"),
-        (lambda: OuterSteps(ANY[2.5]), "average_every must be a whole number of at least 1 step, not 2.5"),
-        (lambda: OuterSteps(ANY[math.nan]), "average_every must be a whole number of at least 1 step, not nan"),
-        (lambda: OuterSteps(ANY[True]), "average_every must be a whole number of at least 1 step, not True"),
-        (lambda: OuterSteps(ANY["2"]), "average_every must be a whole number of at least 1 step, not '2'"),
-        (lambda: OuterSteps(2, delay=ANY[0.5]), "delay must be a whole number of 0 steps or more, not 0.5"),
-        (lambda: OuterSteps(2, warmup_steps=ANY[None]), "warmup_steps must be a whole number of 0 steps or more"),
-        (lambda: OuterSteps(2, alpha=ANY["0"]), "alpha must be a number, not '0'"),
-        (lambda: OuterSteps(2, fragment_mb=ANY["1"]), "fragment_mb must be a number, or None for one fragment"),
-        (lambda: OuterSteps(2, bucket_mb=ANY["1"]), "bucket_mb must be a number, not '1'"),
-        (lambda: OuterSteps(2, ANY[Nesterov()]), "base must be a gossip algorithm such as"),
-        (lambda: OuterSteps(2, outer=ANY[Nesterov]), "outer must make an optimizer"),
-        (lambda: OuterSteps(2, outer=ANY[len]), "outer must return an optimizer of torch"),
-        (lambda: OuterSteps(2, outer_schedule=ANY[Ramp]), "outer_schedule must return a factor"),
-        (lambda: OuterSteps(2, outer_schedule=lambda step: math.nan), "outer_schedule returned nan at step 2: it"),
-        (lambda: OuterSteps(2, outer_schedule=lambda step: -1.0), "outer_schedule returned -1.0 at step 2: it"),
-        (lambda: OuterSteps(2, outer_schedule=ANY[lambda step: None]), "outer_schedule returned None at step 2"),
-        (lambda: Ramp(steps=ANY[2.5]), "steps must be a whole number of at least 1, not 2.5"),
+        *(
+            (lambda H=H: OuterSteps(wrong(H)), f"average_every must .* at least 1 step, not {H!r}")
+            for H in WRONG_STEPS
+        ),
+        (lambda: OuterSteps(2, delay=wrong(0.5)), "delay must be a whole number of 0 steps or more, not 0.5"),
+        (
+            lambda: OuterSteps(2, warmup_steps=wrong(None)),
+            "warmup_steps must be a whole number of 0 steps or more",
+        ),
+        (lambda: OuterSteps(2, alpha=wrong("0")), "alpha must be a number, not '0'"),
+        (lambda: OuterSteps(2, fragment_mb=wrong("1")), "fragment_mb must be a number, or None for one fragment"),
+        (lambda: OuterSteps(2, bucket_mb=wrong("1")), "bucket_mb must be a number, not '1'"),
+        (lambda: OuterSteps(2, wrong(Nesterov())), "base must be a gossip algorithm such as"),
+        (lambda: OuterSteps(2, outer=wrong(Nesterov)), "outer must make an optimizer"),
+        (lambda: OuterSteps(2, outer=wrong(len)), "outer must return an optimizer of torch"),
+        (lambda: OuterSteps(2, outer_schedule=wrong(Ramp)), "outer_schedule must return a factor"),
+        *(
+            (lambda f=f: OuterSteps(2, outer_schedule=lambda step: f), f"outer_schedule returned {f} at step 2")
+            for f in (math.nan, -1.0, None)
+        ),
+        (lambda: Ramp(steps=wrong(2.5)), "steps must be a whole number of at least 1, not 2.5"),
         (lambda: Ramp(math.inf), "Ramp needs first and last above 0 and finite, not inf"),
-        (lambda: SlowMo(beta=ANY["0.5"]), "beta must be a number, not '0.5'"),
+        (lambda: SlowMo(beta=wrong("0.5")), "beta must be a number, not '0.5'"),
         (lambda: SlowMo(alpha=math.inf), "SlowMo needs beta in"),
         (lambda: Nesterov(math.inf), "Nesterov needs momentum in"),
         (lambda: OuterSteps(2, ADPSGD()), "asynchronous"),
-        (lambda: OuterSteps(2, outer=0.7), "must make an optimizer"),  # type: ignore[arg-type]
-        (lambda: OuterSteps(2, outer_schedule=0.4), "must return a factor"),  # type: ignore[arg-type]
+        (lambda: OuterSteps(2, outer=wrong(0.7)), "must make an optimizer"),
+        (lambda: OuterSteps(2, outer_schedule=wrong(0.4)), "must return a factor"),
         (lambda: OuterSteps(2, outer=SlowMo(), outer_schedule=Ramp()), "_SlowMomentum has none"),
         (lambda: OuterSteps(2, outer_schedule=Ramp(0.0)), "Ramp needs first and last above 0"),
         (lambda: OuterSteps(2, fragment_mb=0), "fragment_mb must be positive"),
@@ -413,7 +341,7 @@ def test_islands_average_gradients_inside_and_exchange_between() -> None:
         (lambda: OuterSteps(2, compression=DGCCompressor(0.1, DGCSGDMemory(0.9))), r"memory=ResidualMemory\(\)"),
         (lambda: OuterSteps(1, **IN_TWO_PARTS), "2 fragments, but average_every=1"),
         (lambda: OuterSteps(6, **IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
-        (lambda: OuterSteps(2, compression=top_k), "compression must be a compressor"),  # type: ignore[arg-type]
+        (lambda: OuterSteps(2, compression=wrong(top_k)), "compression must be a compressor"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, match: str) -> None:
@@ -424,8 +352,7 @@ def test_what_cannot_be_is_refused(make: Any, match: str) -> None:
 def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent() -> None:
     def body(transport: Any) -> None:
         own = Trained(transport, OuterSteps(2, outer_schedule=lambda step: 1.0 if step < 4 else math.nan))
-        for _ in range(3):
-            own.step()
+        own.steps(3)
         sent = own.optimizer.meter.payload_bytes
         with pytest.raises(ValueError, match="outer_schedule returned nan at step 4"):
             own.step()
@@ -449,14 +376,8 @@ def test_models_that_differ_at_the_start_are_refused() -> None:
 @pytest.mark.parametrize("base", [lambda: SGP(star), lambda: HierarchicalGossip(SGP())])
 def test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes(base: Any) -> None:
     """Compressors would otherwise send differences as large as the weights."""
-
-    def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(4, base(), compression=ScaledSignCompressor()))
-        losses = [own.step() for _ in range(80)]
-        return losses[0], losses[-1]
-
-    found = LockstepWorld(4, 2).run(body)
-    assert mean([last for _, last in found]) < 0.2 * mean([first for first, _ in found])
+    first, last = losses(80, lambda: OuterSteps(4, base(), compression=ScaledSignCompressor()), 4, 2)
+    assert last < 0.2 * first
 
 
 def test_a_compressor_of_another_optimizer_is_refused() -> None:
@@ -470,24 +391,23 @@ def test_a_compressor_of_another_optimizer_is_refused() -> None:
         on(1, body)
 
 
-@pytest.mark.parametrize(
-    ("other", "match"),
-    [
-        (lambda: OuterSteps(3, None, adam), "state of other compressors"),
-        (lambda: OuterSteps(3, OSGP(), adam, top_k()), "state of another algorithm"),
-        (lambda: OuterSteps(3, None, adam, QSGDCompressor()), "state of other compressors"),
-    ],
-)
-def test_a_state_of_other_settings_is_refused(other: Any, match: str) -> None:
+def test_a_state_of_other_settings_is_refused() -> None:
     def body(transport: Any) -> None:
-        own = Trained(transport, OuterSteps(3, None, adam, top_k()))
-        for _ in range(4):
-            own.step()
-        state = own.optimizer.compression_state_dict()
-        with pytest.raises(ValueError, match=match):
-            Trained(transport, other()).algorithm.load_state_dict(state["OuterSteps.0"])
-        state["OuterSteps.0"]["outer"]["0.weight"]["exp_avg"][0] = float("nan")
+        def make(*settings: Any) -> Any:
+            return Trained(transport, OuterSteps(3, *settings))
+
+        own = make(None, adam, top_k())
+        own.steps(4)
+        state = own.optimizer.compression_state_dict()["OuterSteps.0"]
+        for settings, match in (
+            ((None, adam), "state of other compressors"),
+            ((OSGP(), adam, top_k()), "state of another algorithm"),
+            ((None, adam, QSGDCompressor()), "state of other compressors"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                make(*settings).algorithm.load_state_dict(state)
+        state["outer"]["0.weight"]["exp_avg"][0] = float("nan")
         with pytest.raises(ValueError, match="outer exp_avg of 0.weight has NaN"):
-            Trained(transport, OuterSteps(3, None, adam, top_k())).algorithm.load_state_dict(state["OuterSteps.0"])
+            make(None, adam, top_k()).algorithm.load_state_dict(state)
 
     on(1, body)

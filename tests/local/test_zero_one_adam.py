@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from gossip.networks import Trained, on
-from optim.nets import alone, net
+from gossip.networks import Trained, check_that_a_saved_state_goes_on, check_that_means_stay, mean, on, same
+from optim.nets import alone, net, wrap
 
 from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
-from dgc.engine.redistribute import redistribute
 from dgc.local import OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.local.zero_one_steps import ZeroOneSchedule
 from dgc.optim import DistributedOptimizer, LocalOptimizer
@@ -19,6 +18,7 @@ from dgc.optim import DistributedOptimizer, LocalOptimizer
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 # T_v = {0, 1, 2, 4}; the gap is 1 up to step 7, then 2 for two steps, then 3: T_u has 0 to 7, 9, 12, 15, ..
 NUMBERS = (6, 2, 2, 3)
+N = 6 * 9 + 9 + 9 * 3 + 3  # elements of the model
 
 
 def adam(parameters: Any, **options: Any) -> Any:
@@ -31,10 +31,6 @@ def trained(transport: Any, numbers: Any = NUMBERS, dtype: Any = torch.float32, 
 
 def moments(own: Trained, name: str) -> Any:
     return [own.optimizer.state[p][name].clone() for p in own.model.parameters()]
-
-
-def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_with_a_dense_mean_in_every_step_it_is_adamw_bit_for_bit() -> None:
@@ -65,14 +61,13 @@ def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
         return found
 
     (found,) = {tuple(ranks) for ranks in on(2, body)}
-    n = 6 * 9 + 9 + 9 * 3 + 3
     sent = [nbytes for _, nbytes in found]
-    assert [t for t in range(15) if sent[t] == 4 * n] == [0, 1, 2, 4]
+    assert [t for t in range(15) if sent[t] == 4 * N] == [0, 1, 2, 4]
     assert [t for t in range(15) if sent[t] == 0] == [8, 10, 11, 13, 14]
     counts = [ZeroOneSchedule(*NUMBERS).exchanges(steps) for steps in range(16)]
     assert counts == [sum(nbytes > 0 for nbytes in sent[:steps]) for steps in range(16)]
     # two chunks of 64 and 29: the larger has 3 pieces of 3, 27, 9 and 25 elements or so, in whole words
-    assert {sent[t] for t in (3, 5, 6, 7, 9, 12)} == {sent[3]} and 0 < sent[3] < 4 * n / 2
+    assert {sent[t] for t in (3, 5, 6, 7, 9, 12)} == {sent[3]} and 0 < sent[3] < 4 * N / 2
     ratios = [ratio for ratio, _ in found]
     assert ratios[:5] == [1.0, 1.0, 1.0, 1 / 32, 1.0]
     assert ratios[5:] == [1 / 32] * 3 + [1 / 64] * 2 + [1 / 96] * 5
@@ -85,8 +80,7 @@ def test_gradients_of_the_second_moment_in_half_the_bytes() -> None:
         gradients = [p.grad for p in own.model.parameters()]
         return own.optimizer.meter.payload_bytes, same(gradients, [g.half().float() for g in gradients])
 
-    n = 6 * 9 + 9 + 9 * 3 + 3
-    assert on(2, body) == [(2 * n, True)] * 2
+    assert on(2, body) == [(2 * N, True)] * 2
 
 
 def test_it_learns_as_adamw_does_and_the_second_moment_stays() -> None:
@@ -99,55 +93,22 @@ def test_it_learns_as_adamw_does_and_the_second_moment_stays() -> None:
         assert same(frozen, moments(own, "exp_avg_sq")) == (numbers[0] == 25)
         return losses[0], losses[-1]
 
-    def mean(numbers: Any) -> Any:
-        first, last = zip(*on(3, lambda t: body(t, numbers)), strict=True)
-        return sum(first) / 3, sum(last) / 3
-
-    first, dense = mean((1000, 1000, 1, 1))
-    _, local = mean((25, 8, 30, 4))
+    numbers = ((1000, 1000, 1, 1), (25, 8, 30, 4))
+    (first, dense), (_, local) = (map(mean, zip(*on(3, partial(body, numbers=n)), strict=True)) for n in numbers)
     assert dense < 0.3 * first and local < dense + 0.1 * first
 
 
 @pytest.mark.parametrize("stop", [3, 9, 11])
 def test_it_goes_on_from_a_saved_state_bit_for_bit(stop: int) -> None:
-    """In both stages, and in the middle of an interval."""
-
-    def body(transport: Any, resumes: bool) -> Any:
-        own = trained(transport, weight_decay=0.1)
-        for step in range(15):
-            if step == stop:
-                state = copy.deepcopy(own.optimizer.compression_state_dict())
-                if resumes:
-                    own = trained(transport, weight_decay=0.1).scatter(3)
-                    own.optimizer.load_compression_state_dict(state)
-            own.step()
-        return own.z.clone()
-
-    straight, stopped = on(3, lambda t: body(t, False)), on(3, lambda t: body(t, True))
-    assert same(straight, stopped) and not torch.equal(straight[0], straight[1])
+    """In both stages, and in the middle of an interval. The last step is one after which models differ."""
+    check_that_a_saved_state_goes_on(lambda transport: trained(transport, weight_decay=0.1), 3, 15, stop)
 
 
 @pytest.mark.parametrize("new", [2, 6])
 def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
-    def before(transport: Any) -> Any:
-        own = trained(transport)
-        for _ in range(11):
-            own.step()
-        return copy.deepcopy(own.optimizer.compression_state_dict()), own.z.double()
-
-    states, models = zip(*on(4, before), strict=True)
-
-    def after(transport: Any) -> Any:
-        own = trained(transport)
-        own.optimizer.load_compression_state_dict(redistribute(states, new)[transport.rank])
-        loaded = own.z.double()
-        for _ in range(2):  # to the step after which all ranks have one model
-            own.step()
-        return loaded, own.z.clone()
-
-    loaded, ends = zip(*on(new, after), strict=True)
-    torch.testing.assert_close(sum(loaded) / new, sum(models) / 4, rtol=0, atol=1e-6)
-    assert all(torch.equal(z, ends[0]) and bool(z.isfinite().all()) for z in ends)
+    """To the step after which all ranks have one model."""
+    models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
+    assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
 
 
 def test_weight_decay_goes_on_between_exchanges() -> None:
@@ -174,8 +135,7 @@ def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> No
     def body(transport: Any) -> Any:
         own = Trained(transport, ZeroOneSteps(*NUMBERS), groups)
         start = [p.detach().clone() for p in own.model.parameters()]
-        for _ in range(8):
-            own.step()
+        own.steps(8)
         moved = [not torch.equal(p, q) for p, q in zip(own.model.parameters(), start, strict=True)]
         assert moved == [False, False, True, True] and not moments(own, "exp_avg")[0].any()
         return moments(own, "exp_avg")[2]
@@ -186,9 +146,7 @@ def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> No
 
 def test_a_parameter_without_elements_is_left_out() -> None:
     model = torch.nn.ModuleList([net(), torch.nn.ParameterList([torch.zeros(0, 3)])])
-    optimizer = LocalOptimizer(
-        adam(model.parameters()), model.named_parameters(), ZeroOneSteps(1), transport=alone()
-    )
+    optimizer = wrapped(adam, ZeroOneSteps(1), model)
     before = [p.clone() for p in model.parameters()]
     for _ in range(2):
         optimizer.zero_grad()
@@ -202,16 +160,20 @@ def test_parameters_of_half_precision() -> None:
 
     def body(transport: Any) -> Any:
         own = trained(transport, dtype=dtype)
-        losses = [own.step() for _ in range(46)]
+        losses = own.steps(46)
         assert own.z.dtype == torch.float32 and all(p.dtype == dtype for p in own.model.parameters())
         return losses[0], losses[-1], own.z.clone()
 
     found = on(2, body)
     assert torch.equal(found[0][2], found[1][2])
-    assert sum(last for _, last, _ in found) < 0.6 * sum(first for first, *_ in found)
+    assert mean([last for _, last, _ in found]) < 0.6 * mean([first for first, *_ in found])
 
 
 # --- faults ------------------------------------------------------------------------------------------
+
+
+def all_of(own: Trained) -> Any:
+    return [own.z.clone(), *moments(own, "exp_avg"), *moments(own, "exp_avg_sq")]
 
 
 def poison(own: Trained) -> None:
@@ -227,12 +189,10 @@ def test_a_gradient_that_is_not_finite() -> None:
 
         def body(transport: Any, steps: Any = steps, alike: Any = in_variance_step) -> Any:
             own = trained(transport)
-            for _ in range(steps):
-                own.step()
-            before = [own.z.clone(), *moments(own, "exp_avg"), *moments(own, "exp_avg_sq")]
+            own.steps(steps)
+            before = all_of(own)
             (poison if transport.rank == 1 else Trained.step)(own)
-            after = [own.z.clone(), *moments(own, "exp_avg"), *moments(own, "exp_avg_sq")]
-            assert same(before, after) == (alike or transport.rank == 1)
+            assert same(before, all_of(own)) == (alike or transport.rank == 1)
             assert own.optimizer.metrics()["dropped_exchanges"] == float(alike)
             while own.algorithm.adam.steps < 13:
                 own.step()
@@ -246,8 +206,7 @@ def test_a_gradient_that_is_not_finite() -> None:
 def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
     def body(transport: Any) -> Any:
         own = trained(transport)
-        for _ in range(8):
-            own.step()
+        own.steps(8)
         common = own.z.clone()
         own.step()
         if transport.rank == 1:
@@ -255,8 +214,7 @@ def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
         own.step()
         assert torch.equal(own.z, common) and not any(m.any() for m in moments(own, "exp_avg"))
         assert own.optimizer.metrics()["dropped_exchanges"] == 1.0
-        for _ in range(3):
-            own.step()
+        own.steps(3)
         return own.z.clone()
 
     with pytest.warns(UserWarning, match=r"0.bias on rank 1 has NaN or inf.*dropped_exchanges"):
@@ -267,47 +225,40 @@ def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
 # --- what cannot be ----------------------------------------------------------------------------------
 
 
-def wrapped(optimizer: Any, algorithm: Any) -> Any:
-    model = net()
+def wrapped(optimizer: Any, algorithm: Any, model: Any = None) -> Any:
+    model = model or net()
     return LocalOptimizer(optimizer(model.parameters()), model.named_parameters(), algorithm, transport=alone())
 
 
-HALF: Any = 1.5
-REFUSED = {
-    "another optimizer": (lambda: wrapped(torch.optim.AdamW, ZeroOneSteps(1)), "AdamW does not share its own"),
-    "as a base": (lambda: wrapped(adam, OuterSteps(2, ZeroOneSteps(1))), "ZeroOneSteps needs a ZeroOneAdam"),
-    "momentum twice": (lambda: ZeroOneSteps(1, compression=DGCCompressor(0.1)), "ResidualMemory"),
-    "no first steps": (lambda: ZeroOneSteps(0), "var_freeze_step must be a whole number of at least 1, not 0"),
-    "half a step": (lambda: ZeroOneSteps(1, local_step_clipper=HALF), "local_step_clipper must be a whole number"),
-    "rate": (lambda: adam(net().parameters(), lr=-1.0), "lr must be 0 or more, not -1.0"),
-    "betas": (lambda: adam(net().parameters(), betas=(0.9, 1.0)), "betas must be two numbers from 0 to below 1"),
-    "floor": (lambda: adam(net().parameters(), floor=2.0), "floor must be a fraction from 0 to 1"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused(name: str) -> None:
-    make, words = REFUSED[name]
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
-def test_without_its_exchange_it_does_not_step() -> None:
-    model = net()
-    optimizer = adam(model.parameters())
-    with pytest.raises(ValueError, match="ZeroOneAdam steps only within ZeroOneSteps"):
-        optimizer.step()
-    with pytest.raises(ValueError, match="ZeroOneAdam does not share its own"):
-        DistributedOptimizer(
-            adam(model.parameters()), model.named_parameters(), OneBitAdamCompressor(), transport=alone()
-        )
-
-
-def test_ranks_with_other_settings_are_named() -> None:
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['floor'\] is 0.0 on rank 0 and 0.1 on rank 1"):
-        on(2, lambda transport: trained(transport, floor=0.1 * transport.rank))
-    with pytest.raises(ValueError, match="var_update_scaler is 1 on rank 0 and 2 on rank 1"):
-        on(2, lambda transport: trained(transport, (1, 1 + transport.rank)))
+def test_what_cannot_be_is_refused() -> None:
+    half: Any = 1.5
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    for make, words in (
+        (lambda: wrapped(torch.optim.AdamW, ZeroOneSteps(1)), "AdamW does not share its own"),
+        (lambda: wrapped(adam, OuterSteps(2, ZeroOneSteps(1))), "ZeroOneSteps needs a ZeroOneAdam"),
+        (lambda: ZeroOneSteps(1, compression=DGCCompressor(0.1)), "ResidualMemory"),
+        (lambda: ZeroOneSteps(0), "var_freeze_step must be a whole number of at least 1, not 0"),
+        (lambda: ZeroOneSteps(1, local_step_clipper=half), "local_step_clipper must be a whole number"),
+        (lambda: adam(net().parameters(), lr=-1.0), "lr must be 0 or more, not -1.0"),
+        (lambda: adam(net().parameters(), betas=(0.9, 1.0)), "betas must be two numbers from 0 to below 1"),
+        (lambda: adam(net().parameters(), floor=2.0), "floor must be a fraction from 0 to 1"),
+        (lambda: adam(net().parameters()).step(), "ZeroOneAdam steps only within ZeroOneSteps"),
+        (
+            lambda: wrap(
+                net(), alone(), lambda model: adam(model.parameters()), compression=OneBitAdamCompressor()
+            ),
+            "does not share its own",
+        ),
+        (
+            lambda: on(2, lambda t: trained(t, floor=0.1 * t.rank)),
+            r"\['floor'\] is 0.0 on rank 0 and 0.1 on rank 1",
+        ),
+        (lambda: on(2, lambda t: trained(t, (1, 1 + t.rank))), "var_update_scaler is 1 on rank 0 and 2 on rank 1"),
+        (lambda: wrapped(adam, ZeroOneSteps(1), embedding).step(), "takes dense gradients: set sparse=False"),
+    ):
+        with case(words), pytest.raises(ValueError, match=words):
+            make()
 
 
 def test_states_of_others_are_refused() -> None:
@@ -323,16 +274,6 @@ def test_states_of_others_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             own.algorithm.load_state_dict({**state, **change})
-
-
-def test_sparse_gradients_are_refused() -> None:
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    optimizer = LocalOptimizer(
-        adam(embedding.parameters()), embedding.named_parameters(), ZeroOneSteps(1), transport=alone()
-    )
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="ZeroOneAdam takes dense gradients: set sparse=False"):
-        optimizer.step()
 
 
 def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> None:

@@ -17,7 +17,7 @@ class Tests:
     ranks: tuple[str, ...] = ()
 
 
-LAWS = ("tests/laws/test_laws.py", "tests/laws/test_overflow.py", "tests/laws/test_testing.py")
+LAWS = ("tests/laws/test_laws.py", "tests/laws/test_testing.py")
 TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
 TRAINER_TESTS = (
     "adam agreement checkpoint config config_errors data earlier_configs error_growth evaluation every_method "

@@ -170,7 +170,7 @@ def defined(size: Any, algorithm: Any, dtype: Any) -> Any:
 
         return direction
 
-    conversations = [algorithm(start().to(dtype), gradient(i), i) for i in range(size)]
+    conversations = [algorithm(start().to(dtype), gradient(i), i=i) for i in range(size)]
     ends = LockstepWorld(size).converse("definition", conversations)
     return torch.stack([torch.stack([*own, end]) for own, end in zip(seen, ends, strict=True)])
 
@@ -197,20 +197,18 @@ def test_sgp_and_osgp() -> None:
     """The same bits where weights stay 1: on regular graphs, and in the biased ablation. Where they do not, the
     fast one keeps z and w and lets the optimizer move z, so that x = w z is rounded once more in each step.
     """
-    for size in SIZES:
-        for graph in graphs(size):
-            topology = topology_of(graph, size)
-            options = {"gamma": LR, "topology": topology, "mixing": gossip.uniform, "K": STEPS}
-
-            def node(algorithm: Any, x: Any, gradient: Any, i: Any, options: Any = options, **more: Any) -> Any:
-                return algorithm(x, gradient, i=i, **options, **more)
-
-            for make, algorithm, bound in (
-                (SGP, partial(node, sgp), 16 if graph is gossip.star else 0),
-                (OSGP, partial(node, osgp), 16 if size > 1 else 0),
-                (partial(OSGP, biased=True), partial(node, osgp, biased=True), 0),
-            ):
-                assert same(trained(size, partial(make, graph)), algorithm, bound), (size, graph, make)
+    for size, graph in ((n, graph) for n in SIZES for graph in graphs(n)):
+        options = {"gamma": LR, "topology": topology_of(graph, size), "mixing": gossip.uniform, "K": STEPS}
+        for make, definition, bound in (
+            (SGP, sgp, 16 if graph is gossip.star else 0),
+            (OSGP, osgp, 16 if size > 1 else 0),
+            (partial(OSGP, biased=True), partial(osgp, biased=True), 0),
+        ):
+            assert same(trained(size, partial(make, graph)), partial(definition, **options), bound), (
+                size,
+                graph,
+                make,
+            )
 
 
 def in_fp16(q: Any) -> Any:
@@ -235,21 +233,23 @@ def test_choco() -> None:
     def quarter(v: Any) -> Any:
         return top_k(v, -(-v.numel() // 4))
 
-    for size in SIZES:
-        for graph in (gossip.two_way_ring, gossip.star) if size == 3 else (gossip.two_way_ring,):
-            topology = topology_of(graph, size)
-            for quantizer, gamma, Q, bound in (
-                (TopK(0.25), None, by_tensor(quarter), 16),
-                (TopK(0.25), 0.25, by_tensor(quarter), 16),
-                (TopK(0.25, "fp16"), 0.25, by_tensor(quarter, in_fp16), 2.0**-12 / ULP),
-                (Sign(), None, by_tensor(scaled_sign), 16),
-            ):
-                step_size = quantizer.gamma if gamma is None else gamma
+    for size, graph in (
+        (1, gossip.two_way_ring),
+        (2, gossip.two_way_ring),
+        (3, gossip.two_way_ring),
+        (3, gossip.star),
+    ):
+        topology = topology_of(graph, size)
+        for quantizer, gamma, Q, bound in (
+            (TopK(0.25), None, by_tensor(quarter), 16),
+            (TopK(0.25), 0.25, by_tensor(quarter), 16),
+            (TopK(0.25, "fp16"), 0.25, by_tensor(quarter, in_fp16), 2.0**-12 / ULP),
+            (Sign(), None, by_tensor(scaled_sign), 16),
+        ):
+            step = quantizer.gamma if gamma is None else gamma
 
-                def worker(
-                    x: Any, gradient: Any, i: Any, topology: Any = topology, step_size: Any = step_size, Q: Any = Q
-                ) -> Any:
-                    return choco_sgd(x, gradient, LR, step_size, Q, gossip.metropolis(topology, i, 0), i, STEPS)
+            def worker(x: Any, g: Any, i: Any, topology: Any = topology, step: Any = step, Q: Any = Q) -> Any:
+                return choco_sgd(x, g, LR, step, Q, gossip.metropolis(topology, i, 0), i, STEPS)
 
-                found = trained(size, partial(CHOCO, graph, quantizer=quantizer, gamma=gamma))
-                assert same(found, worker, bound), (size, graph, quantizer, gamma)
+            found = trained(size, partial(CHOCO, graph, quantizer=quantizer, gamma=gamma))
+            assert same(found, worker, bound), (size, graph, quantizer, gamma)
