@@ -62,9 +62,8 @@ def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
 
 
 def test_a_table_has_aligned_columns_and_keeps_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    table = harness.Table(
-        "method", 8, [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
-    )
+    columns = [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
+    table = harness.Table("method", 8, columns)
     table.add("a", {"ms": 1.234, "n": 12345, "share": 0.5, "other": 1})
     table.add("b", {"n": 1, "share": None})
     assert capsys.readouterr().out == (
@@ -77,9 +76,8 @@ def test_the_list_has_a_name_a_duration_and_a_line_of_each(capsys: pytest.Captur
     main()
     lines = capsys.readouterr().out.splitlines()
     files = Path(benchmarks.__file__).parent.glob("*.py")
-    assert [line.split()[0] for line in lines[::2]] == sorted(
-        f.stem for f in files if "\nTAKES = " in f.read_text()
-    )
+    listed = sorted(file.stem for file in files if "\nTAKES = " in file.read_text())
+    assert [line.split()[0] for line in lines[::2]] == listed
     assert all(line.startswith(" " * 17) and line.strip() for line in lines[1::2])
 
 
@@ -87,7 +85,6 @@ def test_every_method_of_the_table_is_built() -> None:
     """Files and changes fit their constructors, a ratio warm-up is off, and a row's own ratio is kept."""
     found = {name: build(name, 0.25) for name in METHODS}
     sparse = {name: of for name, of in found.items() if isinstance(of, SparseCompressor)}
-    own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
     own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
     assert own == {"dgc-1-percent": 0.01, "dgc-residual-0.1-percent": 0.001, "dgc-adam-0.1-percent": 0.001}
     assert len(sparse) > 20
@@ -147,8 +144,7 @@ def test_a_counted_step_is_a_step(name: str) -> None:
         g = [laplace(N, seed)]
         plain.step(g)
         count_step(counted, g, counts)
-    assert torch.equal(counted.v[0], plain.v[0])
-    assert torch.equal(counted.u[0], plain.u[0])
+    assert torch.equal(counted.v[0], plain.v[0]) and torch.equal(counted.u[0], plain.u[0])
     passes, sent = counts.row()["passes"], counts.row()["sent"]
     assert sent == 1 if name in ("exact", "predicted", "radix") else 0 < sent <= 1
     assert passes == {"exact": 1, "histogram": 0, "predicted": 0, "radix": 5}.get(name, passes)
@@ -175,16 +171,14 @@ def test_a_learner_takes_steps_of_dgc() -> None:
     learner.differentiate()
     g = learner.gradients[0][0].clone()
     (sent,) = learner.update()
-    assert int(sent.count) == 10
     changed = (model.weight != before).flatten()
-    assert int(changed.sum()) == 10
+    assert int(sent.count) == int(changed.sum()) == 10
     assert torch.allclose((before - model.weight).flatten()[changed], 0.5 * g[changed])
     assert torch.equal(learner.v[0] == 0, changed)
-    kept = ~changed
     learner.differentiate()
     expected = g + MOMENTUM * g + learner.gradients[0][0]
     learner.update()
-    still = kept & (learner.v[0] != 0)
+    still = ~changed & (learner.v[0] != 0)
     assert torch.allclose(learner.v[0][still], expected[still])
 
 
