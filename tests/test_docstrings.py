@@ -37,8 +37,8 @@ from dgc.gossip.topology import peer_schedule
 from dgc.testing import check_compressor
 
 DGC = Path(dgc.__path__[0])
-PACKAGES = (dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.local, dgc.memory, dgc.optim)
-PACKAGES += (dgc.selection, dgc.wire)
+PACKAGES = [dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.local, dgc.memory, dgc.optim]
+PACKAGES += [dgc.selection, dgc.wire]
 
 
 def examples() -> dict[str, tuple[str, str]]:

@@ -212,7 +212,7 @@ def test_one_line_names_a_damaged_file(name: str, tmp_path: Path, capsys: pytest
 
 
 def test_strange_values_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = []
+    words: list[str] = []
     for name, strange in SHOWN.items():
         for damage in strange:
             run = made(tmp_path / f"{len(words)} <i>")
