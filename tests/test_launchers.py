@@ -29,6 +29,7 @@ GOSSIP = {
     **{"dpsgd": "bipartite_exponential", "adpsgd": "bipartite_exponential"},
 }
 TRAIN = ["--configs", "x"]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
 
 
@@ -48,21 +49,21 @@ def line_of(script: str, *words: str, **variables: str) -> str:
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
 def test_shell(script: Any) -> None:
-    checks = [["bash", "-n", str(script)]]
-    if found := shutil.which("shellcheck"):
-        checks.append([found, "-x", "-P", str(REPOSITORY), str(script)])
+    checks = [
+        ["bash", "-n"],
+        *([["shellcheck", "-x", "-P", str(REPOSITORY)]] if shutil.which("shellcheck") else []),
+    ]
     for check in checks:
-        done = subprocess.run(check, capture_output=True, text=True)
+        done = subprocess.run([*check, str(script)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("script", ["mpirun", "horovodrun"])
 def test_an_unknown_machine_or_interface_is_an_error(script: Any) -> None:
-    cases = [
+    for variables, message in (
         ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
         ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
-    ]
-    for variables, message in cases:
+    ):
         done = shell(script, *TRAIN, DRY_RUN="", **variables)
         assert done.returncode == 2 and f"{script}.sh: {message}" in done.stderr and not done.stdout
 
@@ -81,9 +82,8 @@ def test_a_row_of_the_accuracy_table(script: Any) -> None:
     tree = load(files, [f"--configs.train.num_batches_per_step={n}" for n in passes])
     batch = ranks * tree.train.num_batches_per_step * tree.train.batch_size
     dense = script.name == "batch256-dense.sh"
-    assert [batch, ranks * tree.train.num_batches_per_step, ranks] == (
-        [256, 8, 8] if dense else [int(row[2]), int(row[1]), int(row[3])]
-    )
+    expected = [256, 8, 8] if dense else [int(row[2]), int(row[1]), int(row[3])]
+    assert [batch, ranks * tree.train.num_batches_per_step, ranks] == expected
     assert f"batch{batch}" in script.name and tree.train.dgc is not dense
     cosine = tree.train.scheduler._target_.endswith("CosineAnnealingLR")
     assert cosine is (row[6] == "cosine") and str(tree.model._target_) == "torchvision.models.vgg16_bn"
@@ -255,15 +255,10 @@ def test_rank_under_a_real_launcher(launch: Any) -> None:
     # one write each, so that the lines of several ranks do not mix
     program = "import os; from dgc_training.launcher import _launched\n"
     program += "os.write(1, b'rank %d %d\\n' % _launched())"
-    root = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")}
     path = os.pathsep.join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        [*launch, "3", sys.executable, "-c", program],
-        env={**os.environ, **root, "PATH": path, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-    )
+    variables = {**os.environ, **AS_ROOT, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    command = [*launch, "3", sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(60))
     found = sorted(line[line.index("rank") :] for line in done.stdout.splitlines() if "rank" in line)
     assert found == [f"rank {rank} 3" for rank in range(3)], done.stdout + done.stderr
 

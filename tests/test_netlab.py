@@ -71,9 +71,10 @@ def test_numbers_of_hosts_and_ranks() -> None:
         ("sys.platform", "darwin", "need Linux"),
     ],
 )
-def test_what_this_machine_lacks_is_one_message_before_anything_is_made(
+def test_what_is_missing_is_one_message(
     monkeypatch: pytest.MonkeyPatch, what: str, value: object, message: str
 ) -> None:
+    """Before anything is made."""
     monkeypatch.setattr(module, "_run", lambda command: pytest.fail(f"{command} was run"))
     monkeypatch.setattr(f"{module.__name__}.{what}", value)
     with pytest.raises(LaboratoryError, match=message):
@@ -105,18 +106,10 @@ def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.Monk
         assert "Traceback" not in str(caught.value)
 
 
-@pytest.fixture
-def removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """The processes whose laboratories are removed. The locks are in tmp_path."""
-    found: list[int] = []
+def test_laboratories_that_start_and_end_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    removed: list[int] = []
     monkeypatch.setattr(module, "LOCKS", tmp_path)
-    monkeypatch.setattr(module, "remove", found.append)
-    return found
-
-
-def test_laboratories_that_start_and_end_at_the_same_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, removed: list[int]
-) -> None:
+    monkeypatch.setattr(module, "remove", removed.append)
     (tmp_path / "7").write_text("")
     (tmp_path / "8").symlink_to(tmp_path / "vanished")  # as if removed before it is opened
     remove_leftovers()
