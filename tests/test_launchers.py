@@ -95,9 +95,8 @@ def test_every_row_has_a_script() -> None:
     assert {row[0].strip("`") for row in table("script in")} == {script.name for script in ROWS}
 
 
-@pytest.mark.parametrize(
-    ("script", "variables", "words", "message"),
-    [
+def test_errors_of_launchers() -> None:
+    cases: list[tuple[str, dict[str, str], list[str], str]] = [
         ("mpirun", {}, TRAIN, "set the number of ranks"),
         ("mpirun", {"RANKS": "2"}, [], "no arguments for train.py"),
         ("mpirun", {"RANKS": "two"}, TRAIN, "RANKS is two"),
@@ -119,11 +118,10 @@ def test_every_row_has_a_script() -> None:
         ("torchrun", {"RANKS": "2", "MIN_MACHINES": "3"}, TRAIN, "more than MAX_MACHINES, 1"),
         ("torchrun", {"RANKS": "2", "RENDEZVOUS": "a"}, TRAIN, "RENDEZVOUS is a"),
         ("torchrun", {"RANKS": "2", "RESTARTS": "0"}, TRAIN, "RESTARTS is 0"),
-    ],
-)
-def test_errors_of_launchers(script: str, variables: Any, words: Any, message: Any) -> None:
-    done = shell(script, *words, **variables)
-    assert done.returncode == 2 and message in done.stderr and not done.stdout
+    ]
+    for script, variables, words, message in cases:
+        done = shell(script, *words, **variables)
+        assert done.returncode == 2 and message in done.stderr and not done.stdout, (script, variables, words)
 
 
 def test_torchrun() -> None:

@@ -63,9 +63,8 @@ def finding_of(change: Mapping[str, object]) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_one_fault_gives_one_finding_with_a_cure() -> None:
+    changes: list[tuple[Mapping[str, object], str]] = [
         ({"python": (3, 9, 1)}, "Python 3.9.1 is too old"),
         ({"versions": {**HEALTHY.versions, "mpi4py": None}}, "not installed: mpi4py"),
         ({"versions": {**HEALTHY.versions, "omegaconf": None}}, "not installed: omegaconf"),
@@ -89,16 +88,14 @@ def finding_of(change: Mapping[str, object]) -> Finding:
         ({"torch_hello": Probe({"size": 1, "sum": 1.0})}, "over 1 ranks gave 1.0"),
         ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
         ({"dgc": "/there"}, "dgc comes from /there, not from this checkout (/here)"),
-    ],
-)
-def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], named: str) -> None:
-    finding = finding_of(change)
-    assert named in finding.problem and not finding.note
+    ]
+    for change, named in changes:
+        finding = finding_of(change)
+        assert named in finding.problem and not finding.note, change
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_what_only_needs_knowing_is_a_note() -> None:
+    changes: list[tuple[Mapping[str, object], str]] = [
         ({"root": True}, "root"),
         ({"dgc": None}, "dgc is not installed"),
         (WITHOUT_HOROVOD, "torch.distributed connects the ranks"),
@@ -106,11 +103,10 @@ def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], n
         ({"variables": {"HOROVOD_FUSION_THRESHOLD": "67108864"}}, "do not repeat bitwise"),
         ({"torch": Probe({"cuda": "13.0", "gpus": ["H100"]})}, "no NCCL"),
         ({"torchvision": Probe(error="operator torchvision::nms does not exist")}, "torchvision::nms"),
-    ],
-)
-def test_what_only_needs_knowing_is_a_note(change: Mapping[str, object], named: str) -> None:
-    finding = finding_of(change)
-    assert named in finding.problem and finding.note
+    ]
+    for change, named in changes:
+        finding = finding_of(change)
+        assert named in finding.problem and finding.note, change
 
 
 def test_settings_that_are_as_they_should_be_are_not_mentioned() -> None:
