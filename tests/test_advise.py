@@ -331,9 +331,8 @@ def test_an_experiment_that_cannot_be_built_is_refused(capsys: Printed) -> None:
     assert "advise: the experiment cannot be built: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_bad_input_is_one_message(capsys: Printed) -> None:
+    for given, message in (
         (["--configs", CNN], "there is no network: start the advisor on several ranks"),
         (["--configs", CNN, "--hosts", "4"], "there is no network"),
         (words(rate="fast"), "--rate is 'fast': write a number and a unit"),
@@ -355,14 +354,12 @@ def test_an_experiment_that_cannot_be_built_is_refused(capsys: Printed) -> None:
         (words("--configs.train.batch", "3"), "train.batch"),
         (words("--input-shape", "0"), "every length must be at least 1"),
         (["--configs", "configs/imagenet/resnet18.py", "--hosts", "2", "--rate", "1gbit"], "--input-shape"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_input_is_one_message(given: list[str], message: str, capsys: Printed) -> None:
-    assert main(given) == 2
-    captured: Any = capsys.readouterr()
-    assert captured.err.startswith("advise: ") and message in captured.err
-    assert "Traceback" not in captured.err and captured.out == ""
+    ):
+        with case(message):
+            assert main(given) == 2
+            printed = capsys.readouterr()
+            assert printed.err.startswith("advise: ") and message in printed.err
+            assert "Traceback" not in printed.err and printed.out == ""
 
 
 def test_an_unknown_option_is_refused(capsys: Printed) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import case
 from torch import nn
 from torch.optim import SGD
 
@@ -44,10 +45,10 @@ WRONG: list[tuple[str, Make, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "make", "arguments"), WRONG)
-def test_arguments_of_a_wrong_type_are_named(name: str, make: Make, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must .*not "):
-        make(**arguments)
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    for name, make, arguments in WRONG:
+        with case(arguments), pytest.raises(ValueError, match=rf"^{name} must .*not "):
+            make(**arguments)
 
 
 def model_and_sgd() -> tuple[nn.Linear, SGD]:
@@ -79,7 +80,7 @@ def damaged(state: Any, value: Any, key: str, *rest: str) -> Any:
     return {**state, key: damaged(state[key], value, *rest) if rest else value}
 
 
-def test_options_of_the_optimizer() -> None:
+def test_options_and_epochs_of_the_optimizer() -> None:
     for name, value in (
         *(("backward_passes_per_step", value) for value in (2.5, math.inf)),
         *(("grad_scaler", value) for value in (1.0, torch.amp.GradScaler)),
@@ -87,12 +88,10 @@ def test_options_of_the_optimizer() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{name} must .*not "):
             wrapped(**{name: value})
-
-
-@pytest.mark.parametrize("epoch", [math.nan, -1, 2.5, True, None])
-def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
-    with pytest.raises(ValueError, match="^epoch must be a whole number of at least 0, not "):
-        wrapped().begin_epoch(epoch)
+    epochs: tuple[Any, ...] = (math.nan, -1, 2.5, True, None)
+    for epoch in epochs:
+        with case(epoch), pytest.raises(ValueError, match="^epoch must be a whole number of at least 0, not "):
+            wrapped().begin_epoch(epoch)
 
 
 def test_what_is_no_state_is_refused() -> None:

@@ -244,6 +244,7 @@ def test_ranks_that_share_cores_compute_longer() -> None:
     network = replace(NETWORK, ranks_per_machine=8, cores=2)
     assert [network.slowdown(size) for size in (1, 2, 4, 16)] == [1, 1, 2, 4]
     assert NETWORK.slowdown(8) == 1
+    assert (Network(1e-3, 1e6).inner_latency, Network(1e-3, 1e6).inner_bandwidth) == (2e-6, 10e9)
 
 
 def test_more_ranks_take_longer_and_less_bandwidth_too(no_type_checks: None) -> None:
@@ -388,8 +389,20 @@ def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
 
 def test_a_reduce_scatter_returns_the_share_of_the_rank() -> None:
     ranks = AlikeRanks(4, local_size=2, local_rank=0)  # rank 2 of 4
+    assert ranks.point_to_point
     assert ranks.reply(ReduceScatter(torch.arange(8.0))).tolist() == [4.0, 5.0]
     assert ranks.reply(ReduceScatter(torch.arange(8.0), group="cross")).tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_the_longest_message_from_rank_to_rank_is_awaited() -> None:
+    """Also what another round sent. To itself the recorded rank, the last one, sends nothing."""
+
+    def rounds() -> Iterator[tuple[Request]]:
+        yield (Exchange({0: torch.ones(5), 1: torch.ones(9)}, {0: torch.empty(5)}),)
+        yield (Exchange({0: torch.ones(3)}, {0: torch.empty(5)}),)
+
+    (messages,) = record(Asks(rounds).plan, 2).buckets
+    assert [(of.awaited, of.peers) for of in messages] == [(20, 1), (20, 1)]
 
 
 def test_the_seconds_of_several_exchanges() -> None:

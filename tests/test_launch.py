@@ -45,7 +45,7 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     "none": ({}, "Horovod (installed, and", "torch.distributed (there is no launcher; H", (0, 1)),
     "a batch script": (JOB, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
     "a shell of srun": (PTY, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
-    "torchrun": (of("torchrun", 1, 4), TORCHRUN, TORCHRUN, (1, 4)),
+    "torchrun": ({**COPIED, "TORCHELASTIC_RUN_ID": "none"}, TORCHRUN, TORCHRUN, (1, 4)),
     "torchrun with one rank": (of("torchrun", 0, 1), TORCHRUN, TORCHRUN, (0, 1)),
     "torch's variables": (COPIED, "torch.distributed (started by RANK", "torch.distributed (started by R", (1, 4)),
     "mpirun": (of("mpirun", 1, 4), "Horovod (started by mpirun)", "torch.distributed (started by mpirun", (1, 4)),

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_a_row_of_the_accuracy_table(script: Any) -> None:
     assert words[0].endswith("mpirun") and words[-2:] == ["--configs.seed", "3"], done.stderr
     ranks = int(words[words.index("-np") + 1])
     files = [word for word in words if word.startswith("configs/")]
-    passes = [int(b) for a, b in zip(words, words[1:], strict=False) if a.endswith("num_batches_per_step")]
+    passes = [int(b) for a, b in pairwise(words) if a.endswith("num_batches_per_step")]
     tree = load(files, [f"--configs.train.num_batches_per_step={n}" for n in passes])
     batch = ranks * tree.train.num_batches_per_step * tree.train.batch_size
     dense = script.name == "batch256-dense.sh"
@@ -153,9 +154,9 @@ def test_hosts() -> None:
 OB1, TCP, IF = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
+def test_network(tmp_path: Path) -> None:
+    """HAS: the message layer that the fake ompi_info prints."""
+    cases: list[tuple[dict[str, str], str]] = [
         ({"NETWORK": "ethernet"}, f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python"),
         (
             {"INTERFACE": "eth1"},
@@ -179,18 +180,16 @@ OB1, TCP, IF = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
             {"NETWORK": "ethernet", "MPI_OPTIONS": "--mca btl tcp,self"},
             f"-x NCCL_IB_DISABLE=1 {OB1} {IF}_exclude docker0,lo --mca btl tcp,self python",
         ),
-    ],
-)
-def test_network(tmp_path: Path, variables: Any, expected: Any) -> None:
-    """HAS: the message layer that the fake ompi_info prints."""
+    ]
     info = tmp_path / "ompi_info"
-    info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
-    info.chmod(0o755)
     found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
-    line = line_of("mpirun", *TRAIN, HOSTS="a:8,b:8", **found, **variables)
-    assert expected in line
-    named = [word for word, before in zip(line.split()[1:], line.split(), strict=False) if before.endswith("-mca")]
-    assert len(named) == len(set(named))
+    for variables, expected in cases:
+        info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
+        info.chmod(0o755)
+        line = line_of("mpirun", *TRAIN, HOSTS="a:8,b:8", **found, **variables)
+        assert expected in line
+        options = [word for before, word in pairwise(line.split()) if before.endswith("-mca")]
+        assert len(options) == len(set(options))
 
 
 def test_horovodrun_sets_the_interface_itself() -> None:

@@ -1,6 +1,5 @@
 """The plots: values read from the CSV files, errors, colours and files."""
 
-import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 import yaml
 from cases import case
-from simulated import train_on
 
 from scripts.gossip.csv_runs import read_run
 from scripts.gossip.rank_csv import CsvLog
-from scripts.plot import main, read
+from scripts.plot import main
 from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
 from scripts.plot_runs import check_comparable
 from scripts.run_files import PlotError
@@ -196,24 +194,6 @@ def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
         assert np.asarray(axes.lines[0].get_ydata()).tolist() == [51.0, 61.0, 71.0]
     with pytest.raises(PlotError, match="cannot be compared: metric is"):
         check_comparable(runs)
-
-
-def test_a_run_without_csv_files_is_read_from_its_tensorboard_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--devices", "cpu"]
-    words += ["--configs.train.num_epochs=2", "--configs.train.batch_size=90", "--configs.model.width=8"]
-    train_on(2, [*words, "--run-dir", str(tmp_path / "run")])
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    run = read(str(tmp_path / "run"))
-    assert (run.label, run.ranks, run.batch) == ("DGC", 2, 90) and run.training.y == []
-    assert run.validation.steps == [8, 16] and run.loss.steps[-1] == 16
-    assert run.validation.y[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
-    assert run.validation.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
-    assert 0 < run.validation.seconds[0] < run.validation.seconds[1] < summary["seconds"]
-    capsys.readouterr()
-    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from simulated import train_on
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.logging.formatting import human_bytes
 from dgc_training.logging.summary import summarize
+from scripts import plot
 from scripts.plot_runs import is_lower_better, metric_of, unit_of
 from scripts.report import main
 from scripts.report_page import page, seconds, sent
@@ -100,6 +101,19 @@ def test_the_curves_and_times_of_a_run(runs: dict[str, Path]) -> None:
     assert list(run.phases) == list(PHASES) and min(run.phases.values()) >= 0
     assert sum(run.phases.values()) == pytest.approx(run.seconds / 16, rel=1e-3)
     assert run.phases["forward_backward"] > 0 and run.phases["compress"] > 0
+
+
+def test_plots_without_csv_files(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, summary = plot.read(str(runs["dgc"])), json.loads((runs["dgc"] / "summary.json").read_text())
+    assert (run.label, run.ranks, run.batch) == ("DGC", 2, 90) and run.training.y == []
+    assert run.validation.steps == [8, 16] and run.loss.steps[-1] == 16
+    assert run.validation.y[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
+    assert run.validation.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
+    assert 0 < run.validation.seconds[0] < run.validation.seconds[1] < summary["seconds"]
+    assert plot.main([str(runs["dgc"]), "--out", str(tmp_path), "--formats", "svg"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_phases_add_up_to_a_step() -> None:
