@@ -23,21 +23,13 @@ from dgc.cost.computing import last_level_cache
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.build import wrap_optimizer
+from scripts.advise import collectives
 from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
 from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
 from scripts.advise.candidates import Candidate, compute_of, measure_candidate
 from scripts.advise.cluster import cluster_on_paper, describe, human_rate
-from scripts.advise.collectives import (
-    SIZES,
-    Sample,
-    fit_network,
-    levels,
-    measure_network,
-    misfit,
-    requests_of,
-    time_collectives,
-)
+from scripts.advise.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
 from scripts.advise.drawing import describe_crossings, draw
 from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method, unfit
 from scripts.advise.optimizers import build_inner
@@ -136,6 +128,10 @@ def test_the_crossing_point() -> None:
     assert crossing(a, b) == pytest.approx(9e6, rel=2e-3)
     assert crossing(a, b, (1e7, 1e10)) is None  # fp16 is always faster
     assert crossing(a, b, (1e5, 1e6)) is None  # never
+    # on a single machine the rate is that between its ranks
+    message = Message("AllGather", 2, 2, 10**6, 1e6, 0.0, False, 0)
+    inside = replace(candidate("a", 10**6), traffic=Traffic(2, 2, ((message,),), 0, 0))
+    assert step_at(inside, Network(1e-3, 1e9, 2, 0.0, 1e9), Work(0.0, 1.0))(1e6) == pytest.approx(2.0)
 
 
 def test_quantities() -> None:
@@ -288,12 +284,6 @@ def test_the_crossing_point_is_printed_and_drawn(tmp_path: Path) -> None:
     assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
 
 
-def test_on_a_single_machine_the_rate_is_that_between_its_ranks() -> None:
-    message = Message("AllGather", 2, 2, 10**6, 1e6, 0.0, False, 0)
-    inside = replace(candidate("a", 10**6), traffic=Traffic(2, 2, ((message,),), 0, 0))
-    assert step_at(inside, Network(1e-3, 1e9, 2, 0.0, 1e9), Work(0.0, 1.0))(1e6) == pytest.approx(2.0)
-
-
 def words(*more: str, rate: str = "10mbit") -> list[str]:
     return ["--configs", CNN, "--hosts", "4", "--rate", rate, "--repeats", "1", "--devices", "cpu", *more]
 
@@ -326,11 +316,6 @@ def test_a_method_that_does_not_fit_is_left_out(tmp_path: Path, capsys: Printed)
     assert "Do not compress: no method that compresses was compared with dense" in out
 
 
-def test_an_experiment_that_cannot_be_built_is_refused(capsys: Printed) -> None:
-    assert main(words("--configs.train.bucket_mb", "1e-3", "--configs.train.optimizer.lr", "-1")) == 2
-    assert "advise: the experiment cannot be built: " in capsys.readouterr().err
-
-
 def test_bad_input_is_one_message(capsys: Printed) -> None:
     for given, message in (
         (["--configs", CNN], "there is no network: start the advisor on several ranks"),
@@ -352,6 +337,7 @@ def test_bad_input_is_one_message(capsys: Printed) -> None:
         (words("--configs", "configs/dgc/wm5.py"), "without files of a method, but train.compression is dgc"),
         (words("--configs", "configs/gossip/sgp.py"), "but train.gossip is set"),
         (words("--configs.train.batch", "3"), "train.batch"),
+        (words("--configs.train.optimizer.lr", "-1"), "the experiment cannot be built: "),
         (words("--input-shape", "0"), "every length must be at least 1"),
         (["--configs", "configs/imagenet/resnet18.py", "--hosts", "2", "--rate", "1gbit"], "--input-shape"),
     ):
@@ -419,11 +405,6 @@ def test_a_busy_machine_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: Pri
             assert "advise: measuring forward and backward (1 of " in said.err
 
 
-def test_a_launcher_measures_the_network(torchrun: None, capsys: Printed) -> None:
-    assert main(words()) == 2
-    assert "under a launcher the network is measured: leave out --hosts, --rate" in capsys.readouterr().err
-
-
 def test_the_network_is_fitted_to_times_of_collectives() -> None:
     """The times of a known network, with 20 % of noise, give its numbers."""
     known = Network(8e-5, 1.25e8, 1, 8e-5, 1.25e8, reduction=2e-10, half_reduction=2e-9)
@@ -454,12 +435,14 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
     sizes = (1024, 4096)
     assert [levels(AlikeRanks(*of)) for of in ((4, 1), (4, 4))] == [["world"], ["world"]]
     assert levels(AlikeRanks(4, 2)) == ["local", "cross"]
-    samples = time_collectives(AlikeRanks(4, 2), "cross", CPU, 2, sizes)
+    samples = collectives.time_collectives(AlikeRanks(4, 2), "cross", CPU, 2, sizes)
     assert [of.message.payload for of in samples] == [1024] * 3 + [4096] * 3
     assert [of.message.kind for of in samples[:3]] == ["AllReduce", "AllReduce", "AllGather"]
     assert [of.message.half for of in samples[:3]] == [False, True, False]
     assert all(of.message.size == 2 and of.message.cross == of.message.wire for of in samples)
-    assert all(of.message.cross == 0 for of in time_collectives(AlikeRanks(4, 2), "local", CPU, 2, sizes))
+    assert all(
+        of.message.cross == 0 for of in collectives.time_collectives(AlikeRanks(4, 2), "local", CPU, 2, sizes)
+    )
     fast, slow = Network(1e-5, 1e9, 2, 1e-5, 1e9), Network(1e-3, 1e7, 2, 1e-3, 1e7)
 
     def timed(ranks: AlikeRanks, group: Group, device: torch.device, repeats: int, sizes: Any) -> list[Sample]:
@@ -467,7 +450,7 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
         messages = [message_of(of, ranks) for nbytes in SIZES for of in requests_of(nbytes, group, device)]
         return [Sample(message, message.seconds(known, 2)) for message in messages]
 
-    monkeypatch.setattr("scripts.advise.collectives.time_collectives", timed)
+    monkeypatch.setattr(collectives, "time_collectives", timed)
     network, factor = measure_network(AlikeRanks(4, 2), CPU, 1)
     assert network.ranks_per_machine == 2 and factor == pytest.approx(1, abs=0.05)
     assert [network.bandwidth, network.inner_bandwidth] == pytest.approx([1e7, 1e9], rel=0.1)
@@ -486,7 +469,9 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
         levels(Uneven(2))
 
 
-def test_under_a_launcher(tmp_path: Path, torchrun: None, capsys: Printed) -> None:
+def test_under_a_launcher_the_network_is_measured(tmp_path: Path, torchrun: None, capsys: Printed) -> None:
+    assert main(words()) == 2
+    assert "under a launcher the network is measured: leave out --hosts, --rate" in capsys.readouterr().err
     given = ["--configs", CNN, "--methods", "fp16", "powersgd-1", "--repeats", "1", "--devices", "cpu"]
     file = tmp_path / "advice.json"
     verified = [*given, "--verify", "1", "--json", str(file)]

@@ -54,6 +54,9 @@ WITHOUT_HOROVOD = {
 def test_nothing_is_wrong_with_a_healthy_environment() -> None:
     assert diagnose(HEALTHY) == []
     assert dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
+    assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
 
 
 def finding_of(change: Mapping[str, object]) -> Finding:
@@ -107,12 +110,6 @@ def test_what_only_needs_knowing_is_a_note() -> None:
     for change, named in changes:
         finding = finding_of(change)
         assert named in finding.problem and finding.note, change
-
-
-def test_settings_that_are_as_they_should_be_are_not_mentioned() -> None:
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
-    assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
 
 
 def test_an_empty_machine_is_described_and_judged() -> None:

@@ -57,7 +57,7 @@ STATED = {
         "training/test_train::test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks"
     ),
     "`latest` on some ranks alone sends ranks down different branches": (
-        "training/test_checkpoint::test_another_number_of_ranks_reports_the_missing_file"
+        "training/test_checkpoint::test_machines_that_see_different_checkpoints_are_refused"
     ),
     "no scheduler is a crash": "training/test_train::test_optional_parts_are_optional",
     "a key that does not exist is taken": "training/test_config_errors::test_unknown_keys_on_the_command_line",
