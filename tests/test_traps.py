@@ -17,6 +17,7 @@ from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.config import load
+from dgc_training.data import worker_options
 from dgc_training.startup.setup import prepare_device
 
 TESTS = Path(__file__).parent
@@ -61,9 +62,6 @@ STATED = {
     ),
     "no scheduler is a crash": "training/test_train::test_optional_parts_are_optional",
     "a key that does not exist is taken": "training/test_config_errors::test_unknown_keys_on_the_command_line",
-    "workers are forked with MPI loaded": (
-        "training/test_data::test_workers_are_not_forked_change_no_data_and_end_with_their_rank"
-    ),
     "a checkpoint runs code": "training/test_checkpoint::test_code_in_a_checkpoint_is_not_run",
     "gathered data are not checked": (
         "wire/test_corruption::test_any_bytes_at_all_give_an_error_or_a_sound_selection"
@@ -97,6 +95,10 @@ def test_a_checkpoint_that_lost_a_file_is_removed_like_the_others(tmp_path: Path
         return checkpoints.find("latest")
 
     assert LockstepWorld(2).run(save) == ["e0005"] * 2 and not (tmp_path / "e0002").exists()
+
+
+def test_workers_are_not_forked() -> None:
+    assert worker_options(2)["multiprocessing_context"] == "forkserver"
 
 
 def test_determinism_that_makes_kernels_slow_is_not_forced() -> None:
