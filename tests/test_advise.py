@@ -2,7 +2,9 @@
 
 import json
 import pickle
+from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
+from states import assert_equal
 
 from dgc.comm import AllGather, Request
 from dgc.comm.collectives import with_checksum
@@ -20,29 +23,51 @@ from dgc.cost.computing import last_level_cache
 from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.build import wrap_optimizer
+from scripts.advise import collectives
 from scripts.advise.__main__ import main
 from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
 from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
 from scripts.advise.candidates import Candidate, compute_of, measure_candidate
 from scripts.advise.cluster import cluster_on_paper, describe, human_rate
-from scripts.advise.collectives import (
-    SIZES,
-    Sample,
-    fit_network,
-    levels,
-    measure_network,
-    misfit,
-    requests_of,
-    time_collectives,
-)
+from scripts.advise.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
 from scripts.advise.drawing import describe_crossings, draw
 from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method, unfit
 from scripts.advise.optimizers import build_inner
 from scripts.advise.verification import chosen, format_verification, order, verify
-from scripts.advise.workload import measure_workload, under_autocast
+from scripts.advise.workload import Workload, measure_workload, under_autocast
 
-NETWORK = Network(latency=0.0, bandwidth=1e8)
-CNN = "configs/digits/cnn.py"
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+Printed = pytest.CaptureFixture[str]
+NETWORK, CPU = Network(latency=0.0, bandwidth=1e8), torch.device("cpu")
+CNN, GPT = "configs/digits/cnn.py", "configs/pysource/gpt.py"
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def workload_of(*words: str) -> Workload:
+    return measure_workload(load([words[0]], words[1:]), CPU, AlikeRanks(1), None, 1)
+
+
+@pytest.fixture(scope="module")
+def cnn() -> Iterator[Workload]:
+    """The work of the small network. No candidate changes its model."""
+    found = workload_of(CNN)
+    before = deepcopy([*found.model.parameters()])
+    yield found
+    assert_equal([*found.model.parameters()], before)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the first of two ranks."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+
+def measured(name: str, work: Workload, size: int, local_size: int = 1, experiment: str = CNN) -> Candidate:
+    method = BY_NAME[name]
+    return measure_candidate(method, load([experiment, *method.files]), work, size, local_size, 1)
 
 
 def candidate(name: str, nbytes: int, compute: float = 0.0, ready: float = 1.0) -> Candidate:
@@ -103,6 +128,10 @@ def test_the_crossing_point() -> None:
     assert crossing(a, b) == pytest.approx(9e6, rel=2e-3)
     assert crossing(a, b, (1e7, 1e10)) is None  # fp16 is always faster
     assert crossing(a, b, (1e5, 1e6)) is None  # never
+    # on a single machine the rate is that between its ranks
+    message = Message("AllGather", 2, 2, 10**6, 1e6, 0.0, False, 0)
+    inside = replace(candidate("a", 10**6), traffic=Traffic(2, 2, ((message,),), 0, 0))
+    assert step_at(inside, Network(1e-3, 1e9, 2, 0.0, 1e9), Work(0.0, 1.0))(1e6) == pytest.approx(2.0)
 
 
 def test_quantities() -> None:
@@ -129,11 +158,10 @@ def test_the_files_of_all_methods_exist() -> None:
             assert all(Path(file).is_file() for file in method.files)
 
 
-def test_the_work_is_that_of_the_task(no_type_checks: None) -> None:
+def test_the_work_is_that_of_the_task() -> None:
     """A language model that carries its state from batch to batch, in two passes per step."""
     small = ["--configs.train.batch_size", "2", "--configs.train.num_batches_per_step", "2"]
-    tree = load(["configs/pysource/lstm.py"], small)
-    workload = measure_workload(tree, torch.device("cpu"), AlikeRanks(1), None, 1)
+    workload = workload_of("configs/pysource/lstm.py", *small)
     assert len(workload.batches[0]) == 2 and set(workload.ready) == set(workload.gradients[0])
     loss = workload.loss(workload.model, workload.batches[0][0]).item()
     assert loss == pytest.approx(4.6, abs=0.5)  # about the logarithm of the number of characters
@@ -142,63 +170,52 @@ def test_the_work_is_that_of_the_task(no_type_checks: None) -> None:
         assert under_autocast(lambda m, b: m(b), x.device, precision)(model, x).dtype == dtype
 
 
-def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> None:
+def test_a_candidate_has_the_traffic_of_its_optimizer(cnn: Workload) -> None:
     """With 2 machines of 2 ranks, DGC has two levels; with 32 machines computing is a fitted line."""
-    tree = load([CNN])
-    workload = measure_workload(tree, torch.device("cpu"), AlikeRanks(1), None, 1)
-    assert workload.inputs == "the data set, batches of 32"
-    assert all(0 <= share <= 1 for share in workload.ready.values()) and max(workload.ready.values()) > 0.5
-    names = list(workload.ready)
-    assert workload.ready[names[0]] >= workload.ready[names[-1]]  # the last layer's gradients come first
-    found = {}
-    for method in (METHODS[0], METHODS[3]):
-        found[method.name] = measure_candidate(method, load([CNN, *method.files]), workload, 4, 2, 1)
-    elements = sum(p.numel() for p in workload.model.parameters())
-    dense, dgc = (found[name].traffic for name in ("dense", "dgc-fp32-int64"))
+    assert cnn.inputs == "the data set, batches of 32"
+    assert all(0 <= share <= 1 for share in cnn.ready.values()) and max(cnn.ready.values()) > 0.5
+    names = list(cnn.ready)
+    assert cnn.ready[names[0]] >= cnn.ready[names[-1]]  # the last layer's gradients come first
+    found = {name: measured(name, cnn, 4, 2) for name in ("dense", "dgc-fp32-int64")}
+    elements = sum(p.numel() for p in cnn.model.parameters())
+    dense, dgc = (of.traffic for of in found.values())
     assert dense.total("payload") == 4 * elements and dense.total("wire") == 6 * elements
     kinds = {message.kind for bucket in dgc.buckets for message in bucket}
     assert kinds == {"AllToAll", "AllGather", "AllReduce", "Broadcast"}
     assert 0 < dgc.total("cross") < 0.02 * dense.total("wire")
     assert found["dgc-fp32-int64"].compute.encode > 0 and len(found["dgc-fp32-int64"].ready) == len(dgc.buckets)
-    many = measure_candidate(METHODS[3], load([CNN, *METHODS[3].files]), workload, 32, 1, 1)
+    many = measured("dgc-fp32-int64", cnn, 32)
     messages = [message for bucket in many.traffic.buckets for message in bucket]
     assert {message.kind for message in messages} == {"AllGather", "AllReduce"}
     assert all(message.wire == 31 * message.payload for message in messages if message.kind == "AllGather")
 
 
-def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
-    workload = measure_workload(load([CNN]), torch.device("cpu"), AlikeRanks(1), None, 1)
-    elements = sum(p.numel() for p in workload.model.parameters())
-    before = [p.detach().clone() for p in workload.model.parameters()]
+def test_gossip_sends_a_model_to_one_neighbour(cnn: Workload) -> None:
+    elements = sum(p.numel() for p in cnn.model.parameters())
     for name, size, local_size, width in (("sgp", 4, 1, 4), ("sgp-fp16", 6, 2, 2)):
         with case(name):
-            (method,) = (method for method in METHODS if method.name == name)
-            found = measure_candidate(method, load([CNN, *method.files]), workload, size, local_size, 1)
+            found = measured(name, cnn, size, local_size)
             (messages,) = found.traffic.buckets
             assert [message.kind for message in messages] == ["Exchange"] and found.ready == (1.0,)
             assert messages[0].peers == 1 and 0 <= messages[0].payload - width * elements <= 40
             assert messages[0].awaited == messages[0].payload
             assert found.compute.encode > 0 and found.compute.decode > 0
-    assert all(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
 
 
-def test_a_machine_sends_what_its_ranks_send(no_type_checks: None) -> None:
+def test_a_machine_sends_what_its_ranks_send(cnn: Workload) -> None:
     """2 machines of 8 ranks: ranks have other shares of the model, and SGP's peers depend on rank and round."""
-    workload = measure_workload(load([CNN]), torch.device("cpu"), AlikeRanks(1), None, 1)
     for name in ("dgc-fp32-int64", "scaled-sign", "sgp"):
         with case(name):
-            (method,) = (method for method in METHODS if method.name == name)
-            tree = load([CNN, *method.files])
+            train = load([CNN, *BY_NAME[name].files]).train
 
-            def sent(transport: Any, tree: Any = tree) -> list[float]:
-                model = deepcopy(workload.model)
-                inner = build_inner(tree.train, model, workload.gradients[0])
-                optimizer = wrap_optimizer(inner, model, tree.train, transport)
-                optimizer.begin_epoch(tree.train.num_epochs - 1)
+            def sent(transport: Any, train: Any = train) -> list[float]:
+                model = deepcopy(cnn.model)
+                optimizer = wrap_optimizer(build_inner(train, model, cnn.gradients[0]), model, train, transport)
+                optimizer.begin_epoch(train.num_epochs - 1)
                 found = []
                 for _ in range(5):  # after the first step, the 4 rounds of a graph of 16 ranks
                     optimizer.zero_grad()
-                    parts = [(p * workload.gradients[0][n]).sum() for n, p in model.named_parameters()]
+                    parts = [(p * cnn.gradients[0][n]).sum() for n, p in model.named_parameters()]
                     torch.stack(parts).sum().backward()
                     optimizer.step()
                     found.append(optimizer.meter.cross_wire_bytes)
@@ -209,32 +226,27 @@ def test_a_machine_sends_what_its_ranks_send(no_type_checks: None) -> None:
             ranks = LockstepWorld(16, 8).run(sent)[8:]
             of_a_machine = [sum(step) for step in zip(*ranks, strict=True)]
             assert len({tuple(of) for of in ranks}) > 1
-            found = measure_candidate(method, tree, workload, 16, 8, 1)
-            predicted = found.predict(Network(0.0, 1e6, 8)).machine_wire_bytes
+            predicted = measured(name, cnn, 16, 8).predict(Network(0.0, 1e6, 8)).machine_wire_bytes
             assert predicted == pytest.approx(sum(of_a_machine) / 4)
 
 
-def test_methods_with_dense_steps_at_first_are_predicted_after_these(no_type_checks: None) -> None:
-    base = "configs/pysource/gpt.py"
-    workload = measure_workload(load([base]), torch.device("cpu"), AlikeRanks(1), None, 1)
-    before = [p.detach().clone() for p in workload.model.parameters()]
+def test_methods_with_dense_steps_at_first_are_predicted_after_these() -> None:
+    workload = workload_of(GPT)
+    before = deepcopy([*workload.model.parameters()])
     elements = sum(p.numel() for p in workload.model.parameters())
     for name, bits in (("onebit-adam", 1.3), ("dgc-adam", 2.0)):  # of 4 ranks, per element; headers and vectors
         with case(name):
-            (method,) = (method for method in METHODS if method.name == name)
-            found = measure_candidate(method, load([base, *method.files]), workload, 4, 1, 1)
+            found = measured(name, workload, 4, experiment=GPT)
             assert elements / 64 < found.traffic.total("payload") < elements * bits / 8 * 2
-    assert all(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
+    assert_equal([*workload.model.parameters()], before)
 
 
-def test_what_fails_with_adam_is_not_recommended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None
-) -> None:
+def test_what_fails_with_adam_is_not_recommended(tmp_path: Path, capsys: Printed) -> None:
     """With Adam methods for it are compared in place of those that docs/language.md advises against."""
     file = tmp_path / "advice.json"
     given = ["--methods", "fp16", "2bit-adaptive", "scaled-sign", "onebit-adam", "dgc-adam", "--json", str(file)]
     network = ["--hosts", "4", "--rate", "10mbit", "--repeats", "1", "--devices", "cpu"]
-    assert main(["--configs", "configs/pysource/gpt.py", *network, *given]) == 0
+    assert main(["--configs", GPT, *network, *given]) == 0
     out, result = capsys.readouterr().out, json.loads(file.read_text())
     assert set(result["methods"]) == {"fp16", "onebit-adam", "dgc-adam"}
     assert result["advice"]["method"] in ("onebit-adam", "dgc-adam")
@@ -272,19 +284,11 @@ def test_the_crossing_point_is_printed_and_drawn(tmp_path: Path) -> None:
     assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
 
 
-def test_on_a_single_machine_the_rate_is_that_between_its_ranks() -> None:
-    network = Network(1e-3, 1e9, 2, 0.0, 1e9)
-    of = candidate("a", 10**6)
-    message = Message("AllGather", 2, 2, 10**6, 1e6, 0.0, False, 0)
-    inside = Candidate(of.method, Traffic(2, 2, ((message,),), 0, 0), of.compute, of.ready)
-    assert step_at(inside, network, Work(0.0, 1.0))(1e6) == pytest.approx(2.0)
-
-
 def words(*more: str, rate: str = "10mbit") -> list[str]:
     return ["--configs", CNN, "--hosts", "4", "--rate", rate, "--repeats", "1", "--devices", "cpu", *more]
 
 
-def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None) -> None:
+def test_on_paper(tmp_path: Path, capsys: Printed) -> None:
     file = tmp_path / "advice.json"
     given = ["--methods", "dense", "fp16", "dgc-fp16-packed", "--json", str(file)]
     assert main(words(*given, "--plot", str(tmp_path / "figure.svg"))) == 0
@@ -303,9 +307,7 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     assert result["methods"]["fp16"]["faster"] == 1.0 and result["advice"]["method"] == "dgc-fp16-packed"
 
 
-def test_a_method_that_does_not_fit_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None
-) -> None:
+def test_a_method_that_does_not_fit_is_left_out(tmp_path: Path, capsys: Printed) -> None:
     adam = tmp_path / "adam.yaml"
     adam.write_text("train: {optimizer: {_target_: torch.optim.Adam, lr: 0.001}}")
     assert main(words("--configs", str(adam), "--methods", "dense", "dgc-fp32-int64")) == 0
@@ -314,16 +316,8 @@ def test_a_method_that_does_not_fit_is_left_out(
     assert "Do not compress: no method that compresses was compared with dense" in out
 
 
-def test_an_experiment_that_cannot_be_built_is_refused(
-    capsys: pytest.CaptureFixture[str], no_type_checks: None
-) -> None:
-    assert main(words("--configs.train.bucket_mb", "1e-3", "--configs.train.optimizer.lr", "-1")) == 2
-    assert "advise: the experiment cannot be built: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_bad_input_is_one_message(capsys: Printed) -> None:
+    for given, message in (
         (["--configs", CNN], "there is no network: start the advisor on several ranks"),
         (["--configs", CNN, "--hosts", "4"], "there is no network"),
         (words(rate="fast"), "--rate is 'fast': write a number and a unit"),
@@ -343,31 +337,33 @@ def test_an_experiment_that_cannot_be_built_is_refused(
         (words("--configs", "configs/dgc/wm5.py"), "without files of a method, but train.compression is dgc"),
         (words("--configs", "configs/gossip/sgp.py"), "but train.gossip is set"),
         (words("--configs.train.batch", "3"), "train.batch"),
+        (words("--configs.train.optimizer.lr", "-1"), "the experiment cannot be built: "),
         (words("--input-shape", "0"), "every length must be at least 1"),
         (["--configs", "configs/imagenet/resnet18.py", "--hosts", "2", "--rate", "1gbit"], "--input-shape"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_input_is_one_message(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(given) == 2
-    captured: Any = capsys.readouterr()
-    assert captured.err.startswith("advise: ") and message in captured.err
-    assert "Traceback" not in captured.err and captured.out == ""
+    ):
+        with case(message):
+            assert main(given) == 2
+            printed = capsys.readouterr()
+            assert printed.err.startswith("advise: ") and message in printed.err
+            assert "Traceback" not in printed.err and printed.out == ""
+
+
+def test_an_unknown_option_is_refused(capsys: Printed) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words("--methods", "zip"))
+    assert "invalid choice: 'zip'" in capsys.readouterr().err
 
 
 def test_the_network_on_paper() -> None:
     """The rate inside a machine is assumed where there is one, and the only one of a single machine."""
-    cases = {
-        "--hosts 2 --rate 1gbit": "2 machines of 1 rank: 1 Gbit/s and 50 us between machines, as given",
+    between, inside = "1 Gbit/s and 50 us between machines, as given", "between the ranks of a machine"
+    for given, line in {
+        "--hosts 2 --rate 1gbit": f"2 machines of 1 rank: {between}",
         "--hosts 2 --rate 1gbit --ranks-per-host 8": (
-            "2 machines of 8 ranks: 1 Gbit/s and 50 us between machines, as given; "
-            "80 Gbit/s between the ranks of a machine, assumed (--inner-rate)"
+            f"2 machines of 8 ranks: {between}; 80 Gbit/s {inside}, assumed (--inner-rate)"
         ),
-        "--hosts 1 --ranks-per-host 4 --inner-rate 2tbit": (
-            "1 machine of 4 ranks: 2 Tbit/s between the ranks of a machine, as given"
-        ),
-    }
-    for given, line in cases.items():
+        "--hosts 1 --ranks-per-host 4 --inner-rate 2tbit": f"1 machine of 4 ranks: 2 Tbit/s {inside}, as given",
+    }.items():
         with case(given):
             args, _ = parse_arguments(["--configs", CNN, *given.split()])
             check_arguments(args, 1)
@@ -375,17 +371,15 @@ def test_the_network_on_paper() -> None:
     assert cluster_on_paper(args).network.inner_bandwidth == 2.5e11
 
 
-def test_ranks_of_a_machine_share_its_cores(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     """On paper one process stands for each of them, with its share of the cores."""
     seen, before = [], torch.get_num_threads()
 
-    def measured(*given: Any) -> Any:
+    def refused(*given: Any) -> Any:
         seen.append(torch.get_num_threads())
         raise ConfigError("enough")
 
-    monkeypatch.setattr("scripts.advise.__main__.measure_workload", measured)
+    monkeypatch.setattr("scripts.advise.__main__.measure_workload", refused)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
     threads = ["--configs.data.num_threads_per_worker", "8", "--configs.data.num_workers", "0"]
     try:
@@ -396,9 +390,7 @@ def test_ranks_of_a_machine_share_its_cores(
     assert seen == [6, 3, 1] and "enough" in capsys.readouterr().err
 
 
-def test_a_busy_machine_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_type_checks: None
-) -> None:
+def test_a_busy_machine_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     monkeypatch.setattr("scripts.advise.cluster.usable_cores", lambda: 2)
     line = (
         "UNRELIABLE: load average 2.1 on 2 cores: other programs ran in the last minute. If they still do, "
@@ -413,22 +405,13 @@ def test_a_busy_machine_is_reported(
             assert "advise: measuring forward and backward (1 of " in said.err
 
 
-def test_a_launcher_measures_the_network(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "none")):
-        monkeypatch.setenv(name, value)
-    assert main(words()) == 2
-    assert "under a launcher the network is measured: leave out --hosts, --rate" in capsys.readouterr().err
-
-
 def test_the_network_is_fitted_to_times_of_collectives() -> None:
     """The times of a known network, with 20 % of noise, give its numbers."""
     known = Network(8e-5, 1.25e8, 1, 8e-5, 1.25e8, reduction=2e-10, half_reduction=2e-9)
     noise = torch.Generator().manual_seed(0)
     samples = []
     for nbytes in SIZES:
-        for request in requests_of(nbytes, "world", torch.device("cpu")):
+        for request in requests_of(nbytes, "world", CPU):
             message = message_of(request, AlikeRanks(4))
             factor = 1 + 0.2 * float(torch.rand((), generator=noise))
             samples.append(Sample(message, factor * message.seconds(known, 1)))
@@ -449,15 +432,17 @@ class FirstRank(AlikeRanks):
 
 
 def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, sizes = torch.device("cpu"), (1024, 4096)
+    sizes = (1024, 4096)
     assert [levels(AlikeRanks(*of)) for of in ((4, 1), (4, 4))] == [["world"], ["world"]]
     assert levels(AlikeRanks(4, 2)) == ["local", "cross"]
-    samples = time_collectives(AlikeRanks(4, 2), "cross", device, 2, sizes)
+    samples = collectives.time_collectives(AlikeRanks(4, 2), "cross", CPU, 2, sizes)
     assert [of.message.payload for of in samples] == [1024] * 3 + [4096] * 3
     assert [of.message.kind for of in samples[:3]] == ["AllReduce", "AllReduce", "AllGather"]
     assert [of.message.half for of in samples[:3]] == [False, True, False]
     assert all(of.message.size == 2 and of.message.cross == of.message.wire for of in samples)
-    assert all(of.message.cross == 0 for of in time_collectives(AlikeRanks(4, 2), "local", device, 2, sizes))
+    assert all(
+        of.message.cross == 0 for of in collectives.time_collectives(AlikeRanks(4, 2), "local", CPU, 2, sizes)
+    )
     fast, slow = Network(1e-5, 1e9, 2, 1e-5, 1e9), Network(1e-3, 1e7, 2, 1e-3, 1e7)
 
     def timed(ranks: AlikeRanks, group: Group, device: torch.device, repeats: int, sizes: Any) -> list[Sample]:
@@ -465,8 +450,8 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
         messages = [message_of(of, ranks) for nbytes in SIZES for of in requests_of(nbytes, group, device)]
         return [Sample(message, message.seconds(known, 2)) for message in messages]
 
-    monkeypatch.setattr("scripts.advise.collectives.time_collectives", timed)
-    network, factor = measure_network(AlikeRanks(4, 2), device, 1)
+    monkeypatch.setattr(collectives, "time_collectives", timed)
+    network, factor = measure_network(AlikeRanks(4, 2), CPU, 1)
     assert network.ranks_per_machine == 2 and factor == pytest.approx(1, abs=0.05)
     assert [network.bandwidth, network.inner_bandwidth] == pytest.approx([1e7, 1e9], rel=0.1)
     assert [network.latency, network.inner_latency] == pytest.approx([1e-3, 1e-5], rel=0.1)
@@ -484,16 +469,9 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
         levels(Uneven(2))
 
 
-def test_under_a_launcher(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    no_type_checks: None,
-) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "none")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+def test_under_a_launcher_the_network_is_measured(tmp_path: Path, torchrun: None, capsys: Printed) -> None:
+    assert main(words()) == 2
+    assert "under a launcher the network is measured: leave out --hosts, --rate" in capsys.readouterr().err
     given = ["--configs", CNN, "--methods", "fp16", "powersgd-1", "--repeats", "1", "--devices", "cpu"]
     file = tmp_path / "advice.json"
     verified = [*given, "--verify", "1", "--json", str(file)]
@@ -519,40 +497,30 @@ def test_the_best_methods_are_verified_beside_the_best_without_compression() -> 
         "dense                 1000.0 ms    500.0 ms",
     ]
     # a and b are less than 15 % apart; c is predicted faster than fp16
-    measured = {"work": 0.3, "dense": 2.0, "fp16": 1.0, "a": 0.31, "b": 0.30, "c": 1.5, "d": 1.9}
-    right, apart, wrong = order(rows, measured)
-    assert (right, apart, wrong) == (12, 13, [("fp16", "c")])
-    text = format_verification(rows, Work(0.1, 0.1), measured)
+    times = {"work": 0.3, "dense": 2.0, "fp16": 1.0, "a": 0.31, "b": 0.30, "c": 1.5, "d": 1.9}
+    assert order(rows, times) == (12, 13, [("fp16", "c")])
+    text = format_verification(rows, Work(0.1, 0.1), times)
     assert "c was measured slower than fp16, and predicted faster" in text
 
 
-def test_on_a_gpu_steps_are_verified_without_the_update(
-    monkeypatch: pytest.MonkeyPatch, no_type_checks: None
-) -> None:
+def test_on_a_gpu_steps_are_verified_without_the_update(monkeypatch: pytest.MonkeyPatch, cnn: Workload) -> None:
     """The meter has the host's time of an update, which ends long before the device's."""
 
     def update(*given: Any, **more: Any) -> None:
         raise AssertionError("the parameters are updated")
 
-    workload = measure_workload(load([CNN]), torch.device("cpu"), AlikeRanks(1), None, 1)
     monkeypatch.setattr("torch.optim.SGD.step", update)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     rows = tabulate([candidate("dense", 80)], NETWORK, Work(0.1, 0.1))
-    measured = verify(rows, lambda row: load([CNN]), workload, FirstRank(2), torch.device("cuda"), 1)
-    assert set(measured) == {"work", "dense"}
+    found = verify(rows, lambda row: load([CNN]), cnn, FirstRank(2), torch.device("cuda"), 1)
+    assert set(found) == {"work", "dense"}
 
 
-def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words("--methods", "zip"))
-    assert ended.value.code == 2 and "invalid choice: 'zip'" in capsys.readouterr().err
-
-
-def test_random_inputs(no_type_checks: None) -> None:
+def test_random_inputs() -> None:
     missing = ["--configs.dataset.root", "/no/such/folder", "--configs.train.batch_size", "2"]
     tree = load(["configs/cifar/resnet20.py"], missing)
-    workload = measure_workload(tree, torch.device("cpu"), AlikeRanks(1), (3, 32, 32), 1)
+    workload = measure_workload(tree, CPU, AlikeRanks(1), (3, 32, 32), 1)
     assert workload.inputs == "random inputs of shape (3, 32, 32), no data set"
     assert workload.forward > 0 and len(workload.gradients) == 3
     with pytest.raises(UsageError, match="does not fit the model"):
-        measure_workload(tree, torch.device("cpu"), AlikeRanks(1), (1, 2), 1)
+        measure_workload(tree, CPU, AlikeRanks(1), (1, 2), 1)

@@ -1,9 +1,10 @@
-"""What benchmarks compute beside times."""
+"""What benchmarks compute beside times, the bytes of large models by their shapes, and when they measure."""
 
 import json
 import math
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,18 @@ from torch import Tensor
 
 import benchmarks
 import dgc.kernels as kernels
-from benchmarks import decoding, harness, scale
+from benchmarks import decoding, harness, outer_speed, scale
 from benchmarks.__main__ import main
+from benchmarks.compressors import MIB, STEPS_PER_EPOCH, buckets_of, measure, parameters_of
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
 from benchmarks.selector_steps import Counts, SelectorStep, count_step, counting
 from benchmarks.selectors import Fit, fit, fit_tensors
+from benchmarks.train_step import Work
 from dgc.bucket import lay_out
-from dgc.compression import SparseCompressor
+from dgc.comm import Transport
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import Route, Rule, SparseCompressor
+from dgc.engine.buckets import keep_states, plan_buckets
 from dgc.selection import Bisection, plan_selection
 from scripts.methods import METHODS, SELECTORS, build
 
@@ -62,9 +68,8 @@ def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
 
 
 def test_a_table_has_aligned_columns_and_keeps_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    table = harness.Table(
-        "method", 8, [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
-    )
+    columns = [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
+    table = harness.Table("method", 8, columns)
     table.add("a", {"ms": 1.234, "n": 12345, "share": 0.5, "other": 1})
     table.add("b", {"n": 1, "share": None})
     assert capsys.readouterr().out == (
@@ -77,9 +82,8 @@ def test_the_list_has_a_name_a_duration_and_a_line_of_each(capsys: pytest.Captur
     main()
     lines = capsys.readouterr().out.splitlines()
     files = Path(benchmarks.__file__).parent.glob("*.py")
-    assert [line.split()[0] for line in lines[::2]] == sorted(
-        f.stem for f in files if "\nTAKES = " in f.read_text()
-    )
+    listed = sorted(file.stem for file in files if "\nTAKES = " in file.read_text())
+    assert [line.split()[0] for line in lines[::2]] == listed
     assert all(line.startswith(" " * 17) and line.strip() for line in lines[1::2])
 
 
@@ -87,7 +91,6 @@ def test_every_method_of_the_table_is_built() -> None:
     """Files and changes fit their constructors, a ratio warm-up is off, and a row's own ratio is kept."""
     found = {name: build(name, 0.25) for name in METHODS}
     sparse = {name: of for name, of in found.items() if isinstance(of, SparseCompressor)}
-    own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
     own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
     assert own == {"dgc-1-percent": 0.01, "dgc-residual-0.1-percent": 0.001, "dgc-adam-0.1-percent": 0.001}
     assert len(sparse) > 20
@@ -147,8 +150,7 @@ def test_a_counted_step_is_a_step(name: str) -> None:
         g = [laplace(N, seed)]
         plain.step(g)
         count_step(counted, g, counts)
-    assert torch.equal(counted.v[0], plain.v[0])
-    assert torch.equal(counted.u[0], plain.u[0])
+    assert torch.equal(counted.v[0], plain.v[0]) and torch.equal(counted.u[0], plain.u[0])
     passes, sent = counts.row()["passes"], counts.row()["sent"]
     assert sent == 1 if name in ("exact", "predicted", "radix") else 0 < sent <= 1
     assert passes == {"exact": 1, "histogram": 0, "predicted": 0, "radix": 5}.get(name, passes)
@@ -175,16 +177,14 @@ def test_a_learner_takes_steps_of_dgc() -> None:
     learner.differentiate()
     g = learner.gradients[0][0].clone()
     (sent,) = learner.update()
-    assert int(sent.count) == 10
     changed = (model.weight != before).flatten()
-    assert int(changed.sum()) == 10
+    assert int(sent.count) == int(changed.sum()) == 10
     assert torch.allclose((before - model.weight).flatten()[changed], 0.5 * g[changed])
     assert torch.equal(learner.v[0] == 0, changed)
-    kept = ~changed
     learner.differentiate()
     expected = g + MOMENTUM * g + learner.gradients[0][0]
     learner.update()
-    still = kept & (learner.v[0] != 0)
+    still = ~changed & (learner.v[0] != 0)
     assert torch.allclose(learner.v[0][still], expected[still])
 
 
@@ -216,3 +216,89 @@ def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
     rows = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
     scale.draw({"dense": rows, "dgc": rows}, "a title", tmp_path / "scale.svg", work=0.1)
     assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "published"), [("dense", 7730), ("powersgd-1", 25), ("powersgd-2", 38), ("powersgd-4", 64)]
+)
+def test_an_epoch_of_the_lstm_has_the_published_bytes(method: str, published: int) -> None:
+    """Vogels et al. 2019, arXiv 1905.13727: MB (2**20 bytes) that a rank contributes per epoch of WikiText-2."""
+    compressor = build(method)
+    named = [(name, torch.zeros(p.shape, device="cpu")) for name, p in parameters_of("lstm")]
+    world = LockstepWorld(1)
+    with torch.no_grad():
+        planned = plan_buckets(named, Route([Rule(compressor)]).compressor_for, 25.0, "bucket")
+        keep_states(planned, 1, 0)
+        for plan in planned:
+            world.converse(plan.bucket.name, [plan.states.reduce(plan.bucket)])
+    assert round(world.meters[0].payload_bytes * STEPS_PER_EPOCH["lstm"] / MIB) == published
+
+
+def test_the_shapes_are_those_of_the_configs() -> None:
+    """Every parameter is in one bucket, whatever the method's routing."""
+    named = parameters_of("transformer-big")
+    assert sum(p.numel() for _, p in named) == 209_125_376
+    assert all(p.is_meta for _, p in named)
+    for method in ("dense", "fp16", "dgc", "powersgd-2"):
+        buckets = buckets_of(named, method, 0.001)
+        assert sorted(name for group in buckets for name, _ in group) == sorted(name for name, _ in named)
+
+
+def test_bytes_are_those_of_the_meter() -> None:
+    named = [("matrix", torch.empty(64, 32, device="meta")), ("vector", torch.empty(10, device="meta"))]
+    with torch.no_grad():
+        rows = {m: measure(named, m, 0.001, 2, 2, 1) for m in ("dense", "fp16", "powersgd-2")}
+    payloads = {method: row["payload_bytes"] for method, row in rows.items()}
+    assert payloads == {"dense": 4 * 2058, "fp16": 2 * 2058, "powersgd-2": 4 * (2 * (64 + 32) + 10) + 24}
+    assert all(row["wire_bytes"] == row["payload_bytes"] for row in rows.values())  # 2 ranks
+    assert all(row["encode_ms"] > 0 and row["decode_ms"] > 0 for row in rows.values())
+
+
+def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the speed alone is that beside an exchange, and the window has other exchanges than its own."""
+    newest: dict[int, Any] = {}
+    flights: list[tuple[bool, int]] = []
+
+    class Recorded(outer_speed.Trainer):
+        def __init__(self, name: str, settings: dict[str, Any], transport: Transport):
+            super().__init__(name, settings, transport)
+            newest[transport.rank] = self
+
+    def tiny(name: str, batch: int, image: int, rank: int) -> Work:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(5)))
+        return Work(model, lambda wrapped: wrapped(torch.ones(batch, 16)).square().mean())
+
+    def small(name: str, **changes: Any) -> Any:
+        return build(name, **changes, **({"fragment_mb": 1024 / 2**20} if "streaming" in name else {}))
+
+    timed = outer_speed.seconds_per_step
+
+    def seconds_per_step(trainer: Any, count: int, transport: Transport) -> float:
+        exchange = newest[transport.rank].optimizer.method.exchange
+        flights.append((exchange.flight, len(exchange.fragments)))
+        seconds = timed(trainer, count, transport)
+        flights.append((exchange.flight, len(exchange.fragments)))
+        return seconds
+
+    monkeypatch.setattr(outer_speed, "Trainer", Recorded)
+    monkeypatch.setattr(outer_speed, "make_work", tiny)
+    monkeypatch.setattr(outer_speed, "seconds_per_step", seconds_per_step)
+    monkeypatch.setattr(outer_speed, "build", small)
+    names = list(outer_speed.OUTER)
+
+    def rank(every: int, delay: int, transport: Transport) -> list[tuple[float, float]]:
+        settings = {"batch": 2, "steps": 2, "every": every, "delay": delay}
+        alone = outer_speed.Trainer("alone", settings, transport)
+        rows = [outer_speed.measured(name, alone, settings, transport) for name in names]
+        return [(row["steps"], row["wire_bytes_per_step"]) for row in rows]
+
+    # in the second case an exchange begins in the step in which the one before it ends
+    for every, delay in ((20, 3), (20, 4), (7, 0)):
+        flights.clear()
+        found = LockstepWorld(2).run(lambda transport: rank(every, delay, transport))  # noqa: B023
+        assert not any(flight for flight, _ in flights), (every, delay)
+        assert {fragments for _, fragments in flights} == {1, 5}
+        # each of the 5 fragments of 1 KiB once in a window: an all-reduce of two ranks sends what a rank has
+        sent = {name: steps * nbytes for name, (steps, nbytes) in zip(names, found[0], strict=True)}
+        assert sent["streaming"] == sent["diloco"] == 2 * sent["streaming-fp16"] == 5 * 1024, (every, delay)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import case
 from torch import nn
 from torch.optim import SGD
 
@@ -44,42 +45,53 @@ WRONG: list[tuple[str, Make, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "make", "arguments"), WRONG)
-def test_arguments_of_a_wrong_type_are_named(name: str, make: Make, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must .*not "):
-        make(**arguments)
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    for name, make, arguments in WRONG:
+        with case(arguments), pytest.raises(ValueError, match=rf"^{name} must .*not "):
+            make(**arguments)
+
+
+def model_and_sgd() -> tuple[nn.Linear, SGD]:
+    """Equal on all ranks."""
+    model = nn.Linear(4, 4)
+    nn.init.zeros_(model.weight)
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def alone() -> Any:
+    return LockstepWorld(1).transports[0]
 
 
 def wrapped(**options: Any) -> DistributedOptimizer:
-    model = nn.Linear(4, 4)
-    transport = options.pop("transport", LockstepWorld(1).transports[0])
-    compression = options.pop("compression", DGCCompressor(0.1, ResidualMemory(), warmup_epochs=3))
-    sgd = options.pop("optimizer", None) or SGD(model.parameters(), lr=0.1)
-    named = options.pop("named_parameters", model.named_parameters())
-    return DistributedOptimizer(sgd, named, compression, transport=transport, **options)
+    model, sgd = model_and_sgd()
+    compression = DGCCompressor(0.1, ResidualMemory(), warmup_epochs=3)
+    given = {"transport": alone(), "compression": compression, **options}
+    named = given.pop("named_parameters", model.named_parameters())
+    return DistributedOptimizer(given.pop("optimizer", sgd), named, **given)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("backward_passes_per_step", 2.5),
-        ("backward_passes_per_step", math.inf),
-        ("transport", 0),
-        ("grad_scaler", 1.0),
-        ("grad_scaler", torch.amp.GradScaler),
-        ("optimizer", "sgd"),
-        ("named_parameters", 3),
-    ],
-)
-def test_options_of_the_optimizer(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must .*not "):
-        wrapped(**{name: value})
+def local(method: Any, transport: Any = None) -> LocalOptimizer:
+    model, sgd = model_and_sgd()
+    return LocalOptimizer(sgd, model.named_parameters(), method, transport=transport or alone())
 
 
-@pytest.mark.parametrize("epoch", [math.nan, -1, 2.5, True, None])
-def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
-    with pytest.raises(ValueError, match="^epoch must be a whole number of at least 0, not "):
-        wrapped().begin_epoch(epoch)
+def damaged(state: Any, value: Any, key: str, *rest: str) -> Any:
+    """The state with another value in a place."""
+    return {**state, key: damaged(state[key], value, *rest) if rest else value}
+
+
+def test_options_and_epochs_of_the_optimizer() -> None:
+    for name, value in (
+        *(("backward_passes_per_step", value) for value in (2.5, math.inf)),
+        *(("grad_scaler", value) for value in (1.0, torch.amp.GradScaler)),
+        *(("transport", 0), ("optimizer", "sgd"), ("named_parameters", 3)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must .*not "):
+            wrapped(**{name: value})
+    epochs: tuple[Any, ...] = (math.nan, -1, 2.5, True, None)
+    for epoch in epochs:
+        with case(epoch), pytest.raises(ValueError, match="^epoch must be a whole number of at least 0, not "):
+            wrapped().begin_epoch(epoch)
 
 
 def test_what_is_no_state_is_refused() -> None:
@@ -88,15 +100,14 @@ def test_what_is_no_state_is_refused() -> None:
         with pytest.raises(ValueError, match="^state must be what compression_state_dict"):
             optimizer.load_compression_state_dict(state)  # type: ignore[arg-type]
     name = next(name for name in saved if name != "identity")
-    counted = {**saved, name: {**saved[name], "steps": {"weight": None, "bias": 1}}}
     with pytest.raises(ValueError, match="steps"):
-        optimizer.load_compression_state_dict(counted)
-    for damage in ({"step": "two"}, {"step": 10**30}, {"settings": [1]}, {"rank": None}):
+        optimizer.load_compression_state_dict(damaged(saved, {"weight": None, "bias": 1}, name, "steps"))
+    for key, value in (("step", "two"), ("step", 10**30), ("settings", [1]), ("rank", None)):
         with pytest.raises(ValueError, match="^identity of the state is damaged"):
-            optimizer.load_compression_state_dict({**saved, "identity": {**saved["identity"], **damage}})
+            optimizer.load_compression_state_dict(damaged(saved, value, "identity", key))
 
 
-@pytest.mark.parametrize("wrap", [wrapped, lambda: with_gossip(SGP())])
+@pytest.mark.parametrize("wrap", [wrapped, lambda: local(SGP())])
 def test_what_is_no_state_of_an_optimizer_and_no_closure(wrap: Any) -> None:
     for state in NO_STATES:
         with pytest.raises(ValueError, match="^state_dict must be what state_dict"):
@@ -105,41 +116,28 @@ def test_what_is_no_state_of_an_optimizer_and_no_closure(wrap: Any) -> None:
         wrap().step(3)
 
 
-def with_gossip(gossip: Any) -> LocalOptimizer:
-    model = nn.Linear(4, 4)
-    sgd = SGD(model.parameters(), lr=0.1)
-    transport = LockstepWorld(1).transports[0]
-    return LocalOptimizer(sgd, model.named_parameters(), gossip, transport=transport)
-
-
 def test_damaged_states_of_methods_are_named() -> None:
     def refused(optimizer: Any, message: str, value: Any, *path: str) -> None:
-        def damaged(state: Any, key: str, *rest: str) -> Any:
-            return {**state, key: damaged(state[key], *rest) if rest else value}
-
-        method = next(name for name in optimizer.compression_state_dict() if name.endswith(".0"))
-        state = damaged(optimizer.compression_state_dict(), method, *path)
+        state = optimizer.compression_state_dict()
+        method = next(name for name in state if name.endswith(".0"))
         with pytest.raises(ValueError, match=message):
-            optimizer.load_compression_state_dict(state)
+            optimizer.load_compression_state_dict(damaged(state, value, method, *path))
 
     def on_rank(transport: Any) -> None:
-        model = nn.Linear(4, 4)
-        torch.nn.init.zeros_(model.weight)
-        sgd = SGD(model.parameters(), lr=0.1)
-        choco = LocalOptimizer(sgd, model.named_parameters(), CHOCO(), transport=transport)
+        choco = local(CHOCO(), transport)
         refused(choco, "^graph must be a whole number of 0 or more, not", torch.ones(2), "graph")
         refused(choco, "^copies_valid must be True or False, not", torch.ones(2), "copies_valid")
 
+    LockstepWorld(2).run(on_rank)
     message = "^history of weight: ratio must be a number, not"
     refused(wrapped(), message, {"ratio": torch.ones(2)}, "history", "weight")
-    outer = with_gossip(OuterSteps(2, outer=Nesterov()))
+    outer = local(OuterSteps(2, outer=Nesterov()))
     buffer = {name: {"momentum_buffer": "text"} for name in ("weight", "bias")}
     refused(outer, "^outer momentum_buffer of weight is text: 'text'", buffer, "outer")
     refused(outer, "^outer state of weight must be a mapping, not 3", {"weight": 3, "bias": {}}, "outer")
     refused(outer, "^dropped must be a whole number", None, "dropped")
     for key in ("z0", "outer", "compression"):
         refused(outer, f"^{key} must be a mapping, not ", [], key)
-    LockstepWorld(2).run(on_rank)
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", [1], torch.ones(2)])
@@ -152,9 +150,6 @@ def test_what_must_be_a_mapping_in_a_state(value: Any) -> None:
                 yield [key]
                 yield from ([key, *place] for place in places(part))
 
-    def damaged(state: Any, key: str, *rest: str) -> Any:
-        return {**state, key: damaged(state[key], *rest) if rest else value}
-
     for compression in (
         DGCCompressor(0.1, ResidualMemory()),
         PowerSGDCompressor(1, high_rank=2, min_compression_rate=0),
@@ -166,18 +161,15 @@ def test_what_must_be_a_mapping_in_a_state(value: Any) -> None:
             if isinstance(value, int) and place[-1] in ("steps", "half_steps"):
                 continue  # older states have one number for all tensors
             with pytest.raises(ValueError, match=rf"{place[-1]}|memory|must be a mapping|another memory"):
-                optimizer.load_compression_state_dict(damaged(state, *place))
-    optimizer = wrapped()
+                optimizer.load_compression_state_dict(damaged(state, value, *place))
+    optimizer, dense = wrapped(), wrapped(compression=None)
+    saved, of_dense = optimizer.compression_state_dict(), dense.compression_state_dict()
     with pytest.raises(ValueError, match="^state of other compressors: it has"):
-        dense = wrapped(compression=None)
-        identity = dense.compression_state_dict()["identity"]
-        dense.load_compression_state_dict({"identity": identity, "weight": torch.ones(2)})
+        dense.load_compression_state_dict({"identity": of_dense["identity"], "weight": torch.ones(2)})
     with pytest.raises(ValueError, match="^identity of the state is damaged"):
-        saved = optimizer.compression_state_dict()
-        settings = {"a": torch.ones(2)}
-        optimizer.load_compression_state_dict({**saved, "identity": {**saved["identity"], "settings": settings}})
+        optimizer.load_compression_state_dict(damaged(saved, {"a": torch.ones(2)}, "identity", "settings"))
     with pytest.raises(ValueError, match="^state must be what compression_state_dict"):
-        redistribute([optimizer.compression_state_dict(), value], 1)
+        redistribute([saved, value], 1)
 
 
 def test_damaged_states_of_the_wrapped_optimizer_are_named() -> None:
@@ -186,7 +178,7 @@ def test_damaged_states_of_the_wrapped_optimizer_are_named() -> None:
     model(torch.ones(2, 4)).sum().backward()
     adam.step()
     state = adam.state_dict()
-    gossip = LocalOptimizer(adam, model.named_parameters(), SGP(), transport=LockstepWorld(1).transports[0])
+    gossip = LocalOptimizer(adam, model.named_parameters(), SGP(), transport=alone())
     whole = gossip.compression_state_dict()
     for message, damage in (
         ("state of the optimizer's state must have a mapping for each parameter", {"state": {0: None}}),
@@ -201,19 +193,10 @@ def test_damaged_states_of_the_wrapped_optimizer_are_named() -> None:
 
 
 def test_gossip_needs_an_algorithm_a_topology_and_shares() -> None:
-    def start(gossip: Any) -> None:
-        def on_rank(transport: Any) -> None:
-            model = nn.Linear(4, 4)
-            torch.nn.init.zeros_(model.weight)
-            sgd = SGD(model.parameters(), lr=0.1)
-            LocalOptimizer(sgd, model.named_parameters(), gossip(), transport=transport)
-
-        LockstepWorld(2).run(on_rank)
-
     for gossip, message in (
         (lambda: SGP, "method must be an algorithm"),
         (lambda: SGP(graph=lambda size: None), "graph must return a Topology"),  # type: ignore[arg-type,return-value]
         (lambda: SGP(mixing=lambda *_: None), "mixing must return a share"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=message):
-            start(gossip)
+            LockstepWorld(2).run(lambda transport: local(gossip(), transport))  # noqa: B023

@@ -1,6 +1,6 @@
 """The cost model: recorded bytes are those of the meter, and times are those of the formulas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,7 +14,7 @@ from laws.table import TABLE, Row
 from dgc.bucket import Bucket, make_bucket
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter
+from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter, Request
 from dgc.compression import (
     Compressor,
     DenseCompressor,
@@ -52,10 +52,28 @@ def record(plan: Any, size: int, local_size: int = 1) -> Traffic:
     return record_steps(plan, size, local_size)[0]
 
 
-def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Sequence[tuple[Bucket, Compressor]]]:
+Planned = Sequence[tuple[Bucket, Compressor]]
+
+
+class Asks(StatelessCompressor):
+    """Makes the requests of these rounds, whatever the bucket."""
+
+    def __init__(self, rounds: Callable[[], Iterable[tuple[Request, ...]]]):
+        self.rounds = rounds
+
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        for requests in self.rounds():  # noqa: UP028  they need not be a generator
+            yield requests
+        return Reduced(DenseResult(), state)
+
+    def plan(self, size: int = 1, rank: int = 0) -> Planned:
+        return [(Fleet(DenseCompressor, 1, LIKE).buckets[0], self)]
+
+
+def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Planned]:
     """A plan of one bucket with the gradients of the rank."""
 
-    def plan(size: int, rank: int) -> list[tuple[Bucket, Compressor]]:
+    def plan(size: int, rank: int) -> Planned:
         compressor, bucket = make(), Fleet(DenseCompressor, 1).buckets[0]
         for segment, gradient in zip(bucket.segments, gradients(rank, 0), strict=True):
             segment.of(bucket.flat).copy_(gradient)
@@ -199,13 +217,6 @@ def test_overlap_is_between_its_limits() -> None:
         assert overlapped(3.0, less) <= seconds + network / 2
 
 
-def test_bad_work_of_a_bucket_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 messages need 2 times"):
-        BucketWork(0.5, (1.0,), (1.0,))
-    with pytest.raises(ValueError, match="from 0 to 1, not 1.5"):
-        BucketWork(1.5, (1.0,), ())
-
-
 def test_steps_are_recorded_with_the_state_of_those_before(no_type_checks: None) -> None:
     seen: list[float] = []
 
@@ -215,10 +226,10 @@ def test_steps_are_recorded_with_the_state_of_those_before(no_type_checks: None)
             yield (AllGather(torch.zeros(len(seen), dtype=torch.uint8)),)
             return Reduced(DenseResult(), state)
 
-    def plan(size: int, rank: int) -> list[tuple[Bucket, Compressor]]:
+    def plan(size: int, rank: int) -> Planned:
         return [(Fleet(DenseCompressor, 1, LIKE).buckets[0], Remembers())]
 
-    def refill(planned: Sequence[tuple[Bucket, Compressor]], step: int) -> None:
+    def refill(planned: Planned, step: int) -> None:
         planned[0][0].flat.fill_(10.0 + step)
 
     traffics = record_steps(plan, 2, steps=3, refill=refill)
@@ -233,6 +244,7 @@ def test_ranks_that_share_cores_compute_longer() -> None:
     network = replace(NETWORK, ranks_per_machine=8, cores=2)
     assert [network.slowdown(size) for size in (1, 2, 4, 16)] == [1, 1, 2, 4]
     assert NETWORK.slowdown(8) == 1
+    assert (Network(1e-3, 1e6).inner_latency, Network(1e-3, 1e6).inner_bandwidth) == (2e-6, 10e9)
 
 
 def test_more_ranks_take_longer_and_less_bandwidth_too(no_type_checks: None) -> None:
@@ -243,41 +255,26 @@ def test_more_ranks_take_longer_and_less_bandwidth_too(no_type_checks: None) -> 
     assert slow.exchange > times[2]
 
 
-class Groups(StatelessCompressor):
-    """Uses all groups."""
-
-    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+def test_groups_are_those_of_the_meter() -> None:
+    def rounds() -> Iterator[tuple[Request]]:
         yield (AllReduce(torch.ones(4), group="local"),)
         yield (AllReduce(torch.ones(4)),)
         yield (AllGather(torch.ones(3), group="cross"),)
-        return Reduced(DenseResult(), state)
 
-
-def test_groups_are_those_of_the_meter() -> None:
-    world = LockstepWorld(6, 3)
+    world, ((bucket, groups),) = LockstepWorld(6, 3), Asks(rounds).plan()
     for meter in world.meters:
         meter.local_size = 3
-    bucket = Fleet(DenseCompressor, 1, LIKE).buckets[0]
-    world.converse("groups", [Groups().reduce(bucket, State(6, rank)) for rank in range(6)])
-    traffic = record(lambda size, rank: [(bucket, Groups())], 6, 3)
+    world.converse("groups", [groups.reduce(bucket, State(6, rank)) for rank in range(6)])
+    traffic = record(Asks(rounds).plan, 6, 3)
     assert traffic.total("wire") == pytest.approx(world.meters[-1].wire_bytes)
     assert traffic.total("cross") == pytest.approx(world.meters[-1].cross_wire_bytes)
 
 
-class Trees(StatelessCompressor):
-    """Broadcasts a tensor from each rank in turn."""
-
-    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        yield tuple(Broadcast(torch.empty(12_500_000, dtype=torch.uint8), root) for root in range(8))
-        return Reduced(DenseResult(), state)
-
-
 def test_a_broadcast_from_another_rank_takes_as_long_as_an_own_one() -> None:
     """8 broadcasts of 12.5 MB at 10 GB/s, of which 7 have another root than the recorded rank."""
-    bucket = Fleet(DenseCompressor, 1, LIKE).buckets[0]
-    traffic = record(lambda size, rank: [(bucket, Trees())], 8)
-    network = Network(latency=0.0, bandwidth=10e9)
-    found = predict(traffic, network, Compute())
+    trees = tuple(Broadcast(torch.empty(12_500_000, dtype=torch.uint8), root) for root in range(8))
+    traffic = record(Asks(lambda: [trees]).plan, 8)
+    found = predict(traffic, Network(latency=0.0, bandwidth=10e9), Compute())
     assert traffic.total("payload") == 12_500_000  # that of the meter: what this rank contributes
     assert found.communication == pytest.approx(8 * 2 * 7 / 8 * 12.5e6 / 10e9)
 
@@ -286,21 +283,16 @@ def test_a_broadcast_from_another_rank_takes_as_long_as_an_own_one() -> None:
 UNEQUAL = [torch.zeros(shape) for shape in ((128, 196), (4096,), (16, 16, 3, 3), (128, 32), (100,))]
 
 
-def on_two_levels(make: Callable[[], Compressor], buckets: Sequence[Sequence[torch.Tensor]], rank: int) -> Any:
+def on_two_levels(make: Callable[[], Compressor], layout: Sequence[Any], size: int, rank: int) -> Planned:
     """Buckets of one of 16 ranks, with their compressor."""
     compressor = HierarchicalCompressor(make(), MachineRank(rank // 8, 2, rank % 8, 8))
-    found = []
-    for name, like in zip("ab", buckets, strict=False):
-        bucket = make_bucket(name, [(f"{name}.{i}", tensor) for i, tensor in enumerate(like)])
-        found.append((bucket, compressor))
-    return found
+    return [
+        (make_bucket(name, [(f"{name}.{i}", tensor) for i, tensor in enumerate(like)]), compressor)
+        for name, like in zip("ab", layout, strict=False)
+    ]
 
 
-def of_rank(plan: Callable[[int], Any], size: int, rank: int) -> Any:
-    return plan(rank)
-
-
-def fill_(planned: Sequence[tuple[Bucket, Compressor]], step: int) -> None:
+def fill_(planned: Planned, step: int) -> None:
     for bucket, _ in planned:
         generator = torch.Generator().manual_seed(step)
         bucket.flat.copy_(torch.randn(bucket.numel, generator=generator))
@@ -317,7 +309,7 @@ def test_a_machine_sends_what_all_its_ranks_send(no_type_checks: None) -> None:
     for (name, make), buckets in product(methods.items(), layouts):
         with case(name, len(buckets)):
             plan = partial(on_two_levels, make, buckets)
-            world, ranks = LockstepWorld(16, 8), [plan(rank) for rank in range(16)]
+            world, ranks = LockstepWorld(16, 8), [plan(16, rank) for rank in range(16)]
             states = [BucketStates(of[0][1]) for of in ranks]
             for rank, of in enumerate(ranks):
                 for bucket, _ in of:
@@ -332,10 +324,9 @@ def test_a_machine_sends_what_all_its_ranks_send(no_type_checks: None) -> None:
                     world.converse(f"bucket.{number}", conversations)
             sent = sum(meter.cross_wire_bytes for meter in world.meters[8:])
             own = {meter.cross_wire_bytes for meter in world.meters[8:]}
-            traffic = record_steps(partial(of_rank, plan), 16, 8, 2, fill_)[-1]
+            traffic = record_steps(plan, 16, 8, 2, fill_)[-1]
             assert traffic.machine_bytes == pytest.approx(sent) and len(own) > 1
-            network = Network(0.0, 1e6, 8, 0.0, 1e12)
-            found = predict(traffic, network, Compute())
+            found = predict(traffic, Network(0.0, 1e6, 8, 0.0, 1e12), Compute())
             assert found.machine_wire_bytes == pytest.approx(sent)
             assert found.communication >= sent / 1e6
 
@@ -361,12 +352,6 @@ def test_ranks_of_a_machine_are_joined_round_by_round() -> None:
     assert received == pytest.approx(70.0)
 
 
-class Listener(StatelessCompressor):
-    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        yield (Exchange({}, {0: torch.empty(5)}),)
-        return Reduced(DenseResult(), state)
-
-
 def test_bad_input_is_refused() -> None:
     for name, value in (("bandwidth", 0.0), ("latency", -1.0), ("inner_bandwidth", -1.0), ("cores", 0)):
         with pytest.raises(ValueError, match=f"Network: {name} must be"):
@@ -378,9 +363,12 @@ def test_bad_input_is_refused() -> None:
     traffic = record(planned(DenseCompressor), 4, 2)
     with pytest.raises(ValueError, match="2 ranks per machine"):
         predict(traffic, ALONE, Compute())
-    bucket = Fleet(DenseCompressor, 1, LIKE).buckets[0]
     with pytest.raises(ValueError, match="the reply cannot be made"):
-        record(lambda size, rank: [(bucket, Listener())], 2)
+        record(Asks(lambda: [(Exchange({}, {0: torch.empty(5)}),)]).plan, 2)
+    with pytest.raises(ValueError, match="1 messages need 2 times"):
+        BucketWork(0.5, (1.0,), (1.0,))
+    with pytest.raises(ValueError, match="from 0 to 1, not 1.5"):
+        BucketWork(1.5, (1.0,), ())
 
 
 def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
@@ -401,8 +389,20 @@ def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
 
 def test_a_reduce_scatter_returns_the_share_of_the_rank() -> None:
     ranks = AlikeRanks(4, local_size=2, local_rank=0)  # rank 2 of 4
+    assert ranks.point_to_point
     assert ranks.reply(ReduceScatter(torch.arange(8.0))).tolist() == [4.0, 5.0]
     assert ranks.reply(ReduceScatter(torch.arange(8.0), group="cross")).tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_the_longest_message_from_rank_to_rank_is_awaited() -> None:
+    """Also what another round sent. To itself the recorded rank, the last one, sends nothing."""
+
+    def rounds() -> Iterator[tuple[Request]]:
+        yield (Exchange({0: torch.ones(5), 1: torch.ones(9)}, {0: torch.empty(5)}),)
+        yield (Exchange({0: torch.ones(3)}, {0: torch.empty(5)}),)
+
+    (messages,) = record(Asks(rounds).plan, 2).buckets
+    assert [(of.awaited, of.peers) for of in messages] == [(20, 1), (20, 1)]
 
 
 def test_the_seconds_of_several_exchanges() -> None:

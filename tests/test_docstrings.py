@@ -37,8 +37,8 @@ from dgc.gossip.topology import peer_schedule
 from dgc.testing import check_compressor
 
 DGC = Path(dgc.__path__[0])
-PACKAGES = (dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.memory, dgc.optim)
-OTHERS = (dgc.local, dgc.selection, dgc.wire)
+PACKAGES = [dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.local, dgc.memory, dgc.optim]
+PACKAGES += [dgc.selection, dgc.wire]
 
 
 def examples() -> dict[str, tuple[str, str]]:
@@ -64,8 +64,7 @@ def one_rank() -> Any:
 
 def names() -> dict[str, Any]:
     """What an example may use: public names, and the objects of a training script."""
-    packages = (*PACKAGES, *OTHERS)
-    public = {name: value for package in packages for name, value in vars(package).items() if name[0] != "_"}
+    public = {name: value for package in PACKAGES for name, value in vars(package).items() if name[0] != "_"}
     model = nn.Linear(32, 16)
     return public | {
         "torch": torch,

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,9 @@ BARE = """
 
 
 def run(words: Any, absent: Any = ()) -> Any:
-    script = textwrap.dedent(BARE).format(absent=absent, words=words)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(BARE).format(absent=absent, words=words)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -93,15 +88,14 @@ def test_tests_run_without_pytest(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "test_some.py"
     file.parent.mkdir()
     file.write_text(textwrap.dedent(TESTS))
-    failed, names = [], []
+    passed: dict[str, bool] = {}
     for name, case in cases(load_tests(file), {}):
-        names.append(name)
-        try:
+        passed[name] = False
+        with suppress(AssertionError):
             case()
-        except AssertionError:
-            failed.append(name)
-    assert len(names) == 4 + 1 + 2 + 1 and "GPU_TEST" not in os.environ
-    assert failed == ["test_fails_for_two(x=2)", "test_raises_nothing()"]
+            passed[name] = True
+    assert len(passed) == 4 + 1 + 2 + 1 and "GPU_TEST" not in os.environ
+    assert [name for name in passed if not passed[name]] == ["test_fails_for_two(x=2)", "test_raises_nothing()"]
     with pytest.raises(AssertionError, match="no tests of these names"):
         list(cases(load_tests(file), {"test_unknown": "it is not there"}))
 

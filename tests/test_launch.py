@@ -1,7 +1,6 @@
 """Which transport each launcher means, and launchers that a transport does not understand, which are refused."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -38,55 +37,37 @@ JOB = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # the batch script of a job
 PTY = {**JOB, "SLURM_STEP_NUM_TASKS": "1"}  # srun -n 1 --pty bash
 COPIED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "server0"}  # set from mpirun's variables by a script
 TORCHRUN = "torch.distributed (started by torchrun)"
+MISSING = "; Horovod is not installed: `make setup` builds it)"
+PMIX = f"torch.distributed (started by srun with PMIx{MISSING}"
+BY_MPIRUN = ("Horovod (started by mpirun)", f"torch.distributed (started by mpirun{MISSING}")
 ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     # environment: (variables, choice with Horovod, choice without it, rank and size)
     "none": ({}, "Horovod (installed, and", "torch.distributed (there is no launcher; H", (0, 1)),
     "a batch script": (JOB, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
     "a shell of srun": (PTY, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
-    "torchrun": (of("torchrun", 1, 4), TORCHRUN, TORCHRUN, (1, 4)),
+    "torchrun": ({**COPIED, "TORCHELASTIC_RUN_ID": "none"}, TORCHRUN, TORCHRUN, (1, 4)),
     "torchrun with one rank": (of("torchrun", 0, 1), TORCHRUN, TORCHRUN, (0, 1)),
     "torch's variables": (COPIED, "torch.distributed (started by RANK", "torch.distributed (started by R", (1, 4)),
     "mpirun": (of("mpirun", 1, 4), "Horovod (started by mpirun)", "torch.distributed (started by mpirun", (1, 4)),
     "horovodrun": (of("horovodrun", 1, 4), "Horovod (started by horovodrun)", "torch.distributed (", (1, 4)),
     "PMI": (of("PMI", 1, 4), "Horovod (started by PMI)", "torch.distributed (started by PMI; Horovod", (1, 4)),
     "srun": (of("srun", 1, 4), "torch.distributed (started by srun)", "torch.distributed (started by s", (1, 4)),
-    "srun --mpi=pmix": (
-        of("srun", 1, 4, PMIX_RANK="1"),
-        "Horovod (started by srun with PMIx)",
-        "torch.distributed (started by srun with PMIx; Horovod is not installed: `make setup` builds it)",
-        (1, 4),
-    ),
+    "srun --mpi=pmix": (of("srun", 1, 4, PMIX_RANK="1"), "Horovod (started by srun with PMIx)", PMIX, (1, 4)),
     # srun starts mpirun's daemons, one per machine
     "mpirun in a SLURM job": (
         {**JOB, **of("srun", 1, 2), **of("mpirun", 5, 8, PMIX_RANK="5")},
-        "Horovod (started by mpirun)",
-        "torch.distributed (started by mpirun; Horovod is not installed: `make setup` builds it)",
-        (5, 8),
+        *(*BY_MPIRUN, (5, 8)),
     ),
-    "torchrun in srun": (
-        {**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)},
-        TORCHRUN,
-        TORCHRUN,
-        (5, 8),
-    ),
+    "torchrun in srun": ({**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)}, TORCHRUN, TORCHRUN, (5, 8)),
     "torchrun in mpirun, one per machine": (
         {**of("mpirun", 1, 2, PMIX_RANK="1"), **of("torchrun", 5, 8)},
-        TORCHRUN,
-        TORCHRUN,
-        (5, 8),
+        *(TORCHRUN, TORCHRUN, (5, 8)),
     ),
     "torchrun in a shell of mpirun": (
         {**of("mpirun", 0, 1), **of("torchrun", 1, 2)},
-        TORCHRUN,
-        TORCHRUN,
-        (1, 2),
+        *(TORCHRUN, TORCHRUN, (1, 2)),
     ),
-    "mpirun and a script that sets torch's variables": (
-        {**of("mpirun", 1, 4), **COPIED},
-        "Horovod (started by mpirun)",
-        "torch.distributed (started by mpirun; Horovod is not installed: `make setup` builds it)",
-        (1, 4),
-    ),
+    "mpirun and a script that sets torch's variables": ({**of("mpirun", 1, 4), **COPIED}, *BY_MPIRUN, (1, 4)),
 }
 
 
@@ -113,12 +94,14 @@ def test_an_unknown_transport_is_refused() -> None:
 
 
 def test_restarts_through_a_shared_store_are_refused() -> None:
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "0"}, transport="torch")
+    def check(restarts: str, shared: str) -> None:
+        elastic = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
+        check_launcher(of("torchrun", 0, 2, **elastic), transport="torch")
+
+    check("0", "True")
+    check("3", "False")
     with pytest.raises(LaunchError, match="--max-restarts 3: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "3"}, transport="torch")
-    torchrun["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    check_launcher({**torchrun, "TORCHELASTIC_MAX_RESTARTS": "3"}, transport="torch")
+        check("3", "True")
 
 
 def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None:
@@ -134,7 +117,7 @@ def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None
     for environment, size, message in refused:
         with pytest.raises(LaunchError, match=message):
             check_launcher(environment, size)
-    taken = [
+    for environment, size in (
         ({}, None),
         ({}, 1),
         ({"WORLD_SIZE": "1"}, None),
@@ -145,8 +128,7 @@ def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None
         ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, 4),
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 1),  # srun -n 1 --pty bash
         ({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None),  # the number is not in the environment
-    ]
-    for environment, size in taken:
+    ):
         check_launcher(environment, size)
 
 
@@ -169,18 +151,15 @@ def test_launchers_that_start_more_ranks_than_torch_connects_are_refused() -> No
 def test_the_variables_of_torch_under_other_launchers() -> None:
     local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "98762"}
     found = torch_variables(of("mpirun", 1, 4, **local))
-    port = int(found.pop("MASTER_PORT"))
-    assert found == {
-        **{"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    assert port in PORTS
+    assert int(found.pop("MASTER_PORT")) in PORTS
+    ranks = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert found == {**ranks, "MASTER_ADDR": "127.0.0.1"}
     jobs = [of("mpirun", 0, 4, **{**local, "PMIX_NAMESPACE": str(n)}) for n in range(99)]
     assert len({torch_variables(job)["MASTER_PORT"] for job in jobs}) > 90, "runs rarely share a port"
     # an old RANK of another launcher does not count; an address that the user gives does
     given = {"MASTER_ADDR": "server0", "MASTER_PORT": "29500"}
     found = torch_variables({**of("mpirun", 5, 8, **local), "RANK": "0", "WORLD_SIZE": "1", **given})
-    assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **given}
+    assert found == {**ranks, "RANK": "5", "WORLD_SIZE": "8", **given}
     assert torch_variables({}) == torch_variables(PTY) == torch_variables(of("mpirun", 0, 1)) == {}
     torchrun = of("torchrun", 1, 4, LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", **given)
     assert torch_variables(torchrun).items() <= torchrun.items()
@@ -203,14 +182,13 @@ def test_the_address_of_rank_0_under_srun() -> None:
 
 
 def test_what_torch_misses_is_named() -> None:
-    cases = [
+    for environment, message in (
         (of("mpirun", 5, 8, OMPI_COMM_WORLD_LOCAL_SIZE="4"), "mpirun started 8 ranks, .* -x MASTER_ADDR=server0"),
         (of("mpirun", 1, 4, OMPI_COMM_WORLD_LOCAL_SIZE="4"), "but MASTER_PORT is not set"),
         (of("srun", 1, 4, SLURM_JOB_ID="17"), "srun started 4 ranks, but MASTER_ADDR is not set"),
         (of("PMI", 1, 4), "MASTER_ADDR and MASTER_PORT are not set. .* export MASTER_ADDR=server0"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE started 2 ranks, but MASTER_ADDR and"),
-    ]
-    for environment, message in cases:
+    ):
         with pytest.raises(LaunchError, match=message):
             torch_variables(environment)
 
@@ -223,6 +201,17 @@ def test_what_is_initialised_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_transport("torch").transport == "torch"
 
 
+def printed(program: str, **variables: str) -> str:
+    """By another process."""
+    environment, command = (
+        {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables},
+        [sys.executable, "-c", program],
+    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(60))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.horovod
 def test_a_loop_of_the_users_own_under_torchrun_is_refused_before_horovod_starts() -> None:
     program = """
@@ -233,11 +222,7 @@ try:
 except ValueError as error:
     print(hvd.is_initialized(), error)
 """
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RANK": "0", "WORLD_SIZE": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=patient(60)
-    )
-    assert re.match("False WORLD_SIZE is 2", done.stdout), done.stdout + done.stderr
+    assert printed(program, RANK="0", WORLD_SIZE="2").startswith("False WORLD_SIZE is 2")
 
 
 def test_nothing_imports_horovod_until_it_is_chosen() -> None:
@@ -246,26 +231,22 @@ import sys
 import train, dgc, dgc.comm.connect, dgc.compression, dgc.gossip, dgc.memory, dgc.optim, dgc.testing
 print([name for name in sys.modules if name.split(".")[0] in ("horovod", "mpi4py") or name == "dgc.comm.horovod"])
 """
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=patient(60)
-    )
-    assert done.stdout == "[]\n", done.stdout + done.stderr
+    assert printed(program) == "[]\n"
 
 
 def test_ranks_on_one_machine_are_known_where_the_launcher_says_so() -> None:
-    one: list[dict[str, str]] = [
-        {},
-        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_RANK": "0"},
-        {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"},
-    ]
+    def ranks(launcher: str, size: str, local_size: str) -> dict[str, str]:
+        return {f"{launcher}_SIZE": size, f"{launcher}_LOCAL_SIZE": local_size}
+
+    one = [{}, {**ranks("OMPI_COMM_WORLD", "4", "4"), "PMIX_RANK": "0"}, ranks("HOROVOD", "2", "2")]
+    assert not any(map(may_span_machines, one))
     several = [
-        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-        {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"},
+        ranks("OMPI_COMM_WORLD", "4", "2"),
+        ranks("HOROVOD", "4", "2"),
         {"PMI_SIZE": "4"},
         {"PMIX_RANK": "1"},
     ]
-    assert not any(map(may_span_machines, one)) and all(map(may_span_machines, several))
+    assert all(map(may_span_machines, several))
 
 
 # A rank, the process that starts it, and an end of both that the test does not have to arrange.
@@ -277,12 +258,8 @@ PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r
 @pytest.mark.parametrize(
     ("variables", "ends"),
     [
-        (of("torchrun", 0, 1), True),
-        (of("mpirun", 1, 4), True),
-        (of("horovodrun", 1, 4), True),
-        (COPIED, False),
-        (PTY, False),
-        ({}, False),
+        *((of(*of_rank), True) for of_rank in (("torchrun", 0, 1), ("mpirun", 1, 4), ("horovodrun", 1, 4))),
+        *((variables, False) for variables in (COPIED, PTY, {})),
     ],
 )
 def test_a_rank_ends_with_its_launcher(variables: dict[str, str], ends: bool) -> None:

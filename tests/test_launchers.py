@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +26,46 @@ SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("
 OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
 ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
 GOSSIP = {
-    "ar": None,
-    "sgp": "n_peer_exponential",
-    "osgp": "n_peer_exponential",
-    "dpsgd": "bipartite_exponential",
-    "adpsgd": "bipartite_exponential",
+    **{"ar": None, "sgp": "n_peer_exponential", "osgp": "n_peer_exponential"},
+    **{"dpsgd": "bipartite_exponential", "adpsgd": "bipartite_exponential"},
 }
-MPIRUN = REPOSITORY / "scripts/mpirun.sh"
+TRAIN = ["--configs", "x"]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
 
 
-def shell(script: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def shell(script: Path | str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A dry run of a script of scripts/."""
     foreign = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
     clean = {k: v for k, v in os.environ.items() if k not in OURS + ELASTIC and not k.startswith(foreign)}
+    command = ["bash", str(REPOSITORY / f"scripts/{script}.sh" if isinstance(script, str) else script), *words]
     env = {**clean, "DRY_RUN": "1", **variables}
-    command = ["bash", str(script), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=patient(60))
+
+
+def line_of(script: str, *words: str, **variables: str) -> str:
+    """The command that a script would run, without quotes."""
+    return shell(script, *words, **variables).stdout.replace("\\", "")
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
 def test_shell(script: Any) -> None:
-    checks = [["bash", "-n", str(script)]]
-    if found := shutil.which("shellcheck"):
-        checks.append([found, "-x", "-P", str(REPOSITORY), str(script)])
+    checks = [
+        ["bash", "-n"],
+        *([["shellcheck", "-x", "-P", str(REPOSITORY)]] if shutil.which("shellcheck") else []),
+    ]
     for check in checks:
-        done = subprocess.run(check, capture_output=True, text=True)
+        done = subprocess.run([*check, str(script)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("script", ["mpirun", "horovodrun"])
 def test_an_unknown_machine_or_interface_is_an_error(script: Any) -> None:
-    cases = [
+    for variables, message in (
         ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
         ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
-    ]
-    for variables, message in cases:
-        done = shell(REPOSITORY / f"scripts/{script}.sh", "--configs", "x", DRY_RUN="", **variables)
+    ):
+        done = shell(script, *TRAIN, DRY_RUN="", **variables)
         assert done.returncode == 2 and f"{script}.sh: {message}" in done.stderr and not done.stdout
 
 
@@ -73,13 +79,12 @@ def test_a_row_of_the_accuracy_table(script: Any) -> None:
     assert words[0].endswith("mpirun") and words[-2:] == ["--configs.seed", "3"], done.stderr
     ranks = int(words[words.index("-np") + 1])
     files = [word for word in words if word.startswith("configs/")]
-    passes = [int(b) for a, b in zip(words, words[1:], strict=False) if a.endswith("num_batches_per_step")]
+    passes = [int(b) for a, b in pairwise(words) if a.endswith("num_batches_per_step")]
     tree = load(files, [f"--configs.train.num_batches_per_step={n}" for n in passes])
     batch = ranks * tree.train.num_batches_per_step * tree.train.batch_size
     dense = script.name == "batch256-dense.sh"
-    assert [batch, ranks * tree.train.num_batches_per_step, ranks] == (
-        [256, 8, 8] if dense else [int(row[2]), int(row[1]), int(row[3])]
-    )
+    expected = [256, 8, 8] if dense else [int(row[2]), int(row[1]), int(row[3])]
+    assert [batch, ranks * tree.train.num_batches_per_step, ranks] == expected
     assert f"batch{batch}" in script.name and tree.train.dgc is not dense
     cosine = tree.train.scheduler._target_.endswith("CosineAnnealingLR")
     assert cosine is (row[6] == "cosine") and str(tree.model._target_) == "torchvision.models.vgg16_bn"
@@ -91,86 +96,76 @@ def test_every_row_has_a_script() -> None:
     assert {row[0].strip("`") for row in table("script in")} == {script.name for script in ROWS}
 
 
-@pytest.mark.parametrize(
-    ("script", "variables", "words", "message"),
-    [
-        ("mpirun", {}, ["--configs", "x"], "set the number of ranks"),
+def test_errors_of_launchers() -> None:
+    cases: list[tuple[str, dict[str, str], list[str], str]] = [
+        ("mpirun", {}, TRAIN, "set the number of ranks"),
         ("mpirun", {"RANKS": "2"}, [], "no arguments for train.py"),
-        ("mpirun", {"RANKS": "two"}, ["--configs", "x"], "RANKS is two"),
-        ("horovodrun", {"HOSTS": "a:x"}, ["--configs", "x"], "HOSTS is a:x"),
-        ("horovodrun", {"HOSTS": "a:2,b", "RANKS": "4"}, ["--configs", "x"], "HOSTS has 3 slots"),
+        ("mpirun", {"RANKS": "two"}, TRAIN, "RANKS is two"),
+        ("horovodrun", {"HOSTS": "a:x"}, TRAIN, "HOSTS is a:x"),
+        ("horovodrun", {"HOSTS": "a:2,b", "RANKS": "4"}, TRAIN, "HOSTS has 3 slots"),
         ("imagenet/batch256", {}, [], "must be a model"),
         ("imagenet/batch256", {"HOSTS": "a:4"}, ["resnet50"], "HOSTS has 4 slots, but RANKS is 8"),
         ("imagenet/batch256", {"LAUNCH": "torchrun"}, ["resnet50"], "LAUNCH is torchrun"),
-        ("slurm", {"DRY_RUN": ""}, ["--configs", "x"], "not a SLURM job"),
-        ("mpirun", {"RANKS": "2", "NETWORK": "wifi"}, ["--configs", "x"], "NETWORK is wifi"),
-        ("mpirun", {"RANKS": "2", "INTERFACE": "10.0.0.0/8"}, ["--configs", "x"], "INTERFACE is 10.0.0.0/8"),
-        (
-            "mpirun",
-            {"RANKS": "2", "INTERFACE": "eth1", "MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"},
-            ["--configs", "x"],
-            "both set the interface",
-        ),
+        ("slurm", {"DRY_RUN": ""}, TRAIN, "not a SLURM job"),
+        ("mpirun", {"RANKS": "2", "NETWORK": "wifi"}, TRAIN, "NETWORK is wifi"),
+        ("mpirun", {"RANKS": "2", "INTERFACE": "10.0.0.0/8"}, TRAIN, "INTERFACE is 10.0.0.0/8"),
+        ("mpirun", {"RANKS": "2", "INTERFACE": "eth1", **EXCLUDING}, TRAIN, "both set the interface"),
         ("gossip/ar", {"RANKS": "2", "TOPOLOGY": "ring"}, [], "TOPOLOGY is ring, but ar"),
         ("gossip/sgp", {"RANKS": "2", "LAUNCH": "torchrun"}, [], "LAUNCH is torchrun"),
         ("gossip/sgp", {}, [], "set the number of ranks"),
-        ("torchrun", {}, ["--configs", "x"], "set the number of ranks"),
+        ("torchrun", {}, TRAIN, "set the number of ranks"),
         ("torchrun", {"RANKS": "2"}, [], "no arguments for train.py"),
-        ("torchrun", {"HOSTS": "nowhere:2"}, ["--configs", "x"], "set RANKS, its number of ranks"),
-        ("torchrun", {"RANKS": "2", "MIN_MACHINES": "3"}, ["--configs", "x"], "more than MAX_MACHINES, 1"),
-        ("torchrun", {"RANKS": "2", "RENDEZVOUS": "a"}, ["--configs", "x"], "RENDEZVOUS is a"),
-        ("torchrun", {"RANKS": "2", "RESTARTS": "0"}, ["--configs", "x"], "RESTARTS is 0"),
-    ],
-)
-def test_errors_of_launchers(script: Any, variables: Any, words: Any, message: Any) -> None:
-    done = shell(REPOSITORY / f"scripts/{script}.sh", *words, **variables)
-    assert done.returncode == 2 and message in done.stderr and not done.stdout
+        ("torchrun", {"HOSTS": "nowhere:2"}, TRAIN, "set RANKS, its number of ranks"),
+        ("torchrun", {"RANKS": "2", "MIN_MACHINES": "3"}, TRAIN, "more than MAX_MACHINES, 1"),
+        ("torchrun", {"RANKS": "2", "RENDEZVOUS": "a"}, TRAIN, "RENDEZVOUS is a"),
+        ("torchrun", {"RANKS": "2", "RESTARTS": "0"}, TRAIN, "RESTARTS is 0"),
+    ]
+    for script, variables, words, message in cases:
+        done = shell(script, *words, **variables)
+        assert done.returncode == 2 and message in done.stderr and not done.stdout, (script, variables, words)
 
 
 def test_torchrun() -> None:
-    script = REPOSITORY / "scripts/torchrun.sh"
-    alone = shell(script, "--configs", "x", RANKS="2")
-    assert "agent.py --nproc-per-node 2 --max-restarts 10 --standalone " in alone.stdout, alone.stderr
+    alone = line_of("torchrun", *TRAIN, RANKS="2")
+    assert "agent.py --nproc-per-node 2 --max-restarts 10 --standalone " in alone
     host = socket.gethostname()
-    several = shell(script, "--configs", "x", HOSTS=f"server0:8,{host}:3", MIN_MACHINES="2", RDZV_CONF="a=1")
-    assert "--nproc-per-node 3 --max-restarts 10 --nnodes 2:2 " in several.stdout, several.stderr
-    assert "--rdzv-endpoint server0:29400 --rdzv-id dgc " in several.stdout
-    assert "last_call_timeout=30\\,read_timeout=30\\,a=1 " in several.stdout
-    assert "MIN_MACHINES" in shell(script, "--help").stdout
+    several = line_of("torchrun", *TRAIN, HOSTS=f"server0:8,{host}:3", MIN_MACHINES="2", RDZV_CONF="a=1")
+    assert "--nproc-per-node 3 --max-restarts 10 --nnodes 2:2 " in several
+    assert "--rdzv-endpoint server0:29400 --rdzv-id dgc " in several
+    assert "last_call_timeout=30,read_timeout=30,a=1 " in several
+    assert "MIN_MACHINES" in shell("torchrun", "--help").stdout
 
 
 def test_hosts() -> None:
     """An interface of MPI_OPTIONS replaces the list of excluded ones: Open MPI accepts only one of both lists."""
-    options = {"HOSTS": "server0:8,server1:8", "MPI_OPTIONS": "-mca btl_tcp_if_include eth1", "NCCL_DEBUG": "INFO"}
-    line = shell(MPIRUN, "--configs", "a b.py", **options).stdout.replace("\\", "")
-    assert "mpirun -np 16 -H server0:8,server1:8 -bind-to none -map-by slot" in line
+    hosts = "server0:8,server1:8"
+    options = {"HOSTS": hosts, "MPI_OPTIONS": "-mca btl_tcp_if_include eth1", "NCCL_DEBUG": "INFO"}
+    line = line_of("mpirun", "--configs", "a b.py", **options)
+    assert f"mpirun -np 16 -H {hosts} -bind-to none -map-by slot" in line
     assert "-x NCCL_DEBUG -mca pml ob1 -mca btl ^openib -mca btl_tcp_if_include eth1 python /" in line
     assert line.endswith("/train.py --configs a b.py \n") and "exclude" not in line
-    line = shell(MPIRUN, "--configs", "a.py", HOSTS="server0:8,server1:8").stdout.replace("\\", "")
+    line = line_of("mpirun", *TRAIN, HOSTS=hosts)
     assert "-mca pml ob1 -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo python /" in line
-    line = shell(REPOSITORY / "scripts/horovodrun.sh", "--configs", "a.py", **options).stdout.replace("\\", "")
     given = "-mca orte_tag_output 0 -mca btl_tcp_if_include eth1 "
-    assert line.startswith(f"horovodrun -np 16 -H server0:8,server1:8 --mpi-args={given}")
-    line = shell(MPIRUN, "--configs", "a.py", HOSTS="server0:08,server1:8").stdout
-    assert "mpirun -np 16 -H" in line
+    assert line_of("horovodrun", *TRAIN, **options).startswith(f"horovodrun -np 16 -H {hosts} --mpi-args={given}")
+    assert "mpirun -np 16 -H" in line_of("mpirun", *TRAIN, HOSTS="server0:08,server1:8")
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        (
-            {"NETWORK": "ethernet"},
-            "-x NCCL_IB_DISABLE=1 -mca pml ob1 -mca btl tcp,self,vader -mca btl_tcp_if_exclude docker0,lo python",
-        ),
+OB1, TCP, IF = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
+
+
+def test_network(tmp_path: Path) -> None:
+    """HAS: the message layer that the fake ompi_info prints."""
+    cases: list[tuple[dict[str, str], str]] = [
+        ({"NETWORK": "ethernet"}, f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python"),
         (
             {"INTERFACE": "eth1"},
-            "-x NCCL_SOCKET_IFNAME=eth1 -x HOROVOD_GLOO_IFACE=eth1 "
-            "-mca pml ob1 -mca btl tcp,self,vader -mca btl_tcp_if_include eth1 python",
+            f"-x NCCL_SOCKET_IFNAME=eth1 -x HOROVOD_GLOO_IFACE=eth1 {OB1} {TCP} {IF}_include eth1 python",
         ),
         (
             {"NETWORK": "ethernet", "INTERFACE": "eth0,eth1"},
             "-x NCCL_IB_DISABLE=1 -x NCCL_SOCKET_IFNAME=eth0,eth1 -x HOROVOD_GLOO_IFACE=eth0 "
-            "-mca pml ob1 -mca btl tcp,self,vader -mca btl_tcp_if_include eth0,eth1 python",
+            f"{OB1} {TCP} {IF}_include eth0,eth1 python",
         ),
         (
             {"NETWORK": "infiniband", "INTERFACE": "ib0", "UCX_NET_DEVICES": "mlx5_0:1", "HAS": "ucx"},
@@ -179,92 +174,69 @@ def test_hosts() -> None:
         ),
         (
             {"NETWORK": "infiniband", "HAS": "cm"},
-            "-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 -mca pml ob1 -mca btl openib,self,vader python",
+            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {OB1} -mca btl openib,self,vader python",
         ),
         (
             {"NETWORK": "ethernet", "MPI_OPTIONS": "--mca btl tcp,self"},
-            "-x NCCL_IB_DISABLE=1 -mca pml ob1 -mca btl_tcp_if_exclude docker0,lo --mca btl tcp,self python",
+            f"-x NCCL_IB_DISABLE=1 {OB1} {IF}_exclude docker0,lo --mca btl tcp,self python",
         ),
-    ],
-)
-def test_network(tmp_path: Path, variables: Any, expected: Any) -> None:
-    """HAS: the message layer that the fake ompi_info prints."""
+    ]
     info = tmp_path / "ompi_info"
-    info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
-    info.chmod(0o755)
     found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
-    line = shell(MPIRUN, "--configs", "a.py", HOSTS="a:8,b:8", **found, **variables).stdout.replace("\\", "")
-    assert expected in line
-    named = [word for word, before in zip(line.split()[1:], line.split(), strict=False) if before.endswith("-mca")]
-    assert len(named) == len(set(named))
+    for variables, expected in cases:
+        info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
+        info.chmod(0o755)
+        line = line_of("mpirun", *TRAIN, HOSTS="a:8,b:8", **found, **variables)
+        assert expected in line
+        options = [word for before, word in pairwise(line.split()) if before.endswith("-mca")]
+        assert len(options) == len(set(options))
 
 
 def test_horovodrun_sets_the_interface_itself() -> None:
-    options = {"RANKS": "2", "INTERFACE": "eth1", "NETWORK": "ethernet"}
-    line = shell(REPOSITORY / "scripts/horovodrun.sh", "--configs", "a.py", **options).stdout.replace("\\", "")
-    assert line.startswith(
-        "horovodrun -np 2 -H localhost:2 --network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "
-    )
+    line = line_of("horovodrun", *TRAIN, RANKS="2", INTERFACE="eth1", NETWORK="ethernet")
+    options = "--network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "
+    assert line.startswith(f"horovodrun -np 2 -H localhost:2 {options}")
 
 
 @pytest.mark.horovod
 def test_horovodrun_s_lines_do_not_begin_with_the_rank(tmp_path: Path) -> None:
     """Also on a terminal, where the bar is then drawn."""
     words = ["--configs", "configs/digits/cnn.py", "--print-config"]
-    done = shell(REPOSITORY / "scripts/horovodrun.sh", *words, RANKS="1", DRY_RUN="", MPI_OPTIONS="")
+    done = shell("horovodrun", *words, RANKS="1", DRY_RUN="", MPI_OPTIONS="")
     assert done.returncode == 0 and done.stdout.startswith("seed: ") and "<stdout>" not in done.stdout, done.stderr
-    own = shell(
-        REPOSITORY / "scripts/horovodrun.sh", *words, RANKS="1", MPI_OPTIONS="-mca orte_tag_output 1"
-    ).stdout
+    own = line_of("horovodrun", *words, RANKS="1", MPI_OPTIONS="-mca orte_tag_output 1")
     assert own.count("orte_tag_output") == 1
 
 
 @pytest.mark.parametrize("name", GOSSIP)
-def test_gossip(name: Any) -> None:
-    script = REPOSITORY / f"scripts/gossip/{name}.sh"
-    line = shell(script, "configs/more.py", "--configs.seed", "3", RANKS="4").stdout
+def test_gossip(name: str) -> None:
+    line = line_of(f"gossip/{name}", "configs/more.py", "--configs.seed", "3", RANKS="4")
     topology = f"configs/topology/{GOSSIP[name]}.py " if GOSSIP[name] else ""
-    stack = f"--configs configs/imagenet/resnet50.py configs/gossip/{name}.py {topology}configs/more.py"
-    assert "mpirun -np 4 " in line and line.endswith(f"/train.py {stack} --configs.seed 3 \n")
+    stack = f"configs/imagenet/resnet50.py configs/gossip/{name}.py {topology}"
+    assert "mpirun -np 4 " in line
+    assert line.endswith(f"/train.py --configs {stack}configs/more.py --configs.seed 3 \n")
+    load(stack.split(), [])
     changed = {"EXPERIMENT": "configs/digits/cnn.py", **({"TOPOLOGY": "ring"} if topology else {})}
-    line = shell(script, RANKS="4", LAUNCH="horovodrun", **changed).stdout
+    line = line_of(f"gossip/{name}", RANKS="4", LAUNCH="horovodrun", **changed)
     topology = "configs/topology/ring.py " if topology else ""
     assert line.startswith("horovodrun -np 4 ")
     assert line.endswith(f"/train.py --configs configs/digits/cnn.py configs/gossip/{name}.py {topology}\n")
 
 
-@pytest.mark.parametrize("name", GOSSIP)
-def test_gossip_stacks_load(name: Any) -> None:
-    line = shell(REPOSITORY / f"scripts/gossip/{name}.sh", RANKS="4").stdout
-    load([word for word in line.split() if word.startswith("configs/")], [])
-
-
-@pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_and_size_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job script is no rank. Variables of mpirun go before those of the job. More is in test_launch.py."""
     for launcher in LAUNCHERS:
         for variable in (launcher.rank, launcher.size, launcher.marker):
             monkeypatch.delenv(variable, raising=False)
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
-def test_rank_from_each_launcher(no_launcher: None, monkeypatch: pytest.MonkeyPatch, launcher: Any) -> None:
-    assert (launched_rank(), launched_size()) == (0, 1)
-    monkeypatch.setenv(launcher.rank, "2")
-    assert (launched_rank(), launched_size()) == (0, 1)
-    monkeypatch.setenv(launcher.size, "5")
-    assert (launched_rank(), launched_size()) == (2, 5)
-
-
-def test_rank_inside_a_batch_job(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job script is not a rank. Ranks of mpirun inherit its variables; those of mpirun take precedence."""
-    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}.items():
-        monkeypatch.setenv(name, value)
-    assert (launched_rank(), launched_size()) == (0, 1)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert (launched_rank(), launched_size()) == (0, 2)
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
-    assert (launched_rank(), launched_size()) == (3, 8)
+    for variables, expected in (
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "8"}, (0, 1)),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, (1, 2)),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, (1, 2)),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, (3, 8)),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert (launched_rank(), launched_size()) == expected, variables
 
 
 @pytest.mark.parametrize(
@@ -280,15 +252,10 @@ def test_rank_under_a_real_launcher(launch: Any) -> None:
     # one write each, so that the lines of several ranks do not mix
     program = "import os; from dgc_training.launcher import _launched\n"
     program += "os.write(1, b'rank %d %d\\n' % _launched())"
-    root = {f"OMPI_ALLOW_RUN_AS_ROOT{more}": "1" for more in ("", "_CONFIRM")}
     path = os.pathsep.join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        [*launch, "3", sys.executable, "-c", program],
-        env={**os.environ, **root, "PATH": path, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-    )
+    variables = {**os.environ, **AS_ROOT, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    command = [*launch, "3", sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(60))
     found = sorted(line[line.index("rank") :] for line in done.stdout.splitlines() if "rank" in line)
     assert found == [f"rank {rank} 3" for rank in range(3)], done.stdout + done.stderr
 

@@ -3,14 +3,17 @@ of its own. No case is a traceback."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from cases import case
+from csv_logs import HEAD, ROWS, csv_log
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from scripts.report import main
 
@@ -19,10 +22,8 @@ METRIC = "acc/test_top1"
 SUMMARY = {"epochs": 2, "metric": METRIC, "final": {METRIC: 55.0}, "best": {METRIC: 60.0}, "best_epoch": 1}
 DENSE = {"_target_": "dgc.compression.DenseCompressor"}
 CONFIG = {"train": {"metric": METRIC, "num_epochs": 2, "compression": DENSE}}
-HEAD = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"
-ROWS = ["0,0,2,1,2,3,50,-1,100,0.5,2", "0,1,2,1,2,2,60,-1,300,0.5,4", "0,-1,2,1,2,2,60,55,0,0,4"]
 LOG = "csv/out_r0_n1.csv"
-HUGE = "9" * 400
+NAN, INF = float("nan"), float("inf")
 Damage = bytes | Callable[[Path], Any]
 
 
@@ -34,16 +35,15 @@ def config(**changes: Any) -> bytes:
     return yaml.safe_dump({**CONFIG, "train": {**CONFIG["train"], **changes}}).encode()
 
 
-def log(*rows: str, head: str = HEAD, start: str = "BEGIN-TRAINING", batch: str = "Batch-Size,8") -> bytes:
-    return "\n".join([start, "World-Size,1", "Num-DLWorkers,0", batch, head, *(rows or ROWS), ""]).encode()
+def log(*rows: str, **changes: str) -> bytes:
+    return csv_log(*(rows or ROWS), **changes).encode()
 
 
-def row(**changes: str) -> bytes:
-    """A log in which columns of the second row have other values."""
+def row(name: str, value: str) -> bytes:
+    """A log in which a column of the second row has another value."""
     cells = dict(zip(HEAD.split(","), ROWS[1].split(","), strict=True))
-    by_name = {re.sub(r"\W", "", name): name for name in cells}
-    cells.update({by_name[name]: value for name, value in changes.items()})
-    return log(ROWS[0], ",".join(cells.values()), ROWS[2])
+    assert name in cells
+    return log(ROWS[0], ",".join({**cells, name: value}.values()), ROWS[2])
 
 
 def directory(path: Path) -> None:
@@ -63,136 +63,97 @@ def renamed(name: str) -> Callable[[Path], Any]:
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)
 )
-# file, damage: the report is refused with one line that names the file
-REFUSED: dict[str, tuple[str, Damage]] = {
-    "summary: empty": ("summary.json", b""),
-    "summary: truncated": ("summary.json", summary()[:40]),
-    "summary: cut within a character": ("summary.json", '{"metric": "é'.encode()[:-1]),
-    "summary: binary": ("summary.json", bytes(range(256))),
-    "summary: zeros": ("summary.json", bytes(100)),
-    "summary: UTF-16": ("summary.json", summary().decode().encode("utf-16")),
-    "summary: list": ("summary.json", b"[]"),
-    "summary: number": ("summary.json", b"3"),
-    "summary: null": ("summary.json", b"null"),
-    "summary: text": ("summary.json", b'"epochs"'),
-    "summary: no keys": ("summary.json", b"{}"),
-    "summary: wrong keys": ("summary.json", b'{"loss": 3}'),
-    "summary: two values": ("summary.json", summary() * 2),
-    "summary: nested too deeply": ("summary.json", b'{"epochs": 1, "a": ' + b"[" * 100_000),
-    "summary: directory": ("summary.json", directory),
-    "summary: link to itself": ("summary.json", loop),
-    "summary: digits without end": ("summary.json", b'{"epochs": ' + b"9" * 10_000 + b"}"),
-    "summary: epochs of 400 digits": ("summary.json", f'{{"epochs": {HUGE}}}'.encode()),
-    "summary: epochs as text": ("summary.json", summary(epochs=EVIL)),
-    "summary: epochs NaN": ("summary.json", summary(epochs=float("nan"))),
-    "summary: epochs infinite": ("summary.json", summary(epochs=float("inf"))),
-    "summary: epochs negative": ("summary.json", summary(epochs=-1)),
-    "summary: epochs true": ("summary.json", summary(epochs=True)),
-    "summary: epochs as list": ("summary.json", summary(epochs=[2])),
-    "summary: best_epoch as text": ("summary.json", summary(best_epoch=EVIL)),
-    "summary: dropped_steps as text": ("summary.json", summary(dropped_steps=EVIL)),
-    "summary: dropped_steps as mapping": ("summary.json", summary(dropped_steps={EVIL: 1})),
-    "summary: final as number": ("summary.json", summary(final=55.0)),
-    "summary: final as list": ("summary.json", summary(final=[55.0])),
-    "summary: final of text": ("summary.json", summary(final={METRIC: EVIL})),
-    "summary: best of lists": ("summary.json", summary(best={METRIC: [60.0]})),
-    "summary: best as text": ("summary.json", summary(best=METRIC)),
-    "summary: metric as list": ("summary.json", summary(metric=[METRIC])),
-    "summary: wire_bytes as text": ("summary.json", summary(wire_bytes="400")),
-    "summary: wire_bytes NaN": ("summary.json", summary(wire_bytes=float("nan"))),
-    "summary: dense_wire_bytes as text": ("summary.json", summary(dense_wire_bytes=EVIL)),
-    "summary: dense_wire_bytes huge": ("summary.json", summary(dense_wire_bytes=1e300)),
-    "summary: direction as text": ("summary.json", summary(lower_is_better="no")),
-    "config: empty": ("config.yaml", b""),
-    "config: truncated": ("config.yaml", b"train: {metric: "),
-    "config: binary": ("config.yaml", bytes(range(256))),
-    "config: control characters": ("config.yaml", b"train: \x01"),
-    "config: list": ("config.yaml", b"- 1\n- 2\n"),
-    "config: text": ("config.yaml", b"train"),
-    "config: directory": ("config.yaml", directory),
-    "config: tab": ("config.yaml", b"train:\n\tmetric: 3\n"),
-    "config: tag of Python": ("config.yaml", b"train: !!python/object/apply:os.system ['true']"),
-    "config: key that cannot be hashed": ("config.yaml", b"? [1, 2]\n: 3\n? {a: b}\n: 4\n"),
-    "config: date that does not exist": ("config.yaml", b"train: 2001-99-99"),
-    "config: alias without anchor": ("config.yaml", b"train: *there"),
-    "config: alias of itself": ("config.yaml", b"train: &a {b: *a}"),
-    "config: aliases that multiply": ("config.yaml", BOMB.encode()),
-    "config: nested too deeply": ("config.yaml", b"[" * 20_000),
-    "config: digits without end": ("config.yaml", b"train: {num_epochs: " + b"9" * 10_000 + b"}"),
-    "config: huge hexadecimal": ("config.yaml", b"seed: 0x" + b"f" * 10_000),
-    "config: train as number": ("config.yaml", b"train: 5"),
-    "config: train as list": ("config.yaml", b"train: [1]"),
-    "config: num_epochs as text": ("config.yaml", config(num_epochs=EVIL)),
-    "config: num_epochs as list": ("config.yaml", config(num_epochs=[2])),
-    "config: num_epochs NaN": ("config.yaml", config(num_epochs=float("nan"))),
-    "config: num_epochs huge": ("config.yaml", config(num_epochs=10**300)),
-    "config: metric as number": ("config.yaml", config(metric=5)),
-    "config: meters as list": ("config.yaml", config(meters=[METRIC])),
-    "config: meter as text": ("config.yaml", config(meters={METRIC: "_target_"})),
-    "config: compression as text": ("config.yaml", config(compression="_target_")),
-    "config: gossip as list": ("config.yaml", config(gossip=["_target_"])),
-    "config: target as number": ("config.yaml", config(compression={"_target_": 5})),
-    "config: target as mapping": ("config.yaml", config(compression={"_target_": {"a": 1}})),
-    "config: no algorithm": ("config.yaml", b"train: {num_epochs: 2}"),
-    "log: empty": (LOG, b""),
-    "log: one line": (LOG, b"BEGIN-TRAINING\n"),
-    "log: binary": (LOG, bytes(range(256)) * 4),
-    "log: directory": (LOG, directory),
-    "log: link to itself": (LOG, loop),
-    "log: other columns": (LOG, log(head=HEAD.replace("Loss", "Cost"))),
-    "log: other preamble": (LOG, log(start="BEGIN")),
-    "log: no batch size": (LOG, log(batch="Batch,8")),
-    "log: batch size as text": (LOG, log(batch="Batch-Size,x")),
-    "log: batch size of 0": (LOG, log(batch="Batch-Size,0")),
-    "log: no rows": (LOG, log("")),
-    "log: only a validation": (LOG, log(ROWS[2])),
-    "log: text in a row": (LOG, row(Loss=EVIL)),
-    "log: short row": (LOG, log(ROWS[0], "0,1", ROWS[2])),
-    "log: epoch NaN": (LOG, row(Epoch="nan")),
-    "log: epoch infinite": (LOG, row(Epoch="inf")),
-    "log: epoch huge": (LOG, row(Epoch=HUGE)),
-    "log: epoch negative": (LOG, row(Epoch="-3")),
-    "log: itr infinite": (LOG, row(itr="inf")),
-    "log: itr huge": (LOG, row(itr="1e300")),
-    "log: seconds NaN": (LOG, row(BTs="nan")),
-    "log: seconds infinite": (LOG, row(BTs="inf")),
-    "log: waits infinite": (LOG, row(waits="inf")),
-    "log: elapsed huge": (LOG, row(elapseds="1e305")),
-    "log: bytes negative": (LOG, row(wire_bytes="-5e20")),
-    "log: rank beyond the number of ranks": (LOG, renamed("out_r5_n2.csv")),
-    "log: of no ranks": (LOG, renamed("out_r0_n0.csv")),
-}
-# file, damage: the report is written
-SHOWN: dict[str, tuple[str, Damage]] = {
-    "summary: absent": ("summary.json", Path.unlink),
-    "summary: all null": ("summary.json", json.dumps(dict.fromkeys(SUMMARY) | {"epochs": 2}).encode()),
-    "summary: final NaN": ("summary.json", summary(final={METRIC: float("nan")}, best={METRIC: float("nan")})),
-    "summary: final huge": ("summary.json", summary(final={METRIC: 1e308}, best={METRIC: float("-inf")})),
-    "summary: without best_epoch": ("summary.json", summary(best_epoch=None)),
-    "summary: dropped steps": ("summary.json", summary(dropped_steps=10**29)),
-    "summary: metric with markup": ("summary.json", summary(metric=EVIL, final={EVIL: 1.0}, best={EVIL: 1.0})),
-    "summary: half of a surrogate pair": ("summary.json", b'{"epochs": 2, "metric": "\\ud800"}'),
-    "summary: other keys with markup": ("summary.json", summary(**{EVIL: EVIL})),
-    "config: absent but labelled": ("config.yaml", Path.unlink),
-    "config: num_epochs is a formula": ("config.yaml", config(num_epochs="${derive:" + EVIL + "}")),
-    "config: metric with markup": ("config.yaml", config(metric=EVIL)),
-    "config: algorithm with markup": ("config.yaml", config(compression={"_target_": EVIL})),
-    "config: parts that are no algorithms": (
-        "config.yaml",
-        config(local={"_target_": "dgc.local.OuterSteps", "base": 5, "outer": [EVIL], "compression": EVIL}),
+# What the report refuses with one line that names the file: a whole file that is damaged, ...
+FILES: dict[str, list[Damage]] = {
+    "summary.json": [
+        summary()[:40], '{"metric": "é'.encode()[:-1], bytes(100), summary().decode().encode("utf-16"), b"[]",
+        b"3", b"null", b'"epochs"', b"{}", b'{"loss": 3}', summary() * 2, b'{"epochs": 1, "a": ' + b"[" * 100_000,
+        b'{"epochs": ' + b"9" * 10_000 + b"}",
+    ],
+    "config.yaml": [
+        b"train: {metric: ", b"train: \x01", b"- 1\n- 2\n", b"train", b"train:\n\tmetric: 3\n", b"train: 5",
+        b"train: [1]", b"train: {num_epochs: 2}", b"train: !!python/object/apply:os.system ['true']",
+        b"? [1, 2]\n: 3\n? {a: b}\n: 4\n", b"train: 2001-99-99", b"train: *there", b"train: &a {b: *a}",
+        BOMB.encode(), b"[" * 20_000, b"train: {num_epochs: " + b"9" * 10_000 + b"}", b"seed: 0x" + b"f" * 10_000,
+    ],
+    LOG: [
+        b"BEGIN-TRAINING\n", log(head=HEAD.replace("Loss", "Cost")), log(start="BEGIN"), log(batch="Batch,8"),
+        log(batch="Batch-Size,x"), log(batch="Batch-Size,0"), log(""), log(ROWS[2]), log(ROWS[0], "0,1", ROWS[2]),
+        renamed("out_r5_n2.csv"), renamed("out_r0_n0.csv"),
+    ],
+}  # fmt: skip
+# ... one value of the summary, of the config's train, and of a row
+VALUES: dict[str, tuple[Callable[[str, Any], bytes], dict[str, list[Any]]]] = {
+    "summary.json": (
+        lambda name, value: summary(**{name: value}),
+        {
+            "epochs": [EVIL, NAN, INF, -1, True, [2], 10**400],
+            "best_epoch": [EVIL],
+            "dropped_steps": [EVIL, {EVIL: 1}],
+            "final": [55.0, [55.0], {METRIC: EVIL}],
+            "best": [{METRIC: [60.0]}, METRIC],
+            "metric": [[METRIC]],
+            "wire_bytes": ["400", NAN],
+            "dense_wire_bytes": [EVIL, 1e300],
+            "lower_is_better": ["no"],
+        },
     ),
-    "config: keys that are no text": ("config.yaml", config() + b"5: {null: 1, 2.5: <b>}\n2001-01-01: 3\n"),
-    "config: a binary and a set": ("config.yaml", config() + b"a: !!binary aGk=\nb: !!set {x, y}\n"),
-    "config: characters that cannot be shown": ("config.yaml", config(kernels="a\x1b[31m\u202e\x00")),
-    "log: last line cut": (LOG, log()[:-9]),
-    "log: loss NaN": (LOG, row(Loss="nan")),
-    "log: loss infinite": (LOG, row(Loss="inf")),
-    "log: loss huge": (LOG, row(Loss="-1e308")),
-    "log: every loss NaN": (LOG, log(*(re.sub(",[23],([56]0)", r",nan,\1", line) for line in ROWS))),
-    "log: seconds 0": (LOG, log(*(re.sub(r"^(0,-?\d),2,1,2", r"\1,0,0,0", line) for line in ROWS))),
-    "log: bytes unknown": (LOG, log(*(line.replace(",100,", ",-1,").replace(",300,", ",-1,") for line in ROWS))),
-    "log: lines twice": (LOG, log(*ROWS, *ROWS)),
-    "log: lines of Windows": (LOG, log().replace(b"\n", b"\r\n")),
+    "config.yaml": (
+        lambda name, value: config(**{name: value}),
+        {
+            "num_epochs": [EVIL, [2], NAN, 10**300],
+            "metric": [5],
+            "meters": [[METRIC], {METRIC: "_target_"}],
+            "compression": ["_target_", {"_target_": 5}, {"_target_": {"a": 1}}],
+            "gossip": [["_target_"]],
+        },
+    ),
+    LOG: (
+        row,
+        {
+            "Epoch": ["nan", "inf", "9" * 400, "-3"],
+            "itr": ["inf", "1e300"],
+            "BT(s)": ["nan", "inf"],
+            "Loss": [EVIL],
+            "wire_bytes": ["-5e20"],
+            "wait(s)": ["inf"],
+            "elapsed(s)": ["1e305"],
+        },
+    ),
+}
+NO_ALGORITHMS = {"_target_": "dgc.local.OuterSteps", "base": 5, "outer": [EVIL], "compression": EVIL}
+# damages with which the report is written
+SHOWN: dict[str, list[Damage]] = {
+    "summary.json": [
+        Path.unlink,
+        json.dumps(dict.fromkeys(SUMMARY) | {"epochs": 2}).encode(),
+        summary(final={METRIC: NAN}, best={METRIC: NAN}),
+        summary(final={METRIC: 1e308}, best={METRIC: -INF}),
+        summary(best_epoch=None),
+        summary(dropped_steps=10**29),
+        summary(metric=EVIL, final={EVIL: 1.0}, best={EVIL: 1.0}),
+        b'{"epochs": 2, "metric": "\\ud800"}',  # half of a surrogate pair
+        summary(**{EVIL: EVIL}),
+    ],
+    "config.yaml": [
+        Path.unlink,
+        config(num_epochs="${derive:" + EVIL + "}"),
+        config(metric=EVIL),
+        config(compression={"_target_": EVIL}),
+        config(local=NO_ALGORITHMS),
+        config() + b"5: {null: 1, 2.5: <b>}\n2001-01-01: 3\n",
+        config() + b"a: !!binary aGk=\nb: !!set {x, y}\n",
+        config(kernels="a\x1b[31m\u202e\x00"),
+    ],
+    LOG: [
+        log()[:-9],
+        *(row("Loss", value) for value in ("nan", "inf", "-1e308")),
+        log(*(re.sub(",[23],([56]0)", r",nan,\1", line) for line in ROWS)),  # every loss
+        log(*(re.sub(r"^(0,-?\d),2,1,2", r"\1,0,0,0", line) for line in ROWS)),  # 0 seconds
+        log(*(line.replace(",100,", ",-1,").replace(",300,", ",-1,") for line in ROWS)),  # unknown bytes
+        log(*ROWS, *ROWS),
+        log().replace(b"\n", b"\r\n"),
+    ],
 }
 
 
@@ -231,23 +192,33 @@ def assert_harmless(text: str) -> None:
     assert set(re.findall(r"<[^>]* (on\w+)=", text)) == set()
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_one_line_names_a_damaged_file(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name, damage = REFUSED[case]
-    run = made(tmp_path / "run")
-    damaged(run, name, damage)
-    line = refused(capsys, run)
-    assert str(run / name).rpartition("_n")[0] in line or str(run / name) in line or f"{run}/csv/out_r" in line
-    assert len(line) < 450 + len(str(run)), "no content of the file"
-    assert not (run / "report.html").exists()
+def damages(name: str) -> Iterator[Damage]:
+    yield from (b"", bytes(range(256)) * 4, directory, loop)
+    yield from FILES[name]
+    make, values = VALUES[name]
+    yield from (make(key, value) for key, wrong in values.items() for value in wrong)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_line_names_a_damaged_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, damage in enumerate(damages(name)):
+        with case(number, damage if callable(damage) else damage[:200]):
+            run = made(tmp_path / f"run{number}")
+            damaged(run, name, damage)
+            line = refused(capsys, run)
+            assert str(run / name) in line or f"{run}/csv/out_r" in line
+            assert len(line) < 450 + len(str(run)), "no content of the file"
+            assert not (run / "report.html").exists()
 
 
 def test_strange_values_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = []
-    for i, (case, (name, damage)) in enumerate(SHOWN.items()):
-        run = made(tmp_path / f"{i} <i>")
-        damaged(run, name, damage)
-        words.append(f"{'<u>=' if 'labelled' in case else ''}{run}")
+    words: list[str] = []
+    for name, strange in SHOWN.items():
+        for damage in strange:
+            run = made(tmp_path / f"{len(words)} <i>")
+            damaged(run, name, damage)
+            without_config = not (run / "config.yaml").exists()
+            words.append(f"{'<u>=' if without_config else ''}{run}")
     assert main([*words, "--out", str(tmp_path / "page")]) == 0
     assert capsys.readouterr().err == ""
     text = (tmp_path / "page").read_text(encoding="utf-8")
@@ -298,7 +269,7 @@ def written(path: Path, changes: dict[str, list[float]]) -> Path:
     points |= {METRIC: [50.0, 60.0], "train/loss": [2.0, 1.0], **changes}
     with SummaryWriter(path) as writer:
         settings = {"ranks": 2, "train.batch_size": 8, "train.num_batches_per_step": 1, "train.metric": METRIC}
-        writer.file_writer.add_summary(_session(settings))
+        writer.file_writer.add_summary(hparams(settings, {})[1])
         for i in range(2):
             for name, values in points.items():
                 if i < len(values):
@@ -306,24 +277,17 @@ def written(path: Path, changes: dict[str, list[float]]) -> Path:
     return path
 
 
-def _session(settings: dict[str, Any]) -> Any:
-    from torch.utils.tensorboard.summary import hparams
-
-    return hparams(settings, {})[1]
-
-
 def test_damaged_tensorboard_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nan, inf = float("nan"), float("inf")
     changes: tuple[dict[str, list[float]], ...] = (
-        {"train/steps": []}, {"train/steps": [4.0]}, {"train/steps": [0.0, 0.0]}, {"train/steps": [nan, nan]},
-        {"train/steps": [-4.0, 8.0]}, {"bytes/wire": []}, {"bytes/wire": [nan, inf]}, {"time/elapsed": [1.0, inf]},
-        {"time/elapsed": [-1.0, -2.0]}, {"time/data": [nan, 1.0]}, {"bytes/wire_per_step": [inf, 1.0]},
+        {"train/steps": []}, {"train/steps": [4.0]}, {"train/steps": [0.0, 0.0]}, {"train/steps": [NAN, NAN]},
+        {"train/steps": [-4.0, 8.0]}, {"bytes/wire": []}, {"bytes/wire": [NAN, INF]}, {"time/elapsed": [1.0, INF]},
+        {"time/elapsed": [-1.0, -2.0]}, {"time/data": [NAN, 1.0]}, {"bytes/wire_per_step": [INF, 1.0]},
     )  # fmt: skip
     for i, change in enumerate(changes):
         run = written(tmp_path / f"run{i}", change)
         assert f"the TensorBoard files in {run} are damaged" in refused(capsys, run), change
     good: list[dict[str, list[float]]] = [
-        {METRIC: [inf, nan]}, {"train/loss": [inf, -inf]}, {"train/loss": []}, {METRIC: []}
+        {METRIC: [INF, NAN]}, {"train/loss": [INF, -INF]}, {"train/loss": []}, {METRIC: []}
     ]  # fmt: skip
     words = [str(written(tmp_path / f"good{i}", change)) for i, change in enumerate(good)]
     assert main([*words, "--out", str(tmp_path / "page")]) == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import case
 
 from benchmarks import laboratory as module
 from benchmarks.laboratory import (
@@ -28,18 +29,12 @@ from benchmarks.launches import measure, ranks_per_host
 def test_rates_and_delays() -> None:
     assert [parse_rate(text) for text in ("100mbit", "2.5gbit", "5000kbit")] == [1e8, 2.5e9, 5e6]
     assert [parse_latency(text) for text in ("500us", "10ms", "1s")] == pytest.approx([5e-4, 1e-2, 1.0])
-
-
-@pytest.mark.parametrize("text", ["", "fast", "100", "100 mbit", "-1gbit", "100MB", "1kbit", "101gbit"])
-def test_another_rate_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="rate"):
-        Laboratory(2, text)
-
-
-@pytest.mark.parametrize("text", ["", "1", "0ms", "2s", "1min"])
-def test_another_delay_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="delay|latency"):
-        Laboratory(2, "1gbit", text)
+    for rate in ("", "fast", "100", "100 mbit", "-1gbit", "100MB", "1kbit", "101gbit"):
+        with case(rate), pytest.raises(ValueError, match="rate"):
+            Laboratory(2, rate)
+    for delay in ("", "1", "0ms", "2s", "1min"):
+        with case(delay), pytest.raises(ValueError, match="delay|latency"):
+            Laboratory(2, "1gbit", delay)
 
 
 def test_each_host_has_its_share_of_the_cores() -> None:
@@ -73,9 +68,10 @@ def test_numbers_of_hosts_and_ranks() -> None:
         ("sys.platform", "darwin", "need Linux"),
     ],
 )
-def test_what_this_machine_lacks_is_one_message_before_anything_is_made(
+def test_what_is_missing_is_one_message(
     monkeypatch: pytest.MonkeyPatch, what: str, value: object, message: str
 ) -> None:
+    """Before anything is made."""
     monkeypatch.setattr(module, "_run", lambda command: pytest.fail(f"{command} was run"))
     monkeypatch.setattr(f"{module.__name__}.{what}", value)
     with pytest.raises(LaboratoryError, match=message):
@@ -107,18 +103,10 @@ def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.Monk
         assert "Traceback" not in str(caught.value)
 
 
-@pytest.fixture
-def removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """The processes whose laboratories are removed. The locks are in tmp_path."""
-    found: list[int] = []
+def test_laboratories_that_start_and_end_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    removed: list[int] = []
     monkeypatch.setattr(module, "LOCKS", tmp_path)
-    monkeypatch.setattr(module, "remove", found.append)
-    return found
-
-
-def test_laboratories_that_start_and_end_at_the_same_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, removed: list[int]
-) -> None:
+    monkeypatch.setattr(module, "remove", removed.append)
     (tmp_path / "7").write_text("")
     (tmp_path / "8").symlink_to(tmp_path / "vanished")  # as if removed before it is opened
     remove_leftovers()

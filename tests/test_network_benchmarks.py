@@ -24,16 +24,8 @@ from dgc.cost import AlikeRanks
 
 def step(whole: float, update: float, wire: float, link: float) -> dict[str, float]:
     phases = {f"phase {phase}": update if phase == "step" else 0.0 for phase in PHASES}
-    return {
-        "exchange": whole - update,
-        "whole": whole,
-        "until": whole,
-        "payload": wire,
-        "wire": wire,
-        "machine": wire,
-        "link": link,
-        **phases,
-    }
+    sent = dict.fromkeys(("payload", "wire", "machine"), wire)
+    return {"exchange": whole - update, "whole": whole, "until": whole, **sent, "link": link, **phases}
 
 
 def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
@@ -136,16 +128,10 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     assert reached(dense, 98.5, digits) == (20.0, 200.0)
     bits = [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
     assert reached(bits, 2.0, pysource) == (2.0, 20.0) and reached(bits, 1.9, pysource) is None
-    assert (
-        reached(dense, 98.5, digits, target=50.0) == (10.0, 100.0) and reached(dense, 98.5, digits, 99.5) is None
-    )
+    assert reached(dense, 98.5, digits, target=50.0) == (10.0, 100.0)
+    assert reached(dense, 98.5, digits, 99.5) is None
     row = row_of_time([fast], [dense], digits)
-    assert [row[key] for key in ("seconds_to_reach", "mb_to_reach", "quality", "seconds")] == [
-        1.0,
-        1e-5,
-        97.6,
-        3.0,
-    ]
+    assert (row["seconds_to_reach"], row["mb_to_reach"], row["quality"], row["seconds"]) == (1.0, 1e-5, 97.6, 3.0)
     both = row_of_time([fast, never], [dense, dense], digits)
     assert "seconds_to_reach" not in both and both["reached"] == "1 of 2"
     both = row_of_time([fast, dense], [dense, dense], digits, target=97.6)

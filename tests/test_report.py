@@ -4,77 +4,62 @@ import json
 import re
 import shutil
 import subprocess
-from functools import partial
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from csv_logs import ROWS, csv_log
 from environment import patient
+from simulated import train_on
 
-import train
-from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.progress import TrainingProgress
-from dgc_training.config import load
 from dgc_training.logging.formatting import human_bytes
 from dgc_training.logging.summary import summarize
-from dgc_training.startup.arguments import parse_arguments
+from scripts import plot
 from scripts.plot_runs import is_lower_better, metric_of, unit_of
 from scripts.report import main
 from scripts.report_page import page, seconds, sent
 from scripts.report_runs import PHASES, differing_settings, disjoint, read_reported
-from scripts.run_files import PlotError
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
 
 
+def directory_of(directory: Path, *words: str, size: int = 2) -> Path:
+    """A finished run."""
+    train_on(size, ["--configs", "configs/digits/cnn.py", *words, "--devices", "cpu", "--run-dir", str(directory)])
+    return directory
+
+
+SHORT = ["--configs.train.num_epochs=2", "--configs.train.batch_size=90", "--configs.model.width=8"]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two finished runs of 2 ranks, which no test may change."""
-    found = {}
-    for name, files in (("dense", ()), ("dgc", ("configs/dgc/wm5.py",))):
-        found[name] = tmp_path_factory.mktemp("runs") / name
-        words = ["--configs", "configs/digits/cnn.py", *files, "--devices", "cpu", "--run-dir", str(found[name])]
-        words += ["--configs.train.num_epochs=2", "--configs.train.batch_size=90", "--configs.model.width=8"]
-        args, overrides = parse_arguments(words)
-        tree = load(args.configs, overrides)
-        LockstepWorld(2).run(partial(train.run, args, tree))
-    return found
+    words = {"dense": SHORT, "dgc": ["configs/dgc/wm5.py", *SHORT]}
+    return {name: directory_of(tmp_path_factory.mktemp("runs") / name, *of) for name, of in words.items()}
 
 
 def copy(run: Path, to: Path, *without: str) -> Path:
     return Path(shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints", *without)))
 
 
-class Table(HTMLParser):
-    """The cells of a page's tables, by row."""
+def table(text: str) -> list[list[str]]:
+    """The cells of a page's tables, by row, without markup."""
+    rows = [re.findall("<t[dh].*?>(.*?)</t[dh]>", row, re.S) for row in re.findall("<tr>.*?</tr>", text, re.S)]
+    return [[unescape(re.sub("<.*?>", "", cell)) for cell in row] for row in rows]
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.inside = False
-        self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-            self.inside = True
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = self.inside and tag not in ("td", "th")
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.rows[-1][-1] += data
+def by_name(text: str) -> dict[str, list[str]]:
+    return {name: cells for name, *cells in table(text)}
 
 
 def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     text = page(read_reported([f"plain={runs['dense']}", str(runs["dgc"])]))
-    rows = {row[0]: row[1:] for row in Table(text).rows}
+    rows = by_name(text)
     for name, directory in (("plain", "dense"), ("DGC", "dgc")):
         summary = json.loads((runs[directory] / "summary.json").read_text())
         assert summary["lower_is_better"] is False
@@ -99,7 +84,7 @@ def test_many_runs(runs: dict[str, Path]) -> None:
     """Beyond 5 runs each has a row in the table of settings, and beyond 8 the kinds of lines differ."""
     words = [f"{letter}={runs['dgc']}" for letter in "abcdefgh"]
     text = page(read_reported([*words, f"last={runs['dense']}"]))
-    rows = Table(text).rows
+    rows = table(text)
     assert rows[10] == ["", "train.compression", "train.optimizer"]
     assert [row[0] for row in rows[11:]] == [*"abcdefgh", "last"] and rows[-1][1] == "DenseCompressor()"
     marks = re.findall(r'class="swatch" style="([^"]*)"', text)
@@ -116,6 +101,19 @@ def test_the_curves_and_times_of_a_run(runs: dict[str, Path]) -> None:
     assert list(run.phases) == list(PHASES) and min(run.phases.values()) >= 0
     assert sum(run.phases.values()) == pytest.approx(run.seconds / 16, rel=1e-3)
     assert run.phases["forward_backward"] > 0 and run.phases["compress"] > 0
+
+
+def test_plots_without_csv_files(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, summary = plot.read(str(runs["dgc"])), json.loads((runs["dgc"] / "summary.json").read_text())
+    assert (run.label, run.ranks, run.batch) == ("DGC", 2, 90) and run.training.y == []
+    assert run.validation.steps == [8, 16] and run.loss.steps[-1] == 16
+    assert run.validation.y[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
+    assert run.validation.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
+    assert 0 < run.validation.seconds[0] < run.validation.seconds[1] < summary["seconds"]
+    assert plot.main([str(runs["dgc"]), "--out", str(tmp_path), "--formats", "svg"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_phases_add_up_to_a_step() -> None:
@@ -161,13 +159,14 @@ def test_a_run_without_a_step(runs: dict[str, Path], tmp_path: Path) -> None:
     new = copy(runs["dgc"], tmp_path / "new", "summary.json", "events*")
     text = page(read_reported([str(runs["dense"]), str(new)]))
     assert "new has not logged a step yet." in text
-    rows = {row[0]: row[1:] for row in Table(text).rows}
+    rows = by_name(text)
     assert rows["new"][:4] == ["–", "0 of 2unfinished", "–", "–"]
     alone = page(read_reported([f"mine={new}"]))
     assert "mine has not logged a step yet." in alone and "<figure" not in alone
 
 
-def test_text_of_configs_and_labels_is_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
+    """And what looks like a formula of TeX is none. More text of runs is in test_malformed_runs.py."""
     evil = "<script>alert('$x$ &')</script>"
     directory = copy(runs["dgc"], tmp_path / "<b>")
     tree = yaml.safe_load((directory / "config.yaml").read_text())
@@ -175,9 +174,8 @@ def test_text_of_configs_and_labels_is_escaped(runs: dict[str, Path], tmp_path: 
     (directory / "config.yaml").write_text(yaml.safe_dump(tree))
     text = page(read_reported([f"{evil}={directory}", str(runs["dense"])]), [evil])
     assert "<script" not in text and "<b>/" not in text and "/<b>" not in text
-    rows = {row[0]: row[1:] for row in Table(text).rows}
+    rows = by_name(text)
     assert rows["train.kernels"] == [evil, "auto"] and evil in rows
-    assert "<script" not in page(read_reported([f"{evil}={directory}"]))
 
 
 def test_the_same_runs_give_the_same_file(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -212,27 +210,21 @@ def test_a_run_with_csv_files_only(runs: dict[str, Path], tmp_path: Path) -> Non
     """As after training with configs/gossip, when the TensorBoard files were removed: seconds, data and waits."""
     directory = tmp_path / "csv_run"
     (directory / "csv").mkdir(parents=True)
-    head = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"
-    rows = ["0,0,2,1,2,3,50,-1,100,0.5,2", "0,1,2,1,2,2,60,-1,300,0.5,4", "0,-1,2,1,2,2,60,55,0,0,4"]
-    preamble = ["BEGIN-TRAINING", "World-Size,1", "Num-DLWorkers,0", "Batch-Size,8", head]
-    (directory / "csv" / "out_r0_n1.csv").write_text("\n".join([*preamble, *rows]) + "\n")
+    (directory / "csv" / "out_r0_n1.csv").write_text(csv_log(*ROWS))
     (run,) = read_reported([f"old={directory}"])
     assert run.quality == [55.0] and run.traffic.wire == [100.0, 300.0] and run.dense_wire_bytes is None
     assert run.phases == dict.fromkeys(PHASES, 0.0) | {"data": 1.0, "wait": 0.5, "other": 0.5}
     text = page([run])
-    row = next(row for row in Table(text).rows if row[0] == "old")
-    assert row[1:] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
+    assert by_name(text)["old"] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
 
 
 def bits(directory: Path, name: str, values: list[float], old: bool, **summary: Any) -> Path:
     """The directory of a run that has reached these bits per character. old: its config has no meter."""
     run = directory / name
     (run / "csv").mkdir(parents=True)
-    head = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"
     rows = [f"{e},0,2,1,2,3,50,-1,100,0,{2 * e + 2}\n{e},-1,2,1,2,2,60,{value},0,0,{2 * e + 2}"
             for e, value in enumerate(values)]  # fmt: skip
-    preamble = ["BEGIN-TRAINING", "World-Size,1", "Num-DLWorkers,0", "Batch-Size,8", head]
-    (run / "csv" / "out_r0_n1.csv").write_text("\n".join([*preamble, *rows]) + "\n")
+    (run / "csv" / "out_r0_n1.csv").write_text(csv_log(*rows))
     meters = {"bits_per_character/{}": {"_target_": "dgc_training.meters.BitsPerToken"}}
     tree = {"metric": BITS, "num_epochs": 5, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
     (run / "config.yaml").write_text(yaml.safe_dump({"train": {**tree, "meters": {} if old else meters}}))
@@ -256,7 +248,7 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
             summary = {} if name == "unfinished" else {**reached, **direction}
             words.append(f"{name}={bits(place, name, values, old, **summary)}")
         text = page(read_reported(words))
-        found = Table(text).rows
+        found = table(text)
         assert found[0][3:5] == [f"{BITS},final", f"{BITS},best (epoch)"]
         assert [row[3:5] for row in found[1:4]] == [
             ["1.80", "1.70 (2)"], ["3.50", "3.45 (2)"], ["3.00", "2.60 (2)"]
@@ -277,12 +269,10 @@ def test_a_run_that_is_chosen_by_its_loss(tmp_path: Path) -> None:
         "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
         "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
     )
-    words = ["--configs", "configs/digits/cnn.py", str(tmp_path / "loss.py"), "--devices", "cpu"]
-    words += ["--run-dir", str(tmp_path / "run"), "--configs.train.num_epochs=1", "--configs.model.width=8"]
-    args, overrides = parse_arguments(words)
-    LockstepWorld(1).run(partial(train.run, args, load(args.configs, overrides)))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["lower_is_better"] is True
-    (tmp_path / "run" / "summary.json").unlink()
+    epoch = ["--configs.train.num_epochs=1", "--configs.model.width=8"]
+    directory = directory_of(tmp_path / "run", str(tmp_path / "loss.py"), *epoch, size=1)
+    assert json.loads((directory / "summary.json").read_text())["lower_is_better"] is True
+    (directory / "summary.json").unlink()
     (run,) = read_reported([str(tmp_path / "run")])
     assert run.lower_is_better and not run.unit
 
@@ -308,6 +298,8 @@ def test_the_direction_and_the_unit_of_a_metric() -> None:
 
 
 def test_errors(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is damaged in which way is in test_malformed_runs.py."""
+
     def refused(*words: object) -> str:
         out = tmp_path / "out.html"
         assert main([*map(str, words), "--out", str(out)]) == 2 and not out.exists()
@@ -315,14 +307,11 @@ def test_errors(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFix
 
     assert "report: there is no run directory" in refused(runs["dense"], tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    message = refused(tmp_path / "empty")
-    assert "has neither CSV files" in message and "Give the directory of a run: runs/NAME.npN" in message
+    assert "Give the directory of a run: runs/NAME.npN" in refused(tmp_path / "empty")
     directory = copy(runs["dense"], tmp_path / "damaged")
     (directory / "summary.json").write_text('{"epochs": ')
-    assert "summary.json is damaged" in refused(directory) and "counts as unfinished" in refused(directory)
-    (directory / "summary.json").write_text("[]")
-    with pytest.raises(PlotError, match="summary.json is damaged: .* Remove it"):
-        read_reported([str(directory)])
+    message = refused(directory)
+    assert "summary.json is damaged" in message and "counts as unfinished" in message and "Remove it" in message
 
 
 def test_numbers_as_text() -> None:

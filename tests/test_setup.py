@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,9 +13,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from cases import case
 from setuptools import Distribution
 
-from scripts.doctor import describe, diagnose, mpi_version
+from scripts.doctor import Finding, describe, diagnose, mpi_version
 from scripts.facts import PACKAGES, Facts, Probe, run_probe, source_of_library
 from scripts.launch import environment, mpirun, prepare, torchrun
 
@@ -54,11 +54,20 @@ WITHOUT_HOROVOD = {
 def test_nothing_is_wrong_with_a_healthy_environment() -> None:
     assert diagnose(HEALTHY) == []
     assert dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
+    assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def finding_of(change: Mapping[str, object]) -> Finding:
+    """The only one after a change of what is healthy."""
+    (finding,) = diagnose(replace(HEALTHY, **change))  # type: ignore[arg-type]
+    assert finding.remedy
+    return finding
+
+
+def test_one_fault_gives_one_finding_with_a_cure() -> None:
+    changes: list[tuple[Mapping[str, object], str]] = [
         ({"python": (3, 9, 1)}, "Python 3.9.1 is too old"),
         ({"versions": {**HEALTHY.versions, "mpi4py": None}}, "not installed: mpi4py"),
         ({"versions": {**HEALTHY.versions, "omegaconf": None}}, "not installed: omegaconf"),
@@ -82,18 +91,14 @@ def test_nothing_is_wrong_with_a_healthy_environment() -> None:
         ({"torch_hello": Probe({"size": 1, "sum": 1.0})}, "over 1 ranks gave 1.0"),
         ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
         ({"dgc": "/there"}, "dgc comes from /there, not from this checkout (/here)"),
-    ],
-)
-def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], named: str) -> None:
-    (finding,) = diagnose(replace(HEALTHY, **change))  # type: ignore[arg-type]
-    assert named in finding.problem
-    assert finding.remedy
-    assert not finding.note
+    ]
+    for change, named in changes:
+        finding = finding_of(change)
+        assert named in finding.problem and not finding.note, change
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_what_only_needs_knowing_is_a_note() -> None:
+    changes: list[tuple[Mapping[str, object], str]] = [
         ({"root": True}, "root"),
         ({"dgc": None}, "dgc is not installed"),
         (WITHOUT_HOROVOD, "torch.distributed connects the ranks"),
@@ -101,17 +106,10 @@ def test_one_fault_gives_one_finding_with_a_cure(change: Mapping[str, object], n
         ({"variables": {"HOROVOD_FUSION_THRESHOLD": "67108864"}}, "do not repeat bitwise"),
         ({"torch": Probe({"cuda": "13.0", "gpus": ["H100"]})}, "no NCCL"),
         ({"torchvision": Probe(error="operator torchvision::nms does not exist")}, "torchvision::nms"),
-    ],
-)
-def test_what_only_needs_knowing_is_a_note(change: Mapping[str, object], named: str) -> None:
-    (finding,) = diagnose(replace(HEALTHY, **change))  # type: ignore[arg-type]
-    assert finding.note and named in finding.problem and finding.remedy
-
-
-def test_settings_that_are_as_they_should_be_are_not_mentioned() -> None:
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
-    assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
+    ]
+    for change, named in changes:
+        finding = finding_of(change)
+        assert named in finding.problem and finding.note, change
 
 
 def test_an_empty_machine_is_described_and_judged() -> None:
@@ -192,21 +190,6 @@ def setup_says(checkout: Path, **variables: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_setup_names_a_missing_interpreter(checkout: Path) -> None:
-    assert "no python3.99 found; install Python 3.10" in setup_says(checkout, PYTHON="python3.99")
-
-
-def test_setup_refuses_an_old_interpreter(checkout: Path) -> None:
-    old = checkout / "python3.8"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.8.1" && exit 0\nexit 1\n')
-    old.chmod(old.stat().st_mode | stat.S_IXUSR)
-    assert "Python 3.8.1 is too old" in setup_says(checkout, PYTHON=str(old))
-
-
-def test_setup_names_a_missing_compiler(checkout: Path) -> None:
-    assert "no C++ compiler found; install g++" in setup_says(checkout, CXX="no-such-compiler")
-
-
 def tools(checkout: Path) -> str:
     """A PATH that has no mpicc."""
     folder = checkout / "tools"
@@ -217,24 +200,34 @@ def tools(checkout: Path) -> str:
     return str(folder)
 
 
-def test_setup_names_a_missing_mpi(checkout: Path) -> None:
-    path = tools(checkout)
-    assert "no mpicc on PATH" in setup_says(checkout, SYSTEM_MPI="1", PYTHON=sys.executable, PATH=path)
+def executable(file: Path, text: str) -> str:
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_setup_names_what_is_missing_or_wrong(checkout: Path) -> None:
+    old = executable(checkout / "python3.8", '[ "$1" = --version ] && echo "Python 3.8.1" && exit 0\nexit 1')
+    for message, variables in {
+        "no python3.99 found; install Python 3.10": {"PYTHON": "python3.99"},
+        "Python 3.8.1 is too old": {"PYTHON": old},
+        "no C++ compiler found; install g++": {"CXX": "no-such-compiler"},
+        "no mpicc on PATH": {"SYSTEM_MPI": "1", "PYTHON": sys.executable, "PATH": tools(checkout)},
+        "HOROVOD is no; it must be 0 or 1": {"HOROVOD": "no"},
+        "cannot write": {"VENV": "/dev/null/env"},
+    }.items():
+        with case(message):
+            assert message in setup_says(checkout, **variables)
 
 
 def test_setup_needs_no_mpi_without_horovod_and_remembers_both(checkout: Path) -> None:
-    path, python = tools(checkout), checkout / "python3"
-    python.write_text('#!/bin/sh\n[ "$1" != -m ]\n')  # it is new enough, and fails to create an environment
-    python.chmod(0o755)
+    # it is new enough, and fails to create an environment
+    path, python = tools(checkout), executable(checkout / "python3", '[ "$1" != -m ]')
     (checkout / "env").mkdir()
     for options, message in (("0 1", "no mpicc"), ("0 1 1", "no mpicc"), ("0 1 0", "could not create an env")):
         (checkout / "env/.options").write_text(f"{options}\n")
-        assert message in setup_says(checkout, PYTHON=str(python), PATH=path)
-    assert "no mpicc" in setup_says(checkout, PYTHON=str(python), PATH=path, HOROVOD="1")
-
-
-def test_setup_names_a_wrong_choice(checkout: Path) -> None:
-    assert "HOROVOD is no; it must be 0 or 1" in setup_says(checkout, HOROVOD="no")
+        assert message in setup_says(checkout, PYTHON=python, PATH=path)
+    assert "no mpicc" in setup_says(checkout, PYTHON=python, PATH=path, HOROVOD="1")
 
 
 def belongs_to(checkout: Path, other: Path) -> Path:
@@ -290,7 +283,3 @@ def test_the_package_is_the_library_alone_with_all_the_files_that_pyproject_name
     assert "dgc/py.typed" in files
     globs = {glob for globs in package.package_data.values() for glob in globs}
     assert {glob for glob in globs if not any(fnmatch(name, f"*/{glob}") for name in files)} == set()
-
-
-def test_setup_names_a_place_it_cannot_write(checkout: Path) -> None:
-    assert "cannot write" in setup_says(checkout, VENV="/dev/null/env")

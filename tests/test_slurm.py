@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from warm import python
 
 from dgc_training.config.layers import REPOSITORY
 
+Done = subprocess.CompletedProcess[str]
+A = ["--configs", "a.py"]
 SIGNALS = [signal.SIGUSR1, signal.SIGTERM]
 CONTROL = """#!/bin/sh
 case "$*" in
@@ -74,6 +76,12 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
     return copy, environment | variables
 
 
+def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Done:
+    """A job that only prints its commands."""
+    command = ["bash", str(script), *words]
+    return subprocess.run(command, env={**environment, "DRY_RUN": "1"}, capture_output=True, text=True, **more)
+
+
 @contextmanager
 def started(script: Path, environment: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
     """The job in a separate session. At the end all processes of the session are killed."""
@@ -88,10 +96,8 @@ def started(script: Path, environment: dict[str, str], *words: str) -> Iterator[
         try:
             yield process
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
@@ -116,20 +122,17 @@ def send(process: subprocess.Popen[str], number: int) -> None:
     process.send_signal(number)
 
 
-@pytest.mark.parametrize(
-    "words", [["--configs", "a.py"], ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]]
-)
+@pytest.mark.parametrize("words", [A, ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]])
 def test_the_command(tmp_path: Path, words: Any) -> None:
-    copy, environment = job(tmp_path, DRY_RUN="1")
-    done = subprocess.run(["bash", copy, *words], env=environment, capture_output=True, text=True)
+    copy, environment = job(tmp_path)
+    done = dry_run(copy, environment, *words)
     assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout and done.returncode == 0, done.stderr
-    elsewhere = {**environment, "SLURM_SUBMIT_DIR": str(tmp_path)}
-    wrong = subprocess.run(["bash", copy, *words], env=elsewhere, capture_output=True, text=True)
+    wrong = dry_run(copy, {**environment, "SLURM_SUBMIT_DIR": str(tmp_path)}, *words)
     assert wrong.returncode == 2 and "repository's root" in wrong.stderr
 
 
 def test_ranks_of_uneven_allocations(tmp_path: Path) -> None:
-    copy, environment = job(tmp_path, DRY_RUN="1")
+    copy, environment = job(tmp_path)
     machines = {"MACHINES": "a b c d", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}
     uneven = "-np 30 -H a:8\\,b:8\\,c:7\\,d:7 "
     for variables, expected in (
@@ -146,53 +149,47 @@ def test_ranks_of_uneven_allocations(tmp_path: Path) -> None:
         ({"SLURM_TASKS_PER_NODE": "8(y2),7"}, "SLURM_TASKS_PER_NODE is 8(y2),7; it must have the form 8(x2),7"),
         ({"ELASTIC": "1", "SLURM_TASKS_PER_NODE": "8(x2),7(x2)"}, "ELASTIC=1 needs as many tasks on each machine"),
     ):
-        given = {**environment, **machines, **variables}
-        done = subprocess.run(["bash", copy, "--configs", "a.py"], env=given, capture_output=True, text=True)
+        done = dry_run(copy, {**environment, **machines, **variables}, *A)
         refused = expected[0] != "-"
-        assert done.returncode == (2 if refused else 0), (variables, done.stdout, done.stderr)
-        assert expected in (done.stderr if refused else done.stdout), (variables, done.stdout, done.stderr)
+        assert done.returncode == (2 if refused else 0), (variables, done)
+        assert expected in (done.stderr if refused else done.stdout), (variables, done)
         assert not (refused and done.stdout), variables
 
 
 def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
     _, environment = job(tmp_path)
     outside = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
-    for script, words in (("slurm.sh", ["--configs", "a.py"]), ("gossip/sgp.sh", ["--suffix", ".a"])):
+    scripts = REPOSITORY / "scripts"
+    for script, words in (("slurm.sh", A), ("gossip/sgp.sh", ["--suffix", ".a"])):
         for variables, expected in (
             ({}, "mpirun -np 1 -H node1:1 "),
             ({"RANKS": "4"}, "mpirun -np 4 -H node1:4 "),
             ({"HOSTS": "a:2,b:2"}, "mpirun -np 4 -H a:2\\,b:2 "),
         ):
-            variables = {**outside, **variables, "DRY_RUN": "1", "LAUNCH": "slurm"}
-            script_path = str(REPOSITORY / "scripts" / script)
-            done = subprocess.run(
-                ["bash", script_path, *words], env=variables, cwd=tmp_path, capture_output=True, text=True
-            )
+            done = dry_run(scripts / script, {**outside, **variables, "LAUNCH": "slurm"}, *words, cwd=tmp_path)
             assert expected in done.stdout and done.returncode == 0, done.stderr
             assert done.stdout.endswith(f"{words[-1]} \n") and "not a SLURM job" in done.stderr
-    script_path = str(REPOSITORY / "scripts/slurm.sh")
-    done = subprocess.run(["bash", script_path, "--configs", "a.py"], env=outside, capture_output=True, text=True)
+    done = subprocess.run(["bash", scripts / "slurm.sh", *A], env=outside, capture_output=True, text=True)
     assert done.returncode == 2 and "submit it with sbatch" in done.stderr
 
 
 def test_a_gossip_script_as_the_job(tmp_path: Path) -> None:
     """sbatch scripts/gossip/sgp.sh: SLURM copies that file alone."""
-    _, environment = job(tmp_path, DRY_RUN="1")
+    _, environment = job(tmp_path)
     copy = shutil.copy(REPOSITORY / "scripts/gossip/sgp.sh", tmp_path / "slurm_script")
-    done = subprocess.run(["bash", copy, "--suffix", ".a"], env=environment, capture_output=True, text=True)
+    done = dry_run(copy, environment, "--suffix", ".a")
     assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout, done.stderr
     assert "configs/gossip/sgp.py" in done.stdout and done.stdout.endswith("--suffix .a \n")
 
 
 def test_the_elastic_command(tmp_path: Path) -> None:
-    copy, environment = job(tmp_path, DRY_RUN="1", ELASTIC="1")
-    done = subprocess.run(["bash", copy, "--configs", "a.py"], env=environment, capture_output=True, text=True)
+    copy, environment = job(tmp_path, ELASTIC="1")
+    done = dry_run(copy, environment, *A)
     srun, torchrun = done.stdout.splitlines()
     assert srun.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --no-kill "), done.stderr
     assert "--nproc-per-node 4 --max-restarts 10 --nnodes 1:2 " in torchrun
     assert "--rdzv-endpoint node3:20017 --rdzv-id 17 " in torchrun
-    script = ["bash", str(copy), "scripts/gossip/sgp.sh"]
-    wrong = subprocess.run(script, env=environment, capture_output=True, text=True)
+    wrong = dry_run(copy, environment, "scripts/gossip/sgp.sh")
     assert wrong.returncode == 2 and "not a script" in wrong.stderr
 
 
@@ -200,7 +197,7 @@ def test_the_elastic_job_is_requeued(tmp_path: Path) -> None:
     """torchrun does not pass on the status of its ranks."""
     copy, environment = job(tmp_path, ELASTIC="1")
     program(tmp_path / "bin" / "srun", RUN)
-    with started(copy, environment, "--configs", "a.py") as process:
+    with started(copy, environment, *A) as process:
         read_until(process, "started")
         send(process, signal.SIGUSR1)
         text = process.communicate(timeout=patient(60))[0]
@@ -224,7 +221,7 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
     """SAVED: the exit status of the run after a signal. REFUSES: the exit status of scontrol."""
     copy, environment = job(tmp_path, **variables)
     program(tmp_path / "bin" / "mpirun", RUN)
-    with started(copy, environment, "--configs", "a.py") as process:
+    with started(copy, environment, *A) as process:
         read_until(process, "started")
         send(process, number)
         time.sleep(0.1)
@@ -238,8 +235,7 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
 def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
     copy, environment = job(tmp_path, LONG="2")
     program(tmp_path / "bin" / "mpirun", RUN)
-    command = ["bash", str(copy), "--configs", "a.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=patient(60))
+    done = subprocess.run(["bash", copy, *A], env=environment, capture_output=True, timeout=patient(60))
     assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
 
 
@@ -251,14 +247,7 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytes
     (tmp_path / "bin" / "python").symlink_to(python())
     run = tmp_path / "run"
     words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(run)]
-    words += [
-        "--configs.train.num_epochs",
-        "5",
-        "--configs.train.checkpoint_every",
-        "5",
-        "--configs.model.width",
-        "8",
-    ]
+    words += ["--configs.train.num_epochs=5", "--configs.train.checkpoint_every=5", "--configs.model.width=8"]
     with started(copy, environment, *words) as process:
         text = read_until(process, " 1/5 ")
         send(process, signal.SIGTERM)
