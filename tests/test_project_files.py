@@ -6,6 +6,8 @@ from pathlib import Path
 
 import yaml
 
+import dgc
+
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
@@ -18,7 +20,7 @@ TYPES = {"article", "conference-paper", "report", "software"}
 
 def test_the_citation_has_the_form_of_cff() -> None:
     assert set(CITATION) == KEYS and CITATION["cff-version"] == "1.2.0" and CITATION["type"] == "software"
-    assert all(f'{key} = "{CITATION[key]}"' in PYPROJECT for key in ("version", "license"))
+    assert CITATION["version"] == dgc.__version__ and f'license = "{CITATION["license"]}"' in PYPROJECT
     for reference in CITATION["references"]:
         assert {"type", "title", "authors"} <= set(reference) <= REFERENCE, reference
         assert reference["type"] in TYPES and reference["authors"] and reference["title"]

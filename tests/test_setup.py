@@ -239,7 +239,7 @@ def test_setup_names_a_wrong_choice(checkout: Path) -> None:
 
 def belongs_to(checkout: Path, other: Path) -> Path:
     """Makes the checkout's environment one whose editable dgc is installed from `other`; its record of that."""
-    record = checkout / "env/lib/python3.11/site-packages/dgc-0.1.0.dist-info/direct_url.json"
+    record = checkout / "env/lib/python3.11/site-packages/dgc_torch-0.1.0.dist-info/direct_url.json"
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps({"dir_info": {"editable": True}, "url": other.as_uri()}))
     return record

@@ -303,7 +303,9 @@ def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyP
 
 def test_a_library_that_was_never_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
-    with pytest.raises(KernelsUnavailable, match=r"not built: run `python -m dgc\.kernels\.build`"):
+    with pytest.raises(
+        KernelsUnavailable, match=r"not built: install a wheel.*, or run `python -m dgc\.kernels\.build`"
+    ):
         library._open.__wrapped__()
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(KernelsUnavailable, match=r"install a C\+\+ compiler .* or set CXX, then run `"):
@@ -333,7 +335,9 @@ def test_the_command_that_builds_says_nothing_of_itself() -> None:
 
 def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "sources_digest", lambda: "0" * 20)
-    with pytest.raises(KernelsUnavailable, match=r"from other sources: run `python -m dgc\.kernels\.build`"):
+    with pytest.raises(
+        KernelsUnavailable, match=r"from other sources: install a wheel.* run `python -m dgc\.kernels\.build`"
+    ):
         library._open.__wrapped__()
 
 
