@@ -64,9 +64,10 @@ class BuildWithKernels(build_py):
 
 class WheelForEveryPython(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        if not COMPILER:
+        library = Path(self.get_finalized_command("build").build_lib, KERNELS, "libdgc_kernels.so")
+        if not COMPILER or not library.exists():  # an editable installation has none
             return "py3", "none", "any"
-        content = Path(self.get_finalized_command("build").build_lib, KERNELS, "libdgc_kernels.so").read_bytes()
+        content = library.read_bytes()
         tag = f"linux_{platform.machine()}"
         if b"libstdc++.so" not in content:  # a local compiler's belongs to its machine
             needed = max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content))
