@@ -16,16 +16,20 @@ from dgc.comm.collectives import with_checksum
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
-from dgc.cost.computing import last_level_cache
-from dgc_training.config import ConfigError, load
-from dgc_training.faults.failure import UsageError
-from dgc_training.startup.build import wrap_optimizer
-from scripts.advise.__main__ import main
-from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
-from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
-from scripts.advise.candidates import Candidate, compute_of, measure_candidate
-from scripts.advise.cluster import cluster_on_paper, describe, human_rate
-from scripts.advise.collectives import (
+from dgc.cost.advice import (
+    WORTHWHILE,
+    Work,
+    advise,
+    as_fast,
+    crossing,
+    describe_crossings,
+    format_table,
+    step_at,
+    tabulate,
+)
+from dgc.cost.candidates import Candidate, compute_of, measure_candidate
+from dgc.cost.cluster import cluster_on_paper, describe
+from dgc.cost.collectives import (
     SIZES,
     Sample,
     fit_network,
@@ -35,10 +39,15 @@ from scripts.advise.collectives import (
     requests_of,
     time_collectives,
 )
-from scripts.advise.drawing import describe_crossings, draw
-from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method, unfit
-from scripts.advise.optimizers import build_inner
-from scripts.advise.verification import chosen, format_verification, order, verify
+from dgc.cost.computing import last_level_cache
+from dgc.cost.methods import GOSSIP, UNCOMPRESSED, Method
+from dgc.cost.verification import chosen, format_verification, order, verify
+from dgc.units import RATES, TIMES, human_rate, quantity
+from dgc_training.config import ConfigError, load
+from scripts.advise.__main__ import main
+from scripts.advise.arguments import check_arguments, parse_arguments
+from scripts.advise.drawing import draw
+from scripts.advise.methods import METHODS, builder, unfit
 from scripts.advise.workload import measure_workload, under_autocast
 
 NETWORK = Network(latency=0.0, bandwidth=1e8)
@@ -61,7 +70,7 @@ def test_the_fastest_method_is_recommended() -> None:
     assert [row.faster for row in rows] == pytest.approx([0.75, 1.0, 1.5 / 1.11, 1.5 / 1.1])
     assert [row.exchange for row in rows] == pytest.approx([1.0, 0.5, 0.11, 0.1])
     advice = advise(rows, work)
-    assert (advice.method, advice.compress, advice.files) == ("b", True, ("configs/b.py",))
+    assert (advice.method, advice.compress, advice.usage) == ("b", True, ("configs/b.py",))
     assert "1100.0 ms, 1.36 times faster than 1500.0 ms with fp16" in advice.reason
     assert as_fast(rows, advice) == ["a"]
     assert "50.0 MB    500.0 ms   1500.0 ms   1.00" in format_table(rows)
@@ -89,7 +98,7 @@ def test_what_hides_behind_backward_is_not_compressed() -> None:
     work = Work(0.0, 1.0)
     rows = tabulate([candidate("fp16", 4 * 10**7, ready=0.5), candidate("a", 10**6, 0.01)], NETWORK, work)
     advice = advise(rows, work)
-    assert (advice.method, advice.compress, advice.files) == ("fp16", False, ("configs/fp16.py",))
+    assert (advice.method, advice.compress, advice.usage) == ("fp16", False, ("configs/fp16.py",))
     assert advice.reason == "fp16 all-reduce hides behind backward (400.0 ms of 400.0 ms)"
 
 
@@ -110,10 +119,10 @@ def test_quantities() -> None:
         with case(text):
             assert quantity(text, RATES, "--rate") == value
     assert quantity("50us", TIMES, "--latency") == pytest.approx(5e-5)
-    with pytest.raises(UsageError, match="--rate is '10MB': write a number and a unit of bit, kbit"):
+    with pytest.raises(ValueError, match="--rate is '10MB': write a number and a unit of bit, kbit"):
         quantity("10MB", RATES, "--rate")
     for text in ("50", "us", "1.2.3us", "-1us", ""):
-        with case(text), pytest.raises(UsageError, match="write a number and a unit"):
+        with case(text), pytest.raises(ValueError, match="write a number and a unit"):
             quantity(text, TIMES, "--latency")
 
 
@@ -122,11 +131,11 @@ def test_the_files_of_all_methods_exist() -> None:
     plain = load([CNN]).train
     for method in METHODS:
         with case(method.name):
-            tree = load([CNN, *method.files])
+            tree = load([CNN, *method.usage])
             changed = tree.train.compression != plain.compression or tree.train.gossip is not None
             assert changed == (method.name != "dense")
             assert (tree.train.gossip is not None) == (method.name in GOSSIP)
-            assert all(Path(file).is_file() for file in method.files)
+            assert all(Path(file).is_file() for file in method.usage)
 
 
 def test_the_work_is_that_of_the_task(no_type_checks: None) -> None:
@@ -152,7 +161,9 @@ def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> N
     assert workload.ready[names[0]] >= workload.ready[names[-1]]  # the last layer's gradients come first
     found = {}
     for method in (METHODS[0], METHODS[3]):
-        found[method.name] = measure_candidate(method, load([CNN, *method.files]), workload, 4, 2, 1)
+        found[method.name] = measure_candidate(
+            method, builder(load([CNN, *method.usage]), workload.gradients[0]), workload, 4, 2, 1
+        )
     elements = sum(p.numel() for p in workload.model.parameters())
     dense, dgc = (found[name].traffic for name in ("dense", "dgc-fp32-int64"))
     assert dense.total("payload") == 4 * elements and dense.total("wire") == 6 * elements
@@ -160,7 +171,9 @@ def test_a_candidate_has_the_traffic_of_its_optimizer(no_type_checks: None) -> N
     assert kinds == {"AllToAll", "AllGather", "AllReduce", "Broadcast"}
     assert 0 < dgc.total("cross") < 0.02 * dense.total("wire")
     assert found["dgc-fp32-int64"].compute.encode > 0 and len(found["dgc-fp32-int64"].ready) == len(dgc.buckets)
-    many = measure_candidate(METHODS[3], load([CNN, *METHODS[3].files]), workload, 32, 1, 1)
+    many = measure_candidate(
+        METHODS[3], builder(load([CNN, *METHODS[3].usage]), workload.gradients[0]), workload, 32, 1, 1
+    )
     messages = [message for bucket in many.traffic.buckets for message in bucket]
     assert {message.kind for message in messages} == {"AllGather", "AllReduce"}
     assert all(message.wire == 31 * message.payload for message in messages if message.kind == "AllGather")
@@ -173,7 +186,9 @@ def test_gossip_sends_a_model_to_one_neighbour(no_type_checks: None) -> None:
     for name, size, local_size, width in (("sgp", 4, 1, 4), ("sgp-fp16", 6, 2, 2)):
         with case(name):
             (method,) = (method for method in METHODS if method.name == name)
-            found = measure_candidate(method, load([CNN, *method.files]), workload, size, local_size, 1)
+            found = measure_candidate(
+                method, builder(load([CNN, *method.usage]), workload.gradients[0]), workload, size, local_size, 1
+            )
             (messages,) = found.traffic.buckets
             assert [message.kind for message in messages] == ["Exchange"] and found.ready == (1.0,)
             assert messages[0].peers == 1 and 0 <= messages[0].payload - width * elements <= 40
@@ -188,13 +203,11 @@ def test_a_machine_sends_what_its_ranks_send(no_type_checks: None) -> None:
     for name in ("dgc-fp32-int64", "scaled-sign", "sgp"):
         with case(name):
             (method,) = (method for method in METHODS if method.name == name)
-            tree = load([CNN, *method.files])
+            tree = load([CNN, *method.usage])
 
             def sent(transport: Any, tree: Any = tree) -> list[float]:
                 model = deepcopy(workload.model)
-                inner = build_inner(tree.train, model, workload.gradients[0])
-                optimizer = wrap_optimizer(inner, model, tree.train, transport)
-                optimizer.begin_epoch(tree.train.num_epochs - 1)
+                optimizer = builder(tree, workload.gradients[0])(model, transport)
                 found = []
                 for _ in range(5):  # after the first step, the 4 rounds of a graph of 16 ranks
                     optimizer.zero_grad()
@@ -209,7 +222,7 @@ def test_a_machine_sends_what_its_ranks_send(no_type_checks: None) -> None:
             ranks = LockstepWorld(16, 8).run(sent)[8:]
             of_a_machine = [sum(step) for step in zip(*ranks, strict=True)]
             assert len({tuple(of) for of in ranks}) > 1
-            found = measure_candidate(method, tree, workload, 16, 8, 1)
+            found = measure_candidate(method, builder(tree, workload.gradients[0]), workload, 16, 8, 1)
             predicted = found.predict(Network(0.0, 1e6, 8)).machine_wire_bytes
             assert predicted == pytest.approx(sum(of_a_machine) / 4)
 
@@ -222,7 +235,9 @@ def test_methods_with_dense_steps_at_first_are_predicted_after_these(no_type_che
     for name, bits in (("onebit-adam", 1.3), ("dgc-adam", 2.0)):  # of 4 ranks, per element; headers and vectors
         with case(name):
             (method,) = (method for method in METHODS if method.name == name)
-            found = measure_candidate(method, load([base, *method.files]), workload, 4, 1, 1)
+            found = measure_candidate(
+                method, builder(load([base, *method.usage]), workload.gradients[0]), workload, 4, 1, 1
+            )
             assert elements / 64 < found.traffic.total("payload") < elements * bits / 8 * 2
     assert all(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
 
@@ -399,7 +414,7 @@ def test_ranks_of_a_machine_share_its_cores(
 def test_a_busy_machine_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_type_checks: None
 ) -> None:
-    monkeypatch.setattr("scripts.advise.cluster.usable_cores", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     line = (
         "UNRELIABLE: load average 2.1 on 2 cores: other programs ran in the last minute. If they still do, "
         "computing is measured too long: repeat it"
@@ -465,7 +480,7 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
         messages = [message_of(of, ranks) for nbytes in SIZES for of in requests_of(nbytes, group, device)]
         return [Sample(message, message.seconds(known, 2)) for message in messages]
 
-    monkeypatch.setattr("scripts.advise.collectives.time_collectives", timed)
+    monkeypatch.setattr("dgc.cost.collectives.time_collectives", timed)
     network, factor = measure_network(AlikeRanks(4, 2), device, 1)
     assert network.ranks_per_machine == 2 and factor == pytest.approx(1, abs=0.05)
     assert [network.bandwidth, network.inner_bandwidth] == pytest.approx([1e7, 1e9], rel=0.1)
@@ -480,7 +495,7 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
                 found = (found[0], length if request.tensor.numel() == length.numel() else with_checksum(seven))
             return found
 
-    with pytest.raises(UsageError, match="as many ranks on each machine, not"):
+    with pytest.raises(ValueError, match="as many ranks on each machine, not"):
         levels(Uneven(2))
 
 
@@ -538,7 +553,14 @@ def test_on_a_gpu_steps_are_verified_without_the_update(
     monkeypatch.setattr("torch.optim.SGD.step", update)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     rows = tabulate([candidate("dense", 80)], NETWORK, Work(0.1, 0.1))
-    measured = verify(rows, lambda row: load([CNN]), workload, FirstRank(2), torch.device("cuda"), 1)
+    measured = verify(
+        rows,
+        lambda row: builder(load([CNN]), workload.gradients[0]),
+        workload,
+        FirstRank(2),
+        torch.device("cuda"),
+        1,
+    )
     assert set(measured) == {"work", "dense"}
 
 
@@ -554,5 +576,5 @@ def test_random_inputs(no_type_checks: None) -> None:
     workload = measure_workload(tree, torch.device("cpu"), AlikeRanks(1), (3, 32, 32), 1)
     assert workload.inputs == "random inputs of shape (3, 32, 32), no data set"
     assert workload.forward > 0 and len(workload.gradients) == 3
-    with pytest.raises(UsageError, match="does not fit the model"):
+    with pytest.raises(ValueError, match="does not fit the model"):
         measure_workload(tree, torch.device("cpu"), AlikeRanks(1), (1, 2), 1)

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from setuptools import Distribution
 
+from dgc.doctor import Probe, run_probe
 from scripts.doctor import describe, diagnose, mpi_version
-from scripts.facts import PACKAGES, Facts, Probe, run_probe, source_of_library
+from scripts.facts import PACKAGES, Facts, source_of_library
 from scripts.launch import environment, mpirun, prepare, torchrun
 
 ROOT = Path(__file__).parent.parent
