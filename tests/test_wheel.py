@@ -1,4 +1,4 @@
-"""setup.py and wheels/: which compiler builds a wheel, its tag, and its kernels where there is no compiler."""
+"""setup.py and scripts/wheels: which compiler builds a wheel, its tag, and its kernels where there is no compiler."""
 
 import os
 import runpy
@@ -13,10 +13,10 @@ import pytest
 from environment import patient
 
 from dgc.kernels.library import supported_isas
-from wheels.check import FIRST_IMPORT, best_isa
+from scripts.wheels.check import FIRST_IMPORT, best_isa
 
 ROOT = Path(__file__).parent.parent
-FILES = ("dgc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "wheels")
+FILES = ("dgc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "scripts/wheels")
 
 
 def build_wheel(folder: Path, env: Mapping[str, str]) -> Path:
@@ -26,7 +26,7 @@ def build_wheel(folder: Path, env: Mapping[str, str]) -> Path:
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(source, copy, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
     words = [sys.executable, "-c", f"import backend; backend.build_wheel({str(folder)!r})"]
-    env = {**os.environ, "PYTHONPATH": "wheels", **env}
+    env = {**os.environ, "PYTHONPATH": "scripts/wheels", **env}
     done = subprocess.run(
         words, cwd=folder / "source", env=env, capture_output=True, text=True, timeout=patient(300)
     )
@@ -74,7 +74,7 @@ def test_zig_is_fetched_for_an_sdist_and_where_there_is_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only there: a checkout with a compiler needs no download of 90 MB."""
-    backend = runpy.run_path(str(ROOT / "wheels/backend.py"))
+    backend = runpy.run_path(str(ROOT / "scripts/wheels/backend.py"))
     monkeypatch.setattr(backend["build_meta"], "get_requires_for_build_wheel", lambda settings: ["wheel"])
     monkeypatch.setattr(backend["platform"], "machine", lambda: "x86_64")
     monkeypatch.chdir(tmp_path)
