@@ -1,4 +1,4 @@
-"""setup.py and scripts/wheels: which compiler builds a wheel, its tag, and its kernels where there is no compiler."""
+"""setup.py and scripts/wheels: which compiler builds a wheel, and its kernels where there is no compiler."""
 
 import os
 import runpy
