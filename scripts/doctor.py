@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from scripts.facts import Facts, Probe, collect
+from dgc.doctor import Probe
+from scripts.facts import Facts, collect
 from scripts.launch import ROOT_VARIABLES
 
 DEMO_RANKS = 4

@@ -6,32 +6,21 @@ ends only the probe.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from dgc.doctor import HOROVOD, TORCH, TWO_RANKS, Probe, installed, run_probe
 from scripts.launch import ROOT_VARIABLES, environment, mpirun, torchrun, usable_cores
 
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy", "omegaconf", "tensorboard", "scikit-learn")
 WATCHED = ("OPAL_PREFIX", "HOROVOD_FUSION_THRESHOLD", *ROOT_VARIABLES)
 
-TORCH = """
-import json, torch
-gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus}))
-"""
 TORCHVISION = "import json, torchvision; print(json.dumps({}))"
-HOROVOD = """
-import json, horovod.torch as hvd
-names = ("mpi", "gloo", "nccl", "cuda", "rocm")
-print(json.dumps({name: bool(getattr(hvd, name + "_built")()) for name in names}))
-"""
 KERNELS = """
 import json, dgc.kernels.native
 print(json.dumps({"native": str(dgc.kernels.native.NativeSelection())}))
@@ -57,25 +46,6 @@ if hvd.rank() == 0:
     print(json.dumps(answer), flush=True)
 hvd.shutdown()
 """
-
-
-TORCH_HELLO = """
-import json, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(value)
-if dist.get_rank() == 0:
-    print(json.dumps({"size": dist.get_world_size(), "sum": value.item()}), flush=True)
-dist.destroy_process_group()
-"""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """The answer of one probe, or, without an answer, the last lines of its error output."""
-
-    answer: Mapping[str, object] | None = None
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,29 +78,6 @@ class Facts:
     """The folder from which a script outside of this checkout imports dgc; None if the import fails."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """The variables of WATCHED that are set."""
-
-
-def run_probe(argv: list[str], env: Mapping[str, str], timeout_s: float = 90.0) -> Probe:
-    """Runs a command. Its answer is the last line of its output that is a JSON object."""
-    try:
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
-    except FileNotFoundError:
-        return Probe(error=f"{argv[0]} not found")
-    except subprocess.TimeoutExpired:
-        return Probe(error=f"no answer after {timeout_s:.0f} s")
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not answers:
-        output = [line for line in (done.stderr or done.stdout).splitlines() if line.strip(" -")]
-        return Probe(error="\n".join(output[-6:]) or f"exit status {done.returncode}")
-    return Probe(answer=json.loads(answers[-1]))
-
-
-def installed(package: str) -> str | None:
-    """The version of the package; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def source_of_library(env: Mapping[str, str]) -> str | None:
@@ -179,7 +126,7 @@ def collect() -> Facts:
         mpi4py=probe(MPI4PY),
         kernels=probe(KERNELS),
         hello=run_probe(mpirun(2, usable_cores(), ["-c", HELLO]), two_ranks) if installed("horovod") else Probe(),
-        torch_hello=run_probe(torchrun(2, ["-c", TORCH_HELLO]), two_ranks),
+        torch_hello=run_probe(torchrun(2, ["-c", TWO_RANKS]), two_ranks),
         checkout=str(Path(__file__).resolve().parents[1]),
         dgc=source_of_library(env),
         variables={name: os.environ[name] for name in WATCHED if name in os.environ},

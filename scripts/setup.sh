@@ -50,7 +50,7 @@ stamp=$({ echo "$PWD $options"; cat requirements*.txt scripts/setup.sh; } | sha2
 find_other() { # sets `other`: the checkout of this environment's dgc; empty if it is this one or none
     local record url
     other=
-    for record in "$VENV"/lib/python*/site-packages/dgc-*.dist-info/direct_url.json; do
+    for record in "$VENV"/lib/python*/site-packages/dgc{,_torch}-*.dist-info/direct_url.json; do
         [ -f "$record" ] || continue
         grep -q '"editable": *true' "$record" || continue
         url=$(sed -n 's|.*"url": *"file://\([^"]*\)".*|\1|p' "$record")
@@ -146,6 +146,7 @@ run "the requirements could not be installed" python -m pip install "${requireme
 
 install_library() {
     touch "$VENV/.unfinished"
+    python -m pip uninstall -y dgc >>"$LOG" 2>&1 || true # the earlier name of dgc-torch: it has the same files
     run "the package dgc could not be installed" python -m pip install --no-deps --no-build-isolation -e .
     rm -f "$VENV/.unfinished"
     echo "$options" >"$VENV/.options"

@@ -18,23 +18,32 @@ from dgc.comm import AllGather, Request
 from dgc.comm.collectives import with_checksum
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
-from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, message_of
+from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, collectives, message_of
+from dgc.cost.advice import (
+    WORTHWHILE,
+    Work,
+    advise,
+    as_fast,
+    crossing,
+    describe_crossings,
+    format_table,
+    step_at,
+    tabulate,
+)
+from dgc.cost.candidates import Candidate, compute_of, measure_candidate
+from dgc.cost.cluster import cluster_on_paper, describe
+from dgc.cost.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
 from dgc.cost.computing import last_level_cache
+from dgc.cost.methods import GOSSIP, UNCOMPRESSED, Method
+from dgc.cost.verification import chosen, format_verification, order, verify
+from dgc.cost.workload import Workload
+from dgc.units import RATES, TIMES, human_rate, quantity
 from dgc_training.config import ConfigError, load
-from dgc_training.faults.failure import UsageError
-from dgc_training.startup.build import wrap_optimizer
-from scripts.advise import collectives
 from scripts.advise.__main__ import main
-from scripts.advise.advice import WORTHWHILE, Work, advise, as_fast, crossing, format_table, step_at, tabulate
-from scripts.advise.arguments import RATES, TIMES, check_arguments, parse_arguments, quantity
-from scripts.advise.candidates import Candidate, compute_of, measure_candidate
-from scripts.advise.cluster import cluster_on_paper, describe, human_rate
-from scripts.advise.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
-from scripts.advise.drawing import describe_crossings, draw
-from scripts.advise.methods import GOSSIP, METHODS, UNCOMPRESSED, Method, unfit
-from scripts.advise.optimizers import build_inner
-from scripts.advise.verification import chosen, format_verification, order, verify
-from scripts.advise.workload import Workload, measure_workload, under_autocast
+from scripts.advise.arguments import check_arguments, parse_arguments
+from scripts.advise.drawing import draw
+from scripts.advise.methods import METHODS, builder, unfit
+from scripts.advise.workload import measure_workload, under_autocast
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 Printed = pytest.CaptureFixture[str]
@@ -67,7 +76,8 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(name: str, work: Workload, size: int, local_size: int = 1, experiment: str = CNN) -> Candidate:
     method = BY_NAME[name]
-    return measure_candidate(method, load([experiment, *method.files]), work, size, local_size, 1)
+    build = builder(load([experiment, *method.usage]), work.gradients[0])
+    return measure_candidate(method, build, work, size, local_size, 1)
 
 
 def candidate(name: str, nbytes: int, compute: float = 0.0, ready: float = 1.0) -> Candidate:
@@ -86,7 +96,7 @@ def test_the_fastest_method_is_recommended() -> None:
     assert [row.faster for row in rows] == pytest.approx([0.75, 1.0, 1.5 / 1.11, 1.5 / 1.1])
     assert [row.exchange for row in rows] == pytest.approx([1.0, 0.5, 0.11, 0.1])
     advice = advise(rows, work)
-    assert (advice.method, advice.compress, advice.files) == ("b", True, ("configs/b.py",))
+    assert (advice.method, advice.compress, advice.usage) == ("b", True, ("configs/b.py",))
     assert "1100.0 ms, 1.36 times faster than 1500.0 ms with fp16" in advice.reason
     assert as_fast(rows, advice) == ["a"]
     assert "50.0 MB    500.0 ms   1500.0 ms   1.00" in format_table(rows)
@@ -114,7 +124,7 @@ def test_what_hides_behind_backward_is_not_compressed() -> None:
     work = Work(0.0, 1.0)
     rows = tabulate([candidate("fp16", 4 * 10**7, ready=0.5), candidate("a", 10**6, 0.01)], NETWORK, work)
     advice = advise(rows, work)
-    assert (advice.method, advice.compress, advice.files) == ("fp16", False, ("configs/fp16.py",))
+    assert (advice.method, advice.compress, advice.usage) == ("fp16", False, ("configs/fp16.py",))
     assert advice.reason == "fp16 all-reduce hides behind backward (400.0 ms of 400.0 ms)"
 
 
@@ -139,10 +149,10 @@ def test_quantities() -> None:
         with case(text):
             assert quantity(text, RATES, "--rate") == value
     assert quantity("50us", TIMES, "--latency") == pytest.approx(5e-5)
-    with pytest.raises(UsageError, match="--rate is '10MB': write a number and a unit of bit, kbit"):
+    with pytest.raises(ValueError, match="--rate is '10MB': write a number and a unit of bit, kbit"):
         quantity("10MB", RATES, "--rate")
     for text in ("50", "us", "1.2.3us", "-1us", ""):
-        with case(text), pytest.raises(UsageError, match="write a number and a unit"):
+        with case(text), pytest.raises(ValueError, match="write a number and a unit"):
             quantity(text, TIMES, "--latency")
 
 
@@ -151,11 +161,11 @@ def test_the_files_of_all_methods_exist() -> None:
     plain = load([CNN]).train
     for method in METHODS:
         with case(method.name):
-            tree = load([CNN, *method.files])
+            tree = load([CNN, *method.usage])
             changed = tree.train.compression != plain.compression or tree.train.gossip is not None
             assert changed == (method.name != "dense")
             assert (tree.train.gossip is not None) == (method.name in GOSSIP)
-            assert all(Path(file).is_file() for file in method.files)
+            assert all(Path(file).is_file() for file in method.usage)
 
 
 def test_the_work_is_that_of_the_task() -> None:
@@ -206,12 +216,11 @@ def test_a_machine_sends_what_its_ranks_send(cnn: Workload) -> None:
     """2 machines of 8 ranks: ranks have other shares of the model, and SGP's peers depend on rank and round."""
     for name in ("dgc-fp32-int64", "scaled-sign", "sgp"):
         with case(name):
-            train = load([CNN, *BY_NAME[name].files]).train
+            build = builder(load([CNN, *BY_NAME[name].usage]), cnn.gradients[0])
 
-            def sent(transport: Any, train: Any = train) -> list[float]:
+            def sent(transport: Any, build: Any = build) -> list[float]:
                 model = deepcopy(cnn.model)
-                optimizer = wrap_optimizer(build_inner(train, model, cnn.gradients[0]), model, train, transport)
-                optimizer.begin_epoch(train.num_epochs - 1)
+                optimizer = build(model, transport)
                 found = []
                 for _ in range(5):  # after the first step, the 4 rounds of a graph of 16 ranks
                     optimizer.zero_grad()
@@ -391,7 +400,7 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_a_busy_machine_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
-    monkeypatch.setattr("scripts.advise.cluster.usable_cores", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     line = (
         "UNRELIABLE: load average 2.1 on 2 cores: other programs ran in the last minute. If they still do, "
         "computing is measured too long: repeat it"
@@ -465,7 +474,7 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: pytes
                 found = (found[0], length if request.tensor.numel() == length.numel() else with_checksum(seven))
             return found
 
-    with pytest.raises(UsageError, match="as many ranks on each machine, not"):
+    with pytest.raises(ValueError, match="as many ranks on each machine, not"):
         levels(Uneven(2))
 
 
@@ -512,7 +521,9 @@ def test_on_a_gpu_steps_are_verified_without_the_update(monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.optim.SGD.step", update)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     rows = tabulate([candidate("dense", 80)], NETWORK, Work(0.1, 0.1))
-    found = verify(rows, lambda row: load([CNN]), cnn, FirstRank(2), torch.device("cuda"), 1)
+    found = verify(
+        rows, lambda row: builder(load([CNN]), cnn.gradients[0]), cnn, FirstRank(2), torch.device("cuda"), 1
+    )
     assert set(found) == {"work", "dense"}
 
 
@@ -522,5 +533,5 @@ def test_random_inputs() -> None:
     workload = measure_workload(tree, CPU, AlikeRanks(1), (3, 32, 32), 1)
     assert workload.inputs == "random inputs of shape (3, 32, 32), no data set"
     assert workload.forward > 0 and len(workload.gradients) == 3
-    with pytest.raises(UsageError, match="does not fit the model"):
+    with pytest.raises(ValueError, match="does not fit the model"):
         measure_workload(tree, CPU, AlikeRanks(1), (1, 2), 1)

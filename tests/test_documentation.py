@@ -12,6 +12,7 @@ import pytest
 import yaml
 from documented import DOCS
 
+import dgc
 from scripts.docs.links import ALWAYS, place, prose, reached, rewritten
 
 ROOT = DOCS.parent
@@ -129,7 +130,7 @@ TYPES = {"article", "conference-paper", "report", "software"}
 
 def test_the_citation_has_the_form_of_cff() -> None:
     assert set(CITATION) == KEYS and CITATION["cff-version"] == "1.2.0" and CITATION["type"] == "software"
-    assert all(f'{key} = "{CITATION[key]}"' in PYPROJECT for key in ("version", "license"))
+    assert CITATION["version"] == dgc.__version__ and f'license = "{CITATION["license"]}"' in PYPROJECT
     for reference in CITATION["references"]:
         assert {"type", "title", "authors"} <= set(reference) <= REFERENCE, reference
         assert reference["type"] in TYPES and reference["authors"] and reference["title"]

@@ -16,8 +16,9 @@ import pytest
 from cases import case
 from setuptools import Distribution
 
+from dgc.doctor import Probe, run_probe
 from scripts.doctor import Finding, describe, diagnose, mpi_version
-from scripts.facts import PACKAGES, Facts, Probe, run_probe, source_of_library
+from scripts.facts import PACKAGES, Facts, source_of_library
 from scripts.launch import environment, mpirun, prepare, torchrun
 
 ROOT = Path(__file__).parent.parent
@@ -232,7 +233,7 @@ def test_setup_needs_no_mpi_without_horovod_and_remembers_both(checkout: Path) -
 
 def belongs_to(checkout: Path, other: Path) -> Path:
     """Makes the checkout's environment one whose editable dgc is installed from `other`; its record of that."""
-    record = checkout / "env/lib/python3.11/site-packages/dgc-0.1.0.dist-info/direct_url.json"
+    record = checkout / "env/lib/python3.11/site-packages/dgc_torch-0.1.0.dist-info/direct_url.json"
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps({"dir_info": {"editable": True}, "url": other.as_uri()}))
     return record

@@ -89,6 +89,7 @@ def _open() -> ctypes.CDLL:
     cure = "run `python -m dgc.kernels.build`"
     if shutil.which(build.compiler()[0]) is None:
         cure = f"install a C++ compiler (Debian, Ubuntu: apt install g++) or set CXX, then {cure}"
+    cure = f"install a wheel of dgc-torch (Linux, x86-64 or aarch64), or {cure}"
     if not build.LIBRARY.exists():
         raise KernelsUnavailable(f"the native kernels are not built: {cure}")
     try:

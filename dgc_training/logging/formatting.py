@@ -6,29 +6,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from dgc.units import human_bytes as human_bytes
+from dgc.units import plural as plural
 from dgc_training.config.layers import Stack
 from dgc_training.constructors import import_target, signature
-
-
-def plural(count: int, noun: str) -> str:
-    """1 rank, 2 ranks."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def result_text(value: float) -> str:
     """A result of an evaluation: two decimals, or four below 10, where a percent of bits per character is 0.02."""
     return f"{value:.2f}" if abs(value) >= 10 else f"{value:.4f}"
-
-
-def human_bytes(count: float) -> str:
-    """12_345_678 -> '12.3 MB': three digits."""
-    if count < 999.5:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        count /= 1000
-        if count < 999.5 or unit == "TB":
-            break
-    return f"{count:.{0 if count >= 99.95 else 1 if count >= 9.995 else 2}f} {unit}"
 
 
 def against_dense(wire: float, dense_wire: float) -> str:

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dgc.cost import Network
-from scripts.advise.advice import BANDWIDTHS, Work, crossing, step_at
-from scripts.advise.candidates import Candidate
-from scripts.advise.cluster import human_rate
+from dgc.cost.advice import BANDWIDTHS, Work, crossing, step_at
+from dgc.cost.candidates import Candidate
+from dgc.units import human_rate
 from scripts.plot_figures import STYLE
 
 POINTS = 61
@@ -47,16 +47,3 @@ def draw(
         axes.legend(frameon=False)
         metadata = {"Date": None} if file.suffix == ".svg" else {}
         figure.savefig(file, metadata=metadata)
-
-
-def describe_crossings(methods: Sequence[Candidate], plain: Candidate, network: Network, work: Work) -> str:
-    """One line: below which bandwidth each method's step is faster than the reference's."""
-    against, parts = step_at(plain, network, work), []
-    for candidate in methods:
-        step = step_at(candidate, network, work)
-        at, name = crossing(step, against), candidate.method.name
-        if at is not None:
-            parts.append(f"{name} below {human_rate(at)}")
-        else:
-            parts.append(f"{name} {'never' if step(BANDWIDTHS[0]) >= against(BANDWIDTHS[0]) else 'at all rates'}")
-    return f"Faster than {plain.method.name}, from {' to '.join(map(human_rate, BANDWIDTHS))}: {', '.join(parts)}"

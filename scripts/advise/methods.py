@@ -1,59 +1,49 @@
-"""The methods that the advisor compares, each as config files to stack after an experiment.
+"""The advisor's methods for experiments of train.py: the table of `dgc.cost.methods`, with config files to stack.
 
-To add one, add a row of `scripts.methods` that has files alone: they set `train.compression`, or a synchronous
-`train.gossip` or `train.local`. The advisor loads them, builds the optimizer and records what it sends, so nothing
-else depends on the method.
-
-docs/methods.md says which optimizer goes with which method. Config files refuse what would be wrong, such as DGC
-with Adam. The table below has what only trains badly.
+To add a method, add its row there and one of `scripts.methods` that has files alone: they set `train.compression`,
+or a synchronous `train.gossip` or `train.local`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from dgc.comm import Transport
+from dgc.cost import methods
+from dgc.cost.methods import Build, Method, after_dense_steps
+from dgc.optim import Wrapper
+from dgc_training.startup.build import build, config_errors, parameter_groups, wrap_optimizer
 from scripts.methods import files_of
 
-
-@dataclass(frozen=True)
-class Method:
-    """A row of the advisor's table.
-
-    Attributes:
-        name: Its name.
-        files: The config files to stack after an experiment.
-        for_adam: Whether it goes with Adam and AdamW only.
-        not_with_adam: Why it does not go with them. Empty: it does.
-    """
-
-    name: str
-    files: tuple[str, ...] = ()
-    for_adam: bool = False
-    not_with_adam: str = ""
-
-
-def row(name: str, *, for_adam: bool = False, not_with_adam: str = "") -> Method:
-    return Method(name, files_of(name), for_adam, not_with_adam)
-
-
+METHODS = tuple(replace(method, usage=files_of(method.name)) for method in methods.METHODS)
+NAMES = methods.NAMES
 ADAM = ("torch.optim.Adam", "torch.optim.AdamW")
-HALVES = ("fp16", "bf16")
-UNCOMPRESSED = ("dense", *HALVES)  # what a method must be faster than
-SIZES = "its updates differ in size from step to step, and Adam divides by that: docs/language.md"
-ONE_SCALE = "one scale for a whole tensor replaces the second moments of its elements: docs/methods.md"
-METHODS = (
-    *map(row, (*UNCOMPRESSED, "dgc-fp32-int64", "dgc-fp16-packed", "dgc-sign-rice", "dgc-reduce-scatter")),
-    *map(row, ("powersgd-1", "powersgd-2", "powersgd-4")),
-    row("2bit-adaptive", not_with_adam=SIZES),
-    row("scaled-sign", not_with_adam=ONE_SCALE),
-    row("onebit-adam", for_adam=True),
-    row("dgc-adam", for_adam=True),
-    *map(row, ("sgp", "sgp-fp16")),
-)
-GOSSIP = ("sgp", "sgp-fp16")  # each rank trains a model of its own
-NAMES = tuple(method.name for method in METHODS)
 
 
 def unfit(method: Method, optimizer: str) -> str | None:
     """Why a method does not go with an experiment's optimizer, by its `_target_`. None: it does."""
-    if optimizer in ADAM:
-        return f"with {optimizer}, {method.not_with_adam}" if method.not_with_adam else None
-    return f"it is for Adam and AdamW, and train.optimizer is {optimizer}" if method.for_adam else None
+    if method.name in methods.CORRECTS_MOMENTUM:
+        return None  # its config files refuse an optimizer that it does not fit
+    return methods.unfit(method, optimizer, is_adam=optimizer in ADAM)
+
+
+def builder(tree: DictConfig, gradients: Mapping[str, Tensor]) -> Build:
+    """The optimizer of a method as train.py makes it, in the phase of training that is predicted.
+
+    Args:
+        tree: The config of the experiment with the method's files.
+        gradients: By parameter's name.
+    """
+
+    def build_wrapper(model: nn.Module, transport: Transport) -> Wrapper:
+        settings = tree.train
+        with config_errors():
+            inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
+            after_dense_steps(inner, model, gradients)
+            optimizer = wrap_optimizer(inner, model, settings, transport)
+            optimizer.begin_epoch(settings.num_epochs - 1)  # after a warm-up of the ratio
+        return optimizer
+
+    return build_wrapper

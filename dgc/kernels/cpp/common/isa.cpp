@@ -5,6 +5,10 @@
 #include <cstdio>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "pool.h"
 
 namespace dgc {
@@ -14,17 +18,34 @@ const char* const names[] = {"portable", "avx2", "avx512"};
 std::atomic<int> chosen{0};
 std::atomic<int> limit{2};
 
-Isa best_of_cpu() {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    bool bits = __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
-    if (bits && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return Isa::avx512;
-    if (bits && __builtin_cpu_supports("avx2")) return Isa::avx2;
-#endif
-    return Isa::portable;
+
+bool has(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
+
+// The instructions that build.py allows for each file. cpuid is asked directly: __builtin_cpu_supports is always false
+// where the runtime of the compiler has no model of the CPU, as in Zig's Clang.
+Isa best_of_cpu() {
+    unsigned a, b, c, d, extended_c, structured_b;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return Isa::portable;
+    const bool saves_registers = has(c, bit_OSXSAVE) && has(c, bit_AVX);  // else xgetbv itself is illegal
+    const bool counts = has(c, bit_POPCNT);
+    if (!saves_registers || !__get_cpuid_count(7, 0, &a, &structured_b, &c, &d)) return Isa::portable;
+    if (!__get_cpuid(0x80000001, &a, &b, &extended_c, &d)) return Isa::portable;
+    unsigned saved, high;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));  // which registers the system saves for a process
+    const unsigned ymm = 0x06, zmm = 0xe6;
+    const unsigned of_avx2 = bit_AVX2 | bit_BMI | bit_BMI2;
+    const unsigned of_avx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    const unsigned lzcnt = 1u << 5;  // in the extended leaf; compilers name it differently
+    if (!counts || !has(extended_c, lzcnt) || !has(structured_b, of_avx2) || !has(saved, ymm)) return Isa::portable;
+    return has(structured_b, of_avx512) && has(saved, zmm) ? Isa::avx512 : Isa::avx2;
 }
+
+#else
+
+Isa best_of_cpu() { return Isa::portable; }
+
+#endif
 
 }  // namespace
 

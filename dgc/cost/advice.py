@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 
-from dgc.cost import Network, Prediction
-from dgc_training.logging.formatting import human_bytes
-from scripts.advise.candidates import Candidate
-from scripts.advise.methods import HALVES, UNCOMPRESSED
+from dgc.cost.candidates import Candidate
+from dgc.cost.methods import HALVES, UNCOMPRESSED
+from dgc.cost.model import Network, Prediction
+from dgc.units import human_bytes, human_rate
 
 WORTHWHILE = 1.1  # times faster than the best uncompressed step: errors of the prediction are as large
 BANDWIDTHS = (1.25e6, 1.25e10)  # bytes per second: 10 Mbit/s to 100 Gbit/s
+AS_FAST = 1.02  # times as long as the shortest step: within the error of the prediction
 HIDDEN = 0.8  # share of the messages behind backward above which the network is no limit
 
 
@@ -19,7 +20,7 @@ class Row:
     """A line of the table. Times are in seconds, bytes are those that one rank sends, or all of a machine."""
 
     name: str
-    files: tuple[str, ...]
+    usage: tuple[str, ...]
     wire_bytes: float
     cross_wire_bytes: float
     machine_wire_bytes: float
@@ -55,7 +56,7 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work) -> l
     return [
         Row(
             name,
-            candidate.method.files,
+            candidate.method.usage,
             prediction.wire_bytes,
             prediction.cross_wire_bytes,
             prediction.machine_wire_bytes,
@@ -86,27 +87,35 @@ class Advice:
     Attributes:
         method: The recommended row's name.
         compress: Whether it compresses.
-        files: Config files to stack after the experiment.
+        usage: Words that ask for it, as in `Method`.
         reason: One sentence.
     """
 
     method: str
     compress: bool
-    files: tuple[str, ...]
+    usage: tuple[str, ...]
     reason: str
 
 
-def advise(rows: Sequence[Row], work: Work) -> Advice:
-    """Recommends the fastest method if it is at least 10 % faster than the best of dense, fp16 and bf16."""
+def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
+    """Recommends a method if the fastest is at least 10 % faster than the best of dense, fp16 and bf16.
+
+    Args:
+        rows: The table.
+        work: Seconds without communication.
+        alike: Methods whose step is at most this many times as long as the shortest one count as equally fast. Of
+            these, it is the one that sends most, since it loses least.
+    """
     plain = min((row for row in rows if row.name in UNCOMPRESSED), key=lambda row: row.step)
     compressed = [row for row in rows if row.name not in UNCOMPRESSED]
     best = min(compressed, key=lambda row: row.step, default=plain)
     if plain.step >= WORTHWHILE * best.step:
+        best = max((row for row in compressed if row.step <= alike * best.step), key=lambda row: row.wire_bytes)
         reason = (
             f"a step takes {milliseconds(best.step)}, {plain.step / best.step:.2f} times faster than "
             f"{milliseconds(plain.step)} with {plain.name}"
         )
-        return Advice(best.name, True, best.files, reason)
+        return Advice(best.name, True, best.usage, reason)
     hidden = work.seconds + plain.exchange - plain.step
     label = {"dense": "the fp32 all-reduce", "fp16": "fp16 all-reduce", "bf16": "bf16 all-gather"}[plain.name]
     if hidden >= HIDDEN * plain.exchange:
@@ -123,13 +132,13 @@ def advise(rows: Sequence[Row], work: Work) -> Advice:
             f"the fastest method, {best.name}, needs {milliseconds(best.step)} for a step and {plain.name} "
             f"{milliseconds(plain.step)}; a gain below {WORTHWHILE - 1:.0%} is within the error of the prediction"
         )
-    return Advice(plain.name, False, plain.files, reason)
+    return Advice(plain.name, False, plain.usage, reason)
 
 
 def as_fast(rows: Sequence[Row], advice: Advice) -> list[str]:
-    """Other methods whose step is at most 2 % longer than the recommended one's."""
+    """Other methods whose step is as short as the recommended one's, within the error of the prediction."""
     best = next(row for row in rows if row.name == advice.method)
-    return [row.name for row in rows if row is not best and row.step <= 1.02 * best.step]
+    return [row.name for row in rows if row is not best and row.step <= AS_FAST * best.step]
 
 
 def milliseconds(seconds: float) -> str:
@@ -174,3 +183,16 @@ def as_json(rows: Sequence[Row], advice: Advice, network: Network, work: Work) -
         "methods": {row.name: {k: v for k, v in asdict(row).items() if k != "name"} for row in rows},
         "advice": asdict(advice),
     }
+
+
+def describe_crossings(methods: Sequence[Candidate], plain: Candidate, network: Network, work: Work) -> str:
+    """One line: below which bandwidth each method's step is faster than the reference's."""
+    against, parts = step_at(plain, network, work), []
+    for candidate in methods:
+        step = step_at(candidate, network, work)
+        at, name = crossing(step, against), candidate.method.name
+        if at is not None:
+            parts.append(f"{name} below {human_rate(at)}")
+        else:
+            parts.append(f"{name} {'never' if step(BANDWIDTHS[0]) >= against(BANDWIDTHS[0]) else 'at all rates'}")
+    return f"Faster than {plain.method.name}, from {' to '.join(map(human_rate, BANDWIDTHS))}: {', '.join(parts)}"

@@ -1,6 +1,6 @@
 """What a gossip method sends and computes in a step: models to a few neighbours, in place of gradients to all.
 
-The optimizer is built as by train.py and takes steps on `AlikeRanks`, with a copy of the model. A message is sent
+The optimizer is built as for a run and takes steps on `AlikeRanks`, with a copy of the model. A message is sent
 after the update of the parameters and awaited before the next forward pass, so it does not overlap with backward.
 
 All ranks send messages of one size. Which of them leave the machine depends on the rank and on the round of the
@@ -12,15 +12,12 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig
-
 from dgc.comm import Request
-from dgc.cost import AlikeRanks, Message, Traffic, message_of
-from dgc.cost.computing import cache_evictor
+from dgc.cost.computing import AlikeRanks, cache_evictor, message_of
+from dgc.cost.methods import Build
+from dgc.cost.model import Message, Traffic
+from dgc.cost.workload import Workload
 from dgc.optim import LocalOptimizer, Wrapper
-from dgc_training.startup.build import config_errors, wrap_optimizer
-from scripts.advise.optimizers import build_inner
-from scripts.advise.workload import Workload
 
 
 class RecordingRanks(AlikeRanks):
@@ -36,42 +33,39 @@ class RecordingRanks(AlikeRanks):
         return replies
 
 
-def record_gossip(tree: DictConfig, workload: Workload, size: int, local_size: int, steps: int) -> list[Traffic]:
+def record_gossip(build: Build, workload: Workload, size: int, local_size: int, steps: int) -> list[Traffic]:
     """The exchange of models in each of several steps.
 
     Args:
-        tree: The config of the experiment with a synchronous gossip method.
+        build: Makes the optimizer of a synchronous gossip method.
         workload: Model and gradients.
         size: Number of ranks.
         local_size: Ranks of each machine.
         steps: Number of steps.
 
     Raises:
-        ConfigError: The optimizer cannot be built, or the replies of the neighbours cannot be made by one rank.
+        ValueError: The optimizer cannot be built, or the replies of the neighbours cannot be made by one rank.
     """
     model, ranks, found = deepcopy(workload.model), RecordingRanks(size, local_size), []
     evict = cache_evictor()
-    with config_errors():
-        inner = build_inner(tree.train, model, workload.gradients[0])
-        optimizer = wrap_optimizer(inner, model, tree.train, ranks)
-        optimizer.begin_epoch(tree.train.num_epochs - 1)
-        share = leaving_share(optimizer, size, local_size)
-        elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        for step in range(steps):
-            gradients = workload.gradients[step % len(workload.gradients)]
-            optimizer.zero_grad()
-            for name, p in model.named_parameters():
-                p.grad = gradients[name].clone() if name in gradients else None
-            evict()
-            ranks.messages.clear()
-            before = dict(optimizer.meter.seconds)
-            optimizer.step()
-            optimizer.zero_grad()  # receives what the step has sent for
-            spent = {phase: seconds - before[phase] for phase, seconds in optimizer.meter.seconds.items()}
-            encode, decode = spent["compress"], spent["decode"] + spent["wait"]
-            sent = tuple(of if share is None else replace(of, cross=share * of.wire) for of in ranks.messages)
-            found.append(Traffic(size, local_size, (sent,), encode, decode, (elements,)))
-        optimizer.close()
+    optimizer = build(model, ranks)
+    share = leaving_share(optimizer, size, local_size)
+    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for step in range(steps):
+        gradients = workload.gradients[step % len(workload.gradients)]
+        optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            p.grad = gradients[name].clone() if name in gradients else None
+        evict()
+        ranks.messages.clear()
+        before = dict(optimizer.meter.seconds)
+        optimizer.step()
+        optimizer.zero_grad()  # receives what the step has sent for
+        spent = {phase: seconds - before[phase] for phase, seconds in optimizer.meter.seconds.items()}
+        encode, decode = spent["compress"], spent["decode"] + spent["wait"]
+        sent = tuple(of if share is None else replace(of, cross=share * of.wire) for of in ranks.messages)
+        found.append(Traffic(size, local_size, (sent,), encode, decode, (elements,)))
+    optimizer.close()
     return found
 
 

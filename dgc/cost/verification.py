@@ -1,6 +1,6 @@
 """Measured steps beside the predicted ones: the real optimizer on the real transport, all methods in turns.
 
-Each method has a copy of the model and an optimizer as train.py makes it. In every round each of them takes one
+Each method has a copy of the model and an optimizer as for a run. In every round each of them takes one
 step, so that other load on the machines and the network meets all alike. The time of a step is that of the slowest
 rank, without the update of the parameters, as the median over the rounds after a warm-up: its time is subtracted,
 and on a GPU it is left out. Forward and backward alone are measured in the same rounds: where they differ from the
@@ -15,16 +15,13 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from dgc.comm import Transport, all_gather_object, barrier
+from dgc.cost.advice import Row, Work
+from dgc.cost.methods import GOSSIP, UNCOMPRESSED, Build
+from dgc.cost.workload import LossOf, Passes, Workload
 from dgc.optim import Wrapper
-from dgc_training.startup.build import config_errors, wrap_optimizer
-from scripts.advise.advice import Row, Work
-from scripts.advise.methods import GOSSIP, UNCOMPRESSED
-from scripts.advise.optimizers import build_inner
-from scripts.advise.workload import LossOf, Passes, Workload
 
 MOST = 3  # methods that are verified beside the best one without compression
 APART = 1.15  # times by which two measured steps differ if their order is compared with the predicted one
@@ -77,7 +74,7 @@ class Runner:
 
 def verify(
     rows: Sequence[Row],
-    load_tree: Callable[[Row], DictConfig],
+    build_of: Callable[[Row], Build],
     workload: Workload,
     transport: Transport,
     device: torch.device,
@@ -87,28 +84,24 @@ def verify(
 
     Args:
         rows: The methods.
-        load_tree: The config of the experiment with a method's files.
+        build_of: Makes a method's optimizer.
         workload: Model and batches.
         transport: Connects the ranks.
         device: Device of the model.
         steps: Measured steps of each method.
     """
-    with config_errors():
-        runners = {ALONE: Runner(workload.model, workload.loss, None)}
-        for row in rows:
-            tree = load_tree(row)
-            model, settings = deepcopy(workload.model), tree.train
-            inner = build_inner(settings, model, workload.gradients[0])
-            optimizer = wrap_optimizer(inner, model, settings, transport)
-            if device.type == "cuda":  # the meter has the host's time of an update, not the device's
-                inner.step = no_update  # type: ignore[method-assign, assignment]
-            optimizer.begin_epoch(settings.num_epochs - 1)
-            runners[row.name] = Runner(model, workload.loss, optimizer)
-        times: dict[str, list[float]] = {name: [] for name in runners}
-        for step in range(WARMUP + steps):
-            passes = workload.batches[step % len(workload.batches)]
-            for name, runner in runners.items():
-                times[name].append(runner.step(passes, transport, device))
+    runners = {ALONE: Runner(workload.model, workload.loss, None)}
+    for row in rows:
+        model = deepcopy(workload.model)
+        optimizer = build_of(row)(model, transport)
+        if device.type == "cuda":  # the meter has the host's time of an update, not the device's
+            optimizer.inner.step = no_update
+        runners[row.name] = Runner(model, workload.loss, optimizer)
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for step in range(WARMUP + steps):
+        passes = workload.batches[step % len(workload.batches)]
+        for name, runner in runners.items():
+            times[name].append(runner.step(passes, transport, device))
     for runner in runners.values():
         if runner.optimizer is not None:
             runner.optimizer.close()

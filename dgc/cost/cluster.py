@@ -5,11 +5,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from dgc.comm import Transport
-from dgc.cost import AlikeRanks, Network
-from dgc_training.faults.failure import UsageError
-from dgc_training.logging.formatting import plural
-from scripts.advise.arguments import RATES, TIMES, quantity
-from scripts.launch import usable_cores
+from dgc.cost.computing import AlikeRanks
+from dgc.cost.model import Network
+from dgc.units import RATES, TIMES, human_rate, plural, quantity
 
 LATENCY, INNER_RATE = "50us", "80gbit"  # on paper; the second is 10 GB/s, about that of shared memory
 BUSY = 0.5  # load average per core above which other programs delay the measurements
@@ -52,7 +50,7 @@ def cluster_on_paper(args: Namespace) -> Cluster:
     except ValueError as error:
         options = {"--rate": args.rate, "--latency": args.latency or LATENCY, "--inner-rate": args.inner_rate}
         given = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
-        raise UsageError(f"{given}: {error}") from error
+        raise ValueError(f"{given}: {error}") from error
     inside = "as given" if args.inner_rate else "assumed (--inner-rate)"
     return Cluster(AlikeRanks(args.hosts * local_size, local_size), network, inside=inside)
 
@@ -72,16 +70,6 @@ def describe(cluster: Cluster) -> str:
     return f"{machines}: {'; '.join([*across, *([inner] if local > 1 else [])])}"
 
 
-def human_rate(bandwidth: float, digits: int = 2) -> str:
-    """125e6 bytes per second -> '1 Gbit/s', with so many digits."""
-    bits, unit = 8 * bandwidth, "bit/s"
-    for larger in ("kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"):
-        if bits < 999.5:
-            break
-        bits, unit = bits / 1000, larger
-    return f"{float(f'{bits:.{digits}g}'):g} {unit}"
-
-
 def load_average() -> float:
     """Of the last minute: the mean number of programs that ran or waited for a core."""
     return os.getloadavg()[0]
@@ -93,7 +81,7 @@ def describe_load(load: float) -> list[str]:
     Args:
         load: The load average from before the measurements.
     """
-    cores = usable_cores()
+    cores = len(os.sched_getaffinity(0))  # the share of a container or batch job
     if load <= BUSY * cores:
         return []
     words = "other programs ran in the last minute. If they still do, computing is measured too long: repeat it"

@@ -17,12 +17,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
 from dgc.comm import AllGather, AllReduce, Request, Transport, all_gather_object, barrier
 from dgc.comm.requests import Group
-from dgc.cost import Message, Network, message_of
-from dgc_training.faults.failure import UsageError
+from dgc.cost.computing import message_of
+from dgc.cost.model import Message, Network
 
 SIZES = tuple(4**k for k in range(5, 13))  # bytes: 1 kB to 16 MB
 LONGEST = 1.0  # seconds of one collective after which no larger ones are measured
@@ -42,11 +41,11 @@ def levels(transport: Transport) -> list[Group]:
     """The groups to measure, inside a machine first.
 
     Raises:
-        UsageError: Machines have different numbers of ranks.
+        ValueError: Machines have different numbers of ranks.
     """
     local_sizes = all_gather_object(transport, transport.local_size, "advise.local_sizes")
     if len(set(local_sizes)) > 1:
-        raise UsageError(f"the advisor needs as many ranks on each machine, not {sorted(set(local_sizes))}")
+        raise ValueError(f"the advisor needs as many ranks on each machine, not {sorted(set(local_sizes))}")
     local = transport.local_size
     return ["local", "cross"] if 1 < local < transport.size else ["world"]
 
@@ -92,7 +91,14 @@ def fit_network(samples: Sequence[Sample], local_size: int) -> Network:
     Args:
         samples: Times of collectives.
         local_size: Ranks of each machine.
+
+    Raises:
+        ValueError: SciPy is not installed.
     """
+    try:
+        from scipy.optimize import least_squares  # type: ignore[import-untyped]
+    except ImportError:
+        raise ValueError("the fit of the network needs SciPy: pip install scipy") from None
 
     def network_of(logarithms: Any) -> Network:
         latency, per_byte, add, add_half = (math.exp(x) for x in logarithms)
@@ -129,7 +135,7 @@ def measure_network(
     With all ranks on one machine, its memory is the network between them.
 
     Raises:
-        UsageError: Machines have different numbers of ranks.
+        ValueError: Machines have different numbers of ranks.
     """
     fits, factors = [], []
     for group in levels(transport):

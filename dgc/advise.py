@@ -1,0 +1,235 @@
+"""The advisor: predicts the time of a training step for each method of compression, and recommends one or none.
+
+On paper, from a number of parameters and the time of a step without communication, in seconds:
+
+    python -m dgc.advise --parameters 350M --step 1.2s --hosts 8 --rate 1gbit --optimizer adamw
+
+For a model of your own. `make` returns the model and a batch, and a third value, loss(model, batch), unless
+model(*batch) or model(**batch) returns the loss or has an attribute `loss`:
+
+    python -m dgc.advise --model my_package.my_module:make --hosts 8 --rate 1gbit --optimizer adamw
+    torchrun --nproc-per-node 2 ... -m dgc.advise --model my_package.my_module:make --verify 30
+
+Under a launcher the network is measured. docs/advise.md describes what is measured and what is predicted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dgc.kernels as kernels
+from dgc.comm import Transport
+from dgc.comm.connect import connect
+from dgc.cost.arguments import add_network, check_network, quantity_of
+from dgc.cost.candidates import measure_all
+from dgc.cost.cluster import Cluster, cluster_on_paper, load_average
+from dgc.cost.collectives import measure_network
+from dgc.cost.methods import ADAM, METHODS, NAMES, builder, unfit
+from dgc.cost.paper import Shape, candidate_on_paper, shape_of, workload_on_paper
+from dgc.cost.study import Options, report
+from dgc.cost.workload import LossOf, Passes, Workload, measure_workload
+from dgc.launch import started_by
+from dgc.units import COUNTS, TIMES
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+ALIKE_ON_PAPER = 1.05  # computing, which is left out, takes more than such a difference
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    what, _, examples = str(__doc__).partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m dgc.advise",
+        description=what,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--parameters", metavar="N", help="on paper: of the model, such as 350M")
+    parser.add_argument("--step", metavar="TIME", help="on paper: a step on one rank without communication: 1.2s")
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="a function that returns a model and a batch")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--device", default="auto", help="such as cuda or cpu; auto: a GPU if there is one")
+    add_network(parser, NAMES)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None, connect: Callable[..., Transport] = connect) -> int:
+    """Runs the advisor and returns the exit status: 2 for what cannot be done, with one message."""
+    args = parse_arguments(argv)
+    busy = load_average()
+    started = started_by(os.environ)
+    ranks = 1 if started is None else started.size
+    try:
+        check_arguments(args, ranks)
+        shape = None if args.parameters is None else shape_of(round(quantity_of(args, "parameters", COUNTS)))
+        make = None if args.model is None else function_of(args.model)
+        if ranks == 1:
+            cluster = cluster_on_paper(args)
+            device = device_of(args.device, 0)
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (args.ranks_per_host or 1)))
+        else:
+            transport = connect(hierarchical="auto")
+            device = device_of(args.device, transport.rank % transport.local_size)
+            cluster = Cluster(transport, *measure_network(transport, device, args.repeats))
+        advise(args, shape, make, cluster, device, busy)
+    except ValueError as error:
+        if started is None or started.rank == 0:
+            print(f"advise: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def check_arguments(args: argparse.Namespace, ranks: int) -> None:
+    """Raises ValueError if the options contradict each other or the launcher."""
+    if (args.parameters is None) == (args.model is None):
+        raise ValueError(
+            "give --parameters and --step for a prediction on paper, or --model for a model of your own"
+        )
+    if (args.parameters is None) != (args.step is None):
+        raise ValueError("--parameters and --step go together: --parameters 350M --step 1.2s")
+    if args.parameters is not None and ranks > 1:
+        raise ValueError("under a launcher the work is measured: --model in place of --parameters")
+    check_network(args, ranks)
+
+
+def device_of(name: str, local_rank: int) -> torch.device:
+    """The device of a rank, which it makes the current one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type == "cuda":
+            device = torch.device("cuda", local_rank if device.index is None else device.index)
+            torch.cuda.set_device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def function_of(path: str) -> Callable[[], Any]:
+    """The function that MODULE:FUNCTION names, searched in the working directory as well."""
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"--model is {path!r}; write MODULE:FUNCTION, such as my_package.my_module:make")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--model {path}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"--model {path}: {name} is not a function")
+    return found
+
+
+def own_workload(make: Callable[[], Any], device: torch.device, repeats: int, progress: Any) -> Workload:
+    """The measured work of a function's model on its batch, at every step."""
+    made = make()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise ValueError("--model: the function must return (model, batch) or (model, batch, loss)")
+    model, batch = made[0].to(device).train(), moved(made[1], device)
+    loss: LossOf = made[2] if len(made) == 3 else loss_of_model
+
+    def steps() -> Iterator[Passes]:
+        while True:
+            yield [batch]
+
+    return measure_workload(model, steps(), loss, "one batch of the function", device, repeats, progress)
+
+
+def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model itself returns."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    loss = getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError("--model: the model returns no loss; return (model, batch, loss) with loss(model, batch)")
+    return loss
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(moved(value, device) for value in batch)
+    return batch
+
+
+def advise(
+    args: argparse.Namespace,
+    shape: Shape | None,
+    make: Callable[[], Any] | None,
+    cluster: Cluster,
+    device: torch.device,
+    busy: float,
+) -> None:
+    """Measures what is not given, predicts all methods, and prints the result. Collective."""
+
+    def progress(name: str, number: int, count: int) -> None:
+        if cluster.prints and shape is None:
+            print(f"advise: measuring {name} ({number} of {count})", file=sys.stderr, flush=True)
+
+    transport = cluster.transport
+    asked = [method for method in METHODS if args.methods is None or method.name in args.methods]
+    refused = {of.name: reason for of in asked if (reason := unfit(of, args.optimizer, args.optimizer in ADAM))}
+    fit = [method for method in asked if method.name not in refused]
+    by_name = {method.name: method for method in METHODS}
+    heading = []
+    if shape is not None:
+        workload = workload_on_paper(shape, quantity_of(args, "step", TIMES), device)
+        candidates = []
+        for method in fit:
+            try:
+                ranks = transport.size, transport.local_size
+                candidates.append(candidate_on_paper(method, args.optimizer, shape, workload, *ranks))
+            except ValueError as error:
+                refused[method.name] = str(error)
+        heading = [
+            f"model      {shape.parameters:,} parameters, taken for a Transformer of {shape.layers} layers of "
+            f"width {shape.width}, with {args.optimizer}",
+            f"work       {args.step} per step, as given; computing of the methods: left out (--model measures it)",
+        ]
+    else:
+        assert make is not None
+        workload = own_workload(make, device, args.repeats, progress).slowest(transport)
+        candidates, unbuilt = measure_all(
+            fit,
+            lambda method: builder(method, args.optimizer, workload.gradients[0]),
+            workload,
+            transport,
+            args.repeats,
+            progress,
+        )
+        refused |= unbuilt
+        count = sum(p.numel() for p in workload.model.parameters())
+        heading = [
+            f"model      {count:,} parameters on {device.type}, {kernels.describe(device)}, with {args.optimizer}",
+            workload.described,
+        ]
+    report(
+        candidates,
+        refused,
+        lambda name: builder(by_name[name], args.optimizer, workload.gradients[0]),
+        workload,
+        cluster,
+        device,
+        heading,
+        lambda words: words[0],
+        Options(args.verify, args.verify_all, args.json, alike=1.0 if shape is None else ALIKE_ON_PAPER),
+        0.0 if shape is not None else busy,  # on paper nothing is measured
+        {"parameters": args.parameters, "model": args.model, "optimizer": args.optimizer},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Options of the advisor's command lines: the network on paper, the methods, and what is written."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from dgc.cost.methods import UNCOMPRESSED
+from dgc.units import quantity
+
+
+def add_network(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Adds the options that do not depend on the model."""
+    parser.add_argument("--hosts", type=int, metavar="N", help="on paper: number of machines")
+    parser.add_argument("--rate", metavar="RATE", help="on paper: of a machine's link, such as 1gbit")
+    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="on paper: default 1")
+    parser.add_argument("--latency", metavar="TIME", help="on paper: of a message between machines; default 50us")
+    parser.add_argument(
+        "--inner-rate", metavar="RATE", help="on paper: of a rank inside its machine; default 80gbit"
+    )
+    parser.add_argument("--methods", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each measurement; default 5")
+    parser.add_argument(
+        "--verify", type=int, metavar="N", help="also measure N steps of the best methods, under a launcher"
+    )
+    parser.add_argument("--verify-all", action="store_true", help="with --verify: of all methods")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
+
+
+def quantity_of(args: argparse.Namespace, name: str, units: dict[str, float]) -> float:
+    """The value of an option with a unit. Raises ValueError if it has another form."""
+    return quantity(getattr(args, name), units, f"--{name.replace('_', '-')}")
+
+
+def check_network(args: argparse.Namespace, ranks: int) -> None:
+    """Raises ValueError if the options contradict each other or the launcher, or name no network.
+
+    Args:
+        args: the options.
+        ranks: number of ranks that the launcher started; 1 without a launcher.
+    """
+    paper = {name: getattr(args, name) for name in ("hosts", "rate", "ranks_per_host", "latency", "inner_rate")}
+    given = [f"--{name.replace('_', '-')}" for name, value in paper.items() if value is not None]
+    if ranks > 1 and given:
+        raise ValueError(f"under a launcher the network is measured: leave out {', '.join(given)}")
+    if ranks == 1 and (args.hosts is None or (args.rate is None and args.hosts != 1)):
+        raise ValueError(
+            "there is no network: start the advisor on several ranks (mpirun, horovodrun, torchrun), or describe "
+            "one with --hosts and --rate"
+        )
+    for name in ("hosts", "ranks_per_host", "repeats", "verify"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.verify_all and args.verify is None:
+        raise ValueError("--verify-all needs the number of steps: add --verify N")
+    if args.verify is not None and ranks == 1:
+        raise ValueError("--verify needs the ranks: start the advisor with mpirun, horovodrun or torchrun")
+    if ranks == 1 and args.hosts * (args.ranks_per_host or 1) < 2:
+        raise ValueError("one rank exchanges nothing: --hosts or --ranks-per-host must be 2 or more")
+    unused = [name for name in ("--rate", "--latency") if name in given]
+    if ranks == 1 and args.hosts == 1 and unused:
+        raise ValueError(
+            f"with --hosts 1 no message leaves the machine: leave out {', '.join(unused)}; the rate between its "
+            "ranks is --inner-rate"
+        )
+    if ranks == 1 and args.inner_rate is not None and (args.ranks_per_host or 1) == 1:
+        raise ValueError("--inner-rate is that between ranks of one machine: add --ranks-per-host of 2 or more")
+    if args.methods is not None and not set(args.methods) & set(UNCOMPRESSED):
+        raise ValueError(f"--methods needs one of {', '.join(UNCOMPRESSED)} to compare with")
+    check_folder(args.json, "--json")
+
+
+def check_folder(file: Path | None, option: str) -> None:
+    """Raises ValueError if a file that will be written has no folder."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {file.absolute().parent}")

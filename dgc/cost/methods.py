@@ -1,0 +1,136 @@
+"""The methods that the advisor compares, and how the optimizer of each is made in Python.
+
+docs/methods.md says which optimizer goes with which method. The table has what trains badly, and why.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dgc import compression, gossip
+from dgc.comm import Transport
+from dgc.optim import DGCSGD, DGCAdam, DistributedOptimizer, LocalOptimizer, OneBitAdam, Wrapper
+
+Build = Callable[[nn.Module, Transport], Wrapper]  # the optimizer of a method, in the phase that is predicted
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the advisor's table.
+
+    Attributes:
+        name: Its name.
+        usage: Words that ask for it: a constructor in Python or, for train.py, config files after an experiment.
+        for_adam: Whether it goes with Adam and AdamW only.
+        not_with_adam: Why it does not go with them. Empty: it does.
+    """
+
+    name: str
+    usage: tuple[str, ...] = ()
+    for_adam: bool = False
+    not_with_adam: str = ""
+
+    @property
+    def averages_models(self) -> bool:
+        """Whether each rank trains a model of its own, which it averages with others."""
+        return self.name in GOSSIP
+
+
+HALVES = ("fp16", "bf16")
+UNCOMPRESSED = ("dense", *HALVES)  # what a method must be faster than
+GOSSIP = ("sgp", "sgp-fp16")
+ADAM = ("adam", "adamw")
+SIZES = "its updates differ in size from step to step, and Adam divides by that: docs/language.md"
+ONE_SCALE = "one scale for a whole tensor replaces the second moments of its elements: docs/methods.md"
+# The words are evaluated to build the method: what is printed is what was measured.
+METHODS = (
+    Method("dense", ("DenseCompressor()",)),
+    Method("fp16", ("FP16Compressor()",)),
+    Method("bf16", ("BF16Compressor()",)),
+    Method("dgc-fp32-int64", ("DGCCompressor(0.001)",)),
+    Method("dgc-fp16-packed", ('DGCCompressor(0.001, values="fp16", indices="packed")',)),
+    Method("dgc-sign-rice", ('DGCCompressor(0.001, values="sign", indices="rice")',)),
+    Method(
+        "dgc-reduce-scatter",
+        ('DGCCompressor(0.001, values="fp16", indices="int32", exchange="reduce_scatter")',),
+    ),
+    Method("powersgd-1", ("PowerSGDCompressor(rank=1)",)),
+    Method("powersgd-2", ("PowerSGDCompressor(rank=2)",)),
+    Method("powersgd-4", ("PowerSGDCompressor(rank=4)",)),
+    Method("2bit-adaptive", ("ThresholdCompressor(bits=2, threshold=None)",), not_with_adam=SIZES),
+    Method("scaled-sign", ("ScaledSignCompressor(error_feedback=True)",), not_with_adam=ONE_SCALE),
+    Method("onebit-adam", ("OneBitAdamCompressor(FP16Compressor())",), for_adam=True),
+    Method("dgc-adam", ('DGCAdamCompressor(0.01, indices="int32")',), for_adam=True),
+    Method("sgp", ("SGP()",)),
+    Method("sgp-fp16", ("SGP(message=HalfPrecisionMessage())",)),
+)
+NAMES = tuple(method.name for method in METHODS)
+CORRECTS_MOMENTUM = ("dgc-fp32-int64", "dgc-fp16-packed", "dgc-sign-rice", "dgc-reduce-scatter")
+
+
+def unfit(method: Method, optimizer: str, is_adam: bool) -> str | None:
+    """Why a method does not go with an optimizer. None: it does.
+
+    Args:
+        method: A row of METHODS.
+        optimizer: Its name, for the message.
+        is_adam: Whether it is Adam or AdamW.
+    """
+    if is_adam and method.name in CORRECTS_MOMENTUM:
+        return f"with {optimizer}, momentum is not corrected: dgc-adam takes its place"
+    if is_adam:
+        return f"with {optimizer}, {method.not_with_adam}" if method.not_with_adam else None
+    return f"it is for Adam and AdamW, and the optimizer is {optimizer}" if method.for_adam else None
+
+
+def builder(method: Method, optimizer: str, gradients: Mapping[str, Tensor]) -> Build:
+    """The optimizer of a method for a script with the optimizer sgd, adam or adamw. Collective if it is called.
+
+    Args:
+        method: A row of METHODS.
+        optimizer: Its kind. The learning rate changes no byte.
+        gradients: By the name of the parameter: of the dense steps that come first, if there are any.
+    """
+    (words,) = method.usage
+
+    def build(model: nn.Module, transport: Transport) -> Wrapper:
+        made: Any = eval(words, {**vars(compression), **vars(gossip)})
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        inner: Optimizer
+        if method.for_adam:
+            inner = (OneBitAdam if method.name == "onebit-adam" else DGCAdam)(parameters, freeze_step=1)
+        elif optimizer in ADAM:
+            inner = (torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW)(parameters)
+        else:
+            kind = DGCSGD if method.name in CORRECTS_MOMENTUM else torch.optim.SGD
+            inner = kind(parameters, lr=0.1, momentum=0.9)
+        after_dense_steps(inner, model, gradients)
+        if method.averages_models:
+            return LocalOptimizer(inner, model.named_parameters(), made, transport=transport)
+        return DistributedOptimizer(
+            inner, model.named_parameters(), compression=made, transport=transport, hierarchical="auto"
+        )
+
+    return build
+
+
+def after_dense_steps(inner: Optimizer, model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Brings an optimizer that compresses only after dense steps behind these. It has `freeze_step`.
+
+    One dense step with learning rate 0 takes their place, and gives it moments. The model does not change.
+    """
+    if "freeze_step" not in inner.defaults:
+        return
+    rates = [group["lr"] for group in inner.param_groups]
+    for group in inner.param_groups:
+        group.update(lr=0.0, freeze_step=1)
+    for name, p in model.named_parameters():
+        p.grad = gradients[name].clone() if name in gradients else None
+    inner.step()
+    model.zero_grad()
+    for group, lr in zip(inner.param_groups, rates, strict=True):
+        group["lr"] = lr

@@ -1,0 +1,189 @@
+"""What is installed, what is wrong, and its cure: python -m dgc.doctor
+
+For the library in any environment; `make doctor` also looks at the trainer's packages. What loads a native library
+runs in a process of its own, so that a library that aborts ends only that one. Nothing that may be missing is
+imported here.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, files, version
+
+import dgc
+
+TORCH = """
+import json, torch, torch.distributed as dist
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus, "backends": backends}))
+"""
+KERNELS = """
+import json, torch
+from dgc import kernels
+kernels.use("native")
+found = {"native": kernels.describe(torch.device("cpu"))}
+if torch.cuda.is_available():
+    kernels.use("triton")
+    found["triton"] = kernels.describe(torch.device("cuda"))
+print(json.dumps(found))
+"""
+ADAPTERS = """
+import json
+found = {}
+for name in ("ddp", "fsdp"):
+    try:
+        __import__(f"dgc.{name}")
+        found[name] = "works"
+    except Exception as error:
+        found[name] = str(error)
+print(json.dumps(found))
+"""
+HOROVOD = """
+import json, horovod.torch as hvd
+names = ("mpi", "gloo", "nccl", "cuda", "rocm")
+print(json.dumps({name: bool(getattr(hvd, name + "_built")()) for name in names}))
+"""
+TWO_RANKS = """
+import json, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(value)
+if dist.get_rank() == 0:
+    print(json.dumps({"size": dist.get_world_size(), "sum": value.item()}), flush=True)
+dist.destroy_process_group()
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The answer of one probe, or, without an answer, the last lines of its error output."""
+
+    answer: Mapping[str, object] | None = None
+    error: str = ""
+
+
+def run_probe(argv: list[str], env: Mapping[str, str] | None = None, timeout_s: float = 90.0) -> Probe:
+    """Runs a command. Its answer is the last line of its output that is a JSON object."""
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
+    except FileNotFoundError:
+        return Probe(error=f"{argv[0]} not found")
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"no answer after {timeout_s:.0f} s")
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not answers:
+        output = [line for line in (done.stderr or done.stdout).splitlines() if line.strip(" -")]
+        return Probe(error="\n".join(output[-6:]) or f"exit status {done.returncode}")
+    return Probe(answer=json.loads(answers[-1]))
+
+
+def is_other_project() -> bool:
+    """Whether PyPI's project of the name dgc is installed, which has a folder dgc."""
+    try:
+        return any(str(file) == "dgc/__init__.py" for file in files("dgc") or ())
+    except PackageNotFoundError:
+        return False
+
+
+def installed(package: str) -> str | None:
+    """The version of the package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the probes have found. Tests construct it directly."""
+
+    versions: Mapping[str, str | None]
+    torch: Probe
+    other_project: bool = False
+    kernels: Probe = Probe()
+    adapters: Probe = Probe()
+    horovod: Probe = Probe()
+    two_ranks: Probe = Probe()
+
+
+def collect() -> Facts:
+    """Runs all probes (about ten seconds)."""
+
+    def probe(code: str, *launcher: str) -> Probe:
+        return run_probe([sys.executable, *launcher, *([sys.executable] if launcher else []), "-c", code])
+
+    versions = {
+        name: installed(name) for name in ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton", "dgc")
+    }
+    torch = probe(TORCH)
+    if torch.answer is None:
+        return Facts(versions, torch, is_other_project())
+    horovod = Probe() if versions["horovod"] is None else probe(HOROVOD)
+    ranks = probe(TWO_RANKS, *TORCHRUN)
+    return Facts(versions, torch, is_other_project(), probe(KERNELS), probe(ADAPTERS), horovod, ranks)
+
+
+def problems(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Each problem with its cure."""
+    if facts.other_project:
+        yield (
+            "another project of the name dgc is installed, whose folder is also named dgc",
+            "pip uninstall dgc, then pip install --force-reinstall --no-deps with the wheel of dgc-torch",
+        )
+    if facts.torch.answer is None:
+        yield f"PyTorch does not load: {facts.torch.error}", "install PyTorch: https://pytorch.org/get-started"
+        return
+    if facts.kernels.answer is None:
+        yield (
+            f"the kernels do not load, plain PyTorch takes their place: {facts.kernels.error.splitlines()[-1]}",
+            "install a wheel of dgc-torch, or a C++ compiler and run python -m dgc.kernels.build",
+        )
+    for name, said in (facts.adapters.answer or {}).items():
+        if said != "works":
+            yield f"dgc.{name} does not load: {said}", "install a PyTorch of the range that docs/ddp.md names"
+    if facts.versions["horovod"] is not None and facts.horovod.answer is None:
+        yield f"Horovod does not load: {facts.horovod.error}", "reinstall it; under torchrun dgc needs no Horovod"
+    ranks = facts.two_ranks.answer
+    if ranks is None or (ranks["size"], ranks["sum"]) != (2, 3.0):
+        yield (
+            f"a test with two ranks under torchrun failed: {facts.two_ranks.error or ranks}",
+            "see the message; if this machine does not find its own name: export GLOO_SOCKET_IFNAME=lo",
+        )
+
+
+def describe(facts: Facts) -> Iterator[tuple[str, str]]:
+    """(name, value) rows of the report."""
+    yield "Python", ".".join(map(str, sys.version_info[:3]))
+    yield "dgc", f"{dgc.__version__} from {dgc.__path__[0]}"
+    for name, number in facts.versions.items():
+        yield name, number or "not installed"
+    found = facts.torch.answer or {}
+    for name, key in (("GPU", "gpus"), ("backends of torch", "backends")):
+        values = found.get(key, [])
+        assert isinstance(values, list)
+        yield name, ", ".join(values) or "none"
+    for name, value in (facts.kernels.answer or {"native": "missing"}).items():
+        yield f"{name} kernels", str(value)
+    for name, value in (facts.adapters.answer or {}).items():
+        yield f"dgc.{name}", str(value)
+    yield "2 ranks over torch", "work" if (facts.two_ranks.answer or {}).get("sum") == 3.0 else "fail"
+
+
+def main() -> int:
+    """Prints the report. Returns 1 if there is a problem."""
+    facts = collect()
+    for name, value in describe(facts):
+        print(f"{name:20}{value}")
+    found = list(problems(facts))
+    for problem, cure in found:
+        print(f"\nPROBLEM: {problem}\n  cure: {cure}")
+    print("" if found else "\nno problems found")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,47 @@
+"""Counts, bytes, rates and times as text, and back."""
+
+import re
+
+RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}  # bits per second
+TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def quantity(text: str, units: dict[str, float], what: str) -> float:
+    """The number in "1gbit", "50 us" or "350M". Raises ValueError, with the option `what`, for another form."""
+    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*?)(?:/s|ps)?", text.strip().lower())
+    try:
+        if found is None or found[2] not in units:
+            raise ValueError
+        value = float(found[1]) * units[found[2]]
+    except ValueError:
+        raise ValueError(
+            f"{what} is {text!r}: write a number and a unit of {', '.join(filter(None, units))}"
+        ) from None
+    return value
+
+
+def plural(count: int, noun: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def human_bytes(count: float) -> str:
+    """12_345_678 -> '12.3 MB': three digits."""
+    if count < 999.5:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.5 or unit == "TB":
+            break
+    return f"{count:.{0 if count >= 99.95 else 1 if count >= 9.995 else 2}f} {unit}"
+
+
+def human_rate(bandwidth: float, digits: int = 2) -> str:
+    """125e6 bytes per second -> '1 Gbit/s', with so many digits."""
+    bits, unit = 8 * bandwidth, "bit/s"
+    for larger in ("kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"):
+        if bits < 999.5:
+            break
+        bits, unit = bits / 1000, larger
+    return f"{float(f'{bits:.{digits}g}'):g} {unit}"

@@ -1,0 +1,176 @@
+"""python -m dgc.advise and python -m dgc.doctor: for a model of one's own, on paper, and for any environment."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from torch import nn
+
+from dgc import doctor
+from dgc.advise import loss_of_model, main, moved
+from dgc.cost import AlikeRanks
+from dgc.cost.methods import METHODS, builder
+from dgc.cost.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
+from dgc.doctor import Facts, Probe
+
+PAPER = ["--parameters", "350M", "--step", "1.2s"]
+NETWORK = ["--hosts", "8", "--rate", "1gbit"]
+CPU = torch.device("cpu")
+
+
+def make() -> Any:
+    """A model with its loss, and a batch, as a user's script has them."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    batch = {"x": torch.randn(8, 64), "y": torch.randint(10, (8,))}
+    return model, batch, lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def nothing() -> Any:
+    return nn.Linear(2, 2)
+
+
+def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None) -> None:
+    """A GPT of 350 million parameters on 8 machines: fp16 sends 1.2 GB in 9.8 s, of which 0.8 s hide."""
+    file = tmp_path / "advice.json"
+    assert main([*PAPER, *NETWORK, "--optimizer", "adamw", "--json", str(file)]) == 0
+    out, result = capsys.readouterr().out, json.loads(file.read_text())
+    fp16 = result["methods"]["fp16"]
+    assert fp16["wire_bytes"] == pytest.approx(2 * 350e6 * 2 * 7 / 8, rel=1e-3)
+    assert fp16["exchange"] == pytest.approx(9.8, rel=1e-2) and fp16["step"] == pytest.approx(10.2, rel=1e-2)
+    onebit = result["methods"]["onebit-adam"]
+    assert onebit["wire_bytes"] == pytest.approx(350e6 / 8 * 2 * 7 / 8, rel=0.02)  # 1 bit there and 1 bit back
+    assert result["advice"]["method"] == "onebit-adam" and "OneBitAdamCompressor(FP16Compressor())" in out
+    assert "Transformer of 25 layers of width 1088, with adamw" in out and "8 machines of 1 rank" in out
+    assert set(result["left_out"]) == {"2bit-adaptive", "scaled-sign"} | {
+        name for name in (method.name for method in METHODS) if name.startswith("dgc-") and name != "dgc-adam"
+    }
+    assert "UNRELIABLE" not in out
+
+
+def test_one_narrow_layer_stands_for_the_model() -> None:
+    """The bytes of each method are those of the layers themselves."""
+    shape = shape_of(4_000_000)
+    assert (shape.width, shape.layers) == (256, 5)
+    wide = replace(shape, width=2 * WIDEST, layers=1, parameters=12 * (2 * WIDEST) ** 2)
+    workload = workload_on_paper(wide, 1.0, CPU)
+    (method,) = (of for of in METHODS if of.name == "powersgd-2")
+    found = candidate_on_paper(method, "sgd", wide, workload, 4, 1)
+    d = wide.width
+    factors = sum(n + m for n, m in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)))
+    assert found.traffic.total("payload") == pytest.approx(4 * factors, rel=0.01)
+    for name in ("dense", "dgc-fp32-int64"):
+        with case(name):
+            (method,) = (of for of in METHODS if of.name == name)
+            found = candidate_on_paper(method, "sgd", shape, workload_on_paper(shape, 1.0, CPU), 4, 1)
+            share = 4 if name == "dense" else 12 * 0.001
+            assert found.traffic.total("payload") == pytest.approx(share * 4e6, rel=0.02)
+            assert len(found.ready) == len(found.traffic.buckets) and found.ready[-1] == 1.0
+
+
+def test_a_model_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_type_checks: None
+) -> None:
+    file = tmp_path / "advice.json"
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    words = ["--model", "test_advise_library:make", *NETWORK, "--repeats", "1", "--device", "cpu"]
+    names = ["fp16", "dgc-fp16-packed", "powersgd-1", "sgp", "onebit-adam"]
+    assert main([*words, "--methods", *names, "--json", str(file)]) == 0
+    out, result = capsys.readouterr().out, json.loads(file.read_text())
+    assert set(result["methods"]) == set(names) - {"onebit-adam"} and result["work"]["forward"] > 0
+    assert "onebit-adam         left out: it is for Adam and AdamW, and the optimizer is sgd" in out
+    count = 64 * 256 + 256 + 256 * 10 + 10
+    assert f"model      {count:,} parameters on cpu" in out
+    assert result["methods"]["fp16"]["wire_bytes"] == pytest.approx(2 * count * 2 * 7 / 8, rel=0.02)
+
+
+def test_every_row_is_built_from_its_words(no_type_checks: None) -> None:
+    for method in METHODS:
+        with case(method.name):
+            model, gradients = nn.Linear(64, 64), {}
+            if method.for_adam:
+                gradients = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+            optimizer = builder(method, "adamw" if method.for_adam else "sgd", gradients)(model, AlikeRanks(4))
+            if method.averages_models:
+                made = {type(optimizer.method).__name__}
+            else:  # vectors are sent by another compressor
+                made = {type(of.compressor).__name__ for of in optimizer.planned}
+            assert method.usage[0].partition("(")[0] in made
+            optimizer.close()
+
+
+def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "test_advise_library:nothing", *NETWORK]
+    for given, message in (
+        (NETWORK, "give --parameters and --step for a prediction on paper, or --model"),
+        ([*PAPER, *own], "give --parameters and --step"),
+        (["--parameters", "350M", *NETWORK], "--parameters and --step go together"),
+        (["--parameters", "many", "--step", "1s", *NETWORK], "--parameters is 'many': write a number and a unit"),
+        (["--parameters", "12", "--step", "1s", *NETWORK], "must be from 100 thousand to 10 trillion"),
+        (["--parameters", "1B", "--step", "fast", *NETWORK], "--step is 'fast'"),
+        (PAPER, "there is no network"),
+        (["--model", "no_colon", *NETWORK], "write MODULE:FUNCTION"),
+        (["--model", "no.such:thing", *NETWORK], "--model no.such:thing: No module named"),
+        (["--model", "json:nothing", *NETWORK], "has no attribute 'nothing'"),
+        (["--model", "json:__doc__", *NETWORK], "__doc__ is not a function"),
+        (own, "the function must return (model, batch)"),
+        ([*own, "--device", "abacus"], "--device abacus"),
+    ):
+        with case(given):
+            sys.path.insert(0, str(Path(__file__).parent))
+            assert main(given) == 2
+            captured = capsys.readouterr()
+            assert captured.err.startswith("advise: ") and message in captured.err and captured.out == ""
+
+
+def test_the_loss_may_be_what_the_model_returns() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return scale * x.sum()
+
+    x = torch.ones(2)
+    for batch, loss in (((x,), 2), ([x, 3.0], 6), ({"x": x, "scale": 2.0}, 4), (x, 2)):
+        with case(batch):
+            assert loss_of_model(Model(), batch).item() == loss
+            assert type(moved(batch, CPU)) is type(batch)
+    with pytest.raises(ValueError, match="the model returns no loss; return"):
+        loss_of_model(nn.Identity(), x)
+
+
+def test_the_doctor_names_each_problem_with_its_cure(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton")
+    healthy = Facts(
+        dict.fromkeys(names, "1.0"),
+        Probe({"cuda": None, "gpus": [], "backends": ["gloo"]}),
+        False,
+        Probe({"native": "native (avx2)"}),
+        Probe({"ddp": "works", "fsdp": "works"}),
+        Probe({"mpi": True}),
+        Probe({"size": 2, "sum": 3.0}),
+    )
+    assert list(doctor.problems(healthy)) == []
+    assert dict(doctor.describe(healthy))["native kernels"] == "native (avx2)"
+    cases: dict[str, dict[str, Any]] = {
+        "another project of the name dgc": {"other_project": True},
+        "PyTorch does not load: no": {"torch": Probe(error="no")},
+        "plain PyTorch takes their place: not built": {"kernels": Probe(error="a\nnot built")},
+        "dgc.fsdp does not load: too old": {"adapters": Probe({"ddp": "works", "fsdp": "too old"})},
+        "Horovod does not load: undefined": {"horovod": Probe(error="undefined")},
+        "two ranks under torchrun failed: no route": {"two_ranks": Probe(error="no route")},
+        "{'size': 1, 'sum': 1.0}": {"two_ranks": Probe({"size": 1, "sum": 1.0})},
+    }
+    for problem, change in cases.items():
+        with case(problem):
+            ((said, cure),) = doctor.problems(replace(healthy, **change))
+            assert problem in said and cure
+
+
+def test_the_doctor_examines_this_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    assert "2 ranks over torch  work" in out and "dgc.fsdp            works" in out and "no problems found" in out
