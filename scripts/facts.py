@@ -18,7 +18,9 @@ from pathlib import Path
 
 from scripts.launch import ROOT_VARIABLES, environment, mpirun, torchrun, usable_cores
 
-PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy", "omegaconf", "tensorboard", "scikit-learn")
+PACKAGES = (
+    "torch", "torchvision", "horovod", "mpi4py", "numpy", "omegaconf", "simpleeval", "tensorboard", "scikit-learn",
+)  # fmt: skip
 WATCHED = ("OPAL_PREFIX", "HOROVOD_FUSION_THRESHOLD", *ROOT_VARIABLES)
 
 TORCH = """

@@ -6,7 +6,8 @@ import shlex
 import pytest
 
 from dgc_training.config import load
-from dgc_training.config.layers import FLAGS, REPOSITORY
+from dgc_training.config.layers import FLAGS
+from dgc_training.config_files import REPOSITORY
 from dgc_training.startup.arguments import parse_arguments
 
 

@@ -18,7 +18,7 @@ from dgc_models.decoding import greedy
 from dgc_models.transformer import Transformer
 from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.config import ConfigError, instantiate, load
-from dgc_training.config.layers import REPOSITORY
+from dgc_training.config_files import REPOSITORY
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.tasks.protocol import Setup
 from dgc_training.tasks.translation import Translation
