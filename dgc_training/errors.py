@@ -18,6 +18,13 @@ def collecting(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
+def raise_together(problems: Iterable[str]) -> None:
+    """Raises one ConfigError for all problems, each named once. Does nothing if there are none."""
+    if lines := list(dict.fromkeys(problems)):
+        heading = [f"{len(lines)} errors in the config:"] if len(lines) > 1 else []
+        raise ConfigError("\n  ".join(heading + lines))
+
+
 def short(value: object, most: int = 80) -> str:
     """The text of a value, cut to at most `most` characters with "..." at the end."""
     text = str(value)

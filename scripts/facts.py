@@ -17,7 +17,9 @@ from pathlib import Path
 from dgc.doctor import HOROVOD, TORCH, TWO_RANKS, Probe, installed, run_probe
 from scripts.launch import ROOT_VARIABLES, environment, mpirun, torchrun, usable_cores
 
-PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy", "omegaconf", "tensorboard", "scikit-learn")
+PACKAGES = (
+    "torch", "torchvision", "horovod", "mpi4py", "numpy", "omegaconf", "simpleeval", "tensorboard", "scikit-learn",
+)  # fmt: skip
 WATCHED = ("OPAL_PREFIX", "HOROVOD_FUSION_THRESHOLD", *ROOT_VARIABLES)
 
 TORCHVISION = "import json, torchvision; print(json.dumps({}))"

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from dgc_training.errors import ConfigError
+from dgc_training.formulas import is_formula
 from dgc_training.logging.formatting import written
 from scripts.gossip.csv_runs import read_file
 from scripts.plot import read, split_label
@@ -221,17 +222,13 @@ def _differing(values: list[Any], key: str) -> Iterator[tuple[str, list[Any]]]:
         for name in dict.fromkeys(name for value in values for name in value):
             below = [value.get(name, ABSENT) for value in values]
             yield from _differing(below, f"{key}.{name}" if key else str(name))
-    elif not any(_is_derived(value) for value in values):
+    elif not any(is_formula(value) for value in values):
         yield key, values
-
-
-def _is_derived(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
 
 
 def _without_derived(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_derived(item) for key, item in value.items() if not _is_derived(item)}
+        return {key: _without_derived(item) for key, item in value.items() if not is_formula(item)}
     return value
 
 

@@ -17,7 +17,7 @@ from warm import python
 
 from dgc.memory import MomentumCorrection
 from dgc_training.config import instantiate, load
-from dgc_training.config.layers import REPOSITORY
+from dgc_training.config_files import REPOSITORY
 from dgc_training.constructors import import_target
 from dgc_training.schedule import Schedule, scale_learning_rate
 from dgc_training.startup.run_name import run_name

@@ -16,7 +16,7 @@ from warm import python
 
 from dgc.launch import LAUNCHERS
 from dgc_training.config import load
-from dgc_training.config.layers import REPOSITORY
+from dgc_training.config_files import REPOSITORY
 from dgc_training.launcher import launched_rank, launched_size
 from scripts.launch import environment, mpirun
 

@@ -16,7 +16,7 @@ from environment import patient, python_path
 from simulated import train_on
 from warm import python
 
-from dgc_training.config.layers import REPOSITORY
+from dgc_training.config_files import REPOSITORY
 
 Done = subprocess.CompletedProcess[str]
 A = ["--configs", "a.py"]

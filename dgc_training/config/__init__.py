@@ -4,12 +4,9 @@
     tree = load(["configs/digits/cnn.py", "configs/dgc/wm5.py"], ["--configs.train.num_epochs", "500"])
 
 Files apply from left to right, each after the bases (`__init__.py`, `__init__.yaml`) of its folders, and then the
-command line. A Python file starts with `from dgc_training.config import Config, configs, derived`. `configs` is
-the tree that this load has built so far. A YAML file is equivalent: `_target_` names a constructor. With
-`_partial_: true` the constructor is called later, with further arguments.
-
-In YAML and on the command line a mapping is merged into its node, unless it has a different `_target_` or the node
-is null. In Python an assigned `Config(Target)` always replaces the node.
+command line. A Python file changes `configs`, the tree that this load has built so far. In YAML `_target_` names a
+constructor, and `_partial_: true` has it called later. There and on the command line a mapping is merged into its
+node, unless it has a different `_target_` or the node is null. In Python `Config(Target)` replaces the node.
 """
 
 import os
@@ -20,13 +17,14 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from dgc_training.config.check import Check
-from dgc_training.config.layers import UNDER_CONSTRUCTION, Stack, find
+from dgc_training.config.layers import UNDER_CONSTRUCTION, Stack
 from dgc_training.config.tree import Config as Config
 from dgc_training.config.tree import Key as Key
-from dgc_training.config.tree import derived as derived
+from dgc_training.config_files import find
 from dgc_training.constructors import instantiate as instantiate
 from dgc_training.errors import ConfigError as ConfigError
-from dgc_training.errors import collecting
+from dgc_training.errors import collecting, raise_together
+from dgc_training.formulas import derived as derived
 
 to_yaml = OmegaConf.to_yaml  # loads as the same tree. resolve=True writes values instead of formulas.
 
@@ -45,8 +43,7 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
     """Loads config files and command-line overrides as one checked, read-only tree with its formulas.
 
     Args:
-        paths: config files, searched in the working directory and then in the repository. `.py` and `.yaml` may be
-            left out. A folder stands for its base.
+        paths: config files, as `find` searches them. A folder stands for its base.
         overrides: "--configs.train.num_epochs", "500" or "--configs.train.num_epochs=500".
 
     Raises:
@@ -57,15 +54,12 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
     for path in paths:
         with collecting(problems):
             files.append(find(path, stack.words()))
-    if not problems:
-        for file in files:
-            stack.add(file)
-        stack.override(overrides, problems)
-        check = Check(stack, files)
-        problems = list(dict.fromkeys([*check.problems.values(), *problems]))
-    if problems:
-        heading = [f"{len(problems)} errors in the config:"] if len(problems) > 1 else []
-        raise ConfigError("\n  ".join(heading + problems))
+    raise_together(problems)
+    for file in files:
+        stack.add(file)
+    stack.override(overrides, problems)
+    check = Check(stack, files)
+    raise_together([*check.problems.values(), *problems])
     OmegaConf.set_readonly(check.result, True)
     OmegaConf.set_struct(check.result, True)
     return check.result

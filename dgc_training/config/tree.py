@@ -1,21 +1,11 @@
 """The tree that config files change: nested `Config` mappings, lists, scalars, and formulas as text."""
 
-import ast
-import math
-import operator as op
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from dgc_training.constructors import SPECIAL, import_path
 from dgc_training.errors import ConfigError, closest, short
-
-SCALARS = (bool, int, float, str, type(None))
-FUNCTIONS: dict[Any, Any] = {ast.Add: op.add, ast.Sub: op.sub, ast.Mult: op.mul, ast.Div: op.truediv}
-FUNCTIONS |= {ast.FloorDiv: op.floordiv, ast.Mod: op.mod, ast.UAdd: op.pos, ast.USub: op.neg}
-FUNCTIONS |= {"min": min, "max": max, ast.Pow: math.pow}  # the integer 9**9**9 would exhaust the memory
+from dgc_training.formulas import is_formula
 
 
 class Config(dict[str, Any]):
@@ -30,7 +20,6 @@ class Config(dict[str, Any]):
     """
 
     def __init__(self, target: Any = None, /, **keys: Any) -> None:
-        super().__init__()
         self.update({} if target is None else {"_target_": target}, **keys)
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -86,6 +75,19 @@ class Key:
     items: "Key | None" = None
 
 
+def declare_(section: dict[str, Any], node: dict[str, Any]) -> None:
+    """Declares the keys of a root base, and those that `configs.train = Config()` leaves out stay."""
+    for name in node:
+        value = node[name]
+        is_section = isinstance(value, dict) and value and "_target_" not in value
+        kind = Any if value is None or is_formula(value) else dict if value == {} else type(value)
+        key: Any = value if isinstance(value, Key) else {} if is_section else Key((kind, None))
+        if isinstance(known := section.setdefault(name, key), dict) and isinstance(value, dict):
+            for inner in known:
+                value.setdefault(inner, known[inner])
+            declare_(known, value)
+
+
 def copied(value: Any, key: str = "configs", mapping: Any = Config) -> Any:
     """A copy with mappings of one class, lists for tuples, and defaults for keys. ValueError for other values."""
     if isinstance(value, dict):
@@ -95,20 +97,21 @@ def copied(value: Any, key: str = "configs", mapping: Any = Config) -> Any:
         return node
     if isinstance(value, list | tuple):
         return [copied(item, key, mapping) for item in value]
-    if not isinstance(value, Key) and type(value) not in SCALARS:
-        accepted = "null, bool, int, float, str, list or Config(Class, ...)"
-        raise ValueError(f"{key} is {short(repr(value))}, but it must be {accepted}")
-    return copied(value.default, key, mapping) if isinstance(value, Key) else value
+    if isinstance(value, Key):
+        return copied(value.default, key, mapping)
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    accepted = "null, bool, int, float, str, list or Config(Class, ...)"
+    raise ValueError(f"{key} is {short(repr(value))}, but it must be {accepted}")
 
 
 def merge_(node: Any, other: dict[Any, Any]) -> None:
-    """Merges a mapping into a mapping or a list: nested mappings key by key if they name the same constructor or
-    none. Another value replaces the old one. Raises ConfigError for a key that is no index of a list.
-    """
+    """Merges a mapping into a mapping or a list. Mappings with one constructor, or none, merge; others replace."""
     for key, value in other.items():
-        if isinstance(node, list) and not (str(key).isdecimal() and int(key) < len(node)):
-            raise ConfigError(f"there is no {key!r} in a list of {len(node)}")
-        key = int(key) if isinstance(node, list) else key
+        if isinstance(node, list):
+            if not (str(key).isdecimal() and int(key) < len(node)):
+                raise ConfigError(f"there is no {key!r} in a list of {len(node)}")
+            key = int(key)
         old = node[key] if isinstance(node, list) else node.get(key)
         target = old.get("_target_") if isinstance(old, dict) else None
         if isinstance(old, dict | list) and isinstance(value, dict) and value.get("_target_", target) == target:
@@ -117,66 +120,22 @@ def merge_(node: Any, other: dict[Any, Any]) -> None:
             node[key] = value
 
 
-def assign_(tree: Config, key: str, value: Any) -> None:
+def assign_(node: Any, key: str, value: Any) -> None:
     """Sets a dotted key. Mappings that do not exist are created. A mapping is merged, but {} empties the node."""
     *above, last = key.split(".")
-    node: Any = tree
     for name in above:
         merge_(node, {name: {}})
         node = node[int(name) if isinstance(node, list) else name]
-    for content in [None, value] if value == {} else [value]:
-        merge_(node, {last: content})
+    if value == {}:
+        merge_(node, {last: None})
+    merge_(node, {last: value})
 
 
-def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value), parents first. The value of a mapping is the mapping; lists are leaves."""
+def leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value}, parents first. The value of a mapping is the mapping; lists are leaves."""
+    found = {}
     for key in node:
-        yield f"{prefix}{key}", node[key]
+        found[f"{prefix}{key}"] = node[key]
         if isinstance(node[key], dict):
-            yield from leaves(node[key], f"{prefix}{key}.")
-
-
-def derived(formula: str) -> str:
-    """A value that follows later files: derived("max(1, train.num_epochs - train.warmup_lr_epochs)").
-
-    A formula is a Python expression of numbers, keys of numbers, + - * / // % **, min(...) and max(...), as in
-    YAML `${derive:"train.num_epochs - 5"}`. The value of a single key, derived("seed"), may have any type.
-    """
-    text = " ".join(formula.split())
-    return f"${{{text}}}" if text.replace(".", "").isidentifier() else f'${{derive:"{text}"}}'
-
-
-def is_formula(value: Any) -> bool:
-    """Whether a value is computed when it is read. `???` is a value that is not set yet."""
-    return isinstance(value, str) and ("${" in value or value == "???")
-
-
-def _derive(formula: str, *, _root_: DictConfig) -> Any:
-    """OmegaConf's resolver `derive`. OmegaConf reports any exception with the key of the formula."""
-
-    def compute(node: Any) -> Any:
-        match node:
-            case ast.Constant(value=value) if type(value) in (int, float):
-                return value
-            case ast.Name() | ast.Attribute():
-                if (value := OmegaConf.select(_root_, ast.unparse(node), default=_root_)) is _root_:
-                    raise ValueError(f"Interpolation key '{ast.unparse(node)}' not found")  # as for ${key}
-                if type(value) not in (int, float):
-                    raise ValueError(f"{ast.unparse(node)} is {short(repr(value))}, not a number")
-                return value
-            case ast.BinOp():
-                return FUNCTIONS[type(node.op)](compute(node.left), compute(node.right))
-            case ast.UnaryOp():
-                return FUNCTIONS[type(node.op)](compute(node.operand))
-            case ast.Call(func=ast.Name(id=name), keywords=[]):
-                return FUNCTIONS[name](*map(compute, node.args))
-        raise TypeError
-
-    try:
-        return compute(ast.parse(formula.strip() if len(formula) <= 1000 else "", mode="eval").body)
-    except (SyntaxError, TypeError, KeyError):
-        known = "keys, numbers, + - * / // % **, min(...) and max(...), up to 1000 characters"
-        raise ValueError(f"{short(repr(formula))} is not made of {known}") from None
-
-
-OmegaConf.register_resolver("derive", _derive, replace=True, annotation_validation="off")
+            found |= leaves(node[key], f"{prefix}{key}.")
+    return found

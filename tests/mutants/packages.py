@@ -29,7 +29,7 @@ TRAINER = Tests(
     ("tests/training/test_lock.py", "tests/training/test_failure.py"),
 )
 TRAINER_PACKAGES = (
-    "atomic_write checkpoint config constructors data errors evaluation faults "
+    "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "
     "launcher logging meters random_state schedule startup stepping synchronization tasks"
 )
 PACKAGES = {

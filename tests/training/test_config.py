@@ -11,7 +11,8 @@ from omegaconf.errors import OmegaConfBaseException, ReadonlyConfigError
 
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.config.check import argument, refusal
-from dgc_training.config.layers import REPOSITORY, config_files, literal
+from dgc_training.config.layers import literal
+from dgc_training.config_files import REPOSITORY, config_files
 from dgc_training.constructors import import_path, import_target, keywords
 
 CNN, WM5, SGP = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/gossip/sgp.py"

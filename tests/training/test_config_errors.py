@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dgc_training.config import Config, ConfigError, load, to_yaml
-from dgc_training.config.layers import REPOSITORY
+from dgc_training.config_files import REPOSITORY
 
 CNN, WM5 = "configs/digits/cnn.py", "configs/dgc/wm5.py"
 

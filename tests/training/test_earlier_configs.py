@@ -11,7 +11,7 @@ from simulated import CNN
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import ConfigError, load, to_yaml
-from dgc_training.config.earlier import converted, key_now
+from dgc_training.earlier import converted
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.run_directory import check_run_directory
 
@@ -106,8 +106,9 @@ def test_the_command_line_names_the_present_key() -> None:
         message = f"--configs.train.gossip.{key}: .*write --configs.train.local.{key}"
         with pytest.raises(ConfigError, match=message):
             load([CNN, *stack], [f"--configs.train.gossip.{key}=4"])
-    tree = yaml.safe_load(to_yaml(load([CNN, SGP, DILOCO])))
-    assert key_now("train.gossip.blocking", tree) is None
-    assert key_now("train.gossip._target_", tree) is None
-    assert key_now("train.gossip.outer.momentum", tree) == "train.local.outer.momentum"
-    assert load([CNN, SGP, DILOCO], ["--configs.train.gossip.blocking", "true"]).train.gossip.blocking
+    stack = [CNN, SGP, DILOCO]
+    assert load(stack, ["--configs.train.gossip.blocking", "true"]).train.gossip.blocking
+    with pytest.raises(ConfigError, match="train.gossip._target_ is nosuch.SGP: there is no module"):
+        load(stack, ["--configs.train.gossip._target_", "nosuch.SGP"])
+    with pytest.raises(ConfigError, match=r"write --configs.train.local.outer.momentum$"):
+        load(stack, ["--configs.train.gossip.outer.momentum", "0.5"])

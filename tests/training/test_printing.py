@@ -15,7 +15,8 @@ from simulated import CNN, train_in
 
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.config import load
-from dgc_training.config.layers import FLAGS, REPOSITORY
+from dgc_training.config.layers import FLAGS
+from dgc_training.config_files import REPOSITORY
 from dgc_training.logging.console import Console, clock, wants_colour
 from dgc_training.logging.formatting import against_dense, changed_settings, human_bytes, plural, result_text
 from dgc_training.logging.summary import summarize, table

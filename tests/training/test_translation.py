@@ -14,7 +14,7 @@ from dgc_datasets.translation import PADDING, NumberWords, collate
 from dgc_models.decoding import greedy
 from dgc_models.transformer import Transformer
 from dgc_training.config import ConfigError, instantiate, load
-from dgc_training.config.layers import REPOSITORY
+from dgc_training.config_files import REPOSITORY
 from dgc_training.tasks.protocol import Setup
 from dgc_training.tasks.translation import Translation
 from dgc_training.tasks.translation_batches import TranslationBatches, evaluation_batches
