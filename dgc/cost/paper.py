@@ -54,11 +54,16 @@ def workload_on_paper(shape: Shape, seconds: float, device: torch.device) -> Wor
     d = min(shape.width, WIDEST)
     sizes = {"attention": (3 * d, d), "projection": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
     generator = torch.Generator().manual_seed(0)
-    layer = nn.ParameterDict({name: torch.zeros(size, device=device) for name, size in sizes.items()})
-    gradients = {name: torch.randn(size, generator=generator).to(device) for name, size in sizes.items()}
+    layer = nn.ParameterDict(
+        {name: torch.zeros(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
+    )
+    gradients = {
+        name: torch.randn(size, generator=generator, dtype=torch.float32).to(device)
+        for name, size in sizes.items()
+    }
     return Workload(
         layer,
-        lambda model, batch: torch.zeros(()),
+        lambda model, batch: torch.zeros((), dtype=torch.float32),
         f"a Transformer of width {shape.width}",
         FORWARD * seconds,
         (1 - FORWARD) * seconds,

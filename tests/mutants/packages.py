@@ -32,13 +32,16 @@ TRAINER_PACKAGES = (
     "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "
     "launcher logging meters random_state schedule startup stepping synchronization tasks"
 )
+ADVISOR = Tests(("tests/test_cost.py", "tests/test_advise_library.py"))
 PACKAGES = {
+    "dgc/advise": ADVISOR,
     "dgc/aggregate": Tests(("tests/compression/test_powersgd.py", "tests/optim/test_identity.py")),
     "dgc/arguments": Tests(("tests/wire", "tests/test_checked_arguments.py")),
     "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
     "dgc/comm": Tests(("tests/comm",), TRANSPORTS),
     "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),
-    "dgc/cost": Tests(("tests/test_cost.py",)),
+    "dgc/cost": ADVISOR,
+    "dgc/doctor": ADVISOR,
     "dgc/ddp": Tests(("tests/ddp", "tests/engine"), ("tests/parallel/test_ddp.py",)),
     "dgc/engine": Tests(("tests/engine", "tests/optim", *LAWS), (*TRANSPORTS, "tests/parallel/test_ddp.py")),
     "dgc/fsdp": Tests(("tests/fsdp",), ("tests/parallel/test_fsdp.py",)),
@@ -52,6 +55,7 @@ PACKAGES = {
     "dgc/selection": Tests(("tests/selection",)),
     "dgc/state": Tests(("tests/memory", *LAWS)),
     "dgc/testing": Tests(LAWS),
+    "dgc/units": ADVISOR,
     "dgc/wire": Tests(("tests/wire",)),
     **{f"dgc_training/{name}": TRAINER for name in TRAINER_PACKAGES.split()},
 }

@@ -8,13 +8,15 @@ from documented import DOCS, code
 from environment import REPOSITORY
 from parallel.ranks import torchrun
 
+from dgc.advise import main
+
 LINE = re.compile(r"step (\d+): loss ([\d.]+), sent ([\d.]+) of ([\d.]+) MB, residual ([\d.]+), dropped (\d+)")
 
 
 @pytest.mark.timeout(300)
 def test_the_script_of_the_recipe_trains(tmp_path: Path) -> None:
     script, text = tmp_path / "train_gpt.py", tmp_path / "text.txt"
-    script.write_text(code("recipe.md")[1])
+    script.write_text(code("recipe.md")[0])
     text.write_text("".join(path.read_text() for path in sorted((REPOSITORY / "dgc/optim").glob("*.py"))))
     done = torchrun(2, ["-W", "error::UserWarning:dgc", str(script), str(text), "small", "50"])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -28,10 +30,12 @@ def test_the_script_of_the_recipe_trains(tmp_path: Path) -> None:
     assert [residual > 0 for *_, residual, _ in found] == [False] * 2 + [True] * 8
 
 
-def test_the_recipe_shows_the_seconds_of_the_cost_model(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(code("recipe.md")[0], {})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and "".join(f"    {line}\n" for line in lines) in (DOCS / "recipe.md").read_text()
+def test_the_recipe_shows_what_the_advisor_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "recipe.md").read_text()
+    command = re.search(r"python -m dgc\.advise (--parameters .*?)\n\n", page, re.S)
+    assert command is not None and main(command[1].replace("\\\n", " ").split()) == 0
+    printed = capsys.readouterr().out.partition("\n\nRecommended: powersgd-4, ")[0].rstrip().splitlines()
+    assert len(printed) == 10 and "".join(f"    {line}".rstrip() + "\n" for line in printed) in page
 
 
 def test_the_recipe_shows_what_its_script_prints() -> None:
