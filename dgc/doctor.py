@@ -116,9 +116,7 @@ def collect() -> Facts:
     def probe(code: str, *launcher: str) -> Probe:
         return run_probe([sys.executable, *launcher, *([sys.executable] if launcher else []), "-c", code])
 
-    versions = {
-        name: installed(name) for name in ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton", "dgc")
-    }
+    versions = {name: installed(name) for name in ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton")}
     torch = probe(TORCH)
     if torch.answer is None:
         return Facts(versions, torch, is_other_project())
