@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,14 +15,33 @@ from environment import patient
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from dgc.comm import Transport
+from dgc.comm import Transport, barrier
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.faults.failure import UsageError
-from dgc_training.faults.watchdog import WatchedTransport, find_stuck_rank
+from dgc_training.faults.watchdog import Heartbeat, WatchedTransport, find_stuck_rank
 from dgc_training.launcher import print_error
 from dgc_training.startup import agreement
 from dgc_training.startup.agreement import check_agreement, code_difference, code_hashes
 from dgc_training.synchronization import check_replicas, minority_ranks
+
+
+def test_a_rank_that_sends_no_more_datagrams_is_missing() -> None:
+    """Rank 2 takes no part in the second exchange. Ranks that have never sent one are not listed."""
+
+    def body(transport: Any) -> list[int]:
+        heartbeat = Heartbeat(transport)
+        for exchange in range(2):
+            if transport.rank < 3 and (transport.rank, exchange) != (2, 1):
+                heartbeat.send()
+            barrier(transport)
+        deadline, missing = time.monotonic() + patient(10), heartbeat.missing()
+        while transport.rank == 0 and missing != [2] and time.monotonic() < deadline:  # datagrams take a moment
+            missing = heartbeat.missing()
+        barrier(transport)
+        heartbeat.close()
+        return missing
+
+    assert LockstepWorld(4).run(body)[0] == [2]
 
 
 def test_minority_ranks() -> None:

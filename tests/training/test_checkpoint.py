@@ -57,6 +57,20 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [part.own for part in LockstepWorld(3).run(body)] == [{}] * 3
 
 
+def test_the_manifest_says_which_machine_has_which_residual(tmp_path: Path) -> None:
+    """By the parts of its ranks, or by islands; ranks with residuals of their own need no list."""
+
+    def body(transport: Any) -> None:
+        checkpoints, rank = Checkpoints(tmp_path, transport), transport.rank
+        checkpoints.save("e0001", {}, {"compression": {"part": {"machine": rank // 2, "machines": 2}}})
+        checkpoints.save("e0002", {}, {}, island=rank % 2)
+        checkpoints.save("e0003", {}, {"compression": {"part": None}})
+
+    LockstepWorld(4).run(body)
+    manifests = [json.loads((tmp_path / f"e000{n}/manifest.json").read_text()) for n in (1, 2, 3)]
+    assert [manifest.get("machines") for manifest in manifests] == [[0, 0, 1, 1], [0, 1, 0, 1], None]
+
+
 def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
     names = [checkpoint_name(e, s) for e, s in [(0, 5), (1, 0), (1, 5), (2, 0), (9999, 3), (10000, 0)]]
     save(tmp_path, names, best=["e0001"])

@@ -149,6 +149,7 @@ def test_unknown_keys_on_the_command_line() -> None:
             "it must be a node that names its constructor (_target_)",
         ),
         ("model.num_class 5", "dgc_models.DigitsCNN takes no keyword 'num_class'; closest: model.num_classes"),
+        ("model.zzzzzzzzzzzz 5", "takes no keyword 'zzzzzzzzzzzz'; there are: model.num_classes"),
         ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
         ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
         ("seed.x 1", "seed is {'x': 1}, but it must be a whole number"),

@@ -172,6 +172,13 @@ def test_batch_norm_has_a_group_of_its_own() -> None:
         assert len(others["params"]) == 4 and "weight_decay" not in others
 
 
+def test_a_layer_inside_of_a_batch_norm_is_none() -> None:
+    norm = nn.BatchNorm1d(2)
+    norm.gate = nn.Linear(2, 2)
+    others, normalization = parameter_groups(norm, True)
+    assert others["params"] == list(norm.gate.parameters()) and len(normalization["params"]) == 2
+
+
 def test_shared_parameters_appear_once_and_no_group_is_empty() -> None:
     norm, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
     groups = parameter_groups(nn.Sequential(linear, norm, linear, norm), True)
