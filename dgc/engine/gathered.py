@@ -1,8 +1,8 @@
 """The states of all ranks in one object, for scripts that save on rank 0 only.
 
 The states pass one after another, on the CPU. Beside its own state a rank holds one of another rank, as bytes and
-as tensors, and rank 0 holds all of them. Every state is sent to all ranks: N states of b bytes take about N b bytes
-of each link.
+as tensors, and rank 0 holds all of them. Every state is sent to all ranks: N states of b bytes take about N b
+bytes of each link.
 """
 
 from collections.abc import Mapping
