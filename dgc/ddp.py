@@ -25,6 +25,7 @@ from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, describe, plan_buckets, states_in_order
+from dgc.engine.gathered import HasGatheredState
 from dgc.engine.hierarchy import plan_compressors
 from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
 from dgc.engine.options import (
@@ -36,7 +37,7 @@ from dgc.engine.options import (
     claim,
     unique_prefix,
 )
-from dgc.engine.state import HasCompression, check_steps_per_epoch
+from dgc.engine.state import check_steps_per_epoch
 
 
 def check_model(model: Any) -> DistributedDataParallel:
@@ -135,7 +136,7 @@ def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
                 p.grad.copy_(mean)
 
 
-class DDPExchange(HasCompression):
+class DDPExchange(HasGatheredState):
     """Exchanges the gradients of a DDP model with compression. `compress` is another name for this class.
 
     Construction is collective, before the first backward pass, and registers a communication hook. Save

@@ -42,6 +42,7 @@ from dgc.compression.protocol import Compressor, ExchangesMomentum, NonFiniteGra
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings, checksum
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, keep_states
+from dgc.engine.gathered import HasGatheredState
 from dgc.engine.loop import Engine, LossScale, StartOrder, is_used, warn_of_drop
 from dgc.engine.options import (
     MomentumCheck,
@@ -51,7 +52,7 @@ from dgc.engine.options import (
     register_compressors,
     unique_prefix,
 )
-from dgc.engine.state import HasCompression, check_steps_per_epoch
+from dgc.engine.state import check_steps_per_epoch
 from dgc.fsdp.shards import (
     ParameterGroup,
     Place,
@@ -157,7 +158,7 @@ def check_equal_models(groups: Sequence[ParameterGroup], transport: Transport, n
                     )
 
 
-class FSDPExchange(HasCompression):
+class FSDPExchange(HasGatheredState):
     """Exchanges a sharded model's gradients between machines with compression. `compress` is another name for it.
 
     Construction is collective, after `fully_shard` with `local_mesh(transport)` and before training. All machines

@@ -8,11 +8,12 @@ from torch.optim import Optimizer
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
+from dgc.engine.gathered import HasGatheredState
 from dgc.engine.options import load_optimizer_state
-from dgc.engine.state import BucketStates, HasCompression, Method
+from dgc.engine.state import BucketStates, Method
 
 
-class Wrapper(HasCompression, Optimizer):
+class Wrapper(HasGatheredState, Optimizer):
     """Wraps the optimizer `inner`, with compressors or a gossip algorithm. Other attributes are those of `inner`.
 
     It cannot be copied or pickled. Save `state_dict()` and, on each rank, `compression_state_dict()`.
@@ -31,7 +32,7 @@ class Wrapper(HasCompression, Optimizer):
     ):
         # Optimizer.__init__ is not called: it would create its own groups and hooks
         self.inner: Any = inner
-        HasCompression.__init__(self, methods, transport, steps_per_epoch)
+        HasGatheredState.__init__(self, methods, transport, steps_per_epoch)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

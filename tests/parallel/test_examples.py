@@ -62,6 +62,17 @@ def test_libraries_resume_bit_for_bit(tmp_path: Path, script: str) -> None:
     assert resumed == {**whole, "losses": whole["losses"][2:]}
 
 
+@pytest.mark.proof
+def test_one_file_on_rank_0_resumes_bit_for_bit(tmp_path: Path) -> None:
+    runs = {"whole": ("whole", 4), "begun": ("parts", 2), "resumed": ("parts", 4)}
+    found = {}
+    for run, (name, epochs) in runs.items():  # started one by one, since each of them ends its process group
+        (tmp_path / run).mkdir()
+        (found[run],) = ends(torchrun, tmp_path / run, f"train_rank0.py {tmp_path / name} {epochs}")
+    check_training(found["whole"])
+    assert found["resumed"] == {**found["whole"], "losses": found["whole"]["losses"][2:]}
+
+
 def test_the_page_names_every_script() -> None:
     page = (EXAMPLES / "README.md").read_text()
     assert all(f"[{path.name}]({path.name})" in page for path in EXAMPLES.glob("*.py"))

@@ -1,0 +1,84 @@
+"""The states of all ranks in one object, for scripts that save on rank 0 only.
+
+The states pass one after another, on the CPU. Beside its own state a rank holds one of another rank, as bytes and
+as tensors, and rank 0 holds all of them. Every state is sent to all ranks: N states of b bytes take about N b
+bytes of each link.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dgc.comm.collectives import all_gather_object, broadcast_object
+from dgc.engine.redistribute import redistribute
+from dgc.engine.state import HasCompression
+
+RANKS = "ranks"
+
+
+class HasGatheredState(HasCompression):
+    """Adds that rank 0 can save the states of all ranks, and load them."""
+
+    def gather_state(self) -> dict[str, Any] | None:
+        """Return on rank 0 the `compression_state_dict()` of all ranks, and None on the others. Collective.
+
+        Example:
+            >>> gathered = exchange.gather_state()  # on every rank
+            >>> if rank == 0:
+            ...     torch.save({"model": model.state_dict(), "exchange": gathered}, "checkpoint.pt")
+        """
+        own, ranks, states = on_cpu(self.compression_state_dict()), self._ranks, []
+        for rank in range(ranks.size):
+            state = broadcast_object(ranks, own, rank, f"state.gather{rank}")
+            if ranks.rank == 0:
+                states.append(state)
+        return {RANKS: states} if ranks.rank == 0 else None
+
+    def load_gathered(self, gathered: Mapping[str, Any] | None) -> None:
+        """Load this rank's part of what `gather_state` returned on rank 0. Collective.
+
+        Of another number of ranks, the states are redistributed: their mean is unchanged.
+
+        Args:
+            gathered: On rank 0, what `gather_state` returned there. Other ranks may pass None.
+
+        Raises:
+            ValueError: On every rank, if rank 0 has no such state, or as `load_compression_state_dict` and
+                `redistribute` do.
+        """
+        ranks, states, problem = self._ranks, list[dict[str, Any]](), ""
+        parts = all_gather_object(ranks, self.part, "state.parts")
+        if ranks.rank == 0:
+            try:
+                states = states_for(gathered, ranks.size, parts)
+            except ValueError as error:
+                problem = str(error)
+        if problem := broadcast_object(ranks, problem, name="state.problem"):
+            raise ValueError(problem)
+        for rank in range(ranks.size):
+            state = broadcast_object(ranks, states[rank] if states else None, name=f"state.scatter{rank}")
+            if rank == ranks.rank:
+                own = state
+        self.load_compression_state_dict(own)
+
+
+def states_for(gathered: Any, size: int, parts: Any) -> list[dict[str, Any]]:
+    """The state of each of `size` ranks, whose parts of residuals are `parts`."""
+    states = gathered.get(RANKS) if isinstance(gathered, Mapping) else None
+    if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+        raise ValueError(
+            "load_gathered needs on rank 0 what gather_state() returned there, the states of all ranks"
+        )
+    return states if len(states) == size else redistribute(states, size, parts)
+
+
+def on_cpu(value: Any) -> Any:
+    """The same with its tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return {key: on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(on_cpu, value))
+    return value
