@@ -61,9 +61,12 @@ parallel: setup
 # Types and shapes of arguments are checked in every call, which doubles the time of tests of one process.
 # pytest ends with 5 where no test is marked as a proof
 CHECKED := --jaxtyping-packages=dgc,typecheck.checked
+# the oldest and the newest torch on which the adapters' tests are run
+TORCHES ?= 2.4.1 2.14.1
 proof: setup
 	@$(BIN)/python -m pytest $(CHECKED) --ignore tests/parallel
 	@$(BIN)/python -m pytest $(CHECKED) -m proof || test $$? -eq 5
+	@PYTHON=$(BIN)/python bash scripts/torch_versions.sh $(TORCHES)
 
 mutants: setup
 	@$(BIN)/python -m tests.mutants --workers $(WORKERS) --seed $(SEED)

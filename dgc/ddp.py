@@ -38,6 +38,23 @@ from dgc.engine.options import (
     unique_prefix,
 )
 from dgc.engine.state import check_steps_per_epoch
+from dgc.versions import TorchRange
+
+# The private and young names that this file reads of torch. The second ones are options: a version that lacks one
+# cannot have set it. _divide_by_initial_world_size exists only inside join(), _in_backward_optimizers only on the
+# parameters of such optimizers, and _orig_mod only on what torch.compile returns.
+TORCH = TorchRange(
+    "ddp",
+    oldest="2.4",
+    newest="2.14",
+    since={
+        "_build_params_for_reducer": "2.1",
+        "_comm_hooks": "2.1",
+        "parameters_to_ignore": "2.1",
+        "static_graph": "2.1",
+    },
+)
+OPTIONS = {"_delay_all_reduce_params": "2.1", "_use_python_reducer": "2.4", "skip_all_reduce_unused_params": "2.9"}
 
 
 def check_model(model: Any) -> DistributedDataParallel:
@@ -46,11 +63,15 @@ def check_model(model: Any) -> DistributedDataParallel:
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
         raise ValueError(f"compress needs a model in DistributedDataParallel, not {kind}: wrap it first")
+    TORCH.check_version()
+    TORCH.check(model, TORCH.since)
+    TORCH.check(torch._C, ["_current_graph_task_id"])  # since 2.1
+    TORCH.check(torch.autograd.Variable._execution_engine, ["queue_callback"])
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     sparse = [name for name, m in model.module.named_modules() if isinstance(m, embeddings) and m.sparse]
     stepped = [n for n, p in model.module.named_parameters() if hasattr(p, "_in_backward_optimizers")]
 
-    def has(attribute: str) -> bool:  # some versions of torch lack some of them
+    def has(attribute: str) -> bool:  # some versions of torch lack some of OPTIONS
         return bool(getattr(model, attribute, None))
 
     refused = {

@@ -32,11 +32,14 @@ print(json.dumps(found))
 """
 ADAPTERS = """
 import json
+from importlib import import_module
 found = {}
 for name in ("ddp", "fsdp"):
     try:
-        __import__(f"dgc.{name}")
-        found[name] = "works"
+        module = import_module(f"dgc.{name}")
+        torch = getattr(module, "_TORCH", None) or module.TORCH
+        torch.check_version()
+        found[name] = f"works ({torch} were run)"
     except Exception as error:
         found[name] = str(error)
 print(json.dumps(found))
@@ -141,8 +144,8 @@ def problems(facts: Facts) -> Iterator[tuple[str, str]]:
             "install a wheel of dgc-torch, or a C++ compiler and run python -m dgc.kernels.build",
         )
     for name, said in (facts.adapters.answer or {}).items():
-        if said != "works":
-            yield f"dgc.{name} does not load: {said}", "install a PyTorch of the range that docs/ddp.md names"
+        if not str(said).startswith("works"):
+            yield f"dgc.{name} does not load: {said}", "install a PyTorch of the range that docs/torch.md names"
     if facts.versions["horovod"] is not None and facts.horovod.answer is None:
         yield f"Horovod does not load: {facts.horovod.error}", "reinstall it; under torchrun dgc needs no Horovod"
     ranks = facts.two_ranks.answer

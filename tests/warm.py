@@ -206,11 +206,12 @@ if __name__ == "__main__":
     import dgc.comm.connect
     import dgc.compression
     import dgc.ddp
-    import dgc.fsdp
     import dgc.gossip
     import dgc.optim  # noqa: F401
     import train  # noqa: F401
 
+    with suppress(ImportError):  # a torch whose FSDP2 it does not work with
+        import dgc.fsdp  # noqa: F401
     if find_spec("horovod"):
         import horovod.torch  # noqa: F401
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+# first, since it refuses other versions of torch
+from dgc.fsdp.compatibility import TORCH as _TORCH  # noqa: F401
 from dgc.fsdp.exchange import FSDPExchange as FSDPExchange
 from dgc.fsdp.exchange import compress as compress
 from dgc.fsdp.local import ShardedLocalOptimizer as ShardedLocalOptimizer

@@ -9,7 +9,8 @@ each. The last ranks may have fewer rows, or none. The rest of the place is padd
 
 A parameter that is sharded along another dimension has no padding, because FSDP2 requires a multiple of n there.
 
-All attributes of FSDP2 that are not part of its interface are read in this file.
+All attributes of FSDP2 that are not part of its interface are read in this file, and listed in
+compatibility.py.
 """
 
 import weakref
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dgc.comm.collectives import all_gather_object, find_machine_rank
 from dgc.comm.transport import Transport
+from dgc.fsdp.compatibility import CONTEXT, GROUP, PARAMETER, STATE, TORCH
 
 # of each parameter group of FSDP2, a weak reference to what exchanges it
 _owners: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
@@ -69,11 +71,14 @@ class ParameterGroup:
 
     def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int]):
         self.label, self.module = label, module
-        try:
-            groups: list[Any] = list(module._get_fsdp_state()._fsdp_param_groups)
-        except AttributeError:
-            version = torch.__version__
-            raise ValueError(f"dgc.fsdp supports torch 2.13, and not the FSDP2 of torch {version}") from None
+        state = module._get_fsdp_state()
+        TORCH.check(state, STATE)
+        TORCH.check(state._state_ctx, CONTEXT)
+        groups: list[Any] = list(state._fsdp_param_groups)
+        for group in groups:
+            TORCH.check(group, GROUP)
+            for shard in group.fsdp_params:
+                TORCH.check(shard, PARAMETER)
         if len(groups) > 1:
             raise ValueError(
                 f"{label} has {len(groups)} parameter groups (shard_placement_fn with several meshes): FSDP2 has "

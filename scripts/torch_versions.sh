@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs the tests of the adapters on other versions of torch, each in an environment of its own:
+#     bash scripts/torch_versions.sh 2.4.1 2.14.1
+# The environments stay in $TORCH_VENVS, by default ~/.cache/dgc/torch; a CUDA build takes 6 GB.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=${TORCH_VENVS:-$HOME/.cache/dgc/torch}
+export OMP_NUM_THREADS=1
+for version in "$@"; do
+    python=$folder/$version/bin/python
+    if [ ! -f "$folder/$version/.ready" ]; then
+        "${PYTHON:-python3}" -m venv "$folder/$version"
+        "$python" -m pip install --quiet --disable-pip-version-check "torch==$version" "numpy<2.3" jaxtyping==0.3.7 \
+            beartype omegaconf simpleeval==1.0.8 pyyaml tqdm tensorboard scikit-learn pytest==9.0.3 \
+            pytest-timeout==2.4.0 pytest-xdist==3.8.0
+        touch "$folder/$version/.ready"
+    fi
+    echo "torch $version"
+    "$python" -m pytest -q tests/ddp tests/engine tests/optim tests/parallel/test_ddp.py
+    if [ "$(printf '%s\n' 2.13 "$version" | sort -V | head -1)" = 2.13 ]; then  # the oldest of dgc.fsdp
+        "$python" -m pytest -q tests/fsdp tests/parallel/test_fsdp.py
+    fi
+done
