@@ -114,7 +114,7 @@ def record(name: str, trainer: Trainer, compression: CompressionCallback | None)
     (OUT / f"{sys.argv[2]}{RANK}.json").write_text(json.dumps(found))
 
 
-METHODS: dict[str, dict[str, Any]] = {"onebit": {}, "dgc": {}, "powersgd": {"bf16": True}}
+METHODS: dict[str, dict[str, Any]] = {"onebit": {"max_grad_norm": 0.5}, "dgc": {}, "powersgd": {"bf16": True}}
 
 if sys.argv[2] == "begin":
     for method in ("none", "dense", *METHODS):
