@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 from dgc.compression import PowerSGDCompressor
-from dgc.ddp import compress
+from dgc.integrations.accelerate import compress
 from digits import Digits, network
 
 folder, epochs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10
@@ -19,13 +19,12 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 net, data = network(), Digits(rank=0, size=1)  # prepare() divides the batches among the ranks
 sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 model, optimizer, loader = accelerator.prepare(net, sgd, data.loader)
-exchange = compress(model, PowerSGDCompressor(rank=4, num_iters_per_step=2))  # in place of a hook of Accelerate
+exchange = compress(accelerator, model, PowerSGDCompressor(rank=4, num_iters_per_step=2))
 
-newest, rank_file = folder / "newest", f"exchange{accelerator.process_index}.pt"
+newest = folder / "newest"
 start = int(newest.read_text()) if newest.exists() else 0
 if start:
     accelerator.load_state(str(folder / str(start)))
-    exchange.load_compression_state_dict(torch.load(folder / str(start) / rank_file))
 
 losses = []
 for epoch in range(start, epochs):
@@ -42,9 +41,7 @@ for epoch in range(start, epochs):
     accuracy = data.accuracy(net)
     accelerator.print(f"epoch {epoch}: loss {losses[-1]:.4f}, test accuracy {accuracy:.1f} %")
 
-    checkpoint = folder / str(epoch + 1)
-    accelerator.save_state(str(checkpoint))
-    torch.save(exchange.compression_state_dict(), checkpoint / rank_file)  # the residual differs between ranks
+    accelerator.save_state(str(folder / str(epoch + 1)))  # with what each rank has not sent yet
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         newest.write_text(str(epoch + 1))  # last, so that it names a complete checkpoint

@@ -8,26 +8,12 @@ import sys
 from pathlib import Path
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dgc.compression import PowerSGDCompressor
-from dgc.ddp import compress
+from dgc.integrations.lightning import CompressionCallback
 from digits import Digits, network
-
-
-class Compression(Callback):
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.exchange = compress(trainer.strategy.model, PowerSGDCompressor(rank=4, num_iters_per_step=2))
-        if trainer.global_step:  # resumed
-            self.exchange.load_compression_state_dict(torch.load(self.file(trainer)))
-
-    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, object]) -> None:
-        torch.save(self.exchange.compression_state_dict(), self.file(trainer))
-        trainer.strategy.barrier()  # the files of all ranks are complete before the checkpoint is written
-
-    def file(self, trainer: Trainer) -> Path:  # one for each rank, because the residual differs between ranks
-        return Path(trainer.default_root_dir, f"exchange-step{trainer.global_step}-rank{trainer.global_rank}.pt")
 
 
 class Classifier(LightningModule):
@@ -51,7 +37,8 @@ folder, epochs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
 folder.mkdir(parents=True, exist_ok=True)
 ranks = {"num_nodes": int(os.environ["GROUP_WORLD_SIZE"]), "devices": int(os.environ["LOCAL_WORLD_SIZE"])}
 options = {"default_root_dir": folder, "logger": False, "enable_progress_bar": False}
-callbacks = [Compression(), ModelCheckpoint(folder, save_last=True)]
+compression = CompressionCallback(PowerSGDCompressor(rank=4, num_iters_per_step=2))  # saves beside last.ckpt too
+callbacks = [compression, ModelCheckpoint(folder, save_last=True)]
 trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=epochs, callbacks=callbacks, **ranks, **options)
 data, model, losses = Digits(trainer.global_rank, trainer.world_size), Classifier(), list[float]()
 trainer.fit(model, data.loader, ckpt_path="last")

@@ -36,7 +36,8 @@ KINDS: dict[str, type[Contract]] = {
 TRAIN = "dgc_training.train"
 # packages that import nothing outside the standard library but these
 OUTSIDE = {
-    "dgc": {"torch", "numpy", "jaxtyping", "typing_extensions", "horovod", "mpi4py", "triton", "scipy"},
+    "dgc": {"torch", "numpy", "jaxtyping", "typing_extensions", "horovod", "mpi4py", "triton", "scipy"}
+    | {"accelerate", "lightning", "transformers"},  # dgc.integrations
     "dgc_datasets": {"torch", "torchvision", "numpy", "sklearn", "PIL", "sentencepiece", "num2words"},
     "dgc_models": {"torch", "torchvision", "numpy"},
 }

@@ -11,12 +11,12 @@ import warnings
 from hashlib import sha256
 from pathlib import Path
 
-import dgc_datasets.torchvision_compat  # noqa: F401  (Lightning imports torchvision)
+import dgc_datasets.torchvision_compat  # noqa: F401  (Lightning and transformers import torchvision)
 from dgc.launch import started_by
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # as python does for a script
-warnings.filterwarnings("default", module=r"lightning\.")  # it warns of its own code
+warnings.filterwarnings("default", module=r"(lightning|transformers|accelerate)\.")  # they warn of their own code
 out, runs = sys.argv[1:]
 found = []
 for script, *arguments in json.loads(runs):

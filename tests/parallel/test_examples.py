@@ -53,7 +53,8 @@ def test_fsdp2_on_two_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["train_accelerate.py", pytest.param("train_lightning.py", marks=pytest.mark.proof)]
+    "script",
+    ["train_accelerate.py", "train_transformers.py", pytest.param("train_lightning.py", marks=pytest.mark.proof)],
 )
 def test_libraries_resume_bit_for_bit(tmp_path: Path, script: str) -> None:
     runs = [("whole", 6), ("parts", 2), ("parts", 6)]
