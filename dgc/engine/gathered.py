@@ -24,9 +24,10 @@ class HasGatheredState(HasCompression):
         """Return on rank 0 the `compression_state_dict()` of all ranks, and None on the others. Collective.
 
         Example:
-            >>> gathered = exchange.gather_state()  # on every rank
-            >>> if rank == 0:
-            ...     torch.save({"model": model.state_dict(), "exchange": gathered}, "checkpoint.pt")
+            >>> model = DistributedDataParallel(model)
+            >>> exchange = compress(model, PowerSGDCompressor(rank=2))
+            >>> sorted(exchange.gather_state())  # on every rank; rank 0 saves it
+            ['ranks']
         """
         own, ranks, states = on_cpu(self.compression_state_dict()), self._ranks, []
         for rank in range(ranks.size):
