@@ -60,8 +60,13 @@ def stand_for_a_fork(address: str, words: list[str]) -> int:
         own.connect(address)
         socket.send_fds(own, [len(message).to_bytes(4, "big")], [0, 1, 2])
         own.sendall(message)
+
+        def forward(number: int, _: object) -> None:
+            with suppress(OSError):  # the fork has ended, and its status is on the way
+                own.sendall(bytes([number]))
+
         for number in FORWARDED:
-            signal.signal(number, lambda number, _: own.sendall(bytes([number])))
+            signal.signal(number, forward)
         status = own.recv(2, socket.MSG_WAITALL)
         if len(status) == 2 and status[1]:
             if status[1] in FORWARDED:
