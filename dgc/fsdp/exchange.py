@@ -10,10 +10,11 @@ With M machines of L ranks, rank (m, l) has shard l of every parameter. For each
     reduce-scatter   g = mean over the L ranks of machine m, of shard l       by FSDP2, at full precision
     all-reduce hook  mean over the M machines of g, compressed                among the ranks with local rank l
 
-The result is the mean over all M L ranks. The hook takes the gradients out of FSDP2 and leaves zeros. The means
-are added to .grad when backward ends, so that a gradient that is not finite can drop all of them. A group's
-exchange starts in its hook, once all groups before it have started. The first backward pass counts how often each
-group is reduced, and starts all exchanges at its end.
+The result is the mean over all M L ranks. With `set_gradient_divide_factor(f)` it is their sum / f: g is then the
+sum over the L ranks, times M / f. The hook takes the gradients out of FSDP2 and leaves zeros. The means are added
+to .grad when backward ends, so that a gradient that is not finite can drop all of them. A group's exchange starts
+in its hook, once all groups before it have started. The first backward pass counts how often each group is
+reduced, and starts all exchanges at its end.
 
 After an exception in backward, the next pass begins again without the gradients that were taken since the last
 exchange, if no group has started. Otherwise it raises RuntimeError, because ranks may have started other groups.
@@ -84,13 +85,13 @@ class GroupPlan:
     places: tuple[tuple[Place, ...], ...]
     has_gradients: bool = False
 
-    def add(self, output: Tensor) -> None:
-        """Add the result of a reduce-scatter to the gradients in the buckets."""
+    def add(self, output: Tensor, scale: float = 1.0) -> None:
+        """Add the result of a reduce-scatter, times `scale`, to the gradients in the buckets."""
         self.fill()
         for planned, places in zip(self.buckets, self.places, strict=True):
             flat = planned.bucket.flat
             for segment, place in zip(planned.bucket.segments, places, strict=True):
-                flat[segment.offset : segment.offset + segment.numel].add_(place.rows_of(output))
+                flat[segment.offset : segment.offset + segment.numel].add_(place.rows_of(output), alpha=scale)
         self.has_gradients = True
 
     def fill(self) -> None:
@@ -216,7 +217,7 @@ class FSDPExchange(HasGatheredState):
         self._groups = groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
         for group in groups:
             group.check_no_hook()
-        self._name = unique_prefix(transport)
+        self._name, self._machines = unique_prefix(transport), transport.group_size("cross")
         self._plans = plan_groups(groups, route, self._name)
         self._planned = [bucket for plan in self._plans for bucket in plan.buckets]
         cross = CrossMachineTransport(transport)
@@ -261,7 +262,7 @@ class FSDPExchange(HasGatheredState):
             self._begin()
         plan = self._plans[g]
         plan.group.check(output)
-        plan.add(output)
+        plan.add(output, plan.group.scale(self._machines))  # not later: the residual has the unit of .grad
         output.zero_()
         if output.is_cuda:  # FSDP2 may free it while this stream still reads it
             output.record_stream(torch.cuda.current_stream(output.device))

@@ -70,7 +70,7 @@ class ParameterGroup:
     """
 
     def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int]):
-        self.label, self.module = label, module
+        self.label, self.module, self._ranks = label, module, len(ranks)
         state = module._get_fsdp_state()
         TORCH.check(state, STATE)
         TORCH.check(state._state_ctx, CONTEXT)
@@ -139,6 +139,19 @@ class ParameterGroup:
         """Whether this backward pass ends with an exchange between machines: it does not only add gradients."""
         return self._group is not None and self._group.reduce_grads and self._group.all_reduce_grads
 
+    def scale(self, machines: int) -> float:
+        """Return the factor of a reduce-scatter's result whose mean over the machines is the gradient.
+
+        That is the mean over all ranks, or their sum divided by `set_gradient_divide_factor`. FSDP2 divides in the
+        reduce-scatter. With `set_force_sum_reduction_for_comms` it would do so after its hook, when the gradient
+        has been taken already.
+        """
+        factor, sums = self._group.gradient_divide_factor, self._group.force_sum_reduction_for_comms
+        is_divided = not sums or self._ranks == 1  # of one rank FSDP2 divides the gradient itself
+        if factor is None:
+            return 1.0 if is_divided else 1 / self._ranks
+        return machines if is_divided else machines / factor
+
     def check_not_replaced(self, since: str) -> None:
         """Raise RuntimeError if parameters were replaced. since: what the user has called of dgc.fsdp."""
         if any(s.sharded_param is not p for s, p in zip(self._shards, self.parameters, strict=True)):
@@ -165,12 +178,7 @@ class ParameterGroup:
             )
 
     def check(self, output: Tensor) -> None:
-        """Raise RuntimeError if a reduce-scatter's result, a setting of FSDP2 or another hook does not fit."""
-        if self._group.gradient_divide_factor is not None or self._group.force_sum_reduction_for_comms:
-            raise RuntimeError(
-                "set_gradient_divide_factor and set_force_sum_reduction_for_comms are not supported with "
-                "dgc.fsdp: gradients are averaged over all ranks"
-            )
+        """Raise RuntimeError if a reduce-scatter's result or another hook does not fit."""
         if output.dtype == torch.float16:
             raise RuntimeError(
                 f"{self.label} reduces gradients in fp16, which FSDP2 divides only after its hook: pass "

@@ -22,6 +22,13 @@ def test_ratio_1_equals_hsdp(group: Group) -> None:
             assert difference < rounding.get(name, 2e-6), (name, difference)
 
 
+def test_gradients_that_fsdp2_does_not_average_are_those_of_hsdp(group: Group) -> None:
+    for own in run(group, worker.divided):
+        assert len(own) == 5
+        for name, difference in own.items():
+            assert difference < 2e-6, (name, difference)
+
+
 def test_a_method_runs_between_machines_on_local_rows(group: Group) -> None:
     # of the second rows, reduce_scatter would send more bytes than the dense sum, which takes its place
     without_error = {"qsgd"}, {"qsgd", "reduce_scatter"}
