@@ -23,7 +23,7 @@ data. Undetermined directions are random.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 from zlib import crc32
 
@@ -33,7 +33,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.arguments import checked
-from dgc.bucket import Bucket
+from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.matrices import (
@@ -307,6 +307,10 @@ class PowerSGDCompressor(Compressor):
         K, square = num_iters_per_step if mode == "residual" else 2, mode == "square"
         self._rule = CompressionRule(rank, K, min_compression_rate, square, start, accordion)
         self._wire = CastValues(wire)
+
+    def too_small(self, bucket: Bucket) -> list[Segment]:
+        dense = [bucket.segments[i] for i in self._rule.layout(bucket, self._rule.start, Regime()).dense]
+        return [s for s in dense if len(s.shape) > 1 and min(s.shape[0], prod(s.shape[1:])) <= self.rank]
 
     def init(self, bucket: Bucket, size: int, rank: int) -> PowerSGDState:
         empty = PowerSGDState(

@@ -123,6 +123,10 @@ class Compressor(ABC):
         """Whether this compressor handles the tensor."""
         return True
 
+    def too_small(self, bucket: Bucket) -> list[Segment]:
+        """Return the tensors that are sent whole, because what the method sends of them would be as large."""
+        return []
+
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
         """Return the state of a bucket before the first step, on rank `rank` of `size`."""
         return State(size, rank)

@@ -1,5 +1,6 @@
 """Assignment of gradients to buckets, each with its compressor and its parameters."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -147,7 +148,22 @@ def keep_states(
     for plan in planned:
         plan.states = kept.setdefault(id(plan.compressor), BucketStates(plan.compressor))
         plan.states.add(plan.bucket, size, rank)
+    if rank == 0:
+        warn_of_dense(planned)
     return list(kept.values())
+
+
+def warn_of_dense(planned: Sequence[PlannedBucket]) -> None:
+    """Warn if most of what is exchanged is in tensors of which a method cannot save anything."""
+    dense = [(plan.compressor, s) for plan in planned for s in plan.compressor.too_small(plan.bucket)]
+    total, elements = sum(len(p.bucket.segments) for p in planned), sum(p.bucket.numel for p in planned)
+    if 2 * sum(s.numel for _, s in dense) > elements:
+        warnings.warn(
+            f"{dense[0][0].class_name} sends {len(dense)} of {total} tensors dense, such as {dense[0][1].name}: "
+            "their rank is at most its own, as that of LoRA's factors, so that it saves nothing. Use a smaller "
+            "rank, or a method that needs no matrices, such as 1-bit Adam (docs/methods.md)",
+            stacklevel=5,
+        )
 
 
 def states_in_order(

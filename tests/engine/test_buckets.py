@@ -1,13 +1,15 @@
 """Assignment of gradients to buckets, and their layout."""
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 from dgc.bucket import make_bucket
-from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
-from dgc.engine.buckets import MEGABYTE, describe, plan_buckets
+from dgc.compression import DenseCompressor, DGCCompressor, PowerSGDCompressor, Route, Rule
+from dgc.engine.buckets import MEGABYTE, describe, keep_states, plan_buckets
 from dgc.memory import NoMemory
 
 DENSE = DenseCompressor()
@@ -123,3 +125,31 @@ def test_bad_bucket_size() -> None:
     for size in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="bucket_mb"):
             plan_buckets(parameters(3), lambda segment: DENSE, size, "x")
+
+
+def dense_of(rank: int, compressor: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The warnings of rank `rank` about a model with these parameters, in several buckets."""
+    named = [(name, torch.zeros(shape)) for name, shape in shapes.items()]
+    planned = plan_buckets(named, lambda segment: compressor, 0.002, "p")
+    assert len(planned) > 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keep_states(planned, 2, rank)
+    return [str(warning.message) for warning in caught]
+
+
+def test_one_warning_says_how_many_tensors_are_too_small_for_powersgd() -> None:
+    lora = {f"{layer}.{name}": shape for layer in "012" for name, shape in (("A", (4, 64)), ("B", (64, 4)))}
+    (told,) = dense_of(0, PowerSGDCompressor(4), {**lora, "bias": (64,)})
+    assert told.startswith(
+        "PowerSGDCompressor sends 6 of 7 tensors dense, such as 2.B: their rank is at most its own"
+    )
+    for rank, compressor, shapes in (
+        (1, PowerSGDCompressor(4), lora),  # another rank says it
+        (0, PowerSGDCompressor(1), lora),
+        (0, PowerSGDCompressor(4, min_compression_rate=0), lora),
+        (0, DenseCompressor(), lora),
+        (0, PowerSGDCompressor(4), {**lora, "first": (64, 64)}),  # most elements are compressed
+        (0, PowerSGDCompressor(4), {"a": (3000,), "b": (3000,)}),  # no matrices
+    ):
+        assert dense_of(rank, compressor, shapes) == []
