@@ -1,4 +1,5 @@
-"""Adapters to trainers of other projects, one module for each: `dgc.integrations.transformers`, `.lightning` and
-`.accelerate`. Each imports its library, so `import dgc.integrations` imports none. They call `dgc.ddp.compress` in
-the right place, and save what each rank has not sent yet beside the trainer's own checkpoints.
+"""Adapters to trainers of other projects, one module for each: `dgc.integrations.transformers`, `.lightning`,
+`.accelerate` and `.torchtitan`. Each imports its library, so `import dgc.integrations` imports none. They call
+`compress` of `dgc.ddp` or `dgc.fsdp` in the right place, and save what each rank has not sent yet with the
+trainer's own checkpoints.
 """

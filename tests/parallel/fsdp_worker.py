@@ -3,8 +3,10 @@
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.bucket import make_bucket
@@ -36,6 +38,7 @@ from dgc.compression import (
 from dgc.engine.state import BucketStates
 from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
 from dgc.gossip import SGP, HierarchicalGossip
+from dgc.integrations.torchtitan import compressed
 from dgc.local import Nesterov, OuterSteps, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, LocalOptimizer
@@ -224,6 +227,86 @@ def divided(transport: Any) -> Finding:
         found[f"{factor} {'sums' if sums else ''}"] = float((whole(model) - whole(native)).norm() / change)
         exchange.close()
     return found
+
+
+@dataclass
+class Spec:
+    """The part of torchtitan's ModelSpec that matters."""
+
+    parallelize_fn: Any
+    post_optimizer_build_fn: Any = None
+
+
+class Titan:
+    """What torchtitan 0.3.0 does of a Trainer.Config until it trains, and a step of its loop."""
+
+    def __init__(self, transport: Any, make: Any = None, **dims: Any):
+        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "local"))
+
+        def parallelize(model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, rest: str) -> Any:
+            sharded = shard(model, square if parallel_dims.dp_replicate_enabled else mesh_of(transport))
+            for module in (model[0], model[2], model):
+                module.set_gradient_divide_factor(1.0)
+                if make is None:
+                    module.set_force_sum_reduction_for_comms(True)
+            assert rest == "rest"
+            return sharded
+
+        training = SimpleNamespace(disable_cuda_graphs=False)
+        parallelism = SimpleNamespace(spmd_backend="spmd_types")
+        config = SimpleNamespace(model_spec=Spec(parallelize), training=training, parallelism=parallelism)
+        if make is not None:
+            config = compressed(config, make())
+        off = dict.fromkeys(("pp_enabled", "tp_enabled", "cp_enabled", "ep_enabled"), False)
+        own = SimpleNamespace(**{"dp_replicate_enabled": True, "dp_replicate": 2, **off, **dims})
+        with torch.device("meta"):
+            model = network()
+        self.model = config.model_spec.parallelize_fn(
+            model, parallel_dims=own, training=training, parallelism=parallelism, rest="rest"
+        )
+        self.model.to_empty(device="cpu")
+        start = network().state_dict()
+        for name, p in self.model.named_parameters():
+            with torch.no_grad():
+                p.copy_(distribute_tensor(start[name], p.device_mesh, p.placements))
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.optimizers: Any = SimpleNamespace(
+            state_dict=lambda: deepcopy(self.inner.state_dict()), load_state_dict=self.inner.load_state_dict
+        )
+        if config.model_spec.post_optimizer_build_fn:
+            config.model_spec.post_optimizer_build_fn(self.optimizers, [self.model], own)
+
+    def train(self, inputs: Sequence[Tensor]) -> Tensor:
+        train(self.model, self.inner, inputs)
+        return whole(self.model)
+
+
+def torchtitan(transport: Any) -> Finding:
+    """Its sums are those of HSDP, and its optimizers' state has what this rank has not sent."""
+    inputs = batches(6, transport.rank)
+    start, native = whole(sharded(transport)), Titan(transport).train(inputs)
+    dense = Titan(transport, DenseCompressor)
+    difference = (dense.train(inputs) - native).norm() / (native - start).norm()
+    run = Titan(transport, top_k)
+    run.train(inputs[:3])
+    model, state = run.model.state_dict(), deepcopy(run.optimizers.state_dict())
+    model = {name: tensor.to_local().clone() for name, tensor in model.items()}
+    end = run.train(inputs[3:])
+    again = Titan(transport, top_k)
+    with torch.no_grad():
+        for name, p in again.model.named_parameters():
+            p.to_local().copy_(model[name])
+    again.optimizers.load_state_dict(state)
+    assert torch.equal(again.train(inputs[3:]), end)
+    for at in (dense, run, again):
+        at.optimizers.exchange.close()
+    other = told(lambda: Titan(transport, top_k, dp_replicate=4), ValueError)
+    return {
+        "difference": float(difference),
+        "error": run.optimizers.exchange.error_norm(),
+        "other": other,
+        "keys": [key for key in state if "exchange" in key],
+    }
 
 
 # --- the method between machines ------------------------------------------------------------------

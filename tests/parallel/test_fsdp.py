@@ -29,6 +29,12 @@ def test_gradients_that_fsdp2_does_not_average_are_those_of_hsdp(group: Group) -
             assert difference < 2e-6, (name, difference)
 
 
+def test_torchtitans_sums_are_those_of_hsdp_and_its_optimizers_keep_what_is_not_sent(group: Group) -> None:
+    for rank, own in enumerate(run(group, worker.torchtitan)):
+        assert own["difference"] < 2e-6 and own["error"] > 0 and own["keys"] == [f"dgc.exchange.rank{rank}"]
+        assert own["other"].endswith("set --parallelism.data_parallel_replicate_degree 2")
+
+
 def test_a_method_runs_between_machines_on_local_rows(group: Group) -> None:
     # of the second rows, reduce_scatter would send more bytes than the dense sum, which takes its place
     without_error = {"qsgd"}, {"qsgd", "reduce_scatter"}
