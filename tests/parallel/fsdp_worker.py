@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from parallel.found import Finding, digest, told
+from states import assert_equal
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -581,6 +582,13 @@ def saved_and_loaded(transport: Any, folder: Path) -> Finding:
     train(model, optimizer, inputs[4:])
     exchange.close()
     found |= {"loaded": digest([whole(model)]), "loaded error": exchange.error_norm()}
+
+    whole_state, own_state = exchange.gather_state(), exchange.compression_state_dict()
+    assert (whole_state is None) == (transport.rank > 0)
+    again = build()[2]
+    again.load_gathered(whole_state)
+    assert_equal(again.compression_state_dict(), own_state)
+    again.close()
 
     states = all_gather_object(transport, torch.load(own))
     found["whose"] = [told(partial(exchange.load_compression_state_dict, state), ValueError) for state in states]

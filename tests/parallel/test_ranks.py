@@ -16,6 +16,7 @@ TWO = pytest.mark.parametrize("group", [pytest.param((mpirun, 2), id="mpirun-2")
 
 def check_quick(group: Group) -> None:
     group.run(worker.requests, hierarchical=True)
+    group.run(worker.gathered)
     found = group.run(worker.every_compressor)
     assert found == [found[0]] * group.size, "a rank has another model"
     for name, result in found[0].items():

@@ -4,11 +4,14 @@ import atexit
 import os
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
+from optim import nets
 from optim.nets import dgc, dgc_sgd, wrap
 from parallel.found import Finding, digest, told
+from states import assert_equal
 
 from dgc import kernels, paper
 from dgc.comm import (
@@ -75,6 +78,27 @@ def requests(transport: Any) -> None:
     assert meter.payload_bytes == 2 * world.meters[rank].payload_bytes
     assert all_gather_object(transport, "x" * rank) == ["x" * r for r in range(size)]
     assert broadcast_object(transport, {"from": rank}, root=size - 1) == {"from": size - 1}
+
+
+def gathered(transport: Any) -> None:
+    """A run that loads the states of all ranks from rank 0 has the bits of the run that gathered them."""
+    model = nets.net()
+    optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1))
+    nets.train(model, optimizer, range(3), transport.rank)
+    states = optimizer.gather_state()
+    assert (states is None) == (transport.rank > 0)
+    own, saved = optimizer.compression_state_dict(), nets.values(model)
+    inner = deepcopy(optimizer.state_dict())
+    nets.train(model, optimizer, range(3, 6), transport.rank)
+    again = nets.net()
+    other = wrap(again, transport, dgc_sgd, compression=dgc(0.1))
+    again.load_state_dict(saved)
+    other.load_state_dict(inner)
+    other.load_gathered(states)
+    assert_equal(other.compression_state_dict(), own)
+    nets.train(again, other, range(3, 6), transport.rank)
+    nets.assert_same(again, model, exactly=True)
+    assert other.error_norm() > 0
 
 
 def clipped(ratio: float, **options: Any) -> DGCCompressor:
