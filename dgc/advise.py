@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None, connect: Callable[..., Transport] = 
             cluster = Cluster(transport, *measure_network(transport, device, args.repeats))
         advise(args, shape, make, cluster, device, busy)
     except ValueError as error:
-        if started is None or started.rank == 0:
-            print(f"advise: {error}", file=sys.stderr)
+        where = "" if started is None or started.rank == 0 else f"rank {started.rank}: "
+        print(f"advise: {where}{error}", file=sys.stderr)
         return 2
     return 0
 

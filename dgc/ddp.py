@@ -40,9 +40,10 @@ from dgc.engine.options import (
 from dgc.engine.state import check_steps_per_epoch
 from dgc.versions import TorchRange
 
-# The private and young names that this file reads of torch. The second ones are options: a version that lacks one
-# cannot have set it. _divide_by_initial_world_size exists only inside join(), _in_backward_optimizers only on the
-# parameters of such optimizers, and _orig_mod only on what torch.compile returns.
+# The private and young names that this file reads of torch. Others may be absent: a version without the options
+# _delay_all_reduce_params (2.1), _use_python_reducer (2.4) and skip_all_reduce_unused_params (2.9) cannot have set
+# them, _divide_by_initial_world_size exists only inside join(), _in_backward_optimizers only on the parameters of
+# such optimizers, and _orig_mod only on what torch.compile returns.
 TORCH = TorchRange(
     "ddp",
     oldest="2.4",
@@ -54,7 +55,6 @@ TORCH = TorchRange(
         "static_graph": "2.1",
     },
 )
-OPTIONS = {"_delay_all_reduce_params": "2.1", "_use_python_reducer": "2.4", "skip_all_reduce_unused_params": "2.9"}
 
 
 def check_model(model: Any) -> DistributedDataParallel:
@@ -71,7 +71,7 @@ def check_model(model: Any) -> DistributedDataParallel:
     sparse = [name for name, m in model.module.named_modules() if isinstance(m, embeddings) and m.sparse]
     stepped = [n for n, p in model.module.named_parameters() if hasattr(p, "_in_backward_optimizers")]
 
-    def has(attribute: str) -> bool:  # some versions of torch lack some of OPTIONS
+    def has(attribute: str) -> bool:  # some versions of torch lack some options
         return bool(getattr(model, attribute, None))
 
     refused = {

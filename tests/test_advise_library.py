@@ -170,6 +170,7 @@ def test_the_doctor_names_each_problem_with_its_cure(capsys: pytest.CaptureFixtu
             assert problem in said and cure
 
 
+@pytest.mark.proof  # ten seconds of processes
 def test_the_doctor_examines_this_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     out = capsys.readouterr().out

@@ -144,7 +144,7 @@ def measure_all(
             build = build_of(method)
             barrier(transport, f"advise.{method.name}")
             candidate = measure_candidate(method, build, workload, transport.size, transport.local_size, repeats)
-        except (ValueError, TypeError, OverflowError) as error:
+        except ValueError as error:
             refused[method.name] = "; ".join(str(error).splitlines())
             continue
         own = candidate.compute

@@ -25,24 +25,24 @@ class Method:
     Attributes:
         name: Its name.
         usage: Words that ask for it: a constructor in Python or, for train.py, config files after an experiment.
+        corrects_momentum: Whether it applies the momentum of SGD before compression, in place of the optimizer.
+        is_low_rank: Whether its bytes grow with the sides of a matrix, and not with its elements.
+        averages_models: Whether each rank trains a model of its own, which it averages with others.
         for_adam: Whether it goes with Adam and AdamW only.
         not_with_adam: Why it does not go with them. Empty: it does.
     """
 
     name: str
     usage: tuple[str, ...] = ()
+    corrects_momentum: bool = False
+    is_low_rank: bool = False
+    averages_models: bool = False
     for_adam: bool = False
     not_with_adam: str = ""
-
-    @property
-    def averages_models(self) -> bool:
-        """Whether each rank trains a model of its own, which it averages with others."""
-        return self.name in GOSSIP
 
 
 HALVES = ("fp16", "bf16")
 UNCOMPRESSED = ("dense", *HALVES)  # what a method must be faster than
-GOSSIP = ("sgp", "sgp-fp16")
 ADAM = ("adam", "adamw")
 SIZES = "its updates differ in size from step to step, and Adam divides by that: docs/language.md"
 ONE_SCALE = "one scale for a whole tensor replaces the second moments of its elements: docs/methods.md"
@@ -51,25 +51,26 @@ METHODS = (
     Method("dense", ("DenseCompressor()",)),
     Method("fp16", ("FP16Compressor()",)),
     Method("bf16", ("BF16Compressor()",)),
-    Method("dgc-fp32-int64", ("DGCCompressor(0.001)",)),
-    Method("dgc-fp16-packed", ('DGCCompressor(0.001, values="fp16", indices="packed")',)),
-    Method("dgc-sign-rice", ('DGCCompressor(0.001, values="sign", indices="rice")',)),
+    Method("dgc-fp32-int64", ("DGCCompressor(0.001)",), corrects_momentum=True),
+    Method("dgc-fp16-packed", ('DGCCompressor(0.001, values="fp16", indices="packed")',), corrects_momentum=True),
+    Method("dgc-sign-rice", ('DGCCompressor(0.001, values="sign", indices="rice")',), corrects_momentum=True),
     Method(
         "dgc-reduce-scatter",
         ('DGCCompressor(0.001, values="fp16", indices="int32", exchange="reduce_scatter")',),
+        corrects_momentum=True,
     ),
-    Method("powersgd-1", ("PowerSGDCompressor(rank=1)",)),
-    Method("powersgd-2", ("PowerSGDCompressor(rank=2)",)),
-    Method("powersgd-4", ("PowerSGDCompressor(rank=4)",)),
+    Method("powersgd-1", ("PowerSGDCompressor(rank=1)",), is_low_rank=True),
+    Method("powersgd-2", ("PowerSGDCompressor(rank=2)",), is_low_rank=True),
+    Method("powersgd-4", ("PowerSGDCompressor(rank=4)",), is_low_rank=True),
     Method("2bit-adaptive", ("ThresholdCompressor(bits=2, threshold=None)",), not_with_adam=SIZES),
     Method("scaled-sign", ("ScaledSignCompressor(error_feedback=True)",), not_with_adam=ONE_SCALE),
     Method("onebit-adam", ("OneBitAdamCompressor(FP16Compressor())",), for_adam=True),
     Method("dgc-adam", ('DGCAdamCompressor(0.01, indices="int32")',), for_adam=True),
-    Method("sgp", ("SGP()",)),
-    Method("sgp-fp16", ("SGP(message=HalfPrecisionMessage())",)),
+    Method("sgp", ("SGP()",), averages_models=True),
+    Method("sgp-fp16", ("SGP(message=HalfPrecisionMessage())",), averages_models=True),
 )
 NAMES = tuple(method.name for method in METHODS)
-CORRECTS_MOMENTUM = ("dgc-fp32-int64", "dgc-fp16-packed", "dgc-sign-rice", "dgc-reduce-scatter")
+GOSSIP = tuple(method.name for method in METHODS if method.averages_models)
 
 
 def unfit(method: Method, optimizer: str, is_adam: bool) -> str | None:
@@ -80,7 +81,7 @@ def unfit(method: Method, optimizer: str, is_adam: bool) -> str | None:
         optimizer: Its name, for the message.
         is_adam: Whether it is Adam or AdamW.
     """
-    if is_adam and method.name in CORRECTS_MOMENTUM:
+    if is_adam and method.corrects_momentum:
         return f"with {optimizer}, momentum is not corrected: dgc-adam takes its place"
     if is_adam:
         return f"with {optimizer}, {method.not_with_adam}" if method.not_with_adam else None
@@ -106,7 +107,7 @@ def builder(method: Method, optimizer: str, gradients: Mapping[str, Tensor]) -> 
         elif optimizer in ADAM:
             inner = (torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW)(parameters)
         else:
-            kind = DGCSGD if method.name in CORRECTS_MOMENTUM else torch.optim.SGD
+            kind = DGCSGD if method.corrects_momentum else torch.optim.SGD
             inner = kind(parameters, lr=0.1, momentum=0.9)
         after_dense_steps(inner, model, gradients)
         if method.averages_models:

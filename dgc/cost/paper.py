@@ -83,7 +83,7 @@ def candidate_on_paper(
     count = 1 if method.averages_models else shape.layers
     times = shape.parameters / count / sum(p.numel() for p in workload.model.parameters())
     times *= sum(of.total("payload") for of in steps) / (len(steps) * layer.total("payload"))
-    times *= min(1.0, WIDEST / shape.width) if method.name.startswith("powersgd") else 1.0
+    times *= min(1.0, WIDEST / shape.width) if method.is_low_rank else 1.0
     buckets = tuple(tuple(grown(of, times) for of in bucket) for bucket in layer.buckets)
     ready = tuple((i + 1) / count for i in range(count) for _ in buckets)
     traffic = replace(layer, buckets=buckets * count, elements=layer.elements * count)

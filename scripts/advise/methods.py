@@ -24,7 +24,7 @@ ADAM = ("torch.optim.Adam", "torch.optim.AdamW")
 
 def unfit(method: Method, optimizer: str) -> str | None:
     """Why a method does not go with an experiment's optimizer, by its `_target_`. None: it does."""
-    if method.name in methods.CORRECTS_MOMENTUM:
+    if method.corrects_momentum:
         return None  # its config files refuse an optimizer that it does not fit
     return methods.unfit(method, optimizer, is_adam=optimizer in ADAM)
 

@@ -8,7 +8,7 @@ import pytest
 from parallel.ranks import torchrun
 
 WORKER = Path(__file__).with_name("integrations_worker.py")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.proof]
 
 
 def test_a_killed_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
