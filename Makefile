@@ -6,8 +6,8 @@ export VENV PYTHON GPU SYSTEM_MPI HOROVOD
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types unit parallel proof mutants docs gpu doctor clean
 
-# processes that share the tests
-WORKERS ?= $(shell nproc)
+# processes that share the tests: as many as there are cores, of which nproc reports OMP_NUM_THREADS if it is set
+WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
 # another one draws other faults
 SEED ?= 1
 BIN := $(abspath $(VENV))/bin

@@ -1,0 +1,270 @@
+"""Time to encode and to decode by every method, compared with the memory that must be moved.
+
+    python -m benchmarks.methods [--elements 25 100] [--tensors 24] [--ranks 4] [--threads 2] [--methods qsgd dgc]
+    python -m benchmarks.methods --elements 1 10 100 400 --tensors 1 30 300 3000 --methods dgc qsgd powersgd-4
+
+One bucket has --elements million elements in --tensors equal matrices. The conversation of one rank of --ranks
+runs without a transport. The replies to its requests are copies of what it sends, made outside the measured time.
+
+encode    from the gradient to the last request, with all that lies between requests. Floor: the time to read the
+          gradient, to read and write each error state and momentum, and to write what is sent and read what is
+          received before the last request
+decode    from the last replies to the mean in the bucket. Floor: the time to read them, and to fill the bucket
+floors    the bytes of memory that is read and written in turn move at the rate of v.add_(g), 12 bytes per
+          element; those that are only written at the rate of a fill, those only read at the rate of a sum
+peer      what the strongest known program needs for encode and decode together, as a multiple of ours: torch's
+          hooks, torch.topk with error feedback, or the definition of the method in plain PyTorch
+
+Methods, floors and peers alternate within each round, in random order. A ratio is the median over rounds of the
+ratio within a round. ns are nanoseconds per element of both, us microseconds per tensor. docs/results.md has the
+reason of each ratio above 3. The output is a table for each size and a last line of JSON.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import dgc.kernels as kernels
+from benchmarks.harness import Table, add_methods, in_turns, middle, options, print_json, ratio
+from benchmarks.powersgd_step import Hook, power_sgd_hook
+from benchmarks.step_methods import Eager, Stateful
+from dgc.bucket import Bucket, lay_out
+from dgc.comm.requests import next_requests
+from dgc.cost import AlikeRanks
+from dgc.engine.state import BucketStates
+from scripts.methods import build
+
+TAKES = "8 min"
+CODES = """
+    fp16 bf16 2bit 1bit 2bit-gather 2bit-scatter 2bit-adaptive signsgd signum scaled-sign onebit double-squeeze
+    qsgd terngrad natural blockwise
+""".split()
+SPARSE = """
+    dgc dgc-1-percent dgc-sign-rice dgc-int8-rice topk threshold-v chunks random-k random-block dgc-residual
+    sparseloco
+""".split()
+NAMES = [*CODES, *SPARSE, "powersgd-1", "powersgd-2", "powersgd-4", "svd", "atomo"]
+DEFAULT = NAMES[:-2]  # decompositions of whole matrices take minutes
+MILLION = 10**6
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Clock = Callable[[], float]
+
+
+class Method:
+    """One bucket of a method on the last of some ranks, whose replies are those of equal ranks."""
+
+    def __init__(self, name: str, tensors: Sequence[tuple[str, Tensor]], ranks: int, clock: Clock):
+        method = build(name)
+        self.bucket = Bucket("bucket", lay_out(tensors), torch.float32, torch.device("cpu"))
+        self.states = BucketStates(getattr(method, "compression", method))
+        self.states.add(self.bucket, ranks, ranks - 1)
+        self.clock, self._ranks = clock, AlikeRanks(ranks)
+        self._kept: dict[tuple[int, int], list[Tensor]] = {}
+        self.sent = self.between = self.received = 0  # bytes of the last step; received: of the last round
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of error states and momenta."""
+        tables = self.states[self.bucket].saved(self.bucket)
+        values = [value for table in tables.values() for value in table.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def step(self, gradient: Tensor) -> tuple[float, float]:
+        """Seconds of encoding and of decoding."""
+        for i, s in enumerate(self.bucket.segments):
+            self.bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel])
+        self.sent = self.received = received = 0
+        conversation, seconds, replies = self.states.reduce(self.bucket), [], None
+        while True:
+            start = self.clock()
+            try:
+                requests = next_requests(conversation, replies)
+            except StopIteration as stop:
+                seconds.append(self.clock() - start)
+                assert stop.value.nonfinite is None
+                self.between = received - self.received
+                return sum(seconds[:-1]), seconds[-1]
+            seconds.append(self.clock() - start)
+            answers = [self._ranks.reply(request) for request in requests]
+            self.received = 0
+            replies = tuple(self._copied(len(seconds), i, answer) for i, answer in enumerate(answers))
+            received += self.received
+            self.sent += sum(request.tensor.nbytes for request in requests)  # type: ignore[union-attr, misc]
+
+    def _copied(self, round_: int, i: int, answer: Any) -> Any:
+        parts = [answer] if isinstance(answer, Tensor) else list(answer)
+        kept = self._kept.setdefault((round_, i), [torch.empty_like(part) for part in parts])
+        for own, part in zip(kept, parts, strict=True):
+            own.copy_(part)
+        self.received += sum(own.nbytes for own in kept)
+        return kept[0] if isinstance(answer, Tensor) else tuple(kept)
+
+
+class Floors:
+    """Seconds per byte: of v.add_(g), of a fill, and of a sum."""
+
+    def __init__(self, numel: int, clock: Clock):
+        self.g, self.v, self.clock = torch.zeros(numel), torch.zeros(numel), clock
+
+    def measure(self) -> tuple[float, float, float]:
+        start = self.clock()
+        self.v.add_(self.g)
+        updated = self.clock()
+        self.v.zero_()
+        filled = self.clock()
+        self.g.view(torch.int64).sum()
+        return (updated - start) / 3 / self.g.nbytes, (filled - updated) / self.g.nbytes, self._read(filled)
+
+    def _read(self, start: float) -> float:
+        return (self.clock() - start) / self.g.nbytes
+
+    def of(self, method: Method, rates: tuple[float, float, float]) -> tuple[float, float]:
+        """Seconds of encoding and of decoding at these rates."""
+        update, fill, read = rates
+        state, gradient = method.state_bytes, self.g.nbytes
+        encode = (2 * state + gradient) * update if state else gradient * read
+        encode += method.sent * fill + method.between * read
+        return encode, method.received * read + gradient * fill
+
+
+class TopK(Stateful):
+    """torch.topk of each tensor with error feedback."""
+
+    def __init__(self, layout: Any, share: float):
+        super().__init__(layout, "cpu")
+        self.share = share
+
+    def step(self, gradients: list[Tensor]) -> None:
+        for g, v, sizes in zip(gradients, self.v, self.sizes, strict=True):
+            v.add_(g)
+            for part in v.split(sizes):
+                chosen = torch.topk(part.abs(), max(1, round(self.share * part.numel())), sorted=False).indices
+                part.index_fill_(0, chosen, 0.0)
+
+
+def peer_of(name: str, method: Method, clock: Clock) -> tuple[str, Callable[[Tensor], float]]:
+    """The strongest known program that does the same: its name, and the seconds of its step."""
+    layout, world = [method.bucket.segments], dist.group.WORLD
+    assert world is not None, "torch's hooks need the process group that main() makes"
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    if name in hooks or name.startswith("powersgd-"):
+        rank = int(name.rpartition("-")[2]) if name not in hooks else 0
+        hook = power_sgd_hook(rank, True) if rank else partial(hooks[name], world)
+        own = Hook([method.bucket], hook)
+        return "torch's hook", lambda g: own.step([g])
+    shares = {"topk": 0.01, "dgc-residual": 0.01, "sparseloco": 1 / 64}
+    if name in shares or name.startswith("dgc"):
+        eager = TopK(layout, shares[name]) if name in shares else Eager(layout, ratio_of(name), 0.9, "cpu")
+
+        def step(g: Tensor) -> float:
+            start = clock()
+            eager.step([g])
+            return clock() - start
+
+        return ("torch.topk" if name in shares else "the original's steps"), step
+
+    def plain(g: Tensor) -> float:
+        kernels.use("reference")
+        try:
+            return sum(reference.step(g))
+        finally:
+            kernels.use("auto")
+
+    tensors = [(s.name, torch.empty(s.shape, device="meta")) for s in method.bucket.segments]
+    reference = Method(name, tensors, method._ranks.size, clock)
+    return "plain PyTorch", plain
+
+
+def ratio_of(name: str) -> float:
+    return 0.01 if name == "dgc-1-percent" else 0.001
+
+
+def matrices(numel: int, tensors: int) -> list[tuple[str, Tensor]]:
+    """Equal matrices of about `numel` elements in all, on no device."""
+    columns = 1 << (isqrt(max(1, numel // tensors)).bit_length() - 1)
+    shape = max(1, numel // tensors // columns), columns
+    return [(f"matrix{i}", torch.empty(shape, device="meta")) for i in range(tensors)]
+
+
+def measure(method: Method, peer: Callable[[Tensor], float] | None, rounds: int, clock: Clock) -> dict[str, Any]:
+    """The row of a method: milliseconds, and ratios to the floors and to the peer."""
+    generator = torch.Generator().manual_seed(0)
+    numel = method.bucket.numel
+    pool = torch.randn(numel + 64, generator=generator)
+    floors = Floors(numel, clock)
+
+    def gradient(number: int) -> Tensor:
+        return pool[number % 4 * 16 :][:numel]
+
+    works: dict[str, Callable[[int], Any]] = {
+        "method": lambda number: method.step(gradient(number)),
+        "floors": lambda number: floors.measure(),
+    }
+    if peer is not None:
+        works["peer"] = lambda number: peer(gradient(number))
+    found = in_turns(works, rounds, warm_up=3, slow=["peer"])
+    times, least = found["method"], {i: floors.of(method, rates) for i, rates in found["floors"].items()}
+    row: dict[str, Any] = {"payload_bytes": method.sent}
+    for i, what in enumerate(("encode", "decode")):
+        own, floor = ({number: 1e3 * both[i] for number, both in of.items()} for of in (times, least))
+        row |= {f"{what}_ms": middle(own), f"{what}_floor_ms": middle(floor), what: ratio(own, floor)}
+    whole = {number: sum(both) for number, both in times.items()}
+    row["step"] = ratio(whole, {number: sum(both) for number, both in least.items()})
+    row["ns"] = 1e9 * middle(whole) / numel
+    row["us_per_tensor"] = 1e6 * middle(whole) / len(method.bucket.segments)
+    if peer is not None:
+        row["peer"] = ratio(found["peer"], whole)
+    return row
+
+
+def main() -> None:
+    parser = options("benchmarks.methods", __doc__)
+    add_methods(parser, NAMES, DEFAULT)
+    parser.add_argument("--elements", type=float, nargs="+", default=[25, 100], help="millions of them")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[24])
+    parser.add_argument("--ranks", type=int, default=4, help="2 or more")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peers-up-to", type=float, default=25, help="millions of elements; 0 leaves peers out")
+    args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error("--ranks: one rank sends nothing")
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for torch's hooks
+    clock = CLOCKS[args.clock]
+    print(
+        f"{kernels.describe(torch.device('cpu'))}, {args.threads} threads, {args.ranks} ranks, {args.clock} times"
+    )
+    columns = [("payload_bytes", "payload", "13,d")]
+    for what in ("encode", "decode"):
+        columns += [(f"{what}_floor_ms", "floor ms", "10.1f"), (f"{what}_ms", f"{what} ms", "11.1f")]
+        columns.append((what, "ratio", "7.2f"))
+    columns += [("step", "both", "7.2f"), ("ns", "ns", "8.2f"), ("us_per_tensor", "us", "10.1f")]
+    result: dict[str, Any] = {"benchmark": "methods", "threads": args.threads, "ranks": args.ranks, "found": {}}
+    for millions in args.elements:
+        for tensors in args.tensors:
+            shapes = matrices(round(millions * MILLION), tensors)
+            title = f"{millions:g} million elements, {tensors} x {list(shapes[0][1].shape)}"
+            print(f"\n{title}", end="")
+            table = Table("", 17, [*columns, ("peer", "peer", "7.2f"), ("peer_is", "", "22s")])
+            for name in args.methods:
+                method = Method(name, shapes, args.ranks, clock)
+                words, peer = "", None
+                if millions <= args.peers_up_to:
+                    words, peer = peer_of(name, method, clock)
+                table.add(name, {**measure(method, peer, args.rounds, clock), "peer_is": f"  {words}"})
+            result["found"][title] = table.rows
+    dist.destroy_process_group()
+    print_json(result)
+
+
+if __name__ == "__main__":
+    main()
