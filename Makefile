@@ -6,7 +6,7 @@ export VENV PYTHON GPU SYSTEM_MPI HOROVOD
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types unit parallel proof mutants docs gpu doctor clean
 
-# processes that share the tests: as many as there are cores, of which nproc reports OMP_NUM_THREADS if it is set
+# processes that share the tests, one per core (nproc prints OMP_NUM_THREADS if that is set)
 WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
 # another one draws other faults
 SEED ?= 1
