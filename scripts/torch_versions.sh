@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${TORCH_VENVS:-$HOME/.cache/dgc/torch}
 export OMP_NUM_THREADS=1
+"${PYTHON:-python3}" dgc/kernels/build.py  # without its kernels the library warns, which fails tests
 for version in "$@"; do
     python=$folder/$version/bin/python
     if [ ! -f "$folder/$version/.ready" ]; then
