@@ -21,7 +21,7 @@ from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec import HEADER_BYTES, PLAIN, WORDS, Codec, IndexKind, Layout, Terms
+from dgc.kernels.codec import HEADER_BYTES, PLAIN, WORDS, Codec, Layout, Terms
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.kernels.selection import Budget, Merged, SparseVector
 from dgc.wire.envelope import PayloadError, Unchecked, check_sizes, refuse_changed, refuse_other_terms
@@ -123,8 +123,7 @@ class PayloadPlan:
     @cached_property
     def sections(self) -> Layout | None:
         """The layout, if a `NativeMeanDecoder` can decode payloads of this format."""
-        layout = self.layout
-        return None if layout.values is None or layout.indices.kind == IndexKind.CHUNKS else layout
+        return self.layout if self.layout.values is not None else None
 
     def encode(self, codec: Codec, selection: SparseVector, first_nonfinite: Int64[Tensor, ""]) -> Encoded:
         """Encode a selection of finite values, with the capacity of the budget.
