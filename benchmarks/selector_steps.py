@@ -10,7 +10,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from benchmarks.recordings import MOMENTUM
 from benchmarks.step_methods import Layout, Ours, Stateful
-from dgc.kernels import Budget, Moments, PassInputs, SelectionKernels, SparseVector, Tail, TopKResult
+from dgc.kernels import Budget, Moments, PassInputs, Prediction, SelectionKernels, SparseVector, Tail, TopKResult
 from dgc.selection import Predicted, plan_selection
 from dgc.wire import CastValues, PlainIndices, SparseFormat
 from scripts.methods import build
@@ -83,7 +83,7 @@ class Counting(SelectionKernels):
         return self.kernel.radix_select(v, budget)
 
     def accumulate_and_select_(
-        self, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | None
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | Prediction | None
     ) -> TopKResult:
         return self.kernel.accumulate_and_select_(inputs, budget, lower_bounds)
 

@@ -21,6 +21,7 @@ from dgc.kernels.selection import Budget as Budget
 from dgc.kernels.selection import Merged as Merged
 from dgc.kernels.selection import Moments as Moments
 from dgc.kernels.selection import PassInputs as PassInputs
+from dgc.kernels.selection import Prediction as Prediction
 from dgc.kernels.selection import SelectionKernels as SelectionKernels
 from dgc.kernels.selection import SparseVector as SparseVector
 from dgc.kernels.selection import Tail as Tail

@@ -1,7 +1,7 @@
 """The native backend: C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch.
 
-Kernels run on torch.get_num_threads() threads; most of the codec runs on one. The number of threads does not change
-the result. The construction of a class raises `library.KernelsUnavailable` if the library cannot be used.
+Kernels run on torch.get_num_threads() threads; most of the codec runs on one. The number of threads does not
+change the result. The construction of a class raises `library.KernelsUnavailable` if the library cannot be used.
 """
 
 from array import array
@@ -62,6 +62,7 @@ from dgc.kernels.selection import (
     Merged,
     Moments,
     PassInputs,
+    Prediction,
     SelectionKernels,
     SparseVector,
     Tail,
@@ -195,8 +196,11 @@ class NativeSelection(Native, SelectionKernels):
         return lower_bounds
 
     def accumulate_and_select_(
-        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | None
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Float32[Tensor, "S"] | Prediction | None
     ) -> TopKResult:
+        if isinstance(lower_bounds, Prediction):
+            known = lower_bounds
+            lower_bounds = self.predicted_lower_bounds(known.last, known.before, known.margin)
         return self._choose(None, inputs, budget, lower_bounds)
 
     def select(

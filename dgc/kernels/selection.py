@@ -45,12 +45,22 @@ class Budget:
 class SparseVector:
     """A sparse vector in tensors of fixed size. The first `count` entries are valid, the rest are zero.
 
-    Indices are unique and ascending.
+    Indices are unique and ascending. largest: the bits of the largest magnitude, if it is known.
     """
 
     indices: Int32[Tensor, "capacity"]
     values: Float32[Tensor, "capacity"]
     count: Int32[Tensor, ""]
+    largest: Int32[Tensor, ""] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Lower bounds that follow from the thresholds of the last two steps. See `predicted_lower_bounds`."""
+
+    last: Each
+    before: Each
+    margin: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +193,9 @@ class SelectionKernels:
         growth = torch.where(last == before, 1.0, last / before)
         return last * growth.clamp(0.97, 1.2) * margin
 
-    def accumulate_and_select_(self, inputs: PassInputs, budget: Budget, lower_bounds: Each | None) -> TopKResult:
+    def accumulate_and_select_(
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Each | Prediction | None
+    ) -> TopKResult:
         """Do the pass and select from the new v.
 
         lower_bounds: Per segment, a magnitude expected to be slightly below its threshold, or 0 if unknown. None:

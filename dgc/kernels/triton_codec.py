@@ -1,7 +1,8 @@
 """The GPU backend of payloads: Triton kernels with the same bytes and bits as `Codec` and `NativeMeanDecoder`.
 
-Launches per payload: `encode_plain` 2, `seal_` 1. The mean of any number of payloads of plain indices takes 2. All
-other operations are those of `Codec`. Nothing waits for the device.
+Launches per payload: `encode_plain` 1, and 2 more if the largest magnitude is not known; `seal_` 1. The mean of
+any number of payloads of plain indices takes 2. All other operations are those of `Codec`. Nothing waits for the
+device.
 
 The checksum is a sum, so each program adds what its own elements contribute, and no second pass reads the payload.
 The program that finishes last writes the header. Its counters are zero again after each launch: there is one set
@@ -34,7 +35,7 @@ from dgc.kernels.codec import (
 )
 from dgc.kernels.selection import SparseVector
 from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, find
-from dgc.kernels.triton_tables import BLOCK, Launcher, _stream, blocks
+from dgc.kernels.triton_tables import BLOCK, Launcher, blocks, current_stream
 
 TILE = 2048  # elements of the mean per program
 HEADER_WORDS = tl.constexpr(HEADER_BYTES // 8)
@@ -44,8 +45,8 @@ INFINITE = tl.constexpr(0x7F800000)
 NUMBERS = tl.constexpr(WORDS)
 FP32, FP16, BF16 = (tl.constexpr(int(kind)) for kind in (ValueKind.FP32, ValueKind.FP16, ValueKind.BF16))
 SIGN, INT8 = (tl.constexpr(int(kind)) for kind in (ValueKind.SIGN, ValueKind.INT8))
-# a payload's counters: bits of the largest magnitude, sum of the words, programs that have finished
-LARGEST, SUM, FINISHED = (tl.constexpr(i) for i in range(3))
+# a payload's counters: sum of the words, programs that have finished
+SUM, FINISHED = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
@@ -83,27 +84,24 @@ def finish(
         tl.store(header, opening)
         tl.store(header + 1, scaled | checksum_of(total))
         tl.store(header + 2, closing)
-        tl.store(counters + LARGEST, 0)
         tl.store(counters + SUM, 0)
         tl.store(counters + FINISHED, 0)
 
 
 @triton.jit(do_not_specialize=["capacity"])
 @no_type_check
-def largest_of(values, capacity, limit, counters, BLOCK: tl.constexpr):
-    """Find the largest finite magnitude, after the limit. Bits of magnitudes are ordered as these."""
+def largest_of(values, capacity, largest, BLOCK: tl.constexpr):
+    """Find the bits of the largest finite magnitude, which are ordered as these."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.abs(tl.load(values + i, mask=i < capacity, other=0.0))
-    bits = tl.minimum(x, limit).to(tl.int32, bitcast=True)
-    finite = x.to(tl.int32, bitcast=True) < INFINITE
-    tl.atomic_max(counters + LARGEST, tl.max(tl.where(finite, bits, 0), 0).to(tl.int64))
+    bits = tl.load(values + i, mask=i < capacity, other=0.0).to(tl.int32, bitcast=True) & MAGNITUDE
+    tl.atomic_max(largest, tl.max(tl.where(bits < INFINITE, bits, 0), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["capacity", "n_programs", "n_bounds", "begin", "nbytes", "ratio", "form"])
 @no_type_check
 def write_plain(
-    indices, values, count, first, bounds, n_bounds, capacity, limit, payload, begin, nbytes, decoded, ratio, form,
-    counters, n_programs, WIDE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    indices, values, count, first, bounds, n_bounds, capacity, limit, largest, payload, begin, nbytes, decoded,
+    ratio, form, counters, n_programs, WIDE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write indices and cast values. begin: first byte of the values. WIDE: indices of 8 bytes."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -122,8 +120,8 @@ def write_plain(
     exponent = tl.zeros([], dtype=tl.int32)
     if KIND != FP32:
         # 141 = 126 + 15: the largest scaled magnitude is below 2**15
-        largest = tl.load(counters + LARGEST).to(tl.int32)
-        exponent = tl.where(largest > 0, tl.minimum(tl.maximum((largest >> 23) - 141, -126), 126), 0)
+        most = tl.minimum(tl.load(largest).to(tl.float32, bitcast=True), limit).to(tl.int32, bitcast=True)
+        exponent = tl.where(most > 0, tl.minimum(tl.maximum((most >> 23) - 141, -126), 126), 0)
     scale = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     place = (payload + begin).to(tl.pointer_type(tl.int32 if KIND == FP32 else tl.int16)) + i
@@ -334,21 +332,26 @@ class TritonCodec(Codec):
         assert layout.values is not None
         values, capacity = selection.values, layout.indices.capacity
         payload = torch.empty(layout.nbytes, dtype=torch.uint8, device=values.device)
-        decoded, counters = torch.empty_like(values), counters_on(values.device, _stream(values.device))
-        if CASTS[layout.values] != torch.float32:
-            self._launch(largest_of, values, blocks(capacity), values, capacity, limit, counters, BLOCK)
+        decoded, counters = torch.empty_like(values), counters_on(values.device, current_stream(values.device))
+        largest = selection.largest
+        if largest is None:
+            largest = torch.zeros((), dtype=torch.int32, device=values.device)
+            if CASTS[layout.values] != torch.float32:
+                self._launch(largest_of, values, blocks(capacity), values, capacity, largest, BLOCK)
         programs = max(1, blocks(capacity))  # the header is written without elements too
-        what = (
-            selection.indices,
-            values,
-            selection.count,
-            first_nonfinite,
-            bounds,
-            bounds.numel(),
+        what = (selection.indices, values, selection.count, first_nonfinite, bounds, bounds.numel())
+        where = (
             capacity,
             limit,
+            largest,
+            payload,
+            layout.value_bytes.start,
+            layout.nbytes,
+            decoded,
+            *terms.words,
+            counters,
+            programs,
         )
-        where = (payload, layout.value_bytes.start, layout.nbytes, decoded, *terms.words, counters, programs)
         kind = (layout.indices.kind == IndexKind.INT64, int(layout.values), BLOCK)
         self._launch(write_plain, values, programs, *what, *where, *kind)
         return payload, decoded
@@ -362,7 +365,7 @@ class TritonCodec(Codec):
         scale: Float32[Tensor, ""],
         terms: Terms,
     ) -> None:
-        words, counters = payload.numel() // 8, counters_on(payload.device, _stream(payload.device))
+        words, counters = payload.numel() // 8, counters_on(payload.device, current_stream(payload.device))
         programs = max(1, blocks(words - HEADER_BYTES // 8))
         what = (payload, words, count, first_nonfinite, bounds, bounds.numel(), scale, *terms.words)
         self._launch(seal, payload, programs, *what, counters, programs, BLOCK)
@@ -414,6 +417,6 @@ def rows_of(payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> UInt8[Tensor, "ranks
 
 
 @lru_cache(maxsize=256)
-def counters_on(device: torch.device, stream: int) -> Int64[Tensor, "3"]:
+def counters_on(device: torch.device, stream: int) -> Int64[Tensor, "2"]:
     """The counters of launches on this stream, which follow each other."""
-    return torch.zeros(3, dtype=torch.int64, device=device)
+    return torch.zeros(2, dtype=torch.int64, device=device)

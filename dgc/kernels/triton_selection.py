@@ -1,9 +1,10 @@
 """The GPU backend of the selection: Triton kernels with the same results and bits as `SelectionKernels`.
 
 Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
-select 9, accumulate_and_select_ 10, moments 2, tail 2, remove_sent_ 1, merge_mean 3, subtract_at_ 1 per dtype of
-the targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a few of its own (zeros; in
-merge_mean a stable sort and a cumulative sum). Nothing waits for the device.
+select 9, accumulate_and_select_ 5, or 10 without lower bounds, moments 2, tail 2, remove_sent_ 1, merge_mean 3,
+subtract_at_ 1 per dtype of the targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a
+few of its own: 1 for the results of a selection; in merge_mean a stable sort and a cumulative sum. Nothing waits
+for the device.
 
 The bits are equal because kernels are compiled without contraction to FMA, which would skip the rounding of a
 product, floats are never added atomically, and division is correctly rounded. Without a GPU the kernels run in
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Float32, Int32, Int64
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dgc.kernels.selection import (
     Bounds,
@@ -33,13 +35,23 @@ from dgc.kernels.selection import (
     Merged,
     Moments,
     PassInputs,
+    Prediction,
     SelectionKernels,
     SparseVector,
     Tail,
     TopKResult,
     Values,
 )
-from dgc.kernels.triton_tables import BLOCK, Launcher, Tiling, Tilings, blocks, on_device, pointers
+from dgc.kernels.triton_tables import (
+    BLOCK,
+    Launcher,
+    Tiling,
+    Tilings,
+    blocks,
+    current_stream,
+    on_device,
+    pointers,
+)
 
 if not hasattr(triton, "knobs"):
     raise ImportError(f"Triton {triton.__version__} is too old: these kernels need Triton 3.4 or later")
@@ -84,23 +96,37 @@ TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of selection.TOO_LARGE
 OVERFULL = tl.constexpr(-(1 << 40))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
+@no_type_check
+def predicted(last, before, margin, s):
+    """Return the lower bound of segment s: `SelectionKernels.predicted_lower_bounds`."""
+    now = tl.load(last + s)
+    then = tl.load(before + s)
+    ratio = tl.math.div_rn(now, tl.where((then == 0) | (now == then), 1.0, then))
+    ratio = tl.where(now == then, 1.0, tl.where(then == 0, float("inf"), ratio))
+    growth = tl.minimum(tl.maximum(ratio, 0.97), 1.2)
+    return (now * growth) * margin
+
+
+@triton.jit(do_not_specialize=[*SIZES, "n"])
 @no_type_check
 def accumulate(
-    tiles, n_tiles, sources, u, v, factor, first, lower_bounds, counts, n_segments, held, slot_values,
-    slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
-    LOWER_BOUNDS: tl.constexpr,
+    tiles, n_tiles, n, sources, u, v, factor, first, last, before, margin, counts, fill, n_segments, rooms,
+    gathered, held, slot_values, slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr,
+    FORM: tl.constexpr, SELECTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov. factor: the decay, or the momentum.
 
-    With lower_bounds, a tile's elements at or above its segment's lower bound are written, in order, to the tile's
-    slots. The following selection then does not read v again.
+    first: if a selection follows, the distance from the end, which is 0 if all of g is usable.
+
+    With LOWER_BOUNDS, a tile's elements at or above its segment's lower bound are written, in order, to the tile's
+    slots. The following selection then does not read v again. They are also gathered by segment, in any order.
     """
     t, start, length, s = tile_at(tiles, n_tiles)
     piece = tl.load(tiles + 3 * n_tiles + t)
     inner = tl.load(tiles + 4 * n_tiles + t)
     if LOWER_BOUNDS:
-        lower_bound = tl.load(lower_bounds + s).to(tl.int32, bitcast=True) & MAGNITUDE
+        lower_bound = predicted(last, before, margin, s).to(tl.int32, bitcast=True) & MAGNITUDE
     lane = tl.arange(0, TILE)
     live = lane < length
     source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
@@ -112,7 +138,10 @@ def accumulate(
     bad = (g.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
     first_bad = tl.min(tl.where(bad, lane, TILE), 0)
     if first_bad < TILE:
-        tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")
+        if SELECTS:
+            tl.atomic_max(first, n - (start.to(tl.int64) + first_bad), sem="relaxed")
+        else:
+            tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")
     g = tl.where(bad, 0.0, g)
     if FORM == 0:
         x = factor * x + g
@@ -135,6 +164,9 @@ def accumulate(
         tl.store(slot_values + row + place, x, mask=kept)
         tl.store(slot_lanes + row + place, lane, mask=kept)
         tl.store(held + t, tl.minimum(count, SLOTS))
+        if count > 0:
+            spot = tl.load(rooms + s) + tl.atomic_add(fill + s, count, sem="relaxed") + place
+            tl.store(gathered + spot, x, mask=passes & (spot < tl.load(rooms + s + 1)))
         tl.atomic_add(counts + s, tl.where(count > SLOTS, OVERFULL, count.to(tl.int64)), sem="relaxed")
         tl.atomic_add(counts + n_segments + s, tl.sum((bits > 0).to(tl.int64), 0), sem="relaxed")
 
@@ -151,9 +183,10 @@ def accumulate(
 # into positions in the output. `write` writes all greater elements, and as many of the first equal ones as needed.
 # Only integers are added atomically, so results do not depend on the order in which programs run.
 #
-# A segment is stocked if it has enough candidates (see `accumulate`), at least k or all non-zero elements, and no
-# tile had more than its slots. The kernels then read its slots instead of v. This is decided on the device, so no
-# launch waits for it.
+# If lower bounds are known, `choose` finds all digits in one launch: one program per segment, over the candidates
+# that `accumulate` has gathered. If they are too few or too many, it reads the whole segment. A segment is stocked
+# if it has enough candidates, at least k or all non-zero elements, and no tile had more than its slots. `tally`
+# and `write` then read its slots instead of v. This is decided on the device, so no launch waits for it.
 
 BINS = tl.constexpr(2048)
 # Special values in place of a threshold's digits. ALL: fewer than k elements are non-zero. NONE: k is 0.
@@ -183,19 +216,13 @@ def add_digits(source, length, histogram, prefix, SHIFT: tl.constexpr, BITS: tl.
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def count_digits(
-    tiles, n_tiles, v, ks, counts, n_segments, held, slot_values, histograms, prefixes,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+    tiles, n_tiles, v, histograms, prefixes, TILE: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr
+):
     t, start, length, s = tile_at(tiles, n_tiles)
     prefix = 0
     if SHIFT < 20:
         prefix = tl.load(prefixes + s)
     histogram = histograms + s.to(tl.int64) * BINS
-    if LOWER_BOUNDS:
-        if stocked(s, ks, counts, n_segments):
-            length = 0
-            row = slot_values + t.to(tl.int64) * SLOTS
-            add_digits(row, tl.load(held + t), histogram, prefix, SHIFT, BITS, SLOTS)
     if length > 0:
         add_digits(v + start, length, histogram, prefix, SHIFT, BITS, TILE)
 
@@ -203,9 +230,8 @@ def count_digits(
 @triton.jit(do_not_specialize=["n_segments"])
 @no_type_check
 def pick_digits(
-    histograms, ks, counts, n_segments, missed, prefixes, wanted, chosen, thresholds,
-    LOWER_BOUNDS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+    histograms, ks, n_segments, prefixes, wanted, chosen, thresholds, SHIFT: tl.constexpr, BITS: tl.constexpr
+):
     """One program per segment. It clears the histogram for the next digit."""
     s = tl.program_id(0)
     digit = tl.arange(0, 1 << BITS)
@@ -218,9 +244,6 @@ def pick_digits(
         nonzero = tl.sum(count, 0).to(tl.int64)
         tl.store(chosen + s, tl.minimum(k, nonzero).to(tl.int32))
         before = tl.where(k == 0, NONE, tl.where(nonzero < k, ALL, 0))
-        if LOWER_BOUNDS:
-            if not stocked(s, ks, counts, n_segments):
-                tl.atomic_add(missed, 1, sem="relaxed")
     else:
         k = tl.load(wanted + s).to(tl.int64)
         before = tl.load(prefixes + s)
@@ -235,6 +258,59 @@ def pick_digits(
         # limits for comparison: no magnitude exceeds NONE's, every non-zero magnitude exceeds ALL's
         tl.store(prefixes + s, tl.where(prefix == NONE, MAGNITUDE, tl.maximum(prefix, 0)))
         tl.store(thresholds + s, tl.maximum(prefix, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+@no_type_check
+def find_digit(source, length, prefix, k, SHIFT: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
+    """Return (the digit with rank k, k less the counts of higher digits, the number of members, the largest)."""
+    count = tl.zeros([1 << BITS], dtype=tl.int32)
+    largest = tl.zeros([], dtype=tl.int32)
+    for i in range(0, length, LANES):
+        _, _, bits = read(source + i, length - i, LANES)
+        counted = (bits > 0) & ((bits >> SHIFT >> BITS) == prefix)
+        count += tl.histogram((bits >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=counted)
+        largest = tl.maximum(largest, tl.max(bits, 0))
+    digit = tl.arange(0, 1 << BITS)
+    higher = tl.cumsum(count, 0, reverse=True) - count
+    holds = (higher < k) & (higher + count >= k)
+    found = tl.sum(tl.where(holds, digit, 0), 0)
+    return found, k - tl.sum(tl.where(holds, higher, 0), 0), tl.sum(count, 0), largest
+
+
+@triton.jit(do_not_specialize=["n_segments"])
+@no_type_check
+def choose(
+    v, bounds, ks, counts, fill, n_segments, rooms, gathered, missed, limits, wanted, chosen, thresholds, largest,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """One program per segment: the digits one after the other. largest: bits of the largest of all selections."""
+    s = tl.program_id(0)
+    k = tl.load(ks + s)
+    found = tl.load(fill + s)
+    room = tl.load(rooms + s)
+    fits = found <= tl.load(rooms + s + 1) - room
+    enough = fits & ((found >= k) | (found == tl.load(counts + n_segments + s)))
+    if not (fits & stocked(s, ks, counts, n_segments)):
+        tl.atomic_add(missed, 1, sem="relaxed")
+    begin = tl.load(bounds + s)
+    source = v + begin
+    length = (tl.load(bounds + s + 1) - begin).to(tl.int32)
+    if enough:
+        source = gathered + room
+        length = found
+    rank = k.to(tl.int32)
+    high, rank, members, most = find_digit(source, length, 0, rank, 20, 11, LANES)
+    middle, rank, _, _ = find_digit(source, length, high, rank, 10, 10, LANES)
+    low, rank, _, _ = find_digit(source, length, (high << 10) | middle, rank, 0, 10, LANES)
+    some = (k > 0) & (members >= k)  # else none is wanted, or all non-zero elements are
+    threshold = tl.where(some, (((high << 10) | middle) << 10) | low, 0)
+    tl.store(limits + s, tl.where(k == 0, MAGNITUDE, threshold))
+    tl.store(wanted + s, tl.where(some, rank, 0))
+    tl.store(chosen + s, tl.minimum(k, members.to(tl.int64)).to(tl.int32))
+    tl.store(thresholds + s, threshold.to(tl.float32, bitcast=True))
+    if k > 0:
+        tl.atomic_max(largest, most, sem="relaxed")
 
 
 @triton.jit
@@ -264,10 +340,14 @@ def tally(
     tl.store(tallies + t, found)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=[*SIZES, "n"])
 @no_type_check
-def offsets(tallies, n_tiles, chosen, n_segments, count, BLOCK: tl.constexpr):
-    """One program: exclusive sums, in place, over tiles and over segments. tallies has n_tiles + 1 entries."""
+def offsets(tallies, n_tiles, chosen, n_segments, count, first, n, BLOCK: tl.constexpr):
+    """One program: exclusive sums, in place, over tiles and over segments. tallies has n_tiles + 1 entries.
+
+    It also makes the position of the first unusable element from its distance to the end.
+    """
+    tl.store(first, n - tl.load(first))
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], dtype=tl.int64)
     for i in range(0, n_tiles, BLOCK):
@@ -539,16 +619,42 @@ TALLIES = 4096  # that `offsets` sums at a time
 SPARSE = 8
 
 
+ROOM = 256  # candidates of a segment that are gathered, besides four times those that it selects
+
+
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Elements at or above their lower bound, in slots of their tile. counts: candidates, then non-zeros."""
+    """Elements at or above their lower bound, in slots of their tile, and gathered by segment from rooms[s] on."""
 
-    lower_bounds: Float32[Tensor, "S"] | None = None
-    slots: int = 1
-    counts: Int64[Tensor, "2 S"] | None = None
-    held: Int32[Tensor, "tiles"] | None = None
-    values: Float32[Tensor, "room"] | None = None
-    lanes: Int32[Tensor, "room"] | None = None
+    expected: Prediction
+    slots: int
+    held: Int32[Tensor, "tiles"]
+    values: Float32[Tensor, "slots"]
+    lanes: Int32[Tensor, "slots"]
+    rooms: Int64[Tensor, "bounds"]
+    gathered: Float32[Tensor, "room"]
+
+
+class Results:
+    """What a selection writes, in one tensor of zeros.
+
+    Attributes:
+        counts: Candidates, then non-zero elements, by segment.
+        first: The distance of the first unusable element from the end, then its position.
+        fill: Gathered candidates, by segment.
+        largest: The bits of the largest selected magnitude.
+    """
+
+    def __init__(self, segments: int, capacity: int, device: torch.device):
+        begin = 4 * segments + 4  # of the values, which are aligned for wide accesses
+        middle = begin + -(-capacity // 4) * 4
+        words = torch.zeros(middle + capacity + segments + 3, dtype=torch.int32, device=device)
+        self.counts = words[: 4 * segments].view(torch.int64)
+        self.first = words[4 * segments : 4 * segments + 2].view(torch.int64)[0]
+        self.values = words[begin : begin + capacity].view(torch.float32)
+        self.indices = words[middle : middle + capacity]
+        self.fill = words[middle + capacity : -3]
+        self.missed, self.count, self.largest = words[-3:].unbind()
 
 
 class TritonSelection(SelectionKernels):
@@ -570,6 +676,7 @@ class TritonSelection(SelectionKernels):
         self.tile, self.slots = tile, slots
         self._launch = Launcher(INTERPRETED)
         self._tilings = Tilings(tile)
+        self._rooms = WeakTensorKeyDictionary()
 
     def __str__(self) -> str:
         return f"{self.name} (interpreted)" if INTERPRETED else self.name
@@ -580,20 +687,24 @@ class TritonSelection(SelectionKernels):
 
     def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
         whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
-        return self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), Candidates())
+        first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
+        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), None, None, first)
+        return first
 
-    def accumulate_and_select_(self, inputs: PassInputs, budget: Budget, lower_bounds: Each | None) -> TopKResult:
+    def accumulate_and_select_(
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Each | Prediction | None
+    ) -> TopKResult:
         tiling = self._tilings.of(budget.bounds, _lengths(inputs))
         candidates = self._room_for_candidates(tiling, inputs.v.numel(), budget, lower_bounds)
-        first = self._accumulate(inputs, tiling, candidates)
-        return self._choose(inputs.v, tiling, budget, candidates, first)
+        results = Results(budget.ks.numel(), budget.capacity, inputs.v.device)
+        self._accumulate(inputs, tiling, candidates, results, results.first)
+        return self._choose(inputs.v, tiling, budget, candidates, results)
 
     def select(self, v: Dense, budget: Budget, lower_bounds: Each | None = None) -> TopKResult:
         # Lower bounds never change the result and are ignored: collecting candidates would read v once more, which
         # only pays in a pass that reads it anyway.
-        first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
         tiling = self._tilings.of(budget.bounds, (v.numel(),))
-        return self._choose(v, tiling, budget, Candidates(), first)
+        return self._choose(v, tiling, budget, None, Results(budget.ks.numel(), budget.capacity, v.device))
 
     def moments(self, v: Dense, bounds: Bounds) -> Moments:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
@@ -661,65 +772,96 @@ class TritonSelection(SelectionKernels):
         types = (FLOATS[p.dtype], _wide(p.dtype))
         self._launch(decay, p, blocks(n), p, buffer, n, settings, nesterov, *types, BLOCK)
 
-    def _accumulate(self, inputs: PassInputs, tiling: Tiling, candidates: Candidates) -> Int64[Tensor, ""]:
+    def _accumulate(
+        self,
+        inputs: PassInputs,
+        tiling: Tiling,
+        candidates: Candidates | None,
+        results: Results | None,
+        first: Int64[Tensor, ""],
+    ) -> None:
         if inputs.sent is not None:
             self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
-        first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
         form, factor = (0, inputs.decay) if inputs.u is None else (2 if inputs.nesterov else 1, inputs.momentum)
         sources = pointers(inputs.g, inputs.g[0].dtype, inputs.v.device)
-        work = (tiling.table, tiling.count, sources, inputs.u, inputs.v, float(factor), first)
-        lower_bounds, counts = candidates.lower_bounds, (candidates.counts, tiling.first.numel())
-        slots = (candidates.held, candidates.values, candidates.lanes, self.tile, candidates.slots)
-        variant = (FLOATS[inputs.g[0].dtype], form, lower_bounds is not None)
-        self._launch(accumulate, inputs.v, tiling.count, *work, lower_bounds, *counts, *slots, *variant)
-        return first
-
-    def _room_for_candidates(
-        self, tiling: Tiling, n: int, budget: Budget, lower_bounds: Each | None
-    ) -> Candidates:
-        """Return empty slots for eight times the selected elements, at least `slots` per tile, if useful."""
-        if lower_bounds is None or budget.capacity * SPARSE > n:
-            return Candidates()
-        device, least = lower_bounds.device, self.slots
-        expected = 1 << (8 * budget.capacity * self.tile // max(n, 1)).bit_length()
-        slots = min(max(expected, least), max(self.tile // 4, least))
-        return Candidates(
-            lower_bounds=lower_bounds,
-            slots=slots,
-            counts=torch.zeros(2, lower_bounds.numel(), dtype=torch.int64, device=device),
-            held=torch.empty(tiling.count, dtype=torch.int32, device=device),
-            values=torch.empty(tiling.count * slots, dtype=torch.float32, device=device),
-            lanes=torch.empty(tiling.count * slots, dtype=torch.int32, device=device),
+        work = (tiling.table, tiling.count, inputs.v.numel(), sources, inputs.u, inputs.v, float(factor), first)
+        variant = (FLOATS[inputs.g[0].dtype], form, results is not None)
+        if candidates is None or results is None:
+            nothing = (None, None, 1.0, None, None, tiling.first.numel(), None, None, None, None, None)
+            self._launch(accumulate, inputs.v, tiling.count, *work, *nothing, self.tile, 1, *variant, False)
+            return
+        known, own = candidates.expected, candidates
+        bounds = (known.last, known.before, known.margin, results.counts, results.fill, tiling.first.numel())
+        kept = (own.rooms, own.gathered, own.held, own.values, own.lanes)
+        self._launch(
+            accumulate, inputs.v, tiling.count, *work, *bounds, *kept, self.tile, own.slots, *variant, True
         )
 
+    def _room_for_candidates(
+        self, tiling: Tiling, n: int, budget: Budget, lower_bounds: Each | Prediction | None
+    ) -> Candidates | None:
+        """Return empty slots for eight times the selected elements, at least `slots` per tile, if useful."""
+        if lower_bounds is None or budget.capacity * SPARSE > n:
+            return None
+        known = (
+            lower_bounds if isinstance(lower_bounds, Prediction) else Prediction(lower_bounds, lower_bounds, 1.0)
+        )
+        device, least = budget.ks.device, self.slots
+        expected = 1 << (8 * budget.capacity * self.tile // max(n, 1)).bit_length()
+        slots = min(max(expected, least), max(self.tile // 4, least))
+        held = torch.empty(tiling.count, dtype=torch.int32, device=device)
+        values = torch.empty(tiling.count * slots, dtype=torch.float32, device=device)
+        gathered = torch.empty(4 * budget.capacity + ROOM * budget.ks.numel(), dtype=torch.float32, device=device)
+        return Candidates(
+            known,
+            slots,
+            held,
+            values,
+            torch.empty_like(values, dtype=torch.int32),
+            self._rooms_of(budget),
+            gathered,
+        )
+
+    def _rooms_of(self, budget: Budget) -> Int64[Tensor, "bounds"]:
+        """Where the gathered candidates of each segment begin, and where the last ones end. It is kept."""
+        kept: dict[int, Tensor] = self._rooms.setdefault(budget.ks, {})
+        stream = current_stream(budget.ks.device)
+        if stream not in kept:
+            ends = (4 * budget.ks + ROOM).cumsum(0)
+            kept[stream] = torch.cat([ends.new_zeros(1), ends])
+        return kept[stream]
+
     def _choose(
-        self, v: Dense, tiling: Tiling, budget: Budget, candidates: Candidates, first_nonfinite: Int64[Tensor, ""]
+        self, v: Dense, tiling: Tiling, budget: Budget, candidates: Candidates | None, results: Results
     ) -> TopKResult:
-        """Select from v in nine launches."""
-        device, segments, capacity, launch = v.device, budget.ks.numel(), budget.capacity, self._launch
-        histograms = torch.zeros(segments * BINS.value, dtype=torch.int32, device=device)
+        """Select from v: in four launches if there are candidates, else in nine."""
+        device, segments, launch = v.device, budget.ks.numel(), self._launch
         prefixes, wanted, chosen = torch.empty(3, segments, dtype=torch.int32, device=device)
         thresholds = torch.empty(segments, dtype=torch.float32, device=device)
         tallies = torch.empty(tiling.count + 1, dtype=torch.int64, device=device)
-        # one tensor of zeros for all results; the values are aligned for wide accesses
-        begin = -(-capacity // 4) * 4
-        results = torch.zeros(begin + capacity + 2, dtype=torch.int32, device=device)
-        indices, values = results[:capacity], results[begin : begin + capacity].view(torch.float32)
-        missed, count = results[-2], results[-1]
-
-        where, held = (tiling.table, tiling.count), (candidates.held, candidates.values)
-        floored, stock = candidates.lower_bounds is not None, (budget.ks, candidates.counts, segments)
-        sizes = (self.tile, candidates.slots, floored)
-        for shift, bits in DIGITS:
-            state: tuple[object, ...] = (*stock, *held, histograms, prefixes)
-            launch(count_digits, v, tiling.count, *where, v, *state, *sizes, shift, bits)
-            state = (*stock, missed, prefixes, wanted, chosen, thresholds)
-            launch(pick_digits, v, segments, histograms, *state, floored, shift, bits)
-        launch(tally, v, tiling.count, *where, v, *stock, *held, prefixes, tallies, *sizes)
-        launch(offsets, v, 1, tallies, tiling.count, chosen, segments, count, TALLIES)
-        state = (*stock, *held, candidates.lanes, prefixes, wanted, tallies, chosen, indices, values)
-        launch(write, v, tiling.count, *where, tiling.first, v, *state, *sizes)
-        return TopKResult(SparseVector(indices, values, count), thresholds, first_nonfinite, missed)
+        found = (prefixes, wanted, chosen, thresholds)
+        held, values, lanes, slots = None, None, None, 1
+        if candidates is not None:
+            held, values, lanes, slots = candidates.held, candidates.values, candidates.lanes, candidates.slots
+            state = (results.counts, results.fill, segments, candidates.rooms, candidates.gathered, results.missed)
+            launch(choose, v, segments, v, budget.bounds, budget.ks, *state, *found, results.largest, BLOCK)
+        else:
+            histograms = torch.zeros(segments * BINS.value, dtype=torch.int32, device=device)
+            for shift, bits in DIGITS:
+                counted = (tiling.table, tiling.count, v, histograms, prefixes)
+                launch(count_digits, v, tiling.count, *counted, self.tile, shift, bits)
+                launch(pick_digits, v, segments, histograms, budget.ks, segments, *found, shift, bits)
+        where = (tiling.table, tiling.count)
+        stock = (budget.ks, results.counts, segments, held, values)
+        sizes = (self.tile, slots, candidates is not None)
+        launch(tally, v, tiling.count, *where, v, *stock, prefixes, tallies, *sizes)
+        ends = (results.count, results.first, v.numel(), TALLIES)
+        launch(offsets, v, 1, tallies, tiling.count, chosen, segments, *ends)
+        chosen_at = (lanes, prefixes, wanted, tallies, chosen, results.indices, results.values)
+        launch(write, v, tiling.count, *where, tiling.first, v, *stock, *chosen_at, *sizes)
+        largest = None if candidates is None else results.largest
+        elements = SparseVector(results.indices, results.values, results.count, largest)
+        return TopKResult(elements, thresholds, results.first, results.missed)
 
 
 def _lengths(inputs: PassInputs) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class Tilings:
 
     def of(self, bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...]) -> Tiling:
         kept: dict[tuple[tuple[int, ...], int], Tiling] = self._kept.setdefault(bounds, {})
-        key = (lengths, _stream(bounds.device))
+        key = (lengths, current_stream(bounds.device))
         if key not in kept:
             kept[key] = cut(bounds, lengths, self.tile)
         return kept[key]
@@ -99,7 +99,7 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
 
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor. It is cached and must not be changed in place."""
-    return _table(values, dtype, device, _stream(device))
+    return _table(values, dtype, device, current_stream(device))
 
 
 @lru_cache(maxsize=1024)
@@ -122,6 +122,6 @@ def pointers(
     return on_device(tuple(0 if t is None else t.data_ptr() for t in tensors), torch.int64, device)
 
 
-def _stream(device: torch.device) -> int:
+def current_stream(device: torch.device) -> int:
     """Return the current stream, as a cache key: only work of the creating stream is ordered after a table."""
     return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream

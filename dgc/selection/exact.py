@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.arguments import checked
-from dgc.kernels import Budget, PassInputs, SparseVector
+from dgc.kernels import Budget, PassInputs, Prediction, SparseVector
 from dgc.selection.selector import Plan, Selector, SelectorResult
 
 
@@ -105,9 +105,7 @@ class Predicted(Exact):
 
     def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
         kernel, budget, history = kernels.of(inputs.v).selection, self.budget(plan), plan.history
-        lower_bounds = (
-            kernel.predicted_lower_bounds(history["t1"], history["t2"], self.margin) if history else None
-        )
+        lower_bounds = Prediction(history["t1"], history["t2"], self.margin) if history else None
         chosen = kernel.accumulate_and_select_(inputs, budget, lower_bounds)
         plan.history.update(t1=chosen.thresholds, t2=history.get("t1", chosen.thresholds))
         return SelectorResult(chosen.elements, chosen.first_nonfinite)

@@ -18,9 +18,9 @@ with pytest.MonkeyPatch.context() as patch:
     pytest.importorskip("triton", reason="Triton is not installed")
     from dgc import wire
     from dgc.kernels.codec import WORDS, Codec
-    from dgc.kernels.selection import SparseVector
+    from dgc.kernels.selection import PassInputs, SparseVector
     from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder, counters_on
-    from dgc.kernels.triton_selection import INTERPRETED
+    from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
     from dgc.wire.payload import PayloadPlan
 
 CASTS = ("fp32", "fp16", "bf16")
@@ -148,14 +148,21 @@ def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     """The interpreter runs them one after the other. In another order, a race would give other bits."""
     if not INTERPRETED:
         return
-    plan, end = plan_of(wire.CastValues("fp16"), "int32", 9000, 2100), torch.tensor(9000)
-    selections = [selection_of(9000, 2100, 2100, seed) for seed in range(3)]
+    plan, kernels = plan_of(wire.CastValues("fp16"), "int32", 9000, 900), TritonSelection(256, 64)
+    gradients = [comparison.random(9000, seed) for seed in range(3)]
+    for gradient in gradients:
+        gradient[5000:5040] = 2.0  # ties, of which some are sent
 
     def run() -> Any:
-        payloads = [plan.encode(TritonCodec(), selection, end).payload for selection in selections]
+        payloads, found = [], []
+        for gradient in gradients:
+            inputs = PassInputs((gradient,), None, torch.zeros(9000))
+            chosen = kernels.accumulate_and_select_(inputs, plan.budget, torch.tensor([0.0, 1.5, 9.0]))
+            payloads.append(plan.encode(TritonCodec(), chosen.elements, chosen.first_nonfinite).payload)
+            found += [inputs.v, chosen.thresholds, chosen.missed]
         mean = torch.empty(9000)
         numbers = TritonMeanDecoder().mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 3)
-        return [*payloads, mean, numbers]
+        return [*payloads, *found, mean, numbers]
 
     expected = run()
     for order in (lambda *n: [*range(*n)][::-1], lambda *n: Random(0).sample(range(*n), len(range(*n)))):
