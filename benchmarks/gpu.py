@@ -12,6 +12,9 @@ everything runs once, at a small size, in Triton's interpreter. It shows only th
    16: the gradient and the error read, the error and the result written), at the rate of a copy measured in the
    same run.
 
+--launches needs no GPU either. It prints only how many kernels of this library (Triton) and operations of PyTorch
+a step of one bucket launches: until its payload, and from the payloads of 2, 8 and 64 ranks to the mean.
+
 Targets: `gradient in, payload out` has no wait and takes at most 1.3 times its floor. The last line of the output
 is JSON.
 """
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 TAKES = "a few minutes of a GPU, or 1 min with --dry-run"
 TARGET = 1.3
 POWERSGD_BYTES = 16
+RANKS = (2, 8, 64)
 SMALL: list[list[tuple[int, ...]]] = [[(300, 200), (64,)], [(100, 100)]]
 
 
@@ -128,6 +132,23 @@ def measure(device: "torch.device", dry_run: bool, rounds: int) -> dict[str, Any
     return {"step": step, "rows": table.rows}
 
 
+def print_launches(device: "torch.device") -> dict[str, Any]:
+    from benchmarks.gpu_steps import COUNTED, launches_of
+
+    columns = [("encode", "encode", "9d"), ("encode_torch", "PyTorch", "9d")]
+    for ranks in RANKS:
+        columns += [(f"{ranks}", f"mean of {ranks}", "12d"), (f"{ranks}_torch", "PyTorch", "9d")]
+    table = Table("", 24, columns)
+    for name, make in COUNTED.items():
+        both = {ranks: launches_of(make, ranks, device) for ranks in RANKS}
+        encoding, _ = both[RANKS[0]]
+        row = {"encode": encoding.kernels, "encode_torch": encoding.operations}
+        row |= {f"{ranks}": own.kernels for ranks, (_, own) in both.items()}
+        row |= {f"{ranks}_torch": own.operations for ranks, (_, own) in both.items()}
+        table.add(name, row)
+    return table.rows
+
+
 def targets(found: dict[str, Any]) -> dict[str, bool]:
     if found["step"] is None:
         return {}
@@ -144,7 +165,9 @@ def main(words: Iterable[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter")
     parser.add_argument("--rounds", type=int, default=36)
     parser.add_argument("--laws-only", action="store_true")
+    parser.add_argument("--launches", action="store_true", help="on the CPU: only the number of launches")
     args = parser.parse_args(None if words is None else list(words))
+    args.dry_run |= args.launches
     reason = obstacle(args.dry_run)
     if reason is not None:
         print(f"make gpu: {reason}", file=sys.stderr)
@@ -164,6 +187,9 @@ def main(words: Iterable[str] | None = None) -> int:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
     print(f"GPU: {name}; " + ", ".join(f"{key} {value}" for key, value in versions.items()), flush=True)
 
+    if args.launches:
+        print_json({"benchmark": "gpu", **versions, "launches": print_launches(device)})
+        return 0
     number, failed = keep_laws(device)
     found: dict[str, Any] = {"step": None, "rows": {}}
     if not args.laws_only:

@@ -8,13 +8,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import dgc.kernels as kernels
 from benchmarks.harness import in_turns, middle
@@ -22,11 +25,21 @@ from benchmarks.stand_ins import cases, load_tests
 from dgc.bucket import Bucket, Segment, lay_out
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, Conversation, next_requests
-from dgc.compression import DGCCompressor, PowerSGDCompressor
+from dgc.compression import (
+    BlockwiseCompressor,
+    DGCCompressor,
+    PowerSGDCompressor,
+    QSGDCompressor,
+    ScaledSignCompressor,
+    SparseCompressor,
+    TernGradCompressor,
+    ThresholdCompressor,
+)
 from dgc.compression.protocol import Compressor, Result, SparseResult
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
-from dgc.memory import DGCSGDMemory
+from dgc.kernels.triton_tables import Launcher
+from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.selection import plan_selection
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
@@ -201,6 +214,89 @@ def waits_of(step: Callable[[], object]) -> Counter[str]:
 def place(filename: str) -> str:
     path = Path(filename)
     return str(path.relative_to(ROOT)) if ROOT in path.parents else path.name
+
+
+# Operations of PyTorch that launch nothing: views, empty tensors, and reads
+FREE = set(
+    """
+    view slice select as_strided unsqueeze squeeze detach alias expand split split_with_sizes unbind permute t
+    _unsafe_view _reshape_alias empty empty_like empty_strided new_empty lift_fresh _local_scalar_dense is_pinned
+    """.split()
+)
+
+
+class Launches(TorchDispatchMode):
+    """Counts kernels of this library, and operations of PyTorch that launch some of their own.
+
+    Triton's interpreter uses PyTorch for itself. That is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.operations = 0
+
+    def __enter__(self) -> "Launches":
+        launch = Launcher.__call__
+
+        def counted(launcher: Launcher, kernel: Any, near: Tensor, programs: int, *arguments: object) -> None:
+            self.kernels += programs > 0
+            with _disable_current_modes():
+                launch(launcher, kernel, near, programs, *arguments)
+
+        self._patch = patch.object(Launcher, "__call__", counted)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += func.overloadpacket.__name__ not in FREE
+        return func(*args, **(kwargs or {}))
+
+
+COUNTED: dict[str, Callable[[], Compressor]] = {
+    "DGC, fp16 and int32": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="fp16", indices="int32"),
+    "DGC, fp32 and int64": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9)),
+    "DGC, sign and Rice": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="sign", indices="rice"),
+    "top-k, bf16 and int32": lambda: SparseCompressor(0.002, ResidualMemory(), values="bf16", indices="int32"),
+    "scaled signs": ScaledSignCompressor,
+    "2 bits": lambda: ThresholdCompressor(wire="gather"),
+    "QSGD": QSGDCompressor,
+    "TernGrad": TernGradCompressor,
+    "int8 blocks": BlockwiseCompressor,
+    "PowerSGD, rank 4": lambda: PowerSGDCompressor(4, 0),
+}
+
+
+COUNTED_SHAPES = [(40, 50)] * 3
+
+
+def launches_of(make: Callable[[], Compressor], ranks: int, device: torch.device) -> tuple[Launches, Launches]:
+    """Count the launches of one bucket's step: until its first request, and from then on."""
+    whole, encoding, decoding = Whole("", make(), [COUNTED_SHAPES], device), Launches(), Launches()
+    (bucket,), states = whole.buckets, whole.states
+    states.add(bucket, ranks, 0)
+    for step in range(3):  # the first steps make tables and histories
+        (gradient,) = random_gradients([COUNTED_SHAPES], step, device)
+        for i, s in enumerate(bucket.segments):
+            bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel])
+        encoding, decoding = Launches(), Launches()
+        conversation, replies, counting = states.reduce(bucket), None, encoding
+        with suppress(StopIteration):
+            while True:
+                with counting:
+                    requests = next_requests(conversation, replies)
+                replies, counting = tuple(_answer(request, ranks) for request in requests), decoding
+    return encoding, decoding
+
+
+def _answer(request: Any, ranks: int) -> Any:
+    """The reply of equal ranks, as adjacent parts of one tensor."""
+    if isinstance(request, AllGather):
+        return torch.stack([request.tensor] * ranks).unbind()
+    return request.tensor.clone()
 
 
 TESTS = ROOT / "tests" / "kernels"

@@ -201,6 +201,10 @@ class Codec:
         header = self.unseal(payload)
         return header.number, header.sealed, header.count, *header.terms
 
+    def words_of(self, payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> Sequence[Any] | Int32[Tensor, "words"]:
+        """Return the `words` of several payloads, one after the other."""
+        return [word for payload in payloads for word in self.words(payload)]
+
     def unseal(self, payload: UInt8[Tensor, "nbytes"]) -> Header:
         """Read the header."""
         count, number, stored, scale, *terms = payload[:HEADER_BYTES].view(torch.int32).clone().unbind()

@@ -1,8 +1,8 @@
 """The GPU backend of payloads: Triton kernels with the same bytes and bits as `Codec` and `NativeMeanDecoder`.
 
-Launches per payload: `encode_plain` 1, and 2 more if the largest magnitude is not known; `seal_` 1. The mean of
-any number of payloads of plain indices takes 2. All other operations are those of `Codec`. Nothing waits for the
-device.
+Launches per payload: `encode_plain` 1, and 2 more if the largest magnitude is not known; `seal_` and `words_of` 1.
+The mean of any number of payloads of plain indices takes 2. All other operations are those of `Codec`. Nothing
+waits for the device.
 
 The checksum is a sum, so each program adds what its own elements contribute, and no second pass reads the payload.
 The program that finishes last writes the header. Its counters are zero again after each launch: there is one set
@@ -172,6 +172,19 @@ def seal(
 
 @triton.jit
 @no_type_check
+def sum_of_words(payload, nbytes, BLOCK: tl.constexpr):
+    """Return what the checksum of a payload is made of, with its own field taken as zero, and that field."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([], dtype=tl.int64)
+    for i in range(0, nbytes // 8, BLOCK):
+        word = tl.load(payload.to(tl.pointer_type(tl.int64)) + i + lane, mask=i + lane < nbytes // 8, other=0)
+        total += tl.sum(word * (2 * (i + lane).to(tl.int64) + 1), 0)
+    stored = tl.load(payload.to(tl.pointer_type(tl.int32)) + 2).to(tl.int64) & LOW
+    return total - 3 * stored, stored
+
+
+@triton.jit
+@no_type_check
 def index_at(payload, j, live, WIDE: tl.constexpr):
     start = payload + 24
     if WIDE:
@@ -218,14 +231,9 @@ def check(
     """One program per rank: the numbers of its payload (`codec.WORDS`). The last number is set for `merge`."""
     r = tl.program_id(0)
     payload = payloads + r.to(tl.int64) * nbytes
-    n_words = nbytes // 8
     header = payload.to(tl.pointer_type(tl.int32))
     lane = tl.arange(0, BLOCK)
-    total = tl.zeros([], dtype=tl.int64)
-    for i in range(0, n_words, BLOCK):
-        word = tl.load(payload.to(tl.pointer_type(tl.int64)) + i + lane, mask=i + lane < n_words, other=0)
-        total += tl.sum(word * (2 * (i + lane).to(tl.int64) + 1), 0)
-    stored = tl.load(header + 2).to(tl.int64) & LOW
+    total, stored = sum_of_words(payload, nbytes, BLOCK)
     count = tl.load(header)
     scale = tl.load(header + 3).to(tl.float32, bitcast=True)
     wrong = ((count < 0) | (count > capacity)).to(tl.int32)
@@ -245,11 +253,27 @@ def check(
     tl.store(own + 1, tl.load(header + 1))
     tl.store(own + 2, tl.load(header + 4))
     tl.store(own + 3, tl.load(header + 5))
-    tl.store(own + 4, (checksum_of(total - 3 * stored) == stored).to(tl.int32))
+    tl.store(own + 4, (checksum_of(total) == stored).to(tl.int32))
     tl.store(own + 5, (wrong == 0).to(tl.int32))
     tl.store(own + 6, (infinite == 0).to(tl.int32))
     if r == 0:
         tl.store(numbers + n_ranks * NUMBERS, 1)
+
+
+@triton.jit(do_not_specialize=["nbytes"])
+@no_type_check
+def open_headers(payloads, nbytes, words, BLOCK: tl.constexpr):
+    """One program per rank: the words of `Codec.words`."""
+    r = tl.program_id(0)
+    payload = payloads + r.to(tl.int64) * nbytes
+    header = payload.to(tl.pointer_type(tl.int32))
+    total, stored = sum_of_words(payload, nbytes, BLOCK)
+    own = words + 5 * r
+    tl.store(own, tl.load(header + 1))
+    tl.store(own + 1, (checksum_of(total) == stored).to(tl.int32))
+    tl.store(own + 2, tl.load(header))
+    tl.store(own + 3, tl.load(header + 4))
+    tl.store(own + 4, tl.load(header + 5))
 
 
 @triton.jit
@@ -369,6 +393,11 @@ class TritonCodec(Codec):
         programs = max(1, blocks(words - HEADER_BYTES // 8))
         what = (payload, words, count, first_nonfinite, bounds, bounds.numel(), scale, *terms.words)
         self._launch(seal, payload, programs, *what, counters, programs, BLOCK)
+
+    def words_of(self, payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> Int32[Tensor, "words"]:
+        words = torch.empty(5 * len(payloads), dtype=torch.int32, device=payloads[0].device)
+        self._launch(open_headers, words, len(payloads), rows_of(payloads), payloads[0].numel(), words, BLOCK)
+        return words
 
 
 class TritonMeanDecoder(MeanDecoder):

@@ -42,18 +42,20 @@ class Unchecked(Generic[T]):
 
     Attributes:
         contents: In the order of the payloads.
-        scalars: Numbers of the headers, for `check`. int, or tensors.
+        scalars: Numbers of the headers, for `check`: int, scalars, or one tensor.
         check: Given the values of `scalars`, returns for each payload the position, from 1, of its rank's first
             tensor with a non-finite gradient, or 0. Raises PayloadError if a payload is damaged, or was encoded
             with other settings. The message names the rank.
     """
 
     contents: list[T]
-    scalars: Sequence[Any]
+    scalars: Sequence[Any] | Tensor
     check: Callable[[Sequence[int]], list[int]]
 
     def wait(self) -> tuple[list[T], list[int]]:
         """Wait for the device, and return the contents and what `check` does."""
+        if isinstance(self.scalars, Tensor):
+            return self.contents, self.check(self.scalars.tolist())
         if not self.scalars or not isinstance(self.scalars[0], Tensor) or self.scalars[0].is_cpu:
             return self.contents, self.check(list(map(int, self.scalars)))
         # one read gets all, because each read waits
@@ -135,15 +137,12 @@ class Envelope:
         Raises:
             PayloadError: A payload has another size. The message names the rank.
         """
-        codec, codes = kernels.of(payloads[0]).codec, []
-        scalars: list[Any] = []
         ranks = range(len(payloads)) if ranks is None else ranks
         check_sizes(payloads, sealed_bytes(nbytes), self.terms, self.what, ranks)
-        for payload in payloads:
-            whole = payload if payload.is_contiguous() and payload.storage_offset() % 8 == 0 else payload.clone()
-            codes.append(whole[HEADER_BYTES : HEADER_BYTES + nbytes])
-            scalars += codec.words(whole)
-        return Unchecked(codes, scalars, partial(self._check, ranks=ranks))
+        whole = [p if p.is_contiguous() and p.storage_offset() % 8 == 0 else p.clone() for p in payloads]
+        codes = [payload[HEADER_BYTES : HEADER_BYTES + nbytes] for payload in whole]
+        words = kernels.of(whole[0]).codec.words_of(whole)
+        return Unchecked(codes, words, partial(self._check, ranks=ranks))
 
     def _check(self, words: Sequence[int], ranks: Sequence[int]) -> list[int]:
         """Return the number of each rank's first tensor with a non-finite gradient. words: five per payload."""

@@ -59,7 +59,7 @@ class Compile:
         options = {"num_warps": WARPS, "enable_fp_fusion": False}
         compiled = triton.compile(ASTSource(kernel, signature, constants, {}), target=self.target, options=options)
         assert ".ftz" not in str(compiled.asm.get("ptx")), f"{name} takes denormals for zero"
-        if name in ("accumulate", "decay", "subtract_at", "uniform_encode", "uniform_add"):
+        if name in ("accumulate", "decay", "subtract_at", "uniform_encode", "uniform_add", "merge", "write_plain"):
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             # AMD's fma_mix also stands for a product alone whose operands or result are fp16
             contracted = re.search("fma(?!_mix)|fmac", assembly)
@@ -112,6 +112,7 @@ def every_payload(codec: Any, decoder: Any) -> None:
             budget = Budget(bounds, torch.tensor([20, 30]), capacity)
             plan = PayloadPlan(wire.SparseFormat(form, wire.PlainIndices(indices)), budget, n)
             payload = plan.encode(codec, SparseVector(x.int(), x, count), first).payload
+            codec.words_of([payload])
             decoder.mean_into_(torch.zeros(n), [payload] * 2, plan.layout, bounds, 2)
 
 

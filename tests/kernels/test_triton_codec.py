@@ -85,7 +85,11 @@ def test_headers_of_other_payloads() -> None:
             count, first = torch.tensor(7, dtype=torch.int32, device=DEVICE), torch.tensor(40, device=DEVICE)
             codec.seal_(given, count, first, plan.budget.bounds, scale, plan.terms)
         assert torch.equal(mine, expected), words
-    assert ours.launches == 5
+        broken = mine.clone()
+        broken[-1] ^= 1
+        both = (mine, broken, mine)
+        assert ours.words_of(both).tolist() == [int(word) for word in theirs.words_of(both)]
+    assert ours.launches == 5 + 5
 
 
 def dense_mean(plan: Any, payloads: Any, size: Any) -> Any:

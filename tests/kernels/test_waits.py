@@ -14,6 +14,7 @@ with pytest.MonkeyPatch.context() as environment:
     if DEVICE == "cpu":
         environment.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
+    from benchmarks.gpu_steps import COUNTED, launches_of
     from dgc import compression, kernels, wire
     from dgc.bucket import Bucket, lay_out
     from dgc.comm.requests import AllGather, AllToAll, next_requests
@@ -78,6 +79,14 @@ def test_dgc_never_waits(values: Any, indices: Any) -> None:
     memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
     seen = waits_of(compression.DGCCompressor(0.05, memory, values=values, indices=indices))
     assert set(seen) == READ
+
+
+def test_launches_of_sparse_methods() -> None:
+    """PyTorch's included: from the gradient to the payload, and from the payloads of all ranks to the mean."""
+    cases = ("DGC, fp16 and int32", 2), ("DGC, fp16 and int32", 64), ("top-k, bf16 and int32", 8)
+    for name, ranks in cases:
+        both = launches_of(COUNTED[name], ranks, torch.device(DEVICE))
+        assert [own.kernels + own.operations for own in both] == [8, 2], (name, ranks)
 
 
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
