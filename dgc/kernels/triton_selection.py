@@ -82,6 +82,7 @@ def read(source, length, LANES: tl.constexpr):
 TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of selection.TOO_LARGE
 # Added to a segment's count of candidates when a tile has too many. No sum of real counts can cancel it.
 OVERFULL = tl.constexpr(-(1 << 40))
+ASSIGN = tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -91,7 +92,7 @@ def accumulate(
     slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
     LOWER_BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov.
+    """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov, 3 (ASSIGN) v = g.
 
     With lower_bounds, a tile's elements at or above its segment's lower bound are written, in order, to the tile's
     slots. The following selection then does not read v again.
@@ -106,15 +107,18 @@ def accumulate(
     source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
     # all loads before the first reduction, which is a barrier
     g = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
-    x = tl.load(v + start + lane, mask=live, other=0.0)
-    if FORM > 0:
+    if FORM < ASSIGN:
+        x = tl.load(v + start + lane, mask=live, other=0.0)
+    if (FORM == 1) | (FORM == 2):
         m = tl.load(u + start + lane, mask=live, other=0.0)
     bad = (g.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
     first_bad = tl.min(tl.where(bad, lane, TILE), 0)
     if first_bad < TILE:
         tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")
     g = tl.where(bad, 0.0, g)
-    if FORM == 0:
+    if FORM == ASSIGN:
+        x = g
+    elif FORM == 0:
         x = x + g
     else:
         if FORM == 1:
@@ -582,6 +586,10 @@ class TritonSelection(SelectionKernels):
         whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
         return self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), Candidates())
 
+    def assign_(self, g: tuple[Tensor, ...], v: Dense) -> Int64[Tensor, ""]:
+        inputs, whole = PassInputs(g, None, v), on_device((0, v.numel()), torch.int64, v.device)
+        return self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), Candidates(), ASSIGN.value)
+
     def accumulate_and_select_(self, inputs: PassInputs, budget: Budget, lower_bounds: Each | None) -> TopKResult:
         tiling = self._tilings.of(budget.bounds, _lengths(inputs))
         candidates = self._room_for_candidates(tiling, inputs.v.numel(), budget, lower_bounds)
@@ -661,11 +669,15 @@ class TritonSelection(SelectionKernels):
         types = (FLOATS[p.dtype], _wide(p.dtype))
         self._launch(decay, p, blocks(n), p, buffer, n, settings, nesterov, *types, BLOCK)
 
-    def _accumulate(self, inputs: PassInputs, tiling: Tiling, candidates: Candidates) -> Int64[Tensor, ""]:
+    def _accumulate(
+        self, inputs: PassInputs, tiling: Tiling, candidates: Candidates, form: int | None = None
+    ) -> Int64[Tensor, ""]:
+        """form: that of the kernel, or that of `inputs`."""
         if inputs.sent is not None:
             self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
         first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
-        form = 0 if inputs.u is None else 2 if inputs.nesterov else 1
+        if form is None:
+            form = 0 if inputs.u is None else 2 if inputs.nesterov else 1
         sources = pointers(inputs.g, inputs.g[0].dtype, inputs.v.device)
         work = (tiling.table, tiling.count, sources, inputs.u, inputs.v, float(inputs.momentum), first)
         lower_bounds, counts = candidates.lower_bounds, (candidates.counts, tiling.first.numel())

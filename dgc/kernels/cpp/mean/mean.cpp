@@ -43,7 +43,8 @@ struct Mean {
 template <class Add>
 void mean_of_unit(const Mean& of, int64_t segment, int64_t begin, int64_t n, Add&& add) {
     const auto divide = decode_kernels().divide;
-    alignas(64) float sums[tile] = {};
+    alignas(64) float sums[tile];
+    std::fill_n(sums, std::min(n, tile), 0.0f);
     for (int64_t i = 0; i < n; i += tile) {
         const int64_t m = std::min(tile, n - i);
         add(i, m, sums);

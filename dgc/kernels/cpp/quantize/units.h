@@ -30,20 +30,37 @@ struct Segments {
     int64_t count;
 };
 
+// Calls visit(segment, begin, n) for each unit of all segments. A thread takes many short segments at a time.
+template <class Visit>
+static void for_units(const int64_t* bounds, int64_t segments, int threads, Visit&& visit) {
+    struct Unit {
+        int64_t segment, begin, n;
+    };
+    std::vector<Unit> units;
+    std::vector<int64_t> shares;  // the first unit of each share of the work
+    int64_t taken = unit;
+    for (int64_t s = 0; s < segments; ++s)
+        for (int64_t i = bounds[s]; i < bounds[s + 1]; i += unit) {
+            const int64_t n = std::min(unit, bounds[s + 1] - i);
+            if (taken + n > unit) {
+                shares.push_back(static_cast<int64_t>(units.size()));
+                taken = 0;
+            }
+            taken += n;
+            units.push_back({s, i, n});
+        }
+    const int64_t count = static_cast<int64_t>(shares.size());
+    shares.push_back(static_cast<int64_t>(units.size()));
+    share_out(count, static_cast<int>(std::min<int64_t>(threads, count)), [&](int64_t share, int) {
+        for (int64_t u = shares[share]; u < shares[share + 1]; ++u) visit(units[u].segment, units[u].begin, units[u].n);
+    });
+}
+
 // Calls visit(segment, begin, n, byte offset of the codes) for each unit of all segments, with codes of `width` bits.
 template <class Visit>
 static void for_units(const Segments& segments, int width, int threads, Visit&& visit) {
-    struct Unit {
-        int64_t segment, begin, end;
-    };
-    std::vector<Unit> units;
-    for (int64_t s = 0; s < segments.count; ++s)
-        for (int64_t i = segments.bounds[s]; i < segments.bounds[s + 1]; i += unit)
-            units.push_back({s, i, std::min(i + unit, segments.bounds[s + 1])});
-    const int64_t count = static_cast<int64_t>(units.size());
-    share_out(count, static_cast<int>(std::min<int64_t>(threads, count)), [&](int64_t i, int) {
-        const auto [s, begin, end] = units[i];
-        visit(s, begin, end - begin, segments.starts[s] + (begin - segments.bounds[s]) * width / 8);
+    for_units(segments.bounds, segments.count, threads, [&](int64_t s, int64_t begin, int64_t n) {
+        visit(s, begin, n, segments.starts[s] + (begin - segments.bounds[s]) * width / 8);
     });
 }
 
