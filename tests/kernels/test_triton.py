@@ -377,7 +377,8 @@ def test_decay(kernels: Any, dtype: Any, nesterov: Any) -> None:
 
 def quantized(quantizers: Any, v: Any, bounds: Any, each: Any) -> Any:
     """Of every operation the codes, the residual, and what adding gives to a buffer of its own."""
-    q, coded = quantizers, []
+    q = quantizers
+    coded: list[tuple[Any, ...]] = []
     coded.append((q.largest(v, bounds), q.positives(v, bounds)))
     coded.append(q.sign_encode(v, bounds, each - 0.5, -each, 2 * each, False))
     coded.append(q.tern_encode(v, bounds, each, False))
