@@ -43,11 +43,12 @@ struct Mean {
 template <class Sum>
 void mean_of_unit(const Mean& of, int64_t segment, int64_t begin, int64_t n, Sum&& sum) {
     const auto divide = decode_kernels().divide;
+    const bool streaming = of.streaming && n >= tile;  // the end of a stream waits for memory, too long for few elements
     alignas(64) float sums[tile];
     for (int64_t i = 0; i < n; i += tile) {
         const int64_t m = std::min(tile, n - i);
         sum(i, m, sums);
-        divide(sums, m, of.factor(segment), of.size, of.streaming, of.mean + begin + i);
+        divide(sums, m, of.factor(segment), of.size, streaming, of.mean + begin + i);
     }
 }
 
