@@ -190,11 +190,7 @@ class NativeSelection(Native, SelectionKernels):
         return first
 
     def assign_(self, g: tuple[Tensor, ...], v: Float32[Tensor, "n"]) -> Int64[Tensor, ""]:
-        pieces = list(map(Tensor.float, g))
-        begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
-        assert begins[-1] == v.numel()
-        where = (pieces, begins.tobytes(), len(pieces), v, v.numel())
-        first = self._library.dgc_assign(*where, torch.get_num_threads())
+        first = self._library.dgc_assign(*_pieces(g, v), v, v.numel(), torch.get_num_threads())
         return torch.full((), first, dtype=INT64)
 
     def predicted_lower_bounds(
@@ -284,19 +280,22 @@ class NativeSelection(Native, SelectionKernels):
         self._library.dgc_decay(p, buffer, p.numel(), *settings, torch.get_num_threads())
 
 
+def _pieces(g: Sequence[Tensor], v: Tensor) -> tuple[list[Tensor], bytes, int]:
+    """Return the pieces of a gradient of v's length, or none, and the first element of each."""
+    pieces = list(map(Tensor.float, g))
+    begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
+    assert not pieces or begins[-1] == v.numel()
+    return pieces, begins.tobytes(), len(pieces)
+
+
 def _pass_arguments(form: int | None, inputs: PassInputs) -> tuple[object, ...]:
     """Return the first arguments of the functions for the pass. form: that of the update, or that of `inputs`."""
     if form is None:
         form = RESIDUAL if inputs.u is None else NESTEROV if inputs.nesterov else PLAIN_MOMENTUM
-    pieces, sent = list(map(Tensor.float, inputs.g)), inputs.sent
-    begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
-    n = inputs.v.numel()
-    assert form == NONE or begins[-1] == n
+    n, sent = inputs.v.numel(), inputs.sent
     return (
         form,
-        pieces,
-        begins.tobytes(),
-        len(pieces),
+        *_pieces(inputs.g, inputs.v),
         inputs.u,
         inputs.v,
         n,

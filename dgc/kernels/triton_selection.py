@@ -1,9 +1,9 @@
 """The GPU backend of the selection: Triton kernels with the same results and bits as `SelectionKernels`.
 
 Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
-select 9, accumulate_and_select_ 10, moments 2, tail 2, remove_sent_ 1, merge_mean 3, subtract_at_ 1 per dtype of
-the targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a few of its own (zeros; in
-merge_mean a stable sort and a cumulative sum). Nothing waits for the device.
+assign_ 1, select 9, accumulate_and_select_ 10, moments 2, tail 2, remove_sent_ 1, merge_mean 3, subtract_at_ 1 per
+dtype of the targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a few of its own
+(zeros; in merge_mean a stable sort and a cumulative sum). Nothing waits for the device.
 
 The bits are equal because kernels are compiled without contraction to FMA, which would skip the rounding of a
 product, floats are never added atomically, and division is correctly rounded. Without a GPU the kernels run in

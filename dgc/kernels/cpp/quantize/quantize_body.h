@@ -152,7 +152,15 @@ void natural_add(const uint8_t* codes, int64_t n, int32_t top, float* total) {
     });
 }
 
+// While the codes have eight more bytes, `pack` and `unpack` move as many, because a copy of a variable number is a call.
+// What the store writes beyond its fields is overwritten.
 void pack(const uint8_t* levels, int64_t n, int bits, uint8_t* codes) {
+    for (; n * bits >= 64; n -= 8, levels += 8, codes += bits) {
+        uint64_t x;
+        std::memcpy(&x, levels, sizeof x);
+        x = squeeze(x, bits);
+        std::memcpy(codes, &x, sizeof x);
+    }
     for (; n > 0; n -= 8, levels += 8, codes += bits) {
         uint64_t x = 0;
         std::memcpy(&x, levels, static_cast<size_t>(n < 8 ? n : 8));
@@ -163,6 +171,12 @@ void pack(const uint8_t* levels, int64_t n, int bits, uint8_t* codes) {
 }
 
 void unpack(const uint8_t* codes, int64_t n, int bits, uint8_t* levels) {
+    for (; n * bits >= 64; n -= 8, levels += 8, codes += bits) {
+        uint64_t x;
+        std::memcpy(&x, codes, sizeof x);
+        x = stretch(x, bits);
+        std::memcpy(levels, &x, sizeof x);
+    }
     for (; n > 0; n -= 8, levels += 8, codes += bits) {
         uint64_t x = 0;
         const int64_t nbytes = n < 8 ? (n * bits + 7) / 8 : bits;
