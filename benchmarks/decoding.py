@@ -103,7 +103,7 @@ class Decoding:
 
     def dense(self) -> None:
         for i, bucket in enumerate(self.recording.buckets):
-            finite, _ = self._plan(i).mean_into_(bucket.flat, DECODER, self._rows(i), self.ranks)
+            finite, _ = self._plan(i).mean_into_(bucket.flat, DECODER, self._rows(i), self.ranks).wait()
             assert finite
 
     def sparse(self) -> list[SparseResult]:

@@ -5,7 +5,7 @@
 The command needs CUDA, PyTorch and Triton, but no Horovod, no MPI and no network. --dry-run needs no GPU:
 everything runs once, at a small size, in Triton's interpreter. It shows only that the command works.
 
-1. The laws: every case of tests/kernels/test_triton.py on device tensors, payloads and steps compared with the
+1. The laws: every case of tests/kernels/test_triton*.py on device tensors, payloads and steps compared with the
    bits of the CPU, and bitwise reproducibility. If a law fails, the exit status is 1.
 2. The table: milliseconds of a step, kernels launched, and the places where the host waited for the device, with
    counts. `/ copy` is the ratio to the minimum memory traffic of the step (DGC 20 bytes per parameter; PowerSGD

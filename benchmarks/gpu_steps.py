@@ -1,7 +1,7 @@
 """The workloads of `benchmarks.gpu`: codecs, whole steps of methods without a network, and a training step.
 
 With the host operations of a step: kernels launched, and waits for the device; and with the laws: those of the
-Triton kernels on a real device (tests/kernels/test_triton.py), and bits of whole steps.
+Triton kernels on a real device (tests/kernels/test_triton*.py), and bits of whole steps.
 """
 
 import time
@@ -203,7 +203,7 @@ def place(filename: str) -> str:
     return str(path.relative_to(ROOT)) if ROOT in path.parents else path.name
 
 
-TESTS = ROOT / "tests" / "kernels" / "test_triton.py"
+TESTS = ROOT / "tests" / "kernels"
 LEFT_OUT = {
     "test_every_kernel_compiles_for_gpus": "compiles for other GPUs than this one",
     "test_importing_dgc_does_not_import_triton": "says nothing of the device",
@@ -214,7 +214,8 @@ CPU = torch.device("cpu")
 
 
 def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
-    yield from cases(load_tests(TESTS), LEFT_OUT)
+    yield from cases(load_tests(TESTS / "test_triton.py"), LEFT_OUT)
+    yield from cases(load_tests(TESTS / "test_triton_codec.py"), {})
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {
@@ -268,10 +269,9 @@ def results(compressor: Compressor, device: torch.device) -> list[Tensor]:
         given = random_gradients([SHAPES], step, device)
         for result, bucket in zip(whole.step(given), whole.buckets, strict=True):
             assert result.nonfinite is None, result.nonfinite
-            if isinstance(result, SparseResult):
-                found += [result.indices, result.values]
-            else:
-                found.append(bucket.flat.clone())
+            if isinstance(result, SparseResult):  # a GPU writes the mean at once
+                result.write_to(bucket)
+            found.append(bucket.flat.clone())
     return [*found, *whole.states.errors()]
 
 

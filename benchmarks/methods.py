@@ -3,8 +3,9 @@
     python -m benchmarks.methods [--elements 25 100] [--tensors 24] [--ranks 4] [--threads 2] [--methods qsgd dgc]
     python -m benchmarks.methods --elements 1 10 100 400 --tensors 1 30 300 3000 --methods dgc qsgd powersgd-4
 
-One bucket has --elements million elements in --tensors equal matrices. The conversation of one rank of --ranks
-runs without a transport. The replies to its requests are copies of what it sends, made outside the measured time.
+The model has --elements million elements in --tensors equal matrices, in buckets of --bucket-mb. The conversations
+of one rank of --ranks run without a transport, bucket by bucket. The replies to its requests are copies of what it
+sends, made outside the measured time.
 
 encode    from the gradient to the last request, with all that lies between requests. Floor: the time to read the
           gradient, to read and write each error state and momentum, and to write what is sent and read what is
@@ -22,6 +23,7 @@ reason of each ratio above 3. The output is a table for each size and a last lin
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -35,10 +37,10 @@ import dgc.kernels as kernels
 from benchmarks.harness import Table, add_methods, in_turns, middle, options, print_json, ratio
 from benchmarks.powersgd_step import Hook, power_sgd_hook
 from benchmarks.step_methods import Eager, Stateful
-from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import next_requests
+from dgc.compression import Route, Rule
 from dgc.cost import AlikeRanks
-from dgc.engine.state import BucketStates
+from dgc.engine.buckets import keep_states, plan_buckets
 from scripts.methods import build
 
 TAKES = "8 min"
@@ -57,31 +59,44 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Clock = Callable[[], float]
 
 
-class Method:
-    """One bucket of a method on the last of some ranks, whose replies are those of equal ranks."""
+@dataclass(frozen=True)
+class Settings:
+    ranks: int
+    bucket_mb: float
+    clock: Clock
 
-    def __init__(self, name: str, tensors: Sequence[tuple[str, Tensor]], ranks: int, clock: Clock):
+
+class Method:
+    """The buckets of a method on the last of some ranks, whose replies are those of equal ranks."""
+
+    def __init__(self, name: str, tensors: Sequence[tuple[str, Tensor]], settings: Settings):
         method = build(name)
-        self.bucket = Bucket("bucket", lay_out(tensors), torch.float32, torch.device("cpu"))
-        self.states = BucketStates(getattr(method, "compression", method))
-        self.states.add(self.bucket, ranks, ranks - 1)
-        self.clock, self._ranks = clock, AlikeRanks(ranks)
-        self._kept: dict[tuple[int, int], list[Tensor]] = {}
-        self.sent = self.between = self.received = 0  # bytes of the last step; received: of the last round
+        method = getattr(method, "compression", method)
+        route = method if isinstance(method, Route) else Route([Rule(method)])
+        self.plans = plan_buckets(tensors, route.compressor_for, settings.bucket_mb, "bucket")
+        keep_states(self.plans, settings.ranks, settings.ranks - 1)
+        self.numel = sum(plan.bucket.numel for plan in self.plans)
+        self.clock, self._ranks = settings.clock, AlikeRanks(settings.ranks)
+        self._kept: dict[tuple[str, int, int], list[Tensor]] = {}
+        self.sent = self.between = self.received = 0  # bytes of the last step; received: of the last rounds
 
     @property
     def state_bytes(self) -> int:
         """Bytes of error states and momenta."""
-        tables = self.states[self.bucket].saved(self.bucket)
-        values = [value for table in tables.values() for value in table.values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        tables = [table for plan in self.plans for table in plan.states[plan.bucket].saved(plan.bucket).values()]
+        return sum(value.nbytes for table in tables for value in table.values() if isinstance(value, Tensor))
 
     def step(self, gradient: Tensor) -> tuple[float, float]:
         """Seconds of encoding and of decoding."""
-        for i, s in enumerate(self.bucket.segments):
-            self.bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel])
-        self.sent = self.received = received = 0
-        conversation, seconds, replies = self.states.reduce(self.bucket), [], None
+        self.sent = self.between = self.received = 0
+        both = [self._bucket(plan, gradient) for plan in self.plans]
+        return sum(encode for encode, _ in both), sum(decode for _, decode in both)
+
+    def _bucket(self, plan: Any, gradient: Tensor) -> tuple[float, float]:
+        for i, s in enumerate(plan.bucket.segments):
+            plan.bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel])
+        conversation, seconds, replies = plan.states.reduce(plan.bucket), [], None
+        received = 0
         while True:
             start = self.clock()
             try:
@@ -89,22 +104,25 @@ class Method:
             except StopIteration as stop:
                 seconds.append(self.clock() - start)
                 assert stop.value.nonfinite is None
-                self.between = received - self.received
+                self.received += received
                 return sum(seconds[:-1]), seconds[-1]
             seconds.append(self.clock() - start)
+            self.between += received
             answers = [self._ranks.reply(request) for request in requests]
-            self.received = 0
-            replies = tuple(self._copied(len(seconds), i, answer) for i, answer in enumerate(answers))
-            received += self.received
+            parts = [self._copied((plan.bucket.name, len(seconds), i), answer) for i, answer in enumerate(answers)]
+            received = sum(part.nbytes for own in parts for part in own)
+            replies = tuple(
+                own[0] if isinstance(answer, Tensor) else tuple(own)
+                for own, answer in zip(parts, answers, strict=True)
+            )
             self.sent += sum(request.tensor.nbytes for request in requests)  # type: ignore[union-attr, misc]
 
-    def _copied(self, round_: int, i: int, answer: Any) -> Any:
+    def _copied(self, key: tuple[str, int, int], answer: Any) -> list[Tensor]:
         parts = [answer] if isinstance(answer, Tensor) else list(answer)
-        kept = self._kept.setdefault((round_, i), [torch.empty_like(part) for part in parts])
+        kept = self._kept.setdefault(key, [torch.empty_like(part) for part in parts])
         for own, part in zip(kept, parts, strict=True):
             own.copy_(part)
-        self.received += sum(own.nbytes for own in kept)
-        return kept[0] if isinstance(answer, Tensor) else tuple(kept)
+        return kept
 
 
 class Floors:
@@ -149,24 +167,27 @@ class TopK(Stateful):
                 part.index_fill_(0, chosen, 0.0)
 
 
-def peer_of(name: str, method: Method, clock: Clock) -> tuple[str, Callable[[Tensor], float]]:
+def peer_of(
+    name: str, method: Method, tensors: Sequence[tuple[str, Tensor]], settings: Settings
+) -> tuple[str, Callable[[Tensor], float]]:
     """The strongest known program that does the same: its name, and the seconds of its step."""
-    layout, world = [method.bucket.segments], dist.group.WORLD
+    buckets, world = [plan.bucket for plan in method.plans], dist.group.WORLD
+    layout = [bucket.segments for bucket in buckets]
     assert world is not None, "torch's hooks need the process group that main() makes"
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     if name in hooks or name.startswith("powersgd-"):
         rank = int(name.rpartition("-")[2]) if name not in hooks else 0
         hook = power_sgd_hook(rank, True) if rank else partial(hooks[name], world)
-        own = Hook([method.bucket], hook)
-        return "torch's hook", lambda g: own.step([g])
+        own = Hook(buckets, hook)
+        return "torch's hook", lambda g: own.step(g.split([bucket.numel for bucket in buckets]))
     shares = {"topk": 0.01, "dgc-residual": 0.01, "sparseloco": 1 / 64}
     if name in shares or name.startswith("dgc"):
         eager = TopK(layout, shares[name]) if name in shares else Eager(layout, ratio_of(name), 0.9, "cpu")
 
         def step(g: Tensor) -> float:
-            start = clock()
-            eager.step([g])
-            return clock() - start
+            start = settings.clock()
+            eager.step(list(g.split([bucket.numel for bucket in buckets])))
+            return settings.clock() - start
 
         return ("torch.topk" if name in shares else "the original's steps"), step
 
@@ -177,8 +198,7 @@ def peer_of(name: str, method: Method, clock: Clock) -> tuple[str, Callable[[Ten
         finally:
             kernels.use("auto")
 
-    tensors = [(s.name, torch.empty(s.shape, device="meta")) for s in method.bucket.segments]
-    reference = Method(name, tensors, method._ranks.size, clock)
+    reference = Method(name, tensors, settings)
     return "plain PyTorch", plain
 
 
@@ -187,16 +207,18 @@ def ratio_of(name: str) -> float:
 
 
 def matrices(numel: int, tensors: int) -> list[tuple[str, Tensor]]:
-    """Equal matrices of about `numel` elements in all, on no device."""
+    """Equal matrices of about `numel` elements in all. Only their shapes are used."""
     columns = 1 << (isqrt(max(1, numel // tensors)).bit_length() - 1)
     shape = max(1, numel // tensors // columns), columns
-    return [(f"matrix{i}", torch.empty(shape, device="meta")) for i in range(tensors)]
+    return [(f"matrix{i}", torch.empty(shape, device="cpu")) for i in range(tensors)]
 
 
-def measure(method: Method, peer: Callable[[Tensor], float] | None, rounds: int, clock: Clock) -> dict[str, Any]:
+def measure(
+    method: Method, tensors: int, peer: Callable[[Tensor], float] | None, rounds: int, clock: Clock
+) -> dict[str, Any]:
     """The row of a method: milliseconds, and ratios to the floors and to the peer."""
     generator = torch.Generator().manual_seed(0)
-    numel = method.bucket.numel
+    numel = method.numel
     pool = torch.randn(numel + 64, generator=generator)
     floors = Floors(numel, clock)
 
@@ -218,7 +240,7 @@ def measure(method: Method, peer: Callable[[Tensor], float] | None, rounds: int,
     whole = {number: sum(both) for number, both in times.items()}
     row["step"] = ratio(whole, {number: sum(both) for number, both in least.items()})
     row["ns"] = 1e9 * middle(whole) / numel
-    row["us_per_tensor"] = 1e6 * middle(whole) / len(method.bucket.segments)
+    row["us_per_tensor"] = 1e6 * middle(whole) / tensors
     if peer is not None:
         row["peer"] = ratio(found["peer"], whole)
     return row
@@ -229,6 +251,7 @@ def main() -> None:
     add_methods(parser, NAMES, DEFAULT)
     parser.add_argument("--elements", type=float, nargs="+", default=[25, 100], help="millions of them")
     parser.add_argument("--tensors", type=int, nargs="+", default=[24])
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="as of DistributedOptimizer")
     parser.add_argument("--ranks", type=int, default=4, help="2 or more")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
@@ -239,10 +262,9 @@ def main() -> None:
         parser.error("--ranks: one rank sends nothing")
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for torch's hooks
-    clock = CLOCKS[args.clock]
-    print(
-        f"{kernels.describe(torch.device('cpu'))}, {args.threads} threads, {args.ranks} ranks, {args.clock} times"
-    )
+    settings = Settings(args.ranks, args.bucket_mb, CLOCKS[args.clock])
+    where = kernels.describe(torch.device("cpu"))
+    print(f"{where}, {args.threads} threads, {args.ranks} ranks, {args.clock} times")
     columns = [("payload_bytes", "payload", "13,d")]
     for what in ("encode", "decode"):
         columns += [(f"{what}_floor_ms", "floor ms", "10.1f"), (f"{what}_ms", f"{what} ms", "11.1f")]
@@ -256,11 +278,12 @@ def main() -> None:
             print(f"\n{title}", end="")
             table = Table("", 17, [*columns, ("peer", "peer", "7.2f"), ("peer_is", "", "22s")])
             for name in args.methods:
-                method = Method(name, shapes, args.ranks, clock)
+                method = Method(name, shapes, settings)
                 words, peer = "", None
                 if millions <= args.peers_up_to:
-                    words, peer = peer_of(name, method, clock)
-                table.add(name, {**measure(method, peer, args.rounds, clock), "peer_is": f"  {words}"})
+                    words, peer = peer_of(name, method, shapes, settings)
+                row = measure(method, tensors, peer, args.rounds, settings.clock)
+                table.add(name, {**row, "peer_is": f"  {words}"})
             result["found"][title] = table.rows
     dist.destroy_process_group()
     print_json(result)

@@ -55,8 +55,9 @@ class MonkeyPatch:
     def setenv(self, name: str, value: str) -> None:
         self._start(patch.dict(os.environ, {name: value}))
 
-    def setattr(self, target: Any, *rest: Any) -> None:
-        self._start(patch(target, *rest) if isinstance(target, str) else patch.object(target, *rest))
+    def setattr(self, target: Any, *rest: Any, raising: bool = True) -> None:
+        make = patch if isinstance(target, str) else patch.object
+        self._start(make(target, *rest, create=not raising))
 
     def undo(self) -> None:
         while self._snapshots:
@@ -104,7 +105,7 @@ def fixture(function: Any = None, **options: Any) -> Any:
 
 def _pytest() -> ModuleType:
     module = ModuleType("pytest")
-    mark = SimpleNamespace(parametrize=parametrize, proof=None)
+    mark = SimpleNamespace(parametrize=parametrize, proof=lambda test: test)
     parts = {"MonkeyPatch": MonkeyPatch, "raises": raises, "fixture": fixture, "mark": mark}
     module.__dict__.update(parts, param=lambda *values, marks: Row(values), importorskip=_import)
     return module

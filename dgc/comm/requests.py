@@ -117,11 +117,15 @@ T = TypeVar("T")
 Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 
 
-def read(scalars: Sequence[Any]) -> Conversation[list[int]]:
-    """Return the values of numbers or scalars. Those on a device are read together, by one `Read`."""
+def read(scalars: Sequence[Any] | Tensor) -> Conversation[list[int]]:
+    """Return the values of numbers, scalars or a tensor. Those on a device are read together, by one `Read`."""
+    known: list[int]
+    if isinstance(scalars, Tensor):
+        known = scalars.tolist() if scalars.device.type == HOST else (yield Read(scalars))
+        return known
     if not scalars or not isinstance(scalars[0], Tensor) or scalars[0].device.type == HOST:
         return list(map(int, scalars))
-    known: list[int] = yield Read(torch.stack([scalar.int() for scalar in scalars]))
+    known = yield Read(torch.stack([scalar.int() for scalar in scalars]))
     return known
 
 

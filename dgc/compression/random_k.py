@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.bucket import Bucket
-from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean
+from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean, place_of_mean
 from dgc.compression.protocol import Position, Vector, check_choice, fraction_of
 from dgc.selection.selector import share
 from dgc.state import State
@@ -72,10 +72,10 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         values = self._cast.quantize(v[indices] * scale, state.size, bucket.dtype)
         kept = v.clone()
         kept[indices] -= values.float()
-        mean, nonfinite = yield from self.envelope(bucket).reduce(values, first_nonfinite)
-        dense = torch.zeros_like(v)
-        dense[indices] = mean.float()
-        return dense, kept, nonfinite
+        received, nonfinite = yield from self.envelope(bucket).reduce(values, first_nonfinite)
+        mean = place_of_mean(bucket).zero_()
+        mean[indices] = received.float()
+        return mean, kept, nonfinite
 
 
 class RandomBlockCompressor(RandomKCompressor):
@@ -86,4 +86,6 @@ class RandomBlockCompressor(RandomKCompressor):
 
     def choose(self, numel: int, k: int, generator: torch.Generator) -> Chosen:
         start = int(torch.randint(numel, (), generator=generator, dtype=torch.int64))
-        return ((start + torch.arange(k, dtype=torch.int64)) % numel).sort().values, numel / k
+        wrapped = max(0, start + k - numel)
+        stretches = (0, wrapped), (start, start + k - wrapped)
+        return torch.cat([torch.arange(*stretch, dtype=torch.int64) for stretch in stretches]), numel / k

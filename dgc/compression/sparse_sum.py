@@ -33,7 +33,7 @@ from dgc.compression.protocol import (
     first_nonfinite_message,
     sparse_overflow_message,
 )
-from dgc.kernels import Budget, Merged, SparseVector
+from dgc.kernels import Budget, Merged, NativeMeanDecoder, SparseVector
 from dgc.wire.envelope import Envelope, sealed_bytes
 from dgc.wire.payload import PayloadPlan
 
@@ -106,13 +106,16 @@ class AllGatherExchange(SparseExchange):
         encoded = plan.encode(backend.codec, elements, first_nonfinite)
         (payloads,) = yield (AllGather(encoded.payload),)
         result: Result
-        if backend.decoder is None or plan.sections is None:
+        decoder = backend.decoder if backend.decoder is not None and backend.decoder.takes(plan.layout) else None
+        is_dense = bucket.dtype == torch.float32
+        if isinstance(decoder, NativeMeanDecoder) and (self.wants_sparse or not is_dense):
+            result = yield from result_of(bucket, *plan.mean(decoder, payloads, self.size))
+        elif decoder is None or not is_dense:
             result = yield from self.mean_of(bucket, *(yield from self.decode(payloads, plan)))
-        elif self.wants_sparse or bucket.dtype != torch.float32:
-            result = yield from result_of(bucket, *plan.mean(backend.decoder, payloads, self.size))
         else:
             bucket.release()  # the gradients are accumulated and need no copy
-            finite, nonfinite = plan.mean_into_(bucket.flat, backend.decoder, payloads, self.size)
+            written = plan.mean_into_(bucket.flat, decoder, payloads, self.size)
+            finite, nonfinite = written.check((yield from read(written.numbers)))
             result = DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=finite)
         return result, encoded.sent, None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dgc.kernels.codec import Codec as Codec
+from dgc.kernels.codec import MeanDecoder as MeanDecoder
 from dgc.kernels.library import KernelsUnavailable as KernelsUnavailable
 from dgc.kernels.lowrank import LowRank as LowRank
 from dgc.kernels.native import NativeCodec, NativeLowRank, NativeMeanDecoder, NativeQuantizers, NativeSelection
@@ -42,7 +43,7 @@ class Backend:
     codec: Codec
     quantize: Quantizers
     lowrank: LowRank
-    decoder: NativeMeanDecoder | None = None
+    decoder: MeanDecoder | None = None
 
 
 def use(name: str) -> None:
@@ -100,9 +101,10 @@ def _triton(device: str) -> Backend:
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
+        from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
         from dgc.kernels.triton_quantize import TritonQuantizers
         from dgc.kernels.triton_selection import TritonSelection
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
-    return Backend(triton, Codec(), TritonQuantizers(), LowRank(triton))
+    return Backend(triton, TritonCodec(), TritonQuantizers(), LowRank(triton), TritonMeanDecoder())

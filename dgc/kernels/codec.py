@@ -22,6 +22,7 @@ spaced in the order of indices: element floor(j count / kept) for j = 0 .. kept 
 
 import struct
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -355,6 +356,29 @@ class Codec:
         if kind == ValueKind.INT8:
             return first(codes.view(torch.int8) * table[owner], count)
         return first(table[4 * owner + unpacked(codes, 2, indices.numel())], count)
+
+
+class MeanDecoder(ABC):
+    """Decodes the payloads of all ranks and adds them in one call, with the bits of doing that one by one."""
+
+    @abstractmethod
+    def takes(self, layout: Layout) -> bool:
+        """Whether it can decode these payloads."""
+
+    @abstractmethod
+    def mean_into_(
+        self,
+        dense: Float32[Tensor, "n"],
+        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        layout: Layout,
+        bounds: Int64[Tensor, "bounds"],
+        size: int,
+    ) -> Int32[Tensor, "numbers"]:
+        """Write the mean over `size` ranks, with zeros where no rank has sent an element.
+
+        Returns WORDS numbers per payload, and whether the mean is finite. If a payload is not valid, the mean is
+        undefined.
+        """
 
 
 def numbers(like: Tensor, size: int) -> Int64[Tensor, "size"]:

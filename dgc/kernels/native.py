@@ -25,6 +25,7 @@ from dgc.kernels.codec import (
     IndexCode,
     IndexKind,
     Layout,
+    MeanDecoder,
     Terms,
     ValueKind,
 )
@@ -450,13 +451,16 @@ def _within(count: Tensor, entries: Tensor) -> int:
     return min(max(0, int(count)), entries.numel())
 
 
-class NativeMeanDecoder(Native):
+class NativeMeanDecoder(Native, MeanDecoder):
     """Decodes the payloads of all ranks and adds them, in one call, if their `Layout` names both codes.
 
     Any bytes are safe, but payloads must have the planned size. The result has the bits of decoding each payload
     by itself and of `merge_mean`: each element is added in the order of the payloads. Each payload is decoded by
     one thread. Then each thread adds all entries of its own part of the bucket.
     """
+
+    def takes(self, layout: Layout) -> bool:
+        return layout.values is not None and layout.indices.kind != IndexKind.CHUNKS
 
     def mean(
         self,
@@ -468,7 +472,8 @@ class NativeMeanDecoder(Native):
         """Return (WORDS numbers per payload, the mean over `size` ranks, or None if a payload is not valid)."""
         most = len(payloads) * layout.indices.capacity
         indices, values = torch.empty(most, dtype=INT64), torch.empty(most, dtype=FP32)
-        words, found = self._decode(payloads, layout, bounds, size, None, indices, values)
+        numbers, found = self._decode(payloads, layout, bounds, size, None, indices, values)
+        words = numbers[:-1]
         if found == INVALID:
             return words, None
         return words, Merged(indices[:found], values[:found], torch.tensor(found, dtype=INT32))
@@ -480,13 +485,10 @@ class NativeMeanDecoder(Native):
         layout: Layout,
         bounds: Int64[Tensor, "bounds"],
         size: int,
-    ) -> tuple[Int32[Tensor, "words"], bool | None]:
-        """Write the mean over `size` ranks, with zeros where no rank has sent an element.
-
-        Returns (WORDS numbers per payload, whether the mean is finite, or None if a payload is not valid).
-        """
-        words, found = self._decode(payloads, layout, bounds, size, dense, None, None)
-        return words, None if found == INVALID else found == 1
+    ) -> Int32[Tensor, "numbers"]:
+        numbers, found = self._decode(payloads, layout, bounds, size, dense, None, None)
+        numbers[-1] = found == 1
+        return numbers
 
     def _decode(
         self,
@@ -500,7 +502,7 @@ class NativeMeanDecoder(Native):
     ) -> tuple[Tensor, int]:
         code, ranks = layout.indices, len(payloads)
         assert dense is None or dense.numel() == code.numel
-        words = torch.empty(WORDS * ranks, dtype=INT32)
+        words = torch.empty(WORDS * ranks + 1, dtype=INT32)
         how = (layout.nbytes, code.capacity, code.numel, code.kind, code.nbytes, layout.values)
         made = (words, dense is not None, dense, indices, values)  # the address of an empty tensor is null
         where, threads = (bounds, bounds.numel() - 1), torch.get_num_threads()

@@ -10,18 +10,18 @@ Every error names the rank whose payload is not valid.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeAlias
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32, Int64, UInt8
+from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec import HEADER_BYTES, PLAIN, WORDS, Codec, IndexKind, Layout, Terms
+from dgc.kernels.codec import HEADER_BYTES, PLAIN, WORDS, Codec, Layout, MeanDecoder, Terms
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.kernels.selection import Budget, Merged, SparseVector
 from dgc.wire.envelope import PayloadError, Unchecked, check_sizes, refuse_changed, refuse_other_terms
@@ -44,6 +44,28 @@ class Encoded:
     payload: UInt8[Tensor, "nbytes"]
     sent: SparseVector
     own: Float32[Tensor, "capacity"]
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A mean that is written and not checked yet.
+
+    Attributes:
+        numbers: WORDS numbers per payload, and whether the mean is finite.
+        check_words: As `Unchecked.check`.
+    """
+
+    numbers: Int32[Tensor, "numbers"]
+    check_words: Callable[[Sequence[int]], list[int]]
+
+    def check(self, numbers: Sequence[int]) -> tuple[bool, list[int]]:
+        """Given the values of `numbers`, return whether the mean is finite, and the numbers of `decode`."""
+        nonfinite = self.check_words(numbers[:-1])
+        return bool(numbers[-1]), nonfinite
+
+    def wait(self) -> tuple[bool, list[int]]:
+        """Wait for the device, and return what `check` does."""
+        return self.check(self.numbers.tolist())
 
 
 @checked
@@ -120,12 +142,6 @@ class PayloadPlan:
             return values.largest(self.result)
         return None
 
-    @cached_property
-    def sections(self) -> Layout | None:
-        """The layout, if a `NativeMeanDecoder` can decode payloads of this format."""
-        layout = self.layout
-        return None if layout.values is None or layout.indices.kind == IndexKind.CHUNKS else layout
-
     def encode(self, codec: Codec, selection: SparseVector, first_nonfinite: Int64[Tensor, ""]) -> Encoded:
         """Encode a selection of finite values, with the capacity of the budget.
 
@@ -178,27 +194,23 @@ class PayloadPlan:
     def mean(self, decoder: NativeMeanDecoder, payloads: Payloads, size: int) -> tuple[Merged, list[int]]:
         """Decode the payloads of all ranks and add them in rank order, in one call of the kernels.
 
-        This is possible on a CPU, for formats with `sections`. It gives the bits of `decode`, and raises the same
-        errors. Returns (the mean over `size` ranks, the numbers of `decode`).
+        The decoder must take such payloads. The bits and the errors are those of `decode`. Returns (the mean over
+        `size` ranks, the numbers of `decode`).
         """
-        assert self.sections is not None
-        words, mean = decoder.mean(self._whole(payloads), self.sections, self.budget.bounds, size)
+        words, mean = decoder.mean(self._whole(payloads), self.layout, self.budget.bounds, size)
         nonfinite = self._check(words.tolist(), range(len(payloads)))
         assert mean is not None, "a payload without a fault"
         return mean, nonfinite
 
     def mean_into_(
-        self, dense: Float32[Tensor, "n"], decoder: NativeMeanDecoder, payloads: Payloads, size: int
-    ) -> tuple[bool, list[int]]:
-        """Same as `mean`, into a tensor. Returns (whether the mean is finite, the numbers of `decode`).
+        self, dense: Float32[Tensor, "n"], decoder: MeanDecoder, payloads: Payloads, size: int
+    ) -> "Written":
+        """Write the mean over `size` ranks into a tensor, without waiting for the device.
 
-        After an error the content of `dense` is undefined.
+        The decoder must take such payloads. After an error the content of `dense` is undefined.
         """
-        assert self.sections is not None
-        words, finite = decoder.mean_into_(dense, self._whole(payloads), self.sections, self.budget.bounds, size)
-        nonfinite = self._check(words.tolist(), range(len(payloads)))
-        assert finite is not None, "a payload without a fault"
-        return finite, nonfinite
+        numbers = decoder.mean_into_(dense, self._whole(payloads), self.layout, self.budget.bounds, size)
+        return Written(numbers, partial(self._check, ranks=range(len(payloads))))
 
     def _whole(self, payloads: Sequence[Tensor]) -> list[Tensor]:
         """Return contiguous payloads of the planned size."""

@@ -13,10 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dgc import wire
 from dgc.kernels import triton_selection as backend
 from dgc.kernels.selection import Budget, PassInputs, SparseVector
+from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
 from dgc.kernels.triton_quantize import TritonQuantizers
 from dgc.kernels.triton_tables import WARPS
+from dgc.wire.payload import PayloadPlan
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -101,6 +104,19 @@ def every_quantizer(quantizers: Any) -> None:
         quantizers.pack(codes[:n], bits)
 
 
+def every_payload(codec: Any, decoder: Any) -> None:
+    n, capacity = 6000, 50
+    bounds, first = torch.tensor([0, 2500, n]), torch.tensor(n)
+    x, count = torch.zeros(capacity), torch.tensor(capacity, dtype=torch.int32)
+    values: list[wire.ValueFormat] = [*map(wire.CastValues, ("fp32", "fp16", "bf16")), wire.SignValues()]
+    for form in (*values, wire.Int8Values(), wire.TwoBitValues()):
+        for indices in ("int32", "int64"):
+            budget = Budget(bounds, torch.tensor([20, 30]), capacity)
+            plan = PayloadPlan(wire.SparseFormat(form, wire.PlainIndices(indices)), budget, n)
+            payload = plan.encode(codec, SparseVector(x.int(), x, count), first).payload
+            decoder.mean_into_(torch.zeros(n), [payload] * 2, plan.layout, bounds, 2)
+
+
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
     backend.INTERPRETED = True
@@ -111,4 +127,7 @@ if __name__ == "__main__":
     quantizers = TritonQuantizers()
     quantizers._launch = launch
     every_quantizer(quantizers)
+    codec, decoder = TritonCodec(), TritonMeanDecoder()
+    codec._launch = decoder._launch = launch
+    every_payload(codec, decoder)
     print(*sorted({variant[0] for variant in launch.done}))

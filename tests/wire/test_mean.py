@@ -48,7 +48,7 @@ class Together:
         return self.plan.mean(NativeMeanDecoder(), *self.given)
 
     def mean_into_(self, dense: Any) -> Any:
-        return self.plan.mean_into_(dense, NativeMeanDecoder(), *self.given)
+        return self.plan.mean_into_(dense, NativeMeanDecoder(), *self.given).wait()
 
 
 def payloads_of(form: Any, selections: Any, budget: Any, numel: Any) -> Any:
@@ -209,4 +209,4 @@ def test_formats_of_users_have_no_sections() -> None:
     form = FORMATS["fp32 rice"]
     own = copy.copy(form)
     object.__setattr__(own, "values", Own())
-    assert PayloadPlan(own, budget_of(3, 0, 100), 100).sections is None
+    assert not NativeMeanDecoder().takes(PayloadPlan(own, budget_of(3, 0, 100), 100).layout)
