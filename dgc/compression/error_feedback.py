@@ -50,7 +50,8 @@ class ErrorFeedbackCompressor(Compressor):
     def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         """Returns (mean [n] fp32, residual [n] fp32, for each rank its first non-finite tensor, from 1, or 0).
 
-        v must not change, and the residual must be a separate tensor. The mean may be `place_of_mean(bucket)`.
+        v must not change, and the residual must be a separate tensor. Without error feedback the residual is not
+        used. The mean may be `place_of_mean(bucket)`, which without error feedback is v.
         """
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
@@ -58,8 +59,13 @@ class ErrorFeedbackCompressor(Compressor):
 
     def accumulate(self, bucket: Bucket, state: State) -> tuple[Vector, Position]:
         """Returns v, and the first_nonfinite of `exchange`. With error feedback v is the residual, in place."""
-        v = state.errors["errors"] if self.error_feedback else zeros(bucket)
-        return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+        if self.error_feedback:
+            v = state.errors["errors"]
+            return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+        gradients = bucket.gradients
+        bucket.release()  # the bucket's own memory takes v, and would copy them
+        v = place_of_mean(bucket)
+        return v, kernels.of(v).selection.assign_(gradients, v)
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         v, first = self.accumulate(bucket, state)
@@ -92,7 +98,7 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
 
     @abstractmethod
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
-        """Returns (codes, v minus the decoded codes)."""
+        """Returns (codes, v minus the decoded codes, which may be empty without error feedback)."""
 
     @abstractmethod
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:

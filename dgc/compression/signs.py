@@ -28,9 +28,13 @@ class SignCompressor(AllGatherCompressor):
         return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
-        bounds = bucket.bounds
-        scales = self.scales(v, bounds)
-        codes, kept = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
+        return self.signs(bucket, v, self.error_feedback)
+
+    def signs(self, bucket: Bucket, v: Vector, keep: bool) -> tuple[Codes, Vector]:
+        """Returns (codes, v minus the decoded codes if `keep`)."""
+        scales = self.scales(v, bucket.bounds)
+        values = (torch.zeros_like(scales), -scales, scales)
+        codes, kept = kernels.of(v).quantize.sign_encode(v, bucket.bounds, *values, keep)
         return join(scales, codes), kept
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
@@ -67,11 +71,11 @@ class SignSGDCompressor(SignCompressor):
         self.momentum = momentum
 
     def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
-        return (kernels.of(v).selection.moments(v, bounds).largest > 0).float()
+        return (kernels.of(v).quantize.largest(v, bounds) > 0).float()
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
-        codes, _ = super().encode(bucket, state, v)
-        return codes, v * self.momentum
+        codes, nothing = self.signs(bucket, v, keep=False)
+        return codes, v * self.momentum if self.error_feedback else nothing
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         """Writes the majority, the sign of the sum."""
@@ -129,12 +133,13 @@ class OneBitCompressor(AllGatherCompressor):
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         rows = state.constants["rows"]
         moments = kernels.of(v).selection.moments(v, rows)
-        above = torch.cat([rows.new_zeros(1), (v > 0).cumsum(0)])[rows].diff()
+        above = kernels.of(v).quantize.positives(v, rows)
         highs = (moments.magnitudes + moments.sums) / 2 / above.clamp(min=1)
         lows = (moments.sums - moments.magnitudes) / 2 / (rows.diff() - above).clamp(min=1)
         means = torch.stack([lows.float(), highs.float()])
         cuts = torch.zeros_like(means[0])
-        codes, kept = kernels.of(v).quantize.sign_encode(v, rows, cuts, means[0], means[1])
+        values = (cuts, means[0], means[1])
+        codes, kept = kernels.of(v).quantize.sign_encode(v, rows, *values, self.error_feedback)
         return join(means.view(-1), codes), kept
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:

@@ -99,11 +99,11 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             t = t.nan_to_num(torch.inf)
         quantizers = kernels.of(v).quantize
         if self.bits == 2:
-            codes, kept = quantizers.tern_encode(v, bounds, t)
+            codes, kept = quantizers.tern_encode(v, bounds, t, self.error_feedback)
             unit = t.nan_to_num(0.0, posinf=0.0)
         else:
             unit = torch.ones_like(t)
-            codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit)
+            codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit, self.error_feedback)
         if self.wire == "gather" or (self.wire == "auto" and state.size <= 2):
             parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)

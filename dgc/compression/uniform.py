@@ -16,7 +16,6 @@ from dgc.comm.requests import Conversation
 from dgc.compression.dense import ClippedCompressor, DenseCompressor, FP16Compressor, clipped
 from dgc.compression.error_feedback import AllGatherCompressor, Codes, Mean, join, split_all
 from dgc.compression.protocol import Compressor, Position, Reduced, Vector, check_choice
-from dgc.kernels import Moments
 from dgc.memory import Clipping
 from dgc.state import State
 from dgc.wire import CastValues, ValueFormat
@@ -56,7 +55,7 @@ class UniformCompressor(AllGatherCompressor):
         self.bits, self.levels, self.block, self.random = bits, levels, block, random
 
     @abstractmethod
-    def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
+    def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
         """The scale of each block. Larger magnitudes are clipped to it."""
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
@@ -76,10 +75,10 @@ class UniformCompressor(AllGatherCompressor):
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         blocks = state.constants["blocks"]
-        scales = self.scales(kernels.of(v).selection.moments(v, blocks), blocks.diff()).float()
+        scales = self.scales(v, blocks).float()
         seed = self.noise(bucket, state) if self.random else None
-        quantizers = kernels.of(v).quantize
-        codes, kept = quantizers.uniform_encode(v, blocks, scales, self.levels, self.bits, seed)
+        how = (self.levels, self.bits, seed, self.error_feedback)
+        codes, kept = kernels.of(v).quantize.uniform_encode(v, blocks, scales, *how)
         return join(scales, codes), kept
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
@@ -121,8 +120,10 @@ class QSGDCompressor(UniformCompressor):
         super().__init__(bits, 2 ** (bits - 1) - 1, block, True, error_feedback, seed)
         self.norm = norm
 
-    def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
-        return moments.largest if self.norm == "max" else moments.squares.sqrt()
+    def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
+        if self.norm == "max":
+            return kernels.of(v).quantize.largest(v, blocks)
+        return kernels.of(v).selection.moments(v, blocks).squares.sqrt()
 
 
 @checked
@@ -150,10 +151,10 @@ class TernGradCompressor(UniformCompressor):
         super().__init__(2, 1, None, True, error_feedback, seed)
         self.clip = clip
 
-    def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
+    def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
         if self.clip is None:
-            return moments.largest
-        n = numels.clamp(min=1)
+            return kernels.of(v).quantize.largest(v, blocks)
+        n, moments = blocks.diff().clamp(min=1), kernels.of(v).selection.moments(v, blocks)
         deviation = (moments.squares / n - (moments.sums / n) ** 2).clamp(min=0).sqrt()
         # if the deviation is 0, all elements are equal and none is clipped
         limit = (self.clip * deviation).where(deviation > 0, moments.largest.double())
@@ -174,8 +175,8 @@ class BlockwiseCompressor(UniformCompressor):
     def __init__(self, bits: int = 8, block: int | None = 2048, error_feedback: bool = True):
         super().__init__(bits, 2 ** (bits - 1) - 1, block, False, error_feedback, 0)
 
-    def scales(self, moments: Moments, numels: Int64[Tensor, "S"]) -> Tensor:
-        return moments.largest
+    def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
+        return kernels.of(v).quantize.largest(v, blocks)
 
 
 @checked
@@ -205,7 +206,8 @@ class NaturalCompressor(AllGatherCompressor):
         return 4 + bucket.numel
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
-        return kernels.of(v).quantize.natural_encode(v, self.noise(bucket, state) if self.random else None)
+        seed = self.noise(bucket, state) if self.random else None
+        return kernels.of(v).quantize.natural_encode(v, seed, self.error_feedback)
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         kernels.of(mean).quantize.natural_mean_(codes, state.size, mean)

@@ -125,7 +125,8 @@ class Sign:
         bounds, _ = plan
         sums = kernels.of(v).selection.moments(v, bounds).magnitudes
         scales = (sums / bounds.diff().clamp(min=1)).float()
-        codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, torch.zeros_like(scales), -scales, scales)
+        values = (torch.zeros_like(scales), -scales, scales)
+        codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, *values, keep=False)
         both = torch.cat([as_bytes(scales), codes])
         payload = message_of(both)
         write_header_(payload, DIFFERENCE)

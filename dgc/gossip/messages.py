@@ -191,7 +191,7 @@ class Int8Message:
 
     def encode_(self, z: Vector, factor: float, section: Bytes) -> Vector:
         x, bounds = z * factor, self._bounds(z, z.numel())
-        scales = kernels.of(z).selection.moments(x, bounds).largest
+        scales = kernels.of(z).quantize.largest(x, bounds)
         codes, residual = kernels.of(z).quantize.uniform_encode(x, bounds, scales, LEVELS, 8, None)
         end = FP32 * scales.numel()
         section[:end].copy_(as_bytes(scales))

@@ -51,7 +51,9 @@ from dgc.kernels.quantize import (
     Dense,
     Each,
     Quantizers,
+    Residual,
     empty_codes,
+    empty_residual,
     keys_of,
     layout_of,
     level_factors,
@@ -95,6 +97,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_radix_select": (c_int64, (F32, I64, I64, c_int64, I32, F32, c_int)),
     "dgc_predicted_lower_bounds": (None, (F32, F32, c_int64, c_float, F32)),
     "dgc_moments": (None, (F32, I64, c_int64, F64, F64, F64, F32, c_int)),
+    "dgc_assign": (c_int64, (EACH_F32, c_void_p, c_int, F32, c_int64, c_int)),
     "dgc_tail": (None, (F32, I64, c_int64, F32, I64, F64, c_int)),
     "dgc_take": (None, (*_SENT, F32, F32, c_int)),
     "dgc_merge_mean": (c_int64, (EACH_I32, EACH_F32, EACH_I32, c_int, c_float, c_int64, I64, F32, c_int)),
@@ -127,6 +130,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int64,
         (*_RANKS, *_LAYOUT, I64, c_int64, c_float, I32, c_int, F32, I64, F32, c_int),
     ),
+    "dgc_largest": (None, (F32, I64, c_int64, F32, c_int)),
+    "dgc_positives": (None, (F32, I64, c_int64, I64, c_int)),
     "dgc_quantize_signs": (None, (F32, *_RANGES, F32, F32, F32, *_MADE)),
     "dgc_add_signs": (None, (U8, *_RANGES, F32, F32, F32, c_int)),
     "dgc_quantize_ternary": (None, (F32, *_RANGES, F32, *_MADE)),
@@ -187,6 +192,10 @@ class NativeSelection(Native, SelectionKernels):
         first = torch.empty((), dtype=INT64)
         self._library.dgc_update(*_pass_arguments(None, inputs), first)
         return first
+
+    def assign_(self, g: tuple[Tensor, ...], v: Float32[Tensor, "n"]) -> Int64[Tensor, ""]:
+        first = self._library.dgc_assign(*_pieces(g, v), v, v.numel(), torch.get_num_threads())
+        return torch.full((), first, dtype=INT64)
 
     def predicted_lower_bounds(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
@@ -278,19 +287,22 @@ class NativeSelection(Native, SelectionKernels):
         self._library.dgc_decay(p, buffer, p.numel(), *settings, torch.get_num_threads())
 
 
+def _pieces(g: Sequence[Tensor], v: Tensor) -> tuple[list[Tensor], bytes, int]:
+    """Return the pieces of a gradient of v's length, or none, and the first element of each."""
+    pieces = list(map(Tensor.float, g))
+    begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
+    assert not pieces or begins[-1] == v.numel()
+    return pieces, begins.tobytes(), len(pieces)
+
+
 def _pass_arguments(form: int | None, inputs: PassInputs) -> tuple[object, ...]:
     """Return the first arguments of the functions for the pass. form: that of the update, or that of `inputs`."""
     if form is None:
         form = RESIDUAL if inputs.u is None else NESTEROV if inputs.nesterov else PLAIN_MOMENTUM
-    pieces, sent = list(map(Tensor.float, inputs.g)), inputs.sent
-    begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
-    n = inputs.v.numel()
-    assert form == NONE or begins[-1] == n
+    n, sent = inputs.v.numel(), inputs.sent
     return (
         form,
-        pieces,
-        begins.tobytes(),
-        len(pieces),
+        *_pieces(inputs.g, inputs.v),
         inputs.u,
         inputs.v,
         n,
@@ -503,8 +515,20 @@ class NativeMeanDecoder(Native, MeanDecoder):
 class NativeQuantizers(Native, Quantizers):
     """Quantizers at the speed of memory. Ternary and natural codes of a single rank are added in torch."""
 
-    def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
-        codes, residual = empty_codes(bounds, 1, WORD), torch.empty_like(v)
+    def largest(self, v: Dense, bounds: Bounds) -> Each:
+        found = torch.empty(bounds.numel() - 1, dtype=FP32)
+        self._library.dgc_largest(v, bounds, found.numel(), found, torch.get_num_threads())
+        return found
+
+    def positives(self, v: Dense, bounds: Bounds) -> Int64[Tensor, "S"]:
+        found = torch.empty(bounds.numel() - 1, dtype=INT64)
+        self._library.dgc_positives(v, bounds, found.numel(), found, torch.get_num_threads())
+        return found
+
+    def sign_encode(
+        self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each, keep: bool = True
+    ) -> tuple[Codes, Residual]:
+        codes, residual = empty_codes(bounds, 1, WORD), empty_residual(v, keep)
         values, threads = (cuts, lows, highs), torch.get_num_threads()
         self._library.dgc_quantize_signs(v, *_ranges(bounds, 1, WORD), *values, codes, residual, threads)
         return codes, residual
@@ -526,8 +550,8 @@ class NativeQuantizers(Native, Quantizers):
         given, threads = (*_by_rank(codes, lows, highs), *_ranges(bounds, 1, WORD)), torch.get_num_threads()
         self._library.dgc_mean_signs(*given, lows, highs, factors, size, mean, threads)
 
-    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
-        codes, residual = empty_codes(bounds, 2, WORD), torch.empty_like(v)
+    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True) -> tuple[Codes, Residual]:
+        codes, residual = empty_codes(bounds, 2, WORD), empty_residual(v, keep)
         sent, threads = thresholds_or(torch.inf, thresholds), torch.get_num_threads()
         self._library.dgc_quantize_ternary(v, *_ranges(bounds, 2, WORD), sent, codes, residual, threads)
         return codes, residual
@@ -546,9 +570,16 @@ class NativeQuantizers(Native, Quantizers):
         self._library.dgc_mean_ternary(*given, sent, factors, size, mean, threads)
 
     def uniform_encode(
-        self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
-    ) -> tuple[Codes, Dense]:
-        codes, residual = empty_codes(bounds, bits, 1), torch.empty_like(v)
+        self,
+        v: Dense,
+        bounds: Bounds,
+        scales: Each,
+        levels: int,
+        bits: int,
+        seed: int | None,
+        keep: bool = True,
+    ) -> tuple[Codes, Residual]:
+        codes, residual = empty_codes(bounds, bits, 1), empty_residual(v, keep)
         how = (*level_factors(scales, levels, bits), levels, bits, *_random(seed))
         made = (codes, residual, torch.get_num_threads())
         self._library.dgc_quantize_levels(v, *_ranges(bounds, bits, 1), *how, *made)
@@ -574,8 +605,8 @@ class NativeQuantizers(Native, Quantizers):
         given = (*_by_rank(codes, steps), *_ranges(bounds, bits, 1))
         self._library.dgc_mean_levels(*given, steps, bits, size, mean, threads)
 
-    def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
-        codes, residual = torch.empty(4 + v.numel(), dtype=UINT8), torch.empty_like(v)
+    def natural_encode(self, v: Dense, seed: int | None, keep: bool = True) -> tuple[Codes, Residual]:
+        codes, residual = torch.empty(4 + v.numel(), dtype=UINT8), empty_residual(v, keep)
         made = (codes, residual, torch.get_num_threads())
         self._library.dgc_quantize_natural(v, v.numel(), *_random(seed), *made)
         return codes, residual

@@ -1,8 +1,9 @@
 """Quantizers, which send every element in a few bits. Plain torch defines every bit.
 
 v is finite, and bounds divide it into segments, which may be empty. Encoding does not change v and returns
-(codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element. The `add_`
-operations add decoded values to `total`, one fp32 addition per element. Codes are little-endian.
+(codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element, or an empty tensor
+unless `keep`. The `add_` operations add decoded values to `total`, one fp32 addition per element. Codes are
+little-endian.
 
 The `mean_` operations overwrite `mean` with that of all ranks, in one call: the sum of what `add_` adds to zeros,
 in the order of ranks, times the factor of the segment, if there are factors, divided by `size`. All of these
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Int32, Int64, UInt8
+from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -35,6 +36,7 @@ MAGNITUDE = 0x7FFFFFFF
 TOP_EXPONENT = 254  # the largest biased exponent of a finite fp32
 
 Codes = UInt8[Tensor, "nbytes"]
+Residual = Float32[Tensor, "kept"]
 AllCodes: TypeAlias = Sequence[Codes]  # by rank
 AllEach: TypeAlias = Sequence[Each]
 
@@ -42,7 +44,18 @@ AllEach: TypeAlias = Sequence[Each]
 class Quantizers:
     """Encoders, and decoders that add to a total, in plain torch on any device."""
 
-    def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
+    def largest(self, v: Dense, bounds: Bounds) -> Each:
+        """Return the largest magnitude of each segment, or 0 if it is empty."""
+        each = range_of_each(bounds, v.numel())
+        return v.new_zeros(bounds.numel() - 1).scatter_reduce_(0, each, v.abs(), "amax")
+
+    def positives(self, v: Dense, bounds: Bounds) -> Int64[Tensor, "S"]:
+        """Return the number of elements above zero of each segment."""
+        return torch.cat([bounds.new_zeros(1), (v > 0).cumsum(0)])[bounds].diff()
+
+    def sign_encode(
+        self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each, keep: bool = True
+    ) -> tuple[Codes, Residual]:
         """Encode 1 bit per element: v > cut of its segment. A 1 decodes to high, a 0 to low.
 
         The layout is that of MXNet's 1-bit compression: element i of a segment is in its byte i / 8, the first in
@@ -51,7 +64,7 @@ class Quantizers:
         each = range_of_each(bounds, v.numel())
         fields = v > cuts[each]
         codes = _packed(fields, bounds, 1, WORD, highest_first=True)
-        return codes, v - torch.where(fields, highs[each], lows[each])
+        return codes, v - torch.where(fields, highs[each], lows[each]) if keep else v[:0]
 
     def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
         each = range_of_each(bounds, total.numel())
@@ -73,7 +86,7 @@ class Quantizers:
             self.sign_add_(code, bounds, low, high, mean)
         self._scale_(mean, bounds, factors, size)
 
-    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
+    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True) -> tuple[Codes, Residual]:
         """Encode 2 bits per element: 11 for v >= t decodes to t, 10 for v <= -t decodes to -t, else 00, zero.
 
         The layout is that of MXNet's 2-bit compression: element i of a segment is in its byte i / 4, the first in
@@ -83,7 +96,7 @@ class Quantizers:
         t = thresholds_or(torch.inf, thresholds)[range_of_each(bounds, v.numel())]
         up, down = v >= t, v <= -t
         codes = _packed(3 * up.byte() + 2 * down.byte(), bounds, 2, WORD, highest_first=True)
-        return codes, v - torch.where(up, t, torch.where(down, -t, 0.0))
+        return codes, v - torch.where(up, t, torch.where(down, -t, 0.0)) if keep else v[:0]
 
     def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None:
         t = thresholds_or(0.0, thresholds)[range_of_each(bounds, total.numel())]
@@ -99,8 +112,15 @@ class Quantizers:
         self._scale_(mean, bounds, factors, size)
 
     def uniform_encode(
-        self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
-    ) -> tuple[Codes, Dense]:
+        self,
+        v: Dense,
+        bounds: Bounds,
+        scales: Each,
+        levels: int,
+        bits: int,
+        seed: int | None,
+        keep: bool = True,
+    ) -> tuple[Codes, Residual]:
         """Encode a level and a sign per element in 2, 4 or 8 bits, with levels < 2**(bits - 1).
 
             level = floor(min(|v| (levels / scale) + r, levels)), which decodes to (scale / levels) level
@@ -117,7 +137,7 @@ class Quantizers:
         level = (v.abs() * inverses[each] + r).clamp(max=levels).floor()
         negative = (v < 0) & (level > 0)
         codes = _packed(level.byte() + (negative.byte() << bits - 1), bounds, bits, 1)
-        return codes, v - _signed(steps[each] * level, negative)
+        return codes, v - _signed(steps[each] * level, negative) if keep else v[:0]
 
     def uniform_add_(
         self, codes: Codes, bounds: Bounds, scales: Each, levels: int, bits: int, total: Dense
@@ -135,7 +155,7 @@ class Quantizers:
             self.uniform_add_(code, bounds, own, levels, bits, mean)
         _divide_(mean, size)
 
-    def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
+    def natural_encode(self, v: Dense, seed: int | None, keep: bool = True) -> tuple[Codes, Residual]:
         """Encode powers of two: |v| in [2^e, 2^(e+1)) is rounded up with probability |v| / 2^e - 1, else down.
 
         The codes are int32 E, then one byte per element: the sign in the highest bit, below it c = 1 .. 127 for
@@ -154,7 +174,8 @@ class Quantizers:
         codes = torch.empty(4 + n, dtype=torch.uint8, device=v.device)
         codes[:4] = top.view(1).view(torch.uint8)
         codes[4:] = c.byte() + (negative.byte() << 7)
-        return codes, v - _signed(torch.where(c > 0, exponent << 23, 0).view(torch.float32), negative)
+        powers = torch.where(c > 0, exponent << 23, 0).view(torch.float32)
+        return codes, v - _signed(powers, negative) if keep else v[:0]
 
     def natural_add_(self, codes: Codes, total: Dense) -> None:
         c = codes[4:].int() & 127
@@ -244,6 +265,10 @@ def layout_of(bounds: Bounds, width: int, unit: int) -> Layout:
 
 def empty_codes(bounds: Bounds, width: int, unit: int) -> Codes:
     return torch.empty(layout_of(bounds, width, unit).nbytes, dtype=torch.uint8, device=bounds.device)
+
+
+def empty_residual(v: Dense, keep: bool) -> Residual:
+    return torch.empty_like(v) if keep else v[:0]
 
 
 def thresholds_or(instead: float, thresholds: Each) -> Each:

@@ -185,6 +185,14 @@ class SelectionKernels:
             v.add_(u)
         return first
 
+    def assign_(self, g: tuple[Tensor, ...], v: Dense) -> Int64[Tensor, ""]:
+        """Compute v = g, with zeros for NaN and TOO_LARGE. Returns the index of the first of these, or n.
+
+        g: pieces, as in `PassInputs`. A piece may be its own place in v.
+        """
+        v.copy_(torch.cat(g))
+        return remove_nonfinite_(v)
+
     def predicted_lower_bounds(self, last: Each, before: Each, margin: float) -> Each:
         """Predict the next step's lower bounds from the thresholds of the last two steps.
 

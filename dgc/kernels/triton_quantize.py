@@ -22,7 +22,9 @@ from dgc.kernels.quantize import (
     Dense,
     Each,
     Quantizers,
+    Residual,
     empty_codes,
+    empty_residual,
     keys_of,
     layout_of,
     level_factors,
@@ -30,7 +32,7 @@ from dgc.kernels.quantize import (
     natural_top_in,
     thresholds_or,
 )
-from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, tile_at
+from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, read, tile_at
 from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, blocks, on_device
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
@@ -82,12 +84,13 @@ def with_sign(magnitude, negative):
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def sign_encode(
-    tiles, n_tiles, bounds, starts, v, cuts, lows, highs, codes, residual, TILE: tl.constexpr
+    tiles, n_tiles, bounds, starts, v, cuts, lows, highs, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
     x = tl.load(v + i, mask=live, other=0.0)
     up = x > tl.load(cuts + s)
-    tl.store(residual + i, x - tl.where(up, tl.load(highs + s), tl.load(lows + s)), mask=live)
+    if KEEP:
+        tl.store(residual + i, x - tl.where(up, tl.load(highs + s), tl.load(lows + s)), mask=live)
     packed = tl.sum(tl.where(up & live, 1, 0) << shifts_of(1, True), 1)
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 1, 4, TILE))
 
@@ -104,12 +107,15 @@ def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
-def tern_encode(tiles, n_tiles, bounds, starts, v, thresholds, codes, residual, TILE: tl.constexpr):
+def tern_encode(
+    tiles, n_tiles, bounds, starts, v, thresholds, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
     x = tl.load(v + i, mask=live, other=0.0)
     t = tl.load(thresholds + s)
     up, down = (x >= t) & live, (x <= -t) & live
-    tl.store(residual + i, x - tl.where(up, t, tl.where(down, -t, 0.0)), mask=live)
+    if KEEP:
+        tl.store(residual + i, x - tl.where(up, t, tl.where(down, -t, 0.0)), mask=live)
     packed = tl.sum(tl.where(up, 3, tl.where(down, 2, 0)) << shifts_of(2, True), 1)
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 2, 4, TILE))
 
@@ -129,7 +135,7 @@ def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.
 @no_type_check
 def uniform_encode(
     tiles, n_tiles, bounds, starts, v, inverses, steps, levels, key, inner_key, codes, residual,
-    RANDOM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    KEEP: tl.constexpr, RANDOM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     x = tl.load(v + i, mask=live, other=0.0)
@@ -141,7 +147,8 @@ def uniform_encode(
     level = tl.minimum(scaled, levels).to(tl.int32)
     level = tl.where(live, level, 0)
     negative = (x < 0) & (level > 0)
-    tl.store(residual + i, x - with_sign(tl.load(steps + s) * level.to(tl.float32), negative), mask=live)
+    if KEEP:
+        tl.store(residual + i, x - with_sign(tl.load(steps + s) * level.to(tl.float32), negative), mask=live)
     field = level | (tl.where(negative, 1, 0) << (WIDTH - 1))
     packed = tl.sum(field << shifts_of(WIDTH, False), 1)
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, WIDTH, 1, TILE))
@@ -191,17 +198,18 @@ def sums(
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
-def natural_largest(v, n, largest, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = tl.load(v + i, mask=i < n, other=0.0).to(tl.int32, bitcast=True) & MAGNITUDE
+def largest(tiles, n_tiles, bounds, starts, v, found, TILE: tl.constexpr):
+    """The bits of the largest magnitude of each segment."""
+    _, start, length, s = tile_at(tiles, n_tiles)
+    _, _, bits = read(v + start, length, TILE)
     # atomic: a maximum does not depend on the order
-    tl.atomic_max(largest, tl.max(bits, 0), sem="relaxed")
+    tl.atomic_max(found + s, tl.max(bits, 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def natural_encode(
-    v, n, tops, key, inner_key, codes, residual, RANDOM: tl.constexpr, BLOCK: tl.constexpr
+    v, n, tops, key, inner_key, codes, residual, KEEP: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(v + i, mask=i < n, other=0.0)
@@ -214,7 +222,8 @@ def natural_encode(
     code = tl.maximum(exponent - tl.load(tops), 0)
     negative = (x < 0) & (code > 0)
     power = tl.where(code > 0, exponent << 23, 0).to(tl.float32, bitcast=True)
-    tl.store(residual + i, x - with_sign(power, negative), mask=i < n)
+    if KEEP:
+        tl.store(residual + i, x - with_sign(power, negative), mask=i < n)
     tl.store(codes + 4 + i, (code | tl.where(negative, 128, 0)).to(tl.uint8), mask=i < n)
 
 
@@ -253,28 +262,43 @@ class TritonQuantizers(Quantizers):
     def launches(self) -> int:
         return self._launch.launches
 
-    def sign_encode(self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each) -> tuple[Codes, Dense]:
-        codes, residual = empty_codes(bounds, 1, WORD), torch.empty_like(v)
-        self._each(sign_encode, v, bounds, 1, WORD, v, cuts, lows, highs, codes, residual)
+    def largest(self, v: Dense, bounds: Bounds) -> Each:
+        found = torch.zeros(bounds.numel() - 1, dtype=torch.int32, device=v.device)
+        self._each(largest, v, bounds, 8, 1, v, found)
+        return found.view(torch.float32)
+
+    def sign_encode(
+        self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each, keep: bool = True
+    ) -> tuple[Codes, Residual]:
+        codes, residual = empty_codes(bounds, 1, WORD), empty_residual(v, keep)
+        self._each(sign_encode, v, bounds, 1, WORD, v, cuts, lows, highs, codes, residual, keep)
         return codes, residual
 
     def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
         self._each(sign_add, total, bounds, 1, WORD, codes, lows, highs, total)
 
-    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each) -> tuple[Codes, Dense]:
-        codes, residual = empty_codes(bounds, 2, WORD), torch.empty_like(v)
-        self._each(tern_encode, v, bounds, 2, WORD, v, thresholds_or(torch.inf, thresholds), codes, residual)
+    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True) -> tuple[Codes, Residual]:
+        codes, residual = empty_codes(bounds, 2, WORD), empty_residual(v, keep)
+        given = (thresholds_or(torch.inf, thresholds), codes, residual, keep)
+        self._each(tern_encode, v, bounds, 2, WORD, v, *given)
         return codes, residual
 
     def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None:
         self._each(tern_add, total, bounds, 2, WORD, codes, thresholds_or(0.0, thresholds), total)
 
     def uniform_encode(
-        self, v: Dense, bounds: Bounds, scales: Each, levels: int, bits: int, seed: int | None
-    ) -> tuple[Codes, Dense]:
-        codes, residual = empty_codes(bounds, bits, 1), torch.empty_like(v)
+        self,
+        v: Dense,
+        bounds: Bounds,
+        scales: Each,
+        levels: int,
+        bits: int,
+        seed: int | None,
+        keep: bool = True,
+    ) -> tuple[Codes, Residual]:
+        codes, residual = empty_codes(bounds, bits, 1), empty_residual(v, keep)
         values = (*level_factors(scales, levels, bits), float(levels), *_keys(seed))
-        made = (codes, residual, seed is not None, bits)
+        made = (codes, residual, keep, seed is not None, bits)
         self._each(uniform_encode, v, bounds, bits, 1, v, *values, *made)
         return codes, residual
 
@@ -284,14 +308,13 @@ class TritonQuantizers(Quantizers):
         _, steps = level_factors(scales, levels, bits)
         self._each(uniform_add, total, bounds, bits, 1, codes, steps, total, bits)
 
-    def natural_encode(self, v: Dense, seed: int | None) -> tuple[Codes, Dense]:
+    def natural_encode(self, v: Dense, seed: int | None, keep: bool = True) -> tuple[Codes, Residual]:
         n, device = v.numel(), v.device
-        codes = torch.empty(4 + n, dtype=torch.uint8, device=device)
-        residual, largest = torch.empty_like(v), torch.zeros((), dtype=torch.int32, device=device)
-        self._launch(natural_largest, v, blocks(n), v, n, largest, BLOCK)
-        top = natural_top(largest)
+        codes, residual = torch.empty(4 + n, dtype=torch.uint8, device=device), empty_residual(v, keep)
+        whole = on_device((0, n), torch.int64, device)
+        top = natural_top(self.largest(v, whole).view(torch.int32)[0])
         codes[:4] = top.view(1).view(torch.uint8)
-        made = (codes, residual, seed is not None, BLOCK)
+        made = (codes, residual, keep, seed is not None, BLOCK)
         self._launch(natural_encode, v, blocks(n), v, n, top, *_keys(seed), *made)
         return codes, residual
 

@@ -1,10 +1,10 @@
 """The GPU backend of the selection: Triton kernels with the same results and bits as `SelectionKernels`.
 
 Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
-select 9, accumulate_and_select_ 5, or 10 without lower bounds, moments 2, tail 2, remove_sent_ 1, merge_mean 3,
-subtract_at_ 1 per dtype of the targets, decay_ 1, and 1 more for a pass that removes sent elements. Torch adds a
-few of its own: 1 for the results of a selection; in merge_mean a stable sort and a cumulative sum. Nothing waits
-for the device.
+assign_ 1, select 9, accumulate_and_select_ 5, or 10 without lower bounds, moments 2, tail 2, remove_sent_ 1,
+merge_mean 3, subtract_at_ 1 per dtype of the targets, decay_ 1, and 1 more for a pass that removes sent elements.
+Torch adds a few of its own: 1 for the results of a selection; in merge_mean a stable sort and a cumulative sum.
+Nothing waits for the device.
 
 The bits are equal because kernels are compiled without contraction to FMA, which would skip the rounding of a
 product, floats are never added atomically, and division is correctly rounded. Without a GPU the kernels run in
@@ -94,6 +94,7 @@ def read(source, length, LANES: tl.constexpr):
 TOO_LARGE = tl.constexpr(0x5F800000)  # the bits of selection.TOO_LARGE
 # Added to a segment's count of candidates when a tile has too many. No sum of real counts can cancel it.
 OVERFULL = tl.constexpr(-(1 << 40))
+ASSIGN = tl.constexpr(3)
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def accumulate(
     gathered, held, slot_values, slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr,
     FORM: tl.constexpr, SELECTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov. factor: the decay, or the momentum.
+    """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov, 3 (ASSIGN) v = g. factor: decay or momentum.
 
     first: if a selection follows, the distance from the end, which is 0 if all of g is usable.
 
@@ -132,8 +133,9 @@ def accumulate(
     source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
     # all loads before the first reduction, which is a barrier
     g = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
-    x = tl.load(v + start + lane, mask=live, other=0.0)
-    if FORM > 0:
+    if FORM < ASSIGN:
+        x = tl.load(v + start + lane, mask=live, other=0.0)
+    if (FORM == 1) | (FORM == 2):
         m = tl.load(u + start + lane, mask=live, other=0.0)
     bad = (g.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
     first_bad = tl.min(tl.where(bad, lane, TILE), 0)
@@ -143,7 +145,9 @@ def accumulate(
         else:
             tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")
     g = tl.where(bad, 0.0, g)
-    if FORM == 0:
+    if FORM == ASSIGN:
+        x = g
+    elif FORM == 0:
         x = factor * x + g
     else:
         if FORM == 1:
@@ -691,6 +695,12 @@ class TritonSelection(SelectionKernels):
         self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), None, None, first)
         return first
 
+    def assign_(self, g: tuple[Tensor, ...], v: Dense) -> Int64[Tensor, ""]:
+        inputs, whole = PassInputs(g, None, v), on_device((0, v.numel()), torch.int64, v.device)
+        first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
+        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), None, None, first, ASSIGN.value)
+        return first
+
     def accumulate_and_select_(
         self, inputs: PassInputs, budget: Budget, lower_bounds: Each | Prediction | None
     ) -> TopKResult:
@@ -779,10 +789,14 @@ class TritonSelection(SelectionKernels):
         candidates: Candidates | None,
         results: Results | None,
         first: Int64[Tensor, ""],
+        form: int | None = None,
     ) -> None:
+        """form: that of the kernel, or that of `inputs`."""
         if inputs.sent is not None:
             self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
-        form, factor = (0, inputs.decay) if inputs.u is None else (2 if inputs.nesterov else 1, inputs.momentum)
+        factor = inputs.decay if inputs.u is None else inputs.momentum
+        if form is None:
+            form = 0 if inputs.u is None else 2 if inputs.nesterov else 1
         sources = pointers(inputs.g, inputs.g[0].dtype, inputs.v.device)
         work = (tiling.table, tiling.count, inputs.v.numel(), sources, inputs.u, inputs.v, float(factor), first)
         variant = (FLOATS[inputs.g[0].dtype], form, results is not None)

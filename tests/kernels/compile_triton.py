@@ -75,6 +75,7 @@ def every_operation(kernels: Any, dtypes: Any) -> None:
     for dtype in dtypes:
         p = torch.zeros(n, dtype=dtype)
         kernels.accumulate_(PassInputs((p,), None, v))
+        kernels.assign_((p,), v)
         kernels.accumulate_(PassInputs((p,), u, v, 0.9, True))
         kernels.accumulate_and_select_(PassInputs((p,), u, v, 0.9), budget, lower_bounds)
         kernels.decay_(p, p, 0.1, 0.1, 0.9, True)
@@ -90,6 +91,7 @@ def every_operation(kernels: Any, dtypes: Any) -> None:
 def every_quantizer(quantizers: Any) -> None:
     n, bounds, each = 6000, torch.tensor([0, 2500, 6000]), torch.ones(2)
     v = torch.zeros(n)
+    quantizers.sign_encode(v, bounds, each, each, each, False)
     codes, _ = quantizers.sign_encode(v, bounds, each, each, each)
     quantizers.sign_add_(codes, bounds, each, each, v)
     quantizers.tern_add_(quantizers.tern_encode(v, bounds, each)[0], bounds, each, v)

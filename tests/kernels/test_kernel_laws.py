@@ -155,6 +155,22 @@ def test_gradients_in_pieces(native: Any) -> None:
         assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
 
 
+def test_assign(native: Any) -> None:
+    """Pieces of any type, from elsewhere or in their places, with elements that are not usable."""
+    sizes = [1, 2, 0, 3, 30, 0, 17, 70_000, 4096, 1, 0]
+    for dtype, bad in product((torch.float32, *HALVES), ([], [0], [40, 70_000], [74_148, 33_000])):
+        g = random(sum(sizes), 17).to(dtype)
+        g[bad] = torch.tensor([float("nan"), float("-inf")])[: len(bad)].to(dtype)
+        ours, theirs = torch.ones(len(g)), torch.ones(len(g))
+        places = [place.copy_(piece) for place, piece in zip(ours.split(sizes), g.split(sizes), strict=True)]
+        pieces = [p if i % 3 or dtype in HALVES else places[i] for i, p in enumerate(g.split(sizes))]
+        with case(dtype, bad):
+            assert int(REFERENCE.assign_((g,), theirs)) == min(bad, default=len(g))
+            assert same(theirs, torch.where(g.abs() < TOO_LARGE, g, 0.0).float())
+            assert int(native.assign_(tuple(pieces), ours)) == min(bad, default=len(g)) and same(ours, theirs)
+            assert int(native.assign_((ours,), ours)) == len(g) and same(ours, theirs)
+
+
 def test_merge_mean(native: Any) -> None:
     few, many = [(1, 1), (300, 100)], [(70001, 500), (200_000, 20), (300_000, 40_000)]
     for ranks, (n, capacity) in (*product((1, 2, 3, 7), few), *product((1, 3), many)):

@@ -54,18 +54,18 @@ def cases(n: Any) -> Any:
 
 
 def operations(q: Any, bounds: Any, each: Any) -> Any:
-    """(encode(v), add_(codes, total)) of every kind."""
+    """(encode(v, keep), add_(codes, total)) of every kind."""
     cuts, ends = each - each.mean(), (-each, each / 3)
-    yield lambda v: q.sign_encode(v, bounds, cuts, *ends), lambda c, t: q.sign_add_(c, bounds, *ends, t)
-    yield lambda v: q.tern_encode(v, bounds, each), lambda c, t: q.tern_add_(c, bounds, each, t)
+    yield lambda v, *k: q.sign_encode(v, bounds, cuts, *ends, *k), lambda c, t: q.sign_add_(c, bounds, *ends, t)
+    yield lambda v, *k: q.tern_encode(v, bounds, each, *k), lambda c, t: q.tern_add_(c, bounds, each, t)
     scales = 3 * each
     for bits, levels, seed in UNIFORM:
         yield (
-            lambda v, s=(levels, bits, seed): q.uniform_encode(v, bounds, scales, *s),
+            lambda v, *k, s=(levels, bits, seed): q.uniform_encode(v, bounds, scales, *s, *k),
             lambda c, t, s=(levels, bits): q.uniform_add_(c, bounds, scales, *s, t),
         )
     for seed in SEEDS:
-        yield lambda v, seed=seed: q.natural_encode(v, seed), q.natural_add_
+        yield lambda v, *k, seed=seed: q.natural_encode(v, seed, *k), q.natural_add_
 
 
 @cache
@@ -87,13 +87,25 @@ def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers: Any) -
             before = v.clone()
             for operation, (encode, add_) in enumerate(operations(quantizers, bounds, each)):
                 codes, residual, total = next(expected)
-                ours, rest = encode(v)
+                (ours, rest), (alone, nothing) = encode(v), encode(v, False)
                 with case(n, "elements, numbers", number, "operation", operation):
                     assert same(ours, codes) and same(rest, residual) and same(v, before)
+                    assert same(alone, codes) and nothing.numel() == 0
                     added, decoded = v.clone(), torch.zeros(n)
                     add_(codes, added)
                     add_(codes, decoded)
                     assert same(added, total) and same(residual, v - decoded)
+
+
+def test_statistics(quantizers: Any) -> None:
+    for n in SIZES:
+        for number, (v, bounds, _) in enumerate(cases(n)):
+            parts = v.split(bounds.diff().tolist())
+            largest = [part.abs().max() if part.numel() else torch.tensor(0.0) for part in parts]
+            with case(n, number):
+                assert same(quantizers.largest(v, bounds), torch.stack(largest))
+                assert quantizers.positives(v, bounds).tolist() == [int((part > 0).sum()) for part in parts]
+    assert not quantizers.largest(v[:0], torch.tensor([0])).numel()
 
 
 def means(q: Any, bounds: Any, values: Any, factors: Any, size: int) -> Any:

@@ -81,6 +81,8 @@ def test_accumulate(kernels: Any) -> None:
         g, u, v = random(198, 1).to(dtype), random(198, 2), random(198, 3)
         ours = accumulated(kernels, split(g, lengths), u, v)
         assert all(map(same, ours, accumulated(REFERENCE, (g,), u, v))), dtype
+        assert int(kernels.assign_(split(g, lengths), u)) == REFERENCE.assign_((g,), v) == 198 and same(u, v)
+        u, v = random(198, 2), random(198, 3)
     assert all(map(same, accumulated(kernels, (g,), None, v), accumulated(REFERENCE, (g,), None, v)))
 
 
@@ -375,7 +377,13 @@ def test_decay(kernels: Any, dtype: Any, nesterov: Any) -> None:
 
 def quantized(quantizers: Any, v: Any, bounds: Any, each: Any) -> Any:
     """Of every operation the codes, the residual, and what adding gives to a buffer of its own."""
-    q, coded = quantizers, []
+    q = quantizers
+    coded: list[tuple[Any, ...]] = []
+    coded.append((q.largest(v, bounds), q.positives(v, bounds)))
+    coded.append(q.sign_encode(v, bounds, each - 0.5, -each, 2 * each, False))
+    coded.append(q.tern_encode(v, bounds, each, False))
+    coded.append(q.uniform_encode(v, bounds, each, 7, 4, 1, False))
+    coded.append(q.natural_encode(v, 1, False))
     coded.append((*q.sign_encode(v, bounds, each - 0.5, -each, 2 * each), v.clone()))
     q.sign_add_(coded[-1][0], bounds, -each, 2 * each, coded[-1][2])
     coded.append((*q.tern_encode(v, bounds, each), v.clone()))
@@ -422,7 +430,7 @@ def test_quantizers_wait_for_nothing_but_the_bounds() -> None:
     before = quantizers.launches
     with watching() as watch:
         quantized(quantizers, v, bounds, each)
-    assert watch.seen == [] and quantizers.launches - before == 2 + 2 + 6 * 2 + 2 * 3
+    assert watch.seen == [] and quantizers.launches - before == 6 + 2 + 2 + 6 * 2 + 2 * 3
 
 
 @pytest.mark.parametrize("lower_bounds", [None, [0.5, 99.0]])
@@ -433,6 +441,7 @@ def test_nothing_waits_for_the_device(kernels: Any, lower_bounds: Any) -> None:
     lower_bounds = None if lower_bounds is None else tensor(*lower_bounds)
     with watching() as watch:
         kernels.accumulate_(PassInputs(split(g, lengths), None, v))
+        kernels.assign_(split(g, lengths), v)
         chosen = kernels.accumulate_and_select_(PassInputs((g,), u, v, 0.9), budget, lower_bounds)
         kernels.select(v, budget, lower_bounds)
         kernels.moments(v, budget.bounds)
@@ -491,6 +500,6 @@ def test_every_kernel_compiles_for_gpus(gpu: str, tmp_path: Path) -> None:
         "accumulate", "count_digits", "pick_digits", "tally", "offsets", "write", "take", "hide_tails",
         "mark_heads", "sum_runs", "subtract_at", "decay", "moments_of_tiles", "moments_of_ranges", "tail_of_tiles",
         "tail_of_ranges", "sign_encode", "sign_add", "tern_encode", "tern_add", "uniform_encode", "uniform_add",
-        "natural_largest", "natural_encode", "natural_add", "pack", "choose", "largest_of",
+        "largest", "natural_encode", "natural_add", "pack", "choose", "largest_of",
         "write_plain", "seal", "open_headers", "check", "merge",
     }  # fmt: skip

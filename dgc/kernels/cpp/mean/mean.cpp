@@ -39,15 +39,16 @@ struct Mean {
     float factor(int64_t segment) const { return factors ? factors[segment] : 1.0f; }
 };
 
-// Writes the mean of n elements from `begin` on. add(i, m, sums): adds m elements from the i-th on to zeros.
-template <class Add>
-void mean_of_unit(const Mean& of, int64_t segment, int64_t begin, int64_t n, Add&& add) {
+// Writes the mean of n elements from `begin` on. sum(i, m, sums): writes the sums of m elements from the i-th on.
+template <class Sum>
+void mean_of_unit(const Mean& of, int64_t segment, int64_t begin, int64_t n, Sum&& sum) {
     const auto divide = decode_kernels().divide;
-    alignas(64) float sums[tile] = {};
+    const bool streaming = of.streaming && n >= tile;  // the end of a stream waits for memory, too long for few elements
+    alignas(64) float sums[tile];
     for (int64_t i = 0; i < n; i += tile) {
         const int64_t m = std::min(tile, n - i);
-        add(i, m, sums);
-        divide(sums, m, of.factor(segment), of.size, of.streaming, of.mean + begin + i);
+        sum(i, m, sums);
+        divide(sums, m, of.factor(segment), of.size, streaming, of.mean + begin + i);
     }
 }
 
@@ -77,16 +78,18 @@ void add_up(const Codes& code, const Mean& of, const Table* tables, int64_t plac
     }
 }
 
-// The table of each rank. value(rank, field): what a field stands for.
+// The table of each rank. value(rank, field): what a field stands for. The next call in this thread overwrites them: new
+// memory for each of many short segments would take longer than their sums.
 template <class Value>
-std::vector<Table> tables_of(int width, int ranks, Value&& value) {
-    std::vector<Table> tables(ranks);
+const Table* tables_of(int width, int ranks, Value&& value) {
+    static thread_local std::vector<Table> tables;
+    tables.resize(ranks);
     const int fields = 1 << width;
     for (int r = 0; r < ranks; ++r) {
         for (int f = 0; f < fields; ++f) tables[r].values[f] = value(r, static_cast<uint32_t>(f));
         for (int f = fields; f < table_size; ++f) tables[r].values[f] = tables[r].values[f - fields];
     }
-    return tables;
+    return tables.data();
 }
 
 // Writes the mean of fields of 1, 2 or 4 bits. value(rank, segment, field): what a field stands for.
@@ -95,7 +98,7 @@ void mean_of_fields(const Codes& code, const Mean& of, const Segments& segments,
     for_units(segments, code.width, threads, [&](int64_t s, int64_t begin, int64_t n, int64_t place) {
         const auto tables = tables_of(code.width, of.ranks, [&](int r, uint32_t field) { return value(r, s, field); });
         mean_of_unit(of, s, begin, n, [&](int64_t i, int64_t m, float* sums) {
-            add_up(code, of, tables.data(), place + i * code.width / 8, m, sums);
+            add_up(code, of, tables, place + i * code.width / 8, m, sums);
         });
     });
 }
@@ -144,6 +147,7 @@ DGC_EXPORT void dgc_mean_levels(const uint8_t* const* codes, int ranks, const in
         const auto kernel = quantize_kernels().uniform_add;
         for_units({bounds, starts, segments}, bits, threads, [&](int64_t s, int64_t begin, int64_t n, int64_t place) {
             mean_of_unit(of, s, begin, n, [&](int64_t i, int64_t m, float* sums) {
+                if (i == 0) std::fill_n(sums, m, 0.0f);  // afterwards they are: `divide` leaves zeros
                 for (int r = 0; r < ranks; ++r) kernel(codes[r] + place + i, m, steps[r][s], bits, sums);
             });
         });
@@ -164,6 +168,7 @@ DGC_EXPORT void dgc_mean_natural(const uint8_t* const* codes, int ranks, int64_t
     const Mean of{codes, ranks, nullptr, size, mean, n >= large};
     for_units(n, threads, [&](int64_t begin, int64_t end) {
         mean_of_unit(of, 0, begin, end - begin, [&](int64_t i, int64_t m, float* sums) {
+            if (i == 0) std::fill_n(sums, m, 0.0f);
             for (int r = 0; r < ranks; ++r) kernel(codes[r] + 4 + begin + i, m, top_in(codes[r]), sums);
         });
     });
@@ -183,7 +188,7 @@ DGC_EXPORT void dgc_pack_sums(const uint8_t* const* codes, int ranks, int64_t fi
         uint8_t levels[tile];
         for (int64_t i = begin; i < end; i += tile) {
             const int64_t m = std::min(tile, end - i);
-            add_up(code, of, tables.data(), i * width / 8, m, sums);
+            add_up(code, of, tables, i * width / 8, m, sums);
             narrow(sums, m, step_of(width), static_cast<float>(ranks), levels);
             pack(levels, m, bits, packed + i / 8 * bits);
         }

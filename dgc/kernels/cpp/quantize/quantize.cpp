@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/float_bits.h"
 #include "common/isa.h"
 #include "common/pool.h"
 #include "quantize/units.h"
@@ -23,6 +24,8 @@ const QuantizeKernels& quantize_kernels() {
 
 namespace {
 
+float* at(float* residual, int64_t first) { return residual ? residual + first : nullptr; }
+
 Random at(Random random, int64_t first) {
     random.first = static_cast<uint32_t>(first);
     return random;
@@ -36,13 +39,57 @@ int32_t natural_top(int32_t largest) { return std::min(127, std::max(0, (largest
 
 using namespace dgc;
 
+// v = g, with zeros for elements that are not usable. Returns the index of the first of these, or n. A piece that is
+// in its place is not copied.
+DGC_EXPORT int64_t dgc_assign(const float* const* pieces, const int64_t* begins, int count, float* v, int64_t n,
+                              int threads) {
+    const auto largest = quantize_kernels().largest;
+    std::atomic<int64_t> first{n};
+    for_units(n, threads, [&](int64_t begin, int64_t end) {
+        int64_t piece = std::upper_bound(begins, begins + count, begin) - begins - 1;
+        for (int64_t i = begin; i < end; ++piece) {
+            const int64_t stop = std::min(end, begins[piece + 1]);
+            const float* from = pieces[piece] + (i - begins[piece]);
+            if (from != v + i && i < stop) std::memcpy(v + i, from, (stop - i) * sizeof(float));
+            i = stop;
+        }
+        if (static_cast<uint32_t>(largest(v + begin, end - begin)) < too_large_bits) return;
+        int64_t own = end;
+        for (int64_t i = end; i-- > begin;)
+            if ((bits_of(v[i]) & 0x7FFFFFFF) >= too_large_bits) v[own = i] = 0.0f;
+        int64_t known = first.load(std::memory_order_relaxed);
+        while (own < known && !first.compare_exchange_weak(known, own, std::memory_order_relaxed)) continue;
+    });
+    return first.load();
+}
+
 // In all functions: bounds has shape [segments + 1]; starts and all other per-segment arrays have shape [segments].
+DGC_EXPORT void dgc_largest(const float* v, const int64_t* bounds, int64_t segments, float* found, int threads) {
+    const auto kernel = quantize_kernels().largest;
+    std::vector<std::atomic<int32_t>> bits(segments);
+    for_units(bounds, segments, threads, [&](int64_t s, int64_t i, int64_t n) {
+        const int32_t own = kernel(v + i, n);
+        int32_t known = bits[s].load(std::memory_order_relaxed);
+        while (known < own && !bits[s].compare_exchange_weak(known, own, std::memory_order_relaxed)) continue;
+    });
+    for (int64_t s = 0; s < segments; ++s) found[s] = float_of(static_cast<uint32_t>(bits[s].load()));
+}
+
+DGC_EXPORT void dgc_positives(const float* v, const int64_t* bounds, int64_t segments, int64_t* counts, int threads) {
+    const auto kernel = quantize_kernels().positives;
+    std::vector<std::atomic<int64_t>> found(segments);
+    for_units(bounds, segments, threads, [&](int64_t s, int64_t i, int64_t n) {
+        found[s].fetch_add(kernel(v + i, n), std::memory_order_relaxed);
+    });
+    std::copy(found.begin(), found.end(), counts);
+}
+
 DGC_EXPORT void dgc_quantize_signs(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                    const float* cuts, const float* lows, const float* highs, uint8_t* codes,
                                    float* residual, int threads) {
     const auto kernel = quantize_kernels().sign_encode;
     for_units({bounds, starts, segments}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
-        kernel(v + i, n, cuts[s], lows[s], highs[s], codes + place, residual + i);
+        kernel(v + i, n, cuts[s], lows[s], highs[s], codes + place, at(residual, i));
     });
 }
 
@@ -59,7 +106,7 @@ DGC_EXPORT void dgc_quantize_ternary(const float* v, const int64_t* bounds, cons
                                      const float* thresholds, uint8_t* codes, float* residual, int threads) {
     const auto kernel = quantize_kernels().tern_encode;
     for_units({bounds, starts, segments}, 2, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
-        kernel(v + i, n, thresholds[s], codes + place, residual + i);
+        kernel(v + i, n, thresholds[s], codes + place, at(residual, i));
     });
 }
 
@@ -71,7 +118,7 @@ DGC_EXPORT void dgc_quantize_levels(const float* v, const int64_t* bounds, const
     const Random random{0, key, inner_key, randomly != 0};
     for_units({bounds, starts, segments}, bits, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         const float most = static_cast<float>(levels);
-        kernel(v + i, n, inverses[s], steps[s], most, bits, at(random, i), codes + place, residual + i);
+        kernel(v + i, n, inverses[s], steps[s], most, bits, at(random, i), codes + place, at(residual, i));
     });
 }
 
@@ -98,13 +145,13 @@ DGC_EXPORT void dgc_quantize_natural(const float* v, int64_t n, int randomly, ui
         while (top < own_top && !known.compare_exchange_weak(top, own_top, std::memory_order_relaxed)) continue;
         tops[begin / unit] = top = std::max(top, own_top);
         kernels.natural_encode(v + begin, end - begin, top, at(random, begin), codes + 4 + begin,
-                               residual + begin);
+                               at(residual, begin));
     });
     const int32_t top = known.load();
     for_units(n, threads, [&](int64_t begin, int64_t end) {
         if (tops[begin / unit] == top) return;
         kernels.natural_encode(v + begin, end - begin, top, at(random, begin), codes + 4 + begin,
-                               residual + begin);
+                               at(residual, begin));
     });
     std::memcpy(codes, &top, sizeof top);
 }

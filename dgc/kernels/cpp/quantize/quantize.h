@@ -14,7 +14,8 @@ struct Random {
 // This many elements fill whole words of every code, so a segment may be split at any multiple.
 constexpr int64_t quantize_grain = 32;
 
-// All kernels process n elements and their codes. The last word of sign and ternary codes is padded with zeros.
+// All kernels process n elements and their codes. The last word of sign and ternary codes is padded with zeros. No
+// residual is written if it is null.
 struct QuantizeKernels {
     void (*sign_encode)(const float* v, int64_t n, float cut, float low, float high, uint8_t* codes,
                         float* residual);
@@ -25,6 +26,8 @@ struct QuantizeKernels {
     void (*uniform_add)(const uint8_t* codes, int64_t n, float step, int bits, float* total);
     // Returns the bits of the largest magnitude.
     int32_t (*largest)(const float* v, int64_t n);
+    // Returns the number of elements above zero.
+    int64_t (*positives)(const float* v, int64_t n);
     // top: the largest exponent E.
     void (*natural_encode)(const float* v, int64_t n, int32_t top, const Random& random, uint8_t* codes,
                            float* residual);

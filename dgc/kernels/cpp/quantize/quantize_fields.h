@@ -56,13 +56,43 @@ inline uint64_t ordered(uint64_t x) {
     return width == 1 ? x : x >> 32 | x << 32;
 }
 
+// Packs n fields, a multiple of 64, with no bits above their width. The compiler vectorizes the shifts of a byte's fields.
 template <int width, Order order>
 inline void pack_fields(const uint8_t* fields, int64_t n, uint8_t* codes) {
-    for (int64_t i = 0; i < n; i += 8, codes += width) {
-        uint64_t x;
-        std::memcpy(&x, fields + i, sizeof x);
-        x = squeeze(ordered<width, order>(x), width);
-        std::memcpy(codes, &x, width);
+    static_assert(width == 2 || order == (width == 1 ? highest_first : lowest_first), "no other code has fields");
+    if (width == 8) {
+        std::memcpy(codes, fields, static_cast<size_t>(n));
+    } else if (width == 4) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n / 2; ++i) {
+            uint16_t x;
+            std::memcpy(&x, fields + 2 * i, sizeof x);
+            codes[i] = static_cast<uint8_t>(x | x >> 4);
+        }
+    } else if (width == 2) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n / 4; ++i) {
+            uint32_t x;
+            std::memcpy(&x, fields + 4 * i, sizeof x);
+            if (order == lowest_first) codes[i] = static_cast<uint8_t>(x | x >> 6 | x >> 12 | x >> 18);
+            else codes[i] = static_cast<uint8_t>(x << 6 | x >> 4 | x >> 14 | x >> 24);
+        }
+    } else {
+#if defined(__AVX512BW__)
+        const __m512i reversed = _mm512_set4_epi32(0x08090A0B, 0x0C0D0E0F, 0x00010203, 0x04050607);
+        for (int64_t i = 0; i < n; i += 64, codes += 8) {
+            const __m512i x = _mm512_shuffle_epi8(_mm512_loadu_si512(fields + i), reversed);
+            const uint64_t bits = _mm512_test_epi8_mask(x, _mm512_set1_epi8(1));
+            std::memcpy(codes, &bits, sizeof bits);
+        }
+#else
+        for (int64_t i = 0; i < n; i += 8, codes += width) {
+            uint64_t x;
+            std::memcpy(&x, fields + i, sizeof x);
+            x = squeeze(ordered<width, order>(x), width);
+            std::memcpy(codes, &x, width);
+        }
+#endif
     }
 }
 
