@@ -24,7 +24,7 @@ atexit.register(tell, "ending:")
 def test_a_run_imports_what_it_uses(tmp_path: Path) -> None:
     """Nothing slow before it is needed, and no search for garbage meanwhile."""
     (tmp_path / "tell.py").write_text(CONFIG)
-    words = ["--configs", CNN, tmp_path / "tell.py", "--run-dir", tmp_path / "run", "--devices", "cpu"]
+    words = ["--configs", CNN, str(tmp_path / "tell.py"), "--run-dir", str(tmp_path / "run"), "--devices", "cpu"]
     words += [f"--configs.{key}=1" for key in ("train.num_epochs", "model.width")]
     words += ["--configs.train.batch_size=500"]
     done = subprocess.run(
