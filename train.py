@@ -258,5 +258,6 @@ def put_repository_last_on_path() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # searches for garbage, in training and at the end of the process, skip what has been imported
     put_repository_last_on_path()
     sys.exit(main())

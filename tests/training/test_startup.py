@@ -34,7 +34,8 @@ def test_a_run_imports_what_it_uses(tmp_path: Path) -> None:
         text=True,
         timeout=patient(100),
     )
-    assert done.returncode == 0, done.stderr
+    # libraries complain at the end of a process that has frozen their objects
+    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
     first, last = [line.split() for line in done.stdout.splitlines() if line.startswith(("loading:", "ending:"))]
     assert first == ["loading:", "False"]
     assert last[:2] == ["ending:", "True"] and "tensorboard" in last
