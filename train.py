@@ -11,6 +11,7 @@ in this file it is the optimizer that wraps the one that takes the steps.
 import dgc_training.startup.installed  # noqa: F401  (prints what to do if torch is missing)
 
 # isort: split
+import gc
 import signal
 import sys
 from argparse import Namespace
@@ -144,6 +145,7 @@ def run(
         state = RunState(model, optimizer, schedule, progress, transport, device, task, recorder, scaler)
         checkpoints = Checkpoints(directory / "checkpoints", transport)
 
+    gc.enable()  # dgc_training.startup.installed has disabled it
     # Nothing is written before this point, where all parts have been built.
     if args.evaluate:
         return evaluate_checkpoint(directory, tree, checkpoints, state, task)
@@ -256,5 +258,6 @@ def put_repository_last_on_path() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # searches for garbage, in training and at the end of the process, skip what has been imported
     put_repository_last_on_path()
     sys.exit(main())

@@ -9,7 +9,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, files, version
 
 import dgc
@@ -114,18 +115,22 @@ class Facts:
 
 
 def collect() -> Facts:
-    """Runs all probes (about ten seconds)."""
+    """Runs all probes at the same time (about five seconds)."""
 
     def probe(code: str, *launcher: str) -> Probe:
         return run_probe([sys.executable, *launcher, *([sys.executable] if launcher else []), "-c", code])
 
     versions = {name: installed(name) for name in ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton")}
-    torch = probe(TORCH)
-    if torch.answer is None:
-        return Facts(versions, torch, is_other_project())
-    horovod = Probe() if versions["horovod"] is None else probe(HOROVOD)
-    ranks = probe(TWO_RANKS, *TORCHRUN)
-    return Facts(versions, torch, is_other_project(), probe(KERNELS), probe(ADAPTERS), horovod, ranks)
+    with ThreadPoolExecutor() as pool:  # each thread waits for a process
+        ranks = pool.submit(probe, TWO_RANKS, *TORCHRUN)
+        torch, kernels, adapters = (pool.submit(probe, code) for code in (TORCH, KERNELS, ADAPTERS))
+        horovod = Probe() if versions["horovod"] is None else probe(HOROVOD)
+    facts = Facts(versions, torch.result(), is_other_project())
+    if facts.torch.answer is None:  # the others fail for the same reason
+        return facts
+    return replace(
+        facts, kernels=kernels.result(), adapters=adapters.result(), horovod=horovod, two_ranks=ranks.result()
+    )
 
 
 def problems(facts: Facts) -> Iterator[tuple[str, str]]:

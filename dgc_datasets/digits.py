@@ -6,7 +6,10 @@ of each class. A run uses one fold as its test set. Over all folds every image i
 """
 
 import random
+from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
@@ -30,6 +33,18 @@ def stratified_folds(labels: list[int], num_folds: int, seed: int = 0) -> list[l
     return [sorted(fold) for fold in folds]
 
 
+def read_table() -> np.ndarray:
+    """64 pixels from 0 to 16 and the label of each image, float64 [1797, 65].
+
+    They are read from the file inside of scikit-learn, since importing scikit-learn takes a second.
+    """
+    package = find_spec("sklearn")
+    if package is None or package.submodule_search_locations is None:
+        raise ModuleNotFoundError("the digits are part of scikit-learn, which is not installed", name="sklearn")
+    folder = Path(package.submodule_search_locations[0])
+    return np.loadtxt(folder / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+
+
 class Digits(dict[str, Dataset[tuple[Tensor, ...]]]):
     """{'train', 'test'}: items are (image float32 [1, 8, 8], label int64 []).
 
@@ -48,12 +63,10 @@ class Digits(dict[str, Dataset[tuple[Tensor, ...]]]):
             raise ValueError(
                 f"dataset.fold is {fold}; with {num_folds} folds it must be from 0 to {num_folds - 1}"
             )
-        from sklearn.datasets import load_digits  # slow to import, so only where it is used
-
-        data = load_digits()
-        images = (torch.from_numpy(data.images).float() / 16 - MEAN) / STD
-        images = images.unsqueeze(1)
-        labels = torch.from_numpy(data.target).long()
+        table = torch.from_numpy(read_table())
+        images = (table[:, :-1].float() / 16 - MEAN) / STD
+        images = images.view(-1, 1, 8, 8)
+        labels = table[:, -1].long()
         folds = stratified_folds(labels.tolist(), num_folds)
         train = [index for other, members in enumerate(folds) if other != fold for index in members]
         super().__init__(

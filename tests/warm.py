@@ -202,17 +202,20 @@ if __name__ == "__main__":
     import gc
 
     gc.disable()  # searching for garbage takes a third of the time of imports
+    import sklearn.datasets  # noqa: F401  (of the examples)
     import torch._dynamo
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.run
-    import torch.nn.parallel  # noqa: F401
+    import torch.nn.parallel
+    import torch.utils.tensorboard  # noqa: F401
 
     import dgc.comm.connect
     import dgc.compression
     import dgc.ddp
     import dgc.gossip
-    import dgc.optim  # noqa: F401
+    import dgc.optim
+    import dgc_models  # noqa: F401
     import train  # noqa: F401
 
     with suppress(ImportError):  # a torch whose FSDP2 it does not work with

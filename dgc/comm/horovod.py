@@ -26,7 +26,7 @@ from dgc.comm.requests import (
 )
 from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import GroupedTransport, Groups, Transport
-from dgc.launch import check_launcher, may_span_machines
+from dgc.launch import check_launcher, may_span_machines, started_by
 
 
 def prepare_environment() -> None:
@@ -38,6 +38,8 @@ def prepare_environment() -> None:
     OPAL_PREFIX: a process that mpirun did not start cannot find the Open MPI of a Python environment.
     OMPI_MCA_mpi_yield_when_idle: while Horovod's thread waits for other ranks, the core's other threads run.
     Otherwise 2 ranks that compute on 2 cores take up to twice as long, also when nothing is exchanged.
+    OMPI_MCA_btl: Open MPI's part for one-sided messages over libfabric, which Horovod does not use, sleeps for a
+    second at the end. A process without a launcher, which sends nothing, leaves it out.
     """
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.2")
@@ -45,6 +47,8 @@ def prepare_environment() -> None:
     launched = "OMPI_COMM_WORLD_RANK" in os.environ
     if not launched and (Path(sys.prefix) / "bin" / "orted").exists():
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+    if started_by(os.environ) is None:
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 
 _fusion_threshold = os.environ.get("HOROVOD_FUSION_THRESHOLD")

@@ -10,7 +10,7 @@ from environment import patient
 from warm import python
 
 NAMES = ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "OPAL_PREFIX", "OMPI_COMM_WORLD_RANK"]
-NAMES += ["OMPI_MCA_mpi_yield_when_idle"]
+NAMES += ["OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_btl", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE"]
 
 
 def prepare_environment() -> None:
@@ -48,6 +48,19 @@ def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch: pytest.Mon
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
     prepare_environment()
     assert os.environ["OPAL_PREFIX"] == str(tmp_path)
+
+
+@pytest.mark.horovod
+def test_a_lone_process_ends_without_open_mpi_s_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    prepare_environment()
+    assert "OMPI_MCA_btl" not in os.environ
+    for name in ranks:
+        monkeypatch.delenv(name)
+    prepare_environment()
+    assert os.environ["OMPI_MCA_btl"] == "^ofi"
 
 
 def run(executable: str, program: str) -> None:

@@ -26,7 +26,7 @@ TRAINER_TESTS = (
 )
 TRAINER = Tests(
     tuple(f"tests/training/test_{name}.py" for name in TRAINER_TESTS.split()),
-    ("tests/training/test_lock.py", "tests/training/test_failure.py"),
+    tuple(f"tests/training/test_{name}.py" for name in ("startup", "lock", "failure")),
 )
 TRAINER_PACKAGES = (
     "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "
