@@ -132,7 +132,7 @@ def split(both: UInt8[Tensor, "both"], length: int) -> tuple[Float32[Tensor, "le
 
 def split_all(
     codes: Sequence[UInt8[Tensor, "both"]], length: int
-) -> tuple[tuple[Float32[Tensor, "length"], ...], tuple[Codes, ...]]:
+) -> tuple[Float32[Tensor, "ranks length"], list[Codes]]:
     """The headers of all ranks, and their codes."""
-    headers, fields = zip(*(split(both, length) for both in codes), strict=True)
-    return headers, fields
+    edge = 4 * length
+    return torch.stack([both[:edge] for both in codes]).view(torch.float32), [both[edge:] for both in codes]

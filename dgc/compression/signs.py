@@ -39,8 +39,8 @@ class SignCompressor(AllGatherCompressor):
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         scales, signs = split_all(codes, len(bucket.segments))
-        lows = [-own for own in scales]
-        kernels.of(mean).quantize.sign_mean_(signs, bucket.bounds, lows, scales, None, state.size, mean)
+        values = ((-scales).unbind(), scales.unbind())
+        kernels.of(mean).quantize.sign_mean_(signs, bucket.bounds, *values, None, state.size, mean)
 
 
 @checked
@@ -145,8 +145,9 @@ class OneBitCompressor(AllGatherCompressor):
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         rows = state.constants["rows"]
         means, signs = split_all(codes, 2 * (rows.numel() - 1))
-        lows, highs = zip(*(own.view(2, -1).unbind() for own in means), strict=True)
-        kernels.of(mean).quantize.sign_mean_(signs, rows, lows, highs, None, state.size, mean)
+        lows, highs = means.tensor_split(2, 1)
+        values = (lows.unbind(), highs.unbind())
+        kernels.of(mean).quantize.sign_mean_(signs, rows, *values, None, state.size, mean)
 
 
 def rows_of(segment: Segment) -> int:

@@ -85,7 +85,7 @@ class UniformCompressor(AllGatherCompressor):
         blocks = state.constants["blocks"]
         scales, fields = split_all(codes, blocks.numel() - 1)
         quantizers = kernels.of(mean).quantize
-        quantizers.uniform_mean_(fields, blocks, scales, self.levels, self.bits, state.size, mean)
+        quantizers.uniform_mean_(fields, blocks, scales.unbind(), self.levels, self.bits, state.size, mean)
 
 
 @checked

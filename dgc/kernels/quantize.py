@@ -271,12 +271,14 @@ def empty_residual(v: Dense, keep: bool) -> Residual:
     return torch.empty_like(v) if keep else v[:0]
 
 
-def thresholds_or(instead: float, thresholds: Each) -> Each:
+def thresholds_or(instead: float, thresholds: Float32[Tensor, "*S"]) -> Float32[Tensor, "*S"]:
     """Return the thresholds, with those that send nothing replaced by `instead`."""
     return torch.where((thresholds > 0) & torch.isfinite(thresholds), thresholds, instead)
 
 
-def level_factors(scales: Each, levels: int, bits: int) -> tuple[Each, Each]:
+def level_factors(
+    scales: Float32[Tensor, "*S"], levels: int, bits: int
+) -> tuple[Float32[Tensor, "*S"], Float32[Tensor, "*S"]]:
     """Return (levels / scale, scale / levels), zero for segments that send nothing."""
     assert bits in (2, 4, 8) and 1 <= levels < 2 ** (bits - 1), (levels, bits)
     # a tensor: some devices divide by a number by multiplying with its inverse

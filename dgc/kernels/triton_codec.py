@@ -35,7 +35,7 @@ from dgc.kernels.codec import (
 )
 from dgc.kernels.selection import SparseVector
 from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, find
-from dgc.kernels.triton_tables import BLOCK, Launcher, blocks, current_stream
+from dgc.kernels.triton_tables import BLOCK, Launcher, as_rows, blocks, current_stream
 
 TILE = 2048  # elements of the mean per program
 HEADER_WORDS = tl.constexpr(HEADER_BYTES // 8)
@@ -222,15 +222,17 @@ def value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, 
     return x
 
 
-@triton.jit(do_not_specialize=["n_ranks", "nbytes", "capacity", "numel", "begin", "codes", "n_segments", "steps"])
+@triton.jit(
+    do_not_specialize=["n_ranks", "stride", "nbytes", "capacity", "numel", "begin", "codes", "n_segments", "steps"]
+)
 @no_type_check
 def check(
-    payloads, n_ranks, nbytes, capacity, numel, begin, codes, bounds, n_segments, steps, numbers,
+    payloads, n_ranks, stride, nbytes, capacity, numel, begin, codes, bounds, n_segments, steps, numbers,
     WIDE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per rank: the numbers of its payload (`codec.WORDS`). The last number is set for `merge`."""
     r = tl.program_id(0)
-    payload = payloads + r.to(tl.int64) * nbytes
+    payload = payloads + r.to(tl.int64) * stride
     header = payload.to(tl.pointer_type(tl.int32))
     lane = tl.arange(0, BLOCK)
     total, stored = sum_of_words(payload, nbytes, BLOCK)
@@ -260,12 +262,12 @@ def check(
         tl.store(numbers + n_ranks * NUMBERS, 1)
 
 
-@triton.jit(do_not_specialize=["nbytes"])
+@triton.jit(do_not_specialize=["stride", "nbytes"])
 @no_type_check
-def open_headers(payloads, nbytes, words, BLOCK: tl.constexpr):
+def open_headers(payloads, stride, nbytes, words, BLOCK: tl.constexpr):
     """One program per rank: the words of `Codec.words`."""
     r = tl.program_id(0)
-    payload = payloads + r.to(tl.int64) * nbytes
+    payload = payloads + r.to(tl.int64) * stride
     header = payload.to(tl.pointer_type(tl.int32))
     total, stored = sum_of_words(payload, nbytes, BLOCK)
     own = words + 5 * r
@@ -290,10 +292,10 @@ def entries_below(payload, count, index, WIDE: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["n_ranks", "nbytes", "size", "numel", "begin", "codes", "n_segments", "steps"])
+@triton.jit(do_not_specialize=["n_ranks", "stride", "size", "numel", "begin", "codes", "n_segments", "steps"])
 @no_type_check
 def merge(
-    payloads, n_ranks, nbytes, size, numel, begin, codes, bounds, n_segments, steps, numbers, mean,
+    payloads, n_ranks, stride, size, numel, begin, codes, bounds, n_segments, steps, numbers, mean,
     WIDE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of the mean, which stays in the cache: it adds the entries of each rank in turn.
@@ -309,7 +311,7 @@ def merge(
         own = numbers + r * NUMBERS
         valid = (tl.load(own + 5) > 0) & (tl.load(own + 4) > 0)
         count = tl.where(valid, tl.load(own), 0)
-        payload = payloads + tl.cast(r, tl.int64) * nbytes
+        payload = payloads + tl.cast(r, tl.int64) * stride
         scale = tl.load(payload.to(tl.pointer_type(tl.int32)) + 3).to(tl.float32, bitcast=True)
         first = entries_below(payload, count, start, WIDE)
         last = entries_below(payload, count, start + TILE, WIDE)
@@ -396,7 +398,8 @@ class TritonCodec(Codec):
 
     def words_of(self, payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> Int32[Tensor, "words"]:
         words = torch.empty(5 * len(payloads), dtype=torch.int32, device=payloads[0].device)
-        self._launch(open_headers, words, len(payloads), rows_of(payloads), payloads[0].numel(), words, BLOCK)
+        rows = as_rows(payloads, 8)
+        self._launch(open_headers, words, len(payloads), rows, rows.stride(0), payloads[0].numel(), words, BLOCK)
         return words
 
 
@@ -428,21 +431,13 @@ class TritonMeanDecoder(MeanDecoder):
         codes = begin + 4 * TABLES[kind][0] * segments if kind in TABLES else begin
         where = (begin, codes, bounds, segments, segments.bit_length(), numbers)
         variant = (code.kind == IndexKind.INT64, int(kind))
-        given = (rows_of(payloads), ranks, layout.nbytes)
-        self._launch(check, dense, ranks, *given, code.capacity, code.numel, *where, *variant, BLOCK)
+        rows = as_rows(payloads, 8)
+        given = (rows, ranks, rows.stride(0))
+        sizes = (layout.nbytes, code.capacity, code.numel)
+        self._launch(check, dense, ranks, *given, *sizes, *where, *variant, BLOCK)
         tiles = -(-code.numel // TILE)
         self._launch(merge, dense, tiles, *given, float(size), code.numel, *where, dense, *variant, TILE, BLOCK)
         return numbers
-
-
-def rows_of(payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> UInt8[Tensor, "ranks nbytes"]:
-    """Return all payloads in one tensor: not copied if they are adjacent parts of one, as after an all-gather."""
-    first, nbytes = payloads[0], payloads[0].numel()
-    places = [payload.storage_offset() for payload in payloads]
-    is_one = len(payloads) == 1 or (first._base is not None and all(p._base is first._base for p in payloads))
-    if is_one and places == [places[0] + i * nbytes for i in range(len(places))] and places[0] % 8 == 0:
-        return first.as_strided((len(payloads), nbytes), (nbytes, 1))
-    return torch.stack(list(payloads))
 
 
 @lru_cache(maxsize=256)

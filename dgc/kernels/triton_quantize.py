@@ -1,6 +1,7 @@
 """The GPU backend of the quantizers: Triton kernels with the same bits as `Quantizers`.
 
-One launch per operation, natural_encode two. A mean takes one for each rank, and one to scale it.
+One launch per operation, natural_encode two. A mean takes one for any number of ranks; that of natural codes one
+for each, and one to scale it.
 
 A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Natural
 codes and packed small integers have no segments: there a program handles BLOCK elements or bytes.
@@ -11,12 +12,13 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import UInt8
+from jaxtyping import Float32, UInt8
 from torch import Tensor
 
 from dgc.kernels.quantize import (
     WORD,
     AllCodes,
+    AllEach,
     Bounds,
     Codes,
     Dense,
@@ -33,10 +35,11 @@ from dgc.kernels.quantize import (
     thresholds_or,
 )
 from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, read, tile_at
-from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, blocks, on_device
+from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, as_rows, blocks, on_device
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
 SIGN = tl.constexpr(-0x80000000)
+SIGNS, TERNARY, LEVELS = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
@@ -179,6 +182,44 @@ def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.conste
     tl.store(mean + i, tl.math.div_rn(x, tl.zeros_like(x) + tl.load(size)), mask=live)
 
 
+@triton.jit
+@no_type_check
+def field_value(field, low, high, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """Return what a field of WIDTH bits stands for: low or high; -high, 0 or high; or levels of a step `high`."""
+    if KIND == SIGNS:
+        x = tl.where((field & 1) > 0, high, low)
+    elif KIND == TERNARY:
+        x = tl.where((field & 3) == 3, high, tl.where((field & 3) == 2, -high, 0.0))
+    else:
+        level = field & ((1 << (WIDTH - 1)) - 1)
+        x = with_sign(high * level.to(tl.float32), (field & (1 << (WIDTH - 1))) > 0)
+    return x
+
+
+@triton.jit(do_not_specialize=[*SIZES, "n_ranks", "stride", "low_stride", "high_stride"])
+@no_type_check
+def mean_of_fields(
+    tiles, n_tiles, bounds, starts, codes, n_ranks, stride, lows, low_stride, highs, high_stride, factors, size,
+    mean, SCALED: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add the fields of all ranks in their order, multiply by the segment's factor if SCALED, divide by `size`."""
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    total = tl.zeros([TILE * WIDTH // 8, 8 // WIDTH], dtype=tl.float32)
+    read_here = live_bytes(length, WIDTH, UNIT, TILE)
+    for r in range(n_ranks):
+        row = tl.cast(r, tl.int64)
+        packed = tl.load(codes + row * stride + place, mask=read_here, other=0).to(tl.int32)
+        high = tl.load(highs + row * high_stride + s)
+        low = high
+        if KIND == SIGNS:
+            low = tl.load(lows + row * low_stride + s)
+        total += field_value(packed[:, None] >> shifts_of(WIDTH, KIND < LEVELS), low, high, KIND, WIDTH)
+    if SCALED:
+        total *= tl.load(factors + s)
+    # `/` would be an approximate division on GPUs
+    tl.store(mean + i, tl.math.div_rn(total, tl.zeros_like(total) + tl.load(size)), mask=live)
+
+
 @triton.jit(do_not_specialize=[*SIZES, "fields"])
 @no_type_check
 def sums(
@@ -307,6 +348,49 @@ class TritonQuantizers(Quantizers):
     ) -> None:
         _, steps = level_factors(scales, levels, bits)
         self._each(uniform_add, total, bounds, bits, 1, codes, steps, total, bits)
+
+    def sign_mean_(
+        self,
+        codes: AllCodes,
+        bounds: Bounds,
+        lows: AllEach,
+        highs: AllEach,
+        factors: Each | None,
+        size: int,
+        mean: Dense,
+    ) -> None:
+        values = (as_rows(lows), as_rows(highs))
+        self._mean(codes, bounds, *values, factors, size, mean, WORD, SIGNS.value, 1)
+
+    def tern_mean_(
+        self, codes: AllCodes, bounds: Bounds, thresholds: AllEach, factors: Each | None, size: int, mean: Dense
+    ) -> None:
+        values = thresholds_or(0.0, as_rows(thresholds))
+        self._mean(codes, bounds, values, values, factors, size, mean, WORD, TERNARY.value, 2)
+
+    def uniform_mean_(
+        self, codes: AllCodes, bounds: Bounds, scales: AllEach, levels: int, bits: int, size: int, mean: Dense
+    ) -> None:
+        _, steps = level_factors(as_rows(scales), levels, bits)
+        self._mean(codes, bounds, steps, steps, None, size, mean, 1, LEVELS.value, bits)
+
+    def _mean(
+        self,
+        codes: AllCodes,
+        bounds: Bounds,
+        lows: Float32[Tensor, "ranks S"],
+        highs: Float32[Tensor, "ranks S"],
+        factors: Each | None,
+        size: int,
+        mean: Dense,
+        unit: int,
+        kind: int,
+        width: int,
+    ) -> None:
+        rows, divisor = as_rows(codes), on_device((float(size),), torch.float32, mean.device)
+        given = (rows, len(codes), rows.stride(0), lows, lows.stride(0), highs, highs.stride(0))
+        made = (factors, divisor, mean, factors is not None, unit, kind, width)
+        self._each(mean_of_fields, mean, bounds, width, unit, *given, *made)
 
     def natural_encode(self, v: Dense, seed: int | None, keep: bool = True) -> tuple[Codes, Residual]:
         n, device = v.numel(), v.device

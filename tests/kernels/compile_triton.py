@@ -100,6 +100,10 @@ def every_quantizer(quantizers: Any) -> None:
             codes, _ = quantizers.uniform_encode(v, bounds, each, 2 ** (bits - 1) - 1, bits, seed)
             quantizers.uniform_add_(codes, bounds, each, 2 ** (bits - 1) - 1, bits, v)
         quantizers.natural_add_(quantizers.natural_encode(v, seed)[0], v)
+    one = torch.ones(2)
+    quantizers.sign_mean_([codes] * 2, bounds, [one] * 2, [one] * 2, one, 2, v)
+    quantizers.tern_mean_([codes] * 2, bounds, [one] * 2, None, 2, v)
+    quantizers.uniform_mean_([codes] * 2, bounds, [one] * 2, 7, 4, 2, v)
     for bits in (1, 3, 8):
         quantizers.pack(codes[:n], bits)
 

@@ -413,6 +413,38 @@ def test_quantizers(sizes: Any, scales: Any) -> None:
             assert all(map(same, mine, expected))
 
 
+def test_means_of_several_ranks() -> None:
+    """In one launch, of codes in one tensor, as after an all-gather, or each in its own."""
+    bounds, n, ranks = budget_of([33, 0, 70, 64, 1, 0, 66], [0] * 7).bounds, 234, 3
+    vs, each = [random(n, seed) * 10.0**seed for seed in range(ranks)], random(7, 4).abs()
+    values = [each * (seed + 1) for seed in range(ranks)]
+    values[1][2] = float("inf")
+    reference, ours = Quantizers(), TritonQuantizers(TILE)
+    for together in (False, True):
+
+        def rows(tensors: Any) -> Any:
+            return torch.stack(tensors).unbind() if together else tensors  # noqa: B023 (called here)
+
+        def check(name: str, codes: Any, *given: Any) -> None:
+            before, (mine, theirs) = ours.launches, (torch.full((n,), 7.0, device=DEVICE) for _ in range(2))
+            getattr(ours, name)(rows(codes), bounds, *given, ranks, mine)
+            getattr(reference, name)(codes, bounds, *given, ranks, theirs)
+            assert same(mine, theirs) and ours.launches - before == 1, name
+
+        own = rows(values)
+        signs = [reference.sign_encode(v, bounds, 0 * each, -x, x)[0] for v, x in zip(vs, values, strict=True)]
+        check("sign_mean_", signs, rows([-2 * x for x in values]), own, None)
+        check("sign_mean_", signs, rows([-x for x in values]), own, each)
+        ternary = [reference.tern_encode(v, bounds, x)[0] for v, x in zip(vs, values, strict=True)]
+        check("tern_mean_", ternary, own, each)
+        for bits in (2, 4, 8):
+            levels = 2 ** (bits - 1) - 1
+            coded = [
+                reference.uniform_encode(v, bounds, x, levels, bits, 1)[0] for v, x in zip(vs, own, strict=True)
+            ]
+            check("uniform_mean_", coded, own, levels, bits)
+
+
 def test_small_integers() -> None:
     for n in (0, 1, 8, 1003):
         levels = torch.arange(n, device=DEVICE).mul(37).byte()
@@ -500,6 +532,6 @@ def test_every_kernel_compiles_for_gpus(gpu: str, tmp_path: Path) -> None:
         "accumulate", "count_digits", "pick_digits", "tally", "offsets", "write", "take", "hide_tails",
         "mark_heads", "sum_runs", "subtract_at", "decay", "moments_of_tiles", "moments_of_ranges", "tail_of_tiles",
         "tail_of_ranges", "sign_encode", "sign_add", "tern_encode", "tern_add", "uniform_encode", "uniform_add",
-        "largest", "natural_encode", "natural_add", "pack", "choose", "largest_of",
+        "largest", "natural_encode", "natural_add", "mean_of_fields", "pack", "choose", "largest_of",
         "write_plain", "seal", "open_headers", "check", "merge",
     }  # fmt: skip
