@@ -146,9 +146,11 @@ void natural_encode(const float* v, int64_t n, int32_t top, const Random& random
 }
 
 void natural_add(const uint8_t* codes, int64_t n, int32_t top, float* total) {
+    const float unit = float_of(static_cast<uint32_t>(top + 127) << 23);
     decode<8, lowest_first>(codes, n, [=](int64_t i, uint8_t code) {
-        const uint32_t c = code & 127u, power = (c + static_cast<uint32_t>(top)) << 23;
-        total[i] += float_of((power & mask_of(c > 0)) | static_cast<uint32_t>(code >> 7) << 31);
+        // the product of two powers is exact, and zero for c = 0
+        const uint32_t c = code & 127u, negative = static_cast<uint32_t>(code >> 7);
+        total[i] += float_of(c << 23 | negative << 31) * unit;
     });
 }
 

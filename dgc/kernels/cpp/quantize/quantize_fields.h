@@ -98,6 +98,10 @@ inline void pack_fields(const uint8_t* fields, int64_t n, uint8_t* codes) {
 
 template <int width, Order order>
 inline void unpack_fields(const uint8_t* codes, int64_t n, uint8_t* fields) {
+    if (width == 8) {
+        std::memcpy(fields, codes, static_cast<size_t>(n));
+        return;
+    }
     for (int64_t i = 0; i < n; i += 8, codes += width) {
         uint64_t x = 0;
         std::memcpy(&x, codes, width);
