@@ -12,7 +12,7 @@ torch            powerSGD_hook of rank r, with error feedback and warm start
 ours, paper      PowerSGDCompressor(r, mode="paper"), which sends as much as torch's
 ours, residual   PowerSGDCompressor(r, num_iters_per_step=2), which sends as much
 ours, half       PowerSGDCompressor(r): one half step, which sends half as much
-ours, ...        DGC at 0.1 %, 2 bits, signs, fp16, and dense
+ours, ...        DGC at 0.1 %, 2 bits, signs, QSGD, fp16, and dense
 
 Methods alternate within each round. The time of a step is the largest over the ranks, from a barrier to the end of
 backward. A ratio is the median over rounds of the ratio within a round. State that methods keep is warm after
@@ -128,6 +128,7 @@ def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, 
             "ours, DGC 0.1 %": own("dgc-residual"),
             "ours, 2 bits": own("2bit"),
             "ours, signs": own("1bit"),
+            "ours, QSGD": own("qsgd"),
         }
     }
     for r in factors:
