@@ -258,11 +258,9 @@ class ResidualMemory(Memory):
         return SparseState(size, rank, errors={"residuals": zeros(bucket)})
 
     def pass_inputs(self, bucket: Bucket, state: SparseState) -> PassInputs:
-        if self.decay != 1 or state.returned is not None:
-            state.settle_()  # what was sent must not decay with the rest
-            if self.decay != 1:
-                state.v.mul_(self.decay)
-        return PassInputs(bucket.gradients, None, state.v, sent=state.sent)
+        if state.returned is not None:
+            state.settle_()  # the pass itself removes only what was sent
+        return PassInputs(bucket.gradients, None, state.v, sent=state.sent, decay=self.decay)
 
 
 class NoMemory(Memory):

@@ -59,7 +59,7 @@ LARGEST_EXPONENT = 15  # scaled values stay below 2**15, half of fp16's range
 
 
 class IndexKind(IntEnum):
-    """Codes of indices. All but CHUNKS have the numbers of cpp/decode/decode.cpp."""
+    """Codes of indices, with the numbers of cpp/decode/decode.cpp."""
 
     INT32, INT64, PACKED, RICE, CHUNKS = range(5)
 

@@ -112,6 +112,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_packed_decode": _DECODE,
     "dgc_rice_encode": _ENCODE,
     "dgc_rice_decode": _DECODE,
+    "dgc_chunks_encode": _ENCODE,
+    "dgc_chunks_decode": _DECODE,
     "dgc_cast_encode": (None, (F32, c_int64, c_int, c_float, U8, F32, F32)),
     "dgc_cast_decode": (c_int, (U8, c_int64, c_int, c_float, F32)),
     "dgc_sign_encode": _ENCODE_VALUES,
@@ -288,7 +290,7 @@ def _pass_arguments(form: int | None, inputs: PassInputs) -> tuple[object, ...]:
         inputs.u,
         inputs.v,
         n,
-        inputs.momentum,
+        inputs.decay if inputs.u is None else inputs.momentum,
         *((None, None, None) if sent is None else (sent.indices, sent.values, sent.count)),
         inputs.masking,
         min(torch.get_num_threads(), 1 + n // WORTH_A_THREAD),  # to wake a thread costs time too
@@ -300,7 +302,7 @@ class NativeCodec(Native, Codec):
 
     def __init__(self) -> None:
         super().__init__()
-        codes = {kind: "plain" for kind in PLAIN} | {IndexKind.PACKED: "packed", IndexKind.RICE: "rice"}
+        codes = {kind: "plain" if kind in PLAIN else kind.name.lower() for kind in IndexKind}
         tables = {ValueKind.SIGN: "sign", ValueKind.INT8: "int8", ValueKind.TWO_BITS: "two_bit"}
         self._code_encoders, self._code_decoders = self._functions(codes)
         self._table_encoders, self._table_decoders = self._functions(tables)
@@ -359,8 +361,6 @@ class NativeCodec(Native, Codec):
     def indices_encode_(
         self, selection: SparseVector, code: IndexCode, section: UInt8[Tensor, "nbytes"]
     ) -> SparseVector:
-        if code.kind == IndexKind.CHUNKS:
-            return super().indices_encode_(selection, code, section)
         encode, indices = self._code_encoders[code.kind], selection.indices
         if code.kind in PLAIN:
             encode(indices, code.capacity, PLAIN[code.kind].itemsize, section)
@@ -379,8 +379,6 @@ class NativeCodec(Native, Codec):
     def indices_decode(
         self, section: UInt8[Tensor, "nbytes"], count: Int32[Tensor, ""], code: IndexCode
     ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
-        if code.kind == IndexKind.CHUNKS:
-            return super().indices_decode(section, count, code)
         indices = torch.zeros(code.capacity, dtype=INT32)
         sizes = (section.numel(), count.item(), code.capacity, code.numel)
         return indices, _FLAGS[self._code_decoders[code.kind](section, *sizes, indices)]
@@ -448,7 +446,7 @@ class NativeMeanDecoder(Native, MeanDecoder):
     """
 
     def takes(self, layout: Layout) -> bool:
-        return layout.values is not None and layout.indices.kind != IndexKind.CHUNKS
+        return layout.values is not None
 
     def mean(
         self,

@@ -79,7 +79,7 @@ class PassInputs:
     sent         v_i = v_i - value; with masking u_i = 0
     plain        u = m u + g          v = v + u
     Nesterov     u = m (u + g)        v = (v + u) + g
-    u is None                         v = v + g
+    u is None                         v = d v + g
 
     Every product and sum is rounded to fp32 separately (no FMA).
 
@@ -91,6 +91,7 @@ class PassInputs:
         nesterov: Use Nesterov momentum.
         sent: Elements sent in the previous step and still contained in v. The pass removes them first.
         masking: Set u to zero at the sent elements.
+        decay: The factor d of v without u.
     """
 
     g: tuple[Tensor, ...]
@@ -100,6 +101,7 @@ class PassInputs:
     nesterov: bool = False
     sent: SparseVector | None = None
     masking: bool = False
+    decay: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +166,7 @@ class SelectionKernels:
         g = torch.where(mask, g, 0.0)
         u, v = inputs.u, inputs.v
         if u is None:
-            v.add_(g)
+            v.mul_(inputs.decay).add_(g)
         elif inputs.nesterov:
             u.add_(g).mul_(inputs.momentum)
             v.add_(u).add_(g)

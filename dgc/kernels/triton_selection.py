@@ -87,11 +87,11 @@ OVERFULL = tl.constexpr(-(1 << 40))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def accumulate(
-    tiles, n_tiles, sources, u, v, momentum, first, lower_bounds, counts, n_segments, held, slot_values,
+    tiles, n_tiles, sources, u, v, factor, first, lower_bounds, counts, n_segments, held, slot_values,
     slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
     LOWER_BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov.
+    """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov. factor: the decay, or the momentum.
 
     With lower_bounds, a tile's elements at or above its segment's lower bound are written, in order, to the tile's
     slots. The following selection then does not read v again.
@@ -115,13 +115,13 @@ def accumulate(
         tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")
     g = tl.where(bad, 0.0, g)
     if FORM == 0:
-        x = x + g
+        x = factor * x + g
     else:
         if FORM == 1:
-            m = momentum * m + g
+            m = factor * m + g
             x = x + m
         else:
-            m = momentum * (m + g)
+            m = factor * (m + g)
             x = (x + m) + g
         tl.store(u + start + lane, m, mask=live)
     tl.store(v + start + lane, x, mask=live)
@@ -665,9 +665,9 @@ class TritonSelection(SelectionKernels):
         if inputs.sent is not None:
             self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
         first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
-        form = 0 if inputs.u is None else 2 if inputs.nesterov else 1
+        form, factor = (0, inputs.decay) if inputs.u is None else (2 if inputs.nesterov else 1, inputs.momentum)
         sources = pointers(inputs.g, inputs.g[0].dtype, inputs.v.device)
-        work = (tiling.table, tiling.count, sources, inputs.u, inputs.v, float(inputs.momentum), first)
+        work = (tiling.table, tiling.count, sources, inputs.u, inputs.v, float(factor), first)
         lower_bounds, counts = candidates.lower_bounds, (candidates.counts, tiling.first.numel())
         slots = (candidates.held, candidates.values, candidates.lanes, self.tile, candidates.slots)
         variant = (FLOATS[inputs.g[0].dtype], form, lower_bounds is not None)

@@ -97,6 +97,13 @@ def buffers() -> Any:
     v[123_456:123_656] = random(200, 6)
     made.append((v, budget_of((200_000,), (200,))))
     made += [(random(50_003, 10), budget_of((50_003,), (k,))) for k in (0, 50_003)]
+    # Chunks, where maxima of groups give a lower bound: normal numbers, large ones in few groups, ties, and fewer
+    # numbers than are asked for.
+    chunks = budget_of((4096, 4095, 32_768, 32_769, 300, 5000, 7), (64, 257, 256, 256, 200, 0, 7))
+    v = random(int(chunks.bounds[-1]), 11)
+    some = torch.arange(v.numel()) % 256 < 3
+    others = v.where(some, v * 1e-3), v.round(), v * some * 1e-40, v.where(v > 3, 0.0)
+    made += [(each, chunks) for each in (v, *others)]
     return [(v, budget, REFERENCE.select(v, budget)) for v, budget in made]
 
 

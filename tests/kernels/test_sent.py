@@ -65,7 +65,7 @@ def reference_pass(
     name = f"{form}, masking {masking}, {int(sent.count)} of {n}"
     g, u = random(n, 1), None if form == "residual" else random(n, 2)
     g[list(nan)] = float("nan")
-    start = PassInputs((g,), u, random(n, 3), 0.9, form == "nesterov", sent, masking)
+    start = PassInputs((g,), u, random(n, 3), 0.9, form == "nesterov", sent, masking, decay=0.95)
     left = replace(start, u=None if u is None else u.clone(), v=start.v.clone())
     REFERENCE.remove_sent_(sent, left.u if masking else None, left.v)
     left = replace(left, sent=None)

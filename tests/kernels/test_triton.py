@@ -62,7 +62,7 @@ def accumulated(
 ) -> Any:
     """Results, u and v of one pass over copies of u and v."""
     u, v = None if u is None else u.clone(), v.clone()
-    inputs = PassInputs(pieces, u, v, 0.9, nesterov)
+    inputs = PassInputs(pieces, u, v, 0.9, nesterov, decay=0.95)
     if budget is None:
         return kernels.accumulate_(inputs), u, v
     return kernels.accumulate_and_select_(inputs, budget, lower_bounds), u, v
@@ -298,7 +298,7 @@ def test_what_was_sent_is_taken_out(kernels: Any, ks: Any, form: Any, masked: An
     chosen = REFERENCE.select(v, budget).elements
     sent = SparseVector(chosen.indices, chosen.values.half().float(), chosen.count)
     us = [None if form == "residual" else random(250, 1) for _ in range(2)]
-    ours, theirs = (PassInputs((random(250, 4),), u, v.clone(), 0.9, nesterov, sent, masked) for u in us)
+    ours, theirs = (PassInputs((random(250, 4),), u, v.clone(), 0.9, nesterov, sent, masked, 0.95) for u in us)
     for backend, inputs in ((kernels, ours), (REFERENCE, theirs)):
         backend.remove_sent_(sent, inputs.u if masked else None, inputs.v)
     assert same(ours.v, theirs.v) and same(ours.u, theirs.u)

@@ -13,7 +13,7 @@ from dgc.bucket import make_bucket
 from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import SparseCompressor
 from dgc.kernels.codec import Codec
-from dgc.kernels.selection import SparseVector
+from dgc.kernels.selection import SelectionKernels, SparseVector
 from dgc.local import OuterSteps
 from dgc.memory import ResidualMemory
 from dgc.optim import LocalOptimizer
@@ -107,7 +107,7 @@ def test_what_was_sent_does_not_decay() -> None:
     def step(values: list[float]) -> Tensor:
         bucket.flat.copy_(torch.tensor(values))
         inputs = memory.pass_inputs(bucket)
-        inputs.v.add_(inputs.g[0])
+        SelectionKernels().accumulate_(inputs)
         return inputs.v
 
     step([8.0, 4.0, 0.0, 0.0])

@@ -28,8 +28,6 @@ FORMATS = {f"{v} {i}": wire.SparseFormat(VALUES[v], INDICES[i]) for v in VALUES 
 # Every value format and every index format at least once.
 NAMES = ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice", "2 bits packed", "fp32 chunks")
 SOME = {name: FORMATS[name] for name in NAMES}
-# Those that the native kernels decode and add in one call.
-ADDED = {name: form for name, form in FORMATS.items() if "chunks" not in name}
 CODEC = Codec()
 
 

@@ -98,6 +98,11 @@ def test_parameters_that_no_sender_writes(name: Any) -> None:
         refuse_changed(FORMATS[name], 24, torch.tensor(parameter, dtype=torch.uint8), "ascend", 200, 200)
 
 
+def test_numbers_of_a_chunk_that_no_sender_writes() -> None:
+    for number in (-1, 0, 4096, 4097, -(2**15), 2**15 - 1):
+        refuse_changed(FORMATS["fp32 chunks"], 24, torch.tensor(number, dtype=torch.int16), "ascend", 200, 200)
+
+
 @pytest.mark.parametrize("name", ["fp32 int32", "fp16 rice", "int8 packed", "sign rice"])
 def test_values_that_are_not_finite(name: Any) -> None:
     form = FORMATS[name]

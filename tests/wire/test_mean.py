@@ -11,7 +11,6 @@ from cases import case
 from kernels.backends import NAMES, backend
 from kernels.comparison import REFERENCE, same
 from wire.payloads import (
-    ADDED,
     FORMATS,
     SOME,
     budget_of,
@@ -28,8 +27,7 @@ from dgc.wire import PayloadError, ValueFormat
 from dgc.wire.payload import PayloadPlan
 
 BOUNDS = (0, 7, 7, 3000)
-SOME_ADDED = {name: form for name, form in SOME.items() if name in ADDED}
-some_formats = pytest.mark.parametrize("form", SOME_ADDED.values(), ids=SOME_ADDED)
+some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
 @pytest.fixture(params=NAMES[1:])
@@ -72,7 +70,7 @@ def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None)
 def test_means_have_the_bits_of_the_reference(native: Any) -> None:
     numel, budget = 5000, budget_of(200, *BOUNDS, 5000)
     counts = ((200,), (0,), (0, 0), (200, 0, 1), (130, 200), (200, 199, 129, 64, 200))
-    for (key, form), ranks in product(ADDED.items(), counts):
+    for (key, form), ranks in product(FORMATS.items(), counts):
         with case(key, ranks):
             made = [selection_of(scattered(numel, k, r), capacity=200, seed=r) for r, k in enumerate(ranks)]
             check(form, made, budget, numel)
@@ -98,11 +96,11 @@ def test_means_of_buckets_of_many_regions(native: Any) -> None:
     """Sizes around the regions and the shares of the threads, with entries in few of them or in all."""
     for numel in (16384, 16385, 200_003):
         budget, near = budget_of(900, 0, 1, numel // 2, numel), torch.arange(numel - 600, numel)
-        for number, (key, form) in enumerate(SOME_ADDED.items()):
+        for number, (key, form) in enumerate(SOME.items()):
             with case(key, numel):
                 parts = [scattered(numel, 900, number), clustered(numel, 900), near, torch.arange(5), near]
                 made = [selection_of(part, capacity=900, seed=r) for r, part in enumerate(parts)]
-                check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7)[number])
+                check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7, 2)[number])
 
 
 def test_an_empty_bucket_and_an_empty_plan() -> None:

@@ -8,7 +8,8 @@
 
 namespace dgc {
 
-// plain: u = m u + g, v += u.  nesterov: u = m (u + g), v = (v + u) + g.  residual: v += g.  none: v is unchanged.
+// With a factor m: plain: u = m u + g, v += u.  nesterov: u = m (u + g), v = (v + u) + g.  residual: v = m v + g.
+// none: v is unchanged.
 enum Update : int { plain = 0, nesterov = 1, residual = 2, none = 3, updates = 4 };
 
 // Elements that the previous step sent and that u and v still contain, in ascending order of index. The pass
@@ -34,7 +35,7 @@ struct Stretch {
     float* v;
     int64_t n;
     int64_t first;
-    float momentum;
+    float factor;
     Sent* sent;
 };
 
@@ -50,6 +51,9 @@ constexpr uint32_t magnitude_bits = 0x7fffffffu;
 constexpr uint32_t smallest_bits = 1;       // the smallest nonzero magnitude
 constexpr uint32_t unreachable_bits = ~0u;  // above every magnitude
 
+constexpr int groups = 256;  // of update_and_rank
+constexpr int rank_lanes = 16;
+
 static inline uint32_t magnitude(float x) { return bits_of(x) & magnitude_bits; }
 
 // fp64 sums of v, |v| and v^2 over some elements. fp64 holds the square of any float without overflow.
@@ -64,15 +68,32 @@ struct Above {
     double magnitudes;
 };
 
+// The k largest are the elements above `threshold` and the first `ties` elements equal to it, in order of index.
+struct Cut {
+    uint32_t threshold;
+    int64_t ties;
+};
+
 struct PassKernels {
     // Both return the index of the first element of g that is NaN or too large, or -1.
     int64_t (*update[updates])(const Stretch&);
     // Also appends the elements of the updated v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1.
     int64_t (*update_and_collect[updates])(const Stretch&, uint32_t lower_bound, Candidates&);
+    // Also raises maxima [groups] to the largest magnitude bits of the updated v in each of `groups` groups, into which
+    // the elements are divided evenly. If k groups have an element at or above a bound, so have the elements.
+    int64_t (*update_and_rank[updates])(const Stretch&, uint32_t* maxima);
     // Copies to `kept` the elements above `threshold` and the first `ties` elements equal to it. On entry
     // `kept.count` is the capacity of `kept`, on return the number of elements written. Successive calls must fill
     // the capacity. Returns the number of ties that remain.
     int64_t (*keep)(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept);
+    // Appends the elements of v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1. It is fast if many do.
+    // The index of v[0] is `first`.
+    void (*collect)(const float* v, int64_t n, int64_t first, uint32_t lower_bound, Candidates&);
+    // A number that at least k of `bits` reach: one that at most k + more reach, or else the largest. In this and `cut`,
+    // n is a multiple of `rank_lanes`; zeros may fill it up.
+    uint32_t (*bound_for)(const uint32_t* bits, int64_t n, int64_t k, int64_t more);
+    // The cut for the k largest of `bits`.
+    Cut (*cut)(const uint32_t* bits, int64_t n, int64_t k);
     // Writes the magnitude bits with low <= bits < high to `found`. Returns their number.
     int64_t (*magnitudes_within)(const float* values, int64_t n, uint32_t low, uint32_t high, uint32_t* found);
     // b = m b + wd p, p -= lr (b, or wd p + m b if nesterov)

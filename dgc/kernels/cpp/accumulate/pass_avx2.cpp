@@ -52,6 +52,10 @@ struct Lanes {
             found.count += lanes >> lane & 1;
         }
     }
+    static void raise(uint32_t* maxima, F x) {
+        __m256i* to = reinterpret_cast<__m256i*>(maxima);
+        _mm256_storeu_si256(to, _mm256_max_epu32(_mm256_loadu_si256(to), bits(x)));
+    }
 
     struct D {
         __m256d low, high;

@@ -20,9 +20,9 @@ struct Lanes {
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     static F without(F x, uint32_t lanes) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(~lanes), x); }
+    static __m512i bits(F x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(magnitude_bits)); }
     static uint32_t at_least(F x, uint32_t lower_bound) {
-        __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(magnitude_bits));
-        return _mm512_cmpge_epu32_mask(bits, _mm512_set1_epi32(static_cast<int>(lower_bound)));
+        return _mm512_cmpge_epu32_mask(bits(x), _mm512_set1_epi32(static_cast<int>(lower_bound)));
     }
     static void collect(F x, uint32_t lanes, int32_t first, Candidates& found) {
         const __m512i count_up = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -36,6 +36,9 @@ struct Lanes {
         _mm512_storeu_si512(found.indices + found.count, _mm512_maskz_compress_epi32(mask, indices));
         _mm512_storeu_ps(found.values + found.count, _mm512_maskz_compress_ps(mask, x));
         found.count += __builtin_popcount(lanes);
+    }
+    static void raise(uint32_t* maxima, F x) {
+        _mm512_storeu_si512(maxima, _mm512_max_epu32(_mm512_loadu_si512(maxima), bits(x)));
     }
 
     using D = __m512d;

@@ -5,7 +5,8 @@
 //   at_least(F, lower_bound)                      one bit per lane: magnitude bits >= lower_bound
 //   collect(F, lanes, first, candidates)          appends the lanes; lane j is element first + j
 //   collect_from(indices, F, lanes, candidates)   appends the lanes; lane j is element indices[j]
-// The last two may write up to one vector past the appended elements.
+//   raise(maxima, F)                              maxima[j] = max(maxima[j], magnitude bits of lane j)
+// The collecting ones may write up to one vector past the appended elements.
 // Sums use eight lanes of fp64 with every vector width:
 //
 //   D; zero, add, mul, abs, max, spread(D, double[8])
@@ -14,35 +15,37 @@
 //   widen_at_least(p, lower_bound, counts)   the magnitudes of p[0] .. p[7] with bits >= lower_bound, 0 elsewhere
 //
 // The anonymous namespace keeps the linker from using this code for another instruction set.
+#include <algorithm>
+
 #include "pass.h"
 
 namespace dgc {
 namespace {
 
 template <int update>
-inline float step_one(float g, float& u, float v, float momentum) {
+inline float step_one(float g, float& u, float v, float factor) {
     if (update == plain) {
-        u = momentum * u + g;
+        u = factor * u + g;
         return v + u;
     }
     if (update == nesterov) {
-        u = momentum * (u + g);
+        u = factor * (u + g);
         return (v + u) + g;
     }
-    return update == residual ? v + g : v;
+    return update == residual ? factor * v + g : v;
 }
 
 template <int update>
-inline Lanes::F step(Lanes::F g, Lanes::F& u, Lanes::F v, Lanes::F momentum) {
+inline Lanes::F step(Lanes::F g, Lanes::F& u, Lanes::F v, Lanes::F factor) {
     if (update == plain) {
-        u = Lanes::add(Lanes::mul(momentum, u), g);
+        u = Lanes::add(Lanes::mul(factor, u), g);
         return Lanes::add(v, u);
     }
     if (update == nesterov) {
-        u = Lanes::mul(momentum, Lanes::add(u, g));
+        u = Lanes::mul(factor, Lanes::add(u, g));
         return Lanes::add(Lanes::add(v, u), g);
     }
-    return update == residual ? Lanes::add(v, g) : v;
+    return update == residual ? Lanes::add(Lanes::mul(factor, v), g) : v;
 }
 
 // Removes the sent entries of one block of elements, starting at `from`. Returns the end of the elements that need no
@@ -63,8 +66,41 @@ inline int64_t take(const Stretch& s, int64_t from) {
     return next < stop ? stop : next < s.n ? next : s.n;
 }
 
-template <int update, bool collecting>
-inline void pass_one(const Stretch& s, int64_t i, uint32_t lower_bound, Candidates& found, int64_t& unusable) {
+// What a pass does with the updated elements: `UpdateOnly`, `Collect` those at or above a lower bound, or `Rank` them
+// by the maxima of groups. Adjacent vectors belong to different groups.
+struct UpdateOnly {
+    void one(float, int64_t) {}
+    void lanes(Lanes::F, int64_t) {}
+};
+
+struct Collect {
+    uint32_t lower_bound;
+    Candidates found;
+
+    void one(float v, int64_t index) {
+        if (magnitude(v) < lower_bound) return;
+        found.indices[found.count] = static_cast<int32_t>(index);
+        found.values[found.count++] = v;
+    }
+    void lanes(Lanes::F v, int64_t index) {
+        if (uint32_t reached = Lanes::at_least(v, lower_bound); __builtin_expect(reached != 0, 0))
+            Lanes::collect(v, reached, static_cast<int32_t>(index), found);
+    }
+};
+
+struct Rank {
+    uint32_t* maxima;
+    int next;
+
+    void one(float v, int64_t) { maxima[0] = std::max(maxima[0], magnitude(v)); }
+    void lanes(Lanes::F v, int64_t) {
+        Lanes::raise(maxima + next, v);
+        next = (next + Lanes::width) % groups;
+    }
+};
+
+template <int update, class Also>
+inline void pass_one(const Stretch& s, int64_t i, Also& also, int64_t& unusable) {
     constexpr bool has_u = update == plain || update == nesterov;
     float g = update == none ? 0.0f : s.g[i];
     if (magnitude(g) >= too_large_bits) {
@@ -72,24 +108,21 @@ inline void pass_one(const Stretch& s, int64_t i, uint32_t lower_bound, Candidat
         g = 0.0f;
     }
     float u = has_u ? s.u[i] : 0.0f;
-    float v = step_one<update>(g, u, s.v[i], s.momentum);
+    float v = step_one<update>(g, u, s.v[i], s.factor);
     if (has_u) s.u[i] = u;
     if (update != none) s.v[i] = v;
-    if (collecting && magnitude(v) >= lower_bound) {
-        found.indices[found.count] = static_cast<int32_t>(s.first + i);
-        found.values[found.count++] = v;
-    }
+    also.one(v, s.first + i);
 }
 
-template <int update, bool collecting>
-inline int64_t pass(const Stretch& s, uint32_t lower_bound, Candidates& output) {
+template <int update, class Also>
+inline int64_t pass(const Stretch& s, Also& result) {
     constexpr bool has_u = update == plain || update == nesterov;
-    Candidates found = output;  // a local copy stays in registers
+    Also also = result;  // a local copy stays in registers
     int64_t unusable = -1, i = 0, taken = update == none ? s.n : take<has_u>(s, 0);
     constexpr uintptr_t line = Lanes::width * sizeof(float) - 1;
     for (; i < s.n && (reinterpret_cast<uintptr_t>(s.v + i) & line); ++i)
-        pass_one<update, collecting>(s, i, lower_bound, found, unusable);
-    const Lanes::F momentum = Lanes::fill(s.momentum);
+        pass_one<update>(s, i, also, unusable);
+    const Lanes::F factor = Lanes::fill(s.factor);
     for (;;) {
         for (; i + Lanes::width <= taken; i += Lanes::width) {
             Lanes::F g = Lanes::fill(0.0f), u = g;
@@ -104,31 +137,37 @@ inline int64_t pass(const Stretch& s, uint32_t lower_bound, Candidates& output) 
                 }
             }
             if (has_u) u = Lanes::load(s.u + i);
-            const Lanes::F v = step<update>(g, u, Lanes::load(s.v + i), momentum);
+            const Lanes::F v = step<update>(g, u, Lanes::load(s.v + i), factor);
             if (has_u) Lanes::store(s.u + i, u);
             if (update != none) Lanes::store(s.v + i, v);
-            if (collecting) {
-                if (uint32_t lanes = Lanes::at_least(v, lower_bound); __builtin_expect(lanes != 0, 0))
-                    Lanes::collect(v, lanes, static_cast<int32_t>(s.first + i), found);
-            }
+            also.lanes(v, s.first + i);
         }
         if (taken == s.n) break;
         taken = take<has_u>(s, taken);
     }
-    for (; i < s.n; ++i) pass_one<update, collecting>(s, i, lower_bound, found, unusable);
-    output.count = found.count;
+    for (; i < s.n; ++i) pass_one<update>(s, i, also, unusable);
+    result = also;
     return unusable;
 }
 
 template <int update>
 int64_t update_only(const Stretch& s) {
-    Candidates nothing{nullptr, nullptr, 0};
-    return pass<update, false>(s, unreachable_bits, nothing);
+    UpdateOnly nothing;
+    return pass<update>(s, nothing);
 }
 
 template <int update>
 int64_t update_and_collect(const Stretch& s, uint32_t lower_bound, Candidates& found) {
-    return pass<update, true>(s, lower_bound, found);
+    Collect collect{lower_bound, found};
+    const int64_t unusable = pass<update>(s, collect);
+    found.count = collect.found.count;
+    return unusable;
+}
+
+template <int update>
+int64_t update_and_rank(const Stretch& s, uint32_t* maxima) {
+    Rank rank{maxima, 0};
+    return pass<update>(s, rank);
 }
 
 int64_t keep(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept) {
@@ -153,6 +192,70 @@ int64_t keep(const Candidates& all, uint32_t threshold, int64_t ties, Candidates
     }
     kept.count = out.count;
     return ties;
+}
+
+void collect(const float* v, int64_t n, int64_t first, uint32_t lower_bound, Candidates& output) {
+    constexpr int64_t block = 512 * Lanes::width;
+    Candidates found = output;
+    const auto append = [&](int64_t i) {
+        found.indices[found.count] = static_cast<int32_t>(first + i);
+        found.values[found.count++] = v[i];
+    };
+    int64_t i = 0;
+    while (i + Lanes::width <= n) {
+        // First the vectors that have such an element, without a branch, which would often be mispredicted.
+        uint32_t lanes[512];
+        int32_t begins[512];
+        int64_t hits = 0;
+        for (const int64_t begin = i; i + Lanes::width <= n && i < begin + block; i += Lanes::width) {
+            lanes[hits] = Lanes::at_least(Lanes::load(v + i), lower_bound);
+            begins[hits] = static_cast<int32_t>(i);
+            hits += lanes[hits] != 0;
+        }
+        for (int64_t h = 0; h < hits; ++h) {
+            uint32_t left = lanes[h];
+            do append(begins[h] + __builtin_ctz(left));
+            while (left &= left - 1);
+        }
+    }
+    for (; i < n; ++i)
+        if (magnitude(v[i]) >= lower_bound) append(i);
+    output.count = found.count;
+}
+
+// The compiler vectorizes the loops of the following functions.
+int64_t count_at_least(const uint32_t* bits, int64_t n, uint32_t bound) {
+    if (n % rank_lanes) __builtin_unreachable();
+    int32_t count = 0;
+    for (int64_t i = 0; i < n; ++i) count += bits[i] >= bound;
+    return count;
+}
+
+uint32_t smallest_at_least(const uint32_t* bits, int64_t n, uint32_t bound) {
+    if (n % rank_lanes) __builtin_unreachable();
+    uint32_t above = unreachable_bits;  // numbers below the bound wrap around
+    for (int64_t i = 0; i < n; ++i) above = std::min(above, bits[i] - bound);
+    return bound + above;
+}
+
+uint32_t bound_for(const uint32_t* bits, int64_t n, int64_t k, int64_t more) {
+    if (n % rank_lanes) __builtin_unreachable();
+    uint32_t low = smallest_at_least(bits, n, smallest_bits), high = 0;
+    for (int64_t i = 0; i < n; ++i) high = std::max(high, bits[i]);
+    int64_t count = count_at_least(bits, n, low);
+    if (count < k) return 0;
+    for (++high; count > k + more && high - low > 1;) {
+        const uint32_t middle = low + (high - low) / 2;
+        const int64_t above = count_at_least(bits, n, middle);
+        if (above >= k) count = above;
+        (above >= k ? low : high) = middle;
+    }
+    return low;
+}
+
+Cut cut(const uint32_t* bits, int64_t n, int64_t k) {
+    const uint32_t threshold = smallest_at_least(bits, n, bound_for(bits, n, k, 0));
+    return {threshold, k - count_at_least(bits, n, threshold + 1)};
 }
 
 int64_t magnitudes_within(const float* values, int64_t n, uint32_t low, uint32_t high, uint32_t* found) {
@@ -249,7 +352,11 @@ constexpr PassKernels table{
     {update_only<plain>, update_only<nesterov>, update_only<residual>, update_only<none>},
     {update_and_collect<plain>, update_and_collect<nesterov>, update_and_collect<residual>,
      update_and_collect<none>},
+    {update_and_rank<plain>, update_and_rank<nesterov>, update_and_rank<residual>, update_and_rank<none>},
     keep,
+    collect,
+    bound_for,
+    cut,
     magnitudes_within,
     decay,
     moments,

@@ -27,6 +27,7 @@ struct Lanes {
         found.values[found.count] = x;
         found.count += lanes;
     }
+    static void raise(uint32_t* maxima, F x) { *maxima = magnitude(x) > *maxima ? magnitude(x) : *maxima; }
 
     struct D {
         double x[8];

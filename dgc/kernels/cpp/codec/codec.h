@@ -95,6 +95,8 @@ DGC_EXPORT int dgc_packed_decode(uint8_t* bytes, int64_t nbytes, int64_t count, 
                                  int32_t* indices);
 DGC_EXPORT int dgc_rice_decode(uint8_t* bytes, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
                                int32_t* indices);
+DGC_EXPORT int dgc_chunks_decode(uint8_t* bytes, int64_t nbytes, int64_t count, int64_t capacity, int64_t numel,
+                                 int32_t* indices);
 DGC_EXPORT int dgc_cast_decode(const uint8_t* section, int64_t count, int dtype, float scale, float* decoded);
 DGC_EXPORT int dgc_sign_decode(const int32_t* indices, int64_t count, const int64_t* bounds, int64_t segments,
                                const uint8_t* section, float* decoded);

@@ -48,7 +48,7 @@ struct Scratch {
         Buffer indices, values, counts, more_counts;
     };
     std::deque<Thread> threads;
-    Buffer segments, active, units;
+    Buffer segments, active, units, found, batches;
 };
 
 // Exclusive use of a Scratch for the lifetime of the lease, with space for `threads` threads.

@@ -24,7 +24,7 @@ constexpr int64_t spare = 16;  // the sentinel, and a cache line
 // Larger than any index. It follows the last one, so that loops need not count.
 constexpr int32_t sentinel = INT32_MAX;
 
-enum Indices : int { int32 = 0, int64 = 1, packed = 2, rice = 3 };
+enum Indices : int { int32 = 0, int64 = 1, packed = 2, rice = 3, chunks = 4 };
 enum Values : int { cast = 0, sign = 3, int8 = 4, two_bits = 5 };  // cast: the numbers of Dtype
 
 // What the words of a payload say, and what was found in it. The order is that of WORDS in dgc/kernels/codec.py.
@@ -40,11 +40,12 @@ struct Form {
 };
 
 bool decode_indices(const Form& form, const uint8_t* section, int64_t count, int32_t* indices) {
-    // the packed and Rice decoders only read the section
+    // the decoders of codes only read the section
     uint8_t* bytes = const_cast<uint8_t*>(section);
     const int64_t capacity = form.capacity, numel = form.numel, nbytes = form.index_bytes;
     if (form.indices == packed) return dgc_packed_decode(bytes, nbytes, count, capacity, numel, indices);
     if (form.indices == rice) return dgc_rice_decode(bytes, nbytes, count, capacity, numel, indices);
+    if (form.indices == chunks) return dgc_chunks_decode(bytes, nbytes, count, capacity, numel, indices);
     return dgc_plain_decode(section, nbytes, count, capacity, numel, indices);
 }
 

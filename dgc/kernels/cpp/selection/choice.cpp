@@ -33,22 +33,14 @@ bool choose_among_candidates(const Job& job, Segment& segment, const Output& out
     if (candidates < segment.k && segment.lower_bound > smallest_bits) return false;
     segment.found = std::min(segment.k, candidates);
     if (segment.found == 0) return true;
-    std::vector<Block> blocks;
-    const Unit* end = job.units + segment.first_unit + segment.units;
-    for (const Unit* u = job.units + segment.first_unit; u != end; ++u)
-        if (u->count) blocks.push_back({job.scratch.threads[u->thread].values.data<float>() + u->first, u->count});
+    const Candidates* all = job.found + segment.first_unit;
     Cut cut{smallest_bits, candidates};
     if (candidates > segment.found || segment.found == segment.requested)
-        cut = cut_for(blocks.data(), static_cast<int>(blocks.size()), segment.found, segment.lower_bound,
-                      segment.shift);
+        cut = cut_for(all, segment.units, segment.found, segment.lower_bound, segment.shift);
     Candidates kept{output.indices + segment.output, output.values + segment.output, 0};
-    int64_t left = segment.found;
-    for (const Unit* u = job.units + segment.first_unit; left; ++u) {
-        const Scratch::Thread& memory = job.scratch.threads[u->thread];
-        const Candidates all{memory.indices.data<int32_t>() + u->first, memory.values.data<float>() + u->first,
-                             u->count};
+    for (int64_t left = segment.found; left; ++all) {
         kept.count = left;
-        cut.ties = pass_kernels().keep(all, cut.threshold, cut.ties, kept);
+        cut.ties = pass_kernels().keep(*all, cut.threshold, cut.ties, kept);
         kept.indices += kept.count;
         kept.values += kept.count;
         left -= kept.count;
@@ -90,7 +82,7 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
         segment.chosen = segment.size == 0;
         segment.output = at;
         segment.candidate_limit = segment.size;
-        if (segment.size > small_range)
+        if (segment.size > largest_unit)
             segment.candidate_limit = std::min(segment.size, 4 * segment.k + segment.size / 64 + 1024);
         segment.expected = lower_bounds && lower_bounds[s] > 0 && std::isfinite(lower_bounds[s]);
         segment.lower_bound = segment.expected ? bits_of(lower_bounds[s]) : smallest_bits;
@@ -121,14 +113,14 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
 // lower_bounds [segment_count] or null, indices and values [capacity], the sum of ks, thresholds [segment_count].
 // count and missed point to one number each.
 DGC_EXPORT void dgc_update_and_choose(int update, const float* const* pieces, const int64_t* begins,
-                                      int piece_count, float* u, float* v, int64_t n, float momentum,
+                                      int piece_count, float* u, float* v, int64_t n, float factor,
                                       const int32_t* sent_indices, const float* sent_values,
                                       const int32_t* sent_count, int masks, int threads, int64_t* first,
                                       const int64_t* bounds, const int64_t* ks, int64_t segment_count,
                                       const float* lower_bounds, int64_t capacity, int32_t* indices, float* values,
                                       int32_t* count, float* thresholds, int32_t* missed) {
     const dgc::Sent sent{sent_indices, sent_values, sent_count ? *sent_count : 0, masks != 0};
-    *first = dgc::choose({static_cast<dgc::Update>(update), pieces, begins, piece_count, u, v, momentum, sent}, n,
+    *first = dgc::choose({static_cast<dgc::Update>(update), pieces, begins, piece_count, u, v, factor, sent}, n,
                          bounds, ks, segment_count, lower_bounds, threads, capacity,
                          {indices, values, count, thresholds, missed});
 }

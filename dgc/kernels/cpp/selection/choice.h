@@ -20,7 +20,7 @@ struct Source {
     int piece_count;
     float* u;
     float* v;
-    float momentum;
+    float factor;
     Sent sent;
 };
 
@@ -33,6 +33,7 @@ struct Segment {
     uint32_t lower_bound;             // elements with at least these magnitude bits are candidates
     int shift;                        // width of the first bins of cut_for, as a power of two
     bool expected;                    // the caller gave the lower bound
+    bool ranked;                      // the pass finds the lower bound: see update_and_rank
     int64_t found;                    // number of selected elements
     bool chosen;                      // the selection is complete
     float threshold;
@@ -41,15 +42,12 @@ struct Segment {
     std::atomic<int64_t> units_left;
 };
 
-// Some elements of one segment, and the position of their candidates in the memory of the thread that collected them.
+// Some elements of one segment. A thread takes consecutive units.
 struct Unit {
     int64_t segment, begin, end;  // elements of the bucket
-    int thread;
-    int64_t first, count;  // candidates
 };
 
-// Segments of at most this size are collected whole if no lower bound is known.
-constexpr int64_t small_range = 4096;
+constexpr int64_t largest_unit = 32768;  // elements
 
 // Updates without collecting. Returns the first element of g that is NaN or too large, or n.
 int64_t update(const Source& source, int64_t n, int threads);
@@ -67,9 +65,10 @@ struct Job {
     int threads;
     Scratch& scratch;
     Unit* units = nullptr;
+    Candidates* found = nullptr;  // of each unit, in the memory of the thread that has collected them
 };
 
-// Sets a sampled lower bound for every active segment without a lower bound from the caller.
+// Chooses how each active segment without a lower bound from the caller gets one: from a sample now, or in the pass.
 void set_lower_bounds(Job& job);
 
 // Runs the pass over all active segments. The thread that finishes a segment calls `choose` for it at once, while the
@@ -123,7 +122,7 @@ static void for_stretches(const Source& source, int64_t begin, int64_t end, int6
             g = source.pieces[piece] + (begin - source.begins[piece]);
         }
         float* u = source.u ? source.u + begin : nullptr;
-        visit(Stretch{g, u, source.v + begin, stop - begin, begin, source.momentum, &sent});
+        visit(Stretch{g, u, source.v + begin, stop - begin, begin, source.factor, &sent});
         begin = stop;
     }
 }

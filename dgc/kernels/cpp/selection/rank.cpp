@@ -4,9 +4,6 @@
 #include "rank.h"
 
 #include <algorithm>
-#include <functional>
-
-#include "accumulate/pass.h"
 
 namespace dgc {
 namespace {
@@ -28,29 +25,30 @@ int shift_for(uint64_t span) {
     return shift;
 }
 
-Cut sort_out(const Block* blocks, int count, int64_t k, Window window) {
-    uint32_t members[few];
+Cut bisect(const Candidates* blocks, int64_t count, int64_t k, Window window, bool all) {
+    uint32_t members[few + rank_lanes];
     int64_t found = 0;
     const auto high = static_cast<uint32_t>(window.low + window.span);
-    for (int s = 0; s < count; ++s)
-        found += pass_kernels().magnitudes_within(blocks[s].values, blocks[s].count, window.low, high,
-                                                  members + found);
-    std::nth_element(members, members + k - 1, members + found, std::greater<uint32_t>());
-    uint32_t threshold = members[k - 1];
-    return {threshold, k - std::count_if(members, members + k, [=](uint32_t bits) { return bits > threshold; })};
+    for (const Candidates* block = blocks; block != blocks + count; ++block) {
+        if (all) std::transform(block->values, block->values + block->count, members + found, magnitude);
+        found += all ? block->count
+                     : pass_kernels().magnitudes_within(block->values, block->count, window.low, high, members + found);
+    }
+    std::fill(members + found, members + found + rank_lanes, 0);
+    return pass_kernels().cut(members, (found + rank_lanes - 1) / rank_lanes * rank_lanes, k);
 }
 
 }  // namespace
 
-Cut cut_for(const Block* blocks, int count, int64_t k, uint32_t low, int shift) {
+Cut cut_for(const Candidates* blocks, int64_t count, int64_t k, uint32_t low, int shift) {
     Window window{low, (uint64_t{1} << 31) - low};
     int64_t members = 0;
-    for (int s = 0; s < count; ++s) members += blocks[s].count;
+    for (int64_t s = 0; s < count; ++s) members += blocks[s].count;
     bool all = true;
     while (members > few) {
         if (window.span == 1) return {window.low, k};
         uint32_t counts[bins] = {};
-        for (int s = 0; s < count; ++s) {
+        for (int64_t s = 0; s < count; ++s) {
             const float* values = blocks[s].values;
             for (int64_t i = 0, n = blocks[s].count; i < n; ++i) {
                 uint32_t bits = magnitude(values[i]);
@@ -67,7 +65,7 @@ Cut cut_for(const Block* blocks, int count, int64_t k, uint32_t low, int shift) 
         shift = shift_for(width);
         all = false;
     }
-    return sort_out(blocks, count, k, window);
+    return bisect(blocks, count, k, window, all);
 }
 
 }  // namespace dgc

@@ -9,6 +9,7 @@ namespace dgc {
 namespace {
 
 constexpr int64_t line = 16;
+constexpr int64_t small = 4096;  // at most this many elements are collected whole
 constexpr int64_t most = 65536;
 constexpr int64_t ahead = 12;
 constexpr double expected_above = 24;  // samples above the threshold: 24 +- 5, before a margin of 5 deviations
@@ -23,7 +24,7 @@ int64_t line_begin(const Segment& segment, int64_t lines, int64_t i) {
 }  // namespace
 
 uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memory) {
-    if (segment.size <= small_range || segment.k == 0) return smallest_bits;
+    if (segment.size <= small || segment.k == 0) return smallest_bits;
     const double density = static_cast<double>(segment.k) / static_cast<double>(segment.size);
     int64_t target = static_cast<int64_t>(std::min<double>(static_cast<double>(most), expected_above / density));
     int64_t lines = std::min(std::max<int64_t>(target, 1024), segment.size / 16) / line;
@@ -46,8 +47,9 @@ uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memo
                     if (s.sent->masks) u = 0.0f;
                     skip(*s.sent, 1);
                 }
-                u = source.update == plain      ? s.momentum * u + g
-                    : source.update == nesterov ? s.momentum * (u + g) + g
+                if (source.update == residual) v *= s.factor;
+                u = source.update == plain      ? s.factor * u + g
+                    : source.update == nesterov ? s.factor * (u + g) + g
                                                 : g;
                 samples[count++] = source.update == none ? v : v + u;
             }
@@ -56,7 +58,7 @@ uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memo
     const double mean = density * static_cast<double>(count);
     int64_t rank = static_cast<int64_t>(std::ceil(mean + 5 * std::sqrt(mean))) + 2;
     if (rank > count) return smallest_bits;
-    Block block{samples, count};
+    const Candidates block{nullptr, samples, count};
     return std::max(cut_for(&block, 1, rank, 0, 20).threshold, smallest_bits);
 }
 
