@@ -1,6 +1,6 @@
 """The native backend: C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch.
 
-Kernels run on torch.get_num_threads() threads; the codec runs on one. The number of threads does not change the
+Kernels run on torch.get_num_threads() threads; most of the codec runs on one. The number of threads does not change the
 result. The construction of a class raises `library.KernelsUnavailable` if the library cannot be used.
 """
 
@@ -120,7 +120,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_sign_decode": _DECODE_VALUES,
     "dgc_int8_encode": _ENCODE_VALUES,
     "dgc_int8_decode": _DECODE_VALUES,
-    "dgc_two_bit_encode": (None, (*_ENCODE_VALUES[1], c_double)),
+    "dgc_two_bit_encode": (None, (*_ENCODE_VALUES[1], c_double, c_int)),
     "dgc_two_bit_decode": _DECODE_VALUES,
     "dgc_decode_mean": (
         c_int64,
@@ -298,7 +298,7 @@ def _pass_arguments(form: int | None, inputs: PassInputs) -> tuple[object, ...]:
 
 
 class NativeCodec(Native, Codec):
-    """The codec on one thread."""
+    """The codec on one thread, but for the encoding of two-bit values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class NativeCodec(Native, Codec):
     ) -> Float32[Tensor, "capacity"]:
         decoded = torch.zeros_like(selection.values)
         given = (selection.indices, selection.values, selection.count.item(), bounds, bounds.numel() - 1)
-        settings = (r,) if kind == ValueKind.TWO_BITS else ()
+        settings = (r, torch.get_num_threads()) if kind == ValueKind.TWO_BITS else ()
         self._table_encoders[kind](*given, section, decoded, *settings)
         return decoded
 

@@ -86,9 +86,10 @@ struct PassKernels {
     // `kept.count` is the capacity of `kept`, on return the number of elements written. Successive calls must fill
     // the capacity. Returns the number of ties that remain.
     int64_t (*keep)(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept);
-    // Appends the elements of v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1. It is fast if many do.
-    // The index of v[0] is `first`.
-    void (*collect)(const float* v, int64_t n, int64_t first, uint32_t lower_bound, Candidates&);
+    // Appends the elements of v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1. It is fast if v is in L1
+    // and many elements reach it, and meanwhile prefetches as many elements behind v and from `next`. The index of v[0]
+    // is `first`.
+    void (*collect)(const float* v, int64_t n, int64_t first, const float* next, uint32_t lower_bound, Candidates&);
     // A number that at least k of `bits` reach: one that at most k + more reach, or else the largest. In this and `cut`,
     // n is a multiple of `rank_lanes`; zeros may fill it up.
     uint32_t (*bound_for)(const uint32_t* bits, int64_t n, int64_t k, int64_t more);

@@ -194,7 +194,7 @@ int64_t keep(const Candidates& all, uint32_t threshold, int64_t ties, Candidates
     return ties;
 }
 
-void collect(const float* v, int64_t n, int64_t first, uint32_t lower_bound, Candidates& output) {
+void collect(const float* v, int64_t n, int64_t first, const float* next, uint32_t lower_bound, Candidates& output) {
     constexpr int64_t block = 512 * Lanes::width;
     Candidates found = output;
     const auto append = [&](int64_t i) {
@@ -208,6 +208,8 @@ void collect(const float* v, int64_t n, int64_t first, uint32_t lower_bound, Can
         int32_t begins[512];
         int64_t hits = 0;
         for (const int64_t begin = i; i + Lanes::width <= n && i < begin + block; i += Lanes::width) {
+            __builtin_prefetch(v + n + i, 0, 2);
+            __builtin_prefetch(next + i, 0, 2);
             lanes[hits] = Lanes::at_least(Lanes::load(v + i), lower_bound);
             begins[hits] = static_cast<int32_t>(i);
             hits += lanes[hits] != 0;

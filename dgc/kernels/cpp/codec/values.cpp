@@ -1,7 +1,9 @@
 // Value codecs: fp32, 16-bit floats with one scale, signs or int8 with one scale per segment, and 2 bits with a table
 // per segment.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <vector>
 
 #include "codec.h"
 #include "common/float_bits.h"
@@ -11,6 +13,7 @@ namespace {
 
 constexpr int LARGEST_EXPONENT = 15;  // scaled values are at most 2**15
 constexpr float SMALLEST = 0x1p-149f;
+constexpr int64_t worth_a_thread = 16384;  // values
 constexpr float ROUNDER = 0x1.8p23f;  // adding and subtracting it rounds to the nearest integer, ties to even
 
 constexpr uint32_t INFINITY_BITS = 0x7F800000, NOT_A_NUMBER = 0x7FC00000;
@@ -203,10 +206,11 @@ DGC_EXPORT int dgc_int8_decode(const int32_t* indices, int64_t count, const int6
     return valid;
 }
 
+// Tensors are shared out to threads: the values of one are added one after the other.
 DGC_EXPORT void dgc_two_bit_encode(const int32_t* indices, const float* values, int64_t count, const int64_t* bounds,
-                                   int64_t segments, uint8_t* section, float* decoded, double r) {
-    uint8_t* codes = section + 16 * segments;
-    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
+                                   int64_t segments, uint8_t* section, float* decoded, double r, int threads) {
+    uint8_t* const codes = section + 16 * segments;
+    const auto encode = [&](int64_t segment, int64_t begin, int64_t end) {
         const double members = static_cast<double>(std::max<int64_t>(1, end - begin));
         double sum = 0, squares = 0;
         for (int64_t j = begin; j < end; ++j) sum += static_cast<double>(values[j]);
@@ -217,19 +221,36 @@ DGC_EXPORT void dgc_two_bit_encode(const int32_t* indices, const float* values, 
         }
         const double width = std::sqrt(squares / members) * (r / 4);
         double sums[4] = {0, 0, 0, 0}, counts[4] = {0, 0, 0, 0};
-        for (int64_t j = begin; j < end; ++j) {
-            const double above = static_cast<double>(values[j]) - mean;
+        const auto code_of = [&](int64_t j) {
+            const double value = static_cast<double>(values[j]), above = value - mean;
             const int code = (above >= -width) + (above >= 0) + (above >= width);
-            codes[j / 4] |= static_cast<uint8_t>(code << 2 * (j % 4));
-            sums[code] += static_cast<double>(values[j]);
+            sums[code] += value;
             counts[code] += 1;
+            return code << 2 * (j % 4);
+        };
+        // the first and the last byte have codes of other tensors
+        const auto add = [&](int64_t j) { __atomic_fetch_or(codes + j / 4, code_of(j), __ATOMIC_RELAXED); };
+        int64_t j = begin;
+        for (; j < end && j % 4; ++j) add(j);
+        for (; j + 4 <= end; j += 4) {
+            int byte = 0;
+            for (int64_t i = 0; i < 4; ++i) byte |= code_of(j + i);
+            codes[j / 4] = static_cast<uint8_t>(byte);
         }
+        for (; j < end; ++j) add(j);
         float table[4];
         for (int code = 0; code < 4; ++code) {
             table[code] = static_cast<float>(sums[code] / std::max(1.0, counts[code]));
             store(section + 16 * segment + 4 * code, table[code]);
         }
-        for (int64_t j = begin; j < end; ++j) decoded[j] = table[codes[j / 4] >> 2 * (j % 4) & 3];
+        for (j = begin; j < end; ++j)
+            decoded[j] = table[__atomic_load_n(codes + j / 4, __ATOMIC_RELAXED) >> 2 * (j % 4) & 3];
+    };
+    std::vector<int64_t> ends(segments + 1, 0);
+    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t, int64_t end) { ends[segment + 1] = end; });
+    std::atomic<int64_t> next{0};
+    parallel_for(static_cast<int>(std::min<int64_t>(threads, 1 + count / worth_a_thread)), [&](int) {
+        for (int64_t s; (s = next.fetch_add(1)) < segments;) encode(s, ends[s], ends[s + 1]);
     });
 }
 

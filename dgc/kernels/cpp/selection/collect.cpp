@@ -101,11 +101,15 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose
             source.sent = from(source.sent, unit.begin);  // units ascend
             if (segment.ranked && segment.k) {
                 alignas(64) uint32_t maxima[groups] = {};
+                const float* const v = source.v + unit.begin;
+                const int64_t n = unit.end - unit.begin;
+                const float* next = v + n;
                 for_stretches(source, unit.begin, unit.end, largest_unit, [&](const Stretch& stretch) {
                     note(kernels.update_and_rank[update](stretch, maxima));
+                    if (update != none) next = stretch.g + stretch.n;
                 });
                 segment.lower_bound = std::max(smallest_bits, kernels.bound_for(maxima, groups, segment.k, segment.k / 8));
-                kernels.collect(source.v + unit.begin, unit.end - unit.begin, unit.begin, segment.lower_bound, found);
+                kernels.collect(v, n, unit.begin, next, segment.lower_bound, found);
                 return found;
             }
             const int64_t before = segment.candidates.load(std::memory_order_relaxed);
