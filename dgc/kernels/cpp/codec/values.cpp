@@ -20,6 +20,10 @@ constexpr uint32_t INFINITY_BITS = 0x7F800000, NOT_A_NUMBER = 0x7FC00000;
 
 inline bool finite(float x) { return (bits_of(x) & INFINITY_BITS) != INFINITY_BITS; }
 
+inline bool all_finite(const float* begin, const float* end) {
+    return std::all_of(begin, end, [](float x) { return finite(x); });
+}
+
 struct Fp32 {
     using Word = uint32_t;
     static Word to(float x) { return bits_of(x); }
@@ -261,16 +265,15 @@ DGC_EXPORT int dgc_two_bit_decode(const int32_t* indices, int64_t count, const i
     for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
         float table[4];
         std::memcpy(table, section + 16 * segment, sizeof table);
-        const auto put = [&](int64_t j, uint32_t byte) {
-            decoded[j] = table[byte >> 2 * (j % 4) & 3];
-            valid &= finite(decoded[j]);
-        };
+        const auto put = [&](int64_t j, uint32_t byte) { decoded[j] = table[byte >> 2 * (j % 4) & 3]; };
         int64_t j = begin;
         for (; j < end && j % 4; ++j) put(j, codes[j / 4]);
         for (; j + 4 <= end; j += 4) {
             for (int64_t i = 0; i < 4; ++i) put(j + i, codes[j / 4]);
         }
         for (; j < end; ++j) put(j, codes[j / 4]);
+        // an entry that is not finite is valid if no code names it
+        if (!all_finite(table, table + 4)) valid &= all_finite(decoded + begin, decoded + end);
     });
     return valid;
 }
