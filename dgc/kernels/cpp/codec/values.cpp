@@ -251,7 +251,7 @@ DGC_EXPORT void dgc_two_bit_encode(const int32_t* indices, const float* values, 
             decoded[j] = table[__atomic_load_n(codes + j / 4, __ATOMIC_RELAXED) >> 2 * (j % 4) & 3];
     };
     std::vector<int64_t> ends(segments + 1, 0);
-    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t, int64_t end) { ends[segment + 1] = end; });
+    for_ranges(indices, count, bounds, segments, [&](int64_t s, int64_t, int64_t end) { ends[s + 1] = end; });
     std::atomic<int64_t> next{0};
     parallel_for(static_cast<int>(std::min<int64_t>(threads, 1 + count / worth_a_thread)), [&](int) {
         for (int64_t s; (s = next.fetch_add(1)) < segments;) encode(s, ends[s], ends[s + 1]);

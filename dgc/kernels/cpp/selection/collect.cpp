@@ -108,8 +108,9 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose
                     note(kernels.update_and_rank[update](stretch, maxima));
                     if (update != none) next = stretch.g + stretch.n;
                 });
-                segment.lower_bound = std::max(smallest_bits, kernels.bound_for(maxima, groups, segment.k, segment.k / 8));
-                kernels.collect(v, n, unit.begin, next, segment.lower_bound, found);
+                const uint32_t bound = kernels.bound_for(maxima, groups, segment.k, segment.k / 8);
+                segment.lower_bound = std::max(bound, smallest_bits);
+                kernels.collect_cached(v, n, unit.begin, next, segment.lower_bound, found);
                 return found;
             }
             const int64_t before = segment.candidates.load(std::memory_order_relaxed);
@@ -127,7 +128,7 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose
                 Segment& segment = job.segments[job.units[i].segment];
                 const Candidates found = job.found[i] = candidates_of(job.units[i], segment);
                 const int64_t all = segment.candidates.fetch_add(found.count, std::memory_order_relaxed) + found.count;
-                // Candidates that are not needed later are dropped. If there are too many, the memory would not suffice.
+                // Candidates are dropped if they are chosen from at once, or too many for the memory.
                 if (segment.units > 1 && all <= segment.candidate_limit) collected.count += found.count;
                 if (segment.units_left.fetch_sub(1, std::memory_order_acq_rel) == 1) segment.chosen = choose(segment);
             }
