@@ -86,9 +86,9 @@ struct PassKernels {
     // `kept.count` is the capacity of `kept`, on return the number of elements written. Successive calls must fill
     // the capacity. Returns the number of ties that remain.
     int64_t (*keep)(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept);
-    // Appends the elements of v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1, for v in the cache, of
-    // which many reach it. The index of v[0] is `first`. Meanwhile it prefetches the n elements behind v, and n from
-    // `next` on.
+    // Appends the elements of v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1. It is for v in the
+    // cache, of which many elements reach it. The index of v[0] is `first`. Meanwhile the n elements behind v are
+    // prefetched, and n from `next` on.
     void (*collect_cached)(const float* v, int64_t n, int64_t first, const float* next, uint32_t lower_bound,
                            Candidates&);
     // A number that at least k of `bits` reach: one that at most k + more reach, or else the largest. Here and in
