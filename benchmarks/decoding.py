@@ -1,12 +1,13 @@
 """Time to decode and merge the payloads of N ranks after an all-gather, compared with the memory moved at least.
 
     python -m benchmarks.decoding [--ranks 1 2 4 8 16 32 64 128 256] [--threads 2]
+    python -m benchmarks.decoding --formats "2bit chunks" --ratio 0.015625 --elements 25 --ranks 4 [--threads 1]
     python -m benchmarks.decoding --codes --ranks 4 64 [--methods 2bit-gather onebit] [--threads 1] [--clock cpu]
 
-The tensors are those of ResNet-50 with two or more dimensions, fp32, in buckets of 25 MB. Without --codes, every
-rank selects the largest elements of each tensor of its own random gradient (heavy tails: normal times log-normal)
-and encodes them. All ranks are recorded in one process. Their supports are independent, so their union is as large
-as it can be.
+The tensors are those of ResNet-50 with two or more dimensions, or 24 equal matrices of --elements million elements
+together, fp32, in buckets of 25 MB. Without --codes, every rank selects the largest elements of each tensor of its
+own random gradient (heavy tails: normal times log-normal) and encodes them. All ranks are recorded in one process.
+Their supports are independent, so their union is as large as it can be.
 
 dense     payloads to the dense gradient in the bucket, as methods without momentum correction need it
 sparse    payloads to the mean as ascending indices and values, which DGCSGD subtracts from the parameters
@@ -38,6 +39,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
+from benchmarks.methods import MILLION, matrices
 from benchmarks.step_overhead import Gradients, plan_buckets, resnet50
 from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import next_requests
@@ -48,14 +50,14 @@ from dgc.engine.state import BucketStates
 from dgc.kernels import SparseVector
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.selection import plan_selection
-from dgc.wire import SparseFormat
+from dgc.wire import ChunkIndices, SparseFormat
 from dgc.wire.payload import PayloadPlan
 from scripts.methods import build
 
 TAKES = "5 min"
 METHODS = "2bit-gather 1bit-gather scaled-sign onebit signsgd qsgd natural 2bit-scatter 1bit-scatter".split()
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2bit rice")
+FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2bit rice", "2bit chunks")
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DECODER = NativeMeanDecoder()
 RATIOS = ("dense", "sparse", "single")
@@ -63,7 +65,7 @@ RATIOS = ("dense", "sparse", "single")
 
 def format_of(name: str) -> SparseFormat:
     values, indices = name.split()
-    return SparseFormat(VALUES[values](), INDICES[indices]())
+    return SparseFormat(VALUES[values](), ChunkIndices() if indices == "chunks" else INDICES[indices]())
 
 
 class Recording:
@@ -134,8 +136,7 @@ class Decoding:
 class Model:
     """Buckets, and a gradient for each, outside of the bucket's buffer as after a backward pass."""
 
-    def __init__(self) -> None:
-        segments = plan_buckets(resnet50())
+    def __init__(self, segments: Sequence[tuple[Segment, ...]]) -> None:
         cpu = torch.device("cpu")
         self.buckets = [Bucket(f"bucket{i}", s, torch.float32, cpu) for i, s in enumerate(segments)]
         generator = torch.Generator().manual_seed(0)
@@ -249,6 +250,7 @@ def row_of_codes(model: Model, name: str, ranks: int, rounds: int, clock: Callab
 def main() -> None:
     parser = options("benchmarks.decoding", __doc__)
     parser.add_argument("--ratio", type=float, default=0.001)
+    parser.add_argument("--elements", type=float, help="millions, in place of ResNet-50")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--formats", nargs="+", default=FORMATS, help="values and indices: 'sign rice'")
     parser.add_argument("--codes", action="store_true", help="methods that send a code for every element")
@@ -259,15 +261,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock, columns = CLOCKS[args.clock], [("ranks", "ranks", "6d"), ("megabytes", "MB", "8.2f")]
-    print(f"resnet50, {kernels.describe(torch.device('cpu'))}, {args.threads} threads")
+    tensors = resnet50() if args.elements is None else dict(matrices(round(args.elements * MILLION), 24))
+    buckets = plan_buckets(tensors)
+    numel, where = sum(tensor.numel() for tensor in tensors.values()), kernels.describe(torch.device("cpu"))
+    print(f"{numel:,} elements, {where}, {args.threads} threads")
     print(f"{args.clock} times in ms, ratios to the floor", end="")
     if args.codes:
-        model = Model()
+        model = Model(buckets)
         for what in ("decode", "encode"):
             columns += [(f"{what}_floor_ms", "floor ms", "10.2f"), (f"{what}_ms", f"{what} ms", "11.2f")]
             columns.append((what, "ratio", "7.2f"))
     else:
-        recording = Recording(plan_buckets(resnet50()), args.ratio, max(args.ranks))
+        recording = Recording(buckets, args.ratio, max(args.ranks))
         columns += [("union", "union", "7.1%"), ("floor_ms", "floor ms", "10.2f")]
         for name in RATIOS:
             columns += [(f"{name}_ms", f"{name} ms", "11.2f"), (name, "ratio", "7.2f")]

@@ -135,4 +135,5 @@ def split_all(
 ) -> tuple[Float32[Tensor, "ranks length"], list[Codes]]:
     """The headers of all ranks, and their codes."""
     edge = 4 * length
-    return torch.stack([both[:edge] for both in codes]).view(torch.float32), [both[edge:] for both in codes]
+    headers = torch.stack([both[:edge] for both in codes]).view(-1).view(torch.float32).view(len(codes), length)
+    return headers, [both[edge:] for both in codes]

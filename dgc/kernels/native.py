@@ -1,7 +1,8 @@
 """The native backend: C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch.
 
-Kernels run on torch.get_num_threads() threads; most of the codec runs on one. The number of threads does not
-change the result. The construction of a class raises `library.KernelsUnavailable` if the library cannot be used.
+Kernels run on torch.get_num_threads() threads; the codec runs on one, but for the encoding of two-bit values. The
+number of threads does not change the result. The construction of a class raises `library.KernelsUnavailable` if
+the library cannot be used.
 """
 
 from array import array
@@ -175,8 +176,8 @@ class NativeSelection(Native, SelectionKernels):
 
     The pass of DGC reads g, u, v and writes u, v: 20 bytes per parameter, which is the minimum. It also collects
     candidates, the elements at or above a lower bound, and the exact selection is made among these. If no lower
-    bound is known, it is estimated from a sample of the buffer. A segment with a wrong lower bound is processed
-    again: lower bounds only affect time.
+    bound is known, it is estimated from a sample of the buffer, or found while a small segment is in the cache. A
+    segment with a wrong lower bound is processed again: lower bounds only affect time.
     """
 
     name = "native"
@@ -314,7 +315,7 @@ def _pass_arguments(form: int | None, inputs: PassInputs) -> tuple[object, ...]:
 
 
 class NativeCodec(Native, Codec):
-    """The codec on one thread, but for the encoding of two-bit values."""
+    """The codec. The tensors of two-bit values are shared out to threads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -121,7 +121,9 @@ class TopKPerChunk(Selector):
     K_(i+1) - K_i largest are chosen. At a ratio of 1/64 these are 64 of each 4096.
 
     Every part of a tensor is then sent as often as every other, though its elements may be much smaller. The
-    indices are spread evenly, and a chunk fits the fast memory of a GPU.
+    indices are spread evenly, and a chunk fits the fast memory of a GPU or the cache of a CPU. There the native
+    kernels find a lower bound of its threshold: it is divided into 256 groups, and the largest magnitudes of k
+    groups reach the bound.
 
     Differences from the paper: k / c need not be a whole number. Each chunk sends at least one element, so that
     none waits forever. A chunk has consecutive elements in memory, not a tile of a matrix.

@@ -79,19 +79,20 @@ struct PassKernels {
     int64_t (*update[updates])(const Stretch&);
     // Also appends the elements of the updated v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1.
     int64_t (*update_and_collect[updates])(const Stretch&, uint32_t lower_bound, Candidates&);
-    // Also raises maxima [groups] to the largest magnitude bits of the updated v in each of `groups` groups, into which
-    // the elements are divided evenly. If k groups have an element at or above a bound, so have the elements.
+    // Also divides the elements evenly into groups, and raises maxima [groups] to the largest magnitude bits of the
+    // updated v in each. At least k elements reach what the maxima of k groups reach.
     int64_t (*update_and_rank[updates])(const Stretch&, uint32_t* maxima);
     // Copies to `kept` the elements above `threshold` and the first `ties` elements equal to it. On entry
     // `kept.count` is the capacity of `kept`, on return the number of elements written. Successive calls must fill
     // the capacity. Returns the number of ties that remain.
     int64_t (*keep)(const Candidates& all, uint32_t threshold, int64_t ties, Candidates& kept);
-    // Appends the elements of v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1. It is fast if v is in L1
-    // and many elements reach it, and meanwhile prefetches as many elements behind v and from `next`. The index of v[0]
-    // is `first`.
-    void (*collect)(const float* v, int64_t n, int64_t first, const float* next, uint32_t lower_bound, Candidates&);
-    // A number that at least k of `bits` reach: one that at most k + more reach, or else the largest. In this and `cut`,
-    // n is a multiple of `rank_lanes`; zeros may fill it up.
+    // Appends the elements of v with magnitude bits >= `lower_bound`, where `lower_bound` >= 1. It is for v in the
+    // cache, of which many elements reach it. The index of v[0] is `first`. Meanwhile the n elements behind v are
+    // prefetched, and n from `next` on.
+    void (*collect_cached)(const float* v, int64_t n, int64_t first, const float* next, uint32_t lower_bound,
+                           Candidates&);
+    // A number that at least k of `bits` reach: one that at most k + more reach, or else the largest. Here and in
+    // `cut`, n is a multiple of `rank_lanes`; zeros may fill it up.
     uint32_t (*bound_for)(const uint32_t* bits, int64_t n, int64_t k, int64_t more);
     // The cut for the k largest of `bits`.
     Cut (*cut)(const uint32_t* bits, int64_t n, int64_t k);

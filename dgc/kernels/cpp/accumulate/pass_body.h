@@ -194,8 +194,9 @@ int64_t keep(const Candidates& all, uint32_t threshold, int64_t ties, Candidates
     return ties;
 }
 
-void collect(const float* v, int64_t n, int64_t first, const float* next, uint32_t lower_bound, Candidates& output) {
-    constexpr int64_t block = 512 * Lanes::width;
+void collect_cached(const float* v, int64_t n, int64_t first, const float* next, uint32_t lower_bound,
+                    Candidates& output) {
+    constexpr int most = 512;
     Candidates found = output;
     const auto append = [&](int64_t i) {
         found.indices[found.count] = static_cast<int32_t>(first + i);
@@ -203,22 +204,19 @@ void collect(const float* v, int64_t n, int64_t first, const float* next, uint32
     };
     int64_t i = 0;
     while (i + Lanes::width <= n) {
-        // First the vectors that have such an element, without a branch, which would often be mispredicted.
-        uint32_t lanes[512];
-        int32_t begins[512];
-        int64_t hits = 0;
-        for (const int64_t begin = i; i + Lanes::width <= n && i < begin + block; i += Lanes::width) {
+        // First the vectors with such an element, without a branch, which would often be mispredicted.
+        uint32_t lanes[most];
+        int64_t begins[most];
+        int hits = 0;
+        for (int tested = 0; tested < most && i + Lanes::width <= n; ++tested, i += Lanes::width) {
             __builtin_prefetch(v + n + i, 0, 2);
             __builtin_prefetch(next + i, 0, 2);
             lanes[hits] = Lanes::at_least(Lanes::load(v + i), lower_bound);
-            begins[hits] = static_cast<int32_t>(i);
+            begins[hits] = i;
             hits += lanes[hits] != 0;
         }
-        for (int64_t h = 0; h < hits; ++h) {
-            uint32_t left = lanes[h];
-            do append(begins[h] + __builtin_ctz(left));
-            while (left &= left - 1);
-        }
+        for (int h = 0; h < hits; ++h)
+            for (uint32_t left = lanes[h]; left; left &= left - 1) append(begins[h] + __builtin_ctz(left));
     }
     for (; i < n; ++i)
         if (magnitude(v[i]) >= lower_bound) append(i);
@@ -356,7 +354,7 @@ constexpr PassKernels table{
      update_and_collect<none>},
     {update_and_rank<plain>, update_and_rank<nesterov>, update_and_rank<residual>, update_and_rank<none>},
     keep,
-    collect,
+    collect_cached,
     bound_for,
     cut,
     magnitudes_within,

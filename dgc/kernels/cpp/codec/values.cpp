@@ -20,6 +20,10 @@ constexpr uint32_t INFINITY_BITS = 0x7F800000, NOT_A_NUMBER = 0x7FC00000;
 
 inline bool finite(float x) { return (bits_of(x) & INFINITY_BITS) != INFINITY_BITS; }
 
+inline bool all_finite(const float* begin, const float* end) {
+    return std::all_of(begin, end, [](float x) { return finite(x); });
+}
+
 struct Fp32 {
     using Word = uint32_t;
     static Word to(float x) { return bits_of(x); }
@@ -247,7 +251,7 @@ DGC_EXPORT void dgc_two_bit_encode(const int32_t* indices, const float* values, 
             decoded[j] = table[__atomic_load_n(codes + j / 4, __ATOMIC_RELAXED) >> 2 * (j % 4) & 3];
     };
     std::vector<int64_t> ends(segments + 1, 0);
-    for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t, int64_t end) { ends[segment + 1] = end; });
+    for_ranges(indices, count, bounds, segments, [&](int64_t s, int64_t, int64_t end) { ends[s + 1] = end; });
     std::atomic<int64_t> next{0};
     parallel_for(static_cast<int>(std::min<int64_t>(threads, 1 + count / worth_a_thread)), [&](int) {
         for (int64_t s; (s = next.fetch_add(1)) < segments;) encode(s, ends[s], ends[s + 1]);
@@ -261,16 +265,15 @@ DGC_EXPORT int dgc_two_bit_decode(const int32_t* indices, int64_t count, const i
     for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
         float table[4];
         std::memcpy(table, section + 16 * segment, sizeof table);
-        const auto put = [&](int64_t j, uint32_t byte) {
-            decoded[j] = table[byte >> 2 * (j % 4) & 3];
-            valid &= finite(decoded[j]);
-        };
+        const auto put = [&](int64_t j, uint32_t byte) { decoded[j] = table[byte >> 2 * (j % 4) & 3]; };
         int64_t j = begin;
         for (; j < end && j % 4; ++j) put(j, codes[j / 4]);
         for (; j + 4 <= end; j += 4) {
             for (int64_t i = 0; i < 4; ++i) put(j + i, codes[j / 4]);
         }
         for (; j < end; ++j) put(j, codes[j / 4]);
+        // an entry that is not finite is valid if no code names it
+        if (!all_finite(table, table + 4)) valid &= all_finite(decoded + begin, decoded + end);
     });
     return valid;
 }

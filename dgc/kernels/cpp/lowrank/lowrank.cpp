@@ -92,7 +92,8 @@ DGC_EXPORT int64_t dgc_lowrank_first(float* v, int64_t numel, const int64_t* siz
         if (replaces && errors) std::copy_n(errors, rest, v + begin);
         if (replaces && !errors) std::fill_n(v + begin, rest, 0.0f);
         threads = static_cast<int>(std::min<int64_t>(threads, 1 + rest / dgc::worth_a_thread));
-        const int64_t found = dgc::update({dgc::residual, g, begins, pieces, nullptr, v + begin, 1.0f, {}}, rest, threads);
+        const dgc::Source source{dgc::residual, g, begins, pieces, nullptr, v + begin, 1.0f, {}};
+        const int64_t found = dgc::update(source, rest, threads);
         if (found < rest) first = std::min(first, begin + found);
     }
     return first;

@@ -1,6 +1,7 @@
 // Exact selection of the k largest elements per segment. One pass updates u and v and collects the elements at or
-// above a lower bound; the selection is made among these candidates. If the caller's lower bound was too high or too
-// low, the segment is collected again from v with a sampled lower bound. If that fails too, the selection counts the
+// above a lower bound; the selection is made among these candidates. The lower bound is the caller's, or comes from
+// a sample, or, for a segment that fits the cache, from the updated elements themselves. If the caller's was too high
+// or too low, the segment is collected again from v with another. If that fails too, the selection counts the
 // magnitudes. The result does not depend on lower bounds or threads.
 #include "choice.h"
 

@@ -102,14 +102,15 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose
             if (segment.ranked && segment.k) {
                 alignas(64) uint32_t maxima[groups] = {};
                 const float* const v = source.v + unit.begin;
-                const int64_t n = unit.end - unit.begin;
-                const float* next = v + n;
+                const int64_t size = unit.end - unit.begin;
+                const float* following = v + size;
                 for_stretches(source, unit.begin, unit.end, largest_unit, [&](const Stretch& stretch) {
                     note(kernels.update_and_rank[update](stretch, maxima));
-                    if (update != none) next = stretch.g + stretch.n;
+                    if (update != none) following = stretch.g + stretch.n;
                 });
-                segment.lower_bound = std::max(smallest_bits, kernels.bound_for(maxima, groups, segment.k, segment.k / 8));
-                kernels.collect(v, n, unit.begin, next, segment.lower_bound, found);
+                const uint32_t bound = kernels.bound_for(maxima, groups, segment.k, segment.k / 8);
+                segment.lower_bound = std::max(bound, smallest_bits);
+                kernels.collect_cached(v, size, unit.begin, following, segment.lower_bound, found);
                 return found;
             }
             const int64_t before = segment.candidates.load(std::memory_order_relaxed);
@@ -126,9 +127,10 @@ int64_t collect(Job& job, int64_t n, const std::function<bool(Segment&)>& choose
             for (int64_t i = begin[0]; i < begin[1]; ++i) {
                 Segment& segment = job.segments[job.units[i].segment];
                 const Candidates found = job.found[i] = candidates_of(job.units[i], segment);
-                const int64_t all = segment.candidates.fetch_add(found.count, std::memory_order_relaxed) + found.count;
-                // Candidates that are not needed later are dropped. If there are too many, the memory would not suffice.
-                if (segment.units > 1 && all <= segment.candidate_limit) collected.count += found.count;
+                const int64_t before = segment.candidates.fetch_add(found.count, std::memory_order_relaxed);
+                // Candidates are dropped if the choice is made at once, or if they are too many for the memory.
+                if (segment.units > 1 && before + found.count <= segment.candidate_limit)
+                    collected.count += found.count;
                 if (segment.units_left.fetch_sub(1, std::memory_order_acq_rel) == 1) segment.chosen = choose(segment);
             }
         }

@@ -31,8 +31,8 @@ Cut bisect(const Candidates* blocks, int64_t count, int64_t k, Window window, bo
     const auto high = static_cast<uint32_t>(window.low + window.span);
     for (const Candidates* block = blocks; block != blocks + count; ++block) {
         if (all) std::transform(block->values, block->values + block->count, members + found, magnitude);
-        found += all ? block->count
-                     : pass_kernels().magnitudes_within(block->values, block->count, window.low, high, members + found);
+        const auto within = pass_kernels().magnitudes_within;
+        found += all ? block->count : within(block->values, block->count, window.low, high, members + found);
     }
     std::fill(members + found, members + found + rank_lanes, 0);
     return pass_kernels().cut(members, (found + rank_lanes - 1) / rank_lanes * rank_lanes, k);

@@ -29,6 +29,7 @@ uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memo
     int64_t target = static_cast<int64_t>(std::min<double>(static_cast<double>(most), expected_above / density));
     int64_t lines = std::min(std::max<int64_t>(target, 1024), segment.size / 16) / line;
     float* samples = memory.room<float>(lines * line);
+    const float decay = source.update == residual ? source.factor : 1.0f;
     int64_t count = 0;
     for (int64_t i = 0; i < lines; ++i) {
         if (i + ahead < lines) {
@@ -47,11 +48,10 @@ uint32_t sampled_lower_bound(Source source, const Segment& segment, Buffer& memo
                     if (s.sent->masks) u = 0.0f;
                     skip(*s.sent, 1);
                 }
-                if (source.update == residual) v *= s.factor;
                 u = source.update == plain      ? s.factor * u + g
                     : source.update == nesterov ? s.factor * (u + g) + g
                                                 : g;
-                samples[count++] = source.update == none ? v : v + u;
+                samples[count++] = source.update == none ? v : decay * v + u;
             }
         });
     }
