@@ -190,8 +190,13 @@ class DDPExchange(HasGatheredState):
             "raise" raises NonFiniteGradientError at the end of `backward()`. Training may continue.
         grad_scaler: The torch.amp.GradScaler that scales the loss, if any.
 
+    Attributes:
+        meter (TrafficMeter): Bytes that this rank sent, and seconds.
+        dropped_steps (int): Number of steps dropped because of NaN or inf in a gradient.
+
     Raises:
         ValueError: An argument is invalid, a setting differs between ranks, or a hook cannot serve a mode of DDP.
+        LaunchError: torchrun restarts ranks that could not connect again.
 
     Example:
         >>> model = DistributedDataParallel(model)

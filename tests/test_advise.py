@@ -103,7 +103,7 @@ def test_the_fastest_method_is_recommended() -> None:
 
 
 def test_the_mean_step_has_the_dense_steps_that_come_first() -> None:
-    """"a" is the fastest of those that compress once it does, and loses with its dense steps."""
+    """Method a is the fastest of those that compress once it does so, and loses with its dense steps."""
     work = Work(0.0, 1.0)
     dense = candidate("a", 10**8)  # 2 s
     a = replace(candidate("a", 0), method=replace(dense.method, dense_share=0.25), dense=dense)

@@ -54,8 +54,8 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
         name for name in (method.name for method in METHODS) if name.startswith("dgc-") and name != "dgc-adam"
     }
     assert "UNRELIABLE" not in out
-    words = ["--optimizer", "adamw", "--methods", "fp16", "onebit-adam", "--dense-share", "0.1", "--json", str(file)]
-    assert main([*PAPER, *NETWORK, *words]) == 0
+    words = "--optimizer adamw --methods fp16 onebit-adam --dense-share 0.1 --json"
+    assert main([*PAPER, *NETWORK, *words.split(), str(file)]) == 0
     onebit = json.loads(file.read_text())["methods"]["onebit-adam"]
     assert onebit["step"] == pytest.approx(0.1 * steps[2] + 0.9 * steps[0]) and onebit["dense_share"] == 0.1
     assert "Recommended: onebit-adam, the mean step takes 2.13 s" in capsys.readouterr().out
@@ -128,6 +128,7 @@ def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "json:__doc__", *NETWORK], "__doc__ is not a function"),
         (own, "the function must return (model, batch)"),
         ([*own, "--device", "abacus"], "--device abacus"),
+        ([*PAPER, *NETWORK, "--dense-share", "1"], "--dense-share is 1.0; it must be at least 0 and below 1"),
     ):
         with case(given):
             sys.path.insert(0, str(Path(__file__).parent))

@@ -103,7 +103,7 @@ def format_table(rows: Sequence[Row]) -> str:
         )
     lines.append("bytes sent, exchange: of one rank in one step" + " that compresses" * two)
     if two:
-        lines.append("mean step: over a run whose first steps are dense; their share is assumed unless --dense-share sets it")
+        lines.append("mean step: over a run; the share of dense steps is assumed, or that of --dense-share")
     return "\n".join(lines)
 
 

@@ -69,7 +69,12 @@ METHODS = (
     Method("2bit-adaptive", ("ThresholdCompressor(bits=2, threshold=None)",), not_with_adam=SIZES),
     Method("scaled-sign", ("ScaledSignCompressor(error_feedback=True)",), not_with_adam=ONE_SCALE),
     Method("onebit-adam", ("OneBitAdamCompressor(FP16Compressor())",), for_adam=True, dense_share=0.2),
-    Method("dgc-adam", ('DGCAdamCompressor(0.01, FP16Compressor(), indices="int32")',), for_adam=True, dense_share=0.15),
+    Method(
+        "dgc-adam",
+        ('DGCAdamCompressor(0.01, FP16Compressor(), indices="int32")',),
+        for_adam=True,
+        dense_share=0.15,
+    ),
     Method("sgp", ("SGP()",), averages_models=True),
     Method("sgp-fp16", ("SGP(message=HalfPrecisionMessage())",), averages_models=True),
 )
