@@ -10,7 +10,8 @@ model(*batch) or model(**batch) returns the loss or has an attribute `loss`:
     python -m dgc.advise --model my_package.my_module:make --hosts 8 --rate 1gbit --optimizer adamw
     torchrun --nproc-per-node 2 ... -m dgc.advise --model my_package.my_module:make --verify 30
 
-Under a launcher the network is measured. docs/advise.md describes what is measured and what is predicted.
+Under a launcher the network is measured. The page "Does it pay?" of the documentation says what is measured and
+what is predicted.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """What is installed, what is wrong, and its cure: python -m dgc.doctor
 
-For the library in any environment; in the repository, `make doctor` also looks at the trainer's packages. What loads a native library
-runs in a process of its own, so that a library that aborts ends only that one. Nothing that may be missing is
-imported here.
+For the library in any environment; in the repository, `make doctor` looks at the trainer's packages. What loads a
+native library runs in a process of its own, so that a library that aborts ends only that one. Nothing that may be
+missing is imported here.
 """
 
 import json
