@@ -318,6 +318,7 @@ class DDPExchange(HasGatheredState):
         self._engine.reset()
 
     def compression_state_dict(self) -> dict[str, Any]:
+        """Return this rank's residual. It differs between ranks: save it on each, or use `gather_state`."""
         self._engine.check_ended("backward()")
         return super().compression_state_dict()
 
