@@ -18,7 +18,7 @@ C[x] has one magnitude for all elements of a piece, and one with a far smaller v
 has had no gradient in the warm-up does not move after it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,18 @@ from torch.optim import Optimizer
 
 from dgc.arguments import WHOLE, require
 from dgc.engine.options import OF_SCHEDULERS, check_adam, check_optimizer_state, loss_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def is_of_adam(state: Any) -> bool:
+    """Whether a state has the form of that of torch.optim.AdamW or Adam."""
+    try:
+        groups, states = state["param_groups"], state["state"].values()
+        has_groups = all("amsgrad" in group and "freeze_step" not in group for group in groups)
+        return has_groups and all({"step", *MOMENTS} <= own.keys() for own in states)
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 class OneBitAdam(Optimizer):
@@ -123,9 +135,9 @@ class OneBitAdam(Optimizer):
         Raises:
             ValueError: It has at least `freeze_step` steps, amsgrad, maximize, or Adam's weight decay.
         """
-        groups = state.get("param_groups", ()) if isinstance(state, Mapping) else ()
-        if not groups or any("freeze_step" in group or "amsgrad" not in group for group in groups):
+        if not is_of_adam(state):
             return state
+        groups = state["param_groups"]
         kind, freeze_step = type(self).__name__, self.param_groups[0]["freeze_step"]
         coupled = any(g["weight_decay"] and not g.get("decoupled_weight_decay", True) for g in groups)
         if coupled or any(group["amsgrad"] or group.get("maximize") for group in groups):
@@ -138,7 +150,7 @@ class OneBitAdam(Optimizer):
                 f"the state of AdamW has {steps} steps, which count, and freeze_step is {freeze_step}: the second "
                 f"moment is frozen at the end of a dense step, so set freeze_step to {steps + 1} or more"
             )
-        moments = {p: {m: own[m] for m in ("exp_avg", "exp_avg_sq")} for p, own in state["state"].items()}
+        moments = {p: {name: own[name] for name in MOMENTS} for p, own in state["state"].items()}
         kept = [
             {**own, **{key: saved[key] for key in saved.keys() & (own.keys() | OF_SCHEDULERS)}, "steps": steps}
             for own, saved in zip(self.param_groups, groups, strict=False)

@@ -133,8 +133,10 @@ def test_a_run_of_adamw_goes_on() -> None:
         state = kind(model.parameters(), **options).state_dict()
         with case(options), pytest.raises(ValueError, match="from AdamW without amsgrad and maximize"):
             after.load_state_dict(state)
-    with pytest.raises(ValueError, match="that of another optimizer than OneBitAdam"):
-        after.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+    del saved["state"][0]["step"]
+    for state in (saved, torch.optim.SGD(model.parameters(), lr=0.1).state_dict()):
+        with pytest.raises(ValueError, match="that of another optimizer than OneBitAdam"):
+            after.load_state_dict(state)
 
 
 @both
