@@ -17,6 +17,7 @@ from dgc.cost import AlikeRanks
 from dgc.cost.methods import METHODS, builder
 from dgc.cost.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
 from dgc.doctor import Facts, Probe
+from dgc.units import human_time
 
 PAPER = ["--parameters", "350M", "--step", "1.2s"]
 NETWORK = ["--hosts", "8", "--rate", "1gbit"]
@@ -135,6 +136,18 @@ def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
             assert main(given) == 2
             captured = capsys.readouterr()
             assert captured.err.startswith("advise: ") and message in captured.err and captured.out == ""
+
+
+def test_times_have_three_digits() -> None:
+    texts = {
+        0.0: "0.00 us",
+        5e-5: "50.0 us",
+        9.996e-4: "1.00 ms",
+        0.6319: "632 ms",
+        0.9996: "1.00 s",
+        19.6075: "19.6 s",
+    }
+    assert {seconds: human_time(seconds) for seconds in texts} == texts
 
 
 def test_the_loss_may_be_what_the_model_returns() -> None:
