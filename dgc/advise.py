@@ -10,7 +10,8 @@ model(*batch) or model(**batch) returns the loss or has an attribute `loss`:
     python -m dgc.advise --model my_package.my_module:make --hosts 8 --rate 1gbit --optimizer adamw
     torchrun --nproc-per-node 2 ... -m dgc.advise --model my_package.my_module:make --verify 30
 
-Under a launcher the network is measured. docs/advise.md describes what is measured and what is predicted.
+Under a launcher the network is measured. The page "Does it pay?" of the documentation says what is measured and
+what is predicted.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 import dgc.kernels as kernels
 from dgc.comm import Transport
 from dgc.comm.connect import connect
-from dgc.cost.arguments import add_network, check_network, quantity_of
+from dgc.cost.arguments import add_network, asked, check_network, quantity_of
 from dgc.cost.candidates import measure_all
 from dgc.cost.cluster import Cluster, cluster_on_paper, load_average
 from dgc.cost.collectives import measure_network
@@ -180,9 +181,9 @@ def advise(
             print(f"advise: measuring {name} ({number} of {count})", file=sys.stderr, flush=True)
 
     transport = cluster.transport
-    asked = [method for method in METHODS if args.methods is None or method.name in args.methods]
-    refused = {of.name: reason for of in asked if (reason := unfit(of, args.optimizer, args.optimizer in ADAM))}
-    fit = [method for method in asked if method.name not in refused]
+    methods = asked(args, METHODS)
+    refused = {of.name: reason for of in methods if (reason := unfit(of, args.optimizer, args.optimizer in ADAM))}
+    fit = [method for method in methods if method.name not in refused]
     by_name = {method.name: method for method in METHODS}
     heading = []
     if shape is not None:

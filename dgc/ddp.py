@@ -190,8 +190,13 @@ class DDPExchange(HasGatheredState):
             "raise" raises NonFiniteGradientError at the end of `backward()`. Training may continue.
         grad_scaler: The torch.amp.GradScaler that scales the loss, if any.
 
+    Attributes:
+        meter (TrafficMeter): Bytes that this rank sent, and seconds.
+        dropped_steps (int): Number of steps dropped because of NaN or inf in a gradient.
+
     Raises:
         ValueError: An argument is invalid, a setting differs between ranks, or a hook cannot serve a mode of DDP.
+        LaunchError: torchrun restarts ranks that could not connect again.
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -313,6 +318,7 @@ class DDPExchange(HasGatheredState):
         self._engine.reset()
 
     def compression_state_dict(self) -> dict[str, Any]:
+        """Return this rank's residual. It differs between ranks: save it on each, or use `gather_state`."""
         self._engine.check_ended("backward()")
         return super().compression_state_dict()
 

@@ -1,8 +1,8 @@
 """What is installed, what is wrong, and its cure: python -m dgc.doctor
 
-For the library in any environment; `make doctor` also looks at the trainer's packages. What loads a native library
-runs in a process of its own, so that a library that aborts ends only that one. Nothing that may be missing is
-imported here.
+For the library in any environment; in the repository, `make doctor` looks at the trainer's packages. What loads a
+native library runs in a process of its own, so that a library that aborts ends only that one. Nothing that may be
+missing is imported here.
 """
 
 import json
@@ -150,7 +150,7 @@ def problems(facts: Facts) -> Iterator[tuple[str, str]]:
         )
     for name, said in (facts.adapters.answer or {}).items():
         if not str(said).startswith("works"):
-            yield f"dgc.{name} does not load: {said}", "install a PyTorch of the range that docs/torch.md names"
+            yield f"dgc.{name} does not load: {said}", "install a PyTorch of the range that the message names"
     if facts.versions["horovod"] is not None and facts.horovod.answer is None:
         yield f"Horovod does not load: {facts.horovod.error}", "reinstall it; under torchrun dgc needs no Horovod"
     ranks = facts.two_ranks.answer

@@ -171,6 +171,21 @@ def choose(wanted: str, environment: Mapping[str, str], installed: bool, running
     return Choice(transport, reason)
 
 
+def check_restarts(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if torchrun restarts ranks that could not connect again.
+
+    It then keeps one store for all attempts, in which they find the addresses of ranks that have ended.
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shares_store and restarts not in ("", "0"):
+        raise LaunchError(
+            f"torchrun --max-restarts {restarts}: restarted ranks would not connect again (Gloo connectFullMesh "
+            "failed, or a wait without end), because torchrun shares one store between all attempts. Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on every machine"
+        )
+
+
 def check_launcher(environment: Mapping[str, str], size: int | None = None, transport: str = "horovod") -> None:
     """Check that the transport connects all ranks of the launcher.
 
@@ -179,16 +194,10 @@ def check_launcher(environment: Mapping[str, str], size: int | None = None, tran
 
     Raises:
         LaunchError: The launcher started more ranks than the transport connects, or torchrun may restart ranks
-            that could not connect again: it keeps one store, with the old addresses, for all attempts.
+            that could not connect again (`check_restarts`).
     """
-    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if transport == "torch" and shares_store and restarts not in ("", "0"):
-        raise LaunchError(
-            f"torchrun --max-restarts {restarts}: restarted ranks would wait for those that have ended, because "
-            "torchrun shares one store between all attempts. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
-            "environment of torchrun on every machine, or use scripts/torchrun.sh (docs/elastic.md)"
-        )
+    if transport == "torch":
+        check_restarts(environment)
     found = {name: int(environment[name]) for name in ALL_VARIABLES if environment.get(name, "").isdecimal()}
     horovod = transport == "horovod"
     supported = [found[name] for name in HOROVOD_VARIABLES if name in found]

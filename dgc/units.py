@@ -37,6 +37,15 @@ def human_bytes(count: float) -> str:
     return f"{count:.{0 if count >= 99.95 else 1 if count >= 9.995 else 2}f} {unit}"
 
 
+def human_time(seconds: float) -> str:
+    """0.6319 -> '632 ms', 19.6075 -> '19.6 s': three digits."""
+    if seconds >= 0.9995:
+        scaled, unit = seconds, "s"
+    else:
+        scaled, unit = (1e3 * seconds, "ms") if seconds >= 0.9995e-3 else (1e6 * seconds, "us")
+    return f"{scaled:.{0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2}f} {unit}"
+
+
 def human_rate(bandwidth: float, digits: int = 2) -> str:
     """125e6 bytes per second -> '1 Gbit/s', with so many digits."""
     bits, unit = 8 * bandwidth, "bit/s"

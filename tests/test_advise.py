@@ -97,9 +97,26 @@ def test_the_fastest_method_is_recommended() -> None:
     assert [row.exchange for row in rows] == pytest.approx([1.0, 0.5, 0.11, 0.1])
     advice = advise(rows, work)
     assert (advice.method, advice.compress, advice.usage) == ("b", True, ("configs/b.py",))
-    assert "1100.0 ms, 1.36 times faster than 1500.0 ms with fp16" in advice.reason
+    assert "1.10 s, 1.36 times faster than 1.50 s with fp16" in advice.reason
     assert as_fast(rows, advice) == ["a"]
-    assert "50.0 MB    500.0 ms   1500.0 ms   1.00" in format_table(rows)
+    assert "50.0 MB    500 ms    1.50 s   1.00\n" in format_table(rows)
+
+
+def test_the_mean_step_has_the_dense_steps_that_come_first() -> None:
+    """Method a is the fastest of those that compress once it does so, and loses with its dense steps."""
+    work = Work(0.0, 1.0)
+    dense = candidate("a", 10**8)  # 2 s
+    a = replace(candidate("a", 0), method=replace(dense.method, dense_share=0.25), dense=dense)
+    methods = [candidate("fp16", 10**8), a, candidate("b", 10**7)]
+    rows = tabulate(methods, NETWORK, work)
+    assert [(row.compressed_step, row.step) for row in rows] == pytest.approx([(2, 2), (1, 1.25), (1.1, 1.1)])
+    assert rows[1].faster == pytest.approx(1.6) and advise(rows, work).method == "b"
+    text = format_table(rows)
+    assert "1.00 s     1.25 s   1.60  25 % of a run's steps are dense" in text and "that compresses" in text
+    assert "the mean step takes 1.25 s" in advise(rows[:2], work).reason
+    assert step_at(a, NETWORK, work)(1e8) == pytest.approx(1.25)
+    order_of_steps = order(rows, {"fp16": 2.0, "a": 1.0, "b": 1.5})
+    assert order_of_steps == (3, 3, [])  # measured steps compress
 
 
 def test_compression_that_gains_little_is_not_recommended() -> None:
@@ -109,7 +126,7 @@ def test_compression_that_gains_little_is_not_recommended() -> None:
         with case(gained):
             rows = tabulate([candidate("fp16", round(1e8 * gained)), candidate("a", 0)], NETWORK, work)
             assert advise(rows, work).compress == compress
-    assert "the fastest method, a, needs 1000.0 ms" in advise(rows, work).reason
+    assert "the fastest method, a, needs 1.00 s" in advise(rows, work).reason
     assert WORTHWHILE == 1.1
     # bf16 is the best without compression here, and is no compression itself
     rows = tabulate([candidate("fp16", 10**8), candidate("bf16", 10**6), candidate("a", 10**6)], NETWORK, work)
@@ -125,7 +142,7 @@ def test_what_hides_behind_backward_is_not_compressed() -> None:
     rows = tabulate([candidate("fp16", 4 * 10**7, ready=0.5), candidate("a", 10**6, 0.01)], NETWORK, work)
     advice = advise(rows, work)
     assert (advice.method, advice.compress, advice.usage) == ("fp16", False, ("configs/fp16.py",))
-    assert advice.reason == "fp16 all-reduce hides behind backward (400.0 ms of 400.0 ms)"
+    assert advice.reason == "fp16 all-reduce hides behind backward (400 ms of 400 ms)"
 
 
 def test_the_crossing_point() -> None:
@@ -247,6 +264,7 @@ def test_methods_with_dense_steps_at_first_are_predicted_after_these() -> None:
         with case(name):
             found = measured(name, workload, 4, experiment=GPT)
             assert elements / 64 < found.traffic.total("payload") < elements * bits / 8 * 2
+            assert found.dense is not None and found.dense.traffic.total("payload") == 4 * elements
     assert_equal([*workload.model.parameters()], before)
 
 
@@ -502,8 +520,8 @@ def test_the_best_methods_are_verified_beside_the_best_without_compression() -> 
     assert [row.name for row in chosen(rows, every=True)] == ["fp16", "b", "a", "c", "d", "dense"]
     text = format_verification(rows[:1], Work(0.1, 0.1), {"work": 0.3, "dense": 0.5})
     assert text.splitlines()[1:3] == [
-        "work                   200.0 ms    300.0 ms",
-        "dense                 1000.0 ms    500.0 ms",
+        "work                     200 ms      300 ms",
+        "dense                    1.00 s      500 ms",
     ]
     # a and b are less than 15 % apart; c is predicted faster than fp16
     times = {"work": 0.3, "dense": 2.0, "fp16": 1.0, "a": 0.31, "b": 0.30, "c": 1.5, "d": 1.9}

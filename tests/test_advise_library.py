@@ -17,6 +17,7 @@ from dgc.cost import AlikeRanks
 from dgc.cost.methods import METHODS, builder
 from dgc.cost.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
 from dgc.doctor import Facts, Probe
+from dgc.units import human_time
 
 PAPER = ["--parameters", "350M", "--step", "1.2s"]
 NETWORK = ["--hosts", "8", "--rate", "1gbit"]
@@ -45,12 +46,20 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     assert fp16["exchange"] == pytest.approx(9.8, rel=1e-2) and fp16["step"] == pytest.approx(10.2, rel=1e-2)
     onebit = result["methods"]["onebit-adam"]
     assert onebit["wire_bytes"] == pytest.approx(350e6 / 8 * 2 * 7 / 8, rel=0.02)  # 1 bit there and 1 bit back
-    assert result["advice"]["method"] == "onebit-adam" and "OneBitAdamCompressor(FP16Compressor())" in out
+    steps = onebit["compressed_step"], onebit["step"], fp16["step"]
+    assert steps[1] == pytest.approx(0.2 * steps[2] + 0.8 * steps[0]) and steps[0] == pytest.approx(1.23, rel=1e-2)
+    assert result["advice"]["method"] == "powersgd-4"
+    assert "PowerSGDCompressor(rank=4, num_iters_per_step=2)" in out and "20 % of a run's steps are dense" in out
     assert "Transformer of 25 layers of width 1088, with adamw" in out and "8 machines of 1 rank" in out
     assert set(result["left_out"]) == {"2bit-adaptive", "scaled-sign"} | {
         name for name in (method.name for method in METHODS) if name.startswith("dgc-") and name != "dgc-adam"
     }
     assert "UNRELIABLE" not in out
+    words = "--optimizer adamw --methods fp16 onebit-adam --dense-share 0.1 --json"
+    assert main([*PAPER, *NETWORK, *words.split(), str(file)]) == 0
+    onebit = json.loads(file.read_text())["methods"]["onebit-adam"]
+    assert onebit["step"] == pytest.approx(0.1 * steps[2] + 0.9 * steps[0]) and onebit["dense_share"] == 0.1
+    assert "Recommended: onebit-adam, the mean step takes 2.13 s" in capsys.readouterr().out
 
 
 def test_one_narrow_layer_stands_for_the_model() -> None:
@@ -63,7 +72,7 @@ def test_one_narrow_layer_stands_for_the_model() -> None:
     found = candidate_on_paper(method, "sgd", wide, workload, 4, 1)
     d = wide.width
     factors = sum(n + m for n, m in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)))
-    assert found.traffic.total("payload") == pytest.approx(4 * factors, rel=0.01)
+    assert found.traffic.total("payload") == pytest.approx(2 * 4 * factors, rel=0.01)
     for name in ("dense", "dgc-fp32-int64"):
         with case(name):
             (method,) = (of for of in METHODS if of.name == name)
@@ -120,12 +129,25 @@ def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "json:__doc__", *NETWORK], "__doc__ is not a function"),
         (own, "the function must return (model, batch)"),
         ([*own, "--device", "abacus"], "--device abacus"),
+        ([*PAPER, *NETWORK, "--dense-share", "1"], "--dense-share is 1.0; it must be at least 0 and below 1"),
     ):
         with case(given):
             sys.path.insert(0, str(Path(__file__).parent))
             assert main(given) == 2
             captured = capsys.readouterr()
             assert captured.err.startswith("advise: ") and message in captured.err and captured.out == ""
+
+
+def test_times_have_three_digits() -> None:
+    texts = {
+        0.0: "0.00 us",
+        5e-5: "50.0 us",
+        9.996e-4: "1.00 ms",
+        0.6319: "632 ms",
+        0.9996: "1.00 s",
+        19.6075: "19.6 s",
+    }
+    assert {seconds: human_time(seconds) for seconds in texts} == texts
 
 
 def test_the_loss_may_be_what_the_model_returns() -> None:

@@ -13,7 +13,17 @@ import yaml
 from documented import DOCS
 
 import dgc
-from scripts.docs.links import ALWAYS, place, prose, reached, rewritten
+from scripts.docs.links import (
+    ALWAYS,
+    BOOSTS,
+    CHANGES,
+    on_page_content,
+    place,
+    prose,
+    reached,
+    rewritten,
+    search_of,
+)
 
 ROOT = DOCS.parent
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/*.md")]
@@ -45,6 +55,19 @@ def test_every_link_of_the_site_leads_to_one_of_its_pages() -> None:
         for target, _ in LINK.findall("".join(prose(text)[::2])):
             path = PurePosixPath((Path("/") / place(page).parent / target).resolve().relative_to("/"))
             assert not target or path in there, (page, target)
+
+
+def test_a_picture_links_to_its_file() -> None:
+    image = '<img alt="a" src="../layers.svg" />'
+    assert on_page_content(f"<p>{image}</p>", None, None, None) == f'<p><a href="../layers.svg">{image}</a></p>'
+
+
+def test_the_search_prefers_pages_that_describe() -> None:
+    there = [*(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")), CHANGES]
+    found = {uri: search_of(uri) for uri in there}
+    assert found[CHANGES] == {"exclude": True} and found["index.md"] == {}
+    assert found["api/wire.md"]["boost"] < 1 < found["methods.md"]["boost"]
+    assert all(any(uri.startswith(start) for uri in there) for start in BOOSTS)
 
 
 def pages_of(tree: Any) -> list[str]:

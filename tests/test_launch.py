@@ -11,6 +11,7 @@ import pytest
 from environment import patient
 
 import dgc.comm.connect
+from dgc.comm import torch_distributed
 from dgc.comm.connect import choose_transport
 from dgc.launch import (
     LAUNCHERS,
@@ -102,6 +103,14 @@ def test_restarts_through_a_shared_store_are_refused() -> None:
     check("3", "False")
     with pytest.raises(LaunchError, match="--max-restarts 3: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         check("3", "True")
+
+
+def test_compress_refuses_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It connects the ranks by this function, after the script has initialised torch.distributed."""
+    for name, value in (("MAX_RESTARTS", "3"), ("USE_AGENT_STORE", "True")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    with pytest.raises(LaunchError, match="--max-restarts 3: .*Gloo connectFullMesh failed"):
+        torch_distributed.connect()
 
 
 def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None:

@@ -68,7 +68,7 @@ def connect(
             os.environ.update(torch_variables(os.environ))
         return torch_distributed.connect(hierarchical, timeout, point_to_point=point_to_point)
     if find_spec("horovod") is None:
-        message = "Horovod is not installed: see docs/install.md, or use the transport torch"
+        message = "Horovod is not installed: see page Installing of the documentation, or use the transport torch"
         raise ModuleNotFoundError(message, name="horovod")
     from dgc.comm import horovod
 

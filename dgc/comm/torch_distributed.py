@@ -45,6 +45,7 @@ from dgc.comm.requests import (
 )
 from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import GroupedTransport, Groups, Transport
+from dgc.launch import check_restarts
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # The names before torch 2.13 are deprecated there.
@@ -66,7 +67,11 @@ def connect(
         hierarchical, timeout: As in TorchTransport.
         point_to_point: The transport must carry messages between two ranks. NCCL's messages can deadlock beside
             its collectives, so all messages use Gloo.
+
+    Raises:
+        LaunchError: As `check_restarts`.
     """
+    check_restarts(os.environ)
     on_gpu = torch.cuda.is_available()
     uses_nccl = on_gpu and dist.is_nccl_available() and not point_to_point
     transport = TorchTransport(hierarchical, timeout, "cpu:gloo,cuda:nccl" if uses_nccl else "gloo")

@@ -70,7 +70,7 @@ class SparseCompressor(Compressor):
             of ranks add and select again what their groups have; the transport must carry messages from rank to
             rank (`connect`). "auto": the one of the first two that sends fewer bytes.
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
-            Call begin_epoch before each epoch, or pass steps_per_epoch to DistributedOptimizer.
+            Call begin_epoch of the optimizer or exchange before each epoch, or pass steps_per_epoch to it.
         seed (int): seed of the selector's random numbers.
         dense_values (str, optional): values of tensors that are not compressed: "fp32", or with error feedback
             "fp16", "bf16" or "int8". None: fp32, fp16 without error feedback or bf16, as `values`; else int8.
@@ -254,8 +254,9 @@ class RatioWarmup:
         """Warns that begin_epoch was not called before the first step."""
         warnings.warn(
             f"warmup_epochs={self.warmup_epochs}, but begin_epoch was not called before the first step: "
-            f"compress_ratio stays at {self.at(0):.4g}. Call optimizer.begin_epoch(epoch) before each epoch, or "
-            "pass steps_per_epoch to DistributedOptimizer",
+            f"compress_ratio stays at {self.at(0):.4g}. Before each epoch call exchange.begin_epoch(epoch), of "
+            "what compress returned, or optimizer.begin_epoch(epoch), of DistributedOptimizer. Or pass "
+            "steps_per_epoch to it",
             stacklevel=3,
         )
 

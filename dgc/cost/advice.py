@@ -7,7 +7,7 @@ from math import sqrt
 from dgc.cost.candidates import Candidate
 from dgc.cost.methods import HALVES, UNCOMPRESSED
 from dgc.cost.model import Network, Prediction
-from dgc.units import human_bytes, human_rate
+from dgc.units import human_bytes, human_rate, human_time
 
 WORTHWHILE = 1.1  # times faster than the best uncompressed step: errors of the prediction are as large
 BANDWIDTHS = (1.25e6, 1.25e10)  # bytes per second: 10 Mbit/s to 100 Gbit/s
@@ -17,7 +17,7 @@ HIDDEN = 0.8  # share of the messages behind backward above which the network is
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. Times are in seconds, bytes are those that one rank sends, or all of a machine."""
+    """A line of the table, of steps that compress. Times are in seconds, bytes those of a rank or of a machine."""
 
     name: str
     usage: tuple[str, ...]
@@ -26,9 +26,13 @@ class Row:
     machine_wire_bytes: float
     exchange: float
     communication: float
+    compressed_step: float
     step: float
+    """The mean over a run, whose first steps may be dense."""
     faster: float
-    """Times that a step is faster than that of the best 16-bit method without compression."""
+    """Times that the mean step is faster than that of the best 16-bit method without compression."""
+    dense_share: float
+    note: str
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,19 @@ class Work:
         """Seconds of a step with overlap."""
         return prediction.step(self.backward, forward=self.forward)
 
+    def mean_step(self, candidate: Candidate, network: Network) -> float:
+        """Mean seconds of a step over a run, the dense steps that come first included."""
+        compressed = self.step(candidate.predict(network))
+        if candidate.dense is None:
+            return compressed
+        share = candidate.method.dense_share
+        return share * self.step(candidate.dense.predict(network)) + (1 - share) * compressed
+
 
 def tabulate(candidates: Sequence[Candidate], network: Network, work: Work) -> list[Row]:
     """One row for each candidate. The reference is the best of fp16 and bf16, or dense if there is neither."""
     found = {candidate.method.name: (candidate, candidate.predict(network)) for candidate in candidates}
-    steps = {name: work.step(prediction) for name, (_, prediction) in found.items()}
+    steps = {name: work.mean_step(candidate, network) for name, (candidate, _) in found.items()}
     halves = [steps[name] for name in HALVES if name in steps]
     reference = min(halves or [steps[name] for name in UNCOMPRESSED if name in steps])
     return [
@@ -62,21 +74,36 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work) -> l
             prediction.machine_wire_bytes,
             prediction.exchange,
             prediction.communication,
+            work.step(prediction),
             steps[name],
             reference / steps[name],
+            candidate.method.dense_share,
+            candidate.method.note,
         )
         for name, (candidate, prediction) in found.items()
     ]
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The rows as text, in milliseconds."""
-    lines = [f"{'method':<19} {'bytes sent':>10} {'exchange':>11} {'step':>11}   times faster than 16-bit dense"]
+    """The rows as text. Without methods whose first steps are dense, there is one time of a step."""
+    two = any(row.dense_share for row in rows)
+    step = f"{'compressed step':>16} {'mean step':>10}" if two else f"{'step':>9}"
+    lines = [f"{'method':<19} {'bytes sent':>10} {'exchange':>9} {step}   times faster than 16-bit dense"]
     for row in rows:
-        lines.append(
-            f"{row.name:<19} {human_bytes(row.wire_bytes):>10} {1e3 * row.exchange:>8.1f} ms "
-            f"{1e3 * row.step:>8.1f} ms   {row.faster:.2f}"
+        step = (
+            f"{human_time(row.compressed_step):>16} {human_time(row.step):>10}"
+            if two
+            else f"{human_time(row.step):>9}"
         )
+        dense = f"{100 * row.dense_share:.3g} % of a run's steps are dense" if row.dense_share else ""
+        note = ", ".join(filter(None, (row.note, dense)))
+        lines.append(
+            f"{row.name:<19} {human_bytes(row.wire_bytes):>10} {human_time(row.exchange):>9} {step}   "
+            f"{row.faster:<5.2f} {note}".rstrip()
+        )
+    lines.append("bytes sent, exchange: of one rank in one step" + " that compresses" * two)
+    if two:
+        lines.append("mean step: over a run; the share of dense steps is assumed, or that of --dense-share")
     return "\n".join(lines)
 
 
@@ -112,25 +139,25 @@ def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
     if plain.step >= WORTHWHILE * best.step:
         best = max((row for row in compressed if row.step <= alike * best.step), key=lambda row: row.wire_bytes)
         reason = (
-            f"a step takes {milliseconds(best.step)}, {plain.step / best.step:.2f} times faster than "
-            f"{milliseconds(plain.step)} with {plain.name}"
+            f"{'the mean' if best.dense_share else 'a'} step takes {human_time(best.step)}, "
+            f"{plain.step / best.step:.2f} times faster than {human_time(plain.step)} with {plain.name}"
         )
         return Advice(best.name, True, best.usage, reason)
     hidden = work.seconds + plain.exchange - plain.step
     label = {"dense": "the fp32 all-reduce", "fp16": "fp16 all-reduce", "bf16": "bf16 all-gather"}[plain.name]
     if hidden >= HIDDEN * plain.exchange:
-        reason = f"{label} hides behind backward ({milliseconds(hidden)} of {milliseconds(plain.exchange)})"
+        reason = f"{label} hides behind backward ({human_time(hidden)} of {human_time(plain.exchange)})"
     elif best is plain:
         reason = f"no method that compresses was compared with {plain.name}"
     elif best.step >= plain.step:
         reason = (
-            f"computing takes longer than it saves: {milliseconds(best.step)} for a step with {best.name}, the "
-            f"fastest method, and {milliseconds(plain.step)} with {plain.name}"
+            f"computing takes longer than it saves: {human_time(best.step)} for a step with {best.name}, the "
+            f"fastest method, and {human_time(plain.step)} with {plain.name}"
         )
     else:
         reason = (
-            f"the fastest method, {best.name}, needs {milliseconds(best.step)} for a step and {plain.name} "
-            f"{milliseconds(plain.step)}; a gain below {WORTHWHILE - 1:.0%} is within the error of the prediction"
+            f"the fastest method, {best.name}, needs {human_time(best.step)} for a step and {plain.name} "
+            f"{human_time(plain.step)}; a gain below {WORTHWHILE - 1:.0%} is within the error of the prediction"
         )
     return Advice(plain.name, False, plain.usage, reason)
 
@@ -141,17 +168,13 @@ def as_fast(rows: Sequence[Row], advice: Advice) -> list[str]:
     return [row.name for row in rows if row is not best and row.step <= AS_FAST * best.step]
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
-
-
 def step_at(candidate: Candidate, network: Network, work: Work) -> Callable[[float], float]:
-    """The step time as a function of the bandwidth between machines; between the ranks of a single machine."""
+    """The mean step as a function of the bandwidth between machines; between the ranks of a single machine."""
     alone = candidate.traffic.size <= network.ranks_per_machine
 
     def step(bandwidth: float) -> float:
         changed = {"inner_bandwidth": bandwidth} if alone else {"bandwidth": bandwidth}
-        return work.step(candidate.predict(replace(network, **changed)))  # type: ignore[arg-type]
+        return work.mean_step(candidate, replace(network, **changed))  # type: ignore[arg-type]
 
     return step
 

@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from dgc.cost.methods import UNCOMPRESSED
+from dgc.cost.methods import UNCOMPRESSED, Method
 from dgc.units import quantity
 
 
@@ -18,12 +19,26 @@ def add_network(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         "--inner-rate", metavar="RATE", help="on paper: of a rank inside its machine; default 80gbit"
     )
     parser.add_argument("--methods", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--dense-share",
+        type=float,
+        metavar="SHARE",
+        help="of a run's steps, before onebit-adam and dgc-adam compress; default 0.2 and 0.15",
+    )
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each measurement; default 5")
     parser.add_argument(
         "--verify", type=int, metavar="N", help="also measure N steps of the best methods, under a launcher"
     )
     parser.add_argument("--verify-all", action="store_true", help="with --verify: of all methods")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
+
+
+def asked(args: argparse.Namespace, methods: Sequence[Method]) -> list[Method]:
+    """The methods to compare, with the share of dense steps that was given."""
+    named = [method for method in methods if args.methods is None or method.name in args.methods]
+    if args.dense_share is None:
+        return named
+    return [replace(method, dense_share=args.dense_share if method.dense_share else 0.0) for method in named]
 
 
 def quantity_of(args: argparse.Namespace, name: str, units: dict[str, float]) -> float:
@@ -51,6 +66,8 @@ def check_network(args: argparse.Namespace, ranks: int) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.dense_share is not None and not 0 <= args.dense_share < 1:
+        raise ValueError(f"--dense-share is {args.dense_share}; it must be at least 0 and below 1")
     if args.verify_all and args.verify is None:
         raise ValueError("--verify-all needs the number of steps: add --verify N")
     if args.verify is not None and ranks == 1:

@@ -14,7 +14,7 @@ import torch
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.cost.computing import AlikeRanks, Planned, cache_evictor, fit_computing, record_steps, typical
 from dgc.cost.gossip import record_gossip
-from dgc.cost.methods import Build, Method
+from dgc.cost.methods import Build, Method, before_compression
 from dgc.cost.model import Compute, Network, Prediction, Traffic, predict
 from dgc.cost.workload import Workload
 from dgc.optim import DistributedOptimizer
@@ -32,12 +32,14 @@ class Candidate:
         traffic: Its messages.
         compute: Its computing.
         ready: By bucket, the share of backward after which its gradients are complete.
+        dense: The same of its dense steps, which come first. None: it has none.
     """
 
     method: Method
     traffic: Traffic
     compute: Compute
     ready: tuple[float, ...]
+    dense: "Candidate | None" = None
 
     def predict(self, network: Network) -> Prediction:
         return predict(self.traffic, network, self.compute, self.ready)
@@ -59,7 +61,16 @@ def measure_candidate(
     Raises:
         ValueError: The optimizer cannot be built with the method, or its replies cannot be made by one rank.
     """
-    recorder = Recorder(method, build, workload, local_size)
+    found = measure_steps(Recorder(method, build, workload, local_size), size, repeats)
+    if not method.dense_share:
+        return found
+    first = Recorder(method, build, workload, local_size, dense=True)
+    return replace(found, dense=measure_steps(first, size, repeats))
+
+
+def measure_steps(recorder: "Recorder", size: int, repeats: int) -> Candidate:
+    """What a recorder's method does in one of the steps that it records."""
+    method, local_size = recorder.method, recorder.local_size
     if method.averages_models or size <= max(MEASURED) * local_size:
         steps = recorder.record(size, WARMUP + repeats)
         traffic, compute = steps[-1], compute_of(steps)
@@ -75,12 +86,14 @@ class Recorder:
 
     Args:
         method, build, workload, local_size: As in `measure_candidate`.
+        dense: Whether to record the dense steps that come first, in place of those that compress.
 
     Attributes:
         ready: After a recording, by bucket, the share of backward after which its gradients are complete.
     """
 
-    def __init__(self, method: Method, build: Build, workload: Workload, local_size: int):
+    def __init__(self, method: Method, build: Build, workload: Workload, local_size: int, dense: bool = False):
+        self.dense = dense
         self.method, self.build, self.workload, self.local_size = method, build, workload, local_size
         self.ready: tuple[float, ...] = (1.0,)
         self._evict = cache_evictor()
@@ -98,6 +111,8 @@ class Recorder:
     def _plan(self, ranks: int, rank: int) -> Planned:
         optimizer = self.build(self.workload.model, AlikeRanks(ranks, self.local_size, rank % self.local_size))
         assert isinstance(optimizer, DistributedOptimizer)
+        if self.dense:
+            before_compression(optimizer)
         planned = optimizer.planned
         optimizer.close()
         self.ready = tuple(max(self.workload.ready[s.name] for s in of.bucket.segments) for of in planned)
@@ -147,8 +162,15 @@ def measure_all(
         except ValueError as error:
             refused[method.name] = "; ".join(str(error).splitlines())
             continue
-        own = candidate.compute
-        everyone = all_gather_object(transport, (own.encode, own.decode, own.per_rank), f"advise.{method.name}")
-        slowest = max((Compute(*seconds) for seconds in everyone), key=lambda c: c.seconds(transport.size))
-        found.append(replace(candidate, compute=slowest))
+        found.append(slowest(candidate, transport))
     return found, refused
+
+
+def slowest(candidate: Candidate, transport: Transport) -> Candidate:
+    """The candidate with the computing of the slowest rank. Collective."""
+    own = candidate.compute
+    seconds = (own.encode, own.decode, own.per_rank)
+    everyone = all_gather_object(transport, seconds, f"advise.{candidate.method.name}")
+    compute = max((Compute(*of) for of in everyone), key=lambda c: c.seconds(transport.size))
+    dense = None if candidate.dense is None else slowest(candidate.dense, transport)
+    return replace(candidate, compute=compute, dense=dense)

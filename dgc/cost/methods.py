@@ -30,6 +30,8 @@ class Method:
         averages_models: Whether each rank trains a model of its own, which it averages with others.
         for_adam: Whether it goes with Adam and AdamW only.
         not_with_adam: Why it does not go with them. Empty: it does.
+        dense_share: Share of the steps of a run in which it sends dense gradients, before it compresses.
+        note: What the bytes of its row depend on.
     """
 
     name: str
@@ -39,18 +41,20 @@ class Method:
     averages_models: bool = False
     for_adam: bool = False
     not_with_adam: str = ""
+    dense_share: float = 0.0
+    note: str = ""
 
 
 HALVES = ("fp16", "bf16")
 UNCOMPRESSED = ("dense", *HALVES)  # what a method must be faster than
 ADAM = ("adam", "adamw")
-SIZES = "its updates differ in size from step to step, and Adam divides by that: docs/language.md"
-ONE_SCALE = "one scale for a whole tensor replaces the second moments of its elements: docs/methods.md"
+SIZES = "its updates differ in size from step to step, and Adam divides by that"
+ONE_SCALE = "one scale for a whole tensor replaces the second moments of its elements"
 # The words are evaluated to build the method: what is printed is what was measured.
 METHODS = (
     Method("dense", ("DenseCompressor()",)),
     Method("fp16", ("FP16Compressor()",)),
-    Method("bf16", ("BF16Compressor()",)),
+    Method("bf16", ("BF16Compressor()",), note="gathered: each rank sends to all others"),
     Method("dgc-fp32-int64", ("DGCCompressor(0.001)",), corrects_momentum=True),
     Method("dgc-fp16-packed", ('DGCCompressor(0.001, values="fp16", indices="packed")',), corrects_momentum=True),
     Method("dgc-sign-rice", ('DGCCompressor(0.001, values="sign", indices="rice")',), corrects_momentum=True),
@@ -59,13 +63,18 @@ METHODS = (
         ('DGCCompressor(0.001, values="fp16", indices="int32", exchange="reduce_scatter")',),
         corrects_momentum=True,
     ),
-    Method("powersgd-1", ("PowerSGDCompressor(rank=1)",), is_low_rank=True),
-    Method("powersgd-2", ("PowerSGDCompressor(rank=2)",), is_low_rank=True),
-    Method("powersgd-4", ("PowerSGDCompressor(rank=4)",), is_low_rank=True),
+    Method("powersgd-1", ("PowerSGDCompressor(rank=1, num_iters_per_step=2)",), is_low_rank=True),
+    Method("powersgd-2", ("PowerSGDCompressor(rank=2, num_iters_per_step=2)",), is_low_rank=True),
+    Method("powersgd-4", ("PowerSGDCompressor(rank=4, num_iters_per_step=2)",), is_low_rank=True),
     Method("2bit-adaptive", ("ThresholdCompressor(bits=2, threshold=None)",), not_with_adam=SIZES),
     Method("scaled-sign", ("ScaledSignCompressor(error_feedback=True)",), not_with_adam=ONE_SCALE),
-    Method("onebit-adam", ("OneBitAdamCompressor(FP16Compressor())",), for_adam=True),
-    Method("dgc-adam", ('DGCAdamCompressor(0.01, indices="int32")',), for_adam=True),
+    Method("onebit-adam", ("OneBitAdamCompressor(FP16Compressor())",), for_adam=True, dense_share=0.2),
+    Method(
+        "dgc-adam",
+        ('DGCAdamCompressor(0.01, FP16Compressor(), indices="int32")',),
+        for_adam=True,
+        dense_share=0.15,
+    ),
     Method("sgp", ("SGP()",), averages_models=True),
     Method("sgp-fp16", ("SGP(message=HalfPrecisionMessage())",), averages_models=True),
 )
@@ -117,6 +126,12 @@ def builder(method: Method, optimizer: str, gradients: Mapping[str, Tensor]) -> 
         )
 
     return build
+
+
+def before_compression(optimizer: Optimizer) -> None:
+    """Brings an optimizer back to the dense steps that come first."""
+    for group in optimizer.param_groups:
+        group["steps"] = 0
 
 
 def after_dense_steps(inner: Optimizer, model: nn.Module, gradients: Mapping[str, Tensor]) -> None:

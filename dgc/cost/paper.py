@@ -77,8 +77,18 @@ def candidate_on_paper(
     method: Method, optimizer: str, shape: Shape, workload: Workload, size: int, local_size: int
 ) -> Candidate:
     """A method with the traffic of all layers. Raises the ValueError of `measure_candidate`."""
-    recorder = Recorder(method, builder(method, optimizer, workload.gradients[0]), workload, local_size)
-    steps = recorder.record(size, 2)  # PowerSGD with a half step per step sends left and right factors in turns
+    build = builder(method, optimizer, workload.gradients[0])
+    found = steps_on_paper(Recorder(method, build, workload, local_size), shape, size)
+    if not method.dense_share:
+        return found
+    first = Recorder(method, build, workload, local_size, dense=True)
+    return replace(found, dense=steps_on_paper(first, shape, size))
+
+
+def steps_on_paper(recorder: Recorder, shape: Shape, size: int) -> Candidate:
+    """A recorder's method with the traffic of all layers, in one of the steps that it records."""
+    method, workload = recorder.method, recorder.workload
+    steps = recorder.record(size, 2)
     layer = steps[-1]
     count = 1 if method.averages_models else shape.layers
     times = shape.parameters / count / sum(p.numel() for p in workload.model.parameters())

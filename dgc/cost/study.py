@@ -15,7 +15,10 @@ from dgc.cost.methods import UNCOMPRESSED, Build
 from dgc.cost.verification import chosen, format_verification, verify
 from dgc.cost.workload import Workload
 
-WARNING = "Not predicted: accuracy, and how many steps a method needs. See docs/methods.md and docs/results.md."
+WARNING = (
+    "Not predicted: accuracy, and how many steps a method needs. What was measured: pages Methods and Results of "
+    "the documentation."
+)
 Draw = Callable[[Sequence[Candidate], Candidate, Work], None]
 
 
@@ -89,7 +92,10 @@ def report(
     print(f"\n{sentence(advice, rows, usage)}\n{WARNING}")
     by_name = {of.method.name: of for of in candidates}
     plain = by_name.get("fp16", by_name[compared[0].name])
-    if best := [by_name[row.name] for row in chosen(rows)[1:]]:
+    names = [row.name for row in chosen(rows)[1:]]
+    if advice.compress and advice.method not in names:
+        names.insert(0, advice.method)
+    if best := [by_name[name] for name in names]:
         print(describe_crossings(best, plain, network, work))
     if measured:
         print(f"\n{format_verification(compared, work, measured)}")

@@ -1,10 +1,10 @@
 """Measured steps beside the predicted ones: the real optimizer on the real transport, all methods in turns.
 
 Each method has a copy of the model and an optimizer as for a run. In every round each of them takes one
-step, so that other load on the machines and the network meets all alike. The time of a step is that of the slowest
-rank, without the update of the parameters, as the median over the rounds after a warm-up: its time is subtracted,
-and on a GPU it is left out. Forward and backward alone are measured in the same rounds: where they differ from the
-prediction, the load has changed since.
+step that compresses, so that other load on the machines and the network meets all alike. The time of a step is
+that of the slowest rank, without the update of the parameters, as the median over the rounds after a warm-up: its
+time is subtracted, and on a GPU it is left out. Forward and backward alone are measured in the same rounds: where
+they differ from the prediction, the load has changed since.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from dgc.cost.advice import Row, Work
 from dgc.cost.methods import GOSSIP, UNCOMPRESSED, Build
 from dgc.cost.workload import LossOf, Passes, Workload
 from dgc.optim import Wrapper
+from dgc.units import human_time
 
 MOST = 3  # methods that are verified beside the best one without compression
 APART = 1.15  # times by which two measured steps differ if their order is compared with the predicted one
@@ -115,8 +116,8 @@ def verify(
 def format_verification(rows: Sequence[Row], work: Work, measured: dict[str, float]) -> str:
     """Predictions beside measurements, as text."""
     lines = [f"{'step':<19} {'predicted':>11} {'measured':>11}"]
-    for name, seconds in ((ALONE, work.seconds), *((row.name, row.step) for row in rows)):
-        lines.append(f"{name:<19} {1e3 * seconds:>8.1f} ms {1e3 * measured[name]:>8.1f} ms")
+    for name, seconds in ((ALONE, work.seconds), *((row.name, row.compressed_step) for row in rows)):
+        lines.append(f"{name:<19} {human_time(seconds):>11} {human_time(measured[name]):>11}")
     right, apart, wrong = order(rows, measured)
     lines += [f"{slow} was measured slower than {fast}, and predicted faster" for fast, slow in wrong]
     lines.append(f"{right} of {apart} pairs measured more than {APART - 1:.0%} apart are predicted in this order")
@@ -125,7 +126,7 @@ def format_verification(rows: Sequence[Row], work: Work, measured: dict[str, flo
 
 def order(rows: Sequence[Row], measured: dict[str, float]) -> tuple[int, int, list[tuple[str, str]]]:
     """How many pairs are predicted in the measured order, of how many that were measured apart; the others."""
-    predicted = {row.name: row.step for row in rows}
+    predicted = {row.name: row.compressed_step for row in rows}
     by_time = sorted(predicted, key=lambda name: measured[name])
     apart = [(fast, slow) for fast, slow in combinations(by_time, 2) if measured[slow] > APART * measured[fast]]
     wrong = [(fast, slow) for fast, slow in apart if predicted[fast] >= predicted[slow]]

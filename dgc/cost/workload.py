@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dgc.comm import Transport, all_gather_object
+from dgc.units import human_time
 
 WARMUP = 2
 GRADIENT_SETS = 3  # of different batches
@@ -46,7 +47,7 @@ class Workload:
     @property
     def described(self) -> str:
         """Its times, as a line of the report."""
-        return f"work       forward {1e3 * self.forward:.1f} ms, backward {1e3 * self.backward:.1f} ms, measured"
+        return f"work       forward {human_time(self.forward)}, backward {human_time(self.backward)}, measured"
 
     def slowest(self, transport: Transport) -> "Workload":
         """The same work with the seconds of the slowest rank, and the order of rank 0. Collective."""

@@ -161,7 +161,7 @@ def warn_of_dense(planned: Sequence[PlannedBucket]) -> None:
         warnings.warn(
             f"{dense[0][0].class_name} sends {len(dense)} of {total} tensors dense, such as {dense[0][1].name}: "
             "their rank is at most its own, as that of LoRA's factors, so that it saves nothing. Use a smaller "
-            "rank, or a method that needs no matrices, such as 1-bit Adam (docs/methods.md)",
+            "rank, or a method that needs no matrices, such as 1-bit Adam",
             stacklevel=5,
         )
 

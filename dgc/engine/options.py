@@ -157,8 +157,18 @@ def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
             )
 
 
+@runtime_checkable
+class ConvertsStates(Protocol):
+    """An optimizer that can go on from the state of another kind."""
+
+    def converted(self, state: Any) -> Any:
+        """Return such a state in the form of this optimizer's own, and all others as they are."""
+
+
 def load_optimizer_state(optimizer: Optimizer, state: Any) -> None:
     """Load the state of an optimizer. Raises ValueError for that of another kind, and for a damaged one."""
+    if isinstance(optimizer, ConvertsStates):
+        state = optimizer.converted(state)
     check_optimizer_state(optimizer, state)
     try:
         optimizer.load_state_dict(state)
@@ -335,9 +345,12 @@ def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> N
             correction.take(group.get("momentum", 0.0), bool(group.get("nesterov")))
             if not isinstance(optimizer, SupportsCorrectedGradients):
                 if group.get("momentum", 0) or "betas" in group:
+                    cure = "dgc.optim.DGCSGD, or a memory without momentum (ResidualMemory)"
+                    if "betas" in group:
+                        of_adam = "DGCAdam with DGCAdamCompressor, OneBitAdam with OneBitAdamCompressor"
+                        cure = f"{of_adam}, {cure}"
                     raise ValueError(
-                        f"the compression's memory applies momentum, and {kind} would apply it again: use "
-                        "dgc.optim.DGCSGD, or a memory without momentum (ResidualMemory)"
+                        f"the compression's memory applies momentum, and {kind} would apply it again: use {cure}"
                     )
             elif (group["momentum"], group["nesterov"]) != (correction.momentum, correction.nesterov):
                 raise ValueError(

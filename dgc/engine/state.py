@@ -179,7 +179,7 @@ def verified(
             "that of this rank would be lost, and that of the other one sent twice. Save the state on every rank, "
             "into a file of its own, and load this rank's file. For another number of ranks, use "
             "dgc.optim.redistribute on the states of all ranks. allow_other_rank=True loads it nevertheless "
-            "(docs/checkpoints.md)"
+            "(page Checkpoints of the documentation)"
         )
     for name in sorted({*identity.settings, *own.settings}):
         saved, here = identity.settings.get(name), own.settings.get(name)
@@ -468,7 +468,7 @@ class HasCompression:
             raise ValueError(
                 f"this residual is {_describe(saved)}, and this rank needs {_describe(self.part)}: load it "
                 "with the same `hierarchical`, machines, ranks and bucket_mb, or redistribute it with "
-                "dgc.optim.redistribute (docs/checkpoints.md)"
+                "dgc.optim.redistribute (page Checkpoints of the documentation)"
             )
         methods = named_methods(self._methods)
         # what keeps no state may be of another class: dense tensors in fp16 in place of fp32

@@ -355,6 +355,7 @@ class FSDPExchange(HasGatheredState):
             warn_of_drop(reason, "every rank drops this step, in which every .grad is None")
 
     def compression_state_dict(self) -> dict[str, Any]:
+        """Return the residual of this rank's rows. It differs between ranks: save it on each."""
         self._engine.check_ended("backward()")
         return super().compression_state_dict()
 

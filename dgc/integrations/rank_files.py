@@ -49,6 +49,6 @@ def load(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
             f"rank {lacking[0]} has no file {file_of(lacking[0])}, and other ranks have theirs: the checkpoint is "
             f"incomplete (of {len(there)} ranks {len(lacking)} lack a file), or it was saved by fewer ranks. "
             "Resume from an older one, or with as many ranks. For another number of ranks convert the files with "
-            "dgc.optim.redistribute (docs/checkpoints.md)"
+            "dgc.optim.redistribute (page Checkpoints of the documentation)"
         )
     exchange.load_compression_state_dict(torch.load(own, map_location="cpu", weights_only=True))

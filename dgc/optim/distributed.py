@@ -402,6 +402,7 @@ class DistributedOptimizer(Wrapper):
                     p.grad = None  # always: a zero gradient would decay frozen parameters
 
     def compression_state_dict(self) -> dict[str, Any]:
+        """Return this rank's residual. It differs between ranks: save it on each, or use `gather_state`."""
         self._engine.intact.check()
         return super().compression_state_dict()
 

@@ -26,7 +26,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.arguments import WHOLE, require
-from dgc.engine.options import check_adam, loss_of
+from dgc.engine.options import OF_SCHEDULERS, check_adam, check_optimizer_state, loss_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def is_of_adam(state: Any) -> bool:
+    """Whether a state has the form of that of torch.optim.AdamW or Adam."""
+    try:
+        groups, states = state["param_groups"], state["state"].values()
+        has_groups = all("amsgrad" in group and "freeze_step" not in group for group in groups)
+        return has_groups and all({"step", *MOMENTS} <= own.keys() for own in states)
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 class OneBitAdam(Optimizer):
@@ -34,6 +46,8 @@ class OneBitAdam(Optimizer):
 
     For the first `freeze_step` steps it is torch.optim.AdamW. Then the second moment stays as it is, and
     `OneBitAdamCompressor` exchanges the first moment. Parameters of other compressors go on with AdamW.
+
+    To switch a run of AdamW, load its state. Its steps count, so `freeze_step` must be above their number.
 
     Args:
         params: Parameters or parameter groups.
@@ -114,6 +128,40 @@ class OneBitAdam(Optimizer):
     def receive_momentum_of(self, parameters: Iterable[Tensor]) -> None:
         """Take .grad of these parameters as their momentum in every step with `exchanges_momentum`."""
         self._receives_momentum = frozenset(parameters)
+
+    def converted(self, state: Any) -> Any:
+        """Return a state of torch.optim.AdamW as one of this class, and any other as it is.
+
+        Raises:
+            ValueError: It has at least `freeze_step` steps, amsgrad, maximize, or Adam's weight decay.
+        """
+        if not is_of_adam(state):
+            return state
+        groups = state["param_groups"]
+        kind, freeze_step = type(self).__name__, self.param_groups[0]["freeze_step"]
+        coupled = any(g["weight_decay"] and not g.get("decoupled_weight_decay", True) for g in groups)
+        if coupled or any(group["amsgrad"] or group.get("maximize") for group in groups):
+            raise ValueError(
+                f"{kind} goes on from AdamW without amsgrad and maximize, or from Adam without weight decay"
+            )
+        steps = max((int(own["step"]) for own in state["state"].values()), default=0)
+        if steps >= freeze_step:
+            raise ValueError(
+                f"the state of AdamW has {steps} steps, which count, and freeze_step is {freeze_step}: the second "
+                f"moment is frozen at the end of a dense step, so set freeze_step to {steps + 1} or more"
+            )
+        moments = {p: {name: own[name] for name in MOMENTS} for p, own in state["state"].items()}
+        kept = [
+            {**own, **{key: saved[key] for key in saved.keys() & (own.keys() | OF_SCHEDULERS)}, "steps": steps}
+            for own, saved in zip(self.param_groups, groups, strict=False)
+        ]
+        return {"state": moments, "param_groups": kept + list(groups[len(kept) :])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of torch.optim.AdamW: see `converted`."""
+        state = self.converted(state_dict)
+        check_optimizer_state(self, state)
+        super().load_state_dict(state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

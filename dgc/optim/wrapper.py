@@ -21,7 +21,8 @@ class Wrapper(HasGatheredState, Optimizer):
 
     transport: Transport
     meter: TrafficMeter
-    dropped_steps: int  # number of steps dropped because of NaN or inf in a gradient
+    dropped_steps: int
+    """Number of steps dropped because of NaN or inf in a gradient."""
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from dgc.comm import Transport
 from dgc.comm.connect import choose_transport, connect
 from dgc.cost import AlikeRanks
 from dgc.cost.advice import Work
+from dgc.cost.arguments import asked
 from dgc.cost.candidates import Candidate, measure_all
 from dgc.cost.cluster import Cluster, cluster_on_paper, load_average
 from dgc.cost.collectives import measure_network
@@ -108,11 +109,11 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         title = f"{', '.join(args.configs)}, {plural(transport.size, 'rank')}"
         draw(methods, plain, network, work, title, args.plot)
 
-    asked = [method for method in METHODS if args.methods is None or method.name in args.methods]
-    reasons = {method.name: unfit(method, tree.train.optimizer._target_) for method in asked}
+    methods = asked(args, METHODS)
+    reasons = {method.name: unfit(method, tree.train.optimizer._target_) for method in methods}
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     candidates, unbuilt = measure_all(
-        [method for method in asked if method.name not in refused],
+        [method for method in methods if method.name not in refused],
         lambda method: build_of(method.name),
         workload,
         transport,

@@ -1,8 +1,11 @@
-"""Hooks of MkDocs: links between the pages of docs/ and to the rest of the repository.
+"""Hooks of MkDocs: links of docs/ to pages and to the rest of the repository, and the order of the search.
 
 The pages link to files by their paths in the repository, such as ../dgc/memory.py. The site has a page for each of
 these files and folders, below repository/, and therefore needs no address of the repository. A link whose text is
-the file name of a page gets the page's title.
+the file name of a page gets the page's title. A picture links to its file, in which it has its full size.
+
+In the search, a page that describes something precedes the API, which repeats its words. The list of changes
+is not in it.
 """
 
 import re
@@ -21,6 +24,9 @@ LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".sh": "bash", ".yml":
 OTHERS = {".md", ".toml", ".txt", ".rules"}
 HIDDEN = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n\n"
 FENCE = "~" * 8
+PICTURE = re.compile(r'<img [^>]*src="([^"]+\.svg)"[^>]*>')
+CHANGES = "repository/changelog.md"
+BOOSTS = {"api/": 0.003, "methods.md": 3.0, "extending.md": 2.0}  # of the search, by the path's beginning
 
 
 def place(path: PurePosixPath) -> PurePosixPath:
@@ -118,5 +124,18 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def search_of(uri: str) -> dict[str, Any]:
+    """The settings of the search for a page of the navigation."""
+    if uri == CHANGES:
+        return {"exclude": True}
+    return next(({"boost": factor} for start, factor in BOOSTS.items() if uri.startswith(start)), {})
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if settings := search_of(page.file.src_uri):
+        page.meta["search"] = settings
     return markdown if page.file.generated_by else rewritten(markdown, DOCS / page.file.src_uri)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    return PICTURE.sub(r'<a href="\1">\g<0></a>', html)

@@ -100,7 +100,8 @@ def test_momentum_correction_is_refused(make: Any) -> None:
         DistributedOptimizer(make([p]), [("p", p)], compressor(0.01, memory), transport=alone())
 
     name = getattr(make, "func", make).__name__
+    of_adam = "" if name == "RMSprop" else "DGCAdamCompressor.*OneBitAdamCompressor.*"
     for compressor in (DGCCompressor, SparseCompressor, ChunkCompressor):
-        with pytest.raises(ValueError, match=f"{name} would apply it again.*DGCSGD.*ResidualMemory"):
+        with pytest.raises(ValueError, match=f"{name} would apply it again.*{of_adam}DGCSGD.*ResidualMemory"):
             wrapped(DGCSGDMemory(0.9), compressor)
         wrapped(ResidualMemory(), compressor)

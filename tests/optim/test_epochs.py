@@ -37,7 +37,9 @@ def test_a_missing_begin_epoch_warns_once() -> None:
         warnings.simplefilter("always")
         advance(model, warm(model, alone()), range(3))
     (said,) = [str(w.message) for w in caught]
-    assert all(word in said for word in ("warmup_epochs=3", "begin_epoch(epoch)", "steps_per_epoch", "0.5"))
+    assert all(
+        word in said for word in ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5")
+    )
 
 
 def test_correct_use_does_not_warn() -> None:

@@ -14,6 +14,7 @@ import torch
 from cases import case
 from optim.nets import (
     alone,
+    assert_same,
     check_that_a_saved_state_goes_on,
     dgc,
     loss_of,
@@ -99,6 +100,43 @@ def test_gradients_of_the_warm_up_in_half_the_bytes(make: Any, compressor: Any) 
         found, nbytes = ends(make, partial(compressor, gradients=gradients))
         difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
         assert (difference < 1e-7) == (factor == 1) and nbytes == factor * half
+
+
+def test_a_run_of_adamw_goes_on() -> None:
+    """With its moments, steps and settings, through the optimizer alone and through its wrapper."""
+    model, other = net(), net()
+    before = adamw(model, **SETTINGS)
+    for step in range(3):
+        before.zero_grad()
+        loss_of(model, step, 0).backward()
+        before.step()
+    other.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(before.state_dict())
+    for make in (onebit_adam, dgc_adam):
+        with pytest.raises(ValueError, match="has 3 steps, .* freeze_step is 3: .* set freeze_step to 4 or more"):
+            make(other, 3).load_state_dict(saved)
+        wrapper = wrap(other, alone(), partial(make, freeze_step=5))
+        wrapper.load_state_dict(saved)
+        wrapper.close()
+        assert wrapper.inner.param_groups[0]["steps"] == 3
+    after = onebit_adam(other, 5)
+    after.load_state_dict(saved)
+    assert after.param_groups[0].items() >= {**SETTINGS, "freeze_step": 5}.items()
+    for step in (3, 4):
+        for of, optimizer in ((model, before), (other, after)):
+            optimizer.zero_grad()
+            loss_of(of, step, 0).backward()
+            optimizer.step()
+        assert_same(other, model)
+    assert after.exchanges_momentum
+    for kind, options in ((torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adam, {"weight_decay": 0.1})):
+        state = kind(model.parameters(), **options).state_dict()
+        with case(options), pytest.raises(ValueError, match="from AdamW without amsgrad and maximize"):
+            after.load_state_dict(state)
+    del saved["state"][0]["step"]
+    for state in (saved, torch.optim.SGD(model.parameters(), lr=0.1).state_dict()):
+        with pytest.raises(ValueError, match="that of another optimizer than OneBitAdam"):
+            after.load_state_dict(state)
 
 
 @both

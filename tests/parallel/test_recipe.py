@@ -1,9 +1,12 @@
 """The script of docs/recipe.md trains, and sends what the page says."""
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from documented import DOCS, code
 from environment import REPOSITORY
 from parallel.ranks import torchrun
@@ -16,7 +19,8 @@ LINE = re.compile(r"step (\d+): loss ([\d.]+), sent ([\d.]+) of ([\d.]+) MB, res
 @pytest.mark.timeout(300)
 def test_the_script_of_the_recipe_trains(tmp_path: Path) -> None:
     script, text = tmp_path / "train_gpt.py", tmp_path / "text.txt"
-    script.write_text(code("recipe.md")[0])
+    for block in code("recipe.md"):  # the first line is the name of the file
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
     text.write_text("".join(path.read_text() for path in sorted((REPOSITORY / "dgc/optim").glob("*.py"))))
     done = torchrun(2, ["-W", "error::UserWarning:dgc", str(script), str(text), "small", "50"])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,12 +34,21 @@ def test_the_script_of_the_recipe_trains(tmp_path: Path) -> None:
     assert [residual > 0 for *_, residual, _ in found] == [False] * 2 + [True] * 8
 
 
+def test_the_advisor_takes_the_model_of_the_recipe() -> None:
+    names: dict[str, Any] = {}
+    exec(code("recipe.md")[0], names)
+    model, batch, loss = names["make"]("small")
+    assert loss(model, batch).item() == pytest.approx(math.log(256), abs=0.1)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in names["make"]()[0].parameters()) == pytest.approx(354e6, rel=1e-3)
+
+
 def test_the_recipe_shows_what_the_advisor_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (DOCS / "recipe.md").read_text()
     command = re.search(r"python -m dgc\.advise (--parameters .*?)\n\n", page, re.S)
     assert command is not None and main(command[1].replace("\\\n", " ").split()) == 0
     printed = capsys.readouterr().out.partition("\n\nRecommended: powersgd-4, ")[0].rstrip().splitlines()
-    assert len(printed) == 10 and "".join(f"    {line}".rstrip() + "\n" for line in printed) in page
+    assert len(printed) == 12 and "".join(f"    {line}".rstrip() + "\n" for line in printed) in page
 
 
 def test_the_recipe_shows_what_its_script_prints() -> None:
