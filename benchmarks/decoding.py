@@ -2,25 +2,16 @@
 
     python -m benchmarks.decoding [--ranks 1 2 4 8 16 32 64 128 256] [--threads 2]
     python -m benchmarks.decoding --formats "2bit chunks" --ratio 0.015625 --elements 25 --ranks 4 [--threads 1]
-    python -m benchmarks.decoding --codes --ranks 4 64 [--methods 2bit-gather onebit] [--threads 1] [--clock cpu]
 
 The tensors are those of ResNet-50 with two or more dimensions, or 24 equal matrices of --elements million elements
-together, fp32, in buckets of 25 MB. Without --codes, every rank selects the largest elements of each tensor of its
-own random gradient (heavy tails: normal times log-normal) and encodes them. All ranks are recorded in one process.
-Their supports are independent, so their union is as large as it can be.
+together, fp32, in buckets of 25 MB. Every rank selects the largest elements of each tensor of its own random
+gradient (heavy tails: normal times log-normal) and encodes them. All ranks are recorded in one process. Their
+supports are independent, so their union is as large as it can be.
 
 dense     payloads to the dense gradient in the bucket, as methods without momentum correction need it
 sparse    payloads to the mean as ascending indices and values, which DGCSGD subtracts from the parameters
 single    the dense gradient without the joint call: one payload after the other, `merge_mean`, `write_to`
 floor     a fill of all buckets with zeros, and a sum of all words of the payloads
-
-With --codes, for methods that send a code for every element, one rank's conversation runs without a transport. The
-replies to its requests are copies of its own payloads, made outside the measured time. The cost does not depend on
-the codes.
-
-encode    from gradient and error to the first request's payload and the new error; its floor is a sum of two fp32
-          buffers into a third
-decode    from the replies to the mean in the bucket; with two rounds, also the encoding between them
 
 Methods and floors alternate within each round, in random order. A ratio is the median over rounds of the ratio to
 the floor of the same round. Checks of the payloads are included, and the check of the mean for infinities. On a
@@ -28,7 +19,6 @@ machine that others use, `--clock cpu` counts the CPU seconds of all threads. Th
 of JSON.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,24 +29,18 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
-from benchmarks.methods import MILLION, matrices
+from benchmarks.methods import CLOCKS, MILLION, matrices
 from benchmarks.step_overhead import Gradients, plan_buckets, resnet50
 from dgc.bucket import Bucket, Segment
-from dgc.comm.requests import next_requests
 from dgc.compression.protocol import SparseResult
 from dgc.compression.sparse import INDICES, VALUES
-from dgc.cost import AlikeRanks
-from dgc.engine.state import BucketStates
 from dgc.kernels import SparseVector
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.selection import plan_selection
 from dgc.wire import ChunkIndices, SparseFormat
 from dgc.wire.payload import PayloadPlan
-from scripts.methods import build
 
 TAKES = "5 min"
-METHODS = "2bit-gather 1bit-gather scaled-sign onebit signsgd qsgd natural 2bit-scatter 1bit-scatter".split()
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2bit rice", "2bit chunks")
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DECODER = NativeMeanDecoder()
@@ -133,84 +117,6 @@ class Decoding:
         return PayloadPlan(self.form, budget, numel, what=f"bucket{i}")
 
 
-class Model:
-    """Buckets, and a gradient for each, outside of the bucket's buffer as after a backward pass."""
-
-    def __init__(self, segments: Sequence[tuple[Segment, ...]]) -> None:
-        cpu = torch.device("cpu")
-        self.buckets = [Bucket(f"bucket{i}", s, torch.float32, cpu) for i, s in enumerate(segments)]
-        generator = torch.Generator().manual_seed(0)
-        self._gradients = [torch.randn(bucket.numel, generator=generator) for bucket in self.buckets]
-        self.three = [torch.ones(3, bucket.numel) for bucket in self.buckets]
-
-    def fill(self, bucket: Bucket) -> None:
-        gradient = self._gradients[self.buckets.index(bucket)]
-        for i, s in enumerate(bucket.segments):
-            bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel])
-
-
-class Replies:
-    """Replies to the requests of one rank: copies of what it sends, in buffers that are made once."""
-
-    def __init__(self, ranks: int):
-        self._ranks = AlikeRanks(ranks)
-        self._kept: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
-
-    def to(self, bucket: Bucket, round_: int, requests: Sequence[Any]) -> tuple[Any, ...]:
-        keys = [(bucket.name, round_, i) for i in range(len(requests))]
-        for key, request in zip(keys, requests, strict=True):
-            if key not in self._kept:
-                parts: Any = self._ranks.reply(request)
-                self._kept[key] = tuple(part.clone() for part in parts)
-        return tuple(self._kept[key] for key in keys)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for parts in self._kept.values() for part in parts)
-
-    def read(self) -> None:
-        """Read all payloads once."""
-        for parts in self._kept.values():
-            for part in parts:
-                whole = part.view(torch.uint8)
-                whole[: whole.numel() // 8 * 8].view(torch.int64).sum()
-
-
-def exchange(
-    model: Model, states: BucketStates, replies: Replies, clock: Callable[[], float]
-) -> tuple[float, float]:
-    """Do a step of a method, and return its seconds of encoding and of decoding."""
-    encoding = decoding = 0.0
-    for bucket in model.buckets:
-        model.fill(bucket)
-        start = clock()
-        conversation = states.reduce(bucket)
-        requests = next_requests(conversation)
-        encoding += clock() - start
-        for round_ in range(9):
-            answers = replies.to(bucket, round_, requests)
-            start = clock()
-            try:
-                requests = next_requests(conversation, answers)
-            except StopIteration:
-                break
-            finally:
-                decoding += clock() - start
-    return encoding, decoding
-
-
-def floors(model: Model, replies: Replies, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of moving the memory that encoding and decoding must move."""
-    start = clock()
-    for g, e, kept in model.three:
-        torch.add(g, e, out=kept)
-    encoding, start = clock() - start, clock()
-    for bucket in model.buckets:
-        bucket.flat.zero_()
-    replies.read()
-    return encoding, clock() - start
-
-
 def row_of(decoding: Decoding, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Return medians in milliseconds, ratios to the floor, bytes of the payloads and the share of the union."""
 
@@ -228,33 +134,12 @@ def row_of(decoding: Decoding, rounds: int, clock: Callable[[], float]) -> dict[
     return row
 
 
-def row_of_codes(model: Model, name: str, ranks: int, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
-    """Return medians in milliseconds, and ratios to the floors."""
-    states, replies = BucketStates(build(name)), Replies(ranks)
-    for bucket in model.buckets:
-        states.add(bucket, ranks, ranks - 1)
-    works = {
-        "method": lambda number: exchange(model, states, replies, clock),
-        "floor": lambda number: floors(model, replies, clock),
-    }
-    times = in_turns(works, rounds)
-    row: dict[str, Any] = {"payload_bytes": replies.nbytes}
-    for i, what in enumerate(("encode", "decode")):
-        own, floor = (
-            {number: 1e3 * both[i] for number, both in times[who].items()} for who in ("method", "floor")
-        )
-        row |= {f"{what}_ms": middle(own), f"{what}_floor_ms": middle(floor), what: ratio(own, floor)}
-    return row
-
-
 def main() -> None:
     parser = options("benchmarks.decoding", __doc__)
     parser.add_argument("--ratio", type=float, default=0.001)
     parser.add_argument("--elements", type=float, help="millions, in place of ResNet-50")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--formats", nargs="+", default=FORMATS, help="values and indices: 'sign rice'")
-    parser.add_argument("--codes", action="store_true", help="methods that send a code for every element")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="with --codes")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--rounds", type=int, default=21)
@@ -266,25 +151,16 @@ def main() -> None:
     numel, where = sum(tensor.numel() for tensor in tensors.values()), kernels.describe(torch.device("cpu"))
     print(f"{numel:,} elements, {where}, {args.threads} threads")
     print(f"{args.clock} times in ms, ratios to the floor", end="")
-    if args.codes:
-        model = Model(buckets)
-        for what in ("decode", "encode"):
-            columns += [(f"{what}_floor_ms", "floor ms", "10.2f"), (f"{what}_ms", f"{what} ms", "11.2f")]
-            columns.append((what, "ratio", "7.2f"))
-    else:
-        recording = Recording(buckets, args.ratio, max(args.ranks))
-        columns += [("union", "union", "7.1%"), ("floor_ms", "floor ms", "10.2f")]
-        for name in RATIOS:
-            columns += [(f"{name}_ms", f"{name} ms", "11.2f"), (name, "ratio", "7.2f")]
+    recording = Recording(buckets, args.ratio, max(args.ranks))
+    columns += [("union", "union", "7.1%"), ("floor_ms", "floor ms", "10.2f")]
+    for name in RATIOS:
+        columns += [(f"{name}_ms", f"{name} ms", "11.2f"), (name, "ratio", "7.2f")]
     table = Table("", 13, columns)
     found: dict[str, dict[str, Any]] = {}
-    for name in args.methods if args.codes else args.formats:
-        gathered = [] if args.codes else recording.payloads(format_of(name))
+    for name in args.formats:
+        gathered = recording.payloads(format_of(name))
         for ranks in args.ranks:
-            if args.codes:
-                row = row_of_codes(model, name, ranks, args.rounds, clock)
-            else:
-                row = row_of(Decoding(recording, format_of(name), gathered, ranks), args.rounds, clock)
+            row = row_of(Decoding(recording, format_of(name), gathered, ranks), args.rounds, clock)
             table.add(name, {**row, "ranks": ranks, "megabytes": row["payload_bytes"] / 1e6})
             found.setdefault(name, {})[str(ranks)] = row
     print_json({"benchmark": "decoding", "threads": args.threads, "clock": args.clock, "found": found})
