@@ -38,11 +38,13 @@ from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, find
 from dgc.kernels.triton_tables import BLOCK, Launcher, as_rows, blocks, current_stream
 
 TILE = 2048  # elements of the mean per program
+HEADER = tl.constexpr(HEADER_BYTES)
 HEADER_WORDS = tl.constexpr(HEADER_BYTES // 8)
 CONSTANT = tl.constexpr(CHECKSUM_OF_ZEROS)
 LOW = tl.constexpr(0xFFFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
 NUMBERS = tl.constexpr(WORDS)
+SUMMED = tl.constexpr(4096)  # words of a payload that one program adds at a time
 FP32, FP16, BF16 = (tl.constexpr(int(kind)) for kind in (ValueKind.FP32, ValueKind.FP16, ValueKind.BF16))
 SIGN, INT8 = (tl.constexpr(int(kind)) for kind in (ValueKind.SIGN, ValueKind.INT8))
 # a payload's counters: sum of the words, programs that have finished
@@ -108,11 +110,11 @@ def write_plain(
     live = i < capacity
     index = tl.load(indices + i, mask=live, other=0).to(tl.int64)
     if WIDE:
-        tl.store((payload + 24).to(tl.pointer_type(tl.int64)) + i, index, mask=live)
-        part = index * (2 * (HEADER_WORDS + i) + 1)
+        tl.store((payload + HEADER).to(tl.pointer_type(tl.int64)) + i, index, mask=live)
+        part = index * (2 * (i + HEADER_WORDS) + 1)
     else:
-        tl.store((payload + 24).to(tl.pointer_type(tl.int32)) + i, index.to(tl.int32), mask=live)
-        part = contribution(index, 24 + 4 * i.to(tl.int64))
+        tl.store((payload + HEADER).to(tl.pointer_type(tl.int32)) + i, index.to(tl.int32), mask=live)
+        part = contribution(index, 4 * i.to(tl.int64) + HEADER)
     x = tl.load(values + i, mask=live, other=0.0)
     finite = (x.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
     x = tl.where(finite, tl.minimum(tl.maximum(x, -limit), limit), 0.0)
@@ -138,9 +140,8 @@ def write_plain(
             y = half.to(tl.float32)
         else:
             wide = x.to(tl.int32, bitcast=True)
-            wide = (
-                wide + 0x7FFF + ((wide >> 16) & 1)
-            ) & -0x10000  # to nearest even; Triton's interpreter truncates
+            # to nearest even: Triton's interpreter truncates
+            wide = (wide + 0x7FFF + ((wide >> 16) & 1)) & -0x10000
             bits = tl.where(finite, wide >> 16, 0x7FC0).to(tl.int16)
             y = wide.to(tl.float32, bitcast=True)
         tl.store(place, bits.to(tl.int16), mask=live)
@@ -160,7 +161,7 @@ def write_plain(
 def seal(
     payload, n_words, count, first, bounds, n_bounds, scale, ratio, form, counters, n_programs, BLOCK: tl.constexpr
 ):
-    i = HEADER_WORDS + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) + HEADER_WORDS
     word = tl.load(payload.to(tl.pointer_type(tl.int64)) + i, mask=i < n_words, other=0)
     part = tl.sum(word * (2 * i.to(tl.int64) + 1), 0)
     known = tl.load(scale)
@@ -172,11 +173,11 @@ def seal(
 
 @triton.jit
 @no_type_check
-def sum_of_words(payload, nbytes, BLOCK: tl.constexpr):
+def sum_of_words(payload, nbytes):
     """Return what the checksum of a payload is made of, with its own field taken as zero, and that field."""
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, SUMMED)
     total = tl.zeros([], dtype=tl.int64)
-    for i in range(0, nbytes // 8, BLOCK):
+    for i in range(0, nbytes // 8, SUMMED):
         word = tl.load(payload.to(tl.pointer_type(tl.int64)) + i + lane, mask=i + lane < nbytes // 8, other=0)
         total += tl.sum(word * (2 * (i + lane).to(tl.int64) + 1), 0)
     stored = tl.load(payload.to(tl.pointer_type(tl.int32)) + 2).to(tl.int64) & LOW
@@ -186,7 +187,7 @@ def sum_of_words(payload, nbytes, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def index_at(payload, j, live, WIDE: tl.constexpr):
-    start = payload + 24
+    start = payload + HEADER
     if WIDE:
         index = tl.load(start.to(tl.pointer_type(tl.int64)) + j, mask=live, other=0)
     else:
@@ -235,7 +236,7 @@ def check(
     payload = payloads + r.to(tl.int64) * stride
     header = payload.to(tl.pointer_type(tl.int32))
     lane = tl.arange(0, BLOCK)
-    total, stored = sum_of_words(payload, nbytes, BLOCK)
+    total, stored = sum_of_words(payload, nbytes)
     count = tl.load(header)
     scale = tl.load(header + 3).to(tl.float32, bitcast=True)
     wrong = ((count < 0) | (count > capacity)).to(tl.int32)
@@ -264,12 +265,12 @@ def check(
 
 @triton.jit(do_not_specialize=["stride", "nbytes"])
 @no_type_check
-def open_headers(payloads, stride, nbytes, words, BLOCK: tl.constexpr):
+def open_headers(payloads, stride, nbytes, words):
     """One program per rank: the words of `Codec.words`."""
     r = tl.program_id(0)
     payload = payloads + r.to(tl.int64) * stride
     header = payload.to(tl.pointer_type(tl.int32))
-    total, stored = sum_of_words(payload, nbytes, BLOCK)
+    total, stored = sum_of_words(payload, nbytes)
     own = words + 5 * r
     tl.store(own, tl.load(header + 1))
     tl.store(own + 1, (checksum_of(total) == stored).to(tl.int32))
@@ -399,7 +400,7 @@ class TritonCodec(Codec):
     def words_of(self, payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> Int32[Tensor, "words"]:
         words = torch.empty(5 * len(payloads), dtype=torch.int32, device=payloads[0].device)
         rows = as_rows(payloads, 8)
-        self._launch(open_headers, words, len(payloads), rows, rows.stride(0), payloads[0].numel(), words, BLOCK)
+        self._launch(open_headers, words, len(payloads), rows, rows.stride(0), payloads[0].numel(), words)
         return words
 
 
