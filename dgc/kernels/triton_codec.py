@@ -78,7 +78,8 @@ def finish(
         for i in range(0, n_bounds, LANES):
             reached = tl.load(bounds + i + lane, mask=i + lane < n_bounds, other=0) <= where
             number += tl.sum((reached & (i + lane < n_bounds)).to(tl.int64), 0)
-        opening = (tl.load(count).to(tl.int64) & LOW) | ((number % n_bounds) << 32)
+        number = tl.where(number < n_bounds, number, 0)  # no element is unusable
+        opening = (tl.load(count).to(tl.int64) & LOW) | (number << 32)
         closing = (ratio.to(tl.int64) & LOW) | (form.to(tl.int64) << 32)
         scaled = (scale.to(tl.int32, bitcast=True).to(tl.int64) & LOW) << 32
         total = tl.atomic_add(counters + SUM, 0) + opening + 3 * scaled + 5 * closing
