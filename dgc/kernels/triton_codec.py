@@ -38,6 +38,7 @@ from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, find
 from dgc.kernels.triton_tables import BLOCK, Launcher, as_rows, blocks, current_stream
 
 TILE = 2048  # elements of the mean per program
+FEW = 256  # entries of a payload that `merge` reads at a time: a tile has few
 HEADER = tl.constexpr(HEADER_BYTES)
 HEADER_WORDS = tl.constexpr(HEADER_BYTES // 8)
 CONSTANT = tl.constexpr(CHECKSUM_OF_ZEROS)
@@ -438,7 +439,7 @@ class TritonMeanDecoder(MeanDecoder):
         sizes = (layout.nbytes, code.capacity, code.numel)
         self._launch(check, dense, ranks, *given, *sizes, *where, *variant, BLOCK)
         tiles = -(-code.numel // TILE)
-        self._launch(merge, dense, tiles, *given, float(size), code.numel, *where, dense, *variant, TILE, BLOCK)
+        self._launch(merge, dense, tiles, *given, float(size), code.numel, *where, dense, *variant, TILE, FEW)
         return numbers
 
 

@@ -1,11 +1,15 @@
 """Compiles every Triton kernel, with the arguments its operation gives it, for a GPU that need not be there.
 
-`python compile_triton.py cuda:90 bfloat16` prints the names of the kernels. An FMA where the meaning has a product
-and a sum is an error.
+`python compile_triton.py cuda:90 bfloat16` prints for each kernel the registers of a thread, the bytes of shared
+memory and the bytes or registers that spill, the most of its variants. An FMA where the meaning has a product and
+a sum is an error.
 """
 
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +47,7 @@ class Compile:
         backend, arch = target.split(":")
         self.target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
         self.done: set[Any] = set()
+        self.most: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, kernel: Any, near: Any, programs: Any, *arguments: Any) -> None:
         signature, constants = {}, {}
@@ -61,6 +66,8 @@ class Compile:
         self.done.add(variant)
         options = {"num_warps": WARPS, "enable_fp_fusion": False}
         compiled = triton.compile(ASTSource(kernel, signature, constants, {}), target=self.target, options=options)
+        used = self.resources(compiled)
+        self.most[name] = tuple(map(max, zip(used, self.most.get(name, used), strict=True)))
         assert ".ftz" not in str(compiled.asm.get("ptx")), f"{name} takes denormals for zero"
         # AMD divides with FMAs, which cannot be told apart: `accumulate` does where it predicts lower bounds
         predicts = name == "accumulate" and signature["last"] != "constexpr"
@@ -70,6 +77,26 @@ class Compile:
             # AMD's fma_mix also stands for a product alone whose operands or result are fp16
             contracted = re.search("fma(?!_mix)|fmac", assembly)
             assert not contracted, f"{name} contracts a product and a sum into one rounding"
+
+    def resources(self, compiled: Any) -> tuple[int, int, int]:
+        """Registers of a thread, bytes of shared memory, and what spills."""
+        if self.target.backend == "hip":
+            found = {key: int(n) for key, n in re.findall(r"\.(\w+):\s+(\d+)", compiled.asm["amdgcn"])}
+            return (
+                found["vgpr_count"],
+                compiled.metadata.shared,
+                found["vgpr_spill_count"] + found["sgpr_spill_count"],
+            )
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        ptx = compiled.asm["ptx"]
+        with tempfile.TemporaryDirectory() as folder:
+            file, gpu = Path(folder, "kernel.ptx"), re.findall(r"\.target (\w+)", ptx)[0]
+            file.write_text(ptx)
+            command = [get_ptxas(self.target.arch).path, "-v", "--gpu-name", gpu, "-o", f"{file}.o", str(file)]
+            said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes (?:spill|stack)", said))
+        return int(re.findall(r"Used (\d+) registers", said)[0]), compiled.metadata.shared, spilled
 
 
 def every_operation(kernels: Any, dtypes: Any) -> None:
@@ -141,4 +168,5 @@ if __name__ == "__main__":
     codec, decoder = TritonCodec(), TritonMeanDecoder()
     codec._launch = decoder._launch = launch
     every_payload(codec, decoder)
-    print(*sorted({variant[0] for variant in launch.done}))
+    for name, numbers in sorted(launch.most.items()):
+        print(name, *numbers)
