@@ -18,11 +18,11 @@ with pytest.MonkeyPatch.context() as patch:
     if DEVICE == "cpu":
         patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc.kernels.quantize import Quantizers
+    from dgc.kernels.quantize import Quantizers, layout_of
     from dgc.kernels.selection import TOO_LARGE, PassInputs, SparseVector
     from dgc.kernels.triton_quantize import TritonQuantizers
     from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
-    from dgc.kernels.triton_tables import cut
+    from dgc.kernels.triton_tables import as_rows, cut
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
 TILE, SLOTS = 64, 8
@@ -443,6 +443,33 @@ def test_means_of_several_ranks() -> None:
                 reference.uniform_encode(v, bounds, x, levels, bits, 1)[0] for v, x in zip(vs, own, strict=True)
             ]
             check("uniform_mean_", coded, own, levels, bits)
+
+
+def test_sums_of_several_segments() -> None:
+    """Each rank packs its share of the sums of all ranks' fields, and unpacks them all."""
+    bounds, n, factors = budget_of([33, 0, 70, 64, 1, 66], [0] * 6).bounds, 234, random(6, 4)
+    reference, ours = Quantizers(), TritonQuantizers(TILE)
+    for width, bits in ((1, 2), (2, 3)):
+        share = 4 * -(-layout_of(bounds, width, 4).nbytes // 8)
+        codes = (
+            torch.randint(256, (2, 2 * share), generator=torch.Generator().manual_seed(width)).byte().to(DEVICE)
+        )
+        fields = share * 8 // width
+        parts = [[own[r * share : (r + 1) * share] for own in codes] for r in range(2)]
+        packed = [reference.pack_sums(own, tensor(0, fields), width, bits) for own in parts]
+        means = [torch.full((n,), 7.0, device=DEVICE) for _ in range(2)]
+        for quantizers, mean in zip((ours, reference), means, strict=True):
+            quantizers.sums_mean_(packed, fields, width, bits, bounds, factors, mean)
+        assert same(*means), width
+
+
+def test_rows_of_other_tensors_are_copied() -> None:
+    """Also where they lie at the distances of rows, each in a tensor of its own."""
+    whole = torch.arange(32, device=DEVICE)
+    apart = [(whole + 100 * r)[8 * r : 8 * r + 8] for r in range(3)]
+    for rows, copied in ((whole.view(4, 8).unbind(), False), (apart, True), ([whole[::1]], False)):
+        found = as_rows(rows)
+        assert torch.equal(found, torch.stack(list(rows))) and (found.data_ptr() != rows[0].data_ptr()) == copied
 
 
 def test_small_integers() -> None:
