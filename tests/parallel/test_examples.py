@@ -48,7 +48,7 @@ def test_with_torchrun(tmp_path: Path, script: str) -> None:
 
 @pytest.mark.proof
 def test_fsdp2_on_two_machines(tmp_path: Path) -> None:
-    (end,) = ends(two_agents, tmp_path, "train_fsdp2.py 8")
+    (end,) = ends(two_agents, tmp_path, "train_fsdp2.py 16")
     check_training(end)
 
 
