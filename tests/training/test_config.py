@@ -15,7 +15,7 @@ from dgc_training.config.layers import literal
 from dgc_training.config_files import REPOSITORY, config_files
 from dgc_training.constructors import import_path, import_target, keywords
 
-CNN, WM5, SGP = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/gossip/sgp.py"
+CNN, WM5, SGP, RING = (f"configs/{name}.py" for name in ("digits/cnn", "dgc/wm5", "gossip/sgp", "topology/ring"))
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
 
 
@@ -34,42 +34,29 @@ def write(folder: Path, name: str, text: str) -> Path:
 # Derived values
 
 
-def test_t_max_follows_num_epochs() -> None:
-    assert load([CNN]).train.scheduler.T_max == 35
-    assert load([CNN], ["--configs.train.num_epochs", "500"]).train.scheduler.T_max == 495
-    assert load([CNN], ["--configs.train.warmup_lr_epochs=0"]).train.scheduler.T_max == 40
-    assert load([CNN], ["--configs.train.num_epochs", "2"]).train.scheduler.T_max == 1
-
-
-def test_momentum_and_nesterov_reach_the_memory() -> None:
-    words = ["--configs.train.optimizer.momentum", "0.8", "--configs.train.optimizer.nesterov", "true"]
-    train = load([CNN, WM5], words).train
+def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None:
+    for words, t_max in (("", 35), ("num_epochs=500", 495), ("warmup_lr_epochs=0", 40), ("num_epochs=2", 1)):
+        overrides = [f"--configs.train.{word}" for word in words.split()]
+        assert load([CNN], overrides).train.scheduler.T_max == t_max
+    words = "--configs.train.optimizer.momentum 0.8 --configs.train.optimizer.nesterov true"
+    train = load([CNN, WM5], words.split()).train
     for node in (train.optimizer, train.compression.memory, instantiate(train.compression.memory)):
         assert (node.momentum, node.nesterov) == (0.8, True), node
-
-
-def test_later_files_reach_derived_values(tmp_path: Path) -> None:
     later = write(tmp_path, "later.yaml", "{train: {num_epochs: 100, optimizer: {momentum: 0.5}}, seed: 7}")
     tree = load([CNN, WM5, later])
     assert tree.train.scheduler.T_max == 95
-    assert tree.train.compression.memory.momentum == 0.5
-    assert tree.train.compression.seed == 7
+    assert (tree.train.compression.memory.momentum, tree.train.compression.seed) == (0.5, 7)
     assert tree.model.num_classes == tree.dataset.num_classes == 10
-
-
-def test_formulas_in_lists_follow_overrides(tmp_path: Path) -> None:
-    text = (
-        "configs.train.scheduler = Config(torch.optim.lr_scheduler.MultiStepLR)\n"
-        "configs.train.scheduler.milestones = [derived('train.num_epochs // 2 - train.warmup_lr_epochs'), "
-        "derived('train.num_epochs * 3 // 4'), 39]\n"
-    )
-    steps = write(tmp_path, "steps.py", text)
+    # formulas in lists
+    text = "configs.train.scheduler = Config(torch.optim.lr_scheduler.MultiStepLR)\n"
+    text += "configs.train.scheduler.milestones = [derived('train.num_epochs // 2 - train.warmup_lr_epochs'), "
+    steps = write(tmp_path, "steps.py", text + "derived('train.num_epochs * 3 // 4'), 39]\n")
     assert list(load([CNN, steps]).train.scheduler.milestones) == [15, 30, 39]
     tree = load([CNN, steps], ["--configs.train.num_epochs=80", "--configs.train.scheduler.milestones.2", "78"])
     assert list(tree.train.scheduler.milestones) == [35, 60, 78]
 
 
-def test_arithmetic() -> None:
+def test_a_formula_is_arithmetic_and_nothing_else() -> None:
     for formula, value in (
         ("2 + 3 * 4 - 1", 13),
         ("7 / 2", 3.5),
@@ -83,14 +70,11 @@ def test_arithmetic() -> None:
     ):
         tree = OmegaConf.create({"seed": 42, "a": {"b": 3}, "x": f'${{derive:"{formula}"}}'})
         assert tree.x == value and type(tree.x) is type(value), formula
-
-
-def test_a_formula_is_arithmetic_and_nothing_else() -> None:
     wrong = ("f(1)", "a[0]", "'a'", "a if b else c", "lambda: 1", "a.b()", "max()", "a <", "True", "min(a, key=b)")
     for formula in (*wrong, "", "1if(2)else(3)", "(1, 2)", "2.5.5", "a b"):
-        value = OmegaConf.create({"x": f'${{derive:"{formula}"}}', "a": 1, "b": 2})
+        tree = OmegaConf.create({"x": f'${{derive:"{formula}"}}', "a": 1, "b": 2})
         with pytest.raises(OmegaConfBaseException, match="is not made of keys, numbers"):
-            print(value.x, "is the value of", formula)
+            print(tree.x, "is the value of", formula)
 
 
 # Files
@@ -98,14 +82,6 @@ def test_a_formula_is_arithmetic_and_nothing_else() -> None:
 
 def shipped() -> list[str]:
     return [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
-
-
-def test_the_shipped_files_are_all_there() -> None:
-    digits = [f"configs/digits/{name}.py" for name in ("cnn", "resnet20")]
-    dgc = [f"configs/dgc/{name}.py" for name in ("fp16", "int32", "mm", "nm", "wm0", "wm5", "wm5o")]
-    ways = ("exact", "histogram", "predicted", "sampled", "trimmed", "bisection", "mstopk", "laplace", "gaussian")
-    selection = [f"configs/selection/{name}.py" for name in (*ways, "exponential")]
-    assert {*digits, *dgc, *selection} <= set(shipped())
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -118,8 +94,7 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
                 "configs/numwords/by_epoch.py": ["configs/numwords/tiny.py"],
                 "configs/pysource/sgd.py": ["configs/pysource/lstm.py"],
                 "configs/adam/fp16.py": [CNN, "configs/adam/onebit_adam.py"]}  # fmt: skip
-    before = variants.get(name, before)
-    tree = load([*before, name])
+    tree = load([*variants.get(name, before), name])
     for key in ("compression", "gossip", "criterion"):
         instantiate(tree.train[key])
     with torch.device("meta"):
@@ -129,48 +104,42 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
     assert isinstance(optimizer, torch.optim.Optimizer)
 
 
-def test_dgc_keeps_the_experiments_optimizer_keys() -> None:
+def test_dgc_files_set_what_they_say() -> None:
+    ways = "exact histogram predicted sampled trimmed bisection mstopk laplace gaussian exponential".split()
+    names = [f"dgc/{name}" for name in "fp16 int32 mm nm wm0 wm5 wm5o".split()] + [
+        f"selection/{way}" for way in ways
+    ]
+    assert {f"configs/{name}.py" for name in [*names, "digits/cnn", "digits/resnet20"]} <= set(shipped())
+
     dense, dgc = load([CNN]).train, load([CNN, WM5]).train
     assert (dense.dgc, dgc.dgc) == (False, True)
     assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"
     assert {**dense.optimizer, "_target_": 0} == {**dgc.optimizer, "_target_": 0}
     assert dense.compression == {"_target_": "dgc.compression.DenseCompressor"}
 
-
-def test_dgc_files_set_what_they_say() -> None:
-    tree = load([CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py", "configs/dgc/int32.py", "configs/dgc/nm.py"])
-    c = tree.train.compression
+    c = load([CNN, WM5, *(f"configs/dgc/{name}.py" for name in ("fp16", "int32", "nm"))]).train.compression
     assert (c.warmup_epochs, c.warmup_coeff, c["values"], c.indices) == (5, None, "fp16", "int32")
     assert c.memory.momentum_masking is False
     assert load([CNN, "configs/dgc/wm0.py"]).train.compression.warmup_epochs == 0
     assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1, 1, 1, 1, 1]
-    compressor = instantiate(c)
-    ratios = []
+    compressor, ratios = instantiate(c), []
     for epoch in range(6):
         compressor.begin_epoch(epoch)
         ratios.append(compressor.compress_ratio)
     assert ratios == pytest.approx([0.25, 0.063, 0.0158, 0.004, 0.001, 0.001], rel=0.01)
 
 
-def test_a_bases_settings_do_not_undo_an_earlier_file_of_the_folder() -> None:
-    """A base applies once per load, before the first file of its folder."""
-    tree = load([CNN, "configs/dgc/wm5.py", "configs/digits/resnet20.py", "configs/dgc/fp16.py"])
+def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path: Path) -> None:
+    """Once per load, before the first file of the folder: a base does not undo an earlier file of it."""
+    tree = load([CNN, WM5, "configs/digits/resnet20.py", "configs/dgc/fp16.py"])
     assert tree.train.compression.warmup_epochs == 5 and tree.train.compression["values"] == "fp16"
     assert tree.model._target_ == "dgc_models.resnet20"
-
-
-def test_bases_apply_from_the_top_down_and_a_folder_means_its_base(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "no_base/a/__init__.yaml",
-        "{dataset: {_target_: dgc_datasets.Digits}, seed: 1, deterministic: true}",
-    )
+    top = "{dataset: {_target_: dgc_datasets.Digits}, seed: 1, deterministic: true}"
+    write(tmp_path, "no_base/a/__init__.yaml", top)
     write(tmp_path, "no_base/a/b/__init__.py", "configs.seed = configs.seed + 1")
     write(tmp_path, "no_base/a/b/c.py", "configs.seed *= 10\nconfigs.train.num_epochs = 3")
-    rest = write(
-        tmp_path, "rest.yaml", "{model: {_target_: dgc_models.DigitsCNN}, train: {batch_size: 4, num_epochs: 9}}"
-    )
-    folder = tmp_path / "no_base/a/b"
+    model = "{model: {_target_: dgc_models.DigitsCNN}, train: {batch_size: 4, num_epochs: 9}}"
+    rest, folder = write(tmp_path, "rest.yaml", model), tmp_path / "no_base/a/b"
     tree = load([folder / "c.py", rest])
     assert (tree.seed, tree.deterministic, tree.train.num_epochs) == (20, True, 9)
     assert load([folder, rest]).seed == 2
@@ -183,9 +152,9 @@ def test_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     mine = write(tmp_path, "mine.yml", "seed: 3")
     monkeypatch.chdir(tmp_path)
     assert load([CNN, WM5]) == load([REPOSITORY / CNN, "./configs/dgc/wm5"]) == expected
-    assert load([CNN, "mine.yml"]).seed == load([CNN, "mine"]).seed == load([CNN, str(mine)]).seed == 3
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert load([CNN, "~/mine"]).seed == 3
+    for name in ("mine.yml", "mine", str(mine), "~/mine"):
+        assert load([CNN, name]).seed == 3
     shadow = write(tmp_path, "configs/digits/cnn.py", "configs.seed = 4")
     assert load([REPOSITORY / CNN, CNN]).seed == 4, f"{shadow} lies in the working directory and comes first"
     assert os.getcwd() == str(tmp_path)
@@ -200,44 +169,36 @@ def test_loads_do_not_touch_each_other(tmp_path: Path) -> None:
     assert to_yaml(load([CNN])) == to_yaml(load([CNN, CNN])) == first
     with pytest.raises(ImportError, match="configs"):
         from dgc_training.config import configs  # noqa: F401
-
-
-def test_a_config_file_may_load_another_stack(tmp_path: Path) -> None:
+    # a config file may load another stack
     text = "from dgc_training.config import load\n"
     text += "configs.seed = load(['configs/digits/resnet20.py'], ['--configs.seed', '42']).seed + 1"
     assert load([CNN, write(tmp_path, "x.py", text)]).seed == 43
 
 
-def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:
-    python = write(
-        tmp_path,
-        "a.py",
-        "configs.train.optimizer = Config(torch.optim.Adam)\n"
-        "configs.train.optimizer.lr = 1e-3\n"
-        "configs.train.optimizer.betas = (0.9, 0.99)\n"
-        "configs.train.criterion = Config(torch.nn.CrossEntropyLoss, label_smoothing=0.1)\n"
-        "configs.train.meters['acc/{}_top3'] = Config('dgc_training.meters.TopKClassMeter', k=3)\n"
-        "configs.train.scheduler.T_max = derived('train.num_epochs * 2')\n"
-        "configs.train.checkpoint_every = 10\n",
-    )
-    yaml = write(
-        tmp_path,
-        "b.yaml",
-        """
+PYTHON = """
+configs.train.optimizer = Config(torch.optim.Adam)
+configs.train.optimizer.lr = 1e-3
+configs.train.optimizer.betas = (0.9, 0.99)
+configs.train.criterion = Config(torch.nn.CrossEntropyLoss, label_smoothing=0.1)
+configs.train.meters['acc/{}_top3'] = Config('dgc_training.meters.TopKClassMeter', k=3)
+configs.train.scheduler.T_max = derived('train.num_epochs * 2')
+configs.train.checkpoint_every = 10
+"""
+YAML = """
 train:
   optimizer: {_target_: torch.optim.Adam, lr: 1e-3, betas: [0.9, 0.99]}
   criterion:
     _target_: torch.nn.CrossEntropyLoss
     label_smoothing: 0.1
-  meters:
-    acc/{}_top3: {_target_: dgc_training.meters.TopKClassMeter, k: 3}
-  scheduler:
-    T_max: ${derive:"train.num_epochs * 2"}
+  meters: {"acc/{}_top3": {_target_: dgc_training.meters.TopKClassMeter, k: 3}}
+  scheduler: {T_max: '${derive:"train.num_epochs * 2"}'}
   checkpoint_every: 10
-""",
-    )
-    assert to_yaml(load([CNN, python])) == to_yaml(load([CNN, yaml]))
-    tree = load([CNN, yaml])
+"""
+
+
+def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:
+    tree = load([CNN, write(tmp_path, "b.yaml", YAML)])
+    assert to_yaml(load([CNN, write(tmp_path, "a.py", PYTHON)])) == to_yaml(tree)
     assert "momentum" not in tree.train.optimizer and len(tree.train.meters) == 3
     assert tree.train.scheduler.T_max == 80
 
@@ -245,18 +206,16 @@ train:
 def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces(tmp_path: Path) -> None:
     """The same for a YAML file and for the command line; Config(Target), assigned in Python, replaces."""
     same, other = "{_target_: torch.optim.SGD, lr: 0.1}", "{_target_: torch.optim.Adam, lr: 0.1}"
+    sgd, adam = ({"_target_": f"torch.optim.{name}", "lr": 0.1} for name in ("SGD", "Adam"))
     before = values(load([CNN]).train.optimizer)
-    for mapping in (same, "{lr: 0.1}"):
+    assert before["lr"] != 0.1
+    for mapping, found in ((same, {**before, "lr": 0.1}), ("{lr: 0.1}", {**before, "lr": 0.1}), (other, adam)):
         file = write(tmp_path, "a.yaml", f"train: {{optimizer: {mapping}}}")
         for tree in (load([CNN, file]), load([CNN], ["--configs.train.optimizer", mapping])):
-            assert before["lr"] != 0.1 and values(tree.train.optimizer) == {**before, "lr": 0.1}
-    file = write(tmp_path, "b.yaml", f"train: {{optimizer: {other}}}")
-    for tree in (load([CNN, file]), load([CNN], ["--configs.train.optimizer", other])):
-        assert values(tree.train.optimizer) == {"_target_": "torch.optim.Adam", "lr": 0.1}
+            assert values(tree.train.optimizer) == found
     file = write(tmp_path, "c.py", "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
-    assert values(load([CNN, file]).train.optimizer) == {"_target_": "torch.optim.SGD", "lr": 0.1}
     words = ["--configs.train.optimizer", "null", "--configs.train.optimizer", same]
-    assert values(load([CNN], words).train.optimizer) == {"_target_": "torch.optim.SGD", "lr": 0.1}
+    assert values(load([CNN, file]).train.optimizer) == values(load([CNN], words).train.optimizer) == sgd
     # In nodes inside of the mapping too, and in a list's items.
     memory = "{_target_: dgc.memory.DGCSGDMemory, momentum: 0.5}"
     mapping = f"{{_target_: dgc.compression.DGCCompressor, memory: {memory}}}"
@@ -270,24 +229,15 @@ def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces
     assert values(tree.train.compression.rules[0].compressor) == {**before, "rank": 3}
 
 
-def test_a_saved_tree_keeps_nothing_that_its_stack_took_away(tmp_path: Path) -> None:
-    text = "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)\nconfigs.train.meters = Config()\n"
-    tree = load([CNN, write(tmp_path, "own.py", text + "configs.train.metric = None")])
-    assert load([write(tmp_path, "config.yaml", to_yaml(tree))]) == tree
-
-
 def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> None:
+    text = "configs.train.meters = Config()\n"
     drop = write(
-        tmp_path,
-        "drop.py",
-        "configs.train.meters = Config()\nconfigs.train.meters.m = Config('dgc_training.meters.TopKClassMeter')",
+        tmp_path, "drop.py", text + "configs.train.meters.m = Config('dgc_training.meters.TopKClassMeter')"
     )
     stacks: list[list[str | Path]] = [[CNN], [CNN, WM5, "configs/dgc/fp16.py"], [CNN, drop]]
     for stack in stacks:
         tree = load(stack, ["--configs.train.optimizer.lr", "1e-5", "--configs.train.scheduler.eta_min", "0"])
-        saved = tmp_path / "runs" / "name" / "config.yaml"
-        saved.parent.mkdir(parents=True, exist_ok=True)
-        saved.write_text(to_yaml(tree, resolve=False))
+        saved = write(tmp_path, "runs/name/config.yaml", to_yaml(tree, resolve=False))
         assert load([saved]) == tree and to_yaml(load([saved])) == to_yaml(tree)
         again = load([saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"])
         assert again.train.scheduler.T_max == 495
@@ -295,17 +245,17 @@ def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> N
             assert again.train.compression.memory.momentum == 0.8
         saved.write_text(to_yaml(tree, resolve=True))
         assert values(load([saved])) == values(tree)
-
-
-def test_a_saved_tree_brings_the_keys_that_its_stack_declared(tmp_path: Path) -> None:
+    # it keeps nothing that its stack took away
+    text += "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)\nconfigs.train.metric = None"
+    tree = load([CNN, write(tmp_path, "own.py", text)])
+    assert load([write(tmp_path, "config.yaml", to_yaml(tree))]) == tree
+    # it brings the keys that its stack declared
     write(tmp_path, "own/__init__.yaml", "mine: {depth: 3}")
     tree = load([CNN, write(tmp_path, "own/deep.yaml", "mine: {depth: 4}")])
     saved = write(tmp_path, "config.yaml", to_yaml(tree))
     assert load([saved], ["--configs.mine.depth", "5"]).mine.depth == 5
     assert load([saved]) == tree
-
-
-def test_a_saved_tree_can_be_stacked_under_dgc(tmp_path: Path) -> None:
+    # it can be stacked under DGC
     saved = write(tmp_path, "config.yaml", to_yaml(load([CNN], ["--configs.seed", "9"])))
     assert load([saved, WM5]) == load([CNN, WM5], ["--configs.seed", "9"])
 
@@ -321,35 +271,26 @@ def test_the_tree_is_complete_and_read_only() -> None:
 
 
 def test_literals() -> None:
-    cases: list[tuple[str, object]] = [
-        ("500", 500),
-        ("-3", -3),
-        ("1e-4", 1e-4),
-        ("-.5", -0.5),
-        ("1_000", 1000),
-        ("010", "010"),
-        ("null", None),
-        ("None", None),
-        ("~", None),
-        ("nan", "nan"),
-        ("true", True),
-        ("False", False),
-        ("[1, 2]", [1, 2]),
-        ("[1e-4, null, true, 'a b', -1, c]", [1e-4, None, True, "a b", -1, "c"]),
-        ("[]", []),
-        ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
-        ('"5"', "5"),
-        ("'null'", "null"),
-        ("''", ""),
-        ("resnet20", "resnet20"),
-        ("1-2", "1-2"),
-        ("os.getcwd()", "os.getcwd()"),
-        ("__import__('os')", "__import__('os')"),
-        ("acc/test_top1", "acc/test_top1"),
-        ("{a: null, b: 'null of it'}", {"a": None, "b": "null of it"}),
-        ("conv\\d+[.]weight", "conv\\d+[.]weight"),
+    numbers = {"500": 500, "-3": -3, "1e-4": 1e-4, "-.5": -0.5, "1_000": 1000}
+    constants = {"null": None, "None": None, "~": None, "true": True, "False": False}
+    lists = {"[1, 2]": [1, 2], "[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []}
+    mappings = {
+        "{a: 1, b: [x]}": {"a": 1, "b": ["x"]},
+        "{a: null, b: 'null of it'}": {"a": None, "b": "null of it"},
+    }
+    quoted = {'"5"': "5", "'null'": "null", "''": ""}
+    texts = [
+        "010",
+        "nan",
+        "resnet20",
+        "1-2",
+        "os.getcwd()",
+        "__import__('os')",
+        "acc/test_top1",
+        "conv\\d+[.]weight",
     ]
-    for text, value in cases:
+    cases = numbers | constants | lists | mappings | quoted | {text: text for text in texts}
+    for text, value in cases.items():
         found = literal(text, "key")
         assert found == value and type(found) is type(value), text
 
@@ -364,7 +305,7 @@ def test_a_keyword_accepts_what_its_annotation_says() -> None:
     assert [bool(refusal(name, value)) for value in ("a", None, 0.5)] == [False, False, True]
 
 
-def test_overrides_in_every_form(tmp_path: Path) -> None:
+def test_overrides_in_every_form() -> None:
     words = "--configs.train.num_epochs=1e2 --configs.train.optimizer.lr 1e-4 --configs.deterministic True"
     words += " --configs.train.meters.acc/{}_top1.k 3 --configs.train.metric=null --configs.train.bucket_mb 1"
     words += " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
@@ -376,78 +317,54 @@ def test_overrides_in_every_form(tmp_path: Path) -> None:
     assert train.meters["acc/{}_top1"].k == 3 and train.checkpoint_every == 7
     assert list(train.compression.warmup_coeff) == [0.5, 0.1, 0.1, 0.1, 0.1]
     assert (train.optimizer.weight_decay, train.optimizer.dampening) == (0, -1)
-
-
-def test_null_drops_a_node_and_a_node_replaces_null() -> None:
+    # null drops a node, and a node replaces null
     assert load([CNN], ["--configs.train.scheduler", "null"]).train.scheduler is None
     clip = "{_target_: dgc.memory.ClipByNorm, max_norm: 2.5}"
     tree = load([CNN, WM5], ["--configs.train.compression.memory.gradient_clipping", clip])
     assert tree.train.compression.memory.gradient_clipping.max_norm == 2.5
-
-
-def test_the_last_override_wins_and_types_stay_those_of_numbers() -> None:
-    words = ["--configs.train.optimizer.lr", "1", "--configs.train.optimizer.lr", "0.5"]
-    assert load([CNN], words).train.optimizer.lr == 0.5
-    words = ["--configs.train.optimizer.dampening", "0", "--configs.train.optimizer.dampening", "0.5"]
-    assert load([CNN], words).train.optimizer.dampening == 0.5, "SGD declares a float, whatever int stood there"
+    # the last override wins; SGD declares floats, whatever int stood there
+    for key, first in (("lr", "1"), ("dampening", "0")):
+        words = f"--configs.train.optimizer.{key} {first} --configs.train.optimizer.{key} 0.5"
+        assert load([CNN], words.split()).train.optimizer[key] == 0.5
 
 
 # Constructors
 
 
-class Local:
-    """A class that can be imported from here, for instantiate."""
-
-    def __init__(self, first: object = None, second: object = None, items: object = ()) -> None:
-        self.first, self.second, self.items = first, second, items
-
-
 def test_import_paths_are_short_and_lead_back() -> None:
-    targets = [
+    for target, path in (
         (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"),
         (torch.optim.SGD, "torch.optim.SGD"),
         (torch.optim.lr_scheduler.CosineAnnealingLR, "torch.optim.lr_scheduler.CosineAnnealingLR"),
         (torch.nn.functional.cross_entropy, "torch.nn.functional.cross_entropy"),
         (Path, "pathlib.Path"),
-        (dict.fromkeys, None),
-        (lambda: 1, None),
-    ]
-    for target, path in targets:
-        if path is None:
-            with pytest.raises(ValueError):
-                import_path(target)
-        else:
-            assert import_path(target) == path and import_target(path) is target
+    ):
+        assert import_path(target) == path and import_target(path) is target
+    for nameless in (dict.fromkeys, lambda: 1):
+        with pytest.raises(ValueError):
+            import_path(nameless)
 
 
 def test_instantiate_builds_inner_nodes_first() -> None:
     counter = {"_target_": "collections.Counter", "a": 2}
-    node = OmegaConf.create(
-        {"seed": 5, "x": {"_target_": "collections.OrderedDict", "k": "${seed}", "inner": counter}}
-    )
-    built = instantiate(node.x, [("first", 1)], last=3)
+    ordered = {"_target_": "collections.OrderedDict", "k": "${seed}", "inner": counter}
+    built = instantiate(OmegaConf.create({"seed": 5, "x": ordered}).x, [("first", 1)], last=3)
     assert list(built.items()) == [("first", 1), ("k", 5), ("inner", {"a": 2}), ("last", 3)]
     assert instantiate(None) is None
-    assert instantiate(OmegaConf.create({"m": counter, "n": [counter, 1]})) == {
-        "m": {"a": 2},
-        "n": [{"a": 2}, 1],
-    }
-
-
-def test_a_partial_node_is_called_later() -> None:
-    tree = load([CNN, SGP, "configs/topology/ring.py"], ["--configs.train.gossip.graph.peers", "1"])
-    graph = instantiate(tree.train.gossip.graph)
-    assert graph(5).out_peers(4, 0) == (0,)
+    assert instantiate(OmegaConf.create({"m": counter, "n": [counter, 1]})) == {"m": {"a": 2}, "n": [{"a": 2}, 1]}
+    # a partial node is called later
+    tree = load([CNN, SGP, RING], ["--configs.train.gossip.graph.peers", "1"])
+    assert instantiate(tree.train.gossip.graph)(5).out_peers(4, 0) == (0,)
     with pytest.raises(ConfigError, match=r"graph\.peer: dgc\.gossip\.ring takes no keyword 'peer'"):
-        load([CNN, SGP, "configs/topology/ring.py"], ["--configs.train.gossip.graph.peer", "1"])
+        load([CNN, SGP, RING], ["--configs.train.gossip.graph.peer", "1"])
 
 
 def test_instantiate_names_the_node_that_is_wrong() -> None:
-    tree = load([CNN], ["--configs.train.optimizer.lr", "-1"])
+    cosine = "torch.optim.lr_scheduler.CosineAnnealingLR"
+    train = load([CNN], ["--configs.train.optimizer.lr", "-1", "--configs.train.scheduler._target_", cosine]).train
     with pytest.raises(ConfigError, match=r"train\.optimizer \(torch\.optim\.SGD\): Invalid learning rate: -1"):
-        instantiate(tree.train.optimizer, [torch.zeros(1, requires_grad=True)])
-    tree = load([CNN], ["--configs.train.scheduler._target_", "torch.optim.lr_scheduler.CosineAnnealingLR"])
+        instantiate(train.optimizer, [torch.zeros(1, requires_grad=True)])
     with pytest.raises(ConfigError, match=r"train\.scheduler .*: missing a required argument: 'optimizer'"):
-        instantiate(tree.train.scheduler)
+        instantiate(train.scheduler)
     with pytest.raises(ConfigError, match=r"model\.width is set by the program"):
-        instantiate(tree.model, width=3)
+        instantiate(load([CNN]).model, width=3)

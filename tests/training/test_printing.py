@@ -41,7 +41,7 @@ VALUES = {
 def test_formatting() -> None:
     assert [result_text(x) for x in (98.8888, 10, 2.34567, 0)] == ["98.89", "10.00", "2.3457", "0.0000"]
     assert [human_bytes(n) for n in (0, 907, 2820, 999_600, 1_360_764, 15_020_000, 3e12)] == [
-        *("0 B", "907 B", "2.82 kB", "1.00 MB", "1.36 MB", "15.0 MB", "3.00 TB"),
+        *("0 B", "907 B", "2.82 kB", "1.00 MB", "1.36 MB", "15.0 MB", "3.00 TB")
     ]
     assert (plural(1, "rank"), plural(2, "rank")) == ("1 rank", "2 ranks")
     dense = "a dense fp32 all-reduce"
