@@ -43,6 +43,18 @@ def summary_of(directory: Path) -> Any:
     return json.loads((directory / "summary.json").read_text())
 
 
+def contents(directory: Path) -> dict[Path, bytes]:
+    """What is in each file."""
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def events_of(directory: Path) -> Any:
+    """What a run has written for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(directory)).Reload()
+
+
 def latest_of(directory: Path) -> str:
     name: str = json.loads((directory / "checkpoints" / "latest.json").read_text())["checkpoint"]
     return name

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,23 +22,28 @@ from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.failure import UsageError
 
 
-def save(directory: Any, names: Any, size: int = 2, best: Any = ()) -> None:
-    def body(transport: Any) -> None:
-        checkpoints = Checkpoints(directory, transport)
+def on_ranks(directory: Path, size: int, body: Callable[[Checkpoints, int], Any]) -> Any:
+    return LockstepWorld(size).run(lambda transport: body(Checkpoints(directory, transport), transport.rank))
+
+
+def save(
+    directory: Path, names: Any, size: int = 2, best: Any = (), own: Any = lambda rank: {"rank": rank}
+) -> None:
+    """own: the state of a rank."""
+
+    def body(checkpoints: Checkpoints, rank: int) -> None:
         for name in names:
-            shared = {"name": name, "weight": torch.ones(3)}
-            checkpoints.save(name, shared, {"rank": transport.rank}, best=name in best)
+            checkpoints.save(name, {"name": name, "weight": torch.ones(3)}, own(rank), best=name in best)
 
-    LockstepWorld(size).run(body)
+    on_ranks(directory, size, body)
 
 
-def load(directory: Any, *which: Any, size: int = 2) -> Any:
-    def body(transport: Any) -> Any:
-        checkpoints = Checkpoints(directory, transport)
+def load(directory: Path, *which: str, size: int = 2) -> Any:
+    def body(checkpoints: Checkpoints, rank: int) -> Any:
         found = checkpoints.find(*which)
         return None if found is None else checkpoints.load(found)
 
-    return LockstepWorld(size).run(body)
+    return on_ranks(directory, size, body)
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -46,27 +52,26 @@ def test_round_trip(tmp_path: Path) -> None:
     assert load(tmp_path, "best", "latest") == [None, None]
     save(tmp_path, ["e0001"])
     for rank, loaded in enumerate(load(tmp_path, "latest")):
-        assert (loaded.name, loaded.size) == ("e0001", 2)
+        assert (loaded.name, loaded.size, loaded.own) == ("e0001", 2, {"rank": rank})
         assert loaded.shared["name"] == "e0001" and torch.equal(loaded.shared["weight"], torch.ones(3))
-        assert loaded.own == {"rank": rank}
     (tmp_path / "e0001" / "rank1.pt").unlink()
-
-    def body(transport: Any) -> Any:
-        return Checkpoints(tmp_path, transport).load("e0001", own_part=False)
-
-    assert [part.own for part in LockstepWorld(3).run(body)] == [{}] * 3
+    parts = on_ranks(tmp_path, 3, lambda checkpoints, rank: checkpoints.load("e0001", own_part=False))
+    assert [part.own for part in parts] == [{}] * 3
+    # a pointer cannot leave the directory
+    save(tmp_path, ["e0002"], size=1)
+    (tmp_path / "latest.json").write_text(json.dumps({"checkpoint": "../../e0002"}))
+    assert load(tmp_path, "latest", size=1)[0].name == "e0002"
 
 
 def test_the_manifest_says_which_machine_has_which_residual(tmp_path: Path) -> None:
     """By the parts of its ranks, or by islands; ranks with residuals of their own need no list."""
 
-    def body(transport: Any) -> None:
-        checkpoints, rank = Checkpoints(tmp_path, transport), transport.rank
+    def body(checkpoints: Checkpoints, rank: int) -> None:
         checkpoints.save("e0001", {}, {"compression": {"part": {"machine": rank // 2, "machines": 2}}})
         checkpoints.save("e0002", {}, {}, island=rank % 2)
         checkpoints.save("e0003", {}, {"compression": {"part": None}})
 
-    LockstepWorld(4).run(body)
+    on_ranks(tmp_path, 4, body)
     manifests = [json.loads((tmp_path / f"e000{n}/manifest.json").read_text()) for n in (1, 2, 3)]
     assert [manifest.get("machines") for manifest in manifests] == [[0, 0, 1, 1], [0, 1, 0, 1], None]
 
@@ -77,7 +82,18 @@ def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(["e0001", *names[-3:]])
     assert load(tmp_path, "best", "latest")[1].name == "e0001"
     assert load(tmp_path, "latest")[1].name == "e10000"
-    assert not [file for _, _, files in os.walk(tmp_path) for file in files if file.endswith(".tmp")]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_the_latest_and_the_best_are_never_overwritten(tmp_path: Path) -> None:
+    """Another number of ranks can reach the same step again. A crash then must keep the latest checkpoint."""
+    names = ["e0001s00006", "e0001s00006-2", "e0001s00008"]
+    save(tmp_path, names[:1], size=2, best=names)
+    before = (tmp_path / names[0] / "shared.pt").stat().st_ino
+    save(tmp_path, names[::2], size=3)
+    assert (tmp_path / names[0] / "shared.pt").stat().st_ino == before
+    assert load(tmp_path, "best", size=2)[0].size == 2
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == names
 
 
 def on_two_machines(monkeypatch: pytest.MonkeyPatch, views: Any, wait: float = 0.0) -> Any:
@@ -111,80 +127,52 @@ def test_machines_that_see_different_checkpoints_are_refused(monkeypatch: pytest
     assert on_two_machines(monkeypatch, [["e0001", "e0002"], ["e0002"]], wait=30) == ["e0002"] * 2
 
 
-def save_errors(directory: Any, size: Any) -> None:
-    """Saves a checkpoint. The residual of rank r is filled with r."""
-
-    def body(transport: Any) -> None:
-        own = {"compression": {"velocities": {"w": torch.full((4,), float(transport.rank))}, "steps": 7}}
-        Checkpoints(directory, transport).save("e0001", {"name": "e0001"}, own)
-
-    LockstepWorld(size).run(body)
-
-
 def test_another_number_of_ranks_redistributes_the_residual(tmp_path: Path) -> None:
+    """Or reports what is missing, or cannot be redistributed."""
+
+    def own(rank: int) -> Any:
+        return {"compression": {"velocities": {"w": torch.full((4,), float(rank))}, "steps": 7}}
+
     for old, new in ((2, 3), (3, 2), (4, 1), (1, 4)):
         directory = tmp_path / f"{old} to {new}"
-        save_errors(directory, old)
+        save(directory, ["e0001"], old, own=own)
         loaded = load(directory, "latest", size=new)
         assert all(part.size == old and part.shared["name"] == "e0001" for part in loaded)
         assert all(part.own["compression"]["steps"] == 7 for part in loaded)
         mean = sum(part.own["compression"]["velocities"]["w"] for part in loaded) / new
         torch.testing.assert_close(mean, torch.full((4,), (old - 1) / 2), rtol=1e-6, atol=0)
-
-
-def test_another_number_of_ranks_reports_what_is_missing_or_cannot_be_redistributed(tmp_path: Path) -> None:
-    save_errors(tmp_path, 3)
-    (tmp_path / "e0001" / "rank2.pt").unlink()
+    (tmp_path / "3 to 2/e0001/rank2.pt").unlink()
     with pytest.raises(UsageError, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
-        load(tmp_path, "latest", size=2)
-
-    def body(transport: Any) -> None:
-        own = {"compression": {f"message from {transport.rank}": 1}}
-        Checkpoints(tmp_path, transport).save("e0001s00004", {}, own)
-
-    LockstepWorld(2).run(body)
+        load(tmp_path / "3 to 2", "latest", size=2)
+    save(tmp_path, ["e0001s00004"], own=lambda rank: {"compression": {f"message from {rank}": 1}})
     with pytest.raises(UsageError, match="was saved by 2 ranks and cannot be resumed by 1: .*Start 2 ranks"):
         load(tmp_path, "latest", size=1)
-
-
-def flipped(content: bytes) -> bytes:
-    place = len(content) // 2
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-DAMAGES = {
-    "flip": flipped,
-    "truncate": lambda content: content[:50],
-    "foreign": lambda content: b"x" * len(content),
-}
-
-
-@pytest.mark.parametrize("file", ["shared.pt", "rank1.pt"])
-def test_a_damaged_file_is_one_error_on_every_rank(tmp_path: Path, file: str) -> None:
-    save(tmp_path, ["e0001"])
-    path = tmp_path / "e0001" / file
-    content = path.read_bytes()
-    for name, damage in DAMAGES.items():
-        path.write_bytes(damage(content))
-        with case(name):
-            assert_refused(tmp_path, f"damaged: .*{file} is not the file that was written")
-    path.unlink()
-    assert_refused(tmp_path, f"damaged: .*{file}")
 
 
 def assert_refused(directory: Path, message: str) -> None:
     """On every rank."""
 
-    def body(transport: Any) -> None:
-        checkpoints = Checkpoints(directory, transport)
+    def body(checkpoints: Checkpoints, rank: int) -> None:
         with pytest.raises(UsageError, match=message):
             checkpoints.load(checkpoints.find("latest") or "")
 
-    LockstepWorld(2).run(body)
+    on_ranks(directory, 2, body)
 
 
-def test_a_damaged_manifest_or_pointer_is_one_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_error_on_every_rank(tmp_path: Path) -> None:
     save(tmp_path, ["e0001"])
+    for file in ("shared.pt", "rank1.pt"):
+        path = tmp_path / "e0001" / file
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        for damaged in (bytes(flipped), content[:50], b"x" * len(content)):
+            path.write_bytes(damaged)
+            with case(file, damaged[:9]):
+                assert_refused(tmp_path, f"damaged: .*{file} is not the file that was written")
+        path.unlink()
+        assert_refused(tmp_path, f"damaged: .*{file}")
+        path.write_bytes(content)
     path = tmp_path / "e0001" / "manifest.json"
     whole = path.read_text()
     for size in ("3", 1, 0, -1, "two", None, 2.5, 10**30):
@@ -198,58 +186,6 @@ def test_a_damaged_manifest_or_pointer_is_one_error_on_every_rank(tmp_path: Path
             assert_refused(tmp_path, "latest.json")
 
 
-def test_the_latest_and_the_best_are_never_overwritten(tmp_path: Path) -> None:
-    """Another number of ranks can reach the same step again. A crash then must keep the latest checkpoint."""
-    save(tmp_path, ["e0001s00006"], size=2, best=["e0001s00006"])
-    before = (tmp_path / "e0001s00006" / "shared.pt").stat().st_ino
-    save(tmp_path, ["e0001s00006", "e0001s00008"], size=3)
-    assert (tmp_path / "e0001s00006" / "shared.pt").stat().st_ino == before
-    assert load(tmp_path, "best", size=2)[0].size == 2
-    names = ["e0001s00006", "e0001s00006-2", "e0001s00008"]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == names
-
-
-@pytest.mark.parametrize("dies_at", range(5))
-def test_a_crash_while_saving_keeps_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
-) -> None:
-    save(tmp_path, ["e0001"], size=1)
-    calls = iter(range(100))
-    replace = os.replace
-
-    def dying_replace(source: Any, target: Any) -> None:
-        if next(calls) == dies_at:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    # rank0.pt, shared.pt, manifest.json, latest.json; a fifth rename does not happen.
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", dying_replace)
-        with pytest.raises(KeyboardInterrupt) if dies_at < 4 else nullcontext():
-            save(tmp_path, ["e0002"], size=1)
-    assert load(tmp_path, "latest", size=1)[0].shared["name"] == ("e0001" if dies_at < 4 else "e0002")
-    save(tmp_path, ["e0002"], size=1)
-    assert load(tmp_path, "latest", size=1)[0].shared["name"] == "e0002"
-
-
-def test_a_rank_that_cannot_write_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, ["e0001"])
-
-    def body(transport: Any) -> None:
-        own = {"rank": transport.rank} if transport.rank == 0 else {"lock": threading.Lock()}
-        Checkpoints(tmp_path, transport).save("e0002", {}, own)
-
-    with pytest.raises(TypeError, match="pickle"):
-        LockstepWorld(2).run(body)
-    assert load(tmp_path, "latest")[0].name == "e0001"
-
-
-def test_a_pointer_cannot_leave_the_directory(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints", ["e0001"], size=1)
-    (tmp_path / "checkpoints" / "latest.json").write_text(json.dumps({"checkpoint": "../../e0001"}))
-    assert load(tmp_path / "checkpoints", "latest", size=1)[0].name == "e0001"
-
-
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -259,6 +195,34 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"evil\.pt cannot be read"):
         read_tensors(tmp_path / "evil.pt")
     assert not (tmp_path / "made").exists()
+
+
+def test_a_crash_while_saving_keeps_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rank0.pt, shared.pt, manifest.json, latest.json; a fifth rename does not happen."""
+    replace = os.replace
+    for dies_at in range(5):
+        directory, calls = tmp_path / str(dies_at), iter(range(100))
+        save(directory, ["e0001"], size=1)
+
+        def dying_replace(source: Any, target: Any, dies_at: int = dies_at, calls: Any = calls) -> None:
+            if next(calls) == dies_at:
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        with monkeypatch.context() as patched, case(dies_at):
+            patched.setattr(os, "replace", dying_replace)
+            with pytest.raises(KeyboardInterrupt) if dies_at < 4 else nullcontext():
+                save(directory, ["e0002"], size=1)
+        assert load(directory, "latest", size=1)[0].shared["name"] == ("e0001" if dies_at < 4 else "e0002")
+        save(directory, ["e0002"], size=1)
+        assert load(directory, "latest", size=1)[0].shared["name"] == "e0002"
+    # a rank that cannot write
+    save(tmp_path / "lock", ["e0001"])
+    with pytest.raises(TypeError, match="pickle"):
+        save(tmp_path / "lock", ["e0002"], own=lambda rank: {"lock": threading.Lock()} if rank else {})
+    assert load(tmp_path / "lock", "latest")[0].name == "e0001"
 
 
 def fill_the_disk_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,13 +260,12 @@ def test_an_interrupted_write_or_a_full_disk_keeps_the_old_file(
 def test_a_full_disk_ends_all_ranks(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with status 2. The checkpoint before remains the latest."""
 
-    def body(transport: Any) -> Any:
-        checkpoints = Checkpoints(tmp_path, transport)
+    def body(checkpoints: Checkpoints, rank: int) -> Any:
         checkpoints.save("e0001", {"w": 1}, {"compression": {}})
-        if transport.rank == 0:
+        if rank == 0:
             fill_the_disk_of(file, monkeypatch)
         with pytest.raises(UsageError, match=f"cannot be written: .*No space left on device: .*{file}'.*resumes"):
             checkpoints.save("e0002", {"w": 2}, {"compression": {}})
         return checkpoints.find("latest")
 
-    assert LockstepWorld(2).run(body) == ["e0001", "e0001"]
+    assert on_ranks(tmp_path, 2, body) == ["e0001", "e0001"]

@@ -1,7 +1,12 @@
 """train.py on simulated ranks: a complete run, evaluation, damaged runs, wrong arguments."""
 
 import json
+import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +14,7 @@ import pytest
 import torch
 from cases import case
 from pytest import CaptureFixture, MonkeyPatch
-from simulated import CNN, saved, summary_of, train_in
+from simulated import CNN, contents, events_of, saved, summary_of, train_in
 
 import train
 from dgc import kernels
@@ -47,26 +52,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    shutil.copytree(finished, tmp_path / "run")
-    return tmp_path / "run"
-
-
-@pytest.fixture
 def here(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """The empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def contents(directory: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-def events_of(directory: Path) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return EventAccumulator(str(directory)).Reload()
 
 
 def test_the_files_of_a_run(finished: Path) -> None:
@@ -150,16 +139,39 @@ def test_a_traced_run_has_a_timeline_of_each_rank_and_its_kernels(
         assert {"data", "forward_backward", "compress", "launch", "decode", "step", "in flight"} <= phases
 
 
-def test_a_finished_run_is_not_run_again(
-    copy: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
+def test_a_finished_run_that_is_started_again(
+    finished: Path, tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
 ) -> None:
-    """Settings without an effect on the result may change."""
+    """It is not run again, whatever settings without an effect on the result; damaged or other, it is an error."""
     monkeypatch.setattr(kernels, "_asked", "auto")
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")}
     for free in ([], ["train.bucket_mb=1", "train.log_every=3", "train.trace=True", "train.kernels=reference"]):
         run(copy, *free)
         assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")} == before
         assert "resumed from checkpoint e0002. The run is finished" in capsys.readouterr().out
+
+    options: list[str]
+    for options, message in (
+        ([], r"train\.optimizer\.lr: 0\.025 -> 0\.5(.|\n)*--suffix"),
+        (["--evaluate"], rf"train\.optimizer\.lr(.|\n)*{copy}/config.yaml --run-dir {copy}"),
+    ):
+        with unchanged(copy), pytest.raises(UsageError, match=message):
+            run(copy, "train.optimizer.lr=0.5", options=options)
+    damages = [("config.yaml", text) for text in (b"a: [", b"\x00\x1a", b"\xff\xfe\xfa", b"  a: 1\nb: 2\n")]
+    for name, damage in [*damages, ("checkpoints/best.json", b"{")]:
+        whole = (copy / name).read_bytes()
+        (copy / name).write_bytes(damage)
+        message = r"config\.yaml is damaged .* --no-resume" if "yaml" in name else r"best\.json cannot be read"
+        with unchanged(copy), case(damage), pytest.raises(UsageError, match=message):
+            run(copy)
+        (copy / name).write_bytes(whole)
+
+    summary = (copy / "summary.json").read_bytes()
+    run(copy, "train.num_epochs=1", options=["--no-resume"])
+    assert (copy.with_name("run.1") / "summary.json").read_bytes() == summary
+    assert summary_of(copy)["epochs"] == 1
 
 
 def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(
@@ -174,18 +186,14 @@ def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(
     assert list(tmp_path.iterdir()) == []
 
 
-# Runs that do not fit, or are damaged
+# Checkpoints that do not fit
 
 
-def test_another_config_is_an_error_and_nothing_is_overwritten(finished: Path) -> None:
-    before = contents(finished)
-    for options, message in (
-        ([], r"train\.optimizer\.lr: 0\.025 -> 0\.5(.|\n)*--suffix"),
-        (["--evaluate"], rf"train\.optimizer\.lr(.|\n)*{finished}/config.yaml --run-dir {finished}"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            run(finished, "train.optimizer.lr=0.5", options=options)
-    assert contents(finished) == before
+@contextmanager
+def unchanged(directory: Path) -> Iterator[None]:
+    before = contents(directory)
+    yield
+    assert contents(directory) == before
 
 
 def nan_in(tensor: torch.Tensor) -> None:
@@ -202,12 +210,7 @@ def group(**values: Any) -> Any:
 
 def first_buffer(change: Any) -> Any:
     """Changes the momentum of the first parameter."""
-
-    def changed(shared: Any) -> None:
-        buffers = shared["optimizer"]["state"][0]
-        buffers["momentum_buffer"] = change(buffers["momentum_buffer"])
-
-    return changed
+    return lambda s: s["optimizer"]["state"][0].update({BUFFER: change(s["optimizer"]["state"][0][BUFFER])})
 
 
 def in_fp64(own: Any) -> None:
@@ -215,62 +218,47 @@ def in_fp64(own: Any) -> None:
     errors.update({name: error.double() for name, error in errors.items()})
 
 
+def nan_in_state(*keys: Any) -> Any:
+    return lambda s: nan_in_first(reduce(getitem, keys, s["compression"]))
+
+
 WEIGHT, BIAS, BUFFER = "classifier.2.weight", "classifier.2.bias", "momentum_buffer"
 RANK_1 = {"compression": {}, "batch_norm": {"other": 1}, "random": {}}
-# the method of the config, the file, how it is changed, and the message
-DGC, ONEBIT, POWERSGD, OSGP = "dgc/wm5", "quant/onebit", "powersgd/rank4", "gossip/osgp"
-DAMAGED: list[tuple[str, str, Any, str]] = [
-    (
-        DGC,
-        "shared",
-        lambda s: s["progress"].update(epoch=float("inf")),
-        r"\(rank 0\): (.|\n)*progress\.epoch is inf",
-    ),
-    (DGC, "shared", first_buffer(lambda b: "x"), r"optimizer\.state\.0\.momentum_buffer is of type str"),
-    (DGC, "shared", lambda s: s["optimizer"]["state"].update({4: None}), r"optimizer\.state\.4 is not"),
-    (DGC, "shared", first_buffer(lambda b: torch.zeros(3)), "momentum_buffer is not a tensor of shape"),
-    (DGC, "shared", lambda s: s["optimizer"]["param_groups"][0].pop("lr"), r"param_groups\.0 is"),
-    (DGC, "shared", lambda s: s["schedule"]["scheduler"].pop("T_max"), r"schedule\.scheduler is"),
-    (DGC, "shared", lambda s: s["model"].popitem(), "Missing key"),
-    (DGC, "shared", lambda s: s.clear(), "KeyError"),
-    (DGC, "shared", lambda s: nan_in(s["model"][WEIGHT]), rf"shared\.pt.*{WEIGHT} has NaN"),
-    (DGC, "shared", lambda s: s["model"].update({BIAS: s["model"][BIAS].double()}), f"{BIAS} is not .*32"),
-    (DGC, "shared", lambda s: nan_in(s["optimizer"]["state"][0][BUFFER]), rf"state\.0\.{BUFFER} has NaN"),
-    (
-        DGC,
-        "shared",
-        first_buffer(lambda b: b.to(torch.int8)),
-        rf"state\.0\.{BUFFER} is not a tensor of shape .* and type torch.float32",
-    ),
-    (DGC, "shared", group(momentum=0.5), r"param_groups\.0\.momentum is 0\.5, and 0\.9 in the config"),
-    (DGC, "shared", group(lr=float("inf")), r"param_groups\.0\.lr is inf"),
-    (DGC, "shared", lambda s: s["progress"].update(samples=2**80), rf"progress\.samples is {2**80}"),
-    (DGC, "rank1", lambda s: s.update(RANK_1), r"\(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"),
-    (
-        DGC,
-        "rank1",
-        lambda s: nan_in_first(s["compression"]["DGCCompressor.0"]["velocities"]),
-        r"\(rank 1\): rank1\.pt: .* velocities of \S+ has NaN",
-    ),
-    (
-        ONEBIT,
-        "rank0",
-        lambda s: nan_in_first(s["compression"]["OneBitCompressor.0"]["errors"]),
-        "errors of .* has NaN",
-    ),
-    (POWERSGD, "rank0", in_fp64, "errors of .* has type torch.float64, not torch.float32"),
-    (POWERSGD, "rank1", lambda s: nan_in_first(s["compression"]["PowerSGDCompressor.0"]["Q"]), "Q of .* has NaN"),
-    (OSGP, "rank0", lambda s: nan_in(s["compression"]["OSGP.0"]["z"]), "z has NaN"),
-    (
-        OSGP,
-        "rank0",
-        lambda s: nan_in(s["compression"]["optimizer"]["state"][0][BUFFER]),
-        rf"rank0\.pt: .*{BUFFER} has NaN",
-    ),
-]
+INT8 = rf"state\.0\.{BUFFER} is not a tensor of shape .* and type torch.float32"
+VELOCITIES = r"\(rank 1\): rank1\.pt: .* velocities of \S+ has NaN"
+DAMAGED: dict[str, list[tuple[str, Any, str]]] = {  # by method: the file, how it is changed, and the message
+    "dgc/wm5": [
+        ("shared", lambda s: s["progress"].update(epoch=math.inf), r"\(rank 0\): (.|\n)*progress\.epoch is inf"),
+        ("shared", first_buffer(lambda b: "x"), r"optimizer\.state\.0\.momentum_buffer is of type str"),
+        ("shared", lambda s: s["optimizer"]["state"].update({4: None}), r"optimizer\.state\.4 is not"),
+        ("shared", first_buffer(lambda b: torch.zeros(3)), "momentum_buffer is not a tensor of shape"),
+        ("shared", lambda s: s["optimizer"]["param_groups"][0].pop("lr"), r"param_groups\.0 is"),
+        ("shared", lambda s: s["schedule"]["scheduler"].pop("T_max"), r"schedule\.scheduler is"),
+        ("shared", lambda s: s["model"].popitem(), "Missing key"),
+        ("shared", lambda s: s.clear(), "KeyError"),
+        ("shared", lambda s: nan_in(s["model"][WEIGHT]), rf"shared\.pt.*{WEIGHT} has NaN"),
+        ("shared", lambda s: s["model"].update({BIAS: s["model"][BIAS].double()}), f"{BIAS} is not .*32"),
+        ("shared", lambda s: nan_in(s["optimizer"]["state"][0][BUFFER]), rf"state\.0\.{BUFFER} has NaN"),
+        ("shared", first_buffer(lambda b: b.to(torch.int8)), INT8),
+        ("shared", group(momentum=0.5), r"param_groups\.0\.momentum is 0\.5, and 0\.9 in the config"),
+        ("shared", group(lr=math.inf), r"param_groups\.0\.lr is inf"),
+        ("shared", lambda s: s["progress"].update(samples=2**80), rf"progress\.samples is {2**80}"),
+        ("rank1", lambda s: s.update(RANK_1), r"\(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"),
+        ("rank1", nan_in_state("DGCCompressor.0", "velocities"), VELOCITIES),
+    ],
+    "quant/onebit": [("rank0", nan_in_state("OneBitCompressor.0", "errors"), "errors of .* has NaN")],
+    "powersgd/rank4": [
+        ("rank0", in_fp64, "errors of .* has type torch.float64, not torch.float32"),
+        ("rank1", nan_in_state("PowerSGDCompressor.0", "Q"), "Q of .* has NaN"),
+    ],
+    "gossip/osgp": [
+        ("rank0", lambda s: nan_in(s["compression"]["OSGP.0"]["z"]), "z has NaN"),
+        ("rank0", nan_in_state("optimizer", "state", 0), rf"rank0\.pt: .*{BUFFER} has NaN"),
+    ],
+}
 
 
-@pytest.mark.parametrize("method", [DGC, ONEBIT, POWERSGD, OSGP])
+@pytest.mark.parametrize("method", DAMAGED)
 def test_a_checkpoint_that_does_not_fit_is_one_error_on_every_rank(method: str, tmp_path: Path) -> None:
     """The error has file, name and remedy. Without it every step would be dropped. Nothing is overwritten."""
     stack, settings = [CNN, f"configs/{method}.py"], [*QUICK, *BRIEF, "train.check_replicas_every=0"]
@@ -278,35 +266,17 @@ def test_a_checkpoint_that_does_not_fit_is_one_error_on_every_rank(method: str, 
     train_in(tmp_path, stack, settings)
     folder = tmp_path / "checkpoints" / "e0001"
     whole, manifest = contents(folder), json.loads((folder / "manifest.json").read_text())
-    for _, name, damage, message in (row for row in DAMAGED if row[0] == method):
+    for name, damage, message in DAMAGED[method]:
         file = folder / f"{name}.pt"
         content = read_tensors(file)
         damage(content)
         torch.save(content, file)
         files = {**manifest["files"], file.name: fingerprint(file)}
         (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
-        before = contents(tmp_path)
-        cure = r"(.|\n)*latest\.json\. --no-resume"
-        with (
-            case(message),
-            pytest.raises(UsageError, match=rf"e0001 does not fit this run (.|\n)*{message}{cure}"),
-        ):
+        text = rf"e0001 does not fit this run (.|\n)*{message}(.|\n)*latest\.json\. --no-resume"
+        with unchanged(tmp_path), case(message), pytest.raises(UsageError, match=text):
             train_in(tmp_path, stack, settings)
-        assert contents(tmp_path) == before
         file.write_bytes(whole[file])
-
-
-def test_a_damaged_config_or_pointer_of_the_run_is_an_error_before_training(copy: Path) -> None:
-    damages = [("config.yaml", text) for text in (b"a: [", b"\x00\x1a", b"\xff\xfe\xfa", b"  a: 1\nb: 2\n")]
-    for name, damage in [*damages, ("checkpoints/best.json", b"{")]:
-        whole = (copy / name).read_bytes()
-        (copy / name).write_bytes(damage)
-        before = contents(copy)
-        message = r"config\.yaml is damaged .* --no-resume" if "yaml" in name else r"best\.json cannot be read"
-        with case(damage), pytest.raises(UsageError, match=message):
-            run(copy)
-        assert contents(copy) == before
-        (copy / name).write_bytes(whole)
 
 
 def test_labels_outside_of_the_outputs_give_one_line(tmp_path: Path) -> None:
@@ -318,13 +288,6 @@ def test_labels_outside_of_the_outputs_give_one_line(tmp_path: Path) -> None:
     LabelCheck(torch.nn.MSELoss())(torch.zeros(3, 1), torch.tensor([7, 8, 9]))
     with pytest.raises(ConfigError, match="label -1, but model"):
         LabelCheck(torch.nn.CrossEntropyLoss())(torch.zeros(3, 9, 4), labels.clamp(min=-1).view(3, 1))
-
-
-def test_no_resume_moves_the_earlier_run_aside(copy: Path) -> None:
-    before = (copy / "summary.json").read_bytes()
-    run(copy, "train.num_epochs=1", options=["--no-resume"])
-    assert (copy.with_name("run.1") / "summary.json").read_bytes() == before
-    assert summary_of(copy)["epochs"] == 1
 
 
 def test_any_number_is_better_than_nan() -> None:
@@ -372,16 +335,12 @@ def test_ranks_with_other_configs_are_reported(tmp_path: Path) -> None:
 # The command line
 
 
-def test_print_config_prints_and_stops(here: Path, capsys: CaptureFixture[str]) -> None:
+def test_arguments_are_read_before_anything_starts(here: Path, capsys: CaptureFixture[str]) -> None:
     assert train.main([*EXPERIMENT, "--print-config", "--configs.train.num_epochs", "500"]) == 0
     assert "num_epochs: 500" in capsys.readouterr().out
-    assert list(here.iterdir()) == []
     # files of several --configs stack
     args, _ = parse_arguments(["--configs", "a.py", "b.py", "--suffix", ".x", "--configs", "c.py"])
     assert args.configs == ["a.py", "b.py", "c.py"]
-
-
-def test_wrong_arguments_are_errors_before_anything_starts(here: Path, capsys: CaptureFixture[str]) -> None:
     for words in (["--config", "x"], ["--configs.train.num_epoch", "5"], ["stray.py"], ["--eval"]):
         assert train.main([*EXPERIMENT, "--devices", "cpu", *words]) == 2
         assert words[0].removeprefix("--configs.") in capsys.readouterr().err
