@@ -31,7 +31,7 @@ STATED = {
         "optim/test_distributed::test_dgc_at_ratio_one_is_momentum_sgd"
     ),
     "optimizer.nesterov does not reach the memory": (
-        "training/test_config::test_momentum_and_nesterov_reach_the_memory"
+        "training/test_config::test_derived_values_follow_overrides_and_later_files"
     ),
     "the memory's Nesterov may differ from the optimizer's": "optim/test_refused::test_momentum_has_one_owner",
     "a NaN is never selected, stays in the memory, and nobody is told": (
@@ -51,9 +51,7 @@ STATED = {
     "MultiStepLR resumed right after a milestone decays twice": (
         "training/test_schedule::test_a_resumed_schedule_continues_identically"
     ),
-    "padding counts some samples twice": (
-        "training/test_evaluation::test_the_result_does_not_depend_on_the_ranks"
-    ),
+    "padding counts some samples twice": ("training/test_data::test_the_result_does_not_depend_on_the_ranks"),
     "a checkpoint has the batch norm of rank 0, and each rank evaluates its own": (
         "training/test_train::test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks"
     ),
@@ -66,7 +64,7 @@ STATED = {
     "gathered data are not checked": (
         "wire/test_corruption::test_any_bytes_at_all_give_an_error_or_a_sound_selection"
     ),
-    "replicas are not compared": "training/test_agreement::test_the_rank_with_other_weights_is_reported",
+    "replicas are not compared": "training/test_faults::test_the_rank_with_other_weights_is_reported",
 }
 
 

@@ -20,13 +20,11 @@ class Tests:
 LAWS = ("tests/laws/test_laws.py", "tests/laws/test_testing.py")
 TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
 TRAINER_TESTS = (
-    "adam agreement checkpoint config config_errors data earlier_configs error_growth evaluation every_method "
-    "fp16 gossip hierarchical interruption language migrating printing refused reshard resuming runs schedule "
-    "train translation"
+    "checkpoint config config_errors data every_method faults fp16 gossip language migrating printing refused "
+    "reshard resuming run_directory schedule train translation"
 )
 TRAINER = Tests(
-    tuple(f"tests/training/test_{name}.py" for name in TRAINER_TESTS.split()),
-    tuple(f"tests/training/test_{name}.py" for name in ("startup", "lock", "failure")),
+    tuple(f"tests/training/test_{name}.py" for name in TRAINER_TESTS.split()), ("tests/training/test_failure.py",)
 )
 TRAINER_PACKAGES = (
     "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "

@@ -1,12 +1,15 @@
-"""Order and sharding of the data; the state of all random generators."""
+"""Order and sharding of the data, the state of all random generators, and evaluation over ranks."""
 
 import io
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,14 @@ import numpy as np
 import pytest
 import torch
 from environment import patient, python_path
+from omegaconf import OmegaConf
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from dgc.comm.lockstep import LockstepWorld
 from dgc_training.data import PassSampler, TrainBatches, check_workers, evaluation_loader, steps_per_epoch
+from dgc_training.evaluation import Evaluation, averaged_batch_norm, batch_norm_buffers, evaluate
+from dgc_training.meters import TopKClassMeter
 from dgc_training.random_state import random_state, restore_random_state, seed_everything, temporary_seed
 
 CPU = torch.device("cpu")
@@ -39,6 +47,10 @@ def sampler(rank: Any, size: Any, samples: int = 23, batch_size: int = 3, passes
     return PassSampler(samples, batch_size, passes, rank=rank, size=size, seed=seed)
 
 
+def batches(dataset: Dataset, *args: Any, rank: int = 0, size: int = 1, **options: Any) -> TrainBatches:
+    return TrainBatches(dataset, *args, rank=rank, size=size, seed=7, device=CPU, **options)
+
+
 STEPS = {  # of this many samples, ranks, samples of a batch and passes
     (1437, 4, 32, 1): 12,  # 360 each: 11 full steps and one of 8
     (1437, 4, 32, 2): 5,  # the rest is dropped where a step is several passes
@@ -52,6 +64,10 @@ STEPS = {  # of this many samples, ranks, samples of a batch and passes
 
 def test_number_of_steps() -> None:
     assert {sizes: steps_per_epoch(*sizes) for sizes in STEPS} == STEPS
+    with pytest.raises(ValueError, match="too few for one step of 4 ranks x 2 passes x 8 samples"):
+        batches(Noisy(5), 8, 2, size=4)
+    with pytest.raises(ValueError, match="train.batch_size is 0"):
+        batches(Noisy(5), 0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -85,34 +101,27 @@ def test_the_order_depends_only_on_seed_and_epoch() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_position_suffices_to_resume(passes: Any) -> None:
-    def batches() -> Any:
-        return TrainBatches(Noisy(), 3, passes, rank=1, size=2, seed=7, device=CPU)
+def test_a_position_suffices_to_resume(passes: int) -> None:
+    def inputs(start: int) -> Any:
+        found = batches(Noisy(), 3, passes, rank=1, size=2).epoch(2, start)
+        return [(step, [x for x, _ in step_passes]) for step, step_passes in found]
 
     state = torch.get_rng_state()
-    whole = [(step, [x for x, _ in step_passes]) for step, step_passes in batches().epoch(2)]
+    whole = inputs(0)
     assert torch.equal(state, torch.get_rng_state())
     torch.rand(3)
-    rest = [(step, [x for x, _ in step_passes]) for step, step_passes in batches().epoch(2, start=1)]
+    rest = inputs(1)
     assert [step for step, _ in rest] == [step for step, _ in whole[1:]]
     for (_, expected), (_, seen) in zip(whole[1:], rest, strict=True):
         assert len(seen) == passes and all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
 
 
 def test_augmentation_differs_between_epochs_and_ranks() -> None:
-    def noise(rank: Any, epoch: Any) -> Any:
-        batches = TrainBatches(Noisy(), 3, rank=rank, size=2, seed=7, device=CPU)
-        return torch.cat([x - y for _, [(x, y)] in batches.epoch(epoch)])
+    def noise(rank: int, epoch: int) -> Any:
+        return torch.cat([x - y for _, [(x, y)] in batches(Noisy(), 3, rank=rank, size=2).epoch(epoch)])
 
     for rank, epoch in ((0, 1), (1, 0)):
         assert (noise(0, 0) - noise(rank, epoch)).abs().max() > 0.01  # by more than rounding
-
-
-def test_too_little_data_is_an_error() -> None:
-    with pytest.raises(ValueError, match="too few for one step of 4 ranks x 2 passes x 8 samples"):
-        TrainBatches(Noisy(5), 8, 2, rank=0, size=4, seed=0, device=CPU)
-    with pytest.raises(ValueError, match="train.batch_size is 0"):
-        TrainBatches(Noisy(5), 0, rank=0, size=1, seed=0, device=CPU)
 
 
 def test_evaluation_covers_every_sample_once() -> None:
@@ -155,12 +164,9 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
     for worker in left:
         os.kill(int(worker.name), signal.SIGKILL)
     assert not left and method == ["forkserver"]
-    dataset = TensorDataset(torch.arange(64.0), torch.arange(64))
-    batches = TrainBatches(dataset, 4, rank=0, size=1, seed=7, device=CPU)
-    assert values == [str(int(y)) for _, [(_, targets)] in batches.epoch(0) for y in targets]
-
-
-def test_too_many_workers_are_an_error() -> None:
+    expected = batches(TensorDataset(torch.arange(64.0), torch.arange(64)), 4)
+    assert values == [str(int(y)) for _, [(_, targets)] in expected.epoch(0) for y in targets]
+    # too many are an error
     message = r"num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64 GB"
     with pytest.raises(ValueError, match=message):
         check_workers(500, local_size=2, cores=8, memory=64 * 10**9)
@@ -178,26 +184,93 @@ def draw() -> Any:
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
 
-def test_all_generators_continue() -> None:
+def test_all_generators_continue_and_a_temporary_seed_leaves_them_alone() -> None:
     seed_everything(5)
     first = draw()
     file = io.BytesIO()
     torch.save(random_state(CPU), file)
     expected = [draw() for _ in range(3)]
     seed_everything(5)
+    drawn = []
+    for seed in (1, 1, 2):
+        with temporary_seed(seed):
+            drawn.append(draw())
+    assert drawn[0] == drawn[1] and not {*drawn[0][:4]} & {*drawn[2][:4]}
     assert draw() == first
     file.seek(0)
     restore_random_state(torch.load(file, weights_only=True), CPU)
     assert [draw() for _ in range(3)] == expected
 
 
-def test_a_temporary_seed_is_that_of_all_generators_and_leaves_them_alone() -> None:
-    seed_everything(5)
-    expected = draw()
-    seed_everything(5)
-    drawn = []
-    for seed in (1, 1, 2):
-        with temporary_seed(seed):
-            drawn.append(draw())
-    assert drawn[0] == drawn[1] and not {*drawn[0][:4]} & {*drawn[2][:4]}
-    assert draw() == expected
+# Evaluation
+
+
+def make_meters(split: Any) -> Any:
+    return {f"acc/{split}_top1": TopKClassMeter(1), f"acc/{split}_top5": TopKClassMeter(5)}
+
+
+def test_the_result_does_not_depend_on_the_ranks() -> None:
+    model = nn.Identity()
+
+    def body(transport: Any, dataset: Any) -> Any:
+        split, loader = ("test", "val"), partial(evaluation_loader, dataset, 2, rank=transport.rank)
+        return evaluate(model, {name: loader(size=transport.size) for name in split}, make_meters, transport, CPU)
+
+    for samples, size in product((1, 7, 20), (1, 2, 3, 5)):
+        generator = torch.Generator().manual_seed(samples)
+        inputs = torch.randn(samples, 10, generator=generator)
+        targets = torch.randint(10, (samples,), generator=generator)
+        top1 = 100.0 * (inputs.argmax(1) == targets).sum().item() / samples
+        for results in LockstepWorld(size).run(partial(body, dataset=TensorDataset(inputs, targets))):
+            assert list(results) == ["acc/test_top1", "acc/test_top5", "acc/val_top1", "acc/val_top5"]
+            assert results["acc/test_top1"] == results["acc/val_top1"] == top1
+            assert results["acc/test_top5"] >= top1
+    assert LockstepWorld(2).run(lambda transport: evaluate(model, {}, make_meters, transport, CPU)) == [{}, {}]
+    # the mode of the model is restored
+    loader = evaluation_loader(TensorDataset(torch.randn(1, 2), torch.zeros(1).long()), 1, rank=0, size=1)
+    for training in (True, False):
+        norm = nn.BatchNorm1d(2).train(training)
+        evaluate(norm, {"test": loader}, make_meters, LockstepWorld(1).transports[0], CPU)
+        assert norm.training is training
+
+
+def test_batch_norm_is_averaged_only_inside_the_context() -> None:
+    def body(transport: Any) -> Any:
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
+        for buffer in batch_norm_buffers(model).values():
+            buffer.fill_(float(transport.rank))
+        with averaged_batch_norm(model, transport):
+            inside = torch.cat([b.clone() for b in batch_norm_buffers(model).values()])
+        outside = torch.cat(list(batch_norm_buffers(model).values()))
+        return inside, outside
+
+    for rank, (inside, outside) in enumerate(LockstepWorld(3).run(body)):
+        assert inside.shape == (10,) and bool((inside == 1).all()) and bool((outside == rank).all())
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2, track_running_stats=False))
+    assert list(batch_norm_buffers(model)) == ["0.running_mean", "0.running_var"]
+    assert set(batch_norm_buffers(nn.BatchNorm1d(3))) == {"running_mean", "running_var"}
+
+
+def test_the_metric_says_whether_lower_is_better() -> None:
+    accuracy = {"_target_": "dgc_training.meters.TopKClassMeter", "k": 1}
+    meters = {"acc/{}": accuracy, "perplexity/{}": {"_target_": "dgc_training.meters.Perplexity"}}
+    for metric, lower in (("acc/test", False), ("perplexity/test", True), (None, False)):
+        settings = OmegaConf.create({"metric": metric, "meters": meters})
+        evaluation = Evaluation({"test": []}, settings, LockstepWorld(1).transports[0], CPU)
+        assert evaluation.lower_is_better is lower
+
+
+def test_top_k_accuracy() -> None:
+    outputs = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
+    targets = torch.tensor([1, 1, 0, 0])
+    for k, correct in ((1, 2), (2, 3), (3, 4), (5, 4)):
+        meter = TopKClassMeter(k)
+        assert meter.data() == {"num_examples": 0, "num_correct": 0} and math.isnan(meter.compute())
+        meter.update(outputs[:3], targets[:3])
+        meter.update(outputs[3:], targets[3:])
+        assert meter.compute() == 25.0 * correct
+        assert meter.data() == {"num_examples": 4, "num_correct": correct}
+    meter.set({"num_examples": 8.0, "num_correct": 2.0})  # the sums of all ranks
+    assert meter.compute() == 25.0
+    with pytest.raises(ValueError, match="at least 1"):
+        TopKClassMeter(0)

@@ -1,4 +1,4 @@
-"""After an error on one rank its message is printed, and all ranks end."""
+"""After an error on one rank its message is printed, and all ranks end; what a process of train.py imports."""
 
 import json
 import os
@@ -13,19 +13,14 @@ from typing import Any
 import pytest
 from environment import REPOSITORY, patient, python_path
 from failing_model import failing_model
-from simulated import train_on
+from simulated import CNN, train_on
 from warm import python
 
 from scripts.launch import torchrun
 
-ENVIRONMENT = {
-    **os.environ,
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": python_path(),
-}
-BIN, TRAIN, CNN = Path(sys.executable).parent, REPOSITORY / "train.py", "configs/digits/cnn.py"
+OPENMPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+ENVIRONMENT = {**os.environ, **OPENMPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+BIN, TRAIN = Path(sys.executable).parent, REPOSITORY / "train.py"
 MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-np", "2"]
 STARTS = {"mpirun": MPIRUN, "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"]}
 HOROVOD = pytest.mark.horovod
@@ -38,19 +33,25 @@ LAUNCHERS = [
 FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_worker", "1"]
 
 
-def launch(command: Any, cwd: Path, timeout: int = 100) -> Any:
-    words, limit = [str(word) for word in command], patient(timeout)
-    return subprocess.run(words, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit)
+def launch(command: Any, cwd: Path, timeout: int = 100, **variables: str) -> Any:
+    """Runs the command with these environment variables."""
+    words, environment = [str(word) for word in command], ENVIRONMENT | variables
+    return subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=patient(timeout)
+    )
 
 
-def printed_by_ranks(result: Any) -> list[str]:
-    """The first lines of their errors."""
-    return [line for line in result.stderr.splitlines() if line.startswith("[rank ")]
+def printed_by_a_rank(result: Any) -> str:
+    """The first line of the error of the only rank that prints one."""
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("[rank "))
+    return str(line)
 
 
 # --- the context manager ending_all_ranks --------------------------------------------------------------
 
 KILL = "os.kill(os.getpid(), signal.{}); time.sleep(9)"
+LATER = "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start(); "
+LOCK = "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64); "
 # Statements inside the context manager, and the rank and size of the process.
 BODIES = {
     "error": ("raise ValueError('no shard')", 2, 4),
@@ -63,20 +64,9 @@ BODIES = {
     "SIGTERM": (KILL.format("SIGTERM"), 0, 1),
     "SIGUSR1": (KILL.format("SIGUSR1"), 0, 1),
     # A collective does not return for a signal, and neither does locking a mutex twice.
-    "SIGTERM in a collective": (
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start(); "
-        "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64); "
-        "lock(mutex); lock(mutex)",
-        0,
-        2,
-    ),
+    "SIGTERM in a collective": (f"{LATER}{LOCK}lock(mutex); lock(mutex)", 0, 2),
     "no error": ("print('fine')", 0, 1),
-    "terminated before its message": (
-        "failure.MESSAGE_DELAY = 100; threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start(); "
-        "raise ValueError('late')",
-        1,
-        2,
-    ),
+    "terminated before its message": (f"failure.MESSAGE_DELAY = 100; {LATER}raise ValueError('late')", 1, 2),
 }
 # Each body runs in a fork of one process, because importing torch takes seconds. They run at the same time.
 PROGRAM = """
@@ -109,34 +99,26 @@ def test_how_a_process_ends(tmp_path: Path) -> None:
     """Each of BODIES by its exit status, standard output and standard error."""
     done = launch([python(), "-c", PROGRAM, json.dumps(BODIES), tmp_path], tmp_path)
     assert done.returncode == 0, done.stderr
-    results, errors_of = {}, {}
-    for name in BODIES:
-        status, out, errors_of[name] = (
-            (tmp_path / f"{name}.{part}").read_text() for part in ("status", "out", "err")
-        )
-        results[name] = (int(status), out)
-    with_traceback = {name for name, errors in errors_of.items() if "Traceback" in errors}
-    assert with_traceback == {"error"}
-
-    first, second, *_ = errors_of["error"].splitlines()
+    ends = {
+        name: [(tmp_path / f"{name}.{part}").read_text() for part in ("status", "out", "err")] for name in BODIES
+    }
+    assert {name for name, (_, _, errors) in ends.items() if "Traceback" in errors} == {"error"}
+    first, second, *_ = ends["error"][2].splitlines()
     assert first.startswith("[rank 2 of 4 on ") and first.endswith("] ValueError: no shard")
-    assert second.startswith("Traceback") and results["error"][0] == 1
-    for name in ("UsageError", "ConfigError"):
-        assert (results[name], errors_of[name]) == ((2, ""), "not like this\n")
+    assert second.startswith("Traceback") and ends["error"][0] == "1"
+    assert ends["UsageError"] == ends["ConfigError"] == ["2", "", "not like this\n"]
     # with the exit status 2, after which `scripts.agent` does not restart
-    full = errors_of["full disk"]
-    assert results["full disk"][0] == 2
-    assert "No space left on device" in full and "the same command resumes" in full
+    status, _, errors = ends["full disk"]
+    assert status == "2" and "No space left on device" in errors and "the same command resumes" in errors
     for name, address in (("no rank 0", "connection to server0 timed out"), ("no rank 1", "waiting for clients")):
-        assert results[name][0] == 1 and "another rank exited" in errors_of[name]
-        assert errors_of[name].endswith(f"{address}\n")
+        status, _, errors = ends[name]
+        assert status == "1" and "another rank exited" in errors and errors.endswith(f"{address}\n")
     for name in (name for name in BODIES if name.startswith("SIG")):
-        number = name.split()[0]
-        assert results[name][0] == 128 + signal.Signals[number]
-        assert f"Stopped by {'Ctrl-C' if number == 'SIGINT' else number}" in errors_of[name]
-    assert (results["no error"], errors_of["no error"]) == ((0, "fine\n"), "")
-    late = "terminated before its message"
-    assert (results[late], errors_of[late]) == ((143, ""), "")
+        number, (status, _, errors) = name.split()[0], ends[name]
+        assert int(status) == 128 + signal.Signals[number]
+        assert f"Stopped by {'Ctrl-C' if number == 'SIGINT' else number}" in errors
+    assert ends["no error"] == ["0", "fine\n", ""]
+    assert ends["terminated before its message"] == ["143", "", ""]
 
 
 # --- launched runs -------------------------------------------------------------------------------------
@@ -144,28 +126,16 @@ def test_how_a_process_ends(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_an_error_of_one_rank_in_step_3_ends_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
-) -> None:
+def test_an_error_of_one_rank_in_step_3_ends_all_ranks(tmp_path: Path, launcher: str) -> None:
     failing = failing_model(tmp_path, 3, "raise ValueError('broken shard')", rank=1)
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
     start = STARTS.get(launcher, torchrun(2, [])[:-1])
-    monkeypatch.setitem(ENVIRONMENT, "PATH", f"{BIN}:{os.environ['PATH']}")
-    configs = ["--configs", CNN, failing]
-    result = launch([*start, python(), TRAIN, *configs, *FLAGS], tmp_path, timeout=120)
+    command = [*start, python(), TRAIN, "--configs", CNN, failing, *FLAGS]
+    variables = {"PYTHONPATH": python_path(tmp_path), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    result = launch(command, tmp_path, 120, **variables)
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if "[rank " in line]
     assert "[rank 1 of 2 on " in errors[0] and errors[0].endswith("] ValueError: broken shard")
     assert len(errors) == 1, "the other rank prints nothing"
-
-
-@HOROVOD
-def test_command_line_errors_are_printed_once(tmp_path: Path) -> None:
-    command = [*MPIRUN, python(), TRAIN, "--configs", CNN]
-    result = launch([*command, "--configs.train.num_epoch", "5"], tmp_path)
-    assert result.returncode == 2
-    assert result.stderr.count("num_epochs") == 1 and "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.timeout(150)
@@ -192,16 +162,15 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
 @HOROVOD
 @pytest.mark.proof
 @pytest.mark.timeout(150)
-def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path) -> None:
     stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
     configs = ["--configs", CNN, stuck, "--configs.train.timeout", f"{patient(6)}"]
-    result = launch([*MPIRUN, sys.executable, TRAIN, *configs, *FLAGS], tmp_path, timeout=120)
-    assert result.returncode == 1
-    printed = printed_by_ranks(result)
-    assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
-    assert "rank 1 did not join" in printed[0] and "the others have waited" in printed[0]
-    assert "in fail_here" in result.stderr
+    command = [*MPIRUN, sys.executable, TRAIN, *configs, *FLAGS]
+    result = launch(command, tmp_path, 120, PYTHONPATH=python_path(tmp_path))
+    assert result.returncode == 1 and "in fail_here" in result.stderr
+    printed = printed_by_a_rank(result)
+    assert printed.startswith("[rank 1 of 2 on ")
+    assert "rank 1 did not join" in printed and "the others have waited" in printed
 
 
 @HOROVOD
@@ -226,34 +195,39 @@ with ending_all_ranks():
             os.kill(os.getpid(), signal.SIGSTOP)
         barrier(transport)
 """
-    result = launch([*MPIRUN, python(), "-c", program], tmp_path, timeout=90)
-    assert result.returncode != 0
-    printed = printed_by_ranks(result)
-    assert printed[0].startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in printed[0]
-    assert len(printed) == 1 and "Traceback" not in result.stderr
+    result = launch([*MPIRUN, python(), "-c", program], tmp_path, 90)
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    printed = printed_by_a_rank(result)
+    assert printed.startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in printed
 
 
-@HOROVOD
-def test_a_missing_file_on_one_rank_ends_all_ranks_with_its_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "shards.py").write_text("""
+SHARDS = """
 import os
 from dgc_datasets import Digits
 
 def make(path: str) -> Digits:
     open(path + os.environ["OMPI_COMM_WORLD_RANK"]).close()
     return Digits()
-""")
+"""
+
+
+@HOROVOD
+def test_errors_of_the_command_line_and_of_a_missing_file_are_printed_once(tmp_path: Path) -> None:
+    start = [*MPIRUN, python(), TRAIN, "--configs", CNN]
+    result = launch([*start, "--configs.train.num_epoch", "5"], tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.count("num_epochs") == 1 and "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+    (tmp_path / "shards.py").write_text(SHARDS)
     (tmp_path / "shard0").touch()
     (tmp_path / "shards.yaml").write_text(f"dataset: {{_target_: shards.make, path: {tmp_path}/shard}}\n")
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", python_path(tmp_path))
-    words = ["--configs", CNN, tmp_path / "shards.yaml", "--configs.model.num_classes", "10"]
-    result = launch([*MPIRUN, python(), TRAIN, *words, *FLAGS], tmp_path)
+    words = [*start, tmp_path / "shards.yaml", "--configs.model.num_classes", "10", *FLAGS]
+    result = launch(words, tmp_path, PYTHONPATH=python_path(tmp_path))
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    printed = printed_by_ranks(result)
-    assert len(printed) == 1 and printed[0].startswith("[rank 1 of 2 on ")
-    assert "dataset (shards.make): FileNotFoundError" in printed[0] and "shard1" in printed[0]
+    printed = printed_by_a_rank(result)
+    assert printed.startswith("[rank 1 of 2 on ")
+    assert "dataset (shards.make): FileNotFoundError" in printed and "shard1" in printed
     assert not (tmp_path / "runs").exists()
 
 
@@ -269,6 +243,9 @@ def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_p
     # no other failure, unless torchrun has ended rank 1 by SIGTERM before that had read its config
     assert "<NO_OTHER_FAILURES>" in result.stderr or "exitcode  : -15" in result.stderr
     assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
+
+
+# --- what a process finds and imports ------------------------------------------------------------------
 
 
 def test_a_python_without_torch_gives_the_remedy(tmp_path: Path) -> None:
@@ -292,9 +269,7 @@ class Mine(DigitsCNN):
 """
 
 
-def test_packages_of_a_user_come_before_those_of_the_repository(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) -> None:
     """In the run and in its data workers."""
     for name in OWN:
         (tmp_path / "path" / name).mkdir(parents=True)
@@ -302,6 +277,37 @@ def test_packages_of_a_user_come_before_those_of_the_repository(
     (tmp_path / "path" / "mine.py").write_text(USERS)
     (tmp_path / "mine.yaml").write_text("model: {_target_: mine.Mine, width: 4}\ndata: {num_workers: 1}\n")
     words = ["--configs", CNN, "mine.yaml", *FLAGS, "--configs.train.batch_size", "700"]
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(tmp_path / "path"))
-    result = launch([sys.executable, TRAIN, *words], tmp_path)
+    result = launch([sys.executable, TRAIN, *words], tmp_path, PYTHONPATH=str(tmp_path / "path"))
     assert result.returncode == 0 and "Mine(width=4" in result.stdout, result.stderr
+
+
+TELL = """
+import atexit, gc, sys
+
+SLOW = {"horovod", "matplotlib", "scipy", "sklearn", "sympy", "tensorboard", "torch._dynamo", "torchvision"}
+
+def tell(when):
+    print(when, gc.isenabled(), *sorted(SLOW & {*sys.modules}), flush=True)
+
+tell("loading:")
+atexit.register(tell, "ending:")
+"""
+
+
+def test_a_run_imports_what_it_uses(tmp_path: Path) -> None:
+    """Nothing slow before it is needed, and no search for garbage meanwhile."""
+    (tmp_path / "tell.py").write_text(TELL)
+    words = ["--configs", CNN, str(tmp_path / "tell.py"), "--run-dir", str(tmp_path / "run"), "--devices", "cpu"]
+    settings = ("train.num_epochs=1", "model.width=1", "train.batch_size=500")
+    done = launch([sys.executable, TRAIN, *words, *(f"--configs.{setting}" for setting in settings)], tmp_path)
+    # libraries complain at the end of a process that has frozen their objects
+    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
+    first, last = [line.split() for line in done.stdout.splitlines() if line.startswith(("loading:", "ending:"))]
+    assert first == ["loading:", "False"]
+    assert last[:2] == ["ending:", "True"] and "tensorboard" in last
+    assert not {"matplotlib", "scipy", "sklearn", "torchvision"} & {*last}
+    # a data worker imports train.py with the arguments of its rank, but is not started as train.py
+    program = (
+        "import gc, sys; sys.argv = ['train.py']; import dgc_training.startup.installed; print(gc.isenabled())"
+    )
+    assert launch([sys.executable, "-c", program], REPOSITORY).stdout == "True\n"

@@ -73,12 +73,9 @@ def test_gradients_are_clipped_after_they_are_unscaled() -> None:
     device, model = torch.device("cpu"), torch.nn.Linear(3, 1)
     before = [p.detach().clone() for p in model.parameters()]
     scaler = stepping.make_scaler(settings, device)
+    sgd, options = torch.optim.SGD(model.parameters(), lr=1.0), {"transport": LockstepWorld(1).transports[0]}
     optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        model.named_parameters(),
-        DenseCompressor(),
-        transport=LockstepWorld(1).transports[0],
-        grad_scaler=scaler,
+        sgd, model.named_parameters(), DenseCompressor(), grad_scaler=scaler, **options
     )
     steps = stepping.Stepping(optimizer, model, settings, device, scaler)
     with steps.autocast():

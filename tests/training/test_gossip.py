@@ -46,12 +46,11 @@ def test_the_topology_changes_during_a_run(first: Any, tmp_path: Path, monkeypat
     with open_dict(tree), read_write(tree):
         switch = tree.train.gossip.graph_from_epoch
         switch["2"] = switch.pop("30")
-    distances = []
-    consensus = train.Log.end_epoch
+    distances, end = [], train.Log.end_epoch
 
     def end_epoch(log: Any, results: Any, texts: Any) -> None:
         distances.append(log.optimizer.consensus_distance)
-        consensus(log, results, texts)
+        end(log, results, texts)
 
     monkeypatch.setattr(train.Log, "end_epoch", end_epoch)
     LockstepWorld(4).run(lambda transport: train.run(args, tree, transport))
@@ -66,10 +65,8 @@ def test_ranks_save_their_models_and_the_mean(tmp_path: Path) -> None:
     own = [files[f"rank{rank}"]["compression"] for rank in range(2)]
     (name,) = [key for key in own[0] if key.startswith("OSGP")]
     models = [part[name]["z"] for part in own]
-    of_all = [
-        value for key, value in files["shared"]["model"].items() if "running" not in key and "num_" not in key
-    ]
-    mean = torch.cat([value.flatten() for value in of_all])
+    shared = files["shared"]["model"].items()
+    mean = torch.cat([value.flatten() for key, value in shared if "running" not in key and "num_" not in key])
     assert not torch.equal(*models)
     assert float((sum(models) / 2 - mean).abs().max()) < 1e-6
     assert not torch.equal(*(part["optimizer"]["state"][0]["momentum_buffer"] for part in own))
@@ -95,8 +92,7 @@ def test_the_learning_rate_follows_the_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_signal_stops_all_ranks_some_steps_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-    begin = Interruption.begin_step
+    steps, begin = [], Interruption.begin_step
 
     def begin_step(interruption: Any) -> None:
         if interruption.transport.rank == 1:

@@ -28,21 +28,18 @@ CPU = torch.device("cpu")
 # Data
 
 
-def test_python_sources() -> None:
-    data = PythonSources(vocabulary_size=64, characters=40_000)
-    assert (len(data["train"]), len(data["test"])) == (40_000, 2_000)
-    assert data["train"].dtype == torch.int64 and 0 <= int(data["train"].min()) <= int(data["train"].max()) == 63
-    counts = data["train"].bincount(minlength=64)[1:].tolist()
-    assert counts == sorted(counts, reverse=True)
-    assert torch.equal(data["train"], PythonSources(64, 40_000)["train"])
-    held_out = sum(is_held_out(f"package/module{n}.py") for n in range(4000))
-    assert 150 < held_out < 250
+def test_texts(tmp_path: Path) -> None:
+    sources = PythonSources(vocabulary_size=64, characters=40_000)
+    train = sources["train"]
+    assert (len(train), len(sources["test"])) == (40_000, 2_000)
+    assert train.dtype == torch.int64 and 0 <= int(train.min()) <= int(train.max()) == 63
+    counts = train.bincount(minlength=64)[1:].tolist()
+    assert counts == sorted(counts, reverse=True) and torch.equal(train, PythonSources(64, 40_000)["train"])
+    assert 150 < sum(is_held_out(f"package/module{n}.py") for n in range(4000)) < 250
     for arguments in ({"vocabulary_size": 1}, {"characters": 5}):
         with pytest.raises(ValueError, match=r"dataset\.\w+ is \d; it must be at least"):
             PythonSources(**arguments)
 
-
-def test_wikitext(tmp_path: Path) -> None:
     data = WikiText2(str(write_wikitext(tmp_path / "data")))
     assert {split: len(tokens) for split, tokens in data.items()} == {"train": 1000, "val": 76, "test": 30}
     first = data["train"][:10].tolist()
@@ -134,19 +131,16 @@ def test_a_state_continues_and_a_decoder_is_causal() -> None:
     assert torch.allclose(gpt(tokens)[:, :5], gpt(changed)[:, :5], atol=1e-6)
     assert not torch.allclose(gpt(tokens)[:, 5:], gpt(changed)[:, 5:], atol=1e-3)
     assert gpt(tokens[:, :3]).shape == (2, 3, 11)
-
-
-def test_sizes_of_models() -> None:
     model: Any
-    for model, arguments, message in (
-        (GPT, {"vocabulary_size": 11, "width": 10, "heads": 4}, "width 10 cannot be divided into 4 heads"),
-        (GPT, {"vocabulary_size": 11, "dropout": 1.0}, "dropout must be"),
-        (GPT, {"vocabulary_size": 0}, "vocabulary_size must be at least 1"),
-        (LSTM, {"vocabulary_size": 11, "layers": 0}, "layers must be at least 1"),
-        (LSTM, {"vocabulary_size": 11, "dropout": -0.1}, "dropout must be"),
+    for model, vocabulary, arguments, message in (
+        (GPT, 11, {"width": 10, "heads": 4}, "width 10 cannot be divided into 4 heads"),
+        (GPT, 11, {"dropout": 1.0}, "dropout must be"),
+        (GPT, 0, {}, "vocabulary_size must be at least 1"),
+        (LSTM, 11, {"layers": 0}, "layers must be at least 1"),
+        (LSTM, 11, {"dropout": -0.1}, "dropout must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            model(**arguments)
+            model(vocabulary, **arguments)
 
 
 def test_meters_of_uniform_predictions() -> None:
@@ -183,16 +177,12 @@ def test_warmup_then_cosine_and_clipping() -> None:
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = (
-        "train.num_epochs=3 train.batch_size=8 train.optimizer.lr=0.01 data.num_threads_per_worker=1".split()
-    )
-    settings += (
-        "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=10".split()
-    )
-    settings += ["model.heads=2", "model.width=16"]
+    settings = "train.num_epochs=3 train.batch_size=8 train.optimizer.lr=0.01 data.num_threads_per_worker=1 "
+    settings += "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=10 "
+    settings += "model.heads=2 model.width=16"
     for size in (1, 2):
         directory = tmp_path / str(size)
-        train_in(directory, ["configs/pysource/gpt.py"], settings, size)
+        train_in(directory, ["configs/pysource/gpt.py"], settings.split(), size)
         summary = summary_of(directory)
         best = summary["best"]
         assert best["bits_per_character/test"] == pytest.approx(best["loss/test"] / math.log(2))

@@ -26,32 +26,35 @@ from scripts.demo import comparison
 from scripts.launch import prepare
 
 STACK = [CNN, "configs/dgc/wm5.py", "configs/dgc/fp16.py"]
-VALUES = {
-    "train/loss": 1.25,
-    "train/lr": 0.0123456,
-    "acc/test_top1": 100.0,
-    "compression/compress_ratio": 0.0158489,
-    "bytes/wire_per_step": 907176.0,
-    "bytes/dense_wire_per_step": 1360764.0,
-    "bytes/wire_over_dense": 2 / 3,
-    "time/samples_per_second": 123456.0,
+PRINTED: dict[str, tuple[float, str]] = {  # values of an epoch, and their columns
+    "train/loss": (1.25, "1.2500"),
+    "acc/test_top1": (100.0, "100.00"),
+    "train/lr": (0.0123456, "0.0123"),
+    "compression/compress_ratio": (0.0158489, "0.01585"),
+    "bytes/wire_per_step": (907176.0, "907kB"),
+    "bytes/wire_over_dense": (2 / 3, "66.7%"),
+    "time/samples_per_second": (123456.0, "123456"),
 }
+VALUES = {name: value for name, (value, _) in PRINTED.items()} | {"bytes/dense_wire_per_step": 1360764.0}
 
 
 def test_formatting() -> None:
     assert [result_text(x) for x in (98.8888, 10, 2.34567, 0)] == ["98.89", "10.00", "2.3457", "0.0000"]
-    assert [human_bytes(n) for n in (0, 907, 2820, 999_600, 1_360_764, 15_020_000, 3e12)] == [
-        *("0 B", "907 B", "2.82 kB", "1.00 MB", "1.36 MB", "15.0 MB", "3.00 TB")
-    ]
+    sizes = {
+        0: "0 B",
+        907: "907 B",
+        2820: "2.82 kB",
+        999_600: "1.00 MB",
+        1_360_764: "1.36 MB",
+        15_020_000: "15.0 MB",
+    }
+    assert {size: human_bytes(size) for size in sizes} == sizes and human_bytes(3e12) == "3.00 TB"
     assert (plural(1, "rank"), plural(2, "rank")) == ("1 rank", "2 ranks")
     dense = "a dense fp32 all-reduce"
-    for wire, words in (
-        (100 / 215, f"215 times fewer than {dense}"),
-        (99, f"as many as {dense}"),
-        (200, f"2 times the bytes of {dense}"),
-        (0, "nothing was sent"),
-    ):
-        assert against_dense(wire, 100) == words
+    words = {100 / 215: f"215 times fewer than {dense}", 99: f"as many as {dense}", 0: "nothing was sent"}
+    words[200] = f"2 times the bytes of {dense}"
+    assert {wire: against_dense(wire, 100) for wire in words} == words
+    assert [clock(seconds) for seconds in (0.4, 59.6, 3725.0)] == ["00:00", "01:00", "1:02:05"]
 
 
 def test_the_summary_compares_wire_with_wire() -> None:
@@ -66,6 +69,16 @@ def test_the_summary_compares_wire_with_wire() -> None:
     output = table(alone)
     assert "0 B (1 process: nothing is sent)" in output and "163" not in output
     assert alone["wire_over_dense"] is None
+    # the demonstration compares both runs
+
+    def run(accuracy: Any, wire: Any) -> Any:
+        sent = {"wire_bytes": wire, "dense_wire_bytes": 3e8, "wire_over_dense": wire / 3e8}
+        return {"final": {"acc/test_top1": accuracy}, **sent, "seconds": 9.5}
+
+    output = comparison({"dense": run(99.5, 3e8), "DGC": run(99.0, 2e7)})
+    rows = [line.split() for line in output.splitlines()[1:3]]
+    assert rows == [["dense", "99.50%", "300", "MB", "100", "9.5"], ["DGC", "99.00%", "20.0", "MB", "6.67", "9.5"]]
+    assert "15 times fewer" in output and "-0.50 points" in output
 
 
 def test_changed_settings_fit_the_line() -> None:
@@ -86,16 +99,9 @@ def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys: pytest.Capt
     output = capsys.readouterr()
     head, best, row = output.out.splitlines()
     assert "\x1b" not in output.out and not output.err and best == row and len(head) == len(row) <= 80
-    assert dict(zip(head.split(), row.replace(" kB", "kB").split(), strict=True)) == {
-        "epoch": "100/100",
-        "loss": "1.2500",
-        "test_top1": "100.00",
-        "lr": "0.0123",
-        "compress_ratio": "0.01585",
-        "wire/step": "907kB",
-        "wire/dense": "66.7%",
-        "samples/s": "123456",
-    }
+    columns = head.split()
+    assert columns == "epoch loss test_top1 lr compress_ratio wire/step wire/dense samples/s".split()
+    assert row.replace(" kB", "kB").split() == ["100/100", *(text for _, text in PRINTED.values())]
 
 
 def test_a_line_in_ten_seconds_without_a_terminal(
@@ -115,10 +121,9 @@ def test_a_line_in_ten_seconds_without_a_terminal(
     now += 60.0
     screen.step(1, 1, "")  # the rate of another epoch says nothing of this one
     assert capsys.readouterr().out == "  epoch 2/3, step 1/100\n"
-    assert [clock(seconds) for seconds in (0.4, 59.6, 3725.0)] == ["00:00", "01:00", "1:02:05"]
 
 
-def test_the_first_line_of_a_run() -> None:
+def test_the_first_line_of_a_run(tmp_path: Path) -> None:
     alone = ["/a/train.py", "--configs", "x.py"]
     second = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     assert first_line(alone, {}) == "train.py: 1 process; loading PyTorch"
@@ -126,10 +131,7 @@ def test_the_first_line_of_a_run() -> None:
     assert ranks == "train.py: 4 ranks started by mpirun; loading PyTorch"
     assert first_line(alone, second) is None and first_line(["pytest"], {}) is None
     assert first_line([*alone, "--print-config"], {}) is None and first_line([*alone, "--evaluate"], {}) is None
-
-
-def test_the_first_line_is_printed_before_pytorch_is_loaded(tmp_path: Path) -> None:
-    """A process that cannot load it has printed the line."""
+    # a process that cannot load PyTorch has printed the line
     (tmp_path / "torch.py").write_text("raise SystemExit(7)")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
     words = [sys.executable, "-P", str(REPOSITORY / "train.py"), "--configs", CNN]
@@ -137,23 +139,16 @@ def test_the_first_line_is_printed_before_pytorch_is_loaded(tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (7, "train.py: 1 process; loading PyTorch\n"), done.stderr
 
 
-def test_colour_only_in_terminals_that_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_and_bar_of_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun forwards the two streams independently. A bar on the other stream would overwrite rows."""
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for kind, expected in (("xterm", True), ("dumb", False)):
+    for kind, expected in (("dumb", False), ("xterm", True)):
         monkeypatch.setenv("TERM", kind)
         assert wants_colour("/dev/pts/0") is expected and not wants_colour(None)
-    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour("/dev/pts/0")
-
-
-def test_the_bar_uses_the_stream_of_the_rows_and_is_removed_before_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """mpirun forwards the two streams independently. A bar on the other stream would overwrite rows."""
     monkeypatch.setattr("dgc_training.logging.console.terminal_of", lambda descriptor: "/dev/pts/0")
     monkeypatch.setattr("dgc_training.logging.console.columns", lambda terminal: 70)
-    monkeypatch.setenv("NO_COLOR", "1")
     screen = Console(0, 3, 12, "acc/test_top1")
     screen.step(0, 1, "loss 0.5")
     screen.end_epoch(1, VALUES, best=True)
@@ -207,18 +202,6 @@ def test_what_a_run_says_of_its_bytes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "100% of the gradient went dense" in warmup
     assert max(len(line) for line in warmup.splitlines() if str(tmp_path) not in line) <= 80
     assert "2 times the bytes of a dense fp32 all-reduce" in more
-
-
-def test_the_demonstration_compares_both_runs() -> None:
-    def run(accuracy: Any, wire: Any) -> Any:
-        found = {"acc/test_top1": accuracy}
-        sent = {"wire_bytes": wire, "dense_wire_bytes": 3e8, "wire_over_dense": wire / 3e8}
-        return {"final": found, **sent, "seconds": 9.5}
-
-    output = comparison({"dense": run(99.5, 3e8), "DGC": run(99.0, 2e7)})
-    rows = [line.split() for line in output.splitlines()[1:3]]
-    assert rows == [["dense", "99.50%", "300", "MB", "100", "9.5"], ["DGC", "99.00%", "20.0", "MB", "6.67", "9.5"]]
-    assert "15 times fewer" in output and "-0.50 points" in output
 
 
 def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:

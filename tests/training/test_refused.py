@@ -43,7 +43,7 @@ ON_2_RANKS = [  # stack, setting, message
     (
         DIGITS + ["configs/adam/dgc.py", "configs/adam/fp16.py"],
         "",
-        "has no steps that send gradients without compression",
+        "no steps that send gradients without compression",
     ),
     # values
     (DIGITS, "train.hierarchical=maybe", "train.hierarchical is 'maybe', not auto, on or off"),

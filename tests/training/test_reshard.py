@@ -35,30 +35,22 @@ METHODS: dict[str, Any] = {
 }
 # (ranks, ranks of each machine; None: all ranks alike)
 FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
+Layout = tuple[int, int | None]
 
 
-def run(
-    transport: Any,
-    method: str,
-    two_levels: bool,
-    states: Any = None,
-    machines: Any = None,
-    steps: int = 4,
-    **settings: Any,
-) -> Any:
-    """The residual after some steps, which begin with this rank's share of the states of other ranks."""
+def run(transport: Any, method: str, two_levels: bool, states: Any, old: Any, steps: int, **settings: Any) -> Any:
+    """The residual after some steps, which begin with this rank's share of the states of other ranks.
+
+    old: the layout of those.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
-    optimizer = DistributedOptimizer(
-        DGCSGD(model.parameters(), lr=0.05, momentum=0.0 if method == "residual" else 0.9),
-        model.named_parameters(),
-        METHODS[method](),
-        transport=transport,
-        hierarchical="on" if two_levels else "off",
-        **settings,
-    )
+    sgd = DGCSGD(model.parameters(), lr=0.05, momentum=0.0 if method == "residual" else 0.9)
+    settings |= {"transport": transport, "hierarchical": "on" if two_levels else "off"}
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), METHODS[method](), **settings)
     optimizer.begin_epoch(0)
-    if machines is not None:
+    if old is not None:
+        machines = [rank // (old[1] or 1) for rank in range(old[0])]
         own = share_of(states.__getitem__, machines, transport.rank, transport.size, optimizer.part)
         optimizer.load_compression_state_dict(own)
     elif states is not None:
@@ -71,14 +63,13 @@ def run(
     return optimizer.compression_state_dict()
 
 
-def world(layout: tuple[int, int | None], method: str, *args: Any, **settings: Any) -> list[Any]:
+def world(
+    layout: Layout, method: str, states: Any = None, old: Any = None, steps: int = 4, **settings: Any
+) -> Any:
     size, local = layout
-    return LockstepWorld(size, local).run(lambda t: run(t, method, local is not None, *args, **settings))
-
-
-def machines_of(layout: tuple[int, int | None]) -> list[int]:
-    size, local = layout
-    return [rank // (local or 1) for rank in range(size)]
+    return LockstepWorld(size, local).run(
+        lambda t: run(t, method, local is not None, states, old, steps, **settings)
+    )
 
 
 def means(states: list[Any]) -> dict[str, torch.Tensor]:
@@ -117,33 +108,35 @@ def test_the_mean_over_ranks_is_preserved_to_rounding(method: str, old: int, new
     world((new, None), method, before)
 
 
-def test_a_blend_is_rounded_once() -> None:
+def test_a_blend_is_rounded_once_and_keeps_what_is_equal_on_all_ranks_bit_for_bit() -> None:
     states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
     expected: Any = sum(state["v"].double() for state in states.values()) / 8
     assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
-
-
-def test_values_equal_on_all_ranks_are_kept_bit_for_bit() -> None:
     q = torch.rand(50)
-    states = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
-    mixed = blend(states, shares(3, 2, 0))
+    equal = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
+    mixed = blend(equal, shares(3, 2, 0))
     assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
 
 
-def test_values_that_cannot_be_summed_are_reported() -> None:
-    first: Any
-    second: Any
-    for first, second in (
+def test_values_that_cannot_be_summed_and_parts_that_contradict_are_reported() -> None:
+    zeros = torch.zeros(2)
+    two: list[Any] = [
         (1, 2),
         (1, 1.0),
         ([1], [1, 2]),
-        (torch.zeros(2), torch.zeros(3)),
+        (zeros, torch.zeros(3)),
         (torch.tensor([1]), torch.tensor([2])),
-    ):
+    ]
+    for first, second in two:
         with pytest.raises(ValueError, match=r"^state\.a"):
             blend({0: {"a": first}, 1: {"a": second}}, shares(2, 1, 0))
     with pytest.raises(ValueError, match="^state"):
         blend({0: {"a": 1}, 1: {"b": 1}}, shares(2, 1, 0))
+    assert merge([{"steps": 0, "v": {}}, {"steps": 3, "v": {"w": 1.5}}]) == {"steps": 3, "v": {"w": 1.5}}
+    assert merge([{"kind": "a"}, {"kind": "a"}]) == {"kind": "a"}
+    for first, second in (("a", "b"), (zeros, torch.ones(2)), (True, 1), (zeros, None)):
+        with pytest.raises(ValueError, match=r"^state\.a differs between ranks of one machine"):
+            merge([{"a": first}, {"a": second}])
 
 
 @pytest.mark.parametrize("method", list(METHODS)[:4])
@@ -154,7 +147,7 @@ def test_values_that_cannot_be_summed_are_reported() -> None:
 )
 def test_the_mean_is_preserved_between_machines_and_ranks(method: str, old: Any, new: Any) -> None:
     before = world(old, method)
-    after = world(new, method, before, machines_of(old), steps=0)
+    after = world(new, method, before, old, steps=0)
     expected, found = means(before), means(after)
     assert expected.keys() == found.keys() and len(expected) >= 4
     for where, mean in expected.items():
@@ -164,7 +157,7 @@ def test_the_mean_is_preserved_between_machines_and_ranks(method: str, old: Any,
 
 def test_other_buckets_only_move_tensors_between_the_ranks_of_a_machine() -> None:
     before = world(TWO_BY_TWO, "dgc", bucket_mb=1e-4)
-    after = world(TWO_BY_TWO, "dgc", before, machines_of(TWO_BY_TWO), steps=0)
+    after = world(TWO_BY_TWO, "dgc", before, TWO_BY_TWO, steps=0)
     assert [state["part"]["tensors"] for state in before] != [state["part"]["tensors"] for state in after]
     for machine in (0, 2):
         found: dict[str, torch.Tensor] = {}
@@ -180,11 +173,3 @@ def test_names_of_parameters_and_of_a_state_may_be_alike() -> None:
     part: Any = {"machine": 0, "machines": 1, "tensors": ["P"], "others": ["errors", "Q"]}
     state = {"P": {"P": 1, "Q": 2}, "errors": {"P": 3, "errors": 4}, "steps": 5}
     assert select(state, part) == {"P": {"P": 1}, "errors": {"P": 3}, "steps": 5}
-
-
-def test_parts_that_contradict_are_reported() -> None:
-    assert merge([{"steps": 0, "v": {}}, {"steps": 3, "v": {"w": 1.5}}]) == {"steps": 3, "v": {"w": 1.5}}
-    assert merge([{"kind": "a"}, {"kind": "a"}]) == {"kind": "a"}
-    for first, second in (("a", "b"), (torch.zeros(2), torch.ones(2)), (True, 1), (torch.zeros(2), None)):
-        with pytest.raises(ValueError, match=r"^state\.a differs between ranks of one machine"):
-            merge([{"a": first}, {"a": second}])

@@ -22,7 +22,9 @@ SCHEDULED = [*DIGITS, *"train.warmup_lr_epochs=0 train.num_epochs=3 train.checkp
 SCHEDULED.append("train.num_batches_per_step=2")
 # an epoch has 12 steps
 ADAM = [*DIGITS, *"train.warmup_lr_epochs=0 train.num_epochs=1 train.checkpoint_every=4".split()]
+ONEBIT_ADAM = [*ADAM, "train.optimizer.freeze_step=6"]
 ZERO_ONE = "var_freeze_step=4 var_update_scaler=1 local_step_scaler=1 local_step_clipper=4".split()
+ZERO_ONE = [*ADAM, "train.check_replicas_every=0", *(f"train.local.{word}" for word in ZERO_ONE)]
 GOSSIP = [*DIGITS, *"train.batch_size=90 train.num_epochs=2 train.checkpoint_every=3 train.recorder=null".split()]
 MACHINES = [*DIGITS, *"train.num_epochs=1 train.checkpoint_every=3 train.check_replicas_every=1".split()]
 LSTM = "dataset.root=ROOT dataset.vocabulary_size=20 task.context=8 task.steps_per_epoch=5 model.width=16".split()
@@ -31,6 +33,7 @@ LSTM += "train.check_replicas_every=2 data.num_threads_per_worker=1".split()
 NUMWORDS = "dataset.root=ROOT dataset.train_numbers=400 dataset.test_numbers=5 model.dropout=0.2".split()
 NUMWORDS += "train.batch_size=400 train.num_batches_per_step=2 train.num_epochs=2 train.checkpoint_every=3".split()
 NUMWORDS.append("data.num_threads_per_worker=1")
+WM0, WM5 = "configs/dgc/wm0.py", "configs/dgc/wm5.py"
 WIKITEXT, TRANSLATION = "configs/wikitext/lstm.py", "configs/numwords/tiny.py"
 MULTISTEP = "train: {scheduler: {_target_: torch.optim.lr_scheduler.MultiStepLR, milestones: [1]}}"
 ONE_CYCLE = "train: {scheduler: {_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.2, total_steps: 40, "
@@ -58,7 +61,7 @@ def in_bf16(files: Any) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A run.
+    """A run that is resumed.
 
     Attributes:
         stack: its config files after those of the name; texts with a brace are the content of one.
@@ -77,51 +80,27 @@ class Row:
     others: Sequence[tuple[int, int | None]] = ()
 
 
-MID = ("e0001s00003",)
-SCHEDULE_STARTS = ("e0002", "e0002s00003")
+MID, SCHEDULE_STARTS, ADAM_STARTS = ("e0001s00003",), ("e0002", "e0002s00003"), ("e0000s00008", "e0000s00004")
 LSTM_ROW: Any = {"starts": ("e0001s00002",), "check": in_the_middle_of_a_row}
+ON_3: Any = {"others": [(3, None)]}
 ROWS = [
-    Row("DGC", [CNN, "configs/dgc/wm5.py"], TWICE, ("e0001s00005", "e0001s00010"), others=[(3, None)]),
-    Row("after a milestone", [CNN, "configs/dgc/wm5.py", MULTISTEP], SCHEDULED, SCHEDULE_STARTS),
-    Row("one cycle", [CNN, "configs/dgc/wm5.py", ONE_CYCLE], SCHEDULED, SCHEDULE_STARTS),
+    Row("DGC", [CNN, WM5], TWICE, ("e0001s00005", "e0001s00010"), **ON_3),
+    Row("after a milestone", [CNN, WM5, MULTISTEP], SCHEDULED, SCHEDULE_STARTS),
+    Row("one cycle", [CNN, WM5, ONE_CYCLE], SCHEDULED, SCHEDULE_STARTS),
+    Row("1-bit Adam in either stage", [CNN, "configs/adam/onebit_adam.py"], ONEBIT_ADAM, ADAM_STARTS, **ON_3),
     Row(
-        "1-bit Adam in either stage",
-        [CNN, "configs/adam/onebit_adam.py"],
-        [*ADAM, "train.optimizer.freeze_step=6"],
-        ("e0000s00008", "e0000s00004"),
-        others=[(3, None)],
-    ),
-    Row(
-        "0/1 Adam",
-        [CNN, "configs/adam/zero_one_adam.py"],
-        [*ADAM, "train.check_replicas_every=0", *(f"train.local.{word}" for word in ZERO_ONE)],
-        ("e0000s00008",),
-        check=between_two_exchanges,
+        "0/1 Adam", [CNN, "configs/adam/zero_one_adam.py"], ZERO_ONE, ADAM_STARTS[:1], check=between_two_exchanges
     ),
     Row("SGP", [CNN, "configs/gossip/sgp.py"], GOSSIP, MID),
-    Row("OSGP", [CNN, "configs/gossip/osgp.py"], GOSSIP, MID, others=[(3, None)]),
+    Row("OSGP", [CNN, "configs/gossip/osgp.py"], GOSSIP, MID, **ON_3),
     Row("DPSGD", [CNN, "configs/gossip/dpsgd.py"], GOSSIP, MID),
-    Row(
-        "two machines",
-        [CNN, "configs/dgc/wm0.py"],
-        MACHINES,
-        ("e0000s00003",),
-        size=4,
-        local_size=2,
-        others=[(2, 2), (4, 4), (6, 3)],
-    ),
+    Row("two machines", [CNN, WM0], MACHINES, ("e0000s00003",), 4, 2, others=[(2, 2), (4, 4), (6, 3)]),
     Row("LSTM with dropout", [WIKITEXT], [*LSTM, "model.dropout=0.2"], **LSTM_ROW),
     Row("LSTM in bf16", [WIKITEXT], [*LSTM, "train.precision=bf16"], size=1, **LSTM_ROW | {"check": in_bf16}),
-    Row("LSTM with DGC", [WIKITEXT, "configs/dgc/wm5.py"], LSTM, **LSTM_ROW),
+    Row("LSTM with DGC", [WIKITEXT, WM5], LSTM, **LSTM_ROW),
     Row("LSTM with PowerSGD", [WIKITEXT, "configs/powersgd/rank1.py"], LSTM, **LSTM_ROW),
     Row("translation", [TRANSLATION], NUMWORDS, (*MID, "e0001"), size=1),
-    Row(
-        "translation with DGC",
-        [TRANSLATION, "configs/numwords/sgd.py", "configs/dgc/wm0.py"],
-        NUMWORDS,
-        (*MID, "e0001"),
-        size=1,
-    ),
+    Row("translation with DGC", [TRANSLATION, "configs/numwords/sgd.py", WM0], NUMWORDS, (*MID, "e0001"), size=1),
 ]
 
 
@@ -169,7 +148,7 @@ def test_a_resumed_run_ends_bit_identical(row: Row, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     """In which the files of ranks do not say whose state they have."""
-    stack, start = [CNN, "configs/dgc/wm5.py"], "e0001s00005"
+    stack, start = [CNN, WM5], "e0001s00005"
     train_in(tmp_path / "whole", stack, TWICE)
     folder = rewound(tmp_path / "whole", tmp_path / "old", start) / "checkpoints" / start
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -35,43 +35,26 @@ def rates(schedule: Any, epochs: Any, start: Any = (0, 0)) -> Any:
     return seen
 
 
-def test_warmup_goes_from_one_rank_to_all() -> None:
-    seen = rates(make(), epochs=5)
-    scaled = 0.1 * 2 * 4
-    for i in range(3 * STEPS):
-        epoch = i / STEPS
-        assert seen[i] == pytest.approx(scaled * (epoch * (4 - 1) / 3 + 1) / 4)
-    assert seen[0] == pytest.approx(0.1 * 2)
-    assert seen[3 * STEPS :] == [pytest.approx(scaled)] * (2 * STEPS)
-
-
-def test_one_rank_never_warms_up() -> None:
+def test_the_rate_of_every_step() -> None:
+    """The scheduler starts after the warm-up: its epoch 0 is epoch 3."""
+    seen, scaled = rates(make(), epochs=5), 0.1 * 2 * 4
+    warm_up = [scaled * (i / STEPS * (4 - 1) / 3 + 1) / 4 for i in range(3 * STEPS)]
+    assert seen == pytest.approx(warm_up + [scaled] * (2 * STEPS)) and seen[0] == pytest.approx(0.1 * 2)
+    # one rank never warms up
     assert warmup_factor(0.0, 1, 5) == 1.0
     assert set(rates(make(size=1), epochs=5)) == {0.1 * 2}
-    assert set(rates(make(warmup=0), epochs=3)) == {0.1 * 2 * 4}
-
-
-def test_the_scheduler_starts_after_the_warmup() -> None:
-    seen = rates(make(lambda o: lrs.MultiStepLR(o, [2, 4])), epochs=10)
-    by_epoch = seen[::STEPS]
-    scaled = 0.1 * 2 * 4
-    # The scheduler's epoch 0 is epoch 3: its milestones 2 and 4 are epochs 5 and 7.
-    assert by_epoch[3:] == [pytest.approx(scaled * factor) for factor in (1, 1, 0.1, 0.1, 0.01, 0.01, 0.01)]
-
-
-def test_cosine_per_step_reaches_zero_at_its_end() -> None:
-    left = 2 * STEPS
-    seen = rates(make(lambda o: lrs.CosineAnnealingLR(o, left - 1), per_epoch=False), epochs=5)
-    assert seen[3 * STEPS] == pytest.approx(0.8)
-    assert seen[-1] == pytest.approx(0.0, abs=1e-12)
-    assert sorted(seen[3 * STEPS :], reverse=True) == seen[3 * STEPS :]
-
-
-def test_a_scheduler_keeps_its_low_starting_rate() -> None:
-    seen = rates(
-        make(lambda o: lrs.LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1), epochs=5
-    )
-    assert seen[::STEPS] == [pytest.approx(0.1 * factor) for factor in (0.25, 0.5, 0.75, 1, 1)]
+    assert set(rates(make(warmup=0), epochs=3)) == {scaled}
+    # milestones 2 and 4 are epochs 5 and 7
+    seen = rates(make(lambda o: lrs.MultiStepLR(o, [2, 4])), epochs=10)[::STEPS]
+    assert seen[3:] == pytest.approx([scaled * factor for factor in (1, 1, 0.1, 0.1, 0.01, 0.01, 0.01)])
+    # a cosine per step reaches zero at its end
+    cosine = make(lambda o: lrs.CosineAnnealingLR(o, 2 * STEPS - 1), per_epoch=False)
+    seen = rates(cosine, epochs=5)[3 * STEPS :]
+    assert seen[0] == pytest.approx(0.8) and seen[-1] == pytest.approx(0.0, abs=1e-12)
+    assert sorted(seen, reverse=True) == seen
+    # a scheduler keeps its low starting rate
+    linear = make(lambda o: lrs.LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1)
+    assert rates(linear, epochs=5)[::STEPS] == pytest.approx([0.1 * factor for factor in (0.25, 0.5, 0.75, 1, 1)])
 
 
 SCHEDULERS = {
@@ -121,7 +104,12 @@ def test_the_rate_is_rescaled_on_another_number_of_ranks(name: Any) -> None:
     rates(first, epochs=5)
     resume(second, first)
     expected = rates(make(SCHEDULERS[name], size=2), epochs=8)[5 * STEPS :]
-    assert rates(second, epochs=8, start=(5, 0)) == [pytest.approx(rate) for rate in expected]
+    assert rates(second, epochs=8, start=(5, 0)) == pytest.approx(expected)
+    # a run can resume at the first step of an epoch that it has already begun: no step of the scheduler
+    first.begin_step(5, 0)
+    again = make(SCHEDULERS[name])
+    resume(again, first)
+    assert rates(again, epochs=8, start=(5, 0)) == rates(make(SCHEDULERS[name]), epochs=8)[5 * STEPS :]
 
 
 def test_inverse_square_root_rises_to_the_rate_and_falls() -> None:
@@ -136,22 +124,13 @@ def test_inverse_square_root_rises_to_the_rate_and_falls() -> None:
             inverse_square_root(optimizer, **options)
 
 
-def test_a_repeated_first_step_does_not_step_the_scheduler() -> None:
-    """On more ranks a run can resume at the first step of an epoch that it has already begun."""
-    first = make(SCHEDULERS["multistep"])
-    rates(first, epochs=5)
-    first.begin_step(5, 0)
-    second = make(SCHEDULERS["multistep"])
-    resume(second, first)
-    undisturbed = rates(make(SCHEDULERS["multistep"]), epochs=8)[5 * STEPS :]
-    assert rates(second, epochs=8, start=(5, 0)) == undisturbed
-
-
 def test_unsupported_schedulers_are_errors() -> None:
-    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
-        make(lambda o: lrs.ReduceLROnPlateau(o))
-    with pytest.raises(ValueError, match="not a learning-rate scheduler"):
-        make(lambda o: object())
+    for scheduler, message in (
+        (lrs.ReduceLROnPlateau, "ReduceLROnPlateau"),
+        (type, "not a learning-rate scheduler"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(scheduler)
     with pytest.raises(ValueError, match="warmup_lr_epochs"):
         make(warmup=-1)
     with pytest.raises(ValueError, match="another train.scheduler"):
@@ -170,19 +149,14 @@ def test_batch_norm_has_a_group_of_its_own() -> None:
         assert normalization["weight_decay"] == 0.0
         assert [id(p) for p in normalization["params"]] == [id(batch_norm.weight), id(batch_norm.bias)]
         assert len(others["params"]) == 4 and "weight_decay" not in others
-
-
-def test_a_layer_inside_of_a_batch_norm_is_none() -> None:
-    norm = nn.BatchNorm1d(2)
-    norm.gate = nn.Linear(2, 2)
-    others, normalization = parameter_groups(norm, True)
-    assert others["params"] == list(norm.gate.parameters()) and len(normalization["params"]) == 2
-
-
-def test_shared_parameters_appear_once_and_no_group_is_empty() -> None:
-    norm, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
-    groups = parameter_groups(nn.Sequential(linear, norm, linear, norm), True)
+    # shared parameters appear once, and no group is empty
+    bn, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    groups = parameter_groups(nn.Sequential(linear, bn, linear, bn), True)
     assert [len(group["params"]) for group in groups] == [2, 2]
     SGD(groups, lr=0.1)
-    for module, count in ((linear, 1), (norm, 1), (nn.BatchNorm1d(2, affine=False), 0)):
+    for module, count in ((linear, 1), (bn, 1), (nn.BatchNorm1d(2, affine=False), 0)):
         assert len(parameter_groups(module, True)) == count
+    # a layer inside of a batch norm is none
+    bn.gate = linear
+    others, normalization = parameter_groups(bn, True)
+    assert others["params"] == list(linear.parameters()) and len(normalization["params"]) == 2

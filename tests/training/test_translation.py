@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from sacrebleu.metrics.bleu import BLEU
-from simulated import summary_of, train_in
+from simulated import events_of, summary_of, train_in
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_datasets import Digits
@@ -33,6 +33,10 @@ def batches(data: NumberWords, rank: int, size: int, passes: int = 1) -> Transla
     return TranslationBatches(data["train"], 200, passes, rank=rank, size=size, seed=7, device=CPU)
 
 
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a.source, b.source) and torch.equal(a.target, b.target) and bool(a.tokens == b.tokens)
+
+
 @pytest.mark.parametrize(("size", "passes"), [(1, 1), (3, 1), (2, 3)])
 def test_each_pair_is_seen_once_up_to_the_last_batches(data: NumberWords, size: int, passes: int) -> None:
     ranks = [batches(data, rank, size, passes) for rank in range(size)]
@@ -56,26 +60,17 @@ def test_each_pair_is_seen_once_up_to_the_last_batches(data: NumberWords, size: 
     assert left_out[0] != left_out[1] or total == len(chosen)
 
 
-def test_a_run_resumes_at_any_step(data: NumberWords) -> None:
+def test_a_run_resumes_at_any_step_and_may_take_more_steps(data: NumberWords) -> None:
     own = batches(data, 1, 2)
-    whole = list(own.epoch(3))
-    for start in (0, 1, own.steps_per_epoch - 1):
-        rest = list(batches(data, 1, 2).epoch(3, start))
-        assert [step for step, _ in rest] == [step for step, _ in whole[start:]]
-        for (_, some), (_, same) in zip(rest, whole[start:], strict=True):
-            for batch, other in zip(some, same, strict=True):
-                assert torch.equal(batch.source, other.source) and torch.equal(batch.target, other.target)
-                assert batch.tokens == other.tokens
-
-
-def test_a_rank_that_takes_more_steps_uses_another_order(data: NumberWords) -> None:
-    own = batches(data, 0, 2)
-    left = iter(range(2 * own.steps_per_epoch))
-    found = list(own.epoch(0, more_steps=lambda: next(left, None) is not None))
-    assert [step for step, _ in found] == list(range(2 * own.steps_per_epoch))
-    targets = [step[0].target for _, step in found]
-    again = zip(targets[: own.steps_per_epoch], targets[own.steps_per_epoch :], strict=True)
-    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in again)
+    whole, steps = list(own.epoch(3)), own.steps_per_epoch
+    for start in (0, 1, steps - 1):
+        for (at, some), (step, others) in zip(batches(data, 1, 2).epoch(3, start), whole[start:], strict=True):
+            assert at == step and all(map(same, some, others)) and len(some) == len(others)
+    # with another order for the steps of a rank that takes more
+    left = iter(range(2 * steps))
+    found = list(batches(data, 0, 2).epoch(0, more_steps=lambda: next(left, None) is not None))
+    assert [step for step, _ in found] == list(range(2 * steps))
+    assert not all(same(a[0], b[0]) for (_, a), (_, b) in zip(found[:steps], found[steps:], strict=True))
 
 
 def test_the_shares_of_an_evaluation(data: NumberWords) -> None:
@@ -101,18 +96,15 @@ def test_sums_over_ranks_give_the_bleu_of_all_sentences() -> None:
         expected = BLEU(tokenize=tokenizer).corpus_score(translations, [references]).score
         assert results[name] == pytest.approx(expected)
     assert all(value != value for value in parts[2].results().values()), "NaN if nothing was counted"
-
-
-def test_bleu_is_smoothed_as_sacrebleu_does_by_default() -> None:
-    """No four words match, and in the second pair no three."""
+    # It is smoothed as sacrebleu does by default: no four words match, and in the second pair no three.
     references = ["one hundred and two thousand", "seven hundred and eleven"]
     few, fewer = ["one hundred and ten thousand", "seven hundred or nine"], ["two one", "one and and eleven"]
     for translations in (few, fewer):
         quality = TranslationQuality()
         quality.update(translations, references)
-        expected = BLEU(force=True).corpus_score(translations, [references])
-        assert expected.counts[3] == 0 and expected.score > 0
-        assert quality.results()["bleu"] == pytest.approx(expected.score)
+        score = BLEU(force=True).corpus_score(translations, [references])
+        assert score.counts[3] == 0 and score.score > 0
+        assert quality.results()["bleu"] == pytest.approx(score.score)
 
 
 def model(data: NumberWords, extra: int = 0, seed: int = 0) -> Transformer:
@@ -187,9 +179,7 @@ def test_a_larger_vocabulary_of_the_model_does_not_reach_the_translations(data: 
         assert evaluation(own).keys() == set(evaluation.names)
         found = evaluation._translate(own.eval(), collate([data["test"][0]])[0])
         assert max(found[0], default=0) < len(data.vocabulary)
-
-
-def test_beam_search_is_used_and_shown(data: NumberWords) -> None:
+    # beam search is used and shown
     assert evaluate(data, 1, beams=3)[1] != evaluate(data, 1)[1]
     # and a table's cells may have bars
     assert table([("a|b", "c", "d")]).splitlines()[-1] == "| a\\|b | c | d |"
@@ -202,8 +192,6 @@ TINY = ["configs/numwords/tiny.py"]
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     root = f"dataset.root={tmp_path / 'numbers'}"
     words = [root, "dataset.train_numbers=1500", "dataset.test_numbers=51", "train.num_epochs=1"]
     words += ["train.batch_size=64", "train.optimizer.lr=0.0025", "data.num_threads_per_worker=1"]
@@ -215,7 +203,7 @@ def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: pytest.CaptureFixt
     expected = sum(2 * (batch.tokens // 2) for _, step in own.epoch(0) for batch in step)
     assert summary["tokens"] == expected
     assert "tokens/s" in capsys.readouterr().out
-    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    events = events_of(tmp_path / "run")
     assert {"translation/test_nll", "time/tokens_per_second"} <= set(events.Tags()["scalars"])
     texts = [event.tensor_proto.string_val[0] for event in events.Tensors("translations/test/text_summary")]
     assert len(texts) == 1 and all(b"| source | reference | translation |" in text for text in texts)
@@ -231,18 +219,15 @@ def test_other_or_too_little_data_and_other_vocabularies_are_refused(data: Numbe
         return "refused"
 
     assert LockstepWorld(2).run(with_own_vocabulary) == ["refused"] * 2
-    setup = Setup(load(TINY), Digits(), torch.nn.Linear(2, 2), LockstepWorld(1).transports[0], CPU)
+    transport, net = LockstepWorld(1).transports[0], torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="task is Translation, but dataset is a Digits"):
-        Translation(setup)
+        Translation(Setup(load(TINY), Digits(), net, transport, CPU))
     with pytest.raises(ValueError, match="too few for one step of 50 ranks x 2 passes"):
         batches(data, 0, 50, 2)
-
-
-def test_a_lower_likelihood_is_no_better_checkpoint(data: NumberWords) -> None:
+    # a lower likelihood is no better checkpoint
     for metric, lower in (("nll", True), ("bleu", False)):
         tree = load(TINY, [f"--configs.train.metric=translation/test_{metric}"])
-        setup = Setup(tree, data, model(data), LockstepWorld(1).transports[0], CPU)
-        assert Translation(setup).lower_is_better is lower
+        assert Translation(Setup(tree, data, model(data), transport, CPU)).lower_is_better is lower
 
 
 def test_the_documented_sizes_and_the_settings_of_wmt16() -> None:

@@ -1,0 +1,335 @@
+"""What goes wrong: other weights, code or waits of a rank, signals that stop a run, and growing residuals."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from environment import patient, python_path
+from omegaconf import OmegaConf
+from simulated import CNN, train_in
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from warm import python
+
+from dgc.comm import Transport, barrier
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import AtomoCompressor, DGCCompressor, SVDCompressor
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc_training.faults.error_growth import ErrorGrowthMonitor
+from dgc_training.faults.failure import Terminated, UsageError
+from dgc_training.faults.interruption import EXIT_SAVED, Interruption
+from dgc_training.faults.watchdog import Heartbeat, WatchedTransport, find_stuck_rank
+from dgc_training.launcher import print_error
+from dgc_training.startup import agreement
+from dgc_training.startup.agreement import check_agreement, code_difference, code_hashes
+from dgc_training.synchronization import check_replicas, minority_ranks
+
+
+def test_a_rank_that_sends_no_more_datagrams_is_missing() -> None:
+    """Rank 2 takes no part in the second exchange. Ranks that have never sent one are not listed."""
+
+    def body(transport: Any) -> list[int]:
+        heartbeat = Heartbeat(transport)
+        for exchange in range(2):
+            if transport.rank < 3 and (transport.rank, exchange) != (2, 1):
+                heartbeat.send()
+            barrier(transport)
+        deadline, missing = time.monotonic() + patient(10), heartbeat.missing()
+        while transport.rank == 0 and missing != [2] and time.monotonic() < deadline:  # datagrams take a moment
+            missing = heartbeat.missing()
+        barrier(transport)
+        heartbeat.close()
+        return missing
+
+    assert LockstepWorld(4).run(body)[0] == [2]
+
+
+def test_the_rank_with_other_weights_is_reported() -> None:
+    sums: Any
+    for sums, odd in (([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2])):
+        assert minority_ranks(sums) == odd
+    assert minority_ranks([1, None, 1]) == [1]
+
+    def body(transport: Any, changed: int) -> None:
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        # Simulated ranks are threads of one process and share its random generator.
+        torch.nn.init.constant_(model[0].weight, 0.5)
+        torch.nn.init.constant_(model[0].bias, 0.5)
+        model[1].running_mean.fill_(transport.rank)
+        check_replicas(model, transport)
+        if transport.rank == changed:
+            with torch.no_grad():
+                model[0].bias[2] = torch.nextafter(model[0].bias[2], torch.tensor(9.0))
+        message = rf"parameter 0\.bias of rank {changed} differs from the other"
+        if transport.size == 2:
+            message = r"rank 1 differs .*\(no majority: rank 0's value"
+        with pytest.raises(RuntimeError, match=message):
+            check_replicas(model, transport)
+
+    for size, changed in ((3, 0), (3, 1), (3, 2), (2, 1)):
+        LockstepWorld(size).run(partial(body, changed=changed))
+
+
+def test_the_rank_with_other_code_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of the product is hashed."""
+    some = {"train.py", "dgc_training/startup/agreement.py", "dgc_models/__init__.py", "dgc/bucket.py"}
+    assert some <= code_hashes().keys()
+    file = tmp_path / "dgc_models" / "a.py"
+    file.parent.mkdir()
+    file.write_text("a = 1\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(agreement, "FOLDERS", (file.parent,))
+        before = code_hashes()
+        file.write_text("a = 2\n")
+        assert code_difference(before, code_hashes()) == "dgc_models/a.py"
+    assert code_difference(before, before) is None
+    assert code_difference({}, {"x.py": "1"}) == "x.py (one of them has no such file)"
+    own = threading.local()
+    monkeypatch.setattr(agreement, "code_hashes", lambda: own.hashes)
+
+    def body(transport: Any) -> None:
+        own.hashes = {"dgc/a.py": "1", "train.py": "2" if transport.rank == 2 else "1"}
+        with pytest.raises(UsageError, match=r"rank 2 runs other code than rank 0: train\.py differs"):
+            check_agreement(OmegaConf.create({"seed": 1}), torch.device("cpu"), transport)
+
+    LockstepWorld(3).run(body)
+
+
+def test_the_rank_that_does_not_wait_is_stuck() -> None:
+    waits: Any
+    joined = "rank 1 did not join dgc0.1.0, for which the others have waited 6 s$"
+    for waits, stuck, why in (
+        ([None, (3.0, "loss"), None], None, ""),
+        ([None, None], None, ""),
+        ([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 1, joined),
+        ([(6.0, "a"), None, None], 1, r"ranks \[1, 2\] did not join a"),
+        ([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 1, ".*rank 0 for loss; rank 1 for replicas"),
+    ):
+        found = find_stuck_rank(waits, 5.0)
+        assert (found and found[0]) == stuck
+        assert found is None or re.match(why, found[1])
+    # a watched transport records its waits
+    seen: list[Any] = []
+
+    class Slow:
+        rank, size, local_rank, local_size, point_to_point = 0, 1, 0, 1, False
+
+        def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
+            return "work"
+
+        def wait(self, work: Any) -> Any:
+            seen.append(watched.waiting)
+            return (work,)
+
+    watched = WatchedTransport(cast(Transport, Slow()))
+    assert watched.wait(watched.launch("a", ())) == ("work",)
+    assert seen[0][1] == "a" and watched.waiting is None
+
+
+def test_torchrun_ends_with_the_message_of_the_first_rank_and_lists_no_rank_that_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    started = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_ERROR_FILE": str(file)}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    assert print_error("wrong setting") == 2
+    assert ProcessFailure(0, 1, 2, str(file)).message["message"] == "wrong setting"  # type: ignore[index]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    program = "import time; from dgc_training.launcher import print_error; sleep = time.sleep; "
+    program += "time.sleep = lambda seconds: (print('waits', flush=True), sleep(60)); print_error('wrong')"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "waits\n"
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(patient(60)) == 0
+
+
+# Signals: any rank may receive one, and all ranks stop after the same step
+
+
+def test_all_ranks_stop_after_the_same_step() -> None:
+    """received: the step in which each rank receives the signal; 0: never."""
+
+    def body(transport: Any, received: Any) -> Any:
+        with Interruption(transport) as interruption:
+            for step in range(1, 10):
+                interruption.begin_step()
+                if step == received[transport.rank]:
+                    interruption.received = signal.SIGUSR1
+                if interruption.end_step() is not None:
+                    return step
+            return interruption.check()
+
+    for received, last in (((3, 0, 0), 4), ((0, 0, 5), 6), ((2, 4, 3), 3), ((0, 0, 0), None)):
+        assert LockstepWorld(3).run(partial(body, received=received)) == [last] * 3
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_run_stopped_after_the_last_step_of_an_epoch_resumes_with_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = ["train.batch_size=1437", "train.num_epochs=2", "model.width=8"]  # an epoch is one step
+    with monkeypatch.context() as patch:
+        patch.setattr(Interruption, "end_step", lambda self: signal.SIGUSR1)
+        assert train_in(tmp_path, [CNN], quick, size=1) == [EXIT_SAVED]
+    capsys.readouterr()
+    assert train_in(tmp_path, [CNN], quick, size=1) == [0]
+    output = [line.split() for line in capsys.readouterr().out.splitlines()]
+    heads = [words for words in output if words[:2] == ["epoch", "loss"]]
+    assert [len(head) for head in heads] == [3, 6], "no step of the first epoch was measured"
+    assert any(words[:2] == ["1/2", "nan"] for words in output)
+
+
+def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        before = signal.getsignal(number)
+        with Interruption(LockstepWorld(1).transports[0]) as interruption:
+            assert interruption.check() is None
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # the launcher forwards the signal that the batch system sends to all
+            limit = time.monotonic() + patient(30)
+            while interruption.check() is None and time.monotonic() < limit:
+                time.sleep(0.01)
+            assert interruption.check() == number
+        assert signal.getsignal(number) == before
+    # a collective that fails after a signal is not reported: another rank has died
+    for received, expected in ((0, RuntimeError), (signal.SIGTERM, Terminated)):
+        with pytest.raises(expected), Interruption(LockstepWorld(1).transports[0]) as interruption:
+            interruption.received = received
+            raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+
+
+INTERRUPTION = """
+import ctypes, os, signal, threading, time
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.faults.interruption import Interruption
+"""
+
+
+def test_under_torchrun_ranks_that_do_not_agree_to_stop_end_without_saving() -> None:
+    seconds = patient(1)
+    program = f"""{INTERRUPTION}
+for agree in (True, False):
+    with Interruption(LockstepWorld(1).transports[0]) as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not interruption.received:
+            time.sleep(0.01)
+        if agree:
+            interruption.check()
+        time.sleep({1.5 * seconds} if agree else 1000)
+    print("saved", flush=True)
+"""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}
+    torchrun["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(2 * seconds)
+    environment = {**os.environ, **torchrun, "PYTHONPATH": python_path()}
+    words, limit = [python(), "-c", program], patient(100)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=limit)
+    assert (done.returncode, done.stdout) == (143, "saved\n"), done.stderr
+    assert done.stderr == f"No common stop within {seconds:g} s after SIGTERM: ended without saving.\n"
+
+
+def test_a_second_sigterm_ends_at_once_even_inside_a_blocking_call() -> None:
+    program = f"""{INTERRUPTION}
+with Interruption(LockstepWorld(1).transports[0]):
+    print("ready", flush=True)
+    libc = ctypes.CDLL(None)
+    while True:
+        libc.pause()
+        lock = threading.Lock(); lock.acquire()
+        libc.sleep(60); libc.sleep(60); libc.sleep(60)
+"""
+    environment, pipe = {**os.environ, "PYTHONPATH": python_path()}, subprocess.PIPE
+    words = [python(), "-c", program]
+    with subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.3)
+        assert process.poll() is None
+        for _ in range(20):  # two within a second count as one, and a busy machine may deliver the first one late
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patient(1.3))
+                break
+        process.kill()
+        errors = process.communicate()[1]
+    assert process.returncode == 143 and errors == "A second SIGTERM: ended without saving.\n"
+
+
+# The monitor of the residual
+
+
+def warnings_of(norms: Any, ratio: float = 0.01, steps: int = 10) -> Any:
+    monitor = ErrorGrowthMonitor()
+    return [text for norm in norms if (text := monitor.update(norm, ratio, steps))]
+
+
+def test_only_unbounded_growth_gives_a_warning() -> None:
+    for time_constant in (20, 100, 300):
+        assert warnings_of([10 * (1 - math.exp(-10 * i / time_constant)) for i in range(1, 400)]) == []
+    # a random walk until coordinates are sent
+    assert warnings_of([math.sqrt(min(10 * i, 1000)) for i in range(1, 500)], ratio=0.001) == []
+    # a high plateau
+    assert warnings_of([1.0] * 40 + [50.0] * 9 + [49.0] * 200) == []
+    # dense training
+    assert warnings_of([float(i) for i in range(1, 600)], ratio=1.0) == []
+    # a new ratio starts a new reference
+    monitor = ErrorGrowthMonitor()
+    for ratio, norm in ((0.25, 1.0), (0.063, 8.0), (0.016, 60.0), (0.001, 500.0)):
+        assert not any(monitor.update(norm * (1 + i / 1000), ratio, 10) for i in range(200))
+    for norms in ([1.02**i for i in range(1, 600)], [float(i) for i in range(1, 600)]):
+        (text,) = warnings_of(norms)
+        assert "residual's norm has grown from" in text and "compress_ratio 0.01" in text
+    for norm in (math.nan, math.inf):
+        (text,) = warnings_of([1.0, norm, norm])
+        assert "not finite" in text
+    # Low-rank methods have a compress_ratio below 1. A ratio of 1 would turn the monitor off.
+    transport, model = LockstepWorld(1).transports[0], torch.nn.Linear(40, 60)
+    for make in (SVDCompressor, AtomoCompressor):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model.named_parameters(), make(2), transport=transport)
+        assert optimizer.compress_ratio == 2 * (40 + 60) / (40 * 60)
+        (text,) = warnings_of([1.02**i for i in range(600)], ratio=optimizer.compress_ratio)
+        assert "compress_ratio 0.0833" in text
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("lr", [pytest.param(0.05, marks=pytest.mark.proof), 1.5])
+def test_real_training(lr: Any) -> None:
+    """A stable learning rate gives no warning in 1000 steps of DGC. A diverging one gives a warning."""
+
+    def body(transport: Any) -> Any:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(50, 40, bias=False)
+        compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9))
+        inner = DGCSGD(model.parameters(), lr=lr, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+        generator = torch.Generator().manual_seed(transport.rank)
+        weights = torch.randn(40, 50, generator=torch.Generator().manual_seed(9))
+        monitor, found = ErrorGrowthMonitor(), []
+        for step in range(1000):
+            inputs = torch.randn(16, 50, generator=generator)
+            optimizer.zero_grad()
+            (model(inputs) - inputs @ weights.T).square().mean().backward()
+            optimizer.step()
+            if step % 10 == 9 and (text := monitor.update(optimizer.error_norm(), 0.01, 10)):
+                found.append(text)
+                break
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for found in LockstepWorld(2).run(body):
+            assert bool(found) == (lr > 1)
