@@ -41,7 +41,7 @@ for library in libraries:
 class Saved:
     """What rank_files needs of an exchange."""
 
-    def __init__(self, transport: Any, state: Any):
+    def __init__(self, transport: Any = None, state: float = 0.0):
         self.transport, self.state = transport, state
 
     def compression_state_dict(self) -> Any:
@@ -51,47 +51,39 @@ class Saved:
         self.state = float(state["errors"][0])
 
 
-def loaded(folder: Path) -> list[float]:
-    """What two ranks have after they loaded their files."""
+def test_each_rank_loads_its_own_file(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
 
-    def body(transport: Any) -> float:
-        exchange: Any = Saved(transport, 0.0)
+    def loaded(transport: Any) -> float:
+        exchange: Any = Saved(transport)
         rank_files.load(exchange, lambda rank: folder / f"exchange{rank}.pt")
         return float(exchange.state)
 
-    return LockstepWorld(2).run(body)
-
-
-def test_each_rank_loads_its_own_file(tmp_path: Path) -> None:
+    world = LockstepWorld(2)
     with pytest.warns(UserWarning, match="nothing unsent"):
-        assert loaded(tmp_path) == [0.0, 0.0]
+        assert world.run(loaded) == [0.0, 0.0]
     for rank in (0, 1):
-        exchange: Any = Saved(None, rank + 1.0)
-        rank_files.save(exchange, tmp_path / "new" / f"exchange{rank}.pt")
-    assert loaded(tmp_path / "new") == [1.0, 2.0]
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["exchange0.pt", "exchange1.pt"]
-    (tmp_path / "new" / "exchange0.pt").unlink()
+        exchange: Any = Saved(state=rank + 1.0)
+        rank_files.save(exchange, folder / f"exchange{rank}.pt")
+    assert world.run(loaded) == [1.0, 2.0]
+    assert sorted(path.name for path in folder.iterdir()) == ["exchange0.pt", "exchange1.pt"]
+    (folder / "exchange0.pt").unlink()
     with pytest.raises(ValueError, match="rank 0 has no file .*exchange0.pt"):
-        loaded(tmp_path / "new")
-
-
-def callback() -> Any:
-    pytest.importorskip("transformers")
-    from dgc.integrations.transformers import CompressionCallback
-
-    return CompressionCallback(PowerSGDCompressor(rank=2))
+        world.run(loaded)
 
 
 def trainer(model: Any) -> Any:
     """What the callback needs of a Trainer."""
-    handler = SimpleNamespace(callbacks=[])
-    return SimpleNamespace(
-        callback_handler=handler, add_callback=handler.callbacks.append, model_wrapped=model, train=lambda *_: None
-    )
+    handler, options = SimpleNamespace(callbacks=[]), {"model_wrapped": model, "train": lambda *_: None}
+    return SimpleNamespace(callback_handler=handler, add_callback=handler.callbacks.append, **options)
 
 
 def test_the_callback_needs_its_trainer_and_ddp() -> None:
-    compression, one, several = callback(), *(SimpleNamespace(world_size=n, n_gpu=0) for n in (1, 2))
+    pytest.importorskip("transformers")
+    from dgc.integrations.transformers import CompressionCallback
+
+    compression = CompressionCallback(PowerSGDCompressor(rank=2))
+    one, several = (SimpleNamespace(world_size=n, n_gpu=0) for n in (1, 2))
     with pytest.raises(RuntimeError, match=r"call attach\(trainer\) before"):
         compression.on_train_begin(several, None, None)
     attached = trainer(torch.nn.Linear(2, 2))

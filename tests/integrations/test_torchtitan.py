@@ -34,24 +34,16 @@ def made() -> Any:
     return config
 
 
-def test_the_model_is_sharded_without_replicas() -> None:
+def test_the_model_is_sharded_without_replicas_and_other_parallelism_is_refused() -> None:
     dims = parallelized(made())
     assert not dims.dp_replicate_enabled and dims.dp_replicate == 2
-
-
-@pytest.mark.parametrize("kind", ["pp", "tp", "cp", "ep"])
-def test_other_parallelism_is_refused(kind: str) -> None:
-    name = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}[kind]
-    with pytest.raises(ValueError, match=f"does not support {name} parallelism"):
-        parallelized(made(), **{f"{kind}_enabled": True})
-
-
-def test_settings_that_a_command_line_has_changed_are_refused() -> None:
-    config = made()
-    config.training.disable_cuda_graphs = False
-    with pytest.raises(ValueError, match="does not support CUDA graphs"):
-        parallelized(config)
-    config = made()
-    config.parallelism.spmd_backend = "full_dtensor"
-    with pytest.raises(ValueError, match="does not support --parallelism.spmd_backend other"):
-        parallelized(config)
+    for kind, name in {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}.items():
+        with pytest.raises(ValueError, match=f"does not support {name} parallelism"):
+            parallelized(made(), **{f"{kind}_enabled": True})
+    # settings that a command line has changed
+    graphs, backend = made(), made()
+    graphs.training.disable_cuda_graphs = False
+    backend.parallelism.spmd_backend = "full_dtensor"
+    for config, message in ((graphs, "CUDA graphs"), (backend, "--parallelism.spmd_backend other")):
+        with pytest.raises(ValueError, match=f"does not support {message}"):
+            parallelized(config)

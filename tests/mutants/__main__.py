@@ -3,12 +3,13 @@
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -17,7 +18,7 @@ from queue import SimpleQueue
 from coverage import Coverage
 from environment import patient, slowness
 
-from .copies import ROOT, Copy, Ended, clone, copy_tree
+from .copies import ROOT, Copy, copy_tree
 from .faults import Fault, drawn
 from .packages import PACKAGES
 from .plugin import LINES, SECONDS
@@ -28,7 +29,6 @@ FIRST_TESTS = 30  # run before the others: most faults are detected by them, and
 BUDGET = 30.0  # for the tests of one fault
 LIMIT = 300.0  # after which they hang
 RECORDING_LIMIT = 3600.0
-OPTIONS = ("-x", "-o", "timeout=10")
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,14 @@ def recorded(faults: Sequence[Fault], copy: Copy, workers: int, folder: Path) ->
     seconds = json.loads((folder / SECONDS).read_text())
     coverage = Coverage(folder / LINES, config_file=False)
     coverage.combine()
-    by_file = defaultdict(list)
-    for fault in faults:
-        by_file[fault.file].append(fault)
-    return {
-        fault.key: within_budget({test for line in fault.lines for test in lines.get(line, ()) if test}, seconds)
-        for file, those in by_file.items()
-        for lines in [coverage.get_data().contexts_by_lineno(str(copy.root / file))]
-        for fault in those
+    lines_of = {
+        file: coverage.get_data().contexts_by_lineno(str(copy.root / file)) for file in {f.file for f in faults}
     }
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for fault in faults:
+        for line in fault.lines:
+            found[fault.key] |= {*filter(None, lines_of[fault.file].get(line, ()))}
+    return {fault.key: within_budget(found[fault.key], seconds) for fault in faults}
 
 
 def within_budget(tests: set[str], seconds: dict[str, float]) -> list[str]:
@@ -89,17 +88,11 @@ def judge(fault: Fault, tests: Sequence[str], copy: Copy) -> Verdict:
     detected, said = False, f"{len(tests)} tests run these lines"
     with copy.with_fault(fault):
         for group in filter(None, groups):
-            ended = copy.tests(group, LIMIT, *OPTIONS)
+            ended = copy.tests(group, LIMIT, "-x", "-o", "timeout=10")
             if ended.status != 0:
-                detected, said = True, reason(ended)
+                detected, said = True, ended.reason
                 break
     return Verdict(fault.key, fault.package, fault.line, detected, said, time.perf_counter() - start)
-
-
-def reason(ended: Ended) -> str:
-    if ended.status is None:
-        return "no end in time"
-    return ended.first or f"pytest ended with {ended.status}: {' '.join(ended.output.split()[-20:])}"
 
 
 def judge_all(faults: Sequence[Fault], tests: dict[str, list[str]], copies: Sequence[Copy]) -> Iterator[Verdict]:
@@ -116,12 +109,7 @@ def judge_all(faults: Sequence[Fault], tests: dict[str, list[str]], copies: Sequ
             free.put(copy)
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        waiting = [pool.submit(judge_in_a_free_copy, fault) for fault in faults]
-        try:
-            for done in as_completed(waiting):
-                yield done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        yield from pool.map(judge_in_a_free_copy, faults)
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -131,7 +119,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return "\n".join([*rows, f"{'all':20} {detected.total():4} of {every.total():4}"])
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="least number of faults")
     parser.add_argument("--seed", type=int, default=1, help="other faults with each seed")
@@ -139,19 +127,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="faults at a time")
     parser.add_argument("--list", action="store_true", help="only print the faults")
     parser.add_argument("--record", type=Path, help="file for the verdicts, as JSON")
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     faults = drawn(ROOT, args.package or [*PACKAGES], args.count, args.seed)
     if args.list:
         print("\n".join(f"{fault.line:4} {fault.key}" for fault in faults))
         return 0
-    start = time.perf_counter()
+    start, verdicts = time.perf_counter(), []
     slowness()  # measured once, before the tests start
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         first = copy_tree(Path(folder, "0"))
         tests = recorded(faults, first, args.workers, Path(folder, "recorded"))
-        copies = [first, *(clone(first, Path(folder, str(i))) for i in range(1, args.workers))]
-        verdicts = []
-        for verdict in judge_all(faults, tests, copies):
+        # with what Python has compiled in the first
+        others = [Copy(Path(shutil.copytree(first.root, Path(folder, str(i))))) for i in range(1, args.workers)]
+        for verdict in judge_all(faults, tests, [first, *others]):
             print(verdict, flush=True)
             verdicts.append(verdict)
             if args.record:

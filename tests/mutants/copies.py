@@ -27,36 +27,51 @@ class Ended:
     """How a run of tests ended. `output` has everything that it printed."""
 
     status: int | None  # None: it did not end in time
-    output: str
+    output: str = ""
 
     @property
-    def first(self) -> str | None:
-        """Node id of the first test that failed."""
-        found = FIRST.search(self.output)
-        return found[1] if found else None
+    def reason(self) -> str:
+        """Of a failure: the first test that failed, if one did."""
+        if self.status is None:
+            return "no end in time"
+        first = FIRST.search(self.output)
+        return first[1] if first else f"pytest ended with {self.status}: {' '.join(self.output.split()[-20:])}"
 
 
+@dataclass(frozen=True)
 class Copy:
     """A copy of the working tree at `root`. Its library is up to date."""
 
-    def __init__(self, root: Path):
-        self.root = root
+    root: Path
 
     def tests(self, tests: Sequence[str], limit: float, *options: str, write_bytecode: bool = False) -> Ended:
-        """Runs tests of the copy, in this order if they are single ones, for at most `limit` seconds."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": python_path().replace(str(ROOT), str(self.root)),
-            "PYTHONDONTWRITEBYTECODE": "" if write_bytecode else "1",
-            "OMP_NUM_THREADS": "1",
-        }
+        """Runs tests of the copy, in this order if they are single ones.
+
+        After `limit` seconds of a quiet machine they are killed, with all that they started.
+        """
+        bytecode = {"PYTHONDONTWRITEBYTECODE": "" if write_bytecode else "1"}
+        path = {"PYTHONPATH": python_path().replace(str(ROOT), str(self.root))}
         own = self.root.with_name(self.root.name + "-tmp")
         chosen = own.with_suffix(".json")
         chosen.write_text(json.dumps(tests))
         # a test function has one argument for all of its parameters; the plugin selects from them
         functions = dict.fromkeys(test.partition("[")[0] for test in tests)
-        command = [sys.executable, *PYTEST, f"--basetemp={own}", f"--chosen={chosen}", *options, *functions]
-        return run(command, self.root, environment, limit)
+        process = subprocess.Popen(
+            [sys.executable, *PYTEST, f"--basetemp={own}", f"--chosen={chosen}", *options, *functions],
+            cwd=self.root,
+            env={**os.environ, **path, **bytecode, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=patient(limit))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return Ended(None)
+        return Ended(process.returncode, output)
 
     @contextmanager
     def with_fault(self, fault: Fault) -> Iterator[None]:
@@ -73,26 +88,6 @@ class Copy:
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def run(command: Sequence[str], folder: Path, environment: dict[str, str], limit: float) -> Ended:
-    """Runs a command. After `limit` seconds of a quiet machine it is killed, with all that it started."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=patient(limit))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return Ended(None, "")
-    return Ended(process.returncode, output)
-
-
 def copy_tree(to: Path) -> Copy:
     """Copies the working tree, with new files that git does not ignore, and the native library."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -101,10 +96,4 @@ def copy_tree(to: Path) -> Copy:
         if name and (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
-    return Copy(to)
-
-
-def clone(copy: Copy, to: Path) -> Copy:
-    """Copies a copy, with what Python has compiled there."""
-    shutil.copytree(copy.root, to)
     return Copy(to)

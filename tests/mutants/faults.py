@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import libcst as cst
@@ -26,24 +26,15 @@ SKIPPED_CONDITIONS = {"TYPE_CHECKING", '__name__ == "__main__"'}
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one expression or statement.
+    """A change of one expression or statement, of the code `old` to `new`, made by `operator`."""
 
-    Args:
-        file: The file, from the root of the repository.
-        function: Class and function that hold the change; empty in a module.
-        line: Its first line.
-        operator: The function of mutmut that made it.
-        old, new: The code before and after.
-        lines: The change has an effect only if one of these lines runs.
-    """
-
-    file: str
-    function: str
+    file: str  # from the root of the repository
+    function: str  # class and function that hold the change; empty in a module
     line: int
     operator: str
     old: str
     new: str
-    lines: range
+    lines: range  # the change has an effect only if one of these runs
     source: "Source"
     nodes: tuple[cst.CSTNode, cst.CSTNode]
 
@@ -100,8 +91,7 @@ class Source(cst.CSTVisitor):
                 return " " in node.value or isinstance(self.parent(node), cst.Expr)
             case cst.Call(func=cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name))):
                 return name in SKIPPED_CALLS
-            case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):
-                # names of types
+            case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):  # of types
                 return name == "__all__" or (name[:1].isupper() and not name.isupper())
             case cst.Arg(keyword=cst.Name(value=name)):
                 return name in SKIPPED_ARGUMENTS
@@ -168,11 +158,8 @@ def drawn(root: Path, packages: Sequence[str], count: int, seed: int) -> list[Fa
         for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:
             possible[package] += Source(root, str(path.relative_to(root))).faults
     total = sum(map(len, possible.values()))
-    return [
-        fault
-        for faults in possible.values()
-        for fault in drawn_from(faults, math.ceil(count * len(faults) / total), seed)
-    ]
+    shares = ((faults, math.ceil(count * len(faults) / total)) for faults in possible.values())
+    return [fault for faults, share in shares for fault in drawn_from(faults, share, seed)]
 
 
 def drawn_from(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
@@ -180,10 +167,5 @@ def drawn_from(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
     for fault in faults:
         by_operator[fault.operator].setdefault(hashlib.sha256(f"{seed} {fault.key}".encode()).hexdigest(), fault)
     columns = sorted(sorted(each.items()) for each in by_operator.values())
-    result: list[Fault] = []
-    for _, fault in (each for row in zip_longest(*columns) for each in row if each is not None):
-        if len(result) == count:
-            break
-        if fault.is_one():
-            result.append(fault)
-    return result
+    mixed = (each[1] for row in zip_longest(*columns) for each in row if each is not None)
+    return list(islice(filter(Fault.is_one, mixed), count))

@@ -1,19 +1,13 @@
 """The tests of each package."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Tests:
-    """Files and folders of tests.
+class Tests(NamedTuple):
+    """Files and folders of tests."""
 
-    Args:
-        own: Tests in one process. Their lines are recorded.
-        ranks: Tests that start processes, whose lines are not recorded. They follow, in this order, for a fault in
-            lines that no recorded test runs.
-    """
-
-    own: tuple[str, ...]
+    own: tuple[str, ...]  # in one process: their lines are recorded
+    # they start processes, whose lines are not recorded, and follow for a fault that no recorded test runs
     ranks: tuple[str, ...] = ()
 
 

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from mutants.copies import ROOT
-from mutants.faults import Fault, Source, drawn
+from mutants.faults import Source, drawn
 from mutants.packages import PACKAGES
 
 CODE = '''"""A module = 1."""
@@ -26,13 +24,9 @@ def double(x: Float[Tensor, "n"], device: str = "cpu") -> int:
 '''
 
 
-@pytest.fixture
-def faults(tmp_path: Path) -> list[Fault]:
+def test_only_what_has_an_effect_is_changed(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(CODE)
-    return Source(tmp_path, "module.py").faults
-
-
-def test_only_what_has_an_effect_is_changed(faults: list[Fault]) -> None:
+    faults = Source(tmp_path, "module.py").faults
     assert sorted({(fault.old, fault.new) for fault in faults}) == [
         ('"cpu"', '"CPU"'),
         ('"cpu"', '"XXcpuXX"'),
@@ -43,19 +37,13 @@ def test_only_what_has_an_effect_is_changed(faults: list[Fault]) -> None:
         ("zeros(x, device=device)", "zeros(device=device)"),
         ("zeros(x, device=device) + x", "zeros(x, device=device) - x"),
     ]
-
-
-def test_lines_that_run_a_fault(faults: list[Fault]) -> None:
     lines = {fault.old: (fault.function, fault.line, fault.lines) for fault in faults}
     assert lines["3"] == ("", 7, range(1, 17))  # any line of the module
     assert lines['"cpu"'] == ("double", 9, range(10, 16))  # any line of the function
     assert lines["> LIMIT"] == ("double", 12, range(12, 13))
-
-
-def test_one_change_is_applied(faults: list[Fault]) -> None:
     for fault in faults:
-        lines = zip(CODE.splitlines(), fault.code.splitlines(), strict=True)
-        assert fault.is_one() and sum(old != new for old, new in lines) == 1
+        pairs = zip(CODE.splitlines(), fault.code.splitlines(), strict=True)
+        assert fault.is_one() and sum(old != new for old, new in pairs) == 1
 
 
 def test_a_seed_draws_the_same_faults_of_each_operator() -> None:
