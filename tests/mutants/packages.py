@@ -14,8 +14,8 @@ class Tests(NamedTuple):
 LAWS = ("tests/laws/test_laws.py", "tests/laws/test_testing.py")
 TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
 TRAINER_TESTS = (
-    "checkpoint config config_errors data every_method faults fp16 gossip language migrating printing refused "
-    "reshard resuming run_directory schedule train translation"
+    "checkpoint config config_errors data faults language methods migrating printing refused reshard resuming "
+    "run_directory schedule train translation"
 )
 TRAINER = Tests(
     tuple(f"tests/training/test_{name}.py" for name in TRAINER_TESTS.split()), ("tests/training/test_failure.py",)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
+from pytest import MonkeyPatch
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training import atomic_write
@@ -96,7 +97,7 @@ def test_the_latest_and_the_best_are_never_overwritten(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == names
 
 
-def on_two_machines(monkeypatch: pytest.MonkeyPatch, views: Any, wait: float = 0.0) -> Any:
+def on_two_machines(monkeypatch: MonkeyPatch, views: Any, wait: float = 0.0) -> Any:
     """What `find` returns if each rank reads the next of its names at each attempt."""
     reads = [iter(names) for names in views]
 
@@ -115,7 +116,7 @@ def on_two_machines(monkeypatch: pytest.MonkeyPatch, views: Any, wait: float = 0
     return LockstepWorld(2).run(body)
 
 
-def test_machines_that_see_different_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_see_different_checkpoints_are_refused(monkeypatch: MonkeyPatch) -> None:
     assert on_two_machines(monkeypatch, [["e0002"], [None]]) == ["e0002"] * 2, "each machine has its own directory"
     for views, words in (
         ([["e0001"], ["e0002"]], "where rank 0 is now, has the checkpoint e0001, and .* has e0002.*share"),
@@ -197,9 +198,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_crash_while_saving_keeps_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Of rank0.pt, shared.pt, manifest.json, latest.json; a fifth rename does not happen."""
     replace = os.replace
     for dies_at in range(5):
@@ -225,7 +224,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(
     assert load(tmp_path / "lock", "latest")[0].name == "e0001"
 
 
-def fill_the_disk_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_the_disk_of(name: str, monkeypatch: MonkeyPatch) -> None:
     """Files whose names contain this are written to a disk without space."""
 
     def open_(path: Path, mode: str) -> Any:
@@ -234,9 +233,7 @@ def fill_the_disk_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_write, "open", open_, raising=False)
 
 
-def test_an_interrupted_write_or_a_full_disk_keeps_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """torch.save alone reports an unexpected position."""
     path = tmp_path / "file"
     path.write_text("old")
@@ -257,7 +254,7 @@ def test_an_interrupted_write_or_a_full_disk_keeps_the_old_file(
 
 
 @pytest.mark.parametrize("file", ["rank1.pt", "shared.pt", "manifest.json", "latest.json"])
-def test_a_full_disk_ends_all_ranks(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_all_ranks(file: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Each with status 2. The checkpoint before remains the latest."""
 
     def body(checkpoints: Checkpoints, rank: int) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from documented import code, table
+from pytest import MonkeyPatch
 from simulated import train_on
 from torch import nn
 
@@ -24,7 +25,7 @@ def keys(first: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = Path("runs/[digits.cnn+dgc.wm5].np4")
     words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--run-dir", str(run), "--devices", "cpu"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ReadonlyConfigError
+from pytest import MonkeyPatch
 
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.config.check import argument, refusal
@@ -29,9 +30,6 @@ def write(folder: Path, name: str, text: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(HEAD + text if name.endswith(".py") else text)
     return file
-
-
-# Derived values
 
 
 def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None:
@@ -75,9 +73,6 @@ def test_a_formula_is_arithmetic_and_nothing_else() -> None:
         tree = OmegaConf.create({"x": f'${{derive:"{formula}"}}', "a": 1, "b": 2})
         with pytest.raises(OmegaConfBaseException, match="is not made of keys, numbers"):
             print(tree.x, "is the value of", formula)
-
-
-# Files
 
 
 def shipped() -> list[str]:
@@ -147,7 +142,7 @@ def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path
     assert load([f"{folder}/", tmp_path / "no_base/a", rest]).seed == 2
 
 
-def test_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_working_directory(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     expected = load([CNN, WM5])
     mine = write(tmp_path, "mine.yml", "seed: 3")
     monkeypatch.chdir(tmp_path)
@@ -267,9 +262,6 @@ def test_the_tree_is_complete_and_read_only() -> None:
     assert list(tree) == ["seed", "deterministic", "data", "dataset", "model", "task", "train", "requires"]
 
 
-# Overrides
-
-
 def test_literals() -> None:
     numbers = {"500": 500, "-3": -3, "1e-4": 1e-4, "-.5": -0.5, "1_000": 1000}
     constants = {"null": None, "None": None, "~": None, "true": True, "False": False}
@@ -326,9 +318,6 @@ def test_overrides_in_every_form() -> None:
     for key, first in (("lr", "1"), ("dampening", "0")):
         words = f"--configs.train.optimizer.{key} {first} --configs.train.optimizer.{key} 0.5"
         assert load([CNN], words.split()).train.optimizer[key] == 0.5
-
-
-# Constructors
 
 
 def test_import_paths_are_short_and_lead_back() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from dgc_training.config import Config, ConfigError, load, to_yaml
 from dgc_training.config_files import REPOSITORY
@@ -38,7 +39,7 @@ def refusals(*stack: str | Path, words: str = "") -> list[str]:
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """A file beside which the stack is loaded; its name in messages is its name alone."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "mine.yaml"
@@ -52,9 +53,6 @@ def yaml(file: Path, text: str) -> Path:
 def python(file: Path, text: str) -> Path:
     head = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
     return yaml(file.with_suffix(".py"), head + text)
-
-
-# Order
 
 
 def test_what_dgc_needs_does_not_change_silently(file: Path) -> None:
@@ -121,8 +119,6 @@ def test_files_without_those_before_them_say_what_to_stack(file: Path) -> None:
     assert "train.num_epochs" in refusal(file) and "batch_size" not in refusal(file)
     assert refusal(CNN, words="--configs.train.batch_size null").startswith("no train.batch_size")
 
-
-# Keys
 
 UNKNOWN = [
     ("train.num_epoch 5", "unknown key train.num_epoch; closest: train.num_epochs"),
@@ -199,9 +195,6 @@ def test_a_users_own_root_base_declares_keys_types_and_limits(tmp_path: Path) ->
     assert refusal(CNN, tmp_path).startswith("no mine.name in this stack")
 
 
-# Types and values
-
-
 def test_wrong_types_and_values(file: Path) -> None:
     node = "a node that names its constructor (_target_)"
     for words, kind in (
@@ -245,10 +238,7 @@ def test_wrong_types_and_values(file: Path) -> None:
         assert f"mine.yaml: {wrong}" in refusal(CNN, yaml(file, text)), text
 
 
-# Constructors and formulas
-
-
-def test_targets_that_cannot_be_imported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_that_cannot_be_imported(file: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(file.parent))
     yaml(file.with_name("broken.py"), "raise RuntimeError('no licence')")
     yaml(file.with_name("needy.py"), "import not_there")
@@ -292,8 +282,6 @@ def test_formulas_without_a_value(file: Path) -> None:
     message = refusal(CNN, yaml(file, "seed: ${train.timeout}\ntrain: {timeout: '${derive:\"seed + 1\"}'}"))
     assert message.startswith("mine.yaml: seed is ${train.timeout}: it refers back to itself")
 
-
-# Files
 
 FAILING_PYTHON = [
     ("x = 1\nraise KeyError('lost')", "line 4: KeyError: 'lost'"),
@@ -348,9 +336,6 @@ def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
     assert "folder may mean folder/__init__.py or folder/__init__.yaml; write which" in refusal("folder")
     yaml(file.with_name("notes.txt"), "")
     assert refusal("notes.txt").startswith("there is no config file notes.txt")
-
-
-# Several errors
 
 
 def test_all_wrong_keys_and_values_are_reported_together(file: Path) -> None:
@@ -418,7 +403,7 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
     assert tree.train.optimizer.dampening == tree.train.optimizer.lr
 
 
-def test_without_an_annotation_the_default_decides(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_annotation_the_default_decides(file: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(file.parent))
     signature = "is_open=True, size=0, rate=0.5, mode='mean', first=None, rest=()"
     yaml(file.with_name("unannotated.py"), f"def criterion({signature}):\n    return size\n")
@@ -430,9 +415,6 @@ def test_without_an_annotation_the_default_decides(file: Path, monkeypatch: pyte
     accepted = "is_open: null, size: 0.5, rate: 1, mode: sum, first: [1], rest: 5"
     yaml(file, f"train: {{criterion: {{_target_: unannotated.criterion, {accepted}}}}}")
     assert load([CNN, file]).train.criterion.size == 0.5
-
-
-# The command line
 
 
 def test_words_that_are_no_overrides() -> None:
@@ -468,7 +450,7 @@ def test_words_that_are_no_overrides() -> None:
         assert ("..." in message or "is no value or formula" in message) and len(message) < 400
 
 
-def test_values_are_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_never_run(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "__import__('pathlib').Path('made').touch()"
     tree = load([REPOSITORY / CNN], ["--configs.train.metric", text])

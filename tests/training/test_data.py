@@ -176,9 +176,6 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
         check_workers(workers, size, cores, memory)
 
 
-# Random generators
-
-
 def draw() -> Any:
     """Of normal variables too: of these, two generators keep every second one for later."""
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
@@ -200,9 +197,6 @@ def test_all_generators_continue_and_a_temporary_seed_leaves_them_alone() -> Non
     file.seek(0)
     restore_random_state(torch.load(file, weights_only=True), CPU)
     assert [draw() for _ in range(3)] == expected
-
-
-# Evaluation
 
 
 def make_meters(split: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from environment import REPOSITORY, patient, python_path
 from failing_model import failing_model
+from pytest import CaptureFixture
 from simulated import CNN, train_on
 from warm import python
 
@@ -25,20 +26,14 @@ MPIRUN = [str(BIN / "mpirun"), "--oversubscribe", "--mca", "mpi_yield_when_idle"
 STARTS = {"mpirun": MPIRUN, "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"]}
 HOROVOD = pytest.mark.horovod
 SECOND = () if find_spec("horovod") is None else pytest.mark.proof  # a launcher that also runs with Horovod
-LAUNCHERS = [
-    pytest.param("torchrun", marks=SECOND),
-    pytest.param("horovodrun", marks=HOROVOD),
-    pytest.param("mpirun", marks=[HOROVOD, pytest.mark.proof]),
-]
+MARKS: dict[str, Any] = {"torchrun": SECOND, "horovodrun": HOROVOD, "mpirun": [HOROVOD, pytest.mark.proof]}
 FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_worker", "1"]
 
 
 def launch(command: Any, cwd: Path, timeout: int = 100, **variables: str) -> Any:
     """Runs the command with these environment variables."""
-    words, environment = [str(word) for word in command], ENVIRONMENT | variables
-    return subprocess.run(
-        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=patient(timeout)
-    )
+    words, options = [str(word) for word in command], {"cwd": cwd, "env": ENVIRONMENT | variables}
+    return subprocess.run(words, **options, capture_output=True, text=True, timeout=patient(timeout))
 
 
 def printed_by_a_rank(result: Any) -> str:
@@ -46,8 +41,6 @@ def printed_by_a_rank(result: Any) -> str:
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("[rank "))
     return str(line)
 
-
-# --- the context manager ending_all_ranks --------------------------------------------------------------
 
 KILL = "os.kill(os.getpid(), signal.{}); time.sleep(9)"
 LATER = "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start(); "
@@ -121,11 +114,8 @@ def test_how_a_process_ends(tmp_path: Path) -> None:
     assert ends["terminated before its message"] == ["143", "", ""]
 
 
-# --- launched runs -------------------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [pytest.param(name, marks=marks) for name, marks in MARKS.items()])
 def test_an_error_of_one_rank_in_step_3_ends_all_ranks(tmp_path: Path, launcher: str) -> None:
     failing = failing_model(tmp_path, 3, "raise ValueError('broken shard')", rank=1)
     start = STARTS.get(launcher, torchrun(2, [])[:-1])
@@ -139,11 +129,8 @@ def test_an_error_of_one_rank_in_step_3_ends_all_ranks(tmp_path: Path, launcher:
 
 
 @pytest.mark.timeout(150)
-def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [python(), TRAIN, "--configs", CNN, *FLAGS]
-    command = [str(word) for word in [*words, "--configs.train.batch_size", "256"]]
+def test_the_same_command_resumes_after_sigterm(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    command = [python(), str(TRAIN), "--configs", CNN, *FLAGS, "--configs.train.batch_size", "256"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True) as process:
         # Resuming needs a checkpoint: that of epoch 1.
@@ -159,43 +146,37 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_resumes(
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()
 
 
-@HOROVOD
-@pytest.mark.proof
-@pytest.mark.timeout(150)
-def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path) -> None:
-    stuck = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1)
-    configs = ["--configs", CNN, stuck, "--configs.train.timeout", f"{patient(6)}"]
-    command = [*MPIRUN, sys.executable, TRAIN, *configs, *FLAGS]
-    result = launch(command, tmp_path, 120, PYTHONPATH=python_path(tmp_path))
-    assert result.returncode == 1 and "in fail_here" in result.stderr
-    printed = printed_by_a_rank(result)
-    assert printed.startswith("[rank 1 of 2 on ")
-    assert "rank 1 did not join" in printed and "the others have waited" in printed
-
-
-@HOROVOD
-@pytest.mark.proof
-@pytest.mark.timeout(150)
-def test_a_stopped_process_is_reported(tmp_path: Path) -> None:
-    """No thread of the rank responds."""
-    seconds = patient(6)
-    program = f"""
-import os, signal, time
+STOPPED = """
+import os, signal, sys, time
 from dgc.comm import barrier
 from dgc.comm.horovod import HorovodTransport
 from dgc_training.faults.failure import ending_all_ranks
 from dgc_training.faults.watchdog import WatchedTransport, watching
 
 with ending_all_ranks():
-    transport = WatchedTransport(HorovodTransport(timeout={seconds}))
-    with watching(transport, {seconds}):
+    transport = WatchedTransport(HorovodTransport(timeout=float(sys.argv[1])))
+    with watching(transport, float(sys.argv[1])):
         barrier(transport)
         time.sleep(2)
         if transport.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         barrier(transport)
 """
-    result = launch([*MPIRUN, python(), "-c", program], tmp_path, 90)
+
+
+@HOROVOD
+@pytest.mark.proof
+@pytest.mark.timeout(300)
+def test_a_stuck_rank_is_reported_with_its_stack_and_a_stopped_one_without(tmp_path: Path) -> None:
+    stuck, seconds = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1), f"{patient(6)}"
+    command = [*MPIRUN, sys.executable, TRAIN, "--configs", CNN, stuck, "--configs.train.timeout", seconds, *FLAGS]
+    result = launch(command, tmp_path, 120, PYTHONPATH=python_path(tmp_path))
+    assert result.returncode == 1 and "in fail_here" in result.stderr
+    printed = printed_by_a_rank(result)
+    assert printed.startswith("[rank 1 of 2 on ")
+    assert "rank 1 did not join" in printed and "the others have waited" in printed
+    # no thread of a stopped rank responds
+    result = launch([*MPIRUN, python(), "-c", STOPPED, seconds], tmp_path, 90)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     printed = printed_by_a_rank(result)
     assert printed.startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in printed
@@ -245,17 +226,6 @@ def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_p
     assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
 
 
-# --- what a process finds and imports ------------------------------------------------------------------
-
-
-def test_a_python_without_torch_gives_the_remedy(tmp_path: Path) -> None:
-    """`-I -S` hides the packages of the environment."""
-    program = f"import runpy, sys; sys.path.insert(0, '{REPOSITORY}'); runpy.run_path('{REPOSITORY}/train.py')"
-    result = launch([sys.executable, "-I", "-S", "-c", program], tmp_path)
-    assert result.stderr.startswith(f"train.py: {sys.executable} has no torch. Run ") and result.returncode == 2
-    assert result.stderr.count("\n") == 1
-
-
 OWN = ("benchmarks", "configs", "datasets", "models", "scripts", "training")
 USERS = f"""
 import {", ".join(OWN)}
@@ -279,6 +249,11 @@ def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) 
     words = ["--configs", CNN, "mine.yaml", *FLAGS, "--configs.train.batch_size", "700"]
     result = launch([sys.executable, TRAIN, *words], tmp_path, PYTHONPATH=str(tmp_path / "path"))
     assert result.returncode == 0 and "Mine(width=4" in result.stdout, result.stderr
+    # without torch the remedy is told: `-I -S` hides the packages of the environment
+    program = f"import runpy, sys; sys.path.insert(0, '{REPOSITORY}'); runpy.run_path('{TRAIN}')"
+    result = launch([sys.executable, "-I", "-S", "-c", program], tmp_path)
+    assert result.stderr.startswith(f"train.py: {sys.executable} has no torch. Run ") and result.returncode == 2
+    assert result.stderr.count("\n") == 1
 
 
 TELL = """

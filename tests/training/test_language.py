@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import CaptureFixture, MonkeyPatch
 from simulated import rewound, summary_of, train_in
 from training.test_resuming import LSTM as SETTINGS
 from training.test_resuming import write_wikitext
@@ -23,9 +24,6 @@ from dgc_training.stepping import Stepping
 from dgc_training.tasks.tokens import IGNORED, EvaluationRows, TokenStreams, Windows
 
 CPU = torch.device("cpu")
-
-
-# Data
 
 
 def test_texts(tmp_path: Path) -> None:
@@ -114,9 +112,6 @@ def test_every_token_but_the_first_is_evaluated_once() -> None:
     assert all(torch.equal(targets, inputs + 1) for inputs, targets in items)
 
 
-# Models, meters, schedule
-
-
 def test_a_state_continues_and_a_decoder_is_causal() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(11, (2, 8))
@@ -172,11 +167,8 @@ def test_warmup_then_cosine_and_clipping() -> None:
     assert settings.clip_norm is None and settings.compression.memory.gradient_clipping.max_norm == 0.4
 
 
-# Runs
-
-
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     settings = "train.num_epochs=3 train.batch_size=8 train.optimizer.lr=0.01 data.num_threads_per_worker=1 "
     settings += "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=10 "
     settings += "model.heads=2 model.width=16"
@@ -195,9 +187,7 @@ def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_an_epoch_of_a_fixed_number_of_steps_goes_on_at_the_same_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epoch_goes_on_at_the_same_step(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """On fewer and on more ranks."""
     stack = ["configs/wikitext/lstm.py"]
     settings = [word.replace("ROOT", str(write_wikitext(tmp_path / "data"))) for word in SETTINGS]

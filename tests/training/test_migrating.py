@@ -9,6 +9,7 @@ import pytest
 import yaml
 from cases import case
 from documented import DOCS, table
+from pytest import MonkeyPatch
 from simulated import CNN, summary_of, train_in
 from small_data import write_cifar
 
@@ -95,7 +96,7 @@ def edits() -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """The working directory of a user who made the edits."""
     unused = dict(edits())
     for name, text in FILES.items():
@@ -169,8 +170,6 @@ def test_replacement_names_exist() -> None:
     (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
     assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
 
-
-# Runs whose config an earlier version has saved, with local steps as train.gossip
 
 SGP, DILOCO, ZERO_ONE = "configs/gossip/sgp.py", "configs/local/diloco.py", "configs/adam/zero_one_adam.py"
 STACKS = [

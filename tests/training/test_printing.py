@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from environment import patient
+from pytest import CaptureFixture, MonkeyPatch
 from simulated import CNN, train_in
 
 from dgc_training.checkpoint.progress import TrainingProgress
@@ -91,7 +92,7 @@ def test_changed_settings_fit_the_line() -> None:
     assert len(lines) < 20 and max(map(len, lines)) <= 80
 
 
-def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys: CaptureFixture[str]) -> None:
     screen = Console(0, 100, 12, "acc/test_top1")
     screen.step(0, 1, "")
     screen.end_epoch(100, VALUES, best=True)
@@ -104,9 +105,7 @@ def test_the_table_fits_80_columns_and_a_file_gets_no_colour(capsys: pytest.Capt
     assert row.replace(" kB", "kB").split() == ["100/100", *(text for _, text in PRINTED.values())]
 
 
-def test_a_line_in_ten_seconds_without_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_in_ten_seconds(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("dgc_training.logging.console.time.perf_counter", lambda: now)
     screen = Console(0, 3, 100, None)
@@ -139,7 +138,7 @@ def test_the_first_line_of_a_run(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (7, "train.py: 1 process; loading PyTorch\n"), done.stderr
 
 
-def test_colour_and_bar_of_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_and_bar_of_a_terminal(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     """mpirun forwards the two streams independently. A bar on the other stream would overwrite rows."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     for kind, expected in (("dumb", False), ("xterm", True)):
@@ -188,7 +187,7 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     assert in_file.stdout.decode().split() == ["None", "None"]
 
 
-def test_what_a_run_says_of_its_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_a_run_says_of_its_bytes(capsys: CaptureFixture[str], tmp_path: Path) -> None:
     """One process sends nothing, a dense warm-up is explained, and gossip may send more than dense."""
     gossip = [CNN, "configs/gossip/dpsgd.py", "configs/topology/full.py"]
     outputs = []
@@ -204,7 +203,7 @@ def test_what_a_run_says_of_its_bytes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "2 times the bytes of a dense fp32 all-reduce" in more
 
 
-def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
     text = capsys.readouterr().out

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from cases import case
+from pytest import MonkeyPatch
 from simulated import CNN, train_in
 from training.test_resuming import LSTM, NUMWORDS, write_wikitext
 
@@ -83,7 +84,7 @@ BASES = {CNN: ["model.width=8"], WIKITEXT[0]: LSTM, TRANSLATION[0]: NUMWORDS, GP
 
 
 @pytest.mark.parametrize("base", [CNN, *WIKITEXT, *TRANSLATION, *GPT])
-def test_what_does_not_fit_is_one_error(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_one_error(base: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     data = write_wikitext(tmp_path / "data")
     monkeypatch.setattr("dgc_training.stepping.FP16_DEVICES", ("cuda", "cpu") if base in GPT else ("cuda",))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from environment import python_path
+from pytest import CaptureFixture, MonkeyPatch
 from simulated import CNN, contents, train_in
 
 from dgc_training.faults.failure import UsageError
@@ -37,9 +38,7 @@ def held_by_another_process(directory: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_run_in_the_directory_is_an_error_until_the_first_has_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_in_the_directory_is_an_error(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     """Also if the first run is killed. Evaluation needs no lock."""
     directory = tmp_path / "run"
     run(directory)
@@ -70,9 +69,7 @@ def test_a_second_run_in_the_directory_is_an_error_until_the_first_has_ended(
     timer.join()
 
 
-def test_a_lock_applies_to_the_current_directory_of_this_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_of_the_directory_of_this_name(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """The holder may move a lock file after a waiting process has opened it."""
     first = RunLock(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "aside")
@@ -108,8 +105,6 @@ def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) ->
     run(tmp_path)
     assert not left[1].exists()
 
-
-# Names
 
 R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
 RUN = "runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"

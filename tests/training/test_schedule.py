@@ -137,9 +137,6 @@ def test_unsupported_schedulers_are_errors() -> None:
         make().load_state_dict(make(SCHEDULERS["cosine"]).state_dict())
 
 
-# The parameter group of batch norm
-
-
 def test_batch_norm_has_a_group_of_its_own() -> None:
     for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
         batch_norm: Any = norm(2)

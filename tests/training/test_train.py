@@ -22,7 +22,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc_models import DigitsCNN
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.checkpoint.reading import fingerprint, read_tensors
-from dgc_training.config import ConfigError, load
+from dgc_training.config import ConfigError
 from dgc_training.faults.failure import UsageError
 from dgc_training.logging.formatting import result_text
 from dgc_training.logging.scalars import OFTEN_ZERO, TAGS, ScalarLog, describe
@@ -124,7 +124,7 @@ def test_a_tag_that_is_always_0_is_not_written(tmp_path: Path) -> None:
     assert described == describe("compression/error_norm") and OFTEN_ZERO < TAGS.keys()
 
 
-def test_a_traced_run_has_a_timeline_of_each_rank_and_its_kernels(
+def test_a_traced_run_has_a_timeline_of_each_rank(
     tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_asked", "auto")
@@ -184,9 +184,6 @@ def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(
     with pytest.raises(UsageError, match="no checkpoint in .*nothing/checkpoints. Train first"):
         run(tmp_path / "nothing", options=["--evaluate"])
     assert list(tmp_path.iterdir()) == []
-
-
-# Checkpoints that do not fit
 
 
 @contextmanager
@@ -311,28 +308,6 @@ def test_optional_parts_are_optional(tmp_path: Path) -> None:
     assert loss.value < 3  # the mean of both passes: about ln 10, that of a guess
     assert not (tmp_path / "checkpoints" / "best.json").exists()
     run(tmp_path, *words, options=["--evaluate"])
-
-
-def test_the_saved_config_repeats_the_run(finished: Path, here: Path) -> None:
-    args, _ = parse_arguments(["--configs", str(finished / "config.yaml"), "--devices", "cpu"])
-    tree = load(args.configs, [])
-    LockstepWorld(2).run(lambda transport: train.run(args, tree, transport))
-    again, before = summary_of(here / "runs" / "run.repeat.np2"), summary_of(finished)
-    for key in ("samples", "epochs", "payload_bytes", "wire_bytes", "dense_wire_bytes"):
-        assert again[key] == before[key]
-
-
-def test_ranks_with_other_configs_are_reported(tmp_path: Path) -> None:
-    def body(transport: Any) -> None:
-        args, _ = parse_arguments([*EXPERIMENT, "--devices", "cpu", "--run-dir", str(tmp_path)])
-        train.run(args, trees[transport.rank // 2], transport)
-
-    trees = [load(STACK, [f"--configs.seed={seed}"]) for seed in (0, 1)]
-    with pytest.raises(UsageError, match=r"rank 2 has another config than rank 0(.|\n)*seed: 0 -> 1"):
-        LockstepWorld(3).run(body)
-
-
-# The command line
 
 
 def test_arguments_are_read_before_anything_starts(here: Path, capsys: CaptureFixture[str]) -> None:

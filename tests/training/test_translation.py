@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import CaptureFixture
 from sacrebleu.metrics.bleu import BLEU
 from simulated import events_of, summary_of, train_in
 
@@ -78,9 +79,6 @@ def test_the_shares_of_an_evaluation(data: NumberWords) -> None:
         shares = [evaluation_batches(data["test"], 100, rank=rank, size=size) for rank in range(size)]
         assert sorted(index for share in shares for batch in share for index in batch) == list(range(37))
     assert [] in shares, "40 ranks, 37 pairs"
-
-
-# Evaluation
 
 
 def test_sums_over_ranks_give_the_bleu_of_all_sentences() -> None:
@@ -185,13 +183,11 @@ def test_a_larger_vocabulary_of_the_model_does_not_reach_the_translations(data: 
     assert table([("a|b", "c", "d")]).splitlines()[-1] == "| a\\|b | c | d |"
 
 
-# Runs of train.py
-
 TINY = ["configs/numwords/tiny.py"]
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     root = f"dataset.root={tmp_path / 'numbers'}"
     words = [root, "dataset.train_numbers=1500", "dataset.test_numbers=51", "train.num_epochs=1"]
     words += ["train.batch_size=64", "train.optimizer.lr=0.0025", "data.num_threads_per_worker=1"]
