@@ -22,7 +22,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc_models import DigitsCNN
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.checkpoint.reading import fingerprint, read_tensors
-from dgc_training.config import ConfigError
+from dgc_training.config import ConfigError, load
 from dgc_training.faults.failure import UsageError
 from dgc_training.logging.formatting import result_text
 from dgc_training.logging.scalars import OFTEN_ZERO, TAGS, ScalarLog, describe
@@ -308,6 +308,13 @@ def test_optional_parts_are_optional(tmp_path: Path) -> None:
     assert loss.value < 3  # the mean of both passes: about ln 10, that of a guess
     assert not (tmp_path / "checkpoints" / "best.json").exists()
     run(tmp_path, *words, options=["--evaluate"])
+
+
+def test_ranks_with_other_configs_are_reported(tmp_path: Path) -> None:
+    args, _ = parse_arguments([*EXPERIMENT, "--devices", "cpu", "--run-dir", str(tmp_path)])
+    trees = [load(STACK, [f"--configs.seed={seed}"]) for seed in (0, 0, 1)]
+    with pytest.raises(UsageError, match=r"rank 2 has another config than rank 0(.|\n)*seed: 0 -> 1"):
+        LockstepWorld(3).run(lambda transport: train.run(args, trees[transport.rank], transport))
 
 
 def test_arguments_are_read_before_anything_starts(here: Path, capsys: CaptureFixture[str]) -> None:
