@@ -172,27 +172,28 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     environment |= {"PYTHONPATH": str(REPOSITORY)}
     master, slave = pty.openpty()
     name = os.ttyname(slave)
-    limit = patient(60)
-    on_terminal = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=limit)
-    in_file = subprocess.run(command, env=environment, capture_output=True, timeout=limit)
-    tagged = [command[0], "--tag-output", *command[1:]]
-    untagged = [*tagged[:2], "-mca", "orte_tag_output", "0", *command[1:]]  # as horovodrun with --mpi-args
+
+    def told(words: list[str], errors: int) -> str:
+        options: Any = {"env": environment, "stdout": subprocess.PIPE, "stderr": errors, "timeout": patient(60)}
+        return subprocess.run(words, text=True, **options).stdout
+
+    assert told(command, slave).split() == ["None", name]
+    assert told(command, subprocess.PIPE).split() == ["None", "None"]
     if launched:
+        tagged = [command[0], "--tag-output", *command[1:]]
+        untagged = [*tagged[:2], "-mca", "orte_tag_output", "0", *command[1:]]  # as horovodrun with --mpi-args
         for words, nothing in ((tagged, 2), (untagged, 1)):
-            done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=limit)
-            assert done.stdout.count(b"None") == nothing and (name.encode() in done.stdout) == (nothing == 1)
+            found = told(words, slave)
+            assert found.count("None") == nothing and (name in found) == (nothing == 1)
     os.close(slave)
     os.close(master)
-    assert on_terminal.stdout.decode().split() == ["None", name]
-    assert in_file.stdout.decode().split() == ["None", "None"]
 
 
 def test_what_a_run_says_of_its_bytes(capsys: CaptureFixture[str], tmp_path: Path) -> None:
     """One process sends nothing, a dense warm-up is explained, and gossip may send more than dense."""
     gossip = [CNN, "configs/gossip/dpsgd.py", "configs/topology/full.py"]
-    outputs = []
+    outputs, quick = [], ["train.num_epochs=1", "train.batch_size=90", "model.width=8"]
     for number, (stack, size) in enumerate((([CNN], 1), (STACK, 4), (gossip, 4))):
-        quick = ["train.num_epochs=1", "train.batch_size=90", "model.width=8"]
         train_in(tmp_path / str(number), stack, quick, size)
         outputs.append(capsys.readouterr().out)
     alone, warmup, more = outputs
@@ -208,12 +209,10 @@ def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: Capture
         parse_arguments(["--help"])
     text = capsys.readouterr().out
     assert all(flag in text for flag in FLAGS)
-    (named,) = set(re.findall(r"configs/__init__\.py", text))
-    assert (REPOSITORY / named).is_file()
+    assert "configs/__init__.py" in text and (REPOSITORY / "configs/__init__.py").is_file()
     examples = re.findall(r"^ +.*python train\.py (.+)$", text, flags=re.MULTILINE)
     assert len(examples) >= 2
-    assert any("--print-config" in example for example in examples)
-    assert any("--configs." in example for example in examples)
+    assert all(any(word in example for example in examples) for word in ("--print-config", "--configs."))
     for example in examples:
         args, overrides = parse_arguments(shlex.split(example))
         load(args.configs, overrides)
