@@ -13,13 +13,7 @@ class Tests(NamedTuple):
 
 LAWS = ("tests/laws/test_laws.py", "tests/laws/test_testing.py")
 TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
-TRAINER_TESTS = (
-    "checkpoint config config_errors data faults language methods migrating printing refused reshard resuming "
-    "run_directory schedule train translation"
-)
-TRAINER = Tests(
-    tuple(f"tests/training/test_{name}.py" for name in TRAINER_TESTS.split()), ("tests/training/test_failure.py",)
-)
+TRAINER = Tests(("tests/training",), ("tests/training/test_failure.py",))
 TRAINER_PACKAGES = (
     "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "
     "launcher logging meters random_state schedule startup stepping synchronization tasks"

@@ -7,6 +7,7 @@ import pytest
 from pytest import MonkeyPatch
 
 from dgc_training.config import Config, ConfigError, load, to_yaml
+from dgc_training.config.tree import copied
 from dgc_training.config_files import REPOSITORY
 
 CNN, WM5, WM5O, DGC = (
@@ -345,17 +346,20 @@ def test_all_wrong_keys_and_values_are_reported_together(file: Path) -> None:
     lines = refusals(CNN, file, words=words)
     assert "mine.yaml: unknown key trian; closest: train" in lines
     assert "mine.yaml: train.optimizer.nesterov is 1, but it must be true or false" in lines
-    for start in (
-        "mine.yaml: unknown key train.num_epoch; closest: train.num_epochs",
-        "mine.yaml: train.optimizer.momentun: torch.optim.SGD takes no keyword 'momentun'; closest: train.opt",
-        "command line, --configs.train.batch_sise: unknown key train.batch_sise; closest: train.batch_size",
-        "command line, --configs.train.metric: train.metric is 5, but it must be text",
-        "command line, --configs.seed.x: seed is {'x': 1}, but it must be",
-        "command line, --configs.train.timeout: train.timeout is None, but it must be",
-        "command line, --configs.train.scheduler.T_max: train.scheduler.T_max is ${train.num_batches}: there is",
-        "command line, --configs.model.num_class: model.num_class: dgc_models.DigitsCNN takes no keyword",
+    for key, text in (
+        ("train.batch_sise", "unknown key train.batch_sise; closest: train.batch_size"),
+        ("train.metric", "train.metric is 5, but it must be text"),
+        ("seed.x", "seed is {'x': 1}, but it must be"),
+        ("train.timeout", "train.timeout is None, but it must be"),
+        ("train.scheduler.T_max", "train.scheduler.T_max is ${train.num_batches}: there is"),
+        ("model.num_class", "model.num_class: dgc_models.DigitsCNN takes no keyword"),
     ):
-        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+        assert sum(line.startswith(f"command line, --configs.{key}: {text}") for line in lines) == 1, (key, lines)
+    for text in (
+        "unknown key train.num_epoch; closest",
+        "train.optimizer.momentun: torch.optim.SGD takes no keyword",
+    ):
+        assert sum(line.startswith(f"mine.yaml: {text}") for line in lines) == 1, (text, lines)
     assert len(lines) == 10
     # nothing is checked after a file that fails
     yaml(file, "train: {num_epoch: 5}")
@@ -465,3 +469,13 @@ def test_config_nodes_are_mappings_with_attributes() -> None:
     assert "a" not in node and list(node.items())[-1] == ("items", 3) and not hasattr(node, "a")
     with pytest.raises(AttributeError, match="no key 'a' here; there are: _target_, b, items"):
         print(node.a)
+    # items are the keywords of the constructor
+    node = Config("torch.optim.SGD", lr=1.0, _partial_=True)
+    assert dict(node.items()) == {"lr": 1.0} and list(node.keys()) == ["lr"] and list(node.values()) == [1.0]
+    other = Config("dgc.optim.DGCSGD")
+    for key, value in node.items():
+        node[f"{key}2"] = other[key] = value
+    assert other == {"_target_": "dgc.optim.DGCSGD", "lr": 1.0} and node.lr2 == 1.0
+    # the whole node, as dict.update and a copy take it
+    other.update(node)
+    assert other == copied(node) and other._target_ == "torch.optim.SGD" and copied(node)._partial_ is True

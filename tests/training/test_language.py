@@ -76,7 +76,7 @@ def test_streams_are_contiguous_and_resume_anywhere(passes: int) -> None:
 def test_a_state_goes_on_only_where_the_text_does() -> None:
     """A rank of an asynchronous run takes 7, 13 and 10 steps of epochs of 10. The text has 33 steps."""
     for passes in (1, 2):
-        one: dict[str, Any] = {"rank": 0, "size": 1, "device": CPU, "steps_per_epoch": 10}
+        one: Any = {"rank": 0, "size": 1, "device": CPU, "steps_per_epoch": 10}
         batches = TokenStreams(torch.arange(167 * passes), 5, 1, passes, **one)
         assert batches.steps == 33
         begins: list[Any] = []

@@ -18,8 +18,7 @@ import dgc.gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DGCCompressor
 from dgc.memory import DGCSGDMemory
-from dgc_training.config import Config, ConfigError, instantiate, load, to_yaml
-from dgc_training.config.tree import copied
+from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.earlier import converted
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.run_directory import check_run_directory
@@ -111,21 +110,6 @@ def place(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     assert len(edits()) == 7 and not unused
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_items_are_the_keywords_of_the_constructor() -> None:
-    node = Config("torch.optim.SGD", lr=1.0, _partial_=True)
-    assert dict(node.items()) == {"lr": 1.0} and list(node.keys()) == ["lr"] and list(node.values()) == [1.0]
-    for key, value in node.items():
-        node[f"{key}2"] = value
-    other = Config("dgc.optim.DGCSGD")
-    for key, value in node.items():
-        other[key] = value
-    assert other._target_ == "dgc.optim.DGCSGD" and other.lr2 == 1.0
-    # the whole node, as dict.update and a copy take it
-    other.update(node)
-    copy = copied(node)
-    assert other._target_ == copy._target_ == "torch.optim.SGD" and copy._partial_ is True
 
 
 def test_files_in_the_original_form_load(place: Path) -> None:

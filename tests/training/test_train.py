@@ -51,13 +51,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
-    """The empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_the_files_of_a_run(finished: Path) -> None:
     summary = summary_of(finished)
     assert summary["ranks"] == 2 and summary["epochs"] == 2
@@ -317,7 +310,11 @@ def test_ranks_with_other_configs_are_reported(tmp_path: Path) -> None:
         LockstepWorld(3).run(lambda transport: train.run(args, trees[transport.rank], transport))
 
 
-def test_arguments_are_read_before_anything_starts(here: Path, capsys: CaptureFixture[str]) -> None:
+def test_arguments_are_read_before_anything_starts(
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert train.main([*EXPERIMENT, "--print-config", "--configs.train.num_epochs", "500"]) == 0
     assert "num_epochs: 500" in capsys.readouterr().out
     # files of several --configs stack
@@ -330,14 +327,9 @@ def test_arguments_are_read_before_anything_starts(here: Path, capsys: CaptureFi
         with pytest.raises(SystemExit) as leaving:
             train.main(words)
         assert leaving.value.code == 2 and "usage: train.py" in capsys.readouterr().err
-    assert list(here.iterdir()) == []
-    (here / "stop.py").write_text("raise KeyboardInterrupt\n")
-    assert train.main(["--configs", str(here / "stop.py")]) == 130
-    assert capsys.readouterr().err.startswith("Stopped by Ctrl-C")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_an_error(here: Path, capsys: CaptureFixture[str]) -> None:
     assert train.main([*EXPERIMENT, "--devices", "gpu"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
-    assert list(here.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "stop.py").write_text("raise KeyboardInterrupt\n")
+    assert train.main(["--configs", str(tmp_path / "stop.py")]) == 130
+    assert capsys.readouterr().err.startswith("Stopped by Ctrl-C")

@@ -74,13 +74,6 @@ def test_a_run_resumes_at_any_step_and_may_take_more_steps(data: NumberWords) ->
     assert not all(same(a[0], b[0]) for (_, a), (_, b) in zip(found[:steps], found[steps:], strict=True))
 
 
-def test_the_shares_of_an_evaluation(data: NumberWords) -> None:
-    for size in (1, 3, 40):
-        shares = [evaluation_batches(data["test"], 100, rank=rank, size=size) for rank in range(size)]
-        assert sorted(index for share in shares for batch in share for index in batch) == list(range(37))
-    assert [] in shares, "40 ranks, 37 pairs"
-
-
 def test_sums_over_ranks_give_the_bleu_of_all_sentences() -> None:
     references = ["one hundred and two", "seven", "ninety-nine thousand, four", "eleven", "two hundred and six"]
     translations = ["one hundred and two", "eleven", "ninety-five thousand, four", "", "two hundred and six"]
@@ -124,6 +117,10 @@ def evaluate(data: NumberWords, size: int, **options: Any) -> tuple[dict[str, fl
 
 
 def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None:
+    for size in (1, 3, 40):
+        shares = [evaluation_batches(data["test"], 100, rank=rank, size=size) for rank in range(size)]
+        assert sorted(index for share in shares for batch in share for index in batch) == list(range(37))
+    assert [] in shares, "40 ranks, 37 pairs"
     results, texts = evaluate(data, 1)
     own, references = model(data).eval(), data.texts("test")[1]
     source, target = collate([data["test"][index] for index in range(37)])
@@ -151,7 +148,7 @@ def test_translations_do_not_depend_on_the_other_sentences_of_a_batch(data: Numb
     evaluation = TranslationEvaluation(data, LockstepWorld(1).transports[0], CPU, **options)
     order = data["test"].lengths.argsort()
     short, long = ([data["test"][int(index)] for index in part] for part in (order[:5], order[-5:]))
-    seen = set()
+    seen: set[int] = set()
     for seed in range(3):
         own = model(data, seed=seed).eval()
         with torch.no_grad():
