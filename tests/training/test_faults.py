@@ -285,8 +285,9 @@ def test_only_unbounded_growth_gives_a_warning() -> None:
         (text,) = warnings_of([1.0, norm, norm])
         assert "not finite" in text
     # Low-rank methods have a compress_ratio below 1. A ratio of 1 would turn the monitor off.
-    transport, model = LockstepWorld(1).transports[0], torch.nn.Linear(40, 60)
+    transport = LockstepWorld(1).transports[0]
     for make in (SVDCompressor, AtomoCompressor):
+        model = torch.nn.Linear(40, 60)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = DistributedOptimizer(sgd, model.named_parameters(), make(2), transport=transport)
         assert optimizer.compress_ratio == 2 * (40 + 60) / (40 * 60)
