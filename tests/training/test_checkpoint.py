@@ -33,14 +33,13 @@ def on_ranks(directory: Path, size: int, body: Callable[[Checkpoints, int], Any]
     return LockstepWorld(size).run(lambda transport: body(Checkpoints(directory, transport), transport.rank))
 
 
-def save(
-    directory: Path, names: Any, size: int = 2, best: Any = (), own: Any = lambda rank: {"rank": rank}
-) -> None:
-    """own: the state of a rank."""
+def save(directory: Path, names: Any, size: int = 2, best: Any = (), own: Any = None) -> None:
+    """own: the state of a rank. None: its number."""
 
     def body(checkpoints: Checkpoints, rank: int) -> None:
         for name in names:
-            checkpoints.save(name, {"name": name, "weight": torch.ones(3)}, own(rank), best=name in best)
+            state = own(rank) if own else {"rank": rank}
+            checkpoints.save(name, {"name": name, "weight": torch.ones(3)}, state, best=name in best)
 
     on_ranks(directory, size, body)
 

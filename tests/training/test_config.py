@@ -101,9 +101,8 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
 
 def test_dgc_files_set_what_they_say() -> None:
     ways = "exact histogram predicted sampled trimmed bisection mstopk laplace gaussian exponential".split()
-    names = [f"dgc/{name}" for name in "fp16 int32 mm nm wm0 wm5 wm5o".split()] + [
-        f"selection/{way}" for way in ways
-    ]
+    names = [f"dgc/{name}" for name in "fp16 int32 mm nm wm0 wm5 wm5o".split()]
+    names += [f"selection/{way}" for way in ways]
     assert {f"configs/{name}.py" for name in [*names, "digits/cnn", "digits/resnet20"]} <= set(shipped())
 
     dense, dgc = load([CNN]).train, load([CNN, WM5]).train
@@ -226,9 +225,8 @@ def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces
 
 def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> None:
     text = "configs.train.meters = Config()\n"
-    drop = write(
-        tmp_path, "drop.py", text + "configs.train.meters.m = Config('dgc_training.meters.TopKClassMeter')"
-    )
+    meter = "configs.train.meters.m = Config('dgc_training.meters.TopKClassMeter')"
+    drop = write(tmp_path, "drop.py", text + meter)
     stacks: list[list[str | Path]] = [[CNN], [CNN, WM5, "configs/dgc/fp16.py"], [CNN, drop]]
     for stack in stacks:
         tree = load(stack, ["--configs.train.optimizer.lr", "1e-5", "--configs.train.scheduler.eta_min", "0"])
@@ -268,19 +266,10 @@ def test_literals() -> None:
     lists = {"[1, 2]": [1, 2], "[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []}
     mappings = {
         "{a: 1, b: [x]}": {"a": 1, "b": ["x"]},
-        "{a: null, b: 'null of it'}": {"a": None, "b": "null of it"},
+        "{b: null, c: 'null of it'}": {"b": None, "c": "null of it"},
     }
     quoted = {'"5"': "5", "'null'": "null", "''": ""}
-    texts = [
-        "010",
-        "nan",
-        "resnet20",
-        "1-2",
-        "os.getcwd()",
-        "__import__('os')",
-        "acc/test_top1",
-        "conv\\d+[.]weight",
-    ]
+    texts = ["010", "nan", "resnet20", "1-2", "os.getcwd()", "__import__('os')", "acc/test_top1", "conv\\d+[.]a"]
     cases = numbers | constants | lists | mappings | quoted | {text: text for text in texts}
     for text, value in cases.items():
         found = literal(text, "key")

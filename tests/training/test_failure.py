@@ -92,9 +92,8 @@ def test_how_a_process_ends(tmp_path: Path) -> None:
     """Each of BODIES by its exit status, standard output and standard error."""
     done = launch([python(), "-c", PROGRAM, json.dumps(BODIES), tmp_path], tmp_path)
     assert done.returncode == 0, done.stderr
-    ends = {
-        name: [(tmp_path / f"{name}.{part}").read_text() for part in ("status", "out", "err")] for name in BODIES
-    }
+    parts = ("status", "out", "err")
+    ends = {name: [(tmp_path / f"{name}.{part}").read_text() for part in parts] for name in BODIES}
     assert {name for name, (_, _, errors) in ends.items() if "Traceback" in errors} == {"error"}
     first, second, *_ = ends["error"][2].splitlines()
     assert first.startswith("[rank 2 of 4 on ") and first.endswith("] ValueError: no shard")
@@ -282,7 +281,6 @@ def test_a_run_imports_what_it_uses(tmp_path: Path) -> None:
     assert last[:2] == ["ending:", "True"] and "tensorboard" in last
     assert not {"matplotlib", "scipy", "sklearn", "torchvision"} & {*last}
     # a data worker imports train.py with the arguments of its rank, but is not started as train.py
-    program = (
-        "import gc, sys; sys.argv = ['train.py']; import dgc_training.startup.installed; print(gc.isenabled())"
-    )
+    program = "import gc, sys; sys.argv = ['train.py']; "
+    program += "import dgc_training.startup.installed; print(gc.isenabled())"
     assert launch([sys.executable, "-c", program], REPOSITORY).stdout == "True\n"

@@ -51,6 +51,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture
+def any_kernels(monkeypatch: MonkeyPatch) -> None:
+    """train.kernels may choose others."""
+    monkeypatch.setattr(kernels, "_asked", "auto")
+
+
 def test_the_files_of_a_run(finished: Path) -> None:
     summary = summary_of(finished)
     assert summary["ranks"] == 2 and summary["epochs"] == 2
@@ -117,10 +123,8 @@ def test_a_tag_that_is_always_0_is_not_written(tmp_path: Path) -> None:
     assert described == describe("compression/error_norm") and OFTEN_ZERO < TAGS.keys()
 
 
-def test_a_traced_run_has_a_timeline_of_each_rank(
-    tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "_asked", "auto")
+@pytest.mark.usefixtures("any_kernels")
+def test_a_traced_run_has_a_timeline_of_each_rank(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     run(tmp_path, "train.trace=True", "train.kernels=reference", *BRIEF)
     assert "reference (plain PyTorch)" in capsys.readouterr().out
     assert kernels.describe(torch.device("cpu")) == "reference (plain PyTorch)"
@@ -132,11 +136,9 @@ def test_a_traced_run_has_a_timeline_of_each_rank(
         assert {"data", "forward_backward", "compress", "launch", "decode", "step", "in flight"} <= phases
 
 
-def test_a_finished_run_that_is_started_again(
-    finished: Path, tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("any_kernels")
+def test_a_finished_run_started_again(finished: Path, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     """It is not run again, whatever settings without an effect on the result; damaged or other, it is an error."""
-    monkeypatch.setattr(kernels, "_asked", "auto")
     copy = tmp_path / "run"
     shutil.copytree(finished, copy)
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")}
@@ -310,9 +312,7 @@ def test_ranks_with_other_configs_are_reported(tmp_path: Path) -> None:
         LockstepWorld(3).run(lambda transport: train.run(args, trees[transport.rank], transport))
 
 
-def test_arguments_are_read_before_anything_starts(
-    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
-) -> None:
+def test_arguments_are_read_first(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert train.main([*EXPERIMENT, "--print-config", "--configs.train.num_epochs", "500"]) == 0
