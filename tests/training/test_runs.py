@@ -1,4 +1,4 @@
-"""Runs that are resumed at any step, by as many ranks or others."""
+"""Runs that are resumed at any step, by as many ranks or others, and those that do not fit."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from cases import case
+from pytest import MonkeyPatch
 from simulated import CNN, assert_same_end, rewound, saved, summary_of, train_in
 from states import assert_equal
 
+from dgc import kernels
 from dgc_training.checkpoint.reading import fingerprint, read_tensors
+from dgc_training.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 DIGITS = "train.batch_size=64 train.warmup_lr_epochs=1 data.num_threads_per_worker=1 model.width=8".split()
@@ -164,3 +167,84 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     for own in (end[file] for end in (expected, found) for file in ("rank0", "rank1")):
         del own["random"], own["compression"]["identity"]  # its step counts from here
     assert_equal(expected, found)
+
+
+# Stacks and settings that do not fit: of each experiment: files, a setting, and the message
+ON_2_RANKS = {
+    "digits/cnn": [
+        ("topology/ring", "", "stack a file of configs/gossip before it"),
+        ("dgc/wm5 gossip/sgp", "", "DGCCompressor; leave out the one or the other"),
+        ("gossip/sgp dgc/wm5", "", "gossip/__init__.py needs dgc.compression.DenseCompressor; leave"),
+        ("local/local_sgd dgc/wm5", "", "local/__init__.py needs dgc.comp"),
+        ("gossip/sgp", "train.check_replicas_every=4", "train.check_replicas_every is 4"),
+        ("gossip/sgp", "train.gossip.peers=2", "takes no keyword 'peers'"),
+        ("gossip/sgp", "train.hierarchical=on", "stack configs/gossip/machines.py"),
+        ("gossip/sgp topology/star", "train.gossip.graph.hub=7", "star with 2 ranks: hub"),
+        ("gossip/adpsgd", "", r"connect\(point_to_point=True\)"),
+        ("gossip/adpsgd", "train.checkpoint_every=5", "train.checkpoint_every null"),
+        ("adam/zero_one_adam quant/qsgd", "", "train.compression._target_"),
+        ("adam/zero_one_adam local/diloco", "", "train.local._target_"),
+        ("dgc/wm0 adam/onebit_adam", "", "train.dgc"),
+        ("adam/dgc dgc/wm0", "", "train.optimizer is torch.optim.AdamW"),
+        ("adam/onebit_adam quant/qsgd", "", "train.compression._target_"),
+        ("adam/onebit_adam adam/dgc", "", "_target_"),
+        ("adam/dgc_adam quant/qsgd", "", "train.compression._target_"),
+        ("adam/dgc adam/fp16", "", "no steps that send gradients without compression"),
+        ("", "train.hierarchical=maybe", "train.hierarchical is 'maybe', not auto, on or off"),
+        ("", "model.width=0", r"model \(dgc_models\.DigitsCNN\): width must be at least 1, not 0"),
+        ("", "model.num_classes=-3", r"model \(dgc_models\.DigitsCNN\): num_classes must be at least 1, not -3"),
+        ("", "train.optimizer.lr=5e307", "the learning rate is .*e[+]308, which is not a finite fp32 number"),
+        ("", f"train.batch_size={2**70}", r"train\.batch_size is 1180\d+; it must .* most 2147483647"),
+        ("", "train.num_batches_per_step=2000", r"the training set has 1437 samples, too few for one step"),
+        ("", f"seed={10**21}", r"seed is 10{21}; its magnitude must be less than 2\*\*62"),
+        ("", "train.metric=acc/val", "'acc/val' is not a result; there are: acc/test_top1, acc/test_top5"),
+        ("", "train.kernels=triton", "run on a GPU"),
+        ("", "train.kernels=fast", "auto, reference, native, triton"),
+    ],
+    "wikitext/lstm": [
+        ("", "model.vocabulary_size=5", "the model's vocabulary has 5: set model.vocabulary_size"),
+        ("", "task.context=0", "task.context is 0; it must be at least 1"),
+        ("", "task.context=400", "too few for one step of 2 ranks x 4 rows"),
+        ("", "train.clip_norm=0.0", "train.clip_norm is 0.0; it must be positive"),
+        ("", "train.precision=fp8", "train.precision is 'fp8'; it must be one of fp32, bf16, fp16"),
+        ("", "train.precision=fp16", "train.precision is fp16, which needs a GPU, and the device is cpu: use"),
+        ("", "train.metric=perplexity/dev", "is not a result; there are: perplexity/val, loss/val"),
+        ("", "dataset.root=/nowhere", "put the three files"),
+        ("dgc/wm5", "train.clip_norm=1.0", r"train\.clip_norm limits averages"),
+    ],
+    "numwords/tiny": [
+        ("", "model.max_length=12", "model.max_length is 12 tokens, fewer than the"),
+        ("", "train.metric=acc/test_top1", "it must be one of translation/test_exact_match"),
+        ("", "data.num_workers=2", "data.num_workers must be 0"),
+        ("", "task.beams=0", "task.beams is 0"),
+        ("", "model.vocabulary=50", "the model has 50 tokens .* set model.vocabulary to dataset.vocab"),
+        ("", "train.criterion.ignore_index=-100", "ignore_index must be 0"),
+        ("", "train.batch_size=10", "train.batch_size is 10 tokens, fewer than the"),
+    ],
+    "pysource/gpt": [
+        ("gossip/sgp", "train.precision=fp16", "every rank would have a loss scale of its own: use bf16"),
+    ],
+}
+ON_OTHERS = [
+    (3, "gossip/sgp topology/bipartite_linear", "", "needs an even number of ranks, not 3"),
+    (4, "gossip/dpsgd topology/star", "", "the shares that rank 0 receives sum to"),
+]
+BASES = {"digits/cnn": ["model.width=8"], "wikitext/lstm": LSTM, "numwords/tiny": NUMWORDS}
+
+
+@pytest.mark.parametrize("base", ON_2_RANKS)
+def test_what_does_not_fit_is_one_error(base: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """And nothing is written."""
+    data = write_wikitext(tmp_path / "data")
+    devices = ("cuda", "cpu") if base == "pysource/gpt" else ("cuda",)
+    monkeypatch.setattr("dgc_training.stepping.FP16_DEVICES", devices)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    kernels._backend.cache_clear()  # tests of the Triton backend fill it
+    rows: list[Any] = [(2, *row) for row in ON_2_RANKS[base]] + (ON_OTHERS if base == "digits/cnn" else [])
+    for size, names, word, message in rows:
+        monkeypatch.setattr(kernels, "_asked", "auto")
+        settings = [word.replace("ROOT", str(data)) for word in BASES.get(base, [])] + [word] * bool(word)
+        stack = [f"configs/{name}.py" for name in (base, *names.split())]
+        with case(names, word), pytest.raises(ConfigError, match=message) as raised:
+            train_in(tmp_path / "run", stack, settings, size)
+        assert "\n" not in str(raised.value) and list(tmp_path.iterdir()) == [data]

@@ -1,6 +1,7 @@
-"""The adapters to other trainers in one process: what they refuse, and that their libraries are optional."""
+"""The adapters to other trainers in one process: what they set and refuse; their libraries are optional."""
 
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ import warm
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (Lightning and transformers import torchvision)
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import PowerSGDCompressor
+from dgc.compression import DenseCompressor, PowerSGDCompressor
 from dgc.integrations import rank_files
+from dgc.integrations.torchtitan import compressed
 
 
 def test_a_missing_library_is_named_with_its_cure() -> None:
@@ -97,3 +99,42 @@ def test_the_callback_needs_its_trainer_and_ddp() -> None:
         compression.on_train_begin(one, None, None)
     compression.on_save(one, None, None)
     assert compression.exchange is None
+
+
+@dataclass
+class Spec:
+    parallelize_fn: Any
+    post_optimizer_build_fn: Any = None
+
+
+def parallelized(config: Any, **dims: bool) -> Any:
+    """What the config's parallelize_fn returns. That of the model returns its ParallelDims."""
+    off = dict.fromkeys(("pp_enabled", "tp_enabled", "cp_enabled", "ep_enabled"), False)
+    own = SimpleNamespace(**{"dp_replicate_enabled": True, "dp_replicate": 2, **off, **dims})
+    parts = {"training": config.training, "parallelism": config.parallelism}
+    return config.model_spec.parallelize_fn("model", parallel_dims=own, **parts)
+
+
+def made() -> Any:
+    def parallelize(model: str, *, parallel_dims: Any, training: Any, parallelism: Any) -> Any:
+        return parallel_dims
+
+    training, parallelism = SimpleNamespace(disable_cuda_graphs=False), SimpleNamespace(spmd_backend="spmd_types")
+    config = SimpleNamespace(model_spec=Spec(parallelize), training=training, parallelism=parallelism)
+    assert compressed(config, DenseCompressor()) is config
+    return config
+
+
+def test_the_model_is_sharded_without_replicas_and_other_parallelism_is_refused() -> None:
+    dims = parallelized(made())
+    assert not dims.dp_replicate_enabled and dims.dp_replicate == 2
+    for kind, name in {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}.items():
+        with pytest.raises(ValueError, match=f"does not support {name} parallelism"):
+            parallelized(made(), **{f"{kind}_enabled": True})
+    # settings that a command line has changed
+    graphs, backend = made(), made()
+    graphs.training.disable_cuda_graphs = False
+    backend.parallelism.spmd_backend = "full_dtensor"
+    for config, message in ((graphs, "CUDA graphs"), (backend, "--parallelism.spmd_backend other")):
+        with pytest.raises(ValueError, match=f"does not support {message}"):
+            parallelized(config)
