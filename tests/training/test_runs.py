@@ -169,7 +169,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     assert_equal(expected, found)
 
 
-# Stacks and settings that do not fit: of each experiment: files, a setting, and the message
+# what does not fit each experiment: files, a setting, and the message
 ON_2_RANKS = {
     "digits/cnn": [
         ("topology/ring", "", "stack a file of configs/gossip before it"),
@@ -189,7 +189,7 @@ ON_2_RANKS = {
         ("adam/onebit_adam quant/qsgd", "", "train.compression._target_"),
         ("adam/onebit_adam adam/dgc", "", "_target_"),
         ("adam/dgc_adam quant/qsgd", "", "train.compression._target_"),
-        ("adam/dgc adam/fp16", "", "no steps that send gradients without compression"),
+        ("adam/dgc adam/fp16", "", "has no steps that send gradients without compression"),
         ("", "train.hierarchical=maybe", "train.hierarchical is 'maybe', not auto, on or off"),
         ("", "model.width=0", r"model \(dgc_models\.DigitsCNN\): width must be at least 1, not 0"),
         ("", "model.num_classes=-3", r"model \(dgc_models\.DigitsCNN\): num_classes must be at least 1, not -3"),
