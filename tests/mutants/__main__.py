@@ -82,7 +82,6 @@ def within_budget(tests: set[str], seconds: dict[str, float]) -> list[str]:
 
 
 def judge(fault: Fault, tests: Sequence[str], copy: Copy) -> Verdict:
-    """Applies a fault in the copy and runs its tests."""
     start = time.perf_counter()
     groups = [tests[:FIRST_TESTS], tests[FIRST_TESTS:]] if tests else [PACKAGES[fault.package].ranks]
     detected, said = False, f"{len(tests)} tests run these lines"

@@ -64,8 +64,6 @@ class Fault:
 
 
 class Source(cst.CSTVisitor):
-    """Collects the possible faults of one file."""
-
     METADATA_DEPENDENCIES = (PositionProvider, ParentNodeProvider)
 
     def __init__(self, root: Path, file: str) -> None:

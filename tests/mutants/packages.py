@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 
 class Tests(NamedTuple):
-    """Files and folders of tests."""
-
     own: tuple[str, ...]  # in one process: their lines are recorded
     # they start processes, whose lines are not recorded, and follow for a fault that no recorded test runs
     ranks: tuple[str, ...] = ()

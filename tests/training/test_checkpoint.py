@@ -53,7 +53,6 @@ def load(directory: Path, *which: str, size: int = 2) -> Any:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """Evaluation needs only the shared file."""
     assert checkpoint_name(4) == "e0004" and checkpoint_name(4, 120) == "e0004s00120"
     assert load(tmp_path, "best", "latest") == [None, None]
     save(tmp_path, ["e0001"])
@@ -134,8 +133,6 @@ def test_machines_that_see_different_checkpoints_are_refused(monkeypatch: Monkey
 
 
 def test_another_number_of_ranks_redistributes_the_residual(tmp_path: Path) -> None:
-    """Or reports what is missing, or cannot be redistributed."""
-
     def own(rank: int) -> Any:
         return {"compression": {"velocities": {"w": torch.full((4,), float(rank))}, "steps": 7}}
 
@@ -156,8 +153,6 @@ def test_another_number_of_ranks_redistributes_the_residual(tmp_path: Path) -> N
 
 
 def assert_refused(directory: Path, message: str) -> None:
-    """On every rank."""
-
     def body(checkpoints: Checkpoints, rank: int) -> None:
         with pytest.raises(UsageError, match=message):
             checkpoints.load(checkpoints.find("latest") or "")
@@ -260,8 +255,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: MonkeyPa
 
 @pytest.mark.parametrize("file", ["rank1.pt", "shared.pt", "manifest.json", "latest.json"])
 def test_a_full_disk_ends_all_ranks(file: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """Each with status 2. The checkpoint before remains the latest."""
-
     def body(checkpoints: Checkpoints, rank: int) -> Any:
         checkpoints.save("e0001", {"w": 1}, {"compression": {}})
         if rank == 0:
@@ -283,14 +276,12 @@ def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: MonkeyPat
     run = Path("runs/[digits.cnn+dgc.wm5].np4")
     words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--run-dir", str(run), "--devices", "cpu"]
     train_on(2, [*words, "--configs.train.num_epochs=1", "--configs.train.batch_size=180"])
-
     names = {path.name for path in (run / "checkpoints").rglob("*")}
     assert names == {"latest.json", "best.json", "e0001", "shared.pt", "rank0.pt", "rank1.pt", "manifest.json"}
     shared, own = (read_tensors(run / "checkpoints/e0001" / name) for name in ("shared.pt", "rank1.pt"))
     for state, name in ((shared, "shared"), (own, "rankN")):
         assert state.keys() == {row[0].strip("`") for row in table(f"key of `{name}.pt`", PAGE)}
     assert own["compression"]["DGCCompressor.0"].keys() >= {"momentums", "velocities", "steps"}
-
     scope: dict[str, Any] = {}
     for block in (INFERENCE, FROM_CONFIG):
         exec(block, scope)

@@ -104,13 +104,11 @@ def test_dgc_files_set_what_they_say() -> None:
     names = [f"dgc/{name}" for name in "fp16 int32 mm nm wm0 wm5 wm5o".split()]
     names += [f"selection/{way}" for way in ways]
     assert {f"configs/{name}.py" for name in [*names, "digits/cnn", "digits/resnet20"]} <= set(shipped())
-
     dense, dgc = load([CNN]).train, load([CNN, WM5]).train
     assert (dense.dgc, dgc.dgc) == (False, True)
     assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"
     assert {**dense.optimizer, "_target_": 0} == {**dgc.optimizer, "_target_": 0}
     assert dense.compression == {"_target_": "dgc.compression.DenseCompressor"}
-
     c = load([CNN, WM5, *(f"configs/dgc/{name}.py" for name in ("fp16", "int32", "nm"))]).train.compression
     assert (c.warmup_epochs, c.warmup_coeff, c["values"], c.indices) == (5, None, "fp16", "int32")
     assert c.memory.momentum_masking is False

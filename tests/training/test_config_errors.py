@@ -59,7 +59,6 @@ def test_what_dgc_needs_does_not_change_silently(file: Path) -> None:
     right = f"--configs {CNN} {WM5} configs/dgc/fp16.py"
     assert message.endswith(right)
     load(right.split()[1:])
-
     yaml(file, "train: {optimizer: {_target_: torch.optim.SGD, lr: 0.1}}")
     saved = yaml(file.with_name("config.yaml"), to_yaml(load([CNN, WM5])))
     for name in (file, python(file, "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")):
@@ -69,7 +68,6 @@ def test_what_dgc_needs_does_not_change_silently(file: Path) -> None:
         assert "config.yaml needs dgc.optim.DGCSGD" in refusal(saved, name)
     message = refusal(CNN, python(file, "configs.train.optimizer = Config(torch.optim.Adam)"), WM5)
     assert message.startswith(f"{DGC}, line ") and "torch.optim.Adam" in message
-
     dense = "compression._target_ dgc.compression.DenseCompressor"
     for words in (dense, "dgc false", "compression null", "optimizer null", "optimizer 5"):
         message = refusal(CNN, WM5, words=f"--configs.train.{words}")
@@ -103,12 +101,10 @@ def test_files_without_those_before_them_say_what_to_stack(file: Path) -> None:
     assert "configs/gossip/machines after it" in message
     message = refusal(CNN, "configs/selection/laplace.py")
     assert "stack a file of configs/dgc before it" in message and "dgc.compression.DenseCompressor" in message
-
     lines = refusals(CNN, words="--configs.train.optimizer._target_ torch.optim.Adam")
     for line, keyword in zip(lines, ("momentum", "nesterov"), strict=True):
         assert f"takes no keyword '{keyword}'" in line and "stack a file of configs/adam/... after" in line
     load([CNN], ["--configs.train.optimizer", "{_target_: torch.optim.Adam, lr: 0.001}"])
-
     yaml(file, "train: {batch_size: 3}")
     for experiment in ([], [WM5], [file], ["configs/digits"]):
         message = refusal(*experiment)
@@ -210,7 +206,6 @@ def test_wrong_types_and_values(file: Path) -> None:
         message = refusal(CNN, WM5O, words=[f"--configs.{key}", value])
         assert message.startswith(f"command line, --configs.{key}: {key} is"), words
         assert f"but it must be {kind}" in message, message
-
     message = refusal(CNN, yaml(file, "train: {optimizer: {nesterov: 1}}"))
     assert message == "mine.yaml: train.optimizer.nesterov is 1, but it must be true or false"
     words = "--configs.train.optimizer.lr null --configs.train.optimizer.lr abc"

@@ -31,7 +31,6 @@ FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_work
 
 
 def launch(command: Any, cwd: Path, timeout: int = 100, **variables: str) -> Any:
-    """Runs the command with these environment variables."""
     words, options = [str(word) for word in command], {"cwd": cwd, "env": ENVIRONMENT | variables}
     return subprocess.run(words, **options, capture_output=True, text=True, timeout=patient(timeout))
 
@@ -89,7 +88,6 @@ for _ in range(len(names)):
 
 
 def test_how_a_process_ends(tmp_path: Path) -> None:
-    """Each of BODIES by its exit status, standard output and standard error."""
     done = launch([python(), "-c", PROGRAM, json.dumps(BODIES), tmp_path], tmp_path)
     assert done.returncode == 0, done.stderr
     parts = ("status", "out", "err")
@@ -198,7 +196,6 @@ def test_errors_of_the_command_line_and_of_a_missing_file_are_printed_once(tmp_p
     assert result.returncode == 2
     assert result.stderr.count("num_epochs") == 1 and "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
-
     (tmp_path / "shards.py").write_text(SHARDS)
     (tmp_path / "shard0").touch()
     (tmp_path / "shards.yaml").write_text(f"dataset: {{_target_: shards.make, path: {tmp_path}/shard}}\n")
@@ -239,7 +236,6 @@ class Mine(DigitsCNN):
 
 
 def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) -> None:
-    """In the run and in its data workers."""
     for name in OWN:
         (tmp_path / "path" / name).mkdir(parents=True)
         (tmp_path / "path" / name / "__init__.py").write_text("OWNER = 'user'\n")

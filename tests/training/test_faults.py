@@ -84,7 +84,6 @@ def test_the_rank_with_other_weights_is_reported() -> None:
 
 
 def test_the_rank_with_other_code_is_reported(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """Every file of the product is hashed."""
     some = {"train.py", "dgc_training/startup/agreement.py", "dgc_models/__init__.py", "dgc/bucket.py"}
     assert some <= code_hashes().keys()
     file = tmp_path / "dgc_models" / "a.py"

@@ -120,7 +120,6 @@ def test_files_in_the_original_form_load(place: Path) -> None:
     assert plain.train.scheduler.milestones == [1, 2] and plain.model.num_classes == 10
     # what `configs.train = Config()` left out has the shipped root base's value
     assert plain.train.bucket_mb == 25.0 and plain.train.gossip is None and plain.data.num_workers == 0
-
     for extra in ([], ["configs/images/nesterov.py"]):
         tree = load(["configs/images/small.py", *extra, "configs/dgc/dense_first.py", "configs/dgc/half"])
         assert tree.train.optimizer._target_ == "dgc.optim.DGCSGD"
@@ -130,7 +129,6 @@ def test_files_in_the_original_form_load(place: Path) -> None:
         memory = compression.memory
         assert isinstance(memory, DGCSGDMemory) and memory.correction.momentum == 0.8
         assert memory.correction.nesterov == bool(extra)
-
     with (place / "configs/__init__.py").open("a") as file:
         file.write("del configs.deterministic\n")
     with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):

@@ -53,7 +53,6 @@ def test_formatting() -> None:
 
 
 def test_the_summary_compares_wire_with_wire() -> None:
-    """A single process sends nothing and has no comparison."""
     sent: dict[str, Any] = {"payload_bytes": 8_060_000, "wire_bytes": 15e6, "dense_wire_bytes": 150e6}
     progress = TrainingProgress(epoch=1, samples=10, **sent)
     output = table(summarize("run", progress, ranks=4, metric=None))

@@ -39,7 +39,6 @@ def held_by_another_process(directory: Path) -> subprocess.Popen[str]:
 
 
 def test_a_second_run_in_the_directory_is_an_error(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
-    """Also if the first run is killed. Evaluation needs no lock."""
     directory = tmp_path / "run"
     run(directory)
     assert not (directory / lock.NAME).exists()
@@ -90,7 +89,6 @@ def test_a_lock_is_of_the_directory_of_this_name(tmp_path: Path, monkeypatch: Mo
 
 
 def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    """By a run at its start, too."""
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     (tmp_path / "checkpoints").mkdir()

@@ -108,7 +108,6 @@ ROWS = [
 
 
 def write_wikitext(folder: Path) -> Path:
-    """A text of few words."""
     folder.mkdir(exist_ok=True)
     line = " the old man and the sea met <unk> again \n"
     (folder / "wiki.train.tokens").write_text(line * 100)
@@ -119,7 +118,6 @@ def write_wikitext(folder: Path) -> Path:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_resumed_run_ends_bit_identical(row: Row, tmp_path: Path) -> None:
-    """And goes on with other ranks, with a warning."""
     data, schedule, whole = write_wikitext(tmp_path / "data"), tmp_path / "schedule.yaml", tmp_path / "whole"
     stack = [file for file in row.stack if "{" not in file]
     if stack != row.stack:
@@ -234,7 +232,6 @@ BASES = {"digits/cnn": ["model.width=8"], "wikitext/lstm": LSTM, "numwords/tiny"
 
 @pytest.mark.parametrize("base", ON_2_RANKS)
 def test_what_does_not_fit_is_one_error(base: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """And nothing is written."""
     data = write_wikitext(tmp_path / "data")
     devices = ("cuda", "cpu") if base == "pysource/gpt" else ("cuda",)
     monkeypatch.setattr("dgc_training.stepping.FP16_DEVICES", devices)

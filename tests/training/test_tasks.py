@@ -45,7 +45,6 @@ def test_texts(tmp_path: Path) -> None:
     for arguments in ({"vocabulary_size": 1}, {"characters": 5}):
         with pytest.raises(ValueError, match=r"dataset\.\w+ is \d; it must be at least"):
             PythonSources(**arguments)
-
     data = WikiText2(str(write_wikitext(tmp_path / "data")))
     assert {split: len(tokens) for split, tokens in data.items()} == {"train": 1000, "val": 76, "test": 30}
     first = data["train"][:10].tolist()
@@ -196,7 +195,6 @@ def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: Capture
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_an_epoch_goes_on_at_the_same_step(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """On fewer and on more ranks."""
     stack = ["configs/wikitext/lstm.py"]
     settings = [word.replace("ROOT", str(write_wikitext(tmp_path / "data"))) for word in SETTINGS]
     settings.append("train.checkpoint_every=3")

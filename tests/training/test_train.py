@@ -53,7 +53,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def any_kernels(monkeypatch: MonkeyPatch) -> None:
-    """train.kernels may choose others."""
     monkeypatch.setattr(kernels, "_asked", "auto")
 
 
@@ -83,7 +82,6 @@ def test_ranks_draw_different_random_numbers(tmp_path: Path, monkeypatch: Monkey
 
 
 def test_scalars_and_settings_in_tensorboard(finished: Path) -> None:
-    """The config as text, and as hyperparameters of the HParams page."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     events = events_of(finished)
@@ -101,7 +99,6 @@ def test_scalars_and_settings_in_tensorboard(finished: Path) -> None:
     assert [point.step for point in events.Scalars("train/loss")] == [1280, 1438, 2718, 2876]
     dense = events.Scalars("bytes/dense_wire_per_step")[0].value  # 2 ranks: once the payload
     assert dense == 4 * sum(p.numel() for p in DigitsCNN(width=8).parameters())
-
     assert b"    compress_ratio: 0.001" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = HParamsPluginData.FromString(content).session_start_info.hparams
@@ -146,7 +143,6 @@ def test_a_finished_run_started_again(finished: Path, tmp_path: Path, capsys: Ca
         run(copy, *free)
         assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.pt")} == before
         assert "resumed from checkpoint e0002. The run is finished" in capsys.readouterr().out
-
     options: list[str]
     for options, message in (
         ([], r"train\.optimizer\.lr: 0\.025 -> 0\.5(.|\n)*--suffix"),
@@ -162,7 +158,6 @@ def test_a_finished_run_started_again(finished: Path, tmp_path: Path, capsys: Ca
         with unchanged(copy), case(damage), pytest.raises(UsageError, match=message):
             run(copy)
         (copy / name).write_bytes(whole)
-
     summary = (copy / "summary.json").read_bytes()
     run(copy, "train.num_epochs=1", options=["--no-resume"])
     assert (copy.with_name("run.1") / "summary.json").read_bytes() == summary
