@@ -41,20 +41,17 @@ def printed_by_a_rank(result: Any) -> str:
     return str(line)
 
 
-KILL = "os.kill(os.getpid(), signal.{}); time.sleep(9)"
+SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 LATER = "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start(); "
 LOCK = "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64); "
 # Statements inside the context manager, and the rank and size of the process.
 BODIES = {
     "error": ("raise ValueError('no shard')", 2, 4),
-    "UsageError": ("raise UsageError('not like this')", 0, 1),
-    "ConfigError": ("raise ConfigError('not like this')", 0, 1),
+    **{name: (f"raise {name}('not like this')", 0, 1) for name in ("UsageError", "ConfigError")},
     "full disk": ("open('/dev/full', 'w').write(100_000 * 'x')", 0, 1),
     "no rank 0": ("raise DistNetworkError('connection to server0 timed out')", 1, 2),
     "no rank 1": ("raise DistStoreError('Timed out after 61 seconds waiting for clients')", 0, 2),
-    "SIGINT": (KILL.format("SIGINT"), 0, 1),
-    "SIGTERM": (KILL.format("SIGTERM"), 0, 1),
-    "SIGUSR1": (KILL.format("SIGUSR1"), 0, 1),
+    **{name: (f"os.kill(os.getpid(), signal.{name}); time.sleep(9)", 0, 1) for name in SIGNALS},
     # A collective does not return for a signal, and neither does locking a mutex twice.
     "SIGTERM in a collective": (f"{LATER}{LOCK}lock(mutex); lock(mutex)", 0, 2),
     "no error": ("print('fine')", 0, 1),
