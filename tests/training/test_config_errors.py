@@ -346,8 +346,8 @@ def test_all_wrong_keys_and_values_are_reported_together(file: Path) -> None:
 
 
 def test_a_key_without_the_prefix_is_shown_with_it() -> None:
-    num_epochs = ("--train.num_epochs 5", "--train.num_epochs=5", "--configs.seed 3 train.num_epochs=5")
-    num_epochs += ("--configs.seed 3 configs.train.num_epochs=5", "--num_epochs 5", "--train.num_epoch 5")
+    num_epochs = ["--train.num_epochs 5", "--train.num_epochs=5", "--configs.seed 3 train.num_epochs=5"]
+    num_epochs += ["--configs.seed 3 configs.train.num_epochs=5", "--num_epochs 5", "--train.num_epoch 5"]
     others = (("--optimizer.lr -1", "train.optimizer.lr"), ("--seed", "seed"))
     for word, meant in (*((word, "train.num_epochs") for word in num_epochs), *others):
         assert f"on the command line; closest: --configs.{meant}" in refusal(CNN, words=word), word

@@ -166,8 +166,8 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
         check_workers(500, local_size=2, cores=8, memory=64 * 10**9)
     with pytest.raises(ValueError, match="at most 5 .* 64 cores and 4 GB"):
         check_workers(6, local_size=1, cores=64, memory=4 * 10**9)
-    for workers, size, cores, memory in ((0, 8, 1, 10**9), (8, 1, 1, 16 * 10**9), (32, 2, 8, 64 * 10**9)):
-        check_workers(workers, size, cores, memory)
+    for count, size, cores, memory in ((0, 8, 1, 10**9), (8, 1, 1, 16 * 10**9), (32, 2, 8, 64 * 10**9)):
+        check_workers(count, size, cores, memory)
 
 
 def draw() -> Any:

@@ -31,8 +31,8 @@ FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_work
 
 
 def launch(command: Any, cwd: Path, timeout: int = 100, **variables: str) -> Any:
-    words, options = [str(word) for word in command], {"cwd": cwd, "env": ENVIRONMENT | variables}
-    return subprocess.run(words, **options, capture_output=True, text=True, timeout=patient(timeout))
+    options: Any = {"cwd": cwd, "env": ENVIRONMENT | variables, "timeout": patient(timeout)}
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
 
 
 def printed_by_a_rank(result: Any) -> str:
