@@ -152,8 +152,12 @@ def test_any_working_directory(tmp_path: Path, monkeypatch: MonkeyPatch) -> None
     assert os.getcwd() == str(tmp_path)
 
 
-def test_loads_do_not_touch_each_other(tmp_path: Path) -> None:
-    first = to_yaml(load([CNN]))
+def test_a_tree_is_read_only_and_loads_do_not_touch_each_other(tmp_path: Path) -> None:
+    tree = load([CNN])
+    with pytest.raises(ReadonlyConfigError):
+        tree.seed = 1
+    assert list(tree) == ["seed", "deterministic", "data", "dataset", "model", "task", "train", "requires"]
+    first = to_yaml(tree)
     load([CNN, WM5, "configs/dgc/nm.py"], ["--configs.train.num_epochs", "3"])
     with pytest.raises(ConfigError):
         load([CNN, write(tmp_path, "bad.py", "configs.seed = 1\nraise KeyError('x')")])
@@ -249,13 +253,6 @@ def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> N
     # it can be stacked under DGC
     saved = write(tmp_path, "config.yaml", to_yaml(load([CNN], ["--configs.seed", "9"])))
     assert load([saved, WM5]) == load([CNN, WM5], ["--configs.seed", "9"])
-
-
-def test_the_tree_is_complete_and_read_only() -> None:
-    tree = load([CNN])
-    with pytest.raises(ReadonlyConfigError):
-        tree.seed = 1
-    assert list(tree) == ["seed", "deterministic", "data", "dataset", "model", "task", "train", "requires"]
 
 
 def test_literals() -> None:

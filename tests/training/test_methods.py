@@ -111,9 +111,7 @@ def test_momentum_is_not_clipped(tmp_path: Path, monkeypatch: MonkeyPatch) -> No
     # another freeze_step is another run
     trees = [load([CNN, ONEBIT_ADAM], [f"--configs.train.optimizer.freeze_step={step}"]) for step in (6, 5)]
     assert config_differences(*map(to_yaml, trees)) == ["  train.optimizer.freeze_step: 6 -> 5"]
-
-
-def test_an_experiment_with_adam_keeps_its_settings() -> None:
+    # an experiment with Adam keeps its settings
     expected = dict(load([GPT]).train.optimizer)
     assert dict(load([GPT, ADAM]).train.optimizer) == expected
     found = dict(load([GPT, "configs/adam/dgc_adam.py"]).train.optimizer)

@@ -122,9 +122,7 @@ def test_inverse_square_root_rises_to_the_rate_and_falls() -> None:
     for options, message in (({"warmup_steps": -1}, "warmup_steps is -1"), ({"start": 2.0}, "start is 2.0")):
         with pytest.raises(ValueError, match=message):
             inverse_square_root(optimizer, **options)
-
-
-def test_unsupported_schedulers_are_errors() -> None:
+    # other schedulers
     for scheduler, message in (
         (lrs.ReduceLROnPlateau, "ReduceLROnPlateau"),
         (type, "not a learning-rate scheduler"),

@@ -456,7 +456,7 @@ def test_names(tmp_path: Path) -> None:
     warn_of_other_run(tmp_path / "b.np4", rank=0)
 
 
-def test_differences_have_the_keys() -> None:
+def test_differences_have_the_keys_and_moving_aside_overwrites_nothing(tmp_path: Path) -> None:
     old = "train: {num_epochs: 3, log_every: 10, betas: [1, 2]}\nseed: 1\nmodel: null\n"
     new = "train: {num_epochs: 4, log_every: 99, betas: [1, 3]}\nmodel: {_target_: m}\nextra: 1\n"
     assert config_differences(old, old) == []
@@ -468,9 +468,6 @@ def test_differences_have_the_keys() -> None:
         "  train.betas: [1, 2] -> [1, 3]",
         "  train.num_epochs: 3 -> 4",
     ]
-
-
-def test_moving_aside_overwrites_nothing(tmp_path: Path) -> None:
     for content in ("first", "second"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "file").write_text(content)
