@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 from coverage import Coverage
 from environment import patient, slowness
+from pytest import ExitCode
 
 from .copies import ROOT, Copy, copy_tree
 from .faults import Fault, drawn
@@ -88,7 +89,7 @@ def judge(fault: Fault, tests: Sequence[str], copy: Copy) -> Verdict:
     with copy.with_fault(fault):
         for group in filter(None, groups):
             ended = copy.tests(group, LIMIT, "-x", "-o", "timeout=10")
-            if ended.status != 0:
+            if ended.status not in (0, ExitCode.NO_TESTS_COLLECTED):  # proofs alone are deselected
                 detected, said = True, ended.reason
                 break
     return Verdict(fault.key, fault.package, fault.line, detected, said, time.perf_counter() - start)
