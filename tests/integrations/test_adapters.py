@@ -117,6 +117,7 @@ def parallelized(config: Any, **dims: bool) -> Any:
 
 def made() -> Any:
     def parallelize(model: str, *, parallel_dims: Any, training: Any, parallelism: Any) -> Any:
+        assert model == "model"
         return parallel_dims
 
     training, parallelism = SimpleNamespace(disable_cuda_graphs=False), SimpleNamespace(spmd_backend="spmd_types")
