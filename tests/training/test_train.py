@@ -453,7 +453,8 @@ def test_names(tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as warned:
         warn_of_other_run(tmp_path / "a.np4", rank=0)
     assert [str(warning.message).rpartition(" ")[2] for warning in warned] == [str(tmp_path / "a.np2")]
-    warn_of_other_run(tmp_path / "b.np4", rank=0)
+    for name, rank in (("b.np4", 0), ("a.np4", 1)):  # rank 0 alone warns
+        warn_of_other_run(tmp_path / name, rank)
 
 
 def test_differences_have_the_keys_and_moving_aside_overwrites_nothing(tmp_path: Path) -> None:
