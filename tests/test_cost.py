@@ -15,13 +15,7 @@ from dgc.bucket import Bucket, make_bucket
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter, Request
-from dgc.compression import (
-    Compressor,
-    DenseCompressor,
-    DGCCompressor,
-    PowerSGDCompressor,
-    ScaledSignCompressor,
-)
+from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor, ScaledSignCompressor
 from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
 from dgc.cost import (
     AlikeRanks,

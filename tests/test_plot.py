@@ -97,9 +97,7 @@ LABELS: dict[str, dict[str, Any]] = {
     "local SGD + SlowMo": {"gossip": {"_target_": "Periodic", "base": None, "outer": {"_target_": "a.SlowMo"}}},
     "local SGD + Nesterov + PowerSGD": {
         "gossip": named(
-            "local.OuterSteps",
-            outer=named("local.Nesterov"),
-            compression=named("compression.PowerSGDCompressor"),
+            "local.OuterSteps", outer=named("local.Nesterov"), compression=named("compression.PowerSGDCompressor")
         )
     },
 }
