@@ -26,11 +26,8 @@ def test_every_image_is_tested_once_over_the_folds() -> None:
 
     assert rows(images) == rows(whole)
     assert abs(images.mean().item()) < 1e-2 and abs(images.std().item() - 1) < 1e-2
-
-
-def test_folds_are_stratified_and_fixed() -> None:
-    for fold in range(5):
-        labels = Digits(fold)["test"][:][1]
+    # folds are stratified and fixed
+    for _, labels in tested:
         counts = labels.bincount(minlength=10)
         assert len(labels) in (359, 360) and counts.min() >= 34 and counts.max() <= 37
     assert torch.equal(Digits(1)["train"][:][0], Digits(1)["train"][:][0])
@@ -38,42 +35,36 @@ def test_folds_are_stratified_and_fixed() -> None:
     assert sorted(sum(stratified_folds([0, 1] * 6, 3), [])) == list(range(12))
     image, label = Digits()["train"][0]
     assert image.shape == (1, 8, 8) and label.dtype == torch.int64 and label.dim() == 0
-
-
-def test_impossible_arguments_are_refused() -> None:
     for name, value in (("fold", 5), ("fold", -1), ("num_folds", 1), ("num_classes", 9)):
         with pytest.raises(ValueError, match=name):
             Digits(**{name: value})
 
 
-def test_torchvision_imports() -> None:
-    """In a process of its own: whatever torchvision is installed, it imports after the compatibility file."""
-    program = (
-        "import dgc_datasets.torchvision_compat as compat\n"
-        "from torchvision.models import resnet18\n"
-        "from torchvision.datasets import CIFAR10\n"
-        "assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512\n"
-        "assert compat.declare_missing_operators() == []\n"
-        "assert bool(compat._declared) != compat.operators_load()\n"
-    )
-    subprocess.run([python(), "-W", "error", "-c", program], check=True, timeout=patient(100))
+# in processes of their own: whatever torchvision is installed, it imports after the compatibility file
+COMPATIBLE = """
+import dgc_datasets.torchvision_compat as compat
+from torchvision.models import resnet18
+from torchvision.datasets import CIFAR10
+assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512
+assert compat.declare_missing_operators() == []
+assert bool(compat._declared) != compat.operators_load()
+"""
+# and in a config file, as the original's files import their models
+IN_A_CONFIG = """
+import sys
+from dgc_training.config import load
+assert 'torchvision' not in sys.modules
+tree = load(['configs/digits/cnn.py', 'mine.py'])
+assert tree.model._target_ == 'torchvision.models.resnet18'
+"""
 
 
-def test_torchvision_imports_in_a_config_file(tmp_path: Path) -> None:
-    """As the original's files import their models."""
+def test_torchvision_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "from torchvision.models import resnet18\nfrom dgc_training.config import Config, configs\n"
     (tmp_path / "mine.py").write_text(text + "configs.model = Config(resnet18, num_classes=10)\n")
-    program = (
-        "import sys\n"
-        "from dgc_training.config import load\n"
-        "assert 'torchvision' not in sys.modules\n"
-        f"tree = load(['configs/digits/cnn.py', {str(tmp_path / 'mine.py')!r}])\n"
-        "assert tree.model._target_ == 'torchvision.models.resnet18'\n"
-    )
-    subprocess.run([python(), "-W", "error", "-c", program], check=True, timeout=patient(100))
-
-
-def test_nothing_is_declared_where_operators_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in (COMPATIBLE, IN_A_CONFIG.replace("mine.py", str(tmp_path / "mine.py"))):
+        subprocess.run([python(), "-W", "error", "-c", program], check=True, timeout=patient(100))
+    # nothing is declared where operators load
     import dgc_datasets.torchvision_compat as compat
 
     import_target("torchvision.models.resnet18")  # with its operators, whatever this test leaves

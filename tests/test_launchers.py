@@ -5,7 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,8 @@ SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun"
 SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("scripts/gossip/*.sh")]
 OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
 ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
-GOSSIP = {
-    **{"ar": None, "sgp": "n_peer_exponential", "osgp": "n_peer_exponential"},
-    **{"dpsgd": "bipartite_exponential", "adpsgd": "bipartite_exponential"},
-}
+GOSSIP = {"ar": None, **dict.fromkeys(("sgp", "osgp"), "n_peer_exponential")}
+GOSSIP |= dict.fromkeys(("dpsgd", "adpsgd"), "bipartite_exponential")
 TRAIN = ["--configs", "x"]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
@@ -48,25 +46,11 @@ def line_of(script: str, *words: str, **variables: str) -> str:
     return shell(script, *words, **variables).stdout.replace("\\", "")
 
 
-@pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
-def test_shell(script: Any) -> None:
-    checks = [
-        ["bash", "-n"],
-        *([["shellcheck", "-x", "-P", str(REPOSITORY)]] if shutil.which("shellcheck") else []),
-    ]
-    for check in checks:
+def test_shell() -> None:
+    checks = [["bash", "-n"], ["shellcheck", "-x", "-P", str(REPOSITORY)]]
+    for check, script in product([words for words in checks if shutil.which(words[0])], SHELL):
         done = subprocess.run([*check, str(script)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("script", ["mpirun", "horovodrun"])
-def test_an_unknown_machine_or_interface_is_an_error(script: Any) -> None:
-    for variables, message in (
-        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
-        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
-    ):
-        done = shell(script, *TRAIN, DRY_RUN="", **variables)
-        assert done.returncode == 2 and f"{script}.sh: {message}" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("script", ROWS, ids=lambda script: script.stem)
@@ -90,9 +74,6 @@ def test_a_row_of_the_accuracy_table(script: Any) -> None:
     assert cosine is (row[6] == "cosine") and str(tree.model._target_) == "torchvision.models.vgg16_bn"
     rate = tree.train.optimizer.lr * tree.train.num_batches_per_step * ranks
     assert rate == pytest.approx(0.1 * batch / 256)
-
-
-def test_every_row_has_a_script() -> None:
     assert {row[0].strip("`") for row in table("script in")} == {script.name for script in ROWS}
 
 
@@ -123,6 +104,12 @@ def test_errors_of_launchers() -> None:
     for script, variables, words, message in cases:
         done = shell(script, *words, **variables)
         assert done.returncode == 2 and message in done.stderr and not done.stdout, (script, variables, words)
+    for script, (variables, message) in product(("mpirun", "horovodrun"), (
+        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
+        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
+    )):  # fmt: skip
+        done = shell(script, *TRAIN, DRY_RUN="", **variables)
+        assert done.returncode == 2 and f"{script}.sh: {message}" in done.stderr and not done.stdout
 
 
 def test_torchrun() -> None:
@@ -149,53 +136,44 @@ def test_hosts() -> None:
     given = "-mca orte_tag_output 0 -mca btl_tcp_if_include eth1 "
     assert line_of("horovodrun", *TRAIN, **options).startswith(f"horovodrun -np 16 -H {hosts} --mpi-args={given}")
     assert "mpirun -np 16 -H" in line_of("mpirun", *TRAIN, HOSTS="server0:08,server1:8")
+    line = line_of("horovodrun", *TRAIN, RANKS="2", INTERFACE="eth1", NETWORK="ethernet")
+    options = "--network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "  # it sets the interface itself
+    assert line.startswith(f"horovodrun -np 2 -H localhost:2 {options}")
 
 
 OB1, TCP, IF = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
+NCCL, GLOO = "-x NCCL_SOCKET_IFNAME", "-x HOROVOD_GLOO_IFACE"
 
 
 def test_network(tmp_path: Path) -> None:
     """HAS: the message layer that the fake ompi_info prints."""
-    cases: list[tuple[dict[str, str], str]] = [
-        ({"NETWORK": "ethernet"}, f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python"),
-        (
-            {"INTERFACE": "eth1"},
-            f"-x NCCL_SOCKET_IFNAME=eth1 -x HOROVOD_GLOO_IFACE=eth1 {OB1} {TCP} {IF}_include eth1 python",
+    cases = {
+        "NETWORK=ethernet": f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python",
+        "INTERFACE=eth1": f"{NCCL}=eth1 {GLOO}=eth1 {OB1} {TCP} {IF}_include eth1 python",
+        "NETWORK=ethernet INTERFACE=eth0,eth1": (
+            f"-x NCCL_IB_DISABLE=1 {NCCL}=eth0,eth1 {GLOO}=eth0 {OB1} {TCP} {IF}_include eth0,eth1 python"
         ),
-        (
-            {"NETWORK": "ethernet", "INTERFACE": "eth0,eth1"},
-            "-x NCCL_IB_DISABLE=1 -x NCCL_SOCKET_IFNAME=eth0,eth1 -x HOROVOD_GLOO_IFACE=eth0 "
-            f"{OB1} {TCP} {IF}_include eth0,eth1 python",
+        "NETWORK=infiniband INTERFACE=ib0 UCX_NET_DEVICES=mlx5_0:1 HAS=ucx": (
+            f"-x NCCL_IB_DISABLE=0 {NCCL}=ib0 {GLOO}=ib0 -x UCX_NET_DEVICES=mlx5_0:1 "
+            "-mca pml ucx -mca btl ^openib python"
         ),
-        (
-            {"NETWORK": "infiniband", "INTERFACE": "ib0", "UCX_NET_DEVICES": "mlx5_0:1", "HAS": "ucx"},
-            "-x NCCL_IB_DISABLE=0 -x NCCL_SOCKET_IFNAME=ib0 -x HOROVOD_GLOO_IFACE=ib0 "
-            "-x UCX_NET_DEVICES=mlx5_0:1 -mca pml ucx -mca btl ^openib python",
+        "NETWORK=infiniband HAS=cm": (
+            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {OB1} -mca btl openib,self,vader python"
         ),
-        (
-            {"NETWORK": "infiniband", "HAS": "cm"},
-            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {OB1} -mca btl openib,self,vader python",
+        "NETWORK=ethernet MPI_OPTIONS=--mca\tbtl\ttcp,self": (
+            f"-x NCCL_IB_DISABLE=1 {OB1} {IF}_exclude docker0,lo --mca btl tcp,self python"
         ),
-        (
-            {"NETWORK": "ethernet", "MPI_OPTIONS": "--mca btl tcp,self"},
-            f"-x NCCL_IB_DISABLE=1 {OB1} {IF}_exclude docker0,lo --mca btl tcp,self python",
-        ),
-    ]
+    }
     info = tmp_path / "ompi_info"
     found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
-    for variables, expected in cases:
+    for given, expected in cases.items():
+        variables = dict(word.replace("\t", " ").split("=") for word in given.split(" "))
         info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
         info.chmod(0o755)
         line = line_of("mpirun", *TRAIN, HOSTS="a:8,b:8", **found, **variables)
         assert expected in line
         options = [word for before, word in pairwise(line.split()) if before.endswith("-mca")]
         assert len(options) == len(set(options))
-
-
-def test_horovodrun_sets_the_interface_itself() -> None:
-    line = line_of("horovodrun", *TRAIN, RANKS="2", INTERFACE="eth1", NETWORK="ethernet")
-    options = "--network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "
-    assert line.startswith(f"horovodrun -np 2 -H localhost:2 {options}")
 
 
 @pytest.mark.horovod
@@ -208,19 +186,19 @@ def test_horovodrun_s_lines_do_not_begin_with_the_rank(tmp_path: Path) -> None:
     assert own.count("orte_tag_output") == 1
 
 
-@pytest.mark.parametrize("name", GOSSIP)
-def test_gossip(name: str) -> None:
-    line = line_of(f"gossip/{name}", "configs/more.py", "--configs.seed", "3", RANKS="4")
-    topology = f"configs/topology/{GOSSIP[name]}.py " if GOSSIP[name] else ""
-    stack = f"configs/imagenet/resnet50.py configs/gossip/{name}.py {topology}"
-    assert "mpirun -np 4 " in line
-    assert line.endswith(f"/train.py --configs {stack}configs/more.py --configs.seed 3 \n")
-    load(stack.split(), [])
-    changed = {"EXPERIMENT": "configs/digits/cnn.py", **({"TOPOLOGY": "ring"} if topology else {})}
-    line = line_of(f"gossip/{name}", RANKS="4", LAUNCH="horovodrun", **changed)
-    topology = "configs/topology/ring.py " if topology else ""
-    assert line.startswith("horovodrun -np 4 ")
-    assert line.endswith(f"/train.py --configs configs/digits/cnn.py configs/gossip/{name}.py {topology}\n")
+def test_gossip() -> None:
+    for name, graph in GOSSIP.items():
+        line = line_of(f"gossip/{name}", "configs/more.py", "--configs.seed", "3", RANKS="4")
+        topology = f"configs/topology/{graph}.py " if graph else ""
+        stack = f"configs/imagenet/resnet50.py configs/gossip/{name}.py {topology}"
+        assert "mpirun -np 4 " in line
+        assert line.endswith(f"/train.py --configs {stack}configs/more.py --configs.seed 3 \n")
+        load(stack.split(), [])
+        changed = {"EXPERIMENT": "configs/digits/cnn.py", **({"TOPOLOGY": "ring"} if graph else {})}
+        line = line_of(f"gossip/{name}", RANKS="4", LAUNCH="horovodrun", **changed)
+        topology = "configs/topology/ring.py " if graph else ""
+        assert line.startswith("horovodrun -np 4 ")
+        assert line.endswith(f"/train.py --configs configs/digits/cnn.py configs/gossip/{name}.py {topology}\n")
 
 
 def test_rank_and_size_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
