@@ -70,13 +70,10 @@ STATED = {
 }
 
 
-def test_the_tests_that_close_the_other_traps_exist() -> None:
+def test_the_tests_that_close_the_other_traps_and_the_configs_of_scripts_exist() -> None:
     for trap, place in STATED.items():
         file, name = place.split("::")
         assert f"\ndef {name}(" in (TESTS / f"{file}.py").read_text(), (trap, place)
-
-
-def test_scripts_name_configs_that_exist() -> None:
     root = TESTS.parent
     for script in (root / "scripts").rglob("*.sh"):
         for name in re.findall(r"\bconfigs/[\w/]+\.\w*", script.read_text()):
@@ -97,11 +94,8 @@ def test_a_checkpoint_that_lost_a_file_is_removed_like_the_others(tmp_path: Path
     assert LockstepWorld(2).run(save) == ["e0005"] * 2 and not (tmp_path / "e0002").exists()
 
 
-def test_workers_are_not_forked() -> None:
+def test_workers_are_not_forked_and_determinism_that_makes_kernels_slow_is_not_forced() -> None:
     assert worker_options(2)["multiprocessing_context"] == "forkserver"
-
-
-def test_determinism_that_makes_kernels_slow_is_not_forced() -> None:
     tree, threads = load(["configs/cifar/resnet20.py"]), torch.get_num_threads()
     assert tree.seed == 42 and tree.deterministic is False
     with torch.random.fork_rng():
