@@ -1,7 +1,6 @@
 """Small data sets in the on-disk formats of the real ones, for tests."""
 
 import pickle
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +43,6 @@ def write_cifar(root: Path, num_classes: int = 10, train: int = 40, test: int = 
     words = [f"class {label}" for label in range(num_classes)]
     (folder / meta).write_bytes(pickle.dumps({names: words, "num_vis": 3072}, protocol=2))
     return folder
-
-
-def write_archive(root: Path, num_classes: int = 10) -> Path:
-    """The same as the archive that is to be downloaded; returns its path."""
-    folder = write_cifar(root / "scratch", num_classes)
-    archive = root / {10: "cifar-10-python.tar.gz", 100: "cifar-100-python.tar.gz"}[num_classes]
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(folder, folder.name)
-    return archive
 
 
 def write_imagenet(root: Path, classes: int = 4, train: int = 6, test: int = 3, edge: int = 48) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -57,7 +58,6 @@ def cnn() -> Iterator[Workload]:
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the first of two ranks."""
     given = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     for name, value in {**given, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -94,9 +94,8 @@ def test_the_fastest_method_is_recommended() -> None:
     assert "50.0 MB    500 ms    1.50 s   1.00\n" in format_table(rows)
     # what hides behind backward is not compressed
     work = Work(0.0, 1.0)
-    advice = advise(
-        tabulate([candidate("fp16", 4 * 10**7, 0, 0.5), candidate("a", 10**6, 0.01)], NETWORK, work), work
-    )
+    hidden = [candidate("fp16", 4 * 10**7, 0, 0.5), candidate("a", 10**6, 0.01)]
+    advice = advise(tabulate(hidden, NETWORK, work), work)
     assert (advice.method, advice.compress, advice.usage) == ("fp16", False, ("configs/fp16.py",))
     assert advice.reason == "fp16 all-reduce hides behind backward (400 ms of 400 ms)"
 
@@ -161,9 +160,8 @@ def test_the_crossing_point(tmp_path: Path) -> None:
 
 
 def test_quantities() -> None:
-    for text, value in (("1gbit", 1e9), ("2.5 Gbit/s", 2.5e9), ("100mbit", 1e8), ("1e3kbit", 1e6)):
-        with case(text):
-            assert quantity(text, RATES, "--rate") == value
+    rates = {"1gbit": 1e9, "2.5 Gbit/s": 2.5e9, "100mbit": 1e8, "1e3kbit": 1e6}
+    assert {text: quantity(text, RATES, "--rate") for text in rates} == rates
     assert quantity("50us", TIMES, "--latency") == pytest.approx(5e-5)
     with pytest.raises(ValueError, match="--rate is '10MB': write a number and a unit of bit, kbit"):
         quantity("10MB", RATES, "--rate")
@@ -194,6 +192,14 @@ def test_the_work_is_that_of_the_task() -> None:
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         assert under_autocast(lambda m, b: m(b), x.device, precision)(model, x).dtype == dtype
+    # random inputs, where the data are missing
+    missing = ["--configs.dataset.root", "/no/such/folder", "--configs.train.batch_size", "2"]
+    tree = load(["configs/cifar/resnet20.py"], missing)
+    workload = measure_workload(tree, CPU, AlikeRanks(1), (3, 32, 32), 1)
+    assert workload.inputs == "random inputs of shape (3, 32, 32), no data set"
+    assert workload.forward > 0 and len(workload.gradients) == 3
+    with pytest.raises(ValueError, match="does not fit the model"):
+        measure_workload(tree, CPU, AlikeRanks(1), (1, 2), 1)
 
 
 def test_a_candidate_has_the_traffic_of_its_optimizer(cnn: Workload) -> None:
@@ -349,11 +355,10 @@ def test_bad_input_is_one_message(capsys: Printed) -> None:
 def test_the_network_on_paper() -> None:
     """The rate inside a machine is assumed where there is one, and the only one of a single machine."""
     between, inside = "1 Gbit/s and 50 us between machines, as given", "between the ranks of a machine"
+    assumed = f"2 machines of 8 ranks: {between}; 80 Gbit/s {inside}, assumed (--inner-rate)"
     for given, line in {
         "--hosts 2 --rate 1gbit": f"2 machines of 1 rank: {between}",
-        "--hosts 2 --rate 1gbit --ranks-per-host 8": (
-            f"2 machines of 8 ranks: {between}; 80 Gbit/s {inside}, assumed (--inner-rate)"
-        ),
+        "--hosts 2 --rate 1gbit --ranks-per-host 8": assumed,
         "--hosts 1 --ranks-per-host 4 --inner-rate 2tbit": f"1 machine of 4 ranks: 2 Tbit/s {inside}, as given",
     }.items():
         with case(given):
@@ -365,29 +370,19 @@ def test_the_network_on_paper() -> None:
 
 def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     """On paper one process stands for each of them, with its share of the cores."""
-    seen, before = [], torch.get_num_threads()
-
-    def refused(*given: Any) -> Any:
-        seen.append(torch.get_num_threads())
-        raise ConfigError("enough")
-
-    monkeypatch.setattr("scripts.advise.__main__.measure_workload", refused)
+    used, given = Mock(), ["--configs.data.num_threads_per_worker", "8", "--configs.data.num_workers", "0"]
+    monkeypatch.setattr("torch.set_num_threads", used)
+    monkeypatch.setattr("scripts.advise.__main__.measure_workload", Mock(side_effect=ConfigError("enough")))
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
-    threads = ["--configs.data.num_threads_per_worker", "8", "--configs.data.num_workers", "0"]
-    try:
-        for ranks in ("1", "2", "12"):
-            assert main(words("--ranks-per-host", ranks, *threads)) == 2
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [6, 3, 1] and "enough" in capsys.readouterr().err
+    for ranks in ("1", "2", "12"):
+        assert main(words("--ranks-per-host", ranks, *given)) == 2
+    assert used.mock_calls == [call(6), call(3), call(1)] and "enough" in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
-    line = (
-        "UNRELIABLE: load average 2.1 on 2 cores: other programs ran in the last minute. If they still do, "
-        "computing is measured too long: repeat it"
-    )
+    line = "UNRELIABLE: load average 2.1 on 2 cores: other programs ran in the last minute. If they still do, "
+    line += "computing is measured too long: repeat it"
     for load_average, printed in ((2.1, True), (1.0, False)):
         with case(load_average):
             monkeypatch.setattr("os.getloadavg", lambda of=load_average: (of, 0.0, 0.0))
@@ -490,22 +485,8 @@ def test_the_best_methods_are_verified_beside_the_best_without_compression() -> 
 
 def test_on_a_gpu_steps_are_verified_without_the_update(monkeypatch: pytest.MonkeyPatch, cnn: Workload) -> None:
     """The meter has the host's time of an update, which ends long before the device's."""
-
-    def update(*given: Any, **more: Any) -> None:
-        raise AssertionError("the parameters are updated")
-
-    monkeypatch.setattr("torch.optim.SGD.step", update)
+    monkeypatch.setattr("torch.optim.SGD.step", Mock(side_effect=AssertionError("the parameters are updated")))
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     rows, gpu = tabulate([candidate("dense", 80)], NETWORK, Work(0.1, 0.1)), torch.device("cuda")
     found = verify(rows, lambda row: builder(load([CNN]), cnn.gradients[0]), cnn, FirstRank(2), gpu, 1)
     assert set(found) == {"work", "dense"}
-
-
-def test_random_inputs() -> None:
-    missing = ["--configs.dataset.root", "/no/such/folder", "--configs.train.batch_size", "2"]
-    tree = load(["configs/cifar/resnet20.py"], missing)
-    workload = measure_workload(tree, CPU, AlikeRanks(1), (3, 32, 32), 1)
-    assert workload.inputs == "random inputs of shape (3, 32, 32), no data set"
-    assert workload.forward > 0 and len(workload.gradients) == 3
-    with pytest.raises(ValueError, match="does not fit the model"):
-        measure_workload(tree, CPU, AlikeRanks(1), (1, 2), 1)

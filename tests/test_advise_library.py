@@ -139,7 +139,7 @@ def test_times_have_three_digits() -> None:
         9.996e-4: "1.00 ms",
         0.6319: "632 ms",
         0.9996: "1.00 s",
-        19.61: "19.6 s",
+        19.6: "19.6 s",
     }
     assert {seconds: human_time(seconds) for seconds in texts} == texts
 
@@ -160,12 +160,9 @@ def test_the_loss_may_be_what_the_model_returns() -> None:
 
 def test_the_doctor_names_each_problem_with_its_cure(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton")
-    torch_facts, kernels = (
-        Probe({"cuda": None, "gpus": [], "backends": ["gloo"]}),
-        Probe({"native": "native (avx2)"}),
-    )
+    loads, kernels = Probe({"cuda": None, "gpus": [], "backends": ["gloo"]}), Probe({"native": "native (avx2)"})
     others = Probe({"ddp": "works", "fsdp": "works"}), Probe({"mpi": True}), Probe({"size": 2, "sum": 3.0})
-    healthy = Facts(dict.fromkeys(names, "1.0"), torch_facts, False, kernels, *others)
+    healthy = Facts(dict.fromkeys(names, "1.0"), loads, False, kernels, *others)
     assert list(doctor.problems(healthy)) == []
     assert dict(doctor.describe(healthy))["native kernels"] == "native (avx2)"
     cases: dict[str, dict[str, Any]] = {

@@ -64,7 +64,6 @@ def local(method: Any, transport: Any = None) -> LocalOptimizer:
 
 
 def damaged(state: Any, value: Any, key: str, *rest: str) -> Any:
-    """The state with another value in a place."""
     return {**state, key: damaged(state[key], value, *rest) if rest else value}
 
 

@@ -17,20 +17,8 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter, Request
 from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor, ScaledSignCompressor
 from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
-from dgc.cost import (
-    AlikeRanks,
-    BucketWork,
-    Compute,
-    Message,
-    Network,
-    Traffic,
-    fit_computing,
-    machine_of,
-    overlapped,
-    predict,
-    record_steps,
-    typical,
-)
+from dgc.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
+from dgc.cost.computing import AlikeRanks, fit_computing, machine_of, record_steps, typical
 from dgc.engine.hierarchy import HierarchicalCompressor
 from dgc.engine.state import BucketStates
 from dgc.memory import ResidualMemory
@@ -44,7 +32,6 @@ Planned = Sequence[tuple[Bucket, Compressor]]
 
 
 def record(plan: Any, size: int, local_size: int = 1) -> Traffic:
-    """One exchange."""
     return record_steps(plan, size, local_size)[0]
 
 
@@ -64,7 +51,6 @@ class Asks(StatelessCompressor):
 
 
 def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Planned]:
-    """A plan of one bucket with the gradients of the rank."""
 
     def plan(size: int, rank: int) -> Planned:
         compressor, bucket = make(), Fleet(DenseCompressor, 1).buckets[0]

@@ -1,28 +1,22 @@
-"""Links, navigation and API pages, CITATION.cff and CI agree with the files and names that exist."""
+"""Links, navigation, pictures and API pages, CITATION.cff and CI agree with the files and names that exist."""
 
 import ast
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import pytest
 import yaml
 from documented import DOCS
 
 import dgc
-from scripts.docs.links import (
-    ALWAYS,
-    BOOSTS,
-    CHANGES,
-    on_page_content,
-    place,
-    prose,
-    reached,
-    rewritten,
-    search_of,
-)
+from scripts.docs import links, pictures
+from scripts.docs.links import ALWAYS, on_page_content, place, prose, reached, rewritten, search_of
+from scripts.docs.pictures import PICTURES, Axis, main, number, rows
 
 ROOT = DOCS.parent
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/*.md")]
@@ -58,11 +52,11 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_search_prefers_pages_that_describe() -> None:
-    there = [*(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")), CHANGES]
+    there = [*(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")), links.CHANGES]
     found = {uri: search_of(uri) for uri in there}
-    assert found[CHANGES] == {"exclude": True} and found["index.md"] == {}
+    assert found[links.CHANGES] == {"exclude": True} and found["index.md"] == {}
     assert found["api/wire.md"]["boost"] < 1 < found["methods.md"]["boost"]
-    assert all(any(uri.startswith(start) for uri in there) for start in BOOSTS)
+    assert all(any(uri.startswith(start) for uri in there) for start in links.BOOSTS)
 
 
 def pages_of(tree: Any) -> list[str]:
@@ -181,3 +175,66 @@ def test_no_file_has_marks_of_an_unfinished_merge() -> None:
     texts = {file: file.read_text() for file in files if file.suffix in kinds and file.is_file()}
     assert len(texts) > 400
     assert [str(file) for file, text in texts.items() if re.search(r"^(<{7}|>{7}) ", text, re.M)] == []
+
+
+# Widths of characters in Helvetica, as shares of the size of the font; 0.556 is that of digits and most letters.
+WIDTHS = dict.fromkeys("ijl.,:;/tfr -()'|", 0.29) | dict.fromkeys("mMwW%", 0.86)
+WIDTHS |= dict.fromkeys("ABCDEGKPRSTUX", 0.69)
+SIZES = {kind: int(size) for kind, size in re.findall(r"\.(\w+) \{ font-size: (\d+)px", pictures.STYLE)}
+
+Box = tuple[float, float, float, float]
+
+
+def texts(svg: str) -> Iterator[tuple[str, Box]]:
+    """Each text with its box: left, top, right, bottom."""
+    for kind, x, y, anchor, text in re.findall(
+        r'<text class="(\w+)[^"]*" x="([\d.]+)" y="([\d.]+)"(?: text-anchor="(\w+)")?>(.*?)</text>', svg
+    ):
+        width = SIZES[kind] * sum(WIDTHS.get(character, 0.556) for character in unescape(text))
+        left = float(x) - {"": 0.0, "middle": width / 2, "end": width}[anchor]
+        yield unescape(text), (left, float(y) - 0.72 * SIZES[kind], left + width, float(y) + 0.1 * SIZES[kind])
+
+
+def overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_picture_is_drawn_from_its_table(name: str) -> None:
+    """And no text of it is on another or cut off."""
+    svg = PICTURES[name]().svg()
+    assert (DOCS / f"{name}.svg").read_text() == svg, "python -m scripts.docs.pictures"
+    assert any(f"{name}.svg)" in page.read_text() for page in (DOCS.parent / "README.md", *DOCS.glob("*.md")))
+    found = list(texts(svg))
+    assert len(found) == svg.count("<text ") > 8
+    width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', svg)[0])
+    for above, (text, box) in enumerate(found):
+        assert box[0] >= 0 and box[2] <= width and box[3] <= height, text
+        assert [other for other, its in found[above + 1 :] if overlap(box, its)] == [], text
+
+
+def test_every_picture_has_colours_for_a_dark_background() -> None:
+    for file in DOCS.glob("*.svg"):
+        light, dark = file.read_text().split("@media (prefers-color-scheme: dark)")
+        assert ".page" in light and ".page" in dark, file
+
+
+def test_a_changed_number_changes_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for page in DOCS.glob("*.md"):
+        (tmp_path / page.name).write_text(page.read_text().replace("| 91.0 |", "| 95.0 |"))
+    monkeypatch.setattr(pictures, "DOCS", tmp_path)
+    assert main(["accuracy"]) == 0
+    assert "Up to 95 times fewer bytes" in (tmp_path / "accuracy.svg").read_text()
+    capsys.readouterr()
+    assert main(["accuracy", "nothing"]) == 2
+    assert capsys.readouterr().err.startswith("no picture nothing; there are accuracy, ")
+
+
+def test_cells_and_axes_are_read_as_numbers() -> None:
+    assert [number(cell) for cell in ("1,273", "+5.0 %", "-0.06", "")] == [1273.0, 5.0, -0.06, 0.0]
+    assert rows("results.md", "method | accuracy % | minus dense")["dense"][0] == "99.28"
+    axis = Axis("", 1.0, 100.0, [], logarithmic=True)
+    assert [axis.share(value) for value in (1.0, 10.0, 100.0)] == [0.0, 0.5, 1.0]
+    assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5

@@ -200,22 +200,3 @@ def test_the_original_readmes_commands(folder: Any) -> None:
         (LONGER, "[cifar.resnet20+dgc.wm5].e500.np8", "ranks", 8),
     ):
         assert trained(run(command + SHORT, folder, 300), folder / "runs" / name)[key] == value
-
-
-@pytest.mark.horovod
-@pytest.mark.proof
-@pytest.mark.timeout(300)
-def test_two_machines(folder: Any) -> None:
-    """scripts/mpirun.sh starts daemons on two machines, both of them this one, and the ranks talk over TCP.
-
-    Needs a network interface beside the loopback one, which the script excludes.
-    """
-    agent = folder / "agent"  # in place of ssh: HOST COMMAND, each host with a temporary folder of its own
-    agent.write_text('#!/bin/sh\nmkdir -p "$0.$1"; export TMPDIR="$0.$1"; shift; exec sh -c "$*"\n')
-    agent.chmod(0o755)
-    command = (
-        f"HOSTS=server0:1,server1:1 MPI_OPTIONS='-mca plm_rsh_agent {agent}' {REPOSITORY}/scripts/mpirun.sh "
-        "--configs configs/cifar/resnet20.py configs/dgc/wm0.py --configs.train.batch_size 10"
-    )
-    summary = trained(run(command + SHORT, folder, 250), folder / "runs/[cifar.resnet20+dgc.wm0].np2")
-    assert summary["samples"] == 40

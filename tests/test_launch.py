@@ -31,6 +31,7 @@ JOB = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # the batch script of a job
 PTY = {**JOB, "SLURM_STEP_NUM_TASKS": "1"}  # srun -n 1 --pty bash
 COPIED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "server0"}  # set from mpirun's variables by a script
 TORCHRUN = "torch.distributed (started by torchrun)"
+SRUN = "torch.distributed (started by srun"
 MISSING = "; Horovod is not installed: `make setup` builds it)"
 PMIX = f"torch.distributed (started by srun with PMIx{MISSING}"
 BY_MPIRUN = ("Horovod (started by mpirun)", f"torch.distributed (started by mpirun{MISSING}")
@@ -45,13 +46,14 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     "mpirun": (of("mpirun", 1, 4), "Horovod (started by mpirun)", "torch.distributed (started by mpirun", (1, 4)),
     "horovodrun": (of("horovodrun", 1, 4), "Horovod (started by horovodrun)", "torch.distributed (", (1, 4)),
     "PMI": (of("PMI", 1, 4), "Horovod (started by PMI)", "torch.distributed (started by PMI; Horovod", (1, 4)),
-    "srun": (of("srun", 1, 4), "torch.distributed (started by srun)", "torch.distributed (started by s", (1, 4)),
+    "srun": (of("srun", 1, 4), f"{SRUN})", SRUN, (1, 4)),
+    "mpirun's rank without its size": (of("srun", 1, 4, OMPI_COMM_WORLD_RANK="3"), SRUN, SRUN, (1, 4)),
     "srun --mpi=pmix": (of("srun", 1, 4, PMIX_RANK="1"), "Horovod (started by srun with PMIx)", PMIX, (1, 4)),
     # srun starts mpirun's daemons, one per machine
     "mpirun in a job": ({**JOB, **of("srun", 1, 2), **of("mpirun", 5, 8, PMIX_RANK="5")}, *BY_MPIRUN, (5, 8)),
     "torchrun in srun": ({**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)}, TORCHRUN, TORCHRUN, (5, 8)),
-    # torchrun, one per machine
-    "in mpirun": (
+    # one per machine
+    "torchrun, mpirun": (
         {**of("mpirun", 1, 2, PMIX_RANK="1"), **of("torchrun", 5, 8)},
         TORCHRUN,
         TORCHRUN,
@@ -185,7 +187,6 @@ def test_what_is_initialised_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def printed(program: str, **variables: str) -> str:
-    """By another process."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(60))

@@ -1,10 +1,9 @@
-"""The launch scripts: their commands and errors, and rank and size from the launcher."""
+"""The launch scripts: their commands and errors."""
 
 import os
 import shutil
 import socket
 import subprocess
-import sys
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,9 @@ from typing import Any
 import pytest
 from documented import table
 from environment import patient
-from warm import python
 
-from dgc.launch import LAUNCHERS
 from dgc_training.config import load
 from dgc_training.config_files import REPOSITORY
-from dgc_training.launcher import launched_rank, launched_size
 from scripts.launch import environment, mpirun
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
@@ -178,7 +174,6 @@ def test_network(tmp_path: Path) -> None:
 
 @pytest.mark.horovod
 def test_horovodrun_s_lines_do_not_begin_with_the_rank(tmp_path: Path) -> None:
-    """Also on a terminal, where the bar is then drawn."""
     words = ["--configs", "configs/digits/cnn.py", "--print-config"]
     done = shell("horovodrun", *words, RANKS="1", DRY_RUN="", MPI_OPTIONS="")
     assert done.returncode == 0 and done.stdout.startswith("seed: ") and "<stdout>" not in done.stdout, done.stderr
@@ -199,43 +194,6 @@ def test_gossip() -> None:
         topology = "configs/topology/ring.py " if graph else ""
         assert line.startswith("horovodrun -np 4 ")
         assert line.endswith(f"/train.py --configs configs/digits/cnn.py configs/gossip/{name}.py {topology}\n")
-
-
-def test_rank_and_size_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job script is no rank. Variables of mpirun go before those of the job. More is in test_launch.py."""
-    for launcher in LAUNCHERS:
-        for variable in (launcher.rank, launcher.size, launcher.marker):
-            monkeypatch.delenv(variable, raising=False)
-    for variables, expected in (
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "8"}, (0, 1)),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, (1, 2)),
-        ({"OMPI_COMM_WORLD_RANK": "3"}, (1, 2)),
-        ({"OMPI_COMM_WORLD_SIZE": "8"}, (3, 8)),
-    ):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        assert (launched_rank(), launched_size()) == expected, variables
-
-
-@pytest.mark.parametrize(
-    "launch",
-    [
-        pytest.param(["mpirun", "--oversubscribe", "-bind-to", "none", "-np"], marks=pytest.mark.horovod),
-        pytest.param(["horovodrun", "--gloo", "-np"], marks=pytest.mark.horovod),
-        ["python", "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_rank_under_a_real_launcher(launch: Any) -> None:
-    # one write each, so that the lines of several ranks do not mix
-    program = "import os; from dgc_training.launcher import _launched\n"
-    program += "os.write(1, b'rank %d %d\\n' % _launched())"
-    path = os.pathsep.join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {**os.environ, **AS_ROOT, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
-    command = [*launch, "3", sys.executable, "-c", program]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(60))
-    found = sorted(line[line.index("rank") :] for line in done.stdout.splitlines() if "rank" in line)
-    assert found == [f"rank {rank} 3" for rank in range(3)], done.stdout + done.stderr
 
 
 @pytest.mark.horovod

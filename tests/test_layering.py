@@ -85,7 +85,6 @@ def names(source: str) -> Iterator[tuple[int, str]]:
 
 @cache
 def graph() -> grimp.ImportGraph:
-    """What each module imports or names."""
     found = grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
     found.add_module(TRAIN)
     for module in found.find_modules_that_directly_import("train"):
@@ -105,7 +104,6 @@ def graph() -> grimp.ImportGraph:
 
 
 def planted(importer: str, imported: str) -> grimp.ImportGraph:
-    """The graph with one more import."""
     changed = deepcopy(graph())
     changed.add_import(importer=importer, imported=imported)
     return changed

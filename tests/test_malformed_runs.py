@@ -135,7 +135,6 @@ SHOWN: dict[str, list[Damage]] = {
 
 
 def made(path: Path) -> Path:
-    """A finished run."""
     (path / "csv").mkdir(parents=True)
     for name, content in (("summary.json", summary()), ("config.yaml", config()), (LOG, log())):
         (path / name).write_bytes(content)

@@ -22,7 +22,6 @@ OPENED: list[CsvLog] = []
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """Closes the files, which a killed job would leave open."""
     yield
     while OPENED:
         OPENED.pop().close()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from csv_logs import ROWS, csv_log
 from environment import patient
-from simulated import train_on
+from simulated import CNN, summary_of, train_in
 
 from dgc_training.logging.formatting import human_bytes
 from scripts import plot
@@ -23,22 +23,16 @@ from scripts.report_runs import PHASES, differing_settings, disjoint, read_repor
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
-
-
-def directory_of(directory: Path, *words: str, size: int = 2) -> Path:
-    """A finished run."""
-    train_on(size, ["--configs", "configs/digits/cnn.py", *words, "--devices", "cpu", "--run-dir", str(directory)])
-    return directory
-
-
-SHORT = ["--configs.train.num_epochs=2", "--configs.train.batch_size=90", "--configs.model.width=8"]
+SHORT = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two finished runs of 2 ranks, which no test may change."""
-    words = {"dense": SHORT, "dgc": ["configs/dgc/wm5.py", *SHORT]}
-    return {name: directory_of(tmp_path_factory.mktemp("runs") / name, *of) for name, of in words.items()}
+    found = {name: tmp_path_factory.mktemp("runs") / name for name in ("dense", "dgc")}
+    for name, more in (("dense", []), ("dgc", ["configs/dgc/wm5.py"])):
+        train_in(found[name], [CNN, *more], SHORT)
+    return found
 
 
 def copy(run: Path, to: Path, *without: str) -> Path:
@@ -59,13 +53,13 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     text = page(read_reported([f"plain={runs['dense']}", str(runs["dgc"])]))
     rows = by_name(text)
     for name, directory in (("plain", "dense"), ("DGC", "dgc")):
-        summary = json.loads((runs[directory] / "summary.json").read_text())
+        summary = summary_of(runs[directory])
         assert summary["lower_is_better"] is False
         ranks, epochs, final, best, _, _, _, rate = rows[name]
         assert (ranks, epochs) == ("2", "2") and float(rate.replace(",", "")) > 0
         assert final == f"{summary['final']['acc/test_top1']:.2f}"
         assert best == f"{summary['best']['acc/test_top1']:.2f} ({summary['best_epoch']})"
-    dense, dgc = (json.loads((runs[name] / "summary.json").read_text()) for name in ("dense", "dgc"))
+    dense, dgc = map(summary_of, (runs["dense"], runs["dgc"]))
     assert rows["plain"][5].endswith("(as dense)")
     assert rows["DGC"][5].endswith(f"({dgc['dense_wire_bytes'] / dgc['wire_bytes']:.3g}× fewer)")
     assert dense["wire_bytes"] == dense["dense_wire_bytes"]
@@ -250,11 +244,11 @@ def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
         "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
         "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
     )
-    epoch = ["--configs.train.num_epochs=1", "--configs.model.width=8"]
-    directory = directory_of(tmp_path / "run", str(tmp_path / "loss.py"), *epoch, size=1)
-    assert json.loads((directory / "summary.json").read_text())["lower_is_better"] is True
+    directory = tmp_path / "run"
+    train_in(directory, [CNN, tmp_path / "loss.py"], ["train.num_epochs=1", "model.width=8"], size=1)
+    assert summary_of(directory)["lower_is_better"] is True
     (directory / "summary.json").unlink()
-    (run,) = read_reported([str(tmp_path / "run")])
+    (run,) = read_reported([str(directory)])
     assert run.lower_is_better and not run.unit
     own = {"_target_": "dgc_training.meters.TopKClassMeter"}
     for name, meters, summary, lower, unit in (

@@ -233,7 +233,7 @@ def test_train_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
     assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
 
 
-def test_the_package_is_the_library_alone_with_all_the_files_that_pyproject_names(
+def test_the_package_is_the_library_with_all_the_files_that_pyproject_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)

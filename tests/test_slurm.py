@@ -77,7 +77,6 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
 
 
 def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Done:
-    """A job that only prints its commands."""
     command = ["bash", str(script), *words]
     return subprocess.run(command, env={**environment, "DRY_RUN": "1"}, capture_output=True, text=True, **more)
 
