@@ -9,12 +9,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from cases import case
-from setuptools import Distribution
 
 from dgc.doctor import Probe, run_probe
 from scripts.doctor import describe, diagnose, mpi_version
@@ -177,22 +175,20 @@ def executable(file: Path, text: str) -> str:
 
 
 def test_setup_names_what_is_missing_or_wrong(checkout: Path) -> None:
+    path = tools(checkout)
     old = executable(checkout / "python3.8", '[ "$1" = --version ] && echo "Python 3.8.1" && exit 0\nexit 1')
     for message, variables in {
         "no python3.99 found; install Python 3.10": {"PYTHON": "python3.99"},
         "Python 3.8.1 is too old": {"PYTHON": old},
         "no C++ compiler found; install g++": {"CXX": "no-such-compiler"},
-        "no mpicc on PATH": {"SYSTEM_MPI": "1", "PYTHON": sys.executable, "PATH": tools(checkout)},
+        "no mpicc on PATH": {"SYSTEM_MPI": "1", "PYTHON": sys.executable, "PATH": path},
         "HOROVOD is no; it must be 0 or 1": {"HOROVOD": "no"},
         "cannot write": {"VENV": "/dev/null/env"},
     }.items():
         with case(message):
             assert message in setup_says(checkout, **variables)
-
-
-def test_setup_needs_no_mpi_without_horovod_and_remembers_both(checkout: Path) -> None:
-    # it is new enough, and fails to create an environment
-    path, python = tools(checkout), executable(checkout / "python3", '[ "$1" != -m ]')
+    # it needs no MPI without Horovod and remembers both; this python is new enough, and creates no environment
+    python = executable(checkout / "python3", '[ "$1" != -m ]')
     (checkout / "env").mkdir()
     for options, message in (("0 1", "no mpicc"), ("0 1 1", "no mpicc"), ("0 1 0", "could not create an env")):
         (checkout / "env/.options").write_text(f"{options}\n")
@@ -231,19 +227,3 @@ def test_train_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
     words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
-
-
-def test_the_package_is_the_library_with_all_the_files_that_pyproject_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    package = Distribution()
-    package.parse_config_files(["pyproject.toml"])
-    package.include_package_data = False  # looks up what version control has; the globs alone are asked here
-    build = package.get_command_obj("build_py")
-    build.ensure_finalized()
-    assert {name.split(".")[0] for name in build.packages} == {"dgc"}
-    files = {f"{where}/{name}" for _, where, _, names in build.data_files for name in names}
-    assert "dgc/py.typed" in files
-    globs = {glob for globs in package.package_data.values() for glob in globs}
-    assert {glob for glob in globs if not any(fnmatch(name, f"*/{glob}") for name in files)} == set()
