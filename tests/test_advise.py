@@ -5,7 +5,6 @@ import pickle
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -17,7 +16,6 @@ from states import assert_equal
 
 from dgc.comm import AllGather, Request
 from dgc.comm.collectives import with_checksum
-from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, collectives, message_of
 from dgc.cost.advice import Work, advise, as_fast, crossing, describe_crossings, format_table, step_at, tabulate
@@ -226,33 +224,6 @@ def test_a_candidate_has_the_traffic_of_its_optimizer(cnn: Workload) -> None:
             assert messages[0].peers == 1 and 0 <= messages[0].payload - width * elements <= 40
             assert messages[0].awaited == messages[0].payload
             assert found.compute.encode > 0 and found.compute.decode > 0
-
-
-def test_a_machine_sends_what_its_ranks_send(cnn: Workload) -> None:
-    """2 machines of 8 ranks: ranks have other shares of the model, and SGP's peers depend on rank and round."""
-    for name in ("dgc-fp32-int64", "scaled-sign", "sgp"):
-        with case(name):
-            build = builder(load([CNN, *BY_NAME[name].usage]), cnn.gradients[0])
-
-            def sent(transport: Any, build: Any = build) -> list[float]:
-                model = deepcopy(cnn.model)
-                optimizer = build(model, transport)
-                found = []
-                for _ in range(5):  # after the first step, the 4 rounds of a graph of 16 ranks
-                    optimizer.zero_grad()
-                    parts = [(p * cnn.gradients[0][n]).sum() for n, p in model.named_parameters()]
-                    torch.stack(parts).sum().backward()
-                    optimizer.step()
-                    found.append(optimizer.meter.cross_wire_bytes)
-                optimizer.zero_grad()
-                optimizer.close()
-                return [after - before for before, after in pairwise(found)]
-
-            ranks = LockstepWorld(16, 8).run(sent)[8:]
-            of_a_machine = [sum(step) for step in zip(*ranks, strict=True)]
-            assert len({tuple(of) for of in ranks}) > 1
-            predicted = measured(name, cnn, 16, 8).predict(Network(0.0, 1e6, 8)).machine_wire_bytes
-            assert predicted == pytest.approx(sum(of_a_machine) / 4)
 
 
 def test_methods_with_dense_steps_at_first_are_predicted_after_these() -> None:

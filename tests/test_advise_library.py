@@ -2,7 +2,10 @@
 
 import json
 import sys
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,12 @@ from torch import nn
 
 from dgc import doctor
 from dgc.advise import loss_of_model, main, moved
-from dgc.cost import AlikeRanks
+from dgc.comm.lockstep import LockstepWorld
+from dgc.cost import AlikeRanks, Network
+from dgc.cost.candidates import measure_candidate
 from dgc.cost.methods import METHODS, builder
 from dgc.cost.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
+from dgc.cost.workload import Workload
 from dgc.doctor import Facts, Probe
 from dgc.units import human_time
 
@@ -105,6 +111,39 @@ def test_every_row_is_built_from_its_words(no_type_checks: None) -> None:
             made = [optimizer.method] if method.averages_models else [of.compressor for of in optimizer.planned]
             assert method.usage[0].partition("(")[0] in {type(of).__name__ for of in made}
             optimizer.close()
+
+
+def sent(build: Any, model: Any, gradients: Any, steps: int, transport: Any) -> list[float]:
+    """The bytes that a rank sends to other machines in each step after the first, which may have more rounds."""
+    own = deepcopy(model)
+    optimizer, found = build(own, transport), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        parts = [(p * gradients[name]).sum() for name, p in own.named_parameters()]
+        torch.stack(parts).sum().backward()
+        optimizer.step()
+        found.append(optimizer.meter.cross_wire_bytes)
+    optimizer.zero_grad()
+    optimizer.close()
+    return [after - before for before, after in pairwise(found)]
+
+
+def test_a_machine_sends_what_its_ranks_send(no_type_checks: None) -> None:
+    """2 machines of 8 ranks. Shares of local ranks differ or are empty; SGP's peers depend on rank and round."""
+    # like those of VGG-16: one tensor has three quarters of all elements
+    shapes = [(128, 196), (4096,), (16, 16, 3, 3), (128, 32), (100,)]
+    names = ("dgc-fp32-int64", "scaled-sign", "powersgd-2", "sgp")
+    for method, some in product([of for of in METHODS if of.name in names], (shapes, shapes[:1])):
+        with case(method.name, len(some)):
+            steps = 5 if method.averages_models else 2  # the graph of 16 ranks has 4 rounds
+            torch.manual_seed(0)
+            model, build = nn.ParameterList(map(torch.randn, some)), builder(method, "sgd", {})
+            gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+            ranks = LockstepWorld(16, 8).run(partial(sent, build, model, gradients, steps))[8:]
+            workload = Workload(model, loss_of_model, "", 1.0, 1.0, dict.fromkeys(gradients, 1.0), [], [gradients])
+            found = measure_candidate(method, build, workload, 16, 8, 1).predict(Network(0.0, 1e6, 8, 0.0, 1e12))
+            assert found.machine_wire_bytes == pytest.approx(sum(map(sum, ranks)) / (steps - 1))
+            assert found.communication >= found.machine_wire_bytes / 1e6 and len({tuple(of) for of in ranks}) > 1
 
 
 def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,16 +10,13 @@ import torch
 from cases import case
 from laws.table import TABLE, Row
 
-from dgc.bucket import Bucket, make_bucket
-from dgc.comm.collectives import MachineRank
+from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter, Request
-from dgc.compression import Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor, ScaledSignCompressor
+from dgc.compression import Compressor, DenseCompressor, DGCCompressor
 from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
 from dgc.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
 from dgc.cost.computing import AlikeRanks, fit_computing, machine_of, record_steps, typical
-from dgc.engine.hierarchy import HierarchicalCompressor
-from dgc.engine.state import BucketStates
 from dgc.memory import ResidualMemory
 from dgc.state import State
 from dgc.testing import LIKE, Fleet, gradients
@@ -251,54 +247,6 @@ def test_messages_of_single_ranks() -> None:
     second = Exchange({0: torch.ones(3)}, {0: torch.empty(5)})
     (messages,) = record(Asks(lambda: [(first,), (second,)]).plan, 2).buckets
     assert [(of.awaited, of.peers) for of in messages] == [(20, 1), (20, 1)]
-
-
-# like those of VGG-16: one tensor has three quarters of all elements
-UNEQUAL = [torch.zeros(shape) for shape in ((128, 196), (4096,), (16, 16, 3, 3), (128, 32), (100,))]
-
-
-def on_two_levels(make: Callable[[], Compressor], layout: Sequence[Any], size: int, rank: int) -> Planned:
-    """Buckets of one of 16 ranks, with their compressor."""
-    compressor = HierarchicalCompressor(make(), MachineRank(rank // 8, 2, rank % 8, 8))
-    return [
-        (make_bucket(name, [(f"{name}.{i}", tensor) for i, tensor in enumerate(like)]), compressor)
-        for name, like in zip("ab", layout, strict=False)
-    ]
-
-
-def fill_(planned: Planned, step: int) -> None:
-    for bucket, _ in planned:
-        generator = torch.Generator().manual_seed(step)
-        bucket.flat.copy_(torch.randn(bucket.numel, generator=generator))
-
-
-def test_a_machine_sends_what_all_its_ranks_send() -> None:
-    """2 machines of 8 ranks. Shares of local ranks differ, some are empty, and not all have as many rounds."""
-    dgc = partial(DGCCompressor, 0.01, ResidualMemory())
-    methods: list[Callable[[], Compressor]] = [dgc, ScaledSignCompressor, partial(PowerSGDCompressor, rank=2)]
-    for make, buckets in product(methods, [[UNEQUAL, UNEQUAL[2:3]], [UNEQUAL[:1]]]):
-        with case(make, len(buckets)):
-            plan = partial(on_two_levels, make, buckets)
-            world, ranks = LockstepWorld(16, 8), [plan(16, rank) for rank in range(16)]
-            states = [BucketStates(of[0][1]) for of in ranks]
-            for rank, of in enumerate(ranks):
-                for bucket, _ in of:
-                    states[rank].add(bucket, 16, rank)
-            for step in range(2):  # the first has more rounds
-                for meter in world.meters:
-                    meter.cross_wire_bytes, meter.local_size = 0, 8
-                for planned in ranks:
-                    fill_(planned, step)
-                for number in range(len(buckets)):
-                    conversations = [s.reduce(of[number][0]) for s, of in zip(states, ranks, strict=True)]
-                    world.converse(f"bucket.{number}", conversations)
-            sent = sum(meter.cross_wire_bytes for meter in world.meters[8:])
-            own = {meter.cross_wire_bytes for meter in world.meters[8:]}
-            traffic = record_steps(plan, 16, 8, 2, fill_)[-1]
-            assert traffic.machine_bytes == pytest.approx(sent) and len(own) > 1
-            found = predict(traffic, Network(0.0, 1e6, 8, 0.0, 1e12), Compute())
-            assert found.machine_wire_bytes == pytest.approx(sent)
-            assert found.communication >= sent / 1e6
 
 
 def test_ranks_of_a_machine_are_joined_round_by_round() -> None:

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -219,16 +221,20 @@ def test_nothing_of_an_archive_is_written_elsewhere(
 
 def test_download(archive: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also over what an interrupted download left; and what an address without the file leads to."""
-    monkeypatch.setattr(CIFAR10, "url", archive.as_uri())
     root = tmp_path / "new"
     root.mkdir()
     (root / archive.name).write_bytes(b"half")
-    data: Any = CIFAR(str(root), download=True)
-    assert len(data["test"]) == 16
-    shutil.rmtree(root)
-    monkeypatch.setattr(CIFAR10, "url", f"{archive.as_uri()}.away")
-    with pytest.raises(ValueError, match=r"could not be downloaded .*No such file.* other means"):
-        CIFAR(str(root), download=True)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(archive.parent))
+    with HTTPServer(("127.0.0.1", 0), handler) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{http.server_port}/{archive.name}")
+        data: Any = CIFAR(str(root), download=True)
+        assert len(data["test"]) == 16
+        shutil.rmtree(root)
+        monkeypatch.setattr(CIFAR10, "url", f"{CIFAR10.url}.away")
+        with pytest.raises(ValueError, match=r"could not be downloaded .*404.* other means"):
+            CIFAR(str(root), download=True)
+        http.shutdown()
     # a data set that is there is left as it is
     there = write_cifar(tmp_path / "there").parent
     there.chmod(0o500)

@@ -30,7 +30,7 @@ def of(name: str, rank: int, size: int, **more: str) -> dict[str, str]:
 JOB = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # the batch script of a job
 PTY = {**JOB, "SLURM_STEP_NUM_TASKS": "1"}  # srun -n 1 --pty bash
 COPIED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "server0"}  # set from mpirun's variables by a script
-TORCHRUN = "torch.distributed (started by torchrun)"
+BY_TORCHRUN = ("torch.distributed (started by torchrun)",) * 2
 SRUN = "torch.distributed (started by srun"
 MISSING = "; Horovod is not installed: `make setup` builds it)"
 PMIX = f"torch.distributed (started by srun with PMIx{MISSING}"
@@ -40,8 +40,8 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     "none": ({}, "Horovod (installed, and", "torch.distributed (there is no launcher; H", (0, 1)),
     "a batch script": (JOB, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
     "a shell of srun": (PTY, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
-    "torchrun": ({**COPIED, "TORCHELASTIC_RUN_ID": "none"}, TORCHRUN, TORCHRUN, (1, 4)),
-    "torchrun with one rank": (of("torchrun", 0, 1), TORCHRUN, TORCHRUN, (0, 1)),
+    "torchrun": ({**COPIED, "TORCHELASTIC_RUN_ID": "none"}, *BY_TORCHRUN, (1, 4)),
+    "torchrun with one rank": (of("torchrun", 0, 1), *BY_TORCHRUN, (0, 1)),
     "torch's variables": (COPIED, "torch.distributed (started by RANK", "torch.distributed (started by R", (1, 4)),
     "mpirun": (of("mpirun", 1, 4), "Horovod (started by mpirun)", "torch.distributed (started by mpirun", (1, 4)),
     "horovodrun": (of("horovodrun", 1, 4), "Horovod (started by horovodrun)", "torch.distributed (", (1, 4)),
@@ -51,20 +51,14 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     "srun --mpi=pmix": (of("srun", 1, 4, PMIX_RANK="1"), "Horovod (started by srun with PMIx)", PMIX, (1, 4)),
     # srun starts mpirun's daemons, one per machine
     "mpirun in a job": ({**JOB, **of("srun", 1, 2), **of("mpirun", 5, 8, PMIX_RANK="5")}, *BY_MPIRUN, (5, 8)),
-    "torchrun in srun": ({**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)}, TORCHRUN, TORCHRUN, (5, 8)),
-    # one per machine
-    "torchrun, mpirun": (
-        {**of("mpirun", 1, 2, PMIX_RANK="1"), **of("torchrun", 5, 8)},
-        TORCHRUN,
-        TORCHRUN,
-        (5, 8),
-    ),
-    "torchrun in a shell of mpirun": ({**of("mpirun", 0, 1), **of("torchrun", 1, 2)}, TORCHRUN, TORCHRUN, (1, 2)),
+    "torchrun in srun": ({**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)}, *BY_TORCHRUN, (5, 8)),
+    "torchrun in mpirun": ({**of("mpirun", 1, 2, PMIX_RANK="1"), **of("torchrun", 5, 8)}, *BY_TORCHRUN, (5, 8)),
+    "torchrun in a shell of mpirun": ({**of("mpirun", 0, 1), **of("torchrun", 1, 2)}, *BY_TORCHRUN, (1, 2)),
     "mpirun and a script that sets torch's variables": ({**of("mpirun", 1, 4), **COPIED}, *BY_MPIRUN, (1, 4)),
 }
 
 
-def test_the_launcher_decides() -> None:
+def test_the_launcher_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (environment, with_horovod, without, (rank, size)) in ENVIRONMENTS.items():
         with case(name):
             for installed, expected in ((True, with_horovod), (False, without)):
@@ -81,6 +75,12 @@ def test_the_launcher_decides() -> None:
             assert (rank, size) == ((0, 1) if started is None else (started.rank, started.size))
     with pytest.raises(ValueError, match="must be auto, horovod or torch, not 'gloo'"):
         choose("gloo", {}, installed=True)
+    # what is initialised is taken
+    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["torch"])
+    assert str(choose_transport()) == "torch.distributed (initialised already)"
+    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["horovod", "torch"])
+    assert str(choose_transport()) == "Horovod (initialised already)"
+    assert choose_transport("torch").transport == "torch"
 
 
 def test_restarts_through_a_shared_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,18 +113,16 @@ def test_launchers_that_start_more_ranks_than_a_transport_sees_are_refused() -> 
     for environment, size, message in refused:
         with pytest.raises(LaunchError, match=message):
             check_launcher(environment, size)
-    for environment, size in (
-        ({}, None),
-        ({}, 1),
+    both = {"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}
+    fine: list[tuple[dict[str, str], int | None]] = [({}, None), ({}, 1), (both, None), (both, 4), (PTY, 1)]
+    fine += [
         ({"WORLD_SIZE": "1"}, None),
-        ({"WORLD_SIZE": "four", "SLURM_NTASKS": ""}, None),
-        ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"}, None),
         ({"WORLD_SIZE": "2"}, 4),
-        ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, None),
-        ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, 4),
-        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 1),  # srun -n 1 --pty bash
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None),  # the number is not in the environment
-    ):
+        ({"WORLD_SIZE": "four", "SLURM_NTASKS": ""}, None),
+    ]
+    fine += [({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"}, None)]
+    fine += [({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None)]  # the number is not in the environment
+    for environment, size in fine:
         check_launcher(environment, size)
     refused = [
         (JOB, None, "SLURM_NTASKS is 8, but torch.distributed sees 1 rank: .* srun -n 8 or torchrun"),
@@ -178,14 +176,6 @@ def test_the_variables_of_torch_under_other_launchers() -> None:
             torch_variables(environment)
 
 
-def test_what_is_initialised_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["torch"])
-    assert str(choose_transport()) == "torch.distributed (initialised already)"
-    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["horovod", "torch"])
-    assert str(choose_transport()) == "Horovod (initialised already)"
-    assert choose_transport("torch").transport == "torch"
-
-
 def printed(program: str, **variables: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
     command = [sys.executable, "-c", program]
@@ -230,8 +220,6 @@ def test_ranks_on_one_machine_are_known_where_the_launcher_says_so() -> None:
 RANK = "import os, time, dgc.launch as l; print(os.getpid(), l.end_with_launcher(os.environ, 0.05), flush=True)"
 RANK += "; time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}])"
-
-
 LAUNCHED = [of("torchrun", 0, 1), of("mpirun", 1, 4), of("horovodrun", 1, 4)]
 
 

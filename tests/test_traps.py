@@ -17,7 +17,6 @@ from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.config import load
-from dgc_training.data import worker_options
 from dgc_training.startup.setup import prepare_device
 
 TESTS = Path(__file__).parent
@@ -94,8 +93,7 @@ def test_a_checkpoint_that_lost_a_file_is_removed_like_the_others(tmp_path: Path
     assert LockstepWorld(2).run(save) == ["e0005"] * 2 and not (tmp_path / "e0002").exists()
 
 
-def test_workers_are_not_forked_and_determinism_that_makes_kernels_slow_is_not_forced() -> None:
-    assert worker_options(2)["multiprocessing_context"] == "forkserver"
+def test_determinism_that_makes_kernels_slow_is_not_forced() -> None:
     tree, threads = load(["configs/cifar/resnet20.py"]), torch.get_num_threads()
     assert tree.seed == 42 and tree.deterministic is False
     with torch.random.fork_rng():
