@@ -97,15 +97,16 @@ def test_errors_of_launchers() -> None:
         ("torchrun", {"RANKS": "2", "RENDEZVOUS": "a"}, TRAIN, "RENDEZVOUS is a"),
         ("torchrun", {"RANKS": "2", "RESTARTS": "0"}, TRAIN, "RESTARTS is 0"),
     ]
+    unknown, interface = {"HOSTS": "localhost:1,nowhere.invalid:1"}, {"RANKS": "1", "INTERFACE": "lo,eth99"}
+    for script in ("mpirun", "horovodrun"):
+        for variables, message in (
+            (unknown, "HOSTS has nowhere.invalid, but this name has no address"),
+            (interface, "there is no interface eth99 (INTERFACE); this machine has: "),
+        ):
+            cases.append((script, {**variables, "DRY_RUN": ""}, TRAIN, f"{script}.sh: {message}"))
     for script, variables, words, message in cases:
         done = shell(script, *words, **variables)
         assert done.returncode == 2 and message in done.stderr and not done.stdout, (script, variables, words)
-    for script, (variables, message) in product(("mpirun", "horovodrun"), (
-        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
-        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
-    )):  # fmt: skip
-        done = shell(script, *TRAIN, DRY_RUN="", **variables)
-        assert done.returncode == 2 and f"{script}.sh: {message}" in done.stderr and not done.stdout
 
 
 def test_torchrun() -> None:

@@ -205,19 +205,18 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
-def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: object) -> str:
-    assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
-    assert not (tmp_path / "out").exists()
-    return capsys.readouterr().err
-
-
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
     run = write_run(tmp_path / "run")
     csv = run / "csv" / "out_r0_n2.csv"
     text = csv.read_text()
-    assert "no run directory" in refused(capsys, tmp_path, tmp_path / "absent")
+    assert "no run directory" in refused(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    assert "has neither CSV files of ranks nor" in refused(capsys, tmp_path, tmp_path / "empty")
+    assert "has neither CSV files of ranks nor" in refused(tmp_path / "empty")
 
     lines = text.splitlines(keepends=True)
     for damaged, message in (
@@ -228,17 +227,17 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         csv.write_text(damaged)
         with case(message):
-            assert message in refused(capsys, tmp_path, run)
+            assert message in refused(run)
     csv.write_text(text)
     (run / "csv" / "out_r0_n4.csv").write_text(text)
-    assert "files of 2 and of 4 ranks" in refused(capsys, tmp_path, run)
+    assert "files of 2 and of 4 ranks" in refused(run)
     (run / "csv" / "out_r0_n4.csv").unlink()
 
     other = write_run(tmp_path / "other", model="dgc_models.Other")
-    message = refused(capsys, tmp_path, run, other)
+    message = refused(run, other)
     assert "cannot be compared: model is" in message and "dgc_models.Other in" in message
     (run / "config.yaml").write_text("train: {}")
-    assert f"LABEL={run}" in refused(capsys, tmp_path, run)
+    assert f"LABEL={run}" in refused(run)
     (run / "config.yaml").write_text("train: {")
     with pytest.raises(PlotError, match="config.yaml is damaged"):
         read_run(run)
