@@ -6,9 +6,6 @@ Messages take random times, which repeat for the same seed and order of calls.
 import random
 import threading
 from dataclasses import dataclass, field
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 from torch import Tensor
 
@@ -37,9 +34,26 @@ class _Receive:
     buffer: Tensor
 
 
+class LocalChannel:
+    """One rank's end of a `ChannelWorld`."""
+
+    def __init__(self, world: "ChannelWorld", rank: int):
+        self._world = world
+        self.rank, self.size = rank, world.size
+
+    def isend(self, to: int, message: Tensor, tag: int) -> _Message:
+        return self._world.send(self.rank, to, message, tag)
+
+    def irecv(self, buffer: Tensor, tag: int) -> _Receive:
+        return self._world.receive(self.rank, buffer, tag)
+
+    def test(self, handle: _Message | _Receive) -> bool:
+        return self._world.test(handle)
+
+
 @dataclass(eq=False)
 class ChannelWorld:
-    """A simulated network with one channel per rank, in `channels`.
+    """A simulated network with one `LocalChannel` per rank, in `channels`.
 
     Every call of `test`, on any channel, takes one unit of time. Some messages are copied when they are sent and
     some when they are received. A test can therefore detect a sender that overwrites its message too early.
@@ -58,10 +72,7 @@ class ChannelWorld:
     _receives: set[_Receive] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.channels: list[Any] = []
-        for rank in range(self.size):
-            calls = {"isend": partial(self.send, rank), "irecv": partial(self.receive, rank), "test": self.test}
-            self.channels.append(SimpleNamespace(rank=rank, size=self.size, **calls))
+        self.channels = [LocalChannel(self, rank) for rank in range(self.size)]
         self._messages = [[] for _ in range(self.size)]
         self._random = random.Random(self.seed)
         self._lock = threading.Lock()

@@ -69,8 +69,9 @@ def damaged(state: Any, value: Any, key: str, *rest: str) -> Any:
 
 def test_what_is_no_option_epoch_state_and_closure() -> None:
     optimizers: Any = (wrapped(), local(SGP()))
+    no_states: Any = (None, [], {})
     for optimizer in optimizers:
-        for state in (None, [], {}):
+        for state in no_states:
             with pytest.raises(ValueError, match="^state_dict must be what state_dict"):
                 optimizer.load_state_dict(state)
         with pytest.raises(ValueError, match="^closure must be a function, not 3"):

@@ -182,12 +182,12 @@ def test_overlap_by_hand() -> None:
     assert overlapped(0.0, [BucketWork(1, (1, 1), (2,))]) == 4
     # it is between its limits
     for draws in torch.rand(50, 4, 6, generator=torch.Generator().manual_seed(0)).tolist():
-        buckets = [BucketWork(at, (a, b, c), (x, y)) for at, a, b, c, x, y in draws]
-        computing = sum(sum(bucket.computing) for bucket in buckets)
-        network = sum(sum(bucket.messages) for bucket in buckets)
-        seconds = overlapped(3.0, buckets)
+        several = [BucketWork(at, (a, b, c), (x, y)) for at, a, b, c, x, y in draws]
+        computing = sum(sum(bucket.computing) for bucket in several)
+        network = sum(sum(bucket.messages) for bucket in several)
+        seconds = overlapped(3.0, several)
         assert max(3.0 + computing, network) <= seconds <= 3.0 + computing + network
-        less = [replace(bucket, messages=tuple(s / 2 for s in bucket.messages)) for bucket in buckets]
+        less = [replace(bucket, messages=tuple(s / 2 for s in bucket.messages)) for bucket in several]
         assert overlapped(3.0, less) <= seconds + network / 2
 
 

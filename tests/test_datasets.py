@@ -96,7 +96,8 @@ def test_cifar_refuses_what_does_not_fit(tmp_path: Path) -> None:
         assert part in str(told.value)
     assert not (tmp_path / "none").exists()
     write_cifar(tmp_path)
-    for name, value in (("num_classes", 11), ("image_size", 0), ("image_size", 41)):
+    values: list[tuple[str, Any]] = [("num_classes", 11), ("image_size", 0), ("image_size", 41)]
+    for name, value in values:
         with pytest.raises(ValueError, match=f"dataset.{name} is {value}"):
             CIFAR(str(tmp_path), **{name: value})
 

@@ -134,8 +134,8 @@ def test_hosts() -> None:
     assert line_of("horovodrun", *TRAIN, **options).startswith(f"horovodrun -np 16 -H {hosts} --mpi-args={given}")
     assert "mpirun -np 16 -H" in line_of("mpirun", *TRAIN, HOSTS="server0:08,server1:8")
     line = line_of("horovodrun", *TRAIN, RANKS="2", INTERFACE="eth1", NETWORK="ethernet")
-    options = "--network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "  # it sets the interface itself
-    assert line.startswith(f"horovodrun -np 2 -H localhost:2 {options}")
+    own = "--network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "  # it sets the interface itself
+    assert line.startswith(f"horovodrun -np 2 -H localhost:2 {own}")
 
 
 OB1, TCP, IF = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import case
@@ -96,7 +97,7 @@ def test_healthy_and_empty_machines() -> None:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
     assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
-    probes = [Probe(error="No module named 'torch'")] * 7
+    probes: Any = [Probe(error="No module named 'torch'")] * 7
     bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *probes)
     assert any("not installed: torch" in finding.problem for finding in diagnose(bare))
     assert dict(describe(replace(HEALTHY, dgc="/there")))["dgc comes from"] == "/there"
@@ -189,7 +190,7 @@ def test_setup_names_what_is_missing_or_wrong(checkout: Path) -> None:
             assert message in setup_says(checkout, **variables)
     # it needs no MPI without Horovod and remembers both; this python is new enough, and creates no environment
     python = executable(checkout / "python3", '[ "$1" != -m ]')
-    (checkout / "env").mkdir()
+    (checkout / "env").mkdir(exist_ok=True)
     for options, message in (("0 1", "no mpicc"), ("0 1 1", "no mpicc"), ("0 1 0", "could not create an env")):
         (checkout / "env/.options").write_text(f"{options}\n")
         assert message in setup_says(checkout, PYTHON=python, PATH=path)
