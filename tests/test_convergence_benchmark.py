@@ -24,9 +24,9 @@ def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
 
 
 def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
-    def trained(name: Any, *more: Any) -> Any:
+    def trained(name: str, *more: str, method: str = "configs/powersgd/rank2.py") -> Any:
         place = tmp_path / name
-        words = ["--configs", "configs/digits/cnn.py", "configs/powersgd/rank2.py", "--run-dir", str(place)]
+        words = ["--configs", "configs/digits/cnn.py", method, "--run-dir", str(place)]
         changes = ["--configs.train.num_epochs=1", "--configs.train.batch_size=90"]
         simulate(2, [*words, "--devices", "cpu", *changes, *more])
         return json.loads((place / "summary.json").read_text())
@@ -36,7 +36,7 @@ def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
     assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
     assert trained("other", "--configs.seed=7")["final"] != first["final"]
     with pytest.raises(ConfigError, match=r"train\.clip_norm limits averages"):
-        trained("refused", "--configs", "configs/dgc/wm5.py", "--configs.train.clip_norm=1.0")
+        trained("refused", "--configs.train.clip_norm=1.0", method="configs/dgc/wm5.py")
     assert not (tmp_path / "refused").exists()
 
 
@@ -48,7 +48,7 @@ def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_
         (tmp_path / "kept").mkdir()
         (tmp_path / "kept" / "summary.json").write_text('{"seconds": 1}')
 
-    started = Mock(side_effect=AssertionError("the kept run would be replaced"))
+    started = Mock(side_effect=AssertionError("the kept run would be replaced"), __name__="started")
     for _ in range(2):
         assert summary_of(simulated, 2, ["--a"], tmp_path / "kept") == {"seconds": 1} and taken == [["--a"]]
     for train, ranks, words in ((started, 2, ["--a"]), (simulated, 3, ["--a"]), (simulated, 2, ["--b"])):
