@@ -79,12 +79,10 @@ class ChannelWorld:
 
     @property
     def in_flight(self) -> int:
-        """Number of messages that are sent and not received."""
         return sum(map(len, self._messages))
 
     @property
     def pending_receives(self) -> int:
-        """Number of receives that are started and not completed."""
         return len(self._receives)
 
     def receive(self, rank: int, buffer: Tensor, tag: int) -> _Receive:
@@ -113,11 +111,10 @@ class ChannelWorld:
                 return False
             first = min(ready, key=lambda message: message.due)
             self._messages[handle.rank].remove(first)
-            if first.content.numel() > handle.buffer.numel():
-                raise ValueError(
-                    f"a message of {first.content.numel()} elements for a buffer of {handle.buffer.numel()}"
-                )
-            handle.buffer[: first.content.numel()].copy_(first.content)
+            elements, room = first.content.numel(), handle.buffer.numel()
+            if elements > room:
+                raise ValueError(f"a message of {elements} elements for a buffer of {room}")
+            handle.buffer[:elements].copy_(first.content)
             first.received = True
             self._receives.remove(handle)
             return True

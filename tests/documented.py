@@ -14,5 +14,4 @@ def table(first: str, page: str = "experiments.md") -> list[list[str]]:
 
 
 def code(page: str) -> list[str]:
-    """The page's Python blocks."""
     return [dedent(block.split("```")[0]) for block in (DOCS / page).read_text().split("```python\n")[1:]]

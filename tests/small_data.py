@@ -1,7 +1,6 @@
 """Small data sets in the on-disk formats of the real ones, for tests."""
 
 import pickle
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -18,41 +17,24 @@ def write_cifar(root: Path, num_classes: int = 10, train: int = 40, test: int = 
     """
     folder = root / FOLDERS[num_classes]
     folder.mkdir(parents=True)
+    if num_classes == 10:
+        files = {**dict.fromkeys(CIFAR10_TRAIN, train // 5), "test_batch": test}
+        meta, names = "batches.meta", "label_names"
+    else:
+        files, meta, names = {"train": train, "test": test}, "meta", "fine_label_names"
     random = np.random.default_rng(0)
-
-    def write(name: str, count: int) -> None:
+    for name, count in files.items():
         labels = [i % num_classes for i in range(count)]
         grey = 255 * (np.array(labels)[:, None] + 0.5) / num_classes
         pixels = np.clip(grey + random.normal(0, 20, (count, 3072)), 0, 255).astype(np.uint8)
         content = {"batch_label": name, "data": pixels, "filenames": [f"{i}.png" for i in range(count)]}
-        if num_classes == 10:
-            content["labels"] = labels
-        else:
-            content |= {"fine_labels": labels, "coarse_labels": [label // 5 for label in labels]}
+        coarse = {"fine_labels": labels, "coarse_labels": [label // 5 for label in labels]}
+        content |= {"labels": labels} if num_classes == 10 else coarse
         # the real ones were written by Python 2
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-
-    if num_classes == 10:
-        for name in CIFAR10_TRAIN:
-            write(name, train // 5)
-        write("test_batch", test)
-        meta, names = "batches.meta", "label_names"
-    else:
-        write("train", train)
-        write("test", test)
-        meta, names = "meta", "fine_label_names"
     words = [f"class {label}" for label in range(num_classes)]
     (folder / meta).write_bytes(pickle.dumps({names: words, "num_vis": 3072}, protocol=2))
     return folder
-
-
-def write_archive(root: Path, num_classes: int = 10) -> Path:
-    """The same as the archive that is to be downloaded; returns its path."""
-    folder = write_cifar(root / "scratch", num_classes)
-    archive = root / {10: "cifar-10-python.tar.gz", 100: "cifar-100-python.tar.gz"}[num_classes]
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(folder, folder.name)
-    return archive
 
 
 def write_imagenet(root: Path, classes: int = 4, train: int = 6, test: int = 3, edge: int = 48) -> Path:

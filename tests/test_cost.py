@@ -1,9 +1,8 @@
 """The cost model: recorded bytes are those of the meter, and times are those of the formulas."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,58 +10,35 @@ import torch
 from cases import case
 from laws.table import TABLE, Row
 
-from dgc.bucket import Bucket, make_bucket
-from dgc.comm.collectives import MachineRank
+from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter, Request
-from dgc.compression import (
-    Compressor,
-    DenseCompressor,
-    DGCCompressor,
-    PowerSGDCompressor,
-    ScaledSignCompressor,
-)
+from dgc.compression import Compressor, DenseCompressor, DGCCompressor
 from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
-from dgc.cost import (
-    AlikeRanks,
-    BucketWork,
-    Compute,
-    Message,
-    Network,
-    Traffic,
-    fit_computing,
-    machine_of,
-    overlapped,
-    predict,
-    record_steps,
-    typical,
-)
-from dgc.engine.hierarchy import HierarchicalCompressor
-from dgc.engine.state import BucketStates
+from dgc.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
+from dgc.cost.computing import AlikeRanks, fit_computing, machine_of, record_steps, typical
 from dgc.memory import ResidualMemory
 from dgc.state import State
 from dgc.testing import LIKE, Fleet, gradients
 
+pytestmark = pytest.mark.usefixtures("no_type_checks")
 NETWORK = Network(latency=1e-3, bandwidth=1e6, inner_latency=1e-4, inner_bandwidth=1e7)
 ALONE = replace(NETWORK, ranks_per_machine=1)
+Planned = Sequence[tuple[Bucket, Compressor]]
 
 
 def record(plan: Any, size: int, local_size: int = 1) -> Traffic:
-    """One exchange."""
     return record_steps(plan, size, local_size)[0]
-
-
-Planned = Sequence[tuple[Bucket, Compressor]]
 
 
 class Asks(StatelessCompressor):
     """Makes the requests of these rounds, whatever the bucket."""
 
-    def __init__(self, rounds: Callable[[], Iterable[tuple[Request, ...]]]):
+    def __init__(self, rounds: Callable[[], list[tuple[Request, ...]]]):
         self.rounds = rounds
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        for requests in self.rounds():  # noqa: UP028  they need not be a generator
+        for requests in self.rounds():  # noqa: UP028  they are no generator
             yield requests
         return Reduced(DenseResult(), state)
 
@@ -71,7 +47,6 @@ class Asks(StatelessCompressor):
 
 
 def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Planned]:
-    """A plan of one bucket with the gradients of the rank."""
 
     def plan(size: int, rank: int) -> Planned:
         compressor, bucket = make(), Fleet(DenseCompressor, 1).buckets[0]
@@ -83,7 +58,7 @@ def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Planned]:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_recorded_bytes_are_those_of_the_meter(row: Row, no_type_checks: None) -> None:
+def test_recorded_bytes_are_those_of_the_meter(row: Row) -> None:
     for size in (2, 3, 4, 8):
         with case(size, "ranks"):
             if size == 3 and row.make().point_to_point:
@@ -97,14 +72,11 @@ def test_recorded_bytes_are_those_of_the_meter(row: Row, no_type_checks: None) -
             assert traffic.total("wire") == pytest.approx(meter.wire_bytes)
 
 
-def test_an_early_end_loses_no_message(no_type_checks: None) -> None:
+def test_an_early_end_loses_no_message() -> None:
     """More than 8 ranks: the last all-gather is not decoded."""
     for exchange in ("all_gather", "reduce_scatter", "gtopk", "auto"):
         with case(exchange):
-
-            def make(exchange: str = exchange) -> Compressor:
-                return DGCCompressor(0.01, ResidualMemory(), exchange=exchange)
-
+            make = partial(DGCCompressor, 0.01, ResidualMemory(), exchange=exchange)
             fleet = Fleet(make, 16)
             fleet.step([gradients(rank, 0) for rank in range(16)])
             with pytest.MonkeyPatch.context() as patch:
@@ -137,9 +109,6 @@ def test_seconds_of_collectives_by_hand() -> None:
     assert message("AllToAll", 8, 8000, 7000.0, peers=7).seconds(ALONE, 1) == pytest.approx(0.014)
     assert message("Exchange", 8, 0, 0.0, awaited=5000).seconds(ALONE, 1) == pytest.approx(0.006)
     assert message("AllReduce", 1, 8, 0.0).seconds(ALONE, 1) == 0
-
-
-def test_seconds_of_reductions() -> None:
     network = replace(ALONE, reduction=1e-6, half_reduction=3e-6)
     for half, added in ((False, 7.0), (True, 21.0)):
         found = message("AllReduce", 8, 8_000_000, 14e6, half=half).seconds(network, 1)
@@ -157,6 +126,10 @@ def test_two_levels() -> None:
     assert across.seconds(network, 4) == pytest.approx(1e-3 + 4e-3)
     memory = replace(network, machine_bandwidth=1e6)
     assert inside.seconds(memory, 4) == pytest.approx(2e-4 + 12e-3)
+    # ranks that share cores compute longer
+    shared = replace(NETWORK, ranks_per_machine=8, cores=2)
+    assert [shared.slowdown(size) for size in (1, 2, 4, 16)] == [1, 1, 2, 4] and NETWORK.slowdown(8) == 1
+    assert (Network(1e-3, 1e6).inner_latency, Network(1e-3, 1e6).inner_bandwidth) == (2e-6, 10e9)
 
 
 def test_a_prediction_adds_messages_and_computing() -> None:
@@ -179,6 +152,11 @@ def test_a_prediction_adds_messages_and_computing() -> None:
     assert [bucket.computing for bucket in silent.buckets] == [(0.2,), (0.2,)]
     with pytest.raises(ValueError, match="for each of 2 buckets"):
         predict(traffic, ALONE, Compute(), (1.0,))
+    # more ranks take longer, and less bandwidth too
+    plan = planned(lambda: DGCCompressor(0.05, ResidualMemory()))
+    times = [predict(record(plan, 2**j), ALONE, Compute()).exchange for j in range(1, 13)]
+    assert times == sorted(set(times))
+    assert predict(record(plan, 8), replace(ALONE, bandwidth=1e5), Compute()).exchange > times[2]
 
 
 def test_overlap_by_hand() -> None:
@@ -202,22 +180,18 @@ def test_overlap_by_hand() -> None:
         with case(name):
             assert overlapped(10.0, buckets) == pytest.approx(expected)
     assert overlapped(0.0, [BucketWork(1, (1, 1), (2,))]) == 4
-
-
-def test_overlap_is_between_its_limits() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        draws = torch.rand(4, 6, generator=generator).tolist()
-        buckets = [BucketWork(at, (a, b, c), (x, y)) for at, a, b, c, x, y in draws]
-        computing = sum(sum(bucket.computing) for bucket in buckets)
-        network = sum(sum(bucket.messages) for bucket in buckets)
-        seconds = overlapped(3.0, buckets)
+    # it is between its limits
+    for draws in torch.rand(50, 4, 6, generator=torch.Generator().manual_seed(0)).tolist():
+        several = [BucketWork(at, (a, b, c), (x, y)) for at, a, b, c, x, y in draws]
+        computing = sum(sum(bucket.computing) for bucket in several)
+        network = sum(sum(bucket.messages) for bucket in several)
+        seconds = overlapped(3.0, several)
         assert max(3.0 + computing, network) <= seconds <= 3.0 + computing + network
-        less = [replace(bucket, messages=tuple(s / 2 for s in bucket.messages)) for bucket in buckets]
+        less = [replace(bucket, messages=tuple(s / 2 for s in bucket.messages)) for bucket in several]
         assert overlapped(3.0, less) <= seconds + network / 2
 
 
-def test_steps_are_recorded_with_the_state_of_those_before(no_type_checks: None) -> None:
+def test_steps_are_recorded_with_the_state_of_those_before() -> None:
     seen: list[float] = []
 
     class Remembers(StatelessCompressor):
@@ -240,95 +214,39 @@ def test_steps_are_recorded_with_the_state_of_those_before(no_type_checks: None)
         record_steps(plan, 2, steps=2)
 
 
-def test_ranks_that_share_cores_compute_longer() -> None:
-    network = replace(NETWORK, ranks_per_machine=8, cores=2)
-    assert [network.slowdown(size) for size in (1, 2, 4, 16)] == [1, 1, 2, 4]
-    assert NETWORK.slowdown(8) == 1
-    assert (Network(1e-3, 1e6).inner_latency, Network(1e-3, 1e6).inner_bandwidth) == (2e-6, 10e9)
-
-
-def test_more_ranks_take_longer_and_less_bandwidth_too(no_type_checks: None) -> None:
-    plan, nothing = planned(lambda: DGCCompressor(0.05, ResidualMemory())), Compute()
-    times = [predict(record(plan, 2**j), ALONE, nothing).exchange for j in range(1, 13)]
-    assert times == sorted(set(times))
-    slow = predict(record(plan, 8), replace(ALONE, bandwidth=1e5), nothing)
-    assert slow.exchange > times[2]
-
-
 def test_groups_are_those_of_the_meter() -> None:
-    def rounds() -> Iterator[tuple[Request]]:
-        yield (AllReduce(torch.ones(4), group="local"),)
-        yield (AllReduce(torch.ones(4)),)
-        yield (AllGather(torch.ones(3), group="cross"),)
+    def rounds() -> list[tuple[Request, ...]]:
+        four = torch.ones(4)
+        return [(AllReduce(four, group="local"),), (AllReduce(four),), (AllGather(torch.ones(3), "cross"),)]
 
-    world, ((bucket, groups),) = LockstepWorld(6, 3), Asks(rounds).plan()
+    asks = Asks(rounds)
+    world, ((bucket, groups),) = LockstepWorld(6, 3), asks.plan()
     for meter in world.meters:
         meter.local_size = 3
     world.converse("groups", [groups.reduce(bucket, State(6, rank)) for rank in range(6)])
-    traffic = record(Asks(rounds).plan, 6, 3)
+    traffic = record(asks.plan, 6, 3)
     assert traffic.total("wire") == pytest.approx(world.meters[-1].wire_bytes)
     assert traffic.total("cross") == pytest.approx(world.meters[-1].cross_wire_bytes)
 
 
-def test_a_broadcast_from_another_rank_takes_as_long_as_an_own_one() -> None:
-    """8 broadcasts of 12.5 MB at 10 GB/s, of which 7 have another root than the recorded rank."""
+def test_messages_of_single_ranks() -> None:
+    # 8 broadcasts of 12.5 MB at 10 GB/s, of which 7 have another root than the recorded rank and take as long
     trees = tuple(Broadcast(torch.empty(12_500_000, dtype=torch.uint8), root) for root in range(8))
     traffic = record(Asks(lambda: [trees]).plan, 8)
     found = predict(traffic, Network(latency=0.0, bandwidth=10e9), Compute())
     assert traffic.total("payload") == 12_500_000  # that of the meter: what this rank contributes
     assert found.communication == pytest.approx(8 * 2 * 7 / 8 * 12.5e6 / 10e9)
-
-
-# like those of VGG-16: one tensor has three quarters of all elements
-UNEQUAL = [torch.zeros(shape) for shape in ((128, 196), (4096,), (16, 16, 3, 3), (128, 32), (100,))]
-
-
-def on_two_levels(make: Callable[[], Compressor], layout: Sequence[Any], size: int, rank: int) -> Planned:
-    """Buckets of one of 16 ranks, with their compressor."""
-    compressor = HierarchicalCompressor(make(), MachineRank(rank // 8, 2, rank % 8, 8))
-    return [
-        (make_bucket(name, [(f"{name}.{i}", tensor) for i, tensor in enumerate(like)]), compressor)
-        for name, like in zip("ab", layout, strict=False)
-    ]
-
-
-def fill_(planned: Planned, step: int) -> None:
-    for bucket, _ in planned:
-        generator = torch.Generator().manual_seed(step)
-        bucket.flat.copy_(torch.randn(bucket.numel, generator=generator))
-
-
-def test_a_machine_sends_what_all_its_ranks_send(no_type_checks: None) -> None:
-    """2 machines of 8 ranks. Shares of local ranks differ, some are empty, and not all have as many rounds."""
-    methods: dict[str, Callable[[], Compressor]] = {
-        "dgc": lambda: DGCCompressor(0.01, ResidualMemory()),
-        "sign": ScaledSignCompressor,
-        "powersgd": lambda: PowerSGDCompressor(rank=2),
-    }
-    layouts = [[UNEQUAL, UNEQUAL[2:3]], [UNEQUAL[:1]]]
-    for (name, make), buckets in product(methods.items(), layouts):
-        with case(name, len(buckets)):
-            plan = partial(on_two_levels, make, buckets)
-            world, ranks = LockstepWorld(16, 8), [plan(16, rank) for rank in range(16)]
-            states = [BucketStates(of[0][1]) for of in ranks]
-            for rank, of in enumerate(ranks):
-                for bucket, _ in of:
-                    states[rank].add(bucket, 16, rank)
-            for step in range(2):  # the first has more rounds
-                for meter in world.meters:
-                    meter.cross_wire_bytes, meter.local_size = 0, 8
-                for planned in ranks:
-                    fill_(planned, step)
-                for number in range(len(buckets)):
-                    conversations = [s.reduce(of[number][0]) for s, of in zip(states, ranks, strict=True)]
-                    world.converse(f"bucket.{number}", conversations)
-            sent = sum(meter.cross_wire_bytes for meter in world.meters[8:])
-            own = {meter.cross_wire_bytes for meter in world.meters[8:]}
-            traffic = record_steps(plan, 16, 8, 2, fill_)[-1]
-            assert traffic.machine_bytes == pytest.approx(sent) and len(own) > 1
-            found = predict(traffic, Network(0.0, 1e6, 8, 0.0, 1e12), Compute())
-            assert found.machine_wire_bytes == pytest.approx(sent)
-            assert found.communication >= sent / 1e6
+    # a reduce-scatter returns the share of the rank, 2 of 4
+    ranks = AlikeRanks(4, local_size=2, local_rank=0)
+    assert ranks.point_to_point
+    assert ranks.reply(ReduceScatter(torch.arange(8.0))).tolist() == [4.0, 5.0]
+    assert ranks.reply(ReduceScatter(torch.arange(8.0), group="cross")).tolist() == [4.0, 5.0, 6.0, 7.0]
+    # the longest message from rank to rank is awaited, also what another round sent; the recorded rank, the last
+    # one, sends nothing to itself
+    first = Exchange({0: torch.ones(5), 1: torch.ones(9)}, {0: torch.empty(5)})
+    second = Exchange({0: torch.ones(3)}, {0: torch.empty(5)})
+    (messages,) = record(Asks(lambda: [(first,), (second,)]).plan, 2).buckets
+    assert [(of.awaited, of.peers) for of in messages] == [(20, 1), (20, 1)]
 
 
 def test_ranks_of_a_machine_are_joined_round_by_round() -> None:
@@ -386,26 +304,7 @@ def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
     runs = [Traffic(size, 1, reduced, 0.5, seconds) for size, seconds in ((2, 5.0), (4, 9.0))]
     assert (fit_computing(runs).decode, fit_computing(runs).per_rank) == (7.0, 0.0)
 
-
-def test_a_reduce_scatter_returns_the_share_of_the_rank() -> None:
-    ranks = AlikeRanks(4, local_size=2, local_rank=0)  # rank 2 of 4
-    assert ranks.point_to_point
-    assert ranks.reply(ReduceScatter(torch.arange(8.0))).tolist() == [4.0, 5.0]
-    assert ranks.reply(ReduceScatter(torch.arange(8.0), group="cross")).tolist() == [4.0, 5.0, 6.0, 7.0]
-
-
-def test_the_longest_message_from_rank_to_rank_is_awaited() -> None:
-    """Also what another round sent. To itself the recorded rank, the last one, sends nothing."""
-
-    def rounds() -> Iterator[tuple[Request]]:
-        yield (Exchange({0: torch.ones(5), 1: torch.ones(9)}, {0: torch.empty(5)}),)
-        yield (Exchange({0: torch.ones(3)}, {0: torch.empty(5)}),)
-
-    (messages,) = record(Asks(rounds).plan, 2).buckets
-    assert [(of.awaited, of.peers) for of in messages] == [(20, 1), (20, 1)]
-
-
-def test_the_seconds_of_several_exchanges() -> None:
+    # of several exchanges the median counts
     runs = [Traffic(2, 1, (), float(i), 2.0 * i) for i in (9, 1, 4)]
     assert typical(runs) == Traffic(2, 1, (), 4.0, 8.0)
     with pytest.raises(ValueError, match="1 of 4 exchanges were not decoded"):

@@ -1,18 +1,335 @@
-"""Digits' folds; torchvision beside a torch that it does not fit."""
+"""Digits' folds, and CIFAR and ImageNet from small files in the real formats; torchvision beside a torch that does
+not fit it."""
 
+import hashlib
+import multiprocessing
+import pickle
+import shutil
 import subprocess
 import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from cases import case
 from environment import patient
+from small_data import FOLDERS, write_cifar, write_imagenet
+from torch.utils.data import DataLoader
 from warm import python
 
-from dgc_datasets import Digits
+from dgc_datasets import CIFAR, Digits, ImageNet
 from dgc_datasets.digits import stratified_folds
+from dgc_datasets.prepare import prepare_once, unpack
+from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.constructors import import_target
+
+CIFAR10 = import_target("torchvision.datasets.CIFAR10")
+
+
+@pytest.mark.parametrize("num_classes", [10, 100])
+def test_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_classes: int) -> None:
+    write_cifar(tmp_path, num_classes, train=200, test=120)
+    data: Any = CIFAR(str(tmp_path), num_classes)
+    assert [len(data[split]) for split in ("train", "test")] == [200, 120]
+    image, label = data["test"][117]
+    assert image.shape == (3, 32, 32) and image.dtype == torch.float32
+    assert type(label) is int and label == 117 % num_classes
+    labels = [label for _, label in data["train"]]
+    per_file = 40 if num_classes == 10 else 200
+    assert labels == [i % per_file % num_classes for i in range(200)]
+    # one rank per machine prepares: a prepared data set is only read
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDERS[num_classes]]
+    # training images are shifted and flipped, test images are not
+    torch.manual_seed(0)
+    assert len({tuple(data["train"][0][0].flatten().tolist()) for _ in range(8)}) > 6
+    assert torch.equal(data["test"][0][0], data["test"][0][0])
+    smaller = CIFAR(str(tmp_path), num_classes, image_size=24)
+    assert smaller["train"][0][0].shape == smaller["test"][0][0].shape == (3, 24, 24)
+    # channels, rows and normalization: the test images equal those of torchvision's own reader
+    reader = CIFAR10 if num_classes == 10 else import_target("torchvision.datasets.CIFAR100")
+    monkeypatch.setattr(reader, "_check_integrity", lambda self: True)
+    monkeypatch.setattr(reader, "meta", reader.meta | {"md5": None})
+    theirs = reader(tmp_path, train=False)
+    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
+    for (image, label), (expected, expected_label) in zip(data["test"], theirs, strict=True):
+        scaled = torch.from_numpy(np.array(expected)).permute(2, 0, 1) / 255
+        torch.testing.assert_close(image, (scaled - mean[:, None, None]) / std[:, None, None])
+        assert label == expected_label
+
+
+@pytest.mark.parametrize("kind", ["cifar", "imagenet"])
+def test_a_part_of_the_training_images_is_held_out(tmp_path: Path, kind: Any) -> None:
+    """As many of each class, always the same, and seen as test images are: without crops and flips."""
+    if kind == "cifar":
+        write_cifar(tmp_path, train=200)
+        make: Callable[..., Any] = partial(CIFAR, str(tmp_path), 10)
+    else:
+        write_imagenet(tmp_path, classes=10, train=20)
+        make = partial(ImageNet, str(tmp_path), 10, 32)
+    data = make(val_ratio=0.25)
+    assert list(data) == ["train", "val", "test"]
+    assert [len(data[split]) for split in ("train", "val")] == [150, 50]
+    assert [label for _, label in make(val_ratio=0.01)["val"]].count(3) == 1
+    for split in ("train", "val"):
+        counts = torch.tensor([label for _, label in data[split]]).bincount(minlength=10)
+        assert (counts == counts[0]).all()
+    torch.testing.assert_close(data["val"][7][0], make(val_ratio=0.25)["val"][7][0], rtol=0, atol=0)
+    for ratio in (0.0, 1.0, -0.5):
+        with pytest.raises(ValueError, match=f"dataset.val_ratio is {ratio}"):
+            make(val_ratio=ratio)
+
+
+def test_cifar_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    tree = load(["configs/cifar/resnet20"], ["--configs.dataset.root", str(tmp_path / "none")])
+    with pytest.raises(ConfigError) as told:
+        instantiate(tree.dataset)
+    for part in ("none/cifar-10-batches-py", "cifar-10-python.tar.gz", "dataset.root", "dataset.download true"):
+        assert part in str(told.value)
+    assert not (tmp_path / "none").exists()
+    write_cifar(tmp_path)
+    values: list[tuple[str, Any]] = [("num_classes", 11), ("image_size", 0), ("image_size", 41)]
+    for name, value in values:
+        with pytest.raises(ValueError, match=f"dataset.{name} is {value}"):
+            CIFAR(str(tmp_path), **{name: value})
+
+
+def pickled(**content: Any) -> Any:
+    return pickle.dumps(content, protocol=2)
+
+
+ONE, FLOATS = np.zeros((1, 3072), np.uint8), np.zeros((1, 3072))
+DAMAGES: list[tuple[Any, str]] = [
+    (lambda old: old[: len(old) // 2], "cannot be read"),
+    (lambda old: b"", "cannot be read"),
+    (lambda old: b"\x00" * len(old), "cannot be read"),
+    (lambda old: pickled(labels=[1]), "it has no 'data'"),
+    (lambda old: pickled(data=ONE.repeat(3, 0), labels=[0, 1]), "2 labels"),
+    (lambda old: pickled(data=FLOATS, labels=[0]), "float64"),
+    (lambda old: pickled(data=ONE, labels=[10]), "labels from 10 to 10"),
+    (lambda old: pickle.dumps({"data": ONE[:0], "labels": []}), "0 labels"),
+    (lambda old: b"cposix\nmkdir\n(Vevil\ntR.", "it asks for posix.mkdir"),  # calls os.mkdir("evil")
+    (lambda old: pickle.dumps([1, 2]), "cannot be read"),
+]
+
+
+def test_a_damaged_file_of_cifar_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_cifar(tmp_path) / "data_batch_3"
+    whole = file.read_bytes()
+    for damage, reason in DAMAGES:
+        file.write_bytes(damage(whole))
+        with case(reason), pytest.raises(ValueError, match=f"data_batch_3 .*{reason}"):
+            CIFAR(str(tmp_path))
+    assert not Path("evil").exists()
+    # one of the official size must have the official checksum
+    file.write_bytes(whole)
+    file = file.with_name("test_batch")
+    file.write_bytes(pickled(data=ONE.repeat(10_000, 0), labels=[0] * 10_000))
+    with pytest.raises(ValueError, match="test_batch is damaged: .*checksum"):
+        CIFAR(str(tmp_path))
+
+
+def refused_of_200(file: Path, seed: int, head: int, tail: int, use: Callable[[], Any]) -> int:
+    """How many of 200 files with one other byte among the first or the last ones, or cut, are refused by name."""
+    whole, random, refused = file.read_bytes(), np.random.default_rng(seed), 0
+    for _ in range(200):
+        content = bytearray(whole)
+        place = int(random.choice([random.integers(head), -1 - random.integers(tail)]))
+        content[place] = random.integers(256)
+        file.write_bytes(content[: random.integers(len(content))] if random.random() < 0.2 else content)
+        try:
+            use()
+        except ValueError as error:
+            assert file.name in str(error)
+            refused += 1
+    return refused
+
+
+def test_damage_anywhere_in_a_file_gives_a_message_or_a_data_set(tmp_path: Path) -> None:
+    """Never another exception. Most of a file of CIFAR is pixels: aim at what stands before and after them."""
+    file = write_cifar(tmp_path / "cifar", train=10, test=2) / "data_batch_1"
+    assert refused_of_200(file, 1, 200, 100, lambda: CIFAR(str(tmp_path / "cifar"))) > 100
+    write_imagenet(tmp_path / "imagenet", classes=1, train=1, test=1)
+    data: Any = ImageNet(str(tmp_path / "imagenet"), 1, image_size=16)["test"]
+    file = Path(data.samples[0][0])
+
+    def use() -> None:
+        assert data[0][0].shape == (3, 16, 16)
+
+    assert refused_of_200(file, 2, 300, len(file.read_bytes()), use) > 40
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """CIFAR-10's archive in tmp_path/data, whose checksum torchvision expects."""
+    folder = write_cifar(tmp_path / "data")
+    path = folder.with_name("cifar-10-python.tar.gz")
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(folder, folder.name)
+    shutil.rmtree(folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(path.read_bytes()).hexdigest())
+    return path
+
+
+def test_an_archive_is_unpacked(archive: Path) -> None:
+    """Also over what an interrupted unpacking left. A damaged one is named."""
+    left = archive.parent / "cifar-10-batches-py"
+    for _ in range(2):
+        data: Any = CIFAR(str(archive.parent))
+        assert len(data["train"]) == 40
+        assert {path.name for path in archive.parent.iterdir()} == {archive.name, left.name, ".preparing"}
+        shutil.rmtree(left)
+        left.mkdir()
+        (left / "data_batch_1").write_bytes(b"half")
+    shutil.rmtree(left)
+    archive.write_bytes(archive.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cifar-10-python\.tar\.gz is damaged.*download true"):
+        CIFAR(str(archive.parent))
+    assert not left.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Python 3.14 will")
+@pytest.mark.parametrize("knows_filters", [True, False])  # Python 3.11 before 3.11.4 does not
+def test_nothing_of_an_archive_is_written_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_filters: bool
+) -> None:
+    if not knows_filters:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    elif not hasattr(tarfile, "data_filter"):
+        pytest.skip("this Python's tarfile has no filters")
+    (tmp_path / "file").write_text("text")
+    for name in ("../outside", "data/../../outside", "data/link", "data/file"):
+        with tarfile.open(tmp_path / "archive.tar", "w") as tar, open(tmp_path / "file", "rb") as file:
+            member = tar.gettarinfo(arcname=name, fileobj=file)
+            if name.endswith("link"):
+                member.type, member.linkname, member.size = tarfile.SYMTYPE, "/etc", 0
+            tar.addfile(member, file)
+        refused = pytest.raises(ValueError, match="cannot be unpacked")
+        with nullcontext() if name == "data/file" else refused:
+            unpack(tmp_path / "archive.tar", "data")
+    assert {path.name for path in tmp_path.iterdir()} == {"archive.tar", "data", "file"}
+    assert (tmp_path / "data/file").read_text() == "text"
+
+
+def test_download(archive: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also over what an interrupted download left; and what an address without the file leads to."""
+    root = tmp_path / "new"
+    root.mkdir()
+    (root / archive.name).write_bytes(b"half")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(archive.parent))
+    with HTTPServer(("127.0.0.1", 0), handler) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{http.server_port}/{archive.name}")
+        data: Any = CIFAR(str(root), download=True)
+        assert len(data["test"]) == 16
+        shutil.rmtree(root)
+        monkeypatch.setattr(CIFAR10, "url", f"{CIFAR10.url}.away")
+        with pytest.raises(ValueError, match=r"could not be downloaded .*404.* other means"):
+            CIFAR(str(root), download=True)
+        http.shutdown()
+    # a data set that is there is left as it is
+    there = write_cifar(tmp_path / "there").parent
+    there.chmod(0o500)
+    try:
+        data = CIFAR(str(there), download=True)
+        assert len(data["train"]) == 40
+    finally:
+        there.chmod(0o700)
+    assert not (there / ".preparing").exists()
+
+
+def prepare_slowly(root: Path, started: Any) -> None:
+    done, counter = root / "done", root / "count"
+
+    def work() -> None:
+        with counter.open("a") as count:
+            count.write("x")
+        if len(counter.read_text()) == 1:
+            raise ValueError("the first one fails")
+        done.touch()
+
+    started.wait()
+    prepare_once(root, done.exists, work)
+    assert done.exists()
+
+
+def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path: Path) -> None:
+    """The first fails on purpose: the next one takes over, and only it."""
+    context = multiprocessing.get_context("fork")
+    started = context.Barrier(4)
+    processes = [context.Process(target=prepare_slowly, args=(tmp_path, started)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(patient(60))
+    assert Counter(process.exitcode for process in processes) == {0: 3, 1: 1}
+    assert (tmp_path / "count").read_text() == "xx"
+    # a place that cannot be written
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be prepared in .*file/data"):
+        prepare_once(tmp_path / "file/data", lambda: False, lambda: None)
+
+
+def test_imagenet(tmp_path: Path) -> None:
+    write_imagenet(tmp_path, classes=5, train=6, test=3)
+    data: Any = ImageNet(str(tmp_path), num_classes=4, image_size=32)
+    assert [len(data[split]) for split in ("train", "test")] == [24, 12]
+    for split in ("train", "test"):
+        labels = [label for _, label in data[split]]
+        assert labels == sorted(labels) and set(labels) == {0, 1, 2, 3}
+        image = data[split][5][0]
+        assert image.shape == (3, 32, 32) and image.dtype == torch.float32
+    assert not torch.equal(data["train"][0][0], data["train"][0][0])
+    assert torch.equal(data["test"][0][0], data["test"][0][0])
+    grey = (data["test"][0][0].mean() * 0.225 + 0.45) * 255
+    assert abs(grey - 255 / 10) < 10, "the first class is the darkest"
+    # fewer classes than folders take every nth
+    few: Any = ImageNet(str(tmp_path), num_classes=2)["train"]
+    assert [(path[-15:-7], label) for path, label in few.samples[::6]] == [("01440764", 0), ("01440766", 1)]
+
+
+def test_imagenet_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    tree = load(["configs/imagenet/resnet50"], ["--configs.dataset.root", str(root)])
+    with pytest.raises(ConfigError, match=r"data/train is no folder. Make ROOT/train/CLASS.*dataset\.root"):
+        instantiate(tree.dataset)
+    write_imagenet(root, classes=2)
+    with pytest.raises(ConfigError, match="has 2 class folders, but dataset.num_classes is 1000"):
+        instantiate(tree.dataset)
+    shutil.move(root / "val/n01440764", root / "val/n09999999")
+    with pytest.raises(ValueError, match="n01440764, n09999999 in one of them only"):
+        ImageNet(str(root), 2)
+    shutil.move(root / "val/n09999999", root / "val/n01440764")
+    for file in (root / "val/n01440765").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match="val: .*n01440765"):
+        ImageNet(str(root), 2)
+    shutil.rmtree(root / "train")
+    (root / "train").mkdir()
+    with pytest.raises(ValueError, match="no class folders"):
+        ImageNet(str(root), 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_named(tmp_path: Path, workers: Any) -> None:
+    """Also by a loader's worker, which starts from nothing and imports torchvision anew."""
+    write_imagenet(tmp_path, classes=1, train=2)
+    file = tmp_path / "train/n01440764/n01440764_1.JPEG"
+    data = ImageNet(str(tmp_path), 1, image_size=16)["train"]
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "forkserver"} if workers else {}
+    assert next(iter(DataLoader(data, 2, **options)))[0].shape == (2, 3, 16, 16)
+    file.write_bytes(file.read_bytes()[:300])
+    with pytest.raises(ValueError, match="n01440764_1.JPEG cannot be read"):
+        list(DataLoader(data, 2, **options))
 
 
 def test_every_image_is_tested_once_over_the_folds() -> None:
@@ -26,11 +343,8 @@ def test_every_image_is_tested_once_over_the_folds() -> None:
 
     assert rows(images) == rows(whole)
     assert abs(images.mean().item()) < 1e-2 and abs(images.std().item() - 1) < 1e-2
-
-
-def test_folds_are_stratified_and_fixed() -> None:
-    for fold in range(5):
-        labels = Digits(fold)["test"][:][1]
+    # folds are stratified and fixed
+    for _, labels in tested:
         counts = labels.bincount(minlength=10)
         assert len(labels) in (359, 360) and counts.min() >= 34 and counts.max() <= 37
     assert torch.equal(Digits(1)["train"][:][0], Digits(1)["train"][:][0])
@@ -38,42 +352,36 @@ def test_folds_are_stratified_and_fixed() -> None:
     assert sorted(sum(stratified_folds([0, 1] * 6, 3), [])) == list(range(12))
     image, label = Digits()["train"][0]
     assert image.shape == (1, 8, 8) and label.dtype == torch.int64 and label.dim() == 0
-
-
-def test_impossible_arguments_are_refused() -> None:
     for name, value in (("fold", 5), ("fold", -1), ("num_folds", 1), ("num_classes", 9)):
         with pytest.raises(ValueError, match=name):
             Digits(**{name: value})
 
 
-def test_torchvision_imports() -> None:
-    """In a process of its own: whatever torchvision is installed, it imports after the compatibility file."""
-    program = (
-        "import dgc_datasets.torchvision_compat as compat\n"
-        "from torchvision.models import resnet18\n"
-        "from torchvision.datasets import CIFAR10\n"
-        "assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512\n"
-        "assert compat.declare_missing_operators() == []\n"
-        "assert bool(compat._declared) != compat.operators_load()\n"
-    )
-    subprocess.run([python(), "-W", "error", "-c", program], check=True, timeout=patient(100))
+# in processes of their own: whatever torchvision is installed, it imports after the compatibility file
+COMPATIBLE = """
+import dgc_datasets.torchvision_compat as compat
+from torchvision.models import resnet18
+from torchvision.datasets import CIFAR10
+assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512
+assert compat.declare_missing_operators() == []
+assert bool(compat._declared) != compat.operators_load()
+"""
+# and in a config file, as the original's files import their models
+IN_A_CONFIG = """
+import sys
+from dgc_training.config import load
+assert 'torchvision' not in sys.modules
+tree = load(['configs/digits/cnn.py', 'mine.py'])
+assert tree.model._target_ == 'torchvision.models.resnet18'
+"""
 
 
-def test_torchvision_imports_in_a_config_file(tmp_path: Path) -> None:
-    """As the original's files import their models."""
+def test_torchvision_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "from torchvision.models import resnet18\nfrom dgc_training.config import Config, configs\n"
     (tmp_path / "mine.py").write_text(text + "configs.model = Config(resnet18, num_classes=10)\n")
-    program = (
-        "import sys\n"
-        "from dgc_training.config import load\n"
-        "assert 'torchvision' not in sys.modules\n"
-        f"tree = load(['configs/digits/cnn.py', {str(tmp_path / 'mine.py')!r}])\n"
-        "assert tree.model._target_ == 'torchvision.models.resnet18'\n"
-    )
-    subprocess.run([python(), "-W", "error", "-c", program], check=True, timeout=patient(100))
-
-
-def test_nothing_is_declared_where_operators_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in (COMPATIBLE, IN_A_CONFIG.replace("mine.py", str(tmp_path / "mine.py"))):
+        subprocess.run([python(), "-W", "error", "-c", program], check=True, timeout=patient(100))
+    # nothing is declared where operators load
     import dgc_datasets.torchvision_compat as compat
 
     import_target("torchvision.models.resnet18")  # with its operators, whatever this test leaves

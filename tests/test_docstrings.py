@@ -5,8 +5,7 @@ So do the lines to copy of docs/methods.md.
 
 import ast
 import doctest
-import warnings
-from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -19,15 +18,7 @@ from documented import code
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import dgc.comm
-import dgc.compression
-import dgc.gossip
-import dgc.launch
-import dgc.local
-import dgc.memory
-import dgc.optim
-import dgc.selection
-import dgc.wire
+import dgc
 from dgc.comm.collectives import all_reduce
 from dgc.comm.connect import choose_transport
 from dgc.comm.lockstep import LockstepWorld
@@ -37,8 +28,7 @@ from dgc.gossip.topology import peer_schedule
 from dgc.testing import check_compressor
 
 DGC = Path(dgc.__path__[0])
-PACKAGES = [dgc.comm, dgc.compression, dgc.gossip, dgc.launch, dgc.local, dgc.memory, dgc.optim]
-PACKAGES += [dgc.selection, dgc.wire]
+PACKAGES = "comm compression gossip launch local memory optim selection wire".split()
 
 
 def examples() -> dict[str, tuple[str, str]]:
@@ -65,23 +55,19 @@ def one_rank() -> Any:
 
 def names() -> dict[str, Any]:
     """What an example may use: public names, and the objects of a training script."""
-    public = {name: value for package in PACKAGES for name, value in vars(package).items() if name[0] != "_"}
+    packages = [import_module(f"dgc.{name}") for name in PACKAGES]
+    public = {name: value for package in packages for name, value in vars(package).items() if name[0] != "_"}
+    public |= {"DistributedDataParallel": DistributedDataParallel, "compress": compress, "FlatModel": FlatModel}
+    public |= {"LockstepWorld": LockstepWorld, "all_reduce": all_reduce, "choose_transport": choose_transport}
+    public |= {"peer_schedule": peer_schedule, "check_compressor": check_compressor}
     model = nn.Linear(32, 16)
     return public | {
         "torch": torch,
         "dgc": dgc,
-        "FlatModel": FlatModel,
-        "DistributedDataParallel": DistributedDataParallel,
-        "compress": compress,
-        "LockstepWorld": LockstepWorld,
-        "all_reduce": all_reduce,
-        "choose_transport": choose_transport,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "transport": one_rank(),
         "connect": lambda **options: one_rank(),
-        "peer_schedule": peer_schedule,
-        "check_compressor": check_compressor,
         "x": torch.ones(3),
         "inputs": torch.ones(4, 32),
         "targets": torch.zeros(4, dtype=torch.int64),
@@ -89,32 +75,23 @@ def names() -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore")  # one rank has nobody to exchange with
+def test_examples_run(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     for module in ("distributed", "local"):
-        name = f"dgc.optim.{module}.default_transport"
-        monkeypatch.setattr(name, lambda **options: one_rank())
+        monkeypatch.setattr(f"dgc.optim.{module}.default_transport", lambda **options: one_rank())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
     found = examples()
     assert len(found) > 80
-    failed = []
+    failed: list[str] = []
     for name, (text, file) in found.items():
-        namespace, lines = names(), list[str]()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one rank has nobody to exchange with
-            if ">>>" in text:
-                test = doctest.DocTestParser().get_doctest(text, namespace, name, file, 0)
-                doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=lines.append)
-            else:
-                try:
-                    exec(text, namespace)
-                except Exception as error:
-                    lines.append(f"{name}: {type(error).__name__}: {error}\n{text}")
-        failed += lines
+        namespace = names()
+        if ">>>" in text:
+            test = doctest.DocTestParser().get_doctest(text, namespace, name, file, 0)
+            doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=failed.append)
+            continue
+        try:
+            exec(text, namespace)
+        except Exception as error:
+            failed.append(f"{name}: {type(error).__name__}: {error}\n{text}")
     assert not failed, "\n".join(failed)

@@ -40,11 +40,8 @@ def test_no_time_limit_is_a_bare_number() -> None:
 
 
 @pytest.mark.timeout(50)
-def test_limits_of_pytest_are_scaled() -> None:
+def test_limits_of_pytest_are_scaled_and_started_processes_know_the_speed() -> None:
     assert 40 * slowness() < signal.getitimer(signal.ITIMER_REAL)[0] <= 50 * slowness()
-
-
-def test_started_processes_know_the_speed() -> None:
     assert slowness() >= 2 and patient(3) == 3 * slowness()
     words = [sys.executable, "-c", "import environment; print(environment.slowness())"]
     told = subprocess.check_output(words, env={**os.environ, "PYTHONPATH": python_path(TESTS)}, text=True)

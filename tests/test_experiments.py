@@ -1,10 +1,12 @@
 """The shipped experiments: hyper-parameters, what follows what, and the original README's commands, run."""
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,19 @@ def test_the_documented_experiments(row: Any) -> None:
     assert (train.optimizer.momentum, train.warmup_lr_epochs, train.schedule_lr_per_epoch) == (0.9, 5, True)
 
 
-def test_every_experiment_is_documented() -> None:
+def test_every_experiment_and_run_directory_is_documented() -> None:
     files = {str(file.relative_to(REPOSITORY).with_suffix("")) for file in REPOSITORY.glob("configs/*/*.py")}
     experiments = {name for name in files if "/dgc/" not in name and not name.endswith("__init__")}
     documented = {row[0].split("`")[1] for row in table("config")}
     assert {name for name in experiments if name.split("/")[1] in ("digits", "cifar", "imagenet")} == documented
+    size, stack = 8, ""
+    for words, directory in table("command line"):
+        stack = words = words.strip("`").replace("the same `...", stack)
+        if match := re.search(r"-np (\d+)", words):
+            size = int(match[1])
+        names = re.findall(r"configs/\S+\.py", words)
+        suffix = re.search(r"--suffix (\S+)", words)
+        assert directory == f"`runs/{run_name(names, suffix[1] if suffix else '', size)}`"
 
 
 def test_what_only_the_resnets_for_imagenet_have() -> None:
@@ -63,6 +73,11 @@ def test_what_only_the_resnets_for_imagenet_have() -> None:
         assert "nesterov" not in train.optimizer and train.optimize_bn_separately is False
     model = instantiate(load(["configs/imagenet/resnet18"]).model)
     assert all(torch.all(block.bn2.weight == 0) for layer in (model.layer1, model.layer4) for block in layer)
+    # any model of torchvision goes by its import path
+    larger = import_target("torchvision.models.resnet101")
+    tree = load(["configs/imagenet/resnet50"], ["--configs.model._target_", "torchvision.models.resnet101"])
+    with torch.device("meta"):
+        assert type(instantiate(tree.model)) is type(larger())
 
 
 def test_what_is_derived_follows_the_command_line() -> None:
@@ -89,55 +104,28 @@ def test_chunks_take_the_experiments_momentum_and_warm_up() -> None:
             assert compression.compress_ratio == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        (["resnet50"], {0: 0.0125, 4: 0.0825, 5: 0.1, 29: 0.1, 30: 0.01, 59: 0.01, 60: 1e-3, 80: 1e-4, 89: 1e-4}),
-        (["resnet50", "cosine"], {5: 0.1, 47: 0.1 * (1 + torch.tensor(torch.pi * 42 / 85).cos().item()) / 2}),
-    ],
-)
-def test_learning_rates_of_an_imagenet_run_on_8_ranks(files: Any, expected: Any) -> None:
-    train = load([f"configs/imagenet/{name}" for name in files]).train
-    optimizer = instantiate(train.optimizer, [torch.zeros(1, requires_grad=True)])
-    scale_learning_rate(optimizer, 8)
-    sizes: Any = {"size": 8, "steps_per_epoch": 1, "warmup_epochs": train.warmup_lr_epochs}
-    schedule = Schedule(optimizer, lambda scaled: instantiate(train.scheduler, scaled), **sizes)
-    rates = {}
-    for epoch in range(train.num_epochs):
-        schedule.begin_step(epoch, 0)
-        rates[epoch] = schedule.rates()[0]
-        optimizer.step()
-    assert {epoch: rates[epoch] for epoch in expected} == pytest.approx(expected)
-    assert min(rates[epoch] for epoch in range(80)) > 0
-
-
-def test_any_model_of_torchvision_goes_by_its_import_path() -> None:
-    model = import_target("torchvision.models.resnet101")
-    tree = load(["configs/imagenet/resnet50"], ["--configs.model._target_", "torchvision.models.resnet101"])
-    with torch.device("meta"):
-        assert type(instantiate(tree.model)) is type(model())
-
-
-def test_documented_run_directories() -> None:
-    size, files = 8, ""
-    for words, directory in table("command line"):
-        words = words.strip("`").replace("the same `...", files)
-        match = re.search(r"-np (\d+)", words)
-        size = int(match[1]) if match else size
-        names = re.findall(r"configs/\S+\.py", words)
-        suffix = re.search(r"--suffix (\S+)", words)
-        files = words
-        assert directory == f"`runs/{run_name(names, suffix[1] if suffix else '', size)}`"
+def test_learning_rates_of_an_imagenet_run_on_8_ranks() -> None:
+    cosine = {5: 0.1, 47: 0.1 * (1 + math.cos(math.pi * 42 / 85)) / 2}
+    steps = {0: 0.0125, 4: 0.0825, 5: 0.1, 29: 0.1, 30: 0.01, 59: 0.01, 60: 1e-3, 80: 1e-4, 89: 1e-4}
+    for files, expected in ((["resnet50"], steps), (["resnet50", "cosine"], cosine)):
+        train = load([f"configs/imagenet/{name}" for name in files]).train
+        optimizer = instantiate(train.optimizer, [torch.zeros(1, requires_grad=True)])
+        scale_learning_rate(optimizer, 8)
+        make = partial(instantiate, train.scheduler)
+        schedule = Schedule(optimizer, make, size=8, steps_per_epoch=1, warmup_epochs=train.warmup_lr_epochs)
+        rates = []
+        for epoch in range(train.num_epochs):
+            schedule.begin_step(epoch, 0)
+            rates.append(schedule.rates()[0])
+            optimizer.step()
+        assert {epoch: rates[epoch] for epoch in expected} == pytest.approx(expected) and min(rates[:80]) > 0
 
 
 # The original README's commands, in a folder that has train.py and small data in the default places
 
-MPIRUN = """mpirun -np 2 -H localhost:2 \\
-    -bind-to none -map-by slot -x NCCL_DEBUG=INFO \\
-    -x LD_LIBRARY_PATH -x PATH -mca pml ob1 \\
-    -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo \\
-    python train.py --configs configs/imagenet/resnet50.py \\
-    configs/dgc/wm0.py"""
+MPIRUN = """mpirun -np 2 -H localhost:2 -bind-to none -map-by slot -x NCCL_DEBUG=INFO -x LD_LIBRARY_PATH -x PATH \\
+    -mca pml ob1 -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo \\
+    python train.py --configs configs/imagenet/resnet50.py configs/dgc/wm0.py"""
 CIFAR = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
     configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"""
 LONGER = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
@@ -178,32 +166,25 @@ def trained(done: subprocess.CompletedProcess[str], directory: Path) -> dict:
 
 
 @pytest.mark.horovod
-def test_horovodrun_on_cifar(folder: Any) -> None:
+@pytest.mark.timeout(300)
+def test_horovodrun_on_cifar_and_mpirun_on_imagenet(folder: Any) -> None:
     command = CIFAR.replace("-np 8", "-np 2") + SHORT
     summary = trained(run(command, folder), folder / "runs/[cifar.resnet20+dgc.[wm5+fp16+int32]].np2")
     assert summary["ranks"] == 2 and summary["samples"] == 40
     assert 1 / 3 < summary["wire_over_dense"] < 1 / 1.5, "25 % of the elements, 6 bytes each in place of 4"
-
-
-@pytest.mark.horovod
-def test_mpirun_on_imagenet(folder: Any) -> None:
     command = MPIRUN.replace("resnet50", "resnet18") + SHORT + SMALL + " --configs.data.num_workers 0"
     summary = trained(run(command, folder), folder / "runs/[imagenet.resnet18+dgc.wm0].np2")
     assert summary["ranks"] == 2 and summary["samples"] == 24
     assert 0 < summary["wire_over_dense"] < 0.01
-
-
-@pytest.mark.horovod
-def test_absent_data_is_one_message(folder: Any) -> None:
-    """Seen by all ranks; said without a traceback, and nothing is left behind."""
+    # absent data is one message of all ranks, without a traceback, and nothing is left behind
     command = CIFAR.replace("horovodrun -np 8", "mpirun -np 2 -H localhost:2")
-    done = run(command + " --configs.dataset.root nowhere", folder)
+    done = run(command + " --configs.dataset.root nowhere --suffix .absent", folder)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     first = next(line for line in done.stderr.splitlines() if "dataset" in line)
     # rank 0 prints it at once, the others after a delay; on a machine with other work one of them may be first
     reason = r"dataset \(dgc_datasets.CIFAR\): the data set is not there: nowhere/cifar-10-batches-py"
     assert re.match(rf"(\[rank 1 of 2 on \S+\] )?{reason}", first), first
-    assert not (folder / "runs").exists() and not (folder / "nowhere").exists()
+    assert len(list((folder / "runs").iterdir())) == 2 and not (folder / "nowhere").exists()
 
 
 @pytest.mark.horovod
@@ -219,23 +200,3 @@ def test_the_original_readmes_commands(folder: Any) -> None:
         (LONGER, "[cifar.resnet20+dgc.wm5].e500.np8", "ranks", 8),
     ):
         assert trained(run(command + SHORT, folder, 300), folder / "runs" / name)[key] == value
-    assert load(["configs/cifar/resnet20"], ["--configs.train.num_epochs", "500"]).train.scheduler.T_max == 495
-
-
-@pytest.mark.horovod
-@pytest.mark.proof
-@pytest.mark.timeout(300)
-def test_two_machines(folder: Any) -> None:
-    """scripts/mpirun.sh starts daemons on two machines, both of them this one, and the ranks talk over TCP.
-
-    Needs a network interface beside the loopback one, which the script excludes.
-    """
-    agent = folder / "agent"  # in place of ssh: HOST COMMAND, each host with a temporary folder of its own
-    agent.write_text('#!/bin/sh\nmkdir -p "$0.$1"; export TMPDIR="$0.$1"; shift; exec sh -c "$*"\n')
-    agent.chmod(0o755)
-    command = (
-        f"HOSTS=server0:1,server1:1 MPI_OPTIONS='-mca plm_rsh_agent {agent}' {REPOSITORY}/scripts/mpirun.sh "
-        "--configs configs/cifar/resnet20.py configs/dgc/wm0.py --configs.train.batch_size 10"
-    )
-    summary = trained(run(command + SHORT, folder, 250), folder / "runs/[cifar.resnet20+dgc.wm0].np2")
-    assert summary["samples"] == 40

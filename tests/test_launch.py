@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import case
 from environment import patient
 
 import dgc.comm.connect
+from dgc import launch
 from dgc.comm import torch_distributed
 from dgc.comm.connect import choose_transport
-from dgc.launch import (
-    LAUNCHERS,
-    PORTS,
-    LaunchError,
-    check_launcher,
-    choose,
-    may_span_machines,
-    started_by,
-    torch_variables,
-)
+from dgc.launch import LAUNCHERS, PORTS, LaunchError, check_launcher, choose, torch_variables
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -37,7 +30,8 @@ def of(name: str, rank: int, size: int, **more: str) -> dict[str, str]:
 JOB = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # the batch script of a job
 PTY = {**JOB, "SLURM_STEP_NUM_TASKS": "1"}  # srun -n 1 --pty bash
 COPIED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "server0"}  # set from mpirun's variables by a script
-TORCHRUN = "torch.distributed (started by torchrun)"
+BY_TORCHRUN = ("torch.distributed (started by torchrun)",) * 2
+SRUN = "torch.distributed (started by srun"
 MISSING = "; Horovod is not installed: `make setup` builds it)"
 PMIX = f"torch.distributed (started by srun with PMIx{MISSING}"
 BY_MPIRUN = ("Horovod (started by mpirun)", f"torch.distributed (started by mpirun{MISSING}")
@@ -46,75 +40,68 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str, str, tuple[int, int]]] = {
     "none": ({}, "Horovod (installed, and", "torch.distributed (there is no launcher; H", (0, 1)),
     "a batch script": (JOB, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
     "a shell of srun": (PTY, "Horovod (installed", "torch.distributed (there is no", (0, 1)),
-    "torchrun": ({**COPIED, "TORCHELASTIC_RUN_ID": "none"}, TORCHRUN, TORCHRUN, (1, 4)),
-    "torchrun with one rank": (of("torchrun", 0, 1), TORCHRUN, TORCHRUN, (0, 1)),
+    "torchrun": ({**COPIED, "TORCHELASTIC_RUN_ID": "none"}, *BY_TORCHRUN, (1, 4)),
+    "torchrun with one rank": (of("torchrun", 0, 1), *BY_TORCHRUN, (0, 1)),
     "torch's variables": (COPIED, "torch.distributed (started by RANK", "torch.distributed (started by R", (1, 4)),
     "mpirun": (of("mpirun", 1, 4), "Horovod (started by mpirun)", "torch.distributed (started by mpirun", (1, 4)),
     "horovodrun": (of("horovodrun", 1, 4), "Horovod (started by horovodrun)", "torch.distributed (", (1, 4)),
     "PMI": (of("PMI", 1, 4), "Horovod (started by PMI)", "torch.distributed (started by PMI; Horovod", (1, 4)),
-    "srun": (of("srun", 1, 4), "torch.distributed (started by srun)", "torch.distributed (started by s", (1, 4)),
+    "srun": (of("srun", 1, 4), f"{SRUN})", SRUN, (1, 4)),
+    "mpirun's rank without its size": (of("srun", 1, 4, OMPI_COMM_WORLD_RANK="3"), SRUN, SRUN, (1, 4)),
     "srun --mpi=pmix": (of("srun", 1, 4, PMIX_RANK="1"), "Horovod (started by srun with PMIx)", PMIX, (1, 4)),
     # srun starts mpirun's daemons, one per machine
-    "mpirun in a SLURM job": (
-        {**JOB, **of("srun", 1, 2), **of("mpirun", 5, 8, PMIX_RANK="5")},
-        *(*BY_MPIRUN, (5, 8)),
-    ),
-    "torchrun in srun": ({**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)}, TORCHRUN, TORCHRUN, (5, 8)),
-    "torchrun in mpirun, one per machine": (
-        {**of("mpirun", 1, 2, PMIX_RANK="1"), **of("torchrun", 5, 8)},
-        *(TORCHRUN, TORCHRUN, (5, 8)),
-    ),
-    "torchrun in a shell of mpirun": (
-        {**of("mpirun", 0, 1), **of("torchrun", 1, 2)},
-        *(TORCHRUN, TORCHRUN, (1, 2)),
-    ),
+    "mpirun in a job": ({**JOB, **of("srun", 1, 2), **of("mpirun", 5, 8, PMIX_RANK="5")}, *BY_MPIRUN, (5, 8)),
+    "torchrun in srun": ({**JOB, **of("srun", 1, 2), **of("torchrun", 5, 8)}, *BY_TORCHRUN, (5, 8)),
+    "torchrun in mpirun": ({**of("mpirun", 1, 2, PMIX_RANK="1"), **of("torchrun", 5, 8)}, *BY_TORCHRUN, (5, 8)),
+    "torchrun in a shell of mpirun": ({**of("mpirun", 0, 1), **of("torchrun", 1, 2)}, *BY_TORCHRUN, (1, 2)),
     "mpirun and a script that sets torch's variables": ({**of("mpirun", 1, 4), **COPIED}, *BY_MPIRUN, (1, 4)),
 }
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_the_launcher_decides(name: str) -> None:
-    environment, with_horovod, without, (rank, size) = ENVIRONMENTS[name]
-    for installed, expected in ((True, with_horovod), (False, without)):
-        choice = choose("auto", environment, installed)
-        assert str(choice).startswith(expected), str(choice)
-        for wanted in ("horovod", "torch"):
-            assert str(choose(wanted, environment, installed)).endswith("(as set)")
-            assert choose(wanted, environment, installed, running="torch").transport == wanted
-            assert str(choose("auto", environment, installed, wanted)).endswith("(initialised already)")
-            assert choose("auto", environment, installed, wanted).transport == wanted
-        if "SLURM_NTASKS" not in environment or size > 1:
-            check_launcher(environment, transport=choice.transport)
-    started = started_by(environment)
-    assert (rank, size) == ((0, 1) if started is None else (started.rank, started.size))
-
-
-def test_an_unknown_transport_is_refused() -> None:
+def test_the_launcher_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (environment, with_horovod, without, (rank, size)) in ENVIRONMENTS.items():
+        with case(name):
+            for installed, expected in ((True, with_horovod), (False, without)):
+                choice = choose("auto", environment, installed)
+                assert str(choice).startswith(expected), str(choice)
+                for wanted in ("horovod", "torch"):
+                    assert str(choose(wanted, environment, installed)).endswith("(as set)")
+                    assert choose(wanted, environment, installed, running="torch").transport == wanted
+                    assert str(choose("auto", environment, installed, wanted)).endswith("(initialised already)")
+                    assert choose("auto", environment, installed, wanted).transport == wanted
+                if "SLURM_NTASKS" not in environment or size > 1:
+                    check_launcher(environment, transport=choice.transport)
+            started = launch.started_by(environment)
+            assert (rank, size) == ((0, 1) if started is None else (started.rank, started.size))
     with pytest.raises(ValueError, match="must be auto, horovod or torch, not 'gloo'"):
         choose("gloo", {}, installed=True)
+    # what is initialised is taken
+    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["torch"])
+    assert str(choose_transport()) == "torch.distributed (initialised already)"
+    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["horovod", "torch"])
+    assert str(choose_transport()) == "Horovod (initialised already)"
+    assert choose_transport("torch").transport == "torch"
 
 
-def test_restarts_through_a_shared_store_are_refused() -> None:
-    def check(restarts: str, shared: str) -> None:
-        elastic = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
-        check_launcher(of("torchrun", 0, 2, **elastic), transport="torch")
+def test_restarts_through_a_shared_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"
+
+    def check(*values: str) -> None:
+        check_launcher(of("torchrun", 0, 2, **dict(zip(names, values, strict=True))), transport="torch")
 
     check("0", "True")
     check("3", "False")
     with pytest.raises(LaunchError, match="--max-restarts 3: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         check("3", "True")
-
-
-def test_compress_refuses_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It connects the ranks by this function, after the script has initialised torch.distributed."""
-    for name, value in (("MAX_RESTARTS", "3"), ("USE_AGENT_STORE", "True")):
-        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    # dgc.ddp.compress connects the ranks by this function, after the script has initialised torch.distributed
+    for name, value in zip(names, ("3", "True"), strict=True):
+        monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="--max-restarts 3: .*Gloo connectFullMesh failed"):
         torch_distributed.connect()
 
 
-def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None:
-    refused = [
+def test_launchers_that_start_more_ranks_than_a_transport_sees_are_refused() -> None:
+    refused: list[tuple[dict[str, str], int | None, str]] = [
         ({"WORLD_SIZE": "4", "RANK": "1"}, None, "WORLD_SIZE is 4, but Horovod sees 1 rank.* horovodrun -np 4"),
         ({"WORLD_SIZE": "4", "RANK": "1"}, None, r"or use the transport torch \(train.transport\)"),
         ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"}, None, "WORLD_SIZE is 4, but Horovod sees 2 ranks"),
@@ -126,22 +113,17 @@ def test_launchers_that_start_more_ranks_than_horovod_sees_are_refused() -> None
     for environment, size, message in refused:
         with pytest.raises(LaunchError, match=message):
             check_launcher(environment, size)
-    for environment, size in (
-        ({}, None),
-        ({}, 1),
+    both = {"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}
+    fine: list[tuple[dict[str, str], int | None]] = [({}, None), ({}, 1), (both, None), (both, 4), (PTY, 1)]
+    fine += [
         ({"WORLD_SIZE": "1"}, None),
-        ({"WORLD_SIZE": "four", "SLURM_NTASKS": ""}, None),
-        ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"}, None),
         ({"WORLD_SIZE": "2"}, 4),
-        ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, None),
-        ({"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}, 4),
-        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 1),  # srun -n 1 --pty bash
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None),  # the number is not in the environment
-    ):
+        ({"WORLD_SIZE": "four", "SLURM_NTASKS": ""}, None),
+    ]
+    fine += [({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"}, None)]
+    fine += [({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None)]  # the number is not in the environment
+    for environment, size in fine:
         check_launcher(environment, size)
-
-
-def test_launchers_that_start_more_ranks_than_torch_connects_are_refused() -> None:
     refused = [
         (JOB, None, "SLURM_NTASKS is 8, but torch.distributed sees 1 rank: .* srun -n 8 or torchrun"),
         ({"WORLD_SIZE": "4"}, None, "WORLD_SIZE is 4, .* torchrun --nproc-per-node 4. .* env -u WORLD_SIZE"),
@@ -173,24 +155,16 @@ def test_the_variables_of_torch_under_other_launchers() -> None:
     torchrun = of("torchrun", 1, 4, LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", **given)
     assert torch_variables(torchrun).items() <= torchrun.items()
 
-
-def test_the_address_of_rank_0_under_srun() -> None:
+    # the address of rank 0 under srun
     job = of("srun", 3, 8, SLURM_JOB_ID="17", SLURM_STEP_ID="0", SLURM_LOCALID="3")
     job["SLURM_LAUNCH_NODE_IPADDR"] = "10.0.0.1"
-    for nodes, first in {
-        "node3": "node3",
-        "node3,node7": "node3",
-        "node[3-4,7]": "node3",
-        "gpu[03-05,7]-ib,login1": "gpu03-ib",
-        "r[1-2]n[08,10]": "r1n08",
-    }.items():
-        found = torch_variables({**job, "SLURM_STEP_NODELIST": nodes})
+    nodes = {"node3": "node3", "node3,node7": "node3", "node[3-4,7]": "node3"}
+    for several, first in {**nodes, "gpu[03-05,7]-ib,login1": "gpu03-ib", "r[1-2]n[08,10]": "r1n08"}.items():
+        found = torch_variables({**job, "SLURM_STEP_NODELIST": several})
         assert (found["MASTER_ADDR"], found["RANK"], found["LOCAL_RANK"]) == (first, "3", "3")
         assert int(found["MASTER_PORT"]) in PORTS
     assert torch_variables(job)["MASTER_ADDR"] == "10.0.0.1"
-
-
-def test_what_torch_misses_is_named() -> None:
+    # what is missing is named
     for environment, message in (
         (of("mpirun", 5, 8, OMPI_COMM_WORLD_LOCAL_SIZE="4"), "mpirun started 8 ranks, .* -x MASTER_ADDR=server0"),
         (of("mpirun", 1, 4, OMPI_COMM_WORLD_LOCAL_SIZE="4"), "but MASTER_PORT is not set"),
@@ -202,20 +176,9 @@ def test_what_torch_misses_is_named() -> None:
             torch_variables(environment)
 
 
-def test_what_is_initialised_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["torch"])
-    assert str(choose_transport()) == "torch.distributed (initialised already)"
-    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["horovod", "torch"])
-    assert str(choose_transport()) == "Horovod (initialised already)"
-    assert choose_transport("torch").transport == "torch"
-
-
 def printed(program: str, **variables: str) -> str:
-    """By another process."""
-    environment, command = (
-        {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables},
-        [sys.executable, "-c", program],
-    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -248,30 +211,21 @@ def test_ranks_on_one_machine_are_known_where_the_launcher_says_so() -> None:
         return {f"{launcher}_SIZE": size, f"{launcher}_LOCAL_SIZE": local_size}
 
     one = [{}, {**ranks("OMPI_COMM_WORLD", "4", "4"), "PMIX_RANK": "0"}, ranks("HOROVOD", "2", "2")]
-    assert not any(map(may_span_machines, one))
-    several = [
-        ranks("OMPI_COMM_WORLD", "4", "2"),
-        ranks("HOROVOD", "4", "2"),
-        {"PMI_SIZE": "4"},
-        {"PMIX_RANK": "1"},
-    ]
-    assert all(map(may_span_machines, several))
+    assert not any(map(launch.may_span_machines, one))
+    several = [ranks(name, "4", "2") for name in ("OMPI_COMM_WORLD", "HOROVOD")]
+    assert all(map(launch.may_span_machines, [*several, {"PMI_SIZE": "4"}, {"PMIX_RANK": "1"}]))
 
 
 # A rank, the process that starts it, and an end of both that the test does not have to arrange.
 RANK = "import os, time, dgc.launch as l; print(os.getpid(), l.end_with_launcher(os.environ, 0.05), flush=True)"
 RANK += "; time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}])"
+LAUNCHED = [of("torchrun", 0, 1), of("mpirun", 1, 4), of("horovodrun", 1, 4)]
 
 
-@pytest.mark.parametrize(
-    ("variables", "ends"),
-    [
-        *((of(*of_rank), True) for of_rank in (("torchrun", 0, 1), ("mpirun", 1, 4), ("horovodrun", 1, 4))),
-        *((variables, False) for variables in (COPIED, PTY, {})),
-    ],
-)
-def test_a_rank_ends_with_its_launcher(variables: dict[str, str], ends: bool) -> None:
+@pytest.mark.parametrize("variables", [*LAUNCHED, COPIED, PTY, {}])
+def test_a_rank_ends_with_its_launcher(variables: dict[str, str]) -> None:
+    ends = variables in LAUNCHED
     others = {name: value for name, value in os.environ.items() if name in ("PATH", "PYTHONPATH", "HOME")}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", PARENT]

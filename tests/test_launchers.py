@@ -1,23 +1,19 @@
-"""The launch scripts: their commands and errors, and rank and size from the launcher."""
+"""The launch scripts: their commands and errors."""
 
 import os
 import shutil
 import socket
 import subprocess
-import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from documented import table
 from environment import patient
-from warm import python
 
-from dgc.launch import LAUNCHERS
 from dgc_training.config import load
 from dgc_training.config_files import REPOSITORY
-from dgc_training.launcher import launched_rank, launched_size
 from scripts.launch import environment, mpirun
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
@@ -25,10 +21,8 @@ SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun"
 SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("scripts/gossip/*.sh")]
 OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
 ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
-GOSSIP = {
-    **{"ar": None, "sgp": "n_peer_exponential", "osgp": "n_peer_exponential"},
-    **{"dpsgd": "bipartite_exponential", "adpsgd": "bipartite_exponential"},
-}
+GOSSIP = {"ar": None, **dict.fromkeys(("sgp", "osgp"), "n_peer_exponential")}
+GOSSIP |= dict.fromkeys(("dpsgd", "adpsgd"), "bipartite_exponential")
 TRAIN = ["--configs", "x"]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
@@ -48,25 +42,11 @@ def line_of(script: str, *words: str, **variables: str) -> str:
     return shell(script, *words, **variables).stdout.replace("\\", "")
 
 
-@pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
-def test_shell(script: Any) -> None:
-    checks = [
-        ["bash", "-n"],
-        *([["shellcheck", "-x", "-P", str(REPOSITORY)]] if shutil.which("shellcheck") else []),
-    ]
-    for check in checks:
+def test_shell() -> None:
+    checks = [["bash", "-n"], ["shellcheck", "-x", "-P", str(REPOSITORY)]]
+    for check, script in product([words for words in checks if shutil.which(words[0])], SHELL):
         done = subprocess.run([*check, str(script)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("script", ["mpirun", "horovodrun"])
-def test_an_unknown_machine_or_interface_is_an_error(script: Any) -> None:
-    for variables, message in (
-        ({"HOSTS": "localhost:1,nowhere.invalid:1"}, "HOSTS has nowhere.invalid, but this name has no address"),
-        ({"RANKS": "1", "INTERFACE": "lo,eth99"}, "there is no interface eth99 (INTERFACE); this machine has: "),
-    ):
-        done = shell(script, *TRAIN, DRY_RUN="", **variables)
-        assert done.returncode == 2 and f"{script}.sh: {message}" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("script", ROWS, ids=lambda script: script.stem)
@@ -90,9 +70,6 @@ def test_a_row_of_the_accuracy_table(script: Any) -> None:
     assert cosine is (row[6] == "cosine") and str(tree.model._target_) == "torchvision.models.vgg16_bn"
     rate = tree.train.optimizer.lr * tree.train.num_batches_per_step * ranks
     assert rate == pytest.approx(0.1 * batch / 256)
-
-
-def test_every_row_has_a_script() -> None:
     assert {row[0].strip("`") for row in table("script in")} == {script.name for script in ROWS}
 
 
@@ -120,6 +97,13 @@ def test_errors_of_launchers() -> None:
         ("torchrun", {"RANKS": "2", "RENDEZVOUS": "a"}, TRAIN, "RENDEZVOUS is a"),
         ("torchrun", {"RANKS": "2", "RESTARTS": "0"}, TRAIN, "RESTARTS is 0"),
     ]
+    unknown, interface = {"HOSTS": "localhost:1,nowhere.invalid:1"}, {"RANKS": "1", "INTERFACE": "lo,eth99"}
+    for script in ("mpirun", "horovodrun"):
+        for variables, message in (
+            (unknown, "HOSTS has nowhere.invalid, but this name has no address"),
+            (interface, "there is no interface eth99 (INTERFACE); this machine has: "),
+        ):
+            cases.append((script, {**variables, "DRY_RUN": ""}, TRAIN, f"{script}.sh: {message}"))
     for script, variables, words, message in cases:
         done = shell(script, *words, **variables)
         assert done.returncode == 2 and message in done.stderr and not done.stdout, (script, variables, words)
@@ -149,41 +133,38 @@ def test_hosts() -> None:
     given = "-mca orte_tag_output 0 -mca btl_tcp_if_include eth1 "
     assert line_of("horovodrun", *TRAIN, **options).startswith(f"horovodrun -np 16 -H {hosts} --mpi-args={given}")
     assert "mpirun -np 16 -H" in line_of("mpirun", *TRAIN, HOSTS="server0:08,server1:8")
+    line = line_of("horovodrun", *TRAIN, RANKS="2", INTERFACE="eth1", NETWORK="ethernet")
+    own = "--network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "  # it sets the interface itself
+    assert line.startswith(f"horovodrun -np 2 -H localhost:2 {own}")
 
 
 OB1, TCP, IF = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
+NCCL, GLOO = "-x NCCL_SOCKET_IFNAME", "-x HOROVOD_GLOO_IFACE"
 
 
 def test_network(tmp_path: Path) -> None:
     """HAS: the message layer that the fake ompi_info prints."""
-    cases: list[tuple[dict[str, str], str]] = [
-        ({"NETWORK": "ethernet"}, f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python"),
-        (
-            {"INTERFACE": "eth1"},
-            f"-x NCCL_SOCKET_IFNAME=eth1 -x HOROVOD_GLOO_IFACE=eth1 {OB1} {TCP} {IF}_include eth1 python",
+    cases = {
+        "NETWORK=ethernet": f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python",
+        "INTERFACE=eth1": f"{NCCL}=eth1 {GLOO}=eth1 {OB1} {TCP} {IF}_include eth1 python",
+        "NETWORK=ethernet INTERFACE=eth0,eth1": (
+            f"-x NCCL_IB_DISABLE=1 {NCCL}=eth0,eth1 {GLOO}=eth0 {OB1} {TCP} {IF}_include eth0,eth1 python"
         ),
-        (
-            {"NETWORK": "ethernet", "INTERFACE": "eth0,eth1"},
-            "-x NCCL_IB_DISABLE=1 -x NCCL_SOCKET_IFNAME=eth0,eth1 -x HOROVOD_GLOO_IFACE=eth0 "
-            f"{OB1} {TCP} {IF}_include eth0,eth1 python",
+        "NETWORK=infiniband INTERFACE=ib0 UCX_NET_DEVICES=mlx5_0:1 HAS=ucx": (
+            f"-x NCCL_IB_DISABLE=0 {NCCL}=ib0 {GLOO}=ib0 -x UCX_NET_DEVICES=mlx5_0:1 "
+            "-mca pml ucx -mca btl ^openib python"
         ),
-        (
-            {"NETWORK": "infiniband", "INTERFACE": "ib0", "UCX_NET_DEVICES": "mlx5_0:1", "HAS": "ucx"},
-            "-x NCCL_IB_DISABLE=0 -x NCCL_SOCKET_IFNAME=ib0 -x HOROVOD_GLOO_IFACE=ib0 "
-            "-x UCX_NET_DEVICES=mlx5_0:1 -mca pml ucx -mca btl ^openib python",
+        "NETWORK=infiniband HAS=cm": (
+            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {OB1} -mca btl openib,self,vader python"
         ),
-        (
-            {"NETWORK": "infiniband", "HAS": "cm"},
-            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {OB1} -mca btl openib,self,vader python",
+        "NETWORK=ethernet MPI_OPTIONS=--mca\tbtl\ttcp,self": (
+            f"-x NCCL_IB_DISABLE=1 {OB1} {IF}_exclude docker0,lo --mca btl tcp,self python"
         ),
-        (
-            {"NETWORK": "ethernet", "MPI_OPTIONS": "--mca btl tcp,self"},
-            f"-x NCCL_IB_DISABLE=1 {OB1} {IF}_exclude docker0,lo --mca btl tcp,self python",
-        ),
-    ]
+    }
     info = tmp_path / "ompi_info"
     found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
-    for variables, expected in cases:
+    for given, expected in cases.items():
+        variables = dict(word.replace("\t", " ").split("=") for word in given.split(" "))
         info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
         info.chmod(0o755)
         line = line_of("mpirun", *TRAIN, HOSTS="a:8,b:8", **found, **variables)
@@ -192,15 +173,8 @@ def test_network(tmp_path: Path) -> None:
         assert len(options) == len(set(options))
 
 
-def test_horovodrun_sets_the_interface_itself() -> None:
-    line = line_of("horovodrun", *TRAIN, RANKS="2", INTERFACE="eth1", NETWORK="ethernet")
-    options = "--network-interfaces eth1 --mpi-args=-mca orte_tag_output 0 "
-    assert line.startswith(f"horovodrun -np 2 -H localhost:2 {options}")
-
-
 @pytest.mark.horovod
 def test_horovodrun_s_lines_do_not_begin_with_the_rank(tmp_path: Path) -> None:
-    """Also on a terminal, where the bar is then drawn."""
     words = ["--configs", "configs/digits/cnn.py", "--print-config"]
     done = shell("horovodrun", *words, RANKS="1", DRY_RUN="", MPI_OPTIONS="")
     assert done.returncode == 0 and done.stdout.startswith("seed: ") and "<stdout>" not in done.stdout, done.stderr
@@ -208,56 +182,19 @@ def test_horovodrun_s_lines_do_not_begin_with_the_rank(tmp_path: Path) -> None:
     assert own.count("orte_tag_output") == 1
 
 
-@pytest.mark.parametrize("name", GOSSIP)
-def test_gossip(name: str) -> None:
-    line = line_of(f"gossip/{name}", "configs/more.py", "--configs.seed", "3", RANKS="4")
-    topology = f"configs/topology/{GOSSIP[name]}.py " if GOSSIP[name] else ""
-    stack = f"configs/imagenet/resnet50.py configs/gossip/{name}.py {topology}"
-    assert "mpirun -np 4 " in line
-    assert line.endswith(f"/train.py --configs {stack}configs/more.py --configs.seed 3 \n")
-    load(stack.split(), [])
-    changed = {"EXPERIMENT": "configs/digits/cnn.py", **({"TOPOLOGY": "ring"} if topology else {})}
-    line = line_of(f"gossip/{name}", RANKS="4", LAUNCH="horovodrun", **changed)
-    topology = "configs/topology/ring.py " if topology else ""
-    assert line.startswith("horovodrun -np 4 ")
-    assert line.endswith(f"/train.py --configs configs/digits/cnn.py configs/gossip/{name}.py {topology}\n")
-
-
-def test_rank_and_size_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job script is no rank. Variables of mpirun go before those of the job. More is in test_launch.py."""
-    for launcher in LAUNCHERS:
-        for variable in (launcher.rank, launcher.size, launcher.marker):
-            monkeypatch.delenv(variable, raising=False)
-    for variables, expected in (
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "8"}, (0, 1)),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, (1, 2)),
-        ({"OMPI_COMM_WORLD_RANK": "3"}, (1, 2)),
-        ({"OMPI_COMM_WORLD_SIZE": "8"}, (3, 8)),
-    ):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        assert (launched_rank(), launched_size()) == expected, variables
-
-
-@pytest.mark.parametrize(
-    "launch",
-    [
-        pytest.param(["mpirun", "--oversubscribe", "-bind-to", "none", "-np"], marks=pytest.mark.horovod),
-        pytest.param(["horovodrun", "--gloo", "-np"], marks=pytest.mark.horovod),
-        ["python", "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_rank_under_a_real_launcher(launch: Any) -> None:
-    # one write each, so that the lines of several ranks do not mix
-    program = "import os; from dgc_training.launcher import _launched\n"
-    program += "os.write(1, b'rank %d %d\\n' % _launched())"
-    path = os.pathsep.join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {**os.environ, **AS_ROOT, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
-    command = [*launch, "3", sys.executable, "-c", program]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(60))
-    found = sorted(line[line.index("rank") :] for line in done.stdout.splitlines() if "rank" in line)
-    assert found == [f"rank {rank} 3" for rank in range(3)], done.stdout + done.stderr
+def test_gossip() -> None:
+    for name, graph in GOSSIP.items():
+        line = line_of(f"gossip/{name}", "configs/more.py", "--configs.seed", "3", RANKS="4")
+        topology = f"configs/topology/{graph}.py " if graph else ""
+        stack = f"configs/imagenet/resnet50.py configs/gossip/{name}.py {topology}"
+        assert "mpirun -np 4 " in line
+        assert line.endswith(f"/train.py --configs {stack}configs/more.py --configs.seed 3 \n")
+        load(stack.split(), [])
+        changed = {"EXPERIMENT": "configs/digits/cnn.py", **({"TOPOLOGY": "ring"} if graph else {})}
+        line = line_of(f"gossip/{name}", RANKS="4", LAUNCH="horovodrun", **changed)
+        topology = "configs/topology/ring.py " if graph else ""
+        assert line.startswith("horovodrun -np 4 ")
+        assert line.endswith(f"/train.py --configs configs/digits/cnn.py configs/gossip/{name}.py {topology}\n")
 
 
 @pytest.mark.horovod

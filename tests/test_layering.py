@@ -19,19 +19,16 @@ from pathlib import Path
 import grimp
 from importlinter import Contract
 from importlinter.api import read_configuration
-from importlinter.contracts.acyclic_siblings import AcyclicSiblingsContract
-from importlinter.contracts.forbidden import ForbiddenContract
-from importlinter.contracts.layers import LayersContract
-from importlinter.contracts.protected import ProtectedContract
+from importlinter.contracts import acyclic_siblings, forbidden, layers, protected
 
 ROOT = Path(__file__).parent.parent
 CONFIG = read_configuration(str(ROOT / "pyproject.toml"))
 PACKAGES = CONFIG["session_options"]["root_packages"]
 KINDS: dict[str, type[Contract]] = {
-    "acyclic_siblings": AcyclicSiblingsContract,
-    "forbidden": ForbiddenContract,
-    "layers": LayersContract,
-    "protected": ProtectedContract,
+    "acyclic_siblings": acyclic_siblings.AcyclicSiblingsContract,
+    "forbidden": forbidden.ForbiddenContract,
+    "layers": layers.LayersContract,
+    "protected": protected.ProtectedContract,
 }
 TRAIN = "dgc_training.train"
 # packages that import nothing outside the standard library but these
@@ -88,7 +85,6 @@ def names(source: str) -> Iterator[tuple[int, str]]:
 
 @cache
 def graph() -> grimp.ImportGraph:
-    """What each module imports or names."""
     found = grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
     found.add_module(TRAIN)
     for module in found.find_modules_that_directly_import("train"):
@@ -108,7 +104,6 @@ def graph() -> grimp.ImportGraph:
 
 
 def planted(importer: str, imported: str) -> grimp.ImportGraph:
-    """The graph with one more import."""
     changed = deepcopy(graph())
     changed.add_import(importer=importer, imported=imported)
     return changed
@@ -135,12 +130,8 @@ def cycle(imports: grimp.ImportGraph) -> list[str]:
     return []
 
 
-def test_the_contracts_hold() -> None:
-    found = broken(graph())
-    assert not found
-
-
-def test_no_modules_import_each_other() -> None:
+def test_the_contracts_hold_and_no_modules_import_each_other() -> None:
+    assert not broken(graph())
     found = cycle(graph())
     assert not found, " -> ".join(found)
 
@@ -153,11 +144,8 @@ def test_packages_import_nothing_else_from_outside() -> None:
         assert outside <= allowed, f"{package} imports {outside - allowed}"
 
 
-def test_every_folder_of_code_is_known() -> None:
+def test_the_graph_has_every_folder_of_code_and_train_and_strings() -> None:
     assert {path.parent.name for path in ROOT.glob("[!.]*/*.py")} - {"build", "tests"} == set(PACKAGES)
-
-
-def test_train_and_strings_are_in_the_graph() -> None:
     named = [(TRAIN, "dgc.optim"), ("configs.wmt16", "dgc_training.schedule"), ("dgc.comm.connect", "horovod")]
     assert all(graph().direct_import_exists(importer=module, imported=other) for module, other in named)
 
@@ -169,7 +157,4 @@ def test_every_contract_can_break() -> None:
         assert names, (module, imported)
         found |= names
     assert found == {options["name"] for options in CONFIG["contracts_options"]}
-
-
-def test_cycles_are_found() -> None:
     assert all(module in cycle(planted(module, imported)) for module, imported in PLANTED_CYCLES)

@@ -39,11 +39,11 @@ def log(*rows: str, **changes: str) -> bytes:
     return csv_log(*(rows or ROWS), **changes).encode()
 
 
-def row(name: str, value: str) -> bytes:
+def row(**changes: str) -> bytes:
     """A log in which a column of the second row has another value."""
     cells = dict(zip(HEAD.split(","), ROWS[1].split(","), strict=True))
-    assert name in cells
-    return log(ROWS[0], ",".join({**cells, name: value}.values()), ROWS[2])
+    assert set(changes) <= set(cells)
+    return log(ROWS[0], ",".join({**cells, **changes}.values()), ROWS[2])
 
 
 def directory(path: Path) -> None:
@@ -83,44 +83,21 @@ FILES: dict[str, list[Damage]] = {
     ],
 }  # fmt: skip
 # ... one value of the summary, of the config's train, and of a row
-VALUES: dict[str, tuple[Callable[[str, Any], bytes], dict[str, list[Any]]]] = {
-    "summary.json": (
-        lambda name, value: summary(**{name: value}),
-        {
-            "epochs": [EVIL, NAN, INF, -1, True, [2], 10**400],
-            "best_epoch": [EVIL],
-            "dropped_steps": [EVIL, {EVIL: 1}],
-            "final": [55.0, [55.0], {METRIC: EVIL}],
-            "best": [{METRIC: [60.0]}, METRIC],
-            "metric": [[METRIC]],
-            "wire_bytes": ["400", NAN],
-            "dense_wire_bytes": [EVIL, 1e300],
-            "lower_is_better": ["no"],
-        },
-    ),
-    "config.yaml": (
-        lambda name, value: config(**{name: value}),
-        {
-            "num_epochs": [EVIL, [2], NAN, 10**300],
-            "metric": [5],
-            "meters": [[METRIC], {METRIC: "_target_"}],
-            "compression": ["_target_", {"_target_": 5}, {"_target_": {"a": 1}}],
-            "gossip": [["_target_"]],
-        },
-    ),
-    LOG: (
-        row,
-        {
-            "Epoch": ["nan", "inf", "9" * 400, "-3"],
-            "itr": ["inf", "1e300"],
-            "BT(s)": ["nan", "inf"],
-            "Loss": [EVIL],
-            "wire_bytes": ["-5e20"],
-            "wait(s)": ["inf"],
-            "elapsed(s)": ["1e305"],
-        },
-    ),
-}
+VALUES: dict[str, list[tuple[str, list[Any]]]] = {
+    "summary.json": [
+        ("epochs", [EVIL, NAN, INF, -1, True, [2], 10**400]), ("best_epoch", [EVIL]), ("wire_bytes", ["400", NAN]),
+        ("dropped_steps", [EVIL, {EVIL: 1}]), ("final", [55.0, [55.0], {METRIC: EVIL}]), ("metric", [[METRIC]]),
+        ("best", [{METRIC: [60.0]}, METRIC]), ("dense_wire_bytes", [EVIL, 1e300]), ("lower_is_better", ["no"]),
+    ],
+    "config.yaml": [
+        ("num_epochs", [EVIL, [2], NAN, 10**300]), ("metric", [5]), ("meters", [[METRIC], {METRIC: "_target_"}]),
+        ("compression", ["_target_", {"_target_": 5}, {"_target_": {"a": 1}}]), ("gossip", [["_target_"]]),
+    ],
+    LOG: [
+        ("Epoch", ["nan", "inf", "9" * 400, "-3"]), ("itr", ["inf", "1e300"]), ("BT(s)", ["nan", "inf"]),
+        ("Loss", [EVIL]), ("wire_bytes", ["-5e20"]), ("wait(s)", ["inf"]), ("elapsed(s)", ["1e305"]),
+    ],
+}  # fmt: skip
 NO_ALGORITHMS = {"_target_": "dgc.local.OuterSteps", "base": 5, "outer": [EVIL], "compression": EVIL}
 # damages with which the report is written
 SHOWN: dict[str, list[Damage]] = {
@@ -147,7 +124,7 @@ SHOWN: dict[str, list[Damage]] = {
     ],
     LOG: [
         log()[:-9],
-        *(row("Loss", value) for value in ("nan", "inf", "-1e308")),
+        *(row(Loss=value) for value in ("nan", "inf", "-1e308")),
         log(*(re.sub(",[23],([56]0)", r",nan,\1", line) for line in ROWS)),  # every loss
         log(*(re.sub(r"^(0,-?\d),2,1,2", r"\1,0,0,0", line) for line in ROWS)),  # 0 seconds
         log(*(line.replace(",100,", ",-1,").replace(",300,", ",-1,") for line in ROWS)),  # unknown bytes
@@ -158,7 +135,6 @@ SHOWN: dict[str, list[Damage]] = {
 
 
 def made(path: Path) -> Path:
-    """A finished run."""
     (path / "csv").mkdir(parents=True)
     for name, content in (("summary.json", summary()), ("config.yaml", config()), (LOG, log())):
         (path / name).write_bytes(content)
@@ -193,10 +169,9 @@ def assert_harmless(text: str) -> None:
 
 
 def damages(name: str) -> Iterator[Damage]:
-    yield from (b"", bytes(range(256)) * 4, directory, loop)
-    yield from FILES[name]
-    make, values = VALUES[name]
-    yield from (make(key, value) for key, wrong in values.items() for value in wrong)
+    yield from (b"", bytes(range(256)) * 4, directory, loop, *FILES[name])
+    make: Any = {"summary.json": summary, "config.yaml": config, LOG: row}[name]
+    yield from (make(**{key: value}) for key, wrong in VALUES[name] for value in wrong)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -207,6 +182,7 @@ def test_one_line_names_a_damaged_file(name: str, tmp_path: Path, capsys: pytest
             damaged(run, name, damage)
             line = refused(capsys, run)
             assert str(run / name) in line or f"{run}/csv/out_r" in line
+            assert ("Remove it: the run then counts as unfinished" in line) == (name == "summary.json")
             assert len(line) < 450 + len(str(run)), "no content of the file"
             assert not (run / "report.html").exists()
 
@@ -229,27 +205,21 @@ def test_strange_values_are_shown_as_text(tmp_path: Path, capsys: pytest.Capture
     assert_harmless(Path(words[0], "report.html").read_text(encoding="utf-8"))
 
 
-def test_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    for name in ("empty", "file", "absent", "a\nb\x1b", "\udcff"):
-        assert ascii(name)[1:-1] in ascii(refused(capsys, tmp_path / name)) or not name.isprintable()
-    run = made(tmp_path / "run")
-    damaged(run, LOG, Path.unlink)
-    run.joinpath("csv").rmdir()
-    run.joinpath("csv").write_text("")
-    run.joinpath("config.yaml").unlink()
-    assert f"{run} has neither CSV files" in refused(capsys, run)
-    (tmp_path / "out").mkdir()
-    assert str(tmp_path / "out") in refused(capsys, made(tmp_path / "good"), "--out", tmp_path / "out")
-    with pytest.raises(SystemExit):
-        main([])
-
-
-def test_files_that_may_not_be_read(
+def test_no_runs_and_files_that_may_not_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, read = made(tmp_path / "run"), Path.read_text
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    run, page = made(tmp_path / "run"), tmp_path / "page"
+    there_is_none = "there is no run directory"
+    names = {"empty": "Give the directory of a run: runs/NAME.npN", "file": "", "absent": there_is_none}
+    for name, message in {**names, "a\nb\x1b": there_is_none, "\udcff": there_is_none}.items():
+        line = refused(capsys, run, tmp_path / name, "--out", page)
+        assert message in line and (ascii(name)[1:-1] in ascii(line) or not name.isprintable())
+        assert not page.exists()
+    (tmp_path / "out").mkdir()
+    assert str(tmp_path / "out") in refused(capsys, run, "--out", tmp_path / "out")
+    read = Path.read_text
     for name in ("summary.json", "config.yaml", LOG):
 
         def denied(path: Path, *given: Any, name: str = name, **options: Any) -> str:
@@ -259,6 +229,14 @@ def test_files_that_may_not_be_read(
 
         monkeypatch.setattr(Path, "read_text", denied)
         assert f"{run / name} cannot be read: Permission denied" in refused(capsys, run)
+    monkeypatch.undo()
+    damaged(run, LOG, Path.unlink)
+    run.joinpath("csv").rmdir()
+    run.joinpath("csv").write_text("")
+    run.joinpath("config.yaml").unlink()
+    assert f"{run} has neither CSV files" in refused(capsys, run)
+    with pytest.raises(SystemExit):
+        main([])
 
 
 def written(path: Path, changes: dict[str, list[float]]) -> Path:

@@ -27,15 +27,15 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "parameters", "tensors", "matrices", "features"), MODELS)
-def test_sizes(name: str, parameters: int, tensors: int, matrices: int, features: int) -> None:
-    with torch.device("meta"):
-        model = getattr(dgc_models, name)()
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    assert len(list(model.parameters())) == tensors
-    assert sum(p.dim() > 1 for p in model.parameters()) == matrices
-    assert model.classifier.weight.shape == (10, features)
-    assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
+def test_sizes() -> None:
+    for name, parameters, tensors, matrices, features in MODELS:
+        with case(name), torch.device("meta"):
+            model = getattr(dgc_models, name)()
+            assert sum(p.numel() for p in model.parameters()) == parameters
+            assert len(list(model.parameters())) == tensors
+            assert sum(p.dim() > 1 for p in model.parameters()) == matrices
+            assert model.classifier.weight.shape == (10, features)
+            assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
 
 
 @pytest.mark.parametrize("name", [row[0] for row in MODELS[3:]])
@@ -58,52 +58,17 @@ def test_other_images_and_classes() -> None:
     for channels, edge, classes in ((3, 32, 10), (1, 8, 10), (3, 32, 100)):
         model = resnet20(num_classes=classes, in_channels=channels)
         assert model(torch.randn(2, channels, edge, edge)).shape == (2, classes)
-
-
-def test_all_stages_but_the_first_halve_the_image() -> None:
+    # all stages but the first halve the image
     images = torch.randn(1, 3, 32, 32)
     assert resnet20().features[:-2](images).shape == (1, 64, 8, 8)
     assert resnet18().features[:-2](images).shape == (1, 512, 4, 4)
-
-
-def test_alexnet_tells_images_apart() -> None:
-    """Without batch norm only the initialisation keeps the logits from being the same for every image."""
+    assert sum(p.numel() for p in DigitsCNN(num_classes=10).parameters()) == 226_794
+    for digits in (DigitsCNN(num_classes=10), DigitsCNN(width=8)):
+        assert digits(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+    # without batch norm only AlexNet's initialisation keeps the logits from being the same for every image
     torch.manual_seed(0)
     with torch.no_grad():
         assert alexnet()(torch.randn(32, 3, 32, 32)).std(0).mean() > 0.03
-
-
-def test_bottlenecks_and_their_stride() -> None:
-    block = Bottleneck(64, 256, 2)
-    assert [tuple(p.shape[:2]) for p in block.body.parameters() if p.dim() == 4] == [(64, 64), (64, 64), (256, 64)]
-    assert isinstance(block.shortcut, Projection) and block(torch.randn(2, 64, 8, 8)).shape == (2, 256, 4, 4)
-    assert isinstance(Bottleneck(256, 256, 1).shortcut, torch.nn.Identity)
-
-
-def test_dense_layers_keep_what_they_read() -> None:
-    x = torch.randn(2, 6, 4, 4)
-    before = x.clone()
-    y = DenseLayer(6, 5)(x)
-    assert y.shape == (2, 11, 4, 4) and torch.equal(y[:, :6], before) and torch.equal(x, before)
-
-
-def test_squeeze_and_excitation_scales_channels() -> None:
-    scale, x = SqueezeExcitation(32), torch.randn(2, 32, 4, 4)
-    factors = scale(x) / x
-    assert torch.allclose(factors, factors[:, :, :1, :1].expand_as(x), atol=1e-4)
-    assert ((factors > 0) & (factors < 1)).all() and factors[0].std() > 0
-
-
-def test_pre_activation_blocks_pass_their_input_on_untouched() -> None:
-    block, x = PreActivationBlock(16, 16, 1), torch.randn(2, 16, 4, 4)
-    last = block.body[3]
-    assert isinstance(last, torch.nn.Conv2d)
-    torch.nn.init.zeros_(last.weight)
-    before = x.clone()
-    assert torch.equal(block(x), before)
-
-
-def test_impossible_depths_are_refused() -> None:
     for depth in (2, 7, 21):
         with pytest.raises(ValueError, match="6n"):
             resnet_of_depth(depth)
@@ -111,8 +76,23 @@ def test_impossible_depths_are_refused() -> None:
         ResNet((16, 32), (1, 1, 1), Projection)
 
 
-def test_digits_cnn() -> None:
-    model = DigitsCNN(num_classes=10)
-    assert sum(p.numel() for p in model.parameters()) == 226_794
-    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
-    assert DigitsCNN(width=8)(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+def test_blocks() -> None:
+    block = Bottleneck(64, 256, 2)
+    assert [tuple(p.shape[:2]) for p in block.body.parameters() if p.dim() == 4] == [(64, 64), (64, 64), (256, 64)]
+    assert isinstance(block.shortcut, Projection) and block(torch.randn(2, 64, 8, 8)).shape == (2, 256, 4, 4)
+    assert isinstance(Bottleneck(256, 256, 1).shortcut, torch.nn.Identity)
+    # dense layers keep what they read
+    x = torch.randn(2, 6, 4, 4)
+    before, y = x.clone(), DenseLayer(6, 5)(x)
+    assert y.shape == (2, 11, 4, 4) and torch.equal(y[:, :6], before) and torch.equal(x, before)
+    # squeeze and excitation scales channels
+    x = torch.randn(2, 32, 4, 4)
+    factors = SqueezeExcitation(32)(x) / x
+    assert torch.allclose(factors, factors[:, :, :1, :1].expand_as(x), atol=1e-4)
+    assert ((factors > 0) & (factors < 1)).all() and factors[0].std() > 0
+    # pre-activation blocks pass their input on untouched
+    residual, x = PreActivationBlock(16, 16, 1), torch.randn(2, 16, 4, 4)
+    last, before = residual.body[3], x.clone()
+    assert isinstance(last, torch.nn.Conv2d)
+    torch.nn.init.zeros_(last.weight)
+    assert torch.equal(residual(x), before)

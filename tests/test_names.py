@@ -12,16 +12,19 @@ import dgc.fsdp
 import dgc.optim
 
 
-def test_every_name_is_loaded_and_is_that_of_its_package() -> None:
+def test_every_name_is_loaded_and_is_that_of_its_package_and_the_one_of_type_checkers() -> None:
     assert 20 <= len(dgc._PACKAGE_OF) <= 30
     for name, package in dgc._PACKAGE_OF.items():
         assert getattr(dgc, name) is getattr(sys.modules[package], name)
         assert name in dir(dgc)
     with pytest.raises(AttributeError, match="module 'dgc' has no attribute 'DGCCompresor'"):
         _ = dgc.DGCCompresor
-
-
-def test_an_earlier_name_says_the_present_one() -> None:
+    tree = ast.parse(Path(dgc.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    assert seen == {**dgc._PACKAGE_OF, "Transport": "dgc.comm.transport"}
+    # an earlier name says the present one
     for module, old, new in (
         (dgc, "GossipOptimizer", "dgc.LocalOptimizer"),
         (dgc, "outer", "dgc.local"),
@@ -30,14 +33,6 @@ def test_an_earlier_name_says_the_present_one() -> None:
     ):
         with pytest.raises(AttributeError, match=f"{old} is now {new}$"):
             getattr(module, old)
-
-
-def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(dgc.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert seen == {**dgc._PACKAGE_OF, "Transport": "dgc.comm.transport"}
 
 
 def test_the_package_loads_nothing_until_a_name_is_used() -> None:

@@ -9,20 +9,13 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cases import case
 
 from benchmarks import laboratory as module
-from benchmarks.laboratory import (
-    Laboratory,
-    LaboratoryError,
-    RaisedSigterm,
-    cores_of,
-    parse_latency,
-    parse_rate,
-    remove_leftovers,
-)
+from benchmarks.laboratory import Laboratory, LaboratoryError, RaisedSigterm, cores_of, parse_latency, parse_rate
 from benchmarks.launches import measure, ranks_per_host
 
 
@@ -37,48 +30,35 @@ def test_rates_and_delays() -> None:
             Laboratory(2, "1gbit", delay)
 
 
-def test_each_host_has_its_share_of_the_cores() -> None:
+def test_hosts_ranks_and_their_cores() -> None:
     assert [cores_of(host, 2, [3, 4, 5, 6, 7]) for host in range(2)] == [[3, 4], [5, 6]]
     assert [cores_of(host, 4, [0, 1, 2, 3]) for host in range(4)] == [[0], [1], [2], [3]]
     assert [cores_of(host, 4, [5, 7]) for host in range(4)] == [[5], [7], [5], [7]]
-
-
-def test_numbers_of_hosts_and_ranks() -> None:
     assert ranks_per_host(8, 4) == 2
     for ranks in (0, 3, 6, -4):
         with pytest.raises(ValueError, match="a multiple of the 4 hosts"):
             ranks_per_host(ranks, 4)
-    for hosts in (-1, 0, 1, 65):
-        with pytest.raises(ValueError, match="the number of hosts must be 2 to 64"):
-            Laboratory(hosts, "1gbit")
-    not_numbers: Any = ("2", 2.5, True, None)
-    for hosts in not_numbers:
-        with pytest.raises(ValueError, match="hosts must be a whole number from 2 to 64, not"):
-            Laboratory(hosts, "1gbit")
-    rate: Any = 100
-    with pytest.raises(ValueError, match="the rate must be from 1mbit to 100gbit, such as 2.5gbit, not 100"):
-        Laboratory(2, rate)
+    refused: Any = [(hosts, "1gbit", "number of hosts must be 2 to 64") for hosts in (-1, 0, 1, 65)]
+    not_whole = "hosts must be a whole number from 2 to 64, not"
+    refused += [(hosts, "1gbit", not_whole) for hosts in ("2", 2.5, True, None)]
+    refused += [(2, 100, "rate must be from 1mbit to 100gbit, such as 2.5gbit, not 100")]
+    for hosts, rate, message in refused:
+        with case(hosts), pytest.raises(ValueError, match=f"^(the )?{message}"):
+            Laboratory(hosts, rate)
 
 
-@pytest.mark.parametrize(
-    ("what", "value", "message"),
-    [
+def test_what_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is made."""
+    missing: Any = [
         ("os.geteuid", lambda: 1000, "need root"),
         ("shutil.which", lambda tool: None if tool == "tc" else tool, "tc is missing.*iproute2"),
         ("sys.platform", "darwin", "need Linux"),
-    ],
-)
-def test_what_is_missing_is_one_message(
-    monkeypatch: pytest.MonkeyPatch, what: str, value: object, message: str
-) -> None:
-    """Before anything is made."""
-    monkeypatch.setattr(module, "_run", lambda command: pytest.fail(f"{command} was run"))
-    monkeypatch.setattr(f"{module.__name__}.{what}", value)
-    with pytest.raises(LaboratoryError, match=message):
-        Laboratory(2, "1gbit").__enter__()
-
-
-def test_the_command_line_prints_one_message() -> None:
+    ]
+    for what, value, message in missing:
+        with case(what), monkeypatch.context() as patch, pytest.raises(LaboratoryError, match=message):
+            patch.setattr(module, "_run", lambda command: pytest.fail(f"{command} was run"))
+            patch.setattr(f"{module.__name__}.{what}", value)
+            Laboratory(2, "1gbit").__enter__()
     command = [sys.executable, "-m", "benchmarks.netlab", "--hosts", "2", "--rate", "fast", "--", "train.py"]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("netlab: the rate must be from")
@@ -89,15 +69,10 @@ def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.Monk
     laboratory = Laboratory(2, "1gbit")
     monkeypatch.setattr(laboratory, "inside", lambda host, command: ["true"])
     traceback = "Traceback (most recent call last):\n  ...\nOSError: [Errno 113] No route to host\n"
-
-    def late(*words: Any, **more: Any) -> Any:
-        raise subprocess.TimeoutExpired("send", 70.0)
-
-    def failed(*words: Any, **more: Any) -> Any:
-        return subprocess.CompletedProcess("send", 1, "", traceback)
-
-    for run, reason in ((late, "no answer in 70 s"), (failed, "No route to host")):
-        monkeypatch.setattr(laboratory, "run", run)
+    failed = subprocess.CompletedProcess("send", 1, "", traceback)
+    late = subprocess.TimeoutExpired("send", 70.0)
+    for outcome, reason in ((late, "no answer in 70 s"), (failed, "No route to host")):
+        monkeypatch.setattr(laboratory, "run", Mock(side_effect=[outcome]))
         with pytest.raises(LaboratoryError, match=f"could not be measured: .*{reason}\nFrames probably") as caught:
             measure(laboratory)
         assert "Traceback" not in str(caught.value)
@@ -109,7 +84,7 @@ def test_laboratories_that_start_and_end_together(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "remove", removed.append)
     (tmp_path / "7").write_text("")
     (tmp_path / "8").symlink_to(tmp_path / "vanished")  # as if removed before it is opened
-    remove_leftovers()
+    module.remove_leftovers()
     assert removed == [7]
 
     # the process ends its laboratory and makes another one before its old file is locked here
@@ -121,7 +96,7 @@ def test_laboratories_that_start_and_end_together(monkeypatch: pytest.MonkeyPatc
         real(file, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    remove_leftovers()
+    module.remove_leftovers()
     monkeypatch.setattr(fcntl, "flock", real)
     assert removed == [7], "a laboratory in use"
 

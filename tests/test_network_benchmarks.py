@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -38,9 +39,8 @@ def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
 
 
 def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
-    """Their parameters, without a step, which takes long."""
     assert {"lstm", "vgg16"} <= set(MODELS) and {"dense", "fp16", "2bit"} <= set(GRADIENTS)
-    work = make_work("lstm", batch=1, image=0, rank=0)
+    work = make_work("lstm", batch=1, image=0, rank=0)  # without a step, which takes long
     assert sum(p.numel() for p in work.model.parameters()) == 28869 * 651 + 3 * 8 * 650 * 651
     loss = work.loss(work.model)
     assert loss.isfinite() and loss.ndim == 0
@@ -69,27 +69,21 @@ def test_ranks_that_outnumber_the_cores_keep_to_one_each(
     for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "4")
-    kept: list[Any] = []
+    kept, main = Mock(), Mock(side_effect=AssertionError("a rank has no command line"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 7})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *words: kept.append(words))
+    monkeypatch.setattr(os, "sched_setaffinity", kept)
     (tmp_path / "settings").write_text('{"a": 1}')
-    given: list[Any] = []
-
-    def main() -> int:
-        raise AssertionError("a rank has no command line")
-
-    for words, then in (((), []), ((KEEP_TO_ONE_CORE,), [(0, {5})])):
+    for words, then in (((), []), ((KEEP_TO_ONE_CORE,), [call(0, {5})])):
         words = (AS_RANK, str(tmp_path / "settings"), str(tmp_path / "result"), *words)
         monkeypatch.setattr(sys, "argv", ["module", *words])
-        begin(given.append, main)
-        assert given[-1] == {"a": 1} and kept == then
+        given = Mock()
+        begin(given, main)
+        assert given.mock_calls == [call({"a": 1})] and kept.mock_calls == then
     assert not (tmp_path / "result").exists()  # rank 4 writes nothing
     monkeypatch.setenv(variable, "0")
     begin(lambda settings: settings["a"] + 1, main)
     assert (tmp_path / "result").read_text() == "2"
-
-
-def test_methods_are_divided_into_launches() -> None:
+    # methods are divided into launches
     assert portions(["a", "h", "b", "c", "i"], 2, alone=("h", "i")) == [["a", "b"], ["c"], ["h", "i"]]
     assert portions([], 2) == []
 
@@ -148,9 +142,7 @@ def test_simulated_seconds_are_those_of_the_bytes(capsys: pytest.CaptureFixture[
 class SlowRanks(AlikeRanks):
     """Messages of neighbours arrive only when they are waited for."""
 
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.works = 0
+    works = 0
 
     def launch(self, name: str, requests: Any, communicator: str = "") -> Any:
         self.works += 1
@@ -167,7 +159,7 @@ class SlowRanks(AlikeRanks):
 def test_a_step_of_gossip_ends_when_its_messages_have_arrived() -> None:
     """Otherwise they arrive while the next method is measured, and the wait for them is not timed."""
     for name in GOSSIP:
-        transport = SlowRanks()
+        transport = SlowRanks(4)
         model = torch.nn.Linear(8, 8)
         method = make(name, Work(model, lambda wrapped: wrapped(torch.ones(1, 8)).sum()), 0.1, transport)
         for _ in range(3):

@@ -24,26 +24,39 @@ def write_run(
     directory: Path,
     target: str | None = "dgc.gossip.SGP",
     ranks: int = 2,
-    epochs: int = 3,
     batch: int = 32,
-    compression: str = "dgc.compression.DenseCompressor",
+    compression: str = "Dense",
     **other: str,
 ) -> Path:
     """Rank r takes 1 + r seconds per step, 10 for the first. Accuracy: 50, 60, ... %; in validation 2 r more."""
     gossip = {"gossip": {"_target_": target} if target else None}
-    train = {**gossip, "compression": {"_target_": compression}}
+    train = {**gossip, "compression": {"_target_": f"dgc.compression.{compression}Compressor"}}
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **other, "train": train}))
     for rank in range(ranks):
         log = CsvLog(directory, rank=rank, size=ranks, batch_size=batch, every=4, ignore=2)
-        for epoch in range(epochs):
+        for epoch, accuracy in enumerate((50.0, 60.0, 70.0)):
             for itr in range(STEPS):
                 seconds = 10.0 if (epoch, itr) == (0, 0) else 1.0 + rank
                 sent = {"wire_bytes": 1000.0 * ranks}
-                log.step(epoch, itr, seconds, 0.0, 3.0 - epoch + rank, 50.0 + 10 * epoch, 90.0, batch, sent)
-            log.end_epoch(epoch, 50.0 + 10 * epoch + 2 * rank)
+                log.step(epoch, itr, seconds, 0.0, 3.0 - epoch + rank, accuracy, 90.0, batch, sent)
+            log.end_epoch(epoch, accuracy + 2 * rank)
         log.close()
     return directory
+
+
+def drawn(make: Any, *given: Any) -> Any:
+    figure = make(*given)
+    assert figure is not None
+    return figure
+
+
+def ydata(line: Any) -> list[float]:
+    return np.asarray(line.get_ydata()).tolist()
+
+
+def xdata(line: Any) -> list[float]:
+    return np.asarray(line.get_xdata()).tolist()
 
 
 def test_the_values_of_a_run(tmp_path: Path) -> None:
@@ -56,31 +69,35 @@ def test_the_values_of_a_run(tmp_path: Path) -> None:
     assert run.validation.wire == [12_000, 24_000, 36_000]
     assert run.loss.steps == [1, 5, 6, 7, 11, 12, 13, 17, 18]
     assert run.loss.y == [3.5] * 3 + [2.5] * 3 + [1.5] * 3
-
-
-def test_a_file_without_elapsed_time_is_estimated(tmp_path: Path) -> None:
-    """18 columns, as in the reference. Each row represents the steps since the previous row."""
-    path = write_run(tmp_path / "run", ranks=1) / "csv" / "out_r0_n1.csv"
-    head, rows = path.read_text().splitlines()[:4], path.read_text().splitlines()[4:]
-    path.write_text("\n".join([*head, *(",".join(row.split(",")[:18]) for row in rows)]) + "\n")
-    run = read_run(tmp_path / "run")
-    assert run.loss.seconds[:4] == [10.0, 14.0, 15.0, 16.0] and run.validation.y == [50.0, 60.0, 70.0]
-
-
-def test_a_killed_run(tmp_path: Path) -> None:
-    """The last line of a rank is incomplete. Only epochs that all ranks have completed are plotted."""
-    path = write_run(tmp_path / "run") / "csv" / "out_r1_n2.csv"
+    # killed: the last line of a rank is incomplete; only epochs that all ranks have completed are plotted
+    path = tmp_path / "run" / "csv" / "out_r1_n2.csv"
     text = path.read_text()
     for cut in (1, 20, 97):
         path.write_text(text[:-cut])
         run = read_run(tmp_path / "run")
         assert run.training.y == [50.0, 60.0] and len(run.loss.y) == 9, cut
+    # the elapsed time of a file with 18 columns, as in the reference, is estimated: each row represents the steps
+    # since the previous row
+    path = write_run(tmp_path / "alone", ranks=1) / "csv" / "out_r0_n1.csv"
+    head, rows = path.read_text().splitlines()[:4], path.read_text().splitlines()[4:]
+    path.write_text("\n".join([*head, *(",".join(row.split(",")[:18]) for row in rows)]) + "\n")
+    run = read_run(tmp_path / "alone")
+    assert run.loss.seconds[:4] == [10.0, 14.0, 15.0, 16.0] and run.validation.y == [50.0, 60.0, 70.0]
 
 
-def test_a_rank_without_a_file_gives_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (write_run(tmp_path / "run") / "csv" / "out_r1_n2.csv").unlink()
-    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
-    assert "drawing 1 of 2 ranks" in capsys.readouterr().err
+def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, larger = write_run(tmp_path / "a"), write_run(tmp_path / "b", batch=64)
+    options = ["--out", str(tmp_path / "out"), "--formats", "svg"]
+    assert main([str(run), str(larger), *options]) == 0
+    assert "iterations differ: SGP 32, SGP 64" in capsys.readouterr().err
+    (run / "csv" / "out_r1_n2.csv").unlink()
+    assert main([str(run), *options]) == 0 and "drawing 1 of 2 ranks" in capsys.readouterr().err
+    log = CsvLog(tmp_path / "new", rank=0, size=1, batch_size=32)
+    log.step(0, 0, 1.0, 0.0, 2.0, 10.0, 50.0, 32)
+    log.close()
+    assert main([f"new={tmp_path / 'new'}", *options]) == 0
+    output = capsys.readouterr()
+    assert "no figure 'error'" in output.err and "no figure 'bytes'" in output.err and output.out.count("svg") == 2
 
 
 def named(kind: str, **more: Any) -> dict[str, Any]:
@@ -97,28 +114,20 @@ LABELS: dict[str, dict[str, Any]] = {
     "local SGD + SlowMo": {"gossip": {"_target_": "Periodic", "base": None, "outer": {"_target_": "a.SlowMo"}}},
     "local SGD + Nesterov + PowerSGD": {
         "gossip": named(
-            "local.OuterSteps",
-            outer=named("local.Nesterov"),
-            compression=named("compression.PowerSGDCompressor"),
+            "local.OuterSteps", outer=named("local.Nesterov"), compression=named("compression.PowerSGDCompressor")
         )
     },
 }
 
 
-def test_labels(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run")
-    for label, config in LABELS.items():
-        (path / "config.yaml").write_text(yaml.safe_dump({"train": config}))
-        assert read_run(path).label == label and read_run(path, "mine").label == "mine"
-
-
-def test_names_distinguish_runs(tmp_path: Path) -> None:
+def test_labels_names_and_colours(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, ranks=n)) for name, n in (("a", 1), ("b", 2), ("c", 2))]
     assert names(runs[:1]) == ["SGP"] and names(runs[:2]) == ["SGP, 1 rank", "SGP, 2 ranks"]
     assert names(runs)[1:] == ["SGP, 2 ranks (b)", "SGP, 2 ranks (c)"]
-
-
-def test_colours() -> None:
+    path = tmp_path / "a"
+    for label, config in LABELS.items():
+        (path / "config.yaml").write_text(yaml.safe_dump({"train": config}))
+        assert read_run(path).label == label and read_run(path, "mine").label == "mine"
     found = colours([(name, 0) for name in ("AR-SGD", "D-PSGD", "SGP", "OSGP", "AD-PSGD", "DGC", "DGC")])
     red, green, blue, other_blue, *cycle = found
     assert red[0] > max(red[1:3]) and green[1] > max(green[0], green[2])
@@ -129,46 +138,34 @@ def test_colours() -> None:
 def test_figures(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (1, 2, 4)]
     runs.append(read_run(write_run(tmp_path / "ar", target=None)))
-    figure = error_figure(runs)
-    assert figure is not None
-    by_time, by_step = figure.axes
+    by_time, by_step = drawn(error_figure, runs).axes
     assert by_time.get_xlabel() == "training time (seconds)" and by_step.get_xlabel() == "iterations"
-    assert [np.asarray(line.get_ydata()).tolist() for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
+    assert [ydata(line) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
     times, rates = scaling_figure(runs).axes
     assert times.get_ylabel() == "time per iteration (s)" and rates.get_ylabel() == "throughput (samples/s)"
-    assert [np.asarray(line.get_xdata()).tolist() for line in times.lines] == [[2], [1, 2, 4]]
-    assert np.asarray(times.lines[1].get_ydata()).tolist() == [1.0, 1.5, 2.5]
-    assert np.asarray(rates.lines[1].get_ydata()).tolist() == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
-    drawn = loss_figure(runs)
-    assert drawn is not None and len(drawn.axes[0].lines) == 2 * len(runs)
+    assert [xdata(line) for line in times.lines] == [[2], [1, 2, 4]]
+    assert ydata(times.lines[1]) == [1.0, 1.5, 2.5]
+    assert ydata(rates.lines[1]) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
+    assert len(drawn(loss_figure, runs).axes[0].lines) == 2 * len(runs)
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
+    (axes,) = drawn(bytes_figure, runs[1:3]).axes
+    assert axes.get_xscale() == "log" and xdata(axes.lines[1]) == [24_000, 48_000, 72_000]
+    assert ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
 
 
 def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Path) -> None:
     """By marker or line style, and by name. Runs on the same number of ranks differ by colour."""
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
-    dgc: dict[str, Any] = {"target": None, "compression": "dgc.compression.DGCCompressor"}
-    runs = [read_run(write_run(tmp_path / name, ranks=n, **dgc)) for name, n in ranks.items()]
+    runs = [read_run(write_run(tmp_path / name, None, n, compression="DGC")) for name, n in ranks.items()]
     for make, every, line in ((error_figure, 2, 1), (bytes_figure, 1, 0), (loss_figure, 2, 1)):
-        drawn = make(runs)
-        assert drawn is not None
-        lines = drawn.axes[0].lines[line::every]
+        figure = drawn(make, runs)
+        lines = figure.axes[0].lines[line::every]
         looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
         assert len(set(looks)) == 4 and looks[0][0] == looks[1][0] == looks[2][0] != looks[3][0], make
-        texts = [text.get_text() for text in drawn.legends[0].get_texts()]
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
         assert texts[:2] == ["DGC, 1 rank", "DGC, 2 ranks"] and len(set(texts)) == len(texts)
-        markers = [line for line in drawn.axes[0].lines if line.get_marker() != "None"]
+        markers = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
         assert not any(line.get_clip_on() for line in markers)
-
-
-def test_bytes(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (2, 4)]
-    drawn = bytes_figure(runs)
-    assert drawn is not None
-    (axes,) = drawn.axes
-    assert axes.get_xscale() == "log"
-    assert np.asarray(axes.lines[1].get_xdata()).tolist() == [24_000, 48_000, 72_000]
-    assert np.asarray(axes.lines[0].get_ydata()).tolist() == [51.0, 61.0, 71.0]
 
 
 def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
@@ -185,13 +182,10 @@ def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
         (runs[1], "acc/test_top5 (%)", "100 % - acc/test_top5 (%)", [49.0, 39.0, 29.0]),
     ):
         assert run.training.y == [] and run.validation.y == [51.0, 61.0, 71.0]
-        error, against_bytes = error_figure([run]), bytes_figure([run])
-        assert error is not None and against_bytes is not None
-        for axes in error.axes:
-            assert axes.get_ylabel() == label and np.asarray(axes.lines[1].get_ydata()).tolist() == shown
-        (axes,) = against_bytes.axes
-        assert axes.get_ylabel() == f"{metric}, validation"
-        assert np.asarray(axes.lines[0].get_ydata()).tolist() == [51.0, 61.0, 71.0]
+        for axes in drawn(error_figure, [run]).axes:
+            assert axes.get_ylabel() == label and ydata(axes.lines[1]) == shown
+        (axes,) = drawn(bytes_figure, [run]).axes
+        assert axes.get_ylabel() == f"{metric}, validation" and ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
     with pytest.raises(PlotError, match="cannot be compared: metric is"):
         check_comparable(runs)
 
@@ -211,28 +205,18 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
-def test_a_run_in_its_first_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = CsvLog(tmp_path / "run", rank=0, size=1, batch_size=32)
-    log.step(0, 0, 1.0, 0.0, 2.0, 10.0, 50.0, 32)
-    log.close()
-    assert main([f"new={tmp_path / 'run'}", "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
-    output = capsys.readouterr()
-    assert "no figure 'error'" in output.err and "no figure 'bytes'" in output.err and output.out.count("svg") == 2
-
-
-def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: object) -> str:
-    assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
-    assert not (tmp_path / "out").exists()
-    return capsys.readouterr().err
-
-
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
     run = write_run(tmp_path / "run")
     csv = run / "csv" / "out_r0_n2.csv"
     text = csv.read_text()
-    assert "no run directory" in refused(capsys, tmp_path, tmp_path / "absent")
+    assert "no run directory" in refused(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    assert "has neither CSV files of ranks nor" in refused(capsys, tmp_path, tmp_path / "empty")
+    assert "has neither CSV files of ranks nor" in refused(tmp_path / "empty")
 
     lines = text.splitlines(keepends=True)
     for damaged, message in (
@@ -243,23 +227,17 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         csv.write_text(damaged)
         with case(message):
-            assert message in refused(capsys, tmp_path, run)
+            assert message in refused(run)
     csv.write_text(text)
     (run / "csv" / "out_r0_n4.csv").write_text(text)
-    assert "files of 2 and of 4 ranks" in refused(capsys, tmp_path, run)
+    assert "files of 2 and of 4 ranks" in refused(run)
     (run / "csv" / "out_r0_n4.csv").unlink()
 
     other = write_run(tmp_path / "other", model="dgc_models.Other")
-    message = refused(capsys, tmp_path, run, other)
+    message = refused(run, other)
     assert "cannot be compared: model is" in message and "dgc_models.Other in" in message
     (run / "config.yaml").write_text("train: {}")
-    assert f"LABEL={run}" in refused(capsys, tmp_path, run)
+    assert f"LABEL={run}" in refused(run)
     (run / "config.yaml").write_text("train: {")
     with pytest.raises(PlotError, match="config.yaml is damaged"):
         read_run(run)
-
-
-def test_other_batch_sizes_give_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", batch=64)]
-    assert main([*map(str, runs), "--out", str(tmp_path / "out"), "--formats", "svg"]) == 0
-    assert "iterations differ: SGP 32, SGP 64" in capsys.readouterr().err

@@ -22,7 +22,6 @@ OPENED: list[CsvLog] = []
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """Closes the files, which a killed job would leave open."""
     yield
     while OPENED:
         OPENED.pop().close()
@@ -60,7 +59,7 @@ def train(out: CsvLog, start: tuple[int, int], end: tuple[int, int]) -> CsvLog:
     return out
 
 
-def test_rows_and_columns(tmp_path: Path) -> None:
+def test_rows_columns_and_statistics(tmp_path: Path) -> None:
     train(log(tmp_path), (0, 0), (2, 0)).close()
     table = rows(tmp_path)
     columns = {name: " ".join(row[name] for row in table) for name in table[0]}
@@ -73,12 +72,7 @@ def test_rows_and_columns(tmp_path: Path) -> None:
     assert {row["weight"] for row in table} == {"0.5"} and table[1]["staleness"] == "1"
     for name in ("Loss", "avg:Loss", "Prec@1", "avg:Prec@1", "Prec@5", "avg:Prec@5"):
         assert table[4][name] == "-1" and float(table[3][name]) > 0
-
-
-def test_statistics(tmp_path: Path) -> None:
-    """Times cover all epochs without their first two steps. Losses cover one epoch, weighted by samples."""
-    train(log(tmp_path), (0, 0), (2, 0)).close()
-    table = rows(tmp_path)
+    # times cover all epochs without their first two steps; losses cover one epoch, weighted by samples
     assert table[0]["avg:BT(s)"] == table[0]["std:BT(s)"] == "-1" and table[0]["BT(s)"] == "1"
     counted = [seconds(epoch, itr) for epoch in (0, 1) for itr in range(2, STEPS)]
     last = table[-1]
@@ -124,14 +118,10 @@ def test_another_number_of_ranks_continues_its_earlier_file(tmp_path: Path) -> N
     assert float(table[6]["elapsed(s)"]) > 100
 
 
-def test_without_a_checkpoint_a_new_file_is_begun(tmp_path: Path) -> None:
-    train(log(tmp_path), (0, 0), (1, 0))
-    train(log(tmp_path), (0, 0), (0, 1))
-    assert len(rows(tmp_path)) == 1
-
-
 def test_a_missing_or_foreign_file_is_replaced(tmp_path: Path) -> None:
     state = train(log(tmp_path / "a"), (0, 0), (1, 0)).state_dict()
+    train(log(tmp_path / "a"), (0, 0), (0, 1))
+    assert len(rows(tmp_path / "a")) == 1  # begun anew without a state
     foreign = tmp_path / "b" / "csv" / "out_r1_n4.csv"
     foreign.parent.mkdir(parents=True)
     foreign.write_bytes(b"\xff\x00 nothing\n" * 9)
@@ -160,30 +150,22 @@ def test_errors(tmp_path: Path) -> None:
         log(tmp_path, {**state, "elapsed": "long"})
     with pytest.raises(ValueError, match="every is 0"):
         log(tmp_path, every=0)
-
-
-def test_unknown_scores_and_nan(tmp_path: Path) -> None:
-    out = log(tmp_path)
+    # unknown scores and NaN are none
+    out = log(tmp_path / "nan")
     out.step(0, 0, 1.0, 0.0, torch.tensor(float("nan")), -1, -1, 32)
-    (row,) = rows(tmp_path)
+    (row,) = rows(tmp_path / "nan")
     assert (row["Loss"], row["Prec@1"], row["avg:Prec@5"], row["weight"]) == ("nan", "-1", "-1", "1")
 
 
-def test_running_is_stable_far_from_zero() -> None:
-    running, values = Running(), [1e9 + x for x in (4.0, 7.0, 13.0, 16.0)]
+def test_what_a_row_has_is_computed() -> None:
+    running = Running()  # stable far from zero
     assert running.deviation == -1
-    for value in values:
-        running.add(value)
+    for value in (4.0, 7.0, 13.0, 16.0):
+        running.add(1e9 + value)
     assert running.mean == 1e9 + 10 and running.deviation == pytest.approx(30**0.5)
-
-
-def test_increments() -> None:
     since = Increments({"bytes": 10.0})
     assert since({"bytes": 15.0, "wait(s)": 2.0}) == {"bytes": 5.0, "wait(s)": 2.0}
     assert since({"bytes": 15.0, "wait(s)": 2.5}) == {"bytes": 0.0, "wait(s)": 0.5}
-
-
-def test_accuracy() -> None:
     outputs = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.3], [0.2, 0.3, 0.4], [0.0, 0.5, 0.2]])
     targets = torch.tensor([1, 2, 0, 1])
     assert [float(value) for value in accuracy(outputs, targets, (1, 2, 5))] == [50.0, 75.0, 100.0]

@@ -1,4 +1,4 @@
-"""The report: its content, escaping, unfinished runs, errors, and what Chromium makes of it."""
+"""The report: its content, escaping, unfinished runs, and what Chromium makes of it."""
 
 import json
 import re
@@ -12,11 +12,9 @@ import pytest
 import yaml
 from csv_logs import ROWS, csv_log
 from environment import patient
-from simulated import train_on
+from simulated import CNN, summary_of, train_in
 
-from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.logging.formatting import human_bytes
-from dgc_training.logging.summary import summarize
 from scripts import plot
 from scripts.plot_runs import is_lower_better, metric_of, unit_of
 from scripts.report import main
@@ -25,22 +23,16 @@ from scripts.report_runs import PHASES, differing_settings, disjoint, read_repor
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
-
-
-def directory_of(directory: Path, *words: str, size: int = 2) -> Path:
-    """A finished run."""
-    train_on(size, ["--configs", "configs/digits/cnn.py", *words, "--devices", "cpu", "--run-dir", str(directory)])
-    return directory
-
-
-SHORT = ["--configs.train.num_epochs=2", "--configs.train.batch_size=90", "--configs.model.width=8"]
+SHORT = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two finished runs of 2 ranks, which no test may change."""
-    words = {"dense": SHORT, "dgc": ["configs/dgc/wm5.py", *SHORT]}
-    return {name: directory_of(tmp_path_factory.mktemp("runs") / name, *of) for name, of in words.items()}
+    found = {name: tmp_path_factory.mktemp("runs") / name for name in ("dense", "dgc")}
+    for name, more in (("dense", []), ("dgc", ["configs/dgc/wm5.py"])):
+        train_in(found[name], [CNN, *more], SHORT)
+    return found
 
 
 def copy(run: Path, to: Path, *without: str) -> Path:
@@ -61,13 +53,13 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     text = page(read_reported([f"plain={runs['dense']}", str(runs["dgc"])]))
     rows = by_name(text)
     for name, directory in (("plain", "dense"), ("DGC", "dgc")):
-        summary = json.loads((runs[directory] / "summary.json").read_text())
+        summary = summary_of(runs[directory])
         assert summary["lower_is_better"] is False
         ranks, epochs, final, best, _, _, _, rate = rows[name]
         assert (ranks, epochs) == ("2", "2") and float(rate.replace(",", "")) > 0
         assert final == f"{summary['final']['acc/test_top1']:.2f}"
         assert best == f"{summary['best']['acc/test_top1']:.2f} ({summary['best_epoch']})"
-    dense, dgc = (json.loads((runs[name] / "summary.json").read_text()) for name in ("dense", "dgc"))
+    dense, dgc = map(summary_of, (runs["dense"], runs["dgc"]))
     assert rows["plain"][5].endswith("(as dense)")
     assert rows["DGC"][5].endswith(f"({dgc['dense_wire_bytes'] / dgc['wire_bytes']:.3g}× fewer)")
     assert dense["wire_bytes"] == dense["dense_wire_bytes"]
@@ -79,19 +71,19 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     assert re.findall(r'<figure class="[^"]*" id="(\w+)">', text) == FIGURES
     assert "unfinished" not in text and "acc/test_top1,<br>final (%)</th>" in text
 
-
-def test_many_runs(runs: dict[str, Path]) -> None:
-    """Beyond 5 runs each has a row in the table of settings, and beyond 8 the kinds of lines differ."""
+    # beyond 5 runs each has a row in the table of settings, and beyond 8 the kinds of lines differ
     words = [f"{letter}={runs['dgc']}" for letter in "abcdefgh"]
     text = page(read_reported([*words, f"last={runs['dense']}"]))
-    rows = table(text)
-    assert rows[10] == ["", "train.compression", "train.optimizer"]
-    assert [row[0] for row in rows[11:]] == [*"abcdefgh", "last"] and rows[-1][1] == "DenseCompressor()"
+    cells = table(text)
+    assert cells[10] == ["", "train.compression", "train.optimizer"]
+    assert [row[0] for row in cells[11:]] == [*"abcdefgh", "last"] and cells[-1][1] == "DenseCompressor()"
     marks = re.findall(r'class="swatch" style="([^"]*)"', text)
     assert len(marks) == 3 * 9 and len(set(marks)) == 9
 
 
-def test_the_curves_and_times_of_a_run(runs: dict[str, Path]) -> None:
+def test_the_curves_and_times_of_a_run(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run,) = read_reported([str(runs["dgc"])])
     summary = run.summary
     assert len(run.quality) == 2
@@ -101,28 +93,21 @@ def test_the_curves_and_times_of_a_run(runs: dict[str, Path]) -> None:
     assert list(run.phases) == list(PHASES) and min(run.phases.values()) >= 0
     assert sum(run.phases.values()) == pytest.approx(run.seconds / 16, rel=1e-3)
     assert run.phases["forward_backward"] > 0 and run.phases["compress"] > 0
-
-
-def test_plots_without_csv_files(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, summary = plot.read(str(runs["dgc"])), json.loads((runs["dgc"] / "summary.json").read_text())
-    assert (run.label, run.ranks, run.batch) == ("DGC", 2, 90) and run.training.y == []
-    assert run.validation.steps == [8, 16] and run.loss.steps[-1] == 16
-    assert run.validation.y[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
-    assert run.validation.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
-    assert 0 < run.validation.seconds[0] < run.validation.seconds[1] < summary["seconds"]
+    # what was counted in a phase of its own and in forward_backward is shown once
+    logged = dict.fromkeys(PHASES, 0.0) | {"forward_backward": 6.0, "compress": 3.0, "step": 2.0}
+    twice, rest = disjoint(logged, step=10.0), disjoint(logged, step=12.0)
+    assert twice["forward_backward"] == 5.0 and twice["other"] == 0.0 and sum(twice.values()) == 10.0
+    assert rest["forward_backward"] == 6.0 and rest["other"] == 1.0
+    # the plots of a run without CSV files
+    plotted = plot.read(str(runs["dgc"]))
+    assert (plotted.label, plotted.ranks, plotted.batch) == ("DGC", 2, 90) and plotted.training.y == []
+    curve = plotted.validation
+    assert curve.steps == [8, 16] and plotted.loss.steps[-1] == 16
+    assert curve.y[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
+    assert curve.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
+    assert 0 < curve.seconds[0] < curve.seconds[1] < summary["seconds"]
     assert plot.main([str(runs["dgc"]), "--out", str(tmp_path), "--formats", "svg"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
-
-
-def test_phases_add_up_to_a_step() -> None:
-    """What was counted in a phase of its own and in forward_backward is shown once."""
-    logged = dict.fromkeys(PHASES, 0.0) | {"forward_backward": 6.0, "compress": 3.0, "step": 2.0}
-    twice = disjoint(logged, step=10.0)
-    assert twice["forward_backward"] == 5.0 and twice["other"] == 0.0 and sum(twice.values()) == 10.0
-    rest = disjoint(logged, step=12.0)
-    assert rest["forward_backward"] == 6.0 and rest["other"] == 1.0
 
 
 def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +121,13 @@ def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: pytest
     text = (directory / "report.html").read_text()
     assert "killed is unfinished: it has no summary.json. It is shown after 2 of 2 epochs." in text
     assert capsys.readouterr().out == f"{directory / 'report.html'}: 1 run\n"
+
+    new = copy(runs["dgc"], tmp_path / "new", "summary.json", "events*")
+    text = page(read_reported([str(runs["dense"]), str(new)]))
+    assert "new has not logged a step yet." in text
+    assert by_name(text)["new"][:4] == ["–", "0 of 2unfinished", "–", "–"]
+    alone = page(read_reported([f"mine={new}"]))
+    assert "mine has not logged a step yet." in alone and "<figure" not in alone
 
 
 def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -155,16 +147,6 @@ def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
     page([run])
 
 
-def test_a_run_without_a_step(runs: dict[str, Path], tmp_path: Path) -> None:
-    new = copy(runs["dgc"], tmp_path / "new", "summary.json", "events*")
-    text = page(read_reported([str(runs["dense"]), str(new)]))
-    assert "new has not logged a step yet." in text
-    rows = by_name(text)
-    assert rows["new"][:4] == ["–", "0 of 2unfinished", "–", "–"]
-    alone = page(read_reported([f"mine={new}"]))
-    assert "mine has not logged a step yet." in alone and "<figure" not in alone
-
-
 def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
     """And what looks like a formula of TeX is none. More text of runs is in test_malformed_runs.py."""
     evil = "<script>alert('$x$ &')</script>"
@@ -176,9 +158,7 @@ def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path
     assert "<script" not in text and "<b>/" not in text and "/<b>" not in text
     rows = by_name(text)
     assert rows["train.kernels"] == [evil, "auto"] and evil in rows
-
-
-def test_the_same_runs_give_the_same_file(runs: dict[str, Path], tmp_path: Path) -> None:
+    # the same runs give the same file
     words = [str(run) for run in runs.values()]
     for name in ("a", "b"):
         assert main([*words, "--out", str(tmp_path / "new" / name)]) == 0
@@ -218,6 +198,9 @@ def test_a_run_with_csv_files_only(runs: dict[str, Path], tmp_path: Path) -> Non
     assert by_name(text)["old"] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
 
 
+BITS = "bits_per_character/test"
+
+
 def bits(directory: Path, name: str, values: list[float], old: bool, **summary: Any) -> Path:
     """The directory of a run that has reached these bits per character. old: its config has no meter."""
     run = directory / name
@@ -233,28 +216,20 @@ def bits(directory: Path, name: str, values: list[float], old: bool, **summary: 
     return run
 
 
-BITS = "bits_per_character/test"
-
-
 def test_fewer_bits_are_better(tmp_path: Path) -> None:
     """Also in the summaries of earlier versions, which do not have the direction, and without a summary."""
     curves = {"good": [2.5, 1.7, 1.8], "bad": [3.9, 3.45, 3.5], "unfinished": [4.0, 2.6, 3.0]}
     for old in (False, True):
-        words = []
+        words, direction = [], {} if old else {"lower_is_better": True}
         for name, values in curves.items():
-            place = tmp_path / str(old)
-            reached = {"final": {BITS: values[-1]}, "best": {BITS: min(values)}, "best_epoch": 2}
-            direction = {} if old else {"lower_is_better": True}
-            summary = {} if name == "unfinished" else {**reached, **direction}
-            words.append(f"{name}={bits(place, name, values, old, **summary)}")
+            reached = {"final": {BITS: values[-1]}, "best": {BITS: min(values)}, "best_epoch": 2, **direction}
+            summary = {} if name == "unfinished" else reached
+            words.append(f"{name}={bits(tmp_path / str(old), name, values, old, **summary)}")
         text = page(read_reported(words))
         found = table(text)
         assert found[0][3:5] == [f"{BITS},final", f"{BITS},best (epoch)"]
-        assert [row[3:5] for row in found[1:4]] == [
-            ["1.80", "1.70 (2)"], ["3.50", "3.45 (2)"], ["3.00", "2.60 (2)"]
-        ]  # fmt: skip
-        bold = re.findall("<b>([^<]*)", text)
-        assert bold == ["1.80", "1.70 (2)"], bold
+        expected = [["1.80", "1.70 (2)"], ["3.50", "3.45 (2)"], ["3.00", "2.60 (2)"]]
+        assert [row[3:5] for row in found[1:4]] == expected and re.findall("<b>([^<]*)", text) == expected[0]
         assert not re.search(r">%<|\(%\)", text), "no percentage"
     runs = read_reported(words)
     for run, metric, value in zip(runs, (BITS, "acc/test_top1", BITS), (1.7, 90.0, 2.6), strict=True):
@@ -264,22 +239,17 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
     assert "different metrics" in text and "<b>" not in text
 
 
-def test_a_run_that_is_chosen_by_its_loss(tmp_path: Path) -> None:
+def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
     (tmp_path / "loss.py").write_text(
         "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
         "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
     )
-    epoch = ["--configs.train.num_epochs=1", "--configs.model.width=8"]
-    directory = directory_of(tmp_path / "run", str(tmp_path / "loss.py"), *epoch, size=1)
-    assert json.loads((directory / "summary.json").read_text())["lower_is_better"] is True
+    directory = tmp_path / "run"
+    train_in(directory, [CNN, tmp_path / "loss.py"], ["train.num_epochs=1", "model.width=8"], size=1)
+    assert summary_of(directory)["lower_is_better"] is True
     (directory / "summary.json").unlink()
-    (run,) = read_reported([str(tmp_path / "run")])
+    (run,) = read_reported([str(directory)])
     assert run.lower_is_better and not run.unit
-
-
-def test_the_direction_and_the_unit_of_a_metric() -> None:
-    progress = TrainingProgress()
-    assert summarize("a", progress, ranks=1, metric=BITS, lower_is_better=True)["lower_is_better"] is True
     own = {"_target_": "dgc_training.meters.TopKClassMeter"}
     for name, meters, summary, lower, unit in (
         ("acc/test_top1", {"acc/{}_top1": own}, {}, False, "%"),
@@ -295,23 +265,6 @@ def test_the_direction_and_the_unit_of_a_metric() -> None:
         config = {"train": {"metric": name, "meters": meters}}
         assert (is_lower_better(config, summary), unit_of(config, summary)) == (lower, unit), (name, meters)
     assert (is_lower_better({}, {}), unit_of({}, {}), metric_of({}, {})) == (False, "%", "top-1 accuracy")
-
-
-def test_errors(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is damaged in which way is in test_malformed_runs.py."""
-
-    def refused(*words: object) -> str:
-        out = tmp_path / "out.html"
-        assert main([*map(str, words), "--out", str(out)]) == 2 and not out.exists()
-        return capsys.readouterr().err
-
-    assert "report: there is no run directory" in refused(runs["dense"], tmp_path / "absent")
-    (tmp_path / "empty").mkdir()
-    assert "Give the directory of a run: runs/NAME.npN" in refused(tmp_path / "empty")
-    directory = copy(runs["dense"], tmp_path / "damaged")
-    (directory / "summary.json").write_text('{"epochs": ')
-    message = refused(directory)
-    assert "summary.json is damaged" in message and "counts as unfinished" in message and "Remove it" in message
 
 
 def test_numbers_as_text() -> None:

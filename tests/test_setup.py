@@ -9,15 +9,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import case
-from setuptools import Distribution
 
 from dgc.doctor import Probe, run_probe
-from scripts.doctor import Finding, describe, diagnose, mpi_version
+from scripts.doctor import describe, diagnose, mpi_version
 from scripts.facts import PACKAGES, Facts, source_of_library
 from scripts.launch import environment, mpirun, prepare, torchrun
 
@@ -52,23 +51,8 @@ WITHOUT_HOROVOD = {
 }
 
 
-def test_nothing_is_wrong_with_a_healthy_environment() -> None:
-    assert diagnose(HEALTHY) == []
-    assert dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
-    assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
-
-
-def finding_of(change: Mapping[str, object]) -> Finding:
-    """The only one after a change of what is healthy."""
-    (finding,) = diagnose(replace(HEALTHY, **change))  # type: ignore[arg-type]
-    assert finding.remedy
-    return finding
-
-
 def test_one_fault_gives_one_finding_with_a_cure() -> None:
-    changes: list[tuple[Mapping[str, object], str]] = [
+    faults: list[tuple[Mapping[str, object], str]] = [
         ({"python": (3, 9, 1)}, "Python 3.9.1 is too old"),
         ({"versions": {**HEALTHY.versions, "mpi4py": None}}, "not installed: mpi4py"),
         ({"versions": {**HEALTHY.versions, "omegaconf": None}}, "not installed: omegaconf"),
@@ -93,13 +77,7 @@ def test_one_fault_gives_one_finding_with_a_cure() -> None:
         ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
         ({"dgc": "/there"}, "dgc comes from /there, not from this checkout (/here)"),
     ]
-    for change, named in changes:
-        finding = finding_of(change)
-        assert named in finding.problem and not finding.note, change
-
-
-def test_what_only_needs_knowing_is_a_note() -> None:
-    changes: list[tuple[Mapping[str, object], str]] = [
+    notes: list[tuple[Mapping[str, object], str]] = [
         ({"root": True}, "root"),
         ({"dgc": None}, "dgc is not installed"),
         (WITHOUT_HOROVOD, "torch.distributed connects the ranks"),
@@ -108,62 +86,52 @@ def test_what_only_needs_knowing_is_a_note() -> None:
         ({"torch": Probe({"cuda": "13.0", "gpus": ["H100"]})}, "no NCCL"),
         ({"torchvision": Probe(error="operator torchvision::nms does not exist")}, "torchvision::nms"),
     ]
-    for change, named in changes:
-        finding = finding_of(change)
-        assert named in finding.problem and finding.note, change
+    for change, named in (*faults, *notes):
+        (finding,) = diagnose(replace(HEALTHY, **change))  # type: ignore[arg-type]
+        assert named in finding.problem and finding.remedy and finding.note == ((change, named) in notes), change
 
 
-def test_an_empty_machine_is_described_and_judged() -> None:
-    nothing = Probe(error="No module named 'torch'")
-    probes = nothing, nothing, nothing, nothing, nothing, nothing, nothing
+def test_healthy_and_empty_machines() -> None:
+    assert diagnose(HEALTHY) == []
+    assert dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
+    assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
+    probes: Any = [Probe(error="No module named 'torch'")] * 7
     bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *probes)
     assert any("not installed: torch" in finding.problem for finding in diagnose(bare))
     assert dict(describe(replace(HEALTHY, dgc="/there")))["dgc comes from"] == "/there"
     assert dict(describe(bare))["torch"] == "missing"
+    assert mpi_version("Open MPI 4.1.8") == mpi_version("mpirun (Open MPI) 4.1.4") == ("Open MPI", 4)
+    assert mpi_version("HYDRA build details:") is mpi_version(None) is None
 
 
-def test_open_mpi_is_told_from_others() -> None:
-    assert mpi_version("Open MPI 4.1.8") == ("Open MPI", 4)
-    assert mpi_version("mpirun (Open MPI) 4.1.4") == ("Open MPI", 4)
-    assert mpi_version("HYDRA build details:") is None
-    assert mpi_version(None) is None
-
-
-def test_a_probe_tells_an_answer_from_a_failure() -> None:
+def test_a_probe_tells_an_answer_from_a_failure(tmp_path: Path) -> None:
     env = dict(os.environ)
     assert run_probe(["sh", "-c", "echo noise; echo '{\"a\": 1}'"], env).answer == {"a": 1}
     assert run_probe(["sh", "-c", "echo bad luck >&2; exit 3"], env) == Probe(error="bad luck")
     assert run_probe(["sh", "-c", "exit 3"], env).error == "exit status 3"
     assert run_probe(["no-such-program"], env).error == "no-such-program not found"
     assert "no answer" in run_probe(["sleep", "600"], env, timeout_s=0.1).error
-
-
-def test_the_library_is_looked_for_as_another_folders_script_finds_it(tmp_path: Path) -> None:
+    # the library is looked for as the script of another folder finds it
     (tmp_path / "dgc").mkdir()
     (tmp_path / "dgc/__init__.py").touch()
-    assert source_of_library({**os.environ, "PYTHONPATH": str(tmp_path)}) == str(tmp_path)
+    assert source_of_library({**env, "PYTHONPATH": str(tmp_path)}) == str(tmp_path)
 
 
-def test_the_launcher_oversubscribes_only_when_it_must() -> None:
+def test_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It oversubscribes only when it must, shares the cores, and keeps what the user set."""
     assert "--oversubscribe" not in mpirun(2, 2, ["train.py"])
     words = mpirun(4, 2, ["train.py", "--configs", "a"])
     assert "--oversubscribe" in words and words[-3:] == ["train.py", "--configs", "a"]
     with pytest.raises(ValueError, match="at least 1"):
         prepare(0, [])
-
-
-@pytest.mark.parametrize(("installed", "launcher"), [(object(), "mpirun"), (None, "torchrun")])
-def test_ranks_start_under_torchrun_where_horovod_is_missing(
-    monkeypatch: pytest.MonkeyPatch, installed: object, launcher: str
-) -> None:
-    monkeypatch.setattr("scripts.launch.find_spec", lambda name: installed)
-    words, _ = prepare(3, ["train.py", "--configs", "a"])
-    assert words[0] == launcher and "3" in words
-    assert words[-4:] == [sys.executable, "train.py", "--configs", "a"]
+    for installed, launcher in ((object(), "mpirun"), (None, "torchrun")):  # Horovod
+        monkeypatch.setattr("scripts.launch.find_spec", lambda name, installed=installed: installed)
+        words, _ = prepare(3, ["train.py", "--configs", "a"])
+        assert words[0] == launcher and "3" in words
+        assert words[-4:] == [sys.executable, "train.py", "--configs", "a"]
     assert torchrun(3, ["-c", "1"])[-3:] == [sys.executable, "-c", "1"]
-
-
-def test_the_launcher_shares_the_cores_and_keeps_what_the_user_set() -> None:
     assert environment(4, 16, False, {})["OMP_NUM_THREADS"] == "4"
     assert environment(4, 2, False, {})["OMP_NUM_THREADS"] == "1"
     assert environment(4, 16, False, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
@@ -208,35 +176,25 @@ def executable(file: Path, text: str) -> str:
 
 
 def test_setup_names_what_is_missing_or_wrong(checkout: Path) -> None:
+    path = tools(checkout)
     old = executable(checkout / "python3.8", '[ "$1" = --version ] && echo "Python 3.8.1" && exit 0\nexit 1')
     for message, variables in {
         "no python3.99 found; install Python 3.10": {"PYTHON": "python3.99"},
         "Python 3.8.1 is too old": {"PYTHON": old},
         "no C++ compiler found; install g++": {"CXX": "no-such-compiler"},
-        "no mpicc on PATH": {"SYSTEM_MPI": "1", "PYTHON": sys.executable, "PATH": tools(checkout)},
+        "no mpicc on PATH": {"SYSTEM_MPI": "1", "PYTHON": sys.executable, "PATH": path},
         "HOROVOD is no; it must be 0 or 1": {"HOROVOD": "no"},
         "cannot write": {"VENV": "/dev/null/env"},
     }.items():
         with case(message):
             assert message in setup_says(checkout, **variables)
-
-
-def test_setup_needs_no_mpi_without_horovod_and_remembers_both(checkout: Path) -> None:
-    # it is new enough, and fails to create an environment
-    path, python = tools(checkout), executable(checkout / "python3", '[ "$1" != -m ]')
-    (checkout / "env").mkdir()
+    # it needs no MPI without Horovod and remembers both; this python is new enough, and creates no environment
+    python = executable(checkout / "python3", '[ "$1" != -m ]')
+    (checkout / "env").mkdir(exist_ok=True)
     for options, message in (("0 1", "no mpicc"), ("0 1 1", "no mpicc"), ("0 1 0", "could not create an env")):
         (checkout / "env/.options").write_text(f"{options}\n")
         assert message in setup_says(checkout, PYTHON=python, PATH=path)
     assert "no mpicc" in setup_says(checkout, PYTHON=python, PATH=path, HOROVOD="1")
-
-
-def belongs_to(checkout: Path, other: Path) -> Path:
-    """Makes the checkout's environment one whose editable dgc is installed from `other`; its record of that."""
-    record = checkout / "env/lib/python3.11/site-packages/dgc_torch-0.1.0.dist-info/direct_url.json"
-    record.parent.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps({"dir_info": {"editable": True}, "url": other.as_uri()}))
-    return record
 
 
 def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, tmp_path: Path) -> None:
@@ -244,19 +202,21 @@ def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, t
     (other / "dgc").mkdir(parents=True)
     (other / "dgc/__init__.py").touch()
     further = "no python3.99 found"
-    record = belongs_to(checkout, other)
-    before = record.read_text()
-    message = setup_says(checkout, PYTHON="python3.99")
+    record = checkout / "env/lib/python3.11/site-packages/dgc_torch-0.1.0.dist-info/direct_url.json"
+    record.parent.mkdir(parents=True)
+
+    def said_of(source: Path, editable: bool = True, **variables: str) -> str:
+        """Where the environment's dgc is installed from this folder."""
+        record.write_text(json.dumps({"dir_info": {"editable": True} if editable else {}, "url": source.as_uri()}))
+        return setup_says(checkout, PYTHON="python3.99", **variables)
+
+    message = said_of(other)
     assert f"installed from the checkout {other}" in message
     assert "make setup VENV=" in message and "TAKE_OVER=1" in message
-    assert record.read_text() == before and not (checkout / "env/.unfinished").exists()
-    assert further in setup_says(checkout, PYTHON="python3.99", TAKE_OVER="1")
-    belongs_to(checkout, checkout)
-    assert further in setup_says(checkout, PYTHON="python3.99")
-    belongs_to(checkout, tmp_path / "removed")
-    assert further in setup_says(checkout, PYTHON="python3.99")
-    record.write_text(json.dumps({"dir_info": {}, "url": other.as_uri()}))  # a copy, installed from there
-    assert further in setup_says(checkout, PYTHON="python3.99")
+    assert other.as_uri() in record.read_text() and not (checkout / "env/.unfinished").exists()
+    assert further in said_of(other, TAKE_OVER="1")
+    assert further in said_of(checkout) and further in said_of(tmp_path / "removed")
+    assert further in said_of(other, editable=False)  # a copy, installed from there
 
 
 def test_train_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
@@ -268,19 +228,3 @@ def test_train_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
     words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
-
-
-def test_the_package_is_the_library_alone_with_all_the_files_that_pyproject_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    package = Distribution()
-    package.parse_config_files(["pyproject.toml"])
-    package.include_package_data = False  # looks up what version control has; the globs alone are asked here
-    build = package.get_command_obj("build_py")
-    build.ensure_finalized()
-    assert {name.split(".")[0] for name in build.packages} == {"dgc"}
-    files = {f"{where}/{name}" for _, where, _, names in build.data_files for name in names}
-    assert "dgc/py.typed" in files
-    globs = {glob for globs in package.package_data.values() for glob in globs}
-    assert {glob for glob in globs if not any(fnmatch(name, f"*/{glob}") for name in files)} == set()

@@ -77,7 +77,6 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
 
 
 def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Done:
-    """A job that only prints its commands."""
     command = ["bash", str(script), *words]
     return subprocess.run(command, env={**environment, "DRY_RUN": "1"}, capture_output=True, text=True, **more)
 
@@ -85,14 +84,8 @@ def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more
 @contextmanager
 def started(script: Path, environment: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
     """The job in a separate session. At the end all processes of the session are killed."""
-    with subprocess.Popen(
-        ["bash", str(script), *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(["bash", str(script), *words], env=environment, **how) as process:
         try:
             yield process
         finally:
@@ -122,13 +115,26 @@ def send(process: subprocess.Popen[str], number: int) -> None:
     process.send_signal(number)
 
 
-@pytest.mark.parametrize("words", [A, ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]])
-def test_the_command(tmp_path: Path, words: Any) -> None:
+def test_the_command(tmp_path: Path) -> None:
     copy, environment = job(tmp_path)
-    done = dry_run(copy, environment, *words)
-    assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout and done.returncode == 0, done.stderr
-    wrong = dry_run(copy, {**environment, "SLURM_SUBMIT_DIR": str(tmp_path)}, *words)
-    assert wrong.returncode == 2 and "repository's root" in wrong.stderr
+    for words in (A, ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]):
+        done = dry_run(copy, environment, *words)
+        assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout and done.returncode == 0, done.stderr
+        wrong = dry_run(copy, {**environment, "SLURM_SUBMIT_DIR": str(tmp_path)}, *words)
+        assert wrong.returncode == 2 and "repository's root" in wrong.stderr
+    # sbatch scripts/gossip/sgp.sh: SLURM copies that file alone
+    alone = shutil.copy(REPOSITORY / "scripts/gossip/sgp.sh", tmp_path / "slurm_script")
+    done = dry_run(alone, environment, "--suffix", ".a")
+    assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout, done.stderr
+    assert "configs/gossip/sgp.py" in done.stdout and done.stdout.endswith("--suffix .a \n")
+    environment["ELASTIC"] = "1"
+    done = dry_run(copy, environment, *A)
+    srun, torchrun = done.stdout.splitlines()
+    assert srun.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --no-kill "), done.stderr
+    assert "--nproc-per-node 4 --max-restarts 10 --nnodes 1:2 " in torchrun
+    assert "--rdzv-endpoint node3:20017 --rdzv-id 17 " in torchrun
+    wrong = dry_run(copy, environment, "scripts/gossip/sgp.sh")
+    assert wrong.returncode == 2 and "not a script" in wrong.stderr
 
 
 def test_ranks_of_uneven_allocations(tmp_path: Path) -> None:
@@ -160,37 +166,14 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
     _, environment = job(tmp_path)
     outside = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
     scripts = REPOSITORY / "scripts"
+    cases = [({}, "1 -H node1:1 "), ({"RANKS": "4"}, "4 -H node1:4 "), ({"HOSTS": "a:2,b:2"}, "4 -H a:2\\,b:2 ")]
     for script, words in (("slurm.sh", A), ("gossip/sgp.sh", ["--suffix", ".a"])):
-        for variables, expected in (
-            ({}, "mpirun -np 1 -H node1:1 "),
-            ({"RANKS": "4"}, "mpirun -np 4 -H node1:4 "),
-            ({"HOSTS": "a:2,b:2"}, "mpirun -np 4 -H a:2\\,b:2 "),
-        ):
+        for variables, expected in cases:
             done = dry_run(scripts / script, {**outside, **variables, "LAUNCH": "slurm"}, *words, cwd=tmp_path)
-            assert expected in done.stdout and done.returncode == 0, done.stderr
+            assert f"mpirun -np {expected}" in done.stdout and done.returncode == 0, done.stderr
             assert done.stdout.endswith(f"{words[-1]} \n") and "not a SLURM job" in done.stderr
     done = subprocess.run(["bash", scripts / "slurm.sh", *A], env=outside, capture_output=True, text=True)
     assert done.returncode == 2 and "submit it with sbatch" in done.stderr
-
-
-def test_a_gossip_script_as_the_job(tmp_path: Path) -> None:
-    """sbatch scripts/gossip/sgp.sh: SLURM copies that file alone."""
-    _, environment = job(tmp_path)
-    copy = shutil.copy(REPOSITORY / "scripts/gossip/sgp.sh", tmp_path / "slurm_script")
-    done = dry_run(copy, environment, "--suffix", ".a")
-    assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout, done.stderr
-    assert "configs/gossip/sgp.py" in done.stdout and done.stdout.endswith("--suffix .a \n")
-
-
-def test_the_elastic_command(tmp_path: Path) -> None:
-    copy, environment = job(tmp_path, ELASTIC="1")
-    done = dry_run(copy, environment, *A)
-    srun, torchrun = done.stdout.splitlines()
-    assert srun.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --no-kill "), done.stderr
-    assert "--nproc-per-node 4 --max-restarts 10 --nnodes 1:2 " in torchrun
-    assert "--rdzv-endpoint node3:20017 --rdzv-id 17 " in torchrun
-    wrong = dry_run(copy, environment, "scripts/gossip/sgp.sh")
-    assert wrong.returncode == 2 and "not a script" in wrong.stderr
 
 
 def test_the_elastic_job_is_requeued(tmp_path: Path) -> None:
@@ -230,13 +213,11 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
         assert process.returncode == status, text
     assert Path(environment["CALLS"]).read_text().splitlines() == calls
     assert ("submit the job again" in text) == ("REFUSES" in variables)
-
-
-def test_the_status_of_a_run_without_a_signal(tmp_path: Path) -> None:
-    copy, environment = job(tmp_path, LONG="2")
-    program(tmp_path / "bin" / "mpirun", RUN)
-    done = subprocess.run(["bash", copy, *A], env=environment, capture_output=True, timeout=patient(60))
-    assert done.returncode == 3 and not Path(environment["CALLS"]).exists()
+    if not variables:  # without a signal the run's own status is that of the job
+        Path(environment["CALLS"]).unlink()
+        alone: Any = {"env": {**environment, "LONG": "2"}, "capture_output": True, "timeout": patient(60)}
+        assert subprocess.run(["bash", copy, *A], **alone).returncode == 3
+        assert not Path(environment["CALLS"]).exists()
 
 
 @pytest.mark.proof

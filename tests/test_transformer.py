@@ -40,8 +40,9 @@ def test_sizes_and_positions() -> None:
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
-def test_later_tokens_do_not_change_earlier_logits(pre_norm: bool) -> None:
+def test_logits_and_gradients(pre_norm: bool) -> None:
     model = small(9, pre_norm)
+    # later tokens do not change earlier logits
     source, target = torch.randint(4, 9, (3, 5)), torch.randint(4, 9, (3, 6))
     before = model(source, target)
     for position in range(1, 6):
@@ -51,33 +52,20 @@ def test_later_tokens_do_not_change_earlier_logits(pre_norm: bool) -> None:
     changed = target.clone()
     changed[:, 2] = (changed[:, 2] - 3) % 5 + 4  # another token
     assert ((model(source, changed) - before)[:, 2:].abs().amax(2) > 1e-4).all()
-
-
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_padding_does_not_change_the_logits(pre_norm: bool) -> None:
-    model = small(9, pre_norm)
-    source, target = torch.randint(4, 9, (2, 4)), torch.randint(4, 9, (2, 3))
-    longer = torch.cat([source, torch.zeros(2, 3, dtype=torch.int64)], 1)
-    more = torch.cat([target, torch.zeros(2, 2, dtype=torch.int64)], 1)
+    # nor does padding
+    longer = torch.cat([source, torch.zeros(3, 3, dtype=torch.int64)], 1)
+    more = torch.cat([target, torch.zeros(3, 2, dtype=torch.int64)], 1)
     found = model(longer, more)
-    assert torch.allclose(found[:, :3], model(source, target), atol=1e-5) and found.isfinite().all()
-    other = torch.cat([source, torch.full((2, 3), 5)], 1)
-    assert not torch.allclose(model(other, more)[:, :3], found[:, :3], atol=1e-2)
-
-
-def test_one_token_at_a_time_gives_the_logits_of_all_at_once() -> None:
-    model = small(9)
-    source, target = torch.randint(4, 9, (3, 5)), torch.randint(4, 9, (3, 6))
+    assert torch.allclose(found[:, :6], before, atol=1e-5) and found.isfinite().all()
+    other = torch.cat([source, torch.full((3, 3), 5)], 1)
+    assert not torch.allclose(model(other, more)[:, :6], found[:, :6], atol=1e-2)
+    # one token at a time gives the logits of all at once
     source[1, 3:] = 0
     state = model.encode(source)
     steps = [model.next_logits(target[:, [position]], state) for position in range(6)]
     assert torch.allclose(torch.cat(steps, 1), model(source, target), atol=1e-5) and state.length == 6
-
-
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_every_parameter_gets_a_gradient(pre_norm: bool) -> None:
-    model = small(9, pre_norm).train()
-    model(torch.randint(4, 9, (2, 5)), torch.randint(4, 9, (2, 4))).square().mean().backward()
+    # every parameter gets a gradient
+    model.train()(source, target).square().mean().backward()
     for name, parameter in model.named_parameters():
         # A softmax does not change with a constant that is added to all its inputs.
         if not name.endswith("key.bias"):
@@ -113,16 +101,6 @@ def test_beam_search_finds_what_a_search_of_all_targets_finds(length_penalty: fl
             assert scores[(*result, END)] == pytest.approx(scores[best], abs=1e-5)
             lengths.add(len(result))
     assert len(lengths) > 1 or max_length == 1
-
-
-def test_more_beams_find_no_worse_targets() -> None:
-    model, source = small(12, seed=3), torch.randint(4, 12, (6, 5))
-    sums = []
-    for beams in (1, 2, 4, 64):
-        options: Any = {"begin": BEGIN, "end": END, "max_length": 6, "length_penalty": 0.0}
-        found = beam_search(model, source, beams=beams, **options)
-        sums.append(sum(log_probability(model, s, (*f, END)) for s, f in zip(source, found, strict=True)))
-    assert sums[0] <= sums[-1] and sums[1] <= sums[-1] + 1e-4 and sums[2] <= sums[-1] + 1e-4
 
 
 class ByLength:
@@ -170,7 +148,10 @@ def test_the_search_ends_when_no_sentence_can_have_a_better_target_within_its_li
             assert (model.length, found) == (calls, expected)
 
 
-@pytest.mark.parametrize("search", [greedy, beam_search])
+SEARCHES = pytest.mark.parametrize("search", [greedy, beam_search])
+
+
+@SEARCHES
 def test_every_sentence_has_its_own_limit(search: Any) -> None:
     limits, lengths = [1, 9, 4, 2, 7], set()
     for seed in range(5):
@@ -183,9 +164,16 @@ def test_every_sentence_has_its_own_limit(search: Any) -> None:
         assert search(model, source[:0], max_length=[], **options) == []
         lengths |= set(map(len, alone))
     assert len(lengths) > 2
+    # a batch is translated as its sentences are
+    model, source = small(9, seed=5), torch.randint(4, 9, (5, 6))
+    for row, length in enumerate((6, 1, 4, 2, 5)):
+        source[row, length:] = 0
+    options = {"begin": BEGIN, "end": END, "max_length": 8}
+    alone = [search(model, sentence[sentence != 0][None], **options)[0] for sentence in source]
+    assert search(model, source, **options) == alone and search(model, source[:0], **options) == []
 
 
-@pytest.mark.parametrize("search", [greedy, beam_search])
+@SEARCHES
 def test_tokens_beyond_the_vocabulary_are_in_no_target(search: Any) -> None:
     options, chosen = {"begin": BEGIN, "end": END, "max_length": 8}, set()
     for seed in range(4):
@@ -208,19 +196,8 @@ def test_greedy_takes_the_most_probable_token_each_time() -> None:
         assert result == [token for token in tokens if token != END]
 
 
-@pytest.mark.parametrize("search", [greedy, beam_search])
-def test_a_batch_is_translated_as_its_sentences_are(search: Any) -> None:
-    model, source = small(9, seed=5), torch.randint(4, 9, (5, 6))
-    for row, length in enumerate((6, 1, 4, 2, 5)):
-        source[row, length:] = 0
-    options = {"begin": BEGIN, "end": END, "max_length": 8}
-    alone = [search(model, sentence[sentence != 0][None], **options)[0] for sentence in source]
-    assert search(model, source, **options) == alone
-    assert search(model, source[:0], **options) == []
-
-
 def test_impossible_arguments_are_refused() -> None:
-    arguments: dict[str, Any]
+    arguments: Any
     for arguments, message in (
         ({"width": 20, "heads": 4}, "width is 20; it must be a multiple of 2 \\* heads, 8"),
         ({"layers": 0}, "layers is 0"),

@@ -4,26 +4,18 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from cases import case
 
-from dgc_datasets.translation import (
-    BEGIN,
-    END,
-    PADDING,
-    NumberWords,
-    ParallelText,
-    TokenBatches,
-    Vocabulary,
-    collate,
-    parallel_text,
-    wmt16,
-)
+from dgc_datasets.translation import BEGIN, END, PADDING, NumberWords, ParallelText, TokenBatches, Vocabulary
 from dgc_datasets.translation.number_words import draw_numbers
+from dgc_datasets.translation.parallel_text import collate
 from dgc_datasets.translation.vocabulary import train_vocabulary
+from dgc_datasets.translation.wmt16 import main
 
 TRAIN = [("ein Haus", "a house"), ("ein Hund", "a dog"), ("das Haus", "the house"), ("der Hund", "the dog")]
 TEST = [("das Hundehaus", "the doghouse"), ("ein\u2028Haus", "a house")]
@@ -63,7 +55,7 @@ def test_items_are_the_lines_of_both_files(folder: Path) -> None:
 
 def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = read(folder)
-    monkeypatch.setattr(parallel_text, "train_vocabulary", None)  # a call of it raises TypeError
+    monkeypatch.setattr("dgc_datasets.translation.parallel_text.train_vocabulary", Mock(side_effect=TypeError))
     (cache,) = folder.glob("tokens-*")
     cache.chmod(0o555)
     again = read(folder)
@@ -77,18 +69,13 @@ def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: py
     assert not list(folder.glob(".writing-*"))
     text = [side for pair in TRAIN for side in pair]
     assert train_vocabulary(text, 30, 1.0) == train_vocabulary(iter(text), 30, 1.0)
-
-
-def test_an_interrupted_preparation_leaves_no_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("dgc_datasets.translation.sentences.np.save", fail)
-    with pytest.raises(KeyboardInterrupt):
-        read(folder)
-    monkeypatch.undo()
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == []
-    assert len(read(folder)["test"]) == 2
+    # an interrupted preparation leaves no cache
+    write(new := folder / "new", "train", TRAIN * 5)
+    write(new, "test", TEST)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("dgc_datasets.translation.sentences.np.save", Mock(side_effect=KeyboardInterrupt))
+        read(new)
+    assert [path.name for path in new.iterdir() if path.is_dir()] == [] and len(read(new)["test"]) == 2
 
 
 def test_empty_and_long_training_pairs_are_left_out(folder: Path) -> None:
@@ -122,10 +109,7 @@ def test_files_that_do_not_fit_are_refused(folder: Path) -> None:
         file.unlink(missing_ok=True)
         if before is not None:
             file.write_bytes(before)
-
-
-def test_impossible_settings_are_refused(folder: Path) -> None:
-    options: dict[str, Any]
+    options: Any
     for options, message in (
         ({"vocabulary_size": 5000}, "vocabulary_size is 5000, which is not possible with this text: .*<= "),
         ({"vocabulary_size": 1}, "vocabulary_size is 1; it must be at least 2"),
@@ -146,11 +130,9 @@ def test_batches_are_padded_at_the_ends() -> None:
     assert target.tolist() == [[BEGIN, 6, 7, END], [BEGIN, PADDING, PADDING, PADDING]]
 
 
-# Number words
-
-
 def test_number_words(tmp_path: Path) -> None:
-    data = NumberWords(str(tmp_path), train_numbers=200, test_numbers=50, vocabulary_size=60)
+    given: Any = {"train_numbers": 200, "test_numbers": 50, "vocabulary_size": 60}
+    data = NumberWords(str(tmp_path), **given)
     german, english = data.texts("test")
     assert len(german) == len(set(german)) == 50 and not set(german) & set(data.texts("train")[0])
     assert all(" " not in word for word in german) and len(data["train"]) == 200
@@ -158,22 +140,15 @@ def test_number_words(tmp_path: Path) -> None:
     assert pairs.get("sieben", "seven") == "seven" and len(pairs) == 250
     assert data.vocabulary.decode(data.vocabulary.encode(german)) == german
     before = {file: os.stat(file).st_mtime_ns for file in tmp_path.rglob("*.*")}
-    again = NumberWords(str(tmp_path), train_numbers=200, test_numbers=50, vocabulary_size=60)
-    assert again.fingerprint == data.fingerprint
+    assert NumberWords(str(tmp_path), **given).fingerprint == data.fingerprint
     assert before == {file: os.stat(file).st_mtime_ns for file in tmp_path.rglob("*.*")}
-
-
-def test_the_numbers_drawn() -> None:
     numbers = draw_numbers(20_000, seed=0)
     assert len(set(numbers)) == 20_000 and numbers == draw_numbers(20_000, 0) != draw_numbers(20_000, 1)
     digits = np.bincount([len(str(number)) for number in numbers], minlength=7)
     # All of up to 3 digits occur. The uniform half has 9 % of 5 digits, the other half about a third.
     assert digits[1] == 10 and digits[2] == 90 and digits[3] > 800 and 0.15 < digits[5] / 20_000 < 0.3
     assert max(numbers) < 10**6 and abs(np.mean([n > 5 * 10**5 for n in numbers[:5000]]) - 0.4) < 0.1
-
-
-def test_impossible_numbers_are_refused(tmp_path: Path) -> None:
-    options: dict[str, Any]
+    options: Any
     for options, message in (
         ({"source": "xx"}, "dataset.source is 'xx'; num2words knows"),
         ({"source": "en"}, "both 'en'"),
@@ -181,11 +156,8 @@ def test_impossible_numbers_are_refused(tmp_path: Path) -> None:
         ({"train_numbers": 10**6}, "it must be at most 500000"),
     ):
         with pytest.raises(ValueError, match=message):
-            NumberWords(str(tmp_path), **options)
-    assert not list(tmp_path.iterdir())
-
-
-# Batches
+            NumberWords(str(tmp_path / "refused"), **options)
+    assert not (tmp_path / "refused").exists()
 
 
 def test_each_pair_is_in_one_batch_of_at_most_max_tokens() -> None:
@@ -203,10 +175,7 @@ def test_each_pair_is_in_one_batch_of_at_most_max_tokens() -> None:
     assert padded > 0.8 * 400 * len(batches), "batches are full"
 
 
-# The preparation of WMT'16
-
-
-def test_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_preparation_of_wmt16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, english, german in (("a", ["a  house", "", "one"], ["ein Haus", "x", "ein sehr langer Satz"]),
                                   ("b", ["the\u2028dog"], ["der Hund"])):  # fmt: skip
         (tmp_path / f"{name}.en").write_text("".join(f"{text}\n" for text in english), encoding="utf-8")
@@ -216,15 +185,11 @@ def test_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "news-ref.de.sgm").write_text(sgml.format("schwarz &amp; weiß", ""), encoding="utf-8")
     root = tmp_path / "data" / "wmt16"
     words = ["--train", f"{tmp_path}/a", f"{tmp_path}/b", "--test", f"{tmp_path}/news", "--root", str(root)]
-    wmt16.main(words)
+    main(words)
     assert capsys.readouterr().out == "train: 2 of 4 pairs\ntest: 2 of 2 pairs\n"
     texts = {file.name: file.read_text(encoding="utf-8") for file in root.iterdir()}
-    assert texts == {
-        "train.en": "a house\nthe dog\n",
-        "train.de": "ein Haus\nder Hund\n",
-        "test.en": "black & white\none\n",
-        "test.de": "schwarz & weiß\n\n",
-    }
+    train = {"train.en": "a house\nthe dog\n", "train.de": "ein Haus\nder Hund\n"}
+    assert texts == {**train, "test.en": "black & white\none\n", "test.de": "schwarz & weiß\n\n"}
     for name, text in (("src.de", "falsch"), ("ref.en", "wrong")):  # as the official set of 2014 has them
         (tmp_path / f"news-deen-{name}.sgm").write_text(sgml.format(text, text), encoding="utf-8")
     for name in ("src.en", "ref.de"):
@@ -232,20 +197,20 @@ def test_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for direction, expected in ((("en", "de"), "one\n"), (("de", "en"), "wrong\n")):
         new = tmp_path / "-".join(direction)
         source, target = direction
-        wmt16.main([*words[:-1], str(new), "--source", source, "--target", target])
+        main([*words[:-1], str(new), "--source", source, "--target", target])
         assert (new / "test.en").read_text(encoding="utf-8").endswith(expected)
     assert (tmp_path / "en-de" / "test.de").read_text(encoding="utf-8") == texts["test.de"]
     assert (tmp_path / "de-en" / "test.de").read_text(encoding="utf-8") == "falsch\nfalsch\n"
     (tmp_path / "news-fren-src.en.sgm").write_text(sgml.format("x", "x"), encoding="utf-8")
     with pytest.raises(SystemExit):
-        wmt16.main([*words[:-1], f"{tmp_path}/new"])
+        main([*words[:-1], f"{tmp_path}/new"])
     assert "news-deen-src.en.sgm, " in capsys.readouterr().err
     (tmp_path / "news-fren-src.en.sgm").unlink()
     for more, message in (([], "exists already"), (["--root", f"{tmp_path}/new", "--val", "c"], "there is none")):
         with pytest.raises(SystemExit) as stop:
-            wmt16.main([*words, *more])
+            main([*words, *more])
         assert stop.value.code == 1 and message in capsys.readouterr().err
     (tmp_path / "b.de").write_text("x\ny\n")
     with pytest.raises(SystemExit):
-        wmt16.main([*words[:-1], f"{tmp_path}/new"])
+        main([*words[:-1], f"{tmp_path}/new"])
     assert "b.en and" in capsys.readouterr().err and not (tmp_path / "new").exists()

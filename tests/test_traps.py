@@ -17,7 +17,6 @@ from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.config import load
-from dgc_training.data import worker_options
 from dgc_training.startup.setup import prepare_device
 
 TESTS = Path(__file__).parent
@@ -68,13 +67,10 @@ STATED = {
 }
 
 
-def test_the_tests_that_close_the_other_traps_exist() -> None:
+def test_the_tests_that_close_the_other_traps_and_the_configs_of_scripts_exist() -> None:
     for trap, place in STATED.items():
         file, name = place.split("::")
         assert f"\ndef {name}(" in (TESTS / f"{file}.py").read_text(), (trap, place)
-
-
-def test_scripts_name_configs_that_exist() -> None:
     root = TESTS.parent
     for script in (root / "scripts").rglob("*.sh"):
         for name in re.findall(r"\bconfigs/[\w/]+\.\w*", script.read_text()):
@@ -93,10 +89,6 @@ def test_a_checkpoint_that_lost_a_file_is_removed_like_the_others(tmp_path: Path
         return checkpoints.find("latest")
 
     assert LockstepWorld(2).run(save) == ["e0005"] * 2 and not (tmp_path / "e0002").exists()
-
-
-def test_workers_are_not_forked() -> None:
-    assert worker_options(2)["multiprocessing_context"] == "forkserver"
 
 
 def test_determinism_that_makes_kernels_slow_is_not_forced() -> None:

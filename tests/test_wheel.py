@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -26,22 +27,17 @@ def build_wheel(folder: Path, env: Mapping[str, str]) -> Path:
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(source, copy, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
     words = [sys.executable, "-c", f"import backend; backend.build_wheel({str(folder)!r})"]
-    env = {**os.environ, "PYTHONPATH": "scripts/wheels", **env}
-    done = subprocess.run(
-        words, cwd=folder / "source", env=env, capture_output=True, text=True, timeout=patient(300)
-    )
+    options: Any = {"cwd": folder / "source", "capture_output": True, "text": True, "timeout": patient(300)}
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": "scripts/wheels", **env}, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-def test_the_best_instructions_are_those_that_linux_reports() -> None:
-    assert supported_isas()[-1] == best_isa()
-
-
 def test_the_compiler_is_the_one_asked_for_then_that_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert supported_isas()[-1] == best_isa()  # those that Linux reports
     monkeypatch.setenv("DGC_NATIVE", "0")
     names = runpy.run_path(str(shutil.copy(ROOT / "setup.py", tmp_path)))
     choose, zig = names["choose_compiler"], names["ZIG"]
@@ -61,10 +57,8 @@ def test_the_compiler_is_the_one_asked_for_then_that_of_the_machine(
     choose.__globals__["find_spec"] = {}.get
     with pytest.warns(UserWarning, match=r"need a C\+\+ compiler, and c\+\+ was not found; the wheel has none"):
         assert choose() == []
-    for wanted, message in (
-        ("require", "need a C"),
-        ("yes", "DGC_NATIVE is 'yes'; it must be auto, require or 0"),
-    ):
+    unknown = "DGC_NATIVE is 'yes'; it must be auto, require or 0"
+    for wanted, message in (("require", "need a C"), ("yes", unknown)):
         monkeypatch.setenv("DGC_NATIVE", wanted)
         with pytest.raises(SystemExit, match=message):
             choose()
@@ -79,31 +73,30 @@ def test_zig_is_fetched_for_an_sdist_and_where_there_is_no_compiler(
     monkeypatch.setattr(backend["platform"], "machine", lambda: "x86_64")
     monkeypatch.chdir(tmp_path)
     requires, zig = backend["get_requires_for_build_wheel"], backend["ZIG"]
-    compiler = tmp_path / "c++"
-    compiler.touch(mode=0o755)
+    compiler, sdist = tmp_path / "c++", tmp_path / "PKG-INFO"
     monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("CXX", "DGC_NATIVE"):
-        monkeypatch.delenv(name, raising=False)
-    assert requires() == ["wheel"]
-    compiler.unlink()
-    assert requires() == ["wheel", zig]
-    compiler.touch(mode=0o755)
-    (tmp_path / "PKG-INFO").touch()
-    assert requires() == ["wheel", zig]
-    monkeypatch.setenv("CXX", "g++")
-    assert requires() == ["wheel"]
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("DGC_NATIVE", "0")
-    assert requires() == ["wheel"]
+    for files, variables, needed in (
+        ([compiler], {}, ["wheel"]),
+        ([], {}, ["wheel", zig]),
+        ([compiler, sdist], {}, ["wheel", zig]),
+        ([compiler, sdist], {"CXX": "g++"}, ["wheel"]),
+        ([compiler, sdist], {"DGC_NATIVE": "0"}, ["wheel"]),
+    ):
+        for file in (compiler, sdist):
+            file.touch(mode=0o755) if file in files else file.unlink(missing_ok=True)
+        for name in ("CXX", "DGC_NATIVE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert requires() == needed
 
 
 def test_a_wheel_without_kernels_is_for_every_platform(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path, {"DGC_NATIVE": "0"})
     assert wheel.name.endswith("-py3-none-any.whl")
     names = set(ZipFile(wheel).namelist())
-    sources = {
-        str(file.relative_to(ROOT)) for kind in ("py", "cpp", "h") for file in ROOT.glob(f"dgc/**/*.{kind}")
-    }
+    files = [file for kind in ("py", "cpp", "h") for file in ROOT.glob(f"dgc/**/*.{kind}")]
+    sources = {str(file.relative_to(ROOT)) for file in files}
     assert sources | {"dgc/py.typed"} <= names  # the sources too: with a compiler they can be built later
     assert {name.split("/")[0] for name in names} == {"dgc", wheel.name.split("-py3")[0] + ".dist-info"}
 

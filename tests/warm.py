@@ -11,7 +11,7 @@ import atexit
 import json
 import os
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -37,14 +37,9 @@ def python() -> str:
 
     folder = tempfile.mkdtemp()
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "PYTHONFAULTHANDLER": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, f"{folder}/socket"],
-        cwd=REPOSITORY,
-        env=variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, __file__, f"{folder}/socket"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=variables, **pipes)
     atexit.register(process.communicate)
     executable = Path(folder, "python")
     executable.write_text(f'#!/bin/sh\nexec {sys.executable} -S {__file__} {folder}/socket "$@"\n')
@@ -75,82 +70,58 @@ def stand_for_a_fork(address: str, words: list[str]) -> int:
         return status[0] if status else 1
 
 
-class Forks:
-    """The process that forks."""
+def serve(address: str) -> list[str]:
+    """Returns in each fork, with its words, and without any at the end.
 
-    def __init__(self, address: str) -> None:
-        self.selector, self.listener = selectors.DefaultSelector(), socket.socket(socket.AF_UNIX)
-        self.listener.bind(address)
-        self.listener.listen()
-        self.selector.register(self.listener, selectors.EVENT_READ)
-        self.selector.register(sys.stdin, selectors.EVENT_READ)
-
-    def serve(self) -> list[str]:
-        """Returns in each fork, with its words, and without any at the end."""
-        while True:
-            for key, _ in self.selector.select():
-                if key.fileobj is sys.stdin:
-                    return []
-                if key.fileobj is self.listener:
-                    if words := self.fork(self.listener.accept()[0]):
-                        return words
-                elif isinstance(key.fileobj, socket.socket):
-                    self.pass_on(key.fileobj, key.data)
-                else:
-                    self.end(key.fileobj, *key.data)
-
-    def fork(self, own: socket.socket) -> list[str]:
-        """The words, in the fork."""
-        size, files, _, _ = socket.recv_fds(own, 4, 3)
-        message = own.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-        if pid := os.fork():
-            for file in files:
-                os.close(file)
-            self.selector.register(own, selectors.EVENT_READ, pid)
-            self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, own))
-            return []
-        variables, directory, words = json.loads(message)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.fileobj, int):
-                os.close(key.fileobj)
-            elif isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        for opened in (self.selector, own):
-            opened.close()
-        before = os.environ["PYTHONPATH"].split(os.pathsep)
-        sys.path[:] = [path for path in sys.path[1:] if path not in before]
-        os.environ.clear()
-        os.environ.update(variables)
-        os.chdir(directory)
-        sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        found: list[str] = words
-        return found
-
-    def pass_on(self, own: socket.socket, pid: int) -> None:
-        """A signal, or the end of what stands for the fork."""
-        if own.fileno() < 0:  # the fork has ended at the same time
-            return
-        received = own.recv(1)
-        os.kill(pid, received[0] if received else signal.SIGKILL)
-        if not received:
-            self.selector.unregister(own)
-
-    def end(self, file: Any, pid: int, own: socket.socket) -> None:
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        self.selector.unregister(file)
-        os.close(file)
-        if own in self.selector.get_map():
-            self.selector.unregister(own)
-            with suppress(OSError):  # what stands for it has been killed at the same time
-                own.sendall(bytes([max(status, 0), max(-status, 0)]))
+    A fork has a parent of its own, which passes signals on to it and its status back.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    print("ready", flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the parents are not waited for
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        own = listener.accept()[0]
+        if not os.fork():
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return fork(own)
         own.close()
+    return []
+
+
+def fork(own: socket.socket) -> list[str]:
+    """The words, in the fork. Its parent does not return."""
+    size, files, _, _ = socket.recv_fds(own, 4, 3)
+    message = own.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+    if pid := os.fork():
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2, *files):  # nobody waits for the end of its pipes
+            os.dup2(null, number)
+        ended = os.pidfd_open(pid)
+        while ended not in select.select([own, ended], [], [])[0]:
+            received = own.recv(1)  # a signal, or the end of what stands for the fork
+            os.kill(pid, received[0] if received else signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with suppress(OSError):  # what stands for it has been killed at the same time
+            own.sendall(bytes([max(status, 0), max(-status, 0)]))
+        os._exit(0)
+    own.close()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    variables, directory, words = json.loads(message)
+    before = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [path for path in sys.path[1:] if path not in before]
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(directory)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    found: list[str] = words
+    return found
 
 
 def run(words: list[str]) -> None:
-    """What python does with these words of its command line."""
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     while words[0] in ("-u", "-W"):
         if words.pop(0) == "-u":
@@ -223,11 +194,9 @@ if __name__ == "__main__":
     if find_spec("horovod"):
         import horovod.torch  # noqa: F401
 
-    forks = Forks(sys.argv[1])
     gc.freeze()
     gc.enable()
-    print("ready", flush=True)
-    if words := forks.serve():
+    if words := serve(sys.argv[1]):
         run_and_end(words)
     shutil.rmtree(Path(sys.argv[1]).parent)
     os._exit(0)
