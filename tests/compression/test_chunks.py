@@ -151,7 +151,6 @@ def test_the_cheaper_way_is_taken() -> None:
 
 
 def test_warm_up_sends_more_and_then_the_planned_number() -> None:
-    """A rank in another epoch is named."""
     ranks = ranks_of(2, 0.05, partial(DGCSGDMemory, 0.9), warmup_epochs=2, warmup_coeff=[1, 0.3])
     for epoch, numbers in ((0, NUMEL), (1, 6 * SIZE), (2, SIZE)):
         for compressor in ranks.compressors:

@@ -7,8 +7,18 @@ import pytest
 import torch
 from compression.ranks import Ranks, normal
 
-from dgc import compression as methods
 from dgc.bucket import make_bucket
+from dgc.compression import (
+    BF16Compressor,
+    DenseCompressor,
+    DenseResult,
+    DGCCompressor,
+    FP16Compressor,
+    PowerSGDCompressor,
+    Route,
+    Rule,
+    SVDCompressor,
+)
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 N = 301
@@ -18,7 +28,7 @@ def reduce_all(make: Any, own: Any, dtype: Any = torch.float32) -> Any:
     """The mean that every rank gets, and the meter of rank 0."""
     ranks = Ranks(len(own), make, {"w": (N,)}, dtype)
     results, mean = ranks.exchange(own)
-    assert all(isinstance(result, methods.DenseResult) for result in results) and mean.dtype == dtype
+    assert all(isinstance(result, DenseResult) for result in results) and mean.dtype == dtype
     return mean, ranks.world.meters[0]
 
 
@@ -28,12 +38,12 @@ def gradients(size: Any, scale: float = 1.0) -> Any:
 
 def test_only_a_compressor_that_decides_has_a_dense_share_and_dense_leaves_nan_to_the_user() -> None:
     makers = (
-        methods.DenseCompressor,
-        partial(methods.PowerSGDCompressor, 1),
-        partial(methods.DGCCompressor, 0.01, NoMemory()),
+        DenseCompressor,
+        partial(PowerSGDCompressor, 1),
+        partial(DGCCompressor, 0.01, NoMemory()),
     )
     assert [Ranks(1, make, [(N,)]).states[0].dense_share for make in makers] == [None, None, 0.0]
-    ranks, (own,) = Ranks(1, methods.DenseCompressor, {"w": (N,)}), gradients(1)
+    ranks, (own,) = Ranks(1, DenseCompressor, {"w": (N,)}), gradients(1)
     own[7] = float("nan")
     ranks.buckets[0].flat.copy_(own)
     ranks.world.converse("b", [ranks.states[0].reduce(ranks.buckets[0])])
@@ -43,15 +53,15 @@ def test_only_a_compressor_that_decides_has_a_dense_share_and_dense_leaves_nan_t
 def test_bf16_adds_in_fp32_what_each_rank_rounds_once() -> None:
     """256 + 1 + 1 is 256 where bf16 adds, and 258 in fp32."""
     own = [torch.full((N,), value) for value in (256.0, 1.0, 1.0)]
-    assert (reduce_all(methods.BF16Compressor, own)[0] == 258 / 3).all()
+    assert (reduce_all(BF16Compressor, own)[0] == 258 / 3).all()
     own = gradients(3)
     expected = sum(g.bfloat16().float() for g in own) / 3
-    torch.testing.assert_close(reduce_all(methods.BF16Compressor, own)[0], expected, rtol=1e-6, atol=1e-7)
-    assert reduce_all(methods.BF16Compressor, gradients(2, 1e30))[0].isfinite().all()
-    assert (reduce_all(methods.FP16Compressor, [torch.full((N,), 7e4)] * 2)[0] == float("inf")).all()
+    torch.testing.assert_close(reduce_all(BF16Compressor, own)[0], expected, rtol=1e-6, atol=1e-7)
+    assert reduce_all(BF16Compressor, gradients(2, 1e30))[0].isfinite().all()
+    assert (reduce_all(FP16Compressor, [torch.full((N,), 7e4)] * 2)[0] == float("inf")).all()
 
 
-@pytest.mark.parametrize("make", [methods.DenseCompressor, methods.FP16Compressor, methods.BF16Compressor])
+@pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
 def test_half_precision_gradients_and_nothing_is_kept_between_steps(make: Any) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         own = [g.to(dtype) for g in gradients(3)]
@@ -70,18 +80,16 @@ def segment(name: Any, *shape: Any) -> Any:
 
 
 def test_the_first_rule_that_matches_wins() -> None:
-    first, second, last = methods.DenseCompressor(), methods.FP16Compressor(), methods.BF16Compressor()
-    route = methods.Route(
-        [methods.Rule(first, name="head.*"), methods.Rule(second, min_numel=100), methods.Rule(last)]
-    )
+    first, second, last = DenseCompressor(), FP16Compressor(), BF16Compressor()
+    route = Route([Rule(first, name="head.*"), Rule(second, min_numel=100), Rule(last)])
     assert route.compressor_for(segment("head.weight", 20, 20)) is first
     assert route.compressor_for(segment("body.weight", 10, 10)) is second
     assert route.compressor_for(segment("body.weight", 9, 11)) is last
     assert route.rules[0].compressor is first
     with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
-        methods.Route([methods.Rule(methods.DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
+        Route([Rule(DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
     with pytest.raises(ValueError, match="at least one Rule"):
-        methods.Route([])
+        Route([])
 
 
 def test_rules() -> None:
@@ -104,47 +112,41 @@ def test_rules() -> None:
         ({"name": "y", "min_dim": 2, "max_numel": 8}, "x", (2, 4), False),
     ]
     for options, name, shape, matches in rows:
-        assert methods.Rule(methods.DenseCompressor(), **options).matches(segment(name, *shape)) == matches, (
-            options
-        )
+        assert Rule(DenseCompressor(), **options).matches(segment(name, *shape)) == matches, options
 
 
 def test_what_a_compressor_does_not_accept_goes_to_its_fallback() -> None:
-    sparse = methods.DGCCompressor(0.01, NoMemory())
-    route = methods.Route([methods.Rule(sparse)])
+    sparse = DGCCompressor(0.01, NoMemory())
+    route = Route([Rule(sparse)])
     assert route.compressor_for(segment("w", 3, 3)) is sparse
     bias, other = (route.compressor_for(segment(name, 3)) for name in ("b", "c"))
-    assert bias is other is sparse.fallback and isinstance(bias, methods.DenseCompressor)
-    assert isinstance(methods.DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, methods.FP16Compressor)
+    assert bias is other is sparse.fallback and isinstance(bias, DenseCompressor)
+    assert isinstance(DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, FP16Compressor)
 
 
 def test_equal_compressors_without_state_are_one() -> None:
-    class OfAUser(methods.DenseCompressor):
+    class OfAUser(DenseCompressor):
         """May have settings."""
 
-    def clipped(norm: float, **options: Any) -> methods.DGCCompressor:
-        return methods.DGCCompressor(0.01, DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(norm)), **options)
+    def clipped(norm: float, **options: Any) -> DGCCompressor:
+        return DGCCompressor(0.01, DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(norm)), **options)
 
     def chosen(*compressors: Any) -> list[Any]:
-        route = methods.Route(
-            [methods.Rule(compressor, name=f"{i}.*") for i, compressor in enumerate(compressors)]
-        )
+        route = Route([Rule(compressor, name=f"{i}.*") for i, compressor in enumerate(compressors)])
         return [route.compressor_for(segment(f"{i}.bias", 3)) for i in range(len(compressors))]
 
-    plain = [methods.DGCCompressor(ratio, ResidualMemory()) for ratio in (0.01, 0.1)]
-    assert {id(c) for c in chosen(*plain, methods.DenseCompressor(), methods.SVDCompressor(2))} == {
-        id(plain[0].fallback)
-    }
+    plain = [DGCCompressor(ratio, ResidualMemory()) for ratio in (0.01, 0.1)]
+    assert {id(c) for c in chosen(*plain, DenseCompressor(), SVDCompressor(2))} == {id(plain[0].fallback)}
     for pair, are_one in (
         ((clipped(1.0), clipped(1.0)), True),
         ((clipped(1.0), clipped(2.0)), False),
         ((clipped(1.0), plain[0]), False),
         ((clipped(1.0), clipped(1.0, fp16_values=True)), False),
-        ((methods.FP16Compressor(), methods.DGCCompressor(0.1, NoMemory(), fp16_values=True)), True),
-        ((methods.FP16Compressor(), methods.BF16Compressor()), False),
+        ((FP16Compressor(), DGCCompressor(0.1, NoMemory(), fp16_values=True)), True),
+        ((FP16Compressor(), BF16Compressor()), False),
         ((OfAUser(), OfAUser()), False),
         ((clipped(1.0, dense_values="int8"), clipped(1.0, dense_values="int8")), False),  # each has a state
-        ((methods.DGCCompressor(0.1, NoMemory(), dense_values="int8"),) * 2, True),
+        ((DGCCompressor(0.1, NoMemory(), dense_values="int8"),) * 2, True),
     ):
         first, second = chosen(*pair)
         assert (first is second) == are_one, pair

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from compression.ranks import Ranks, normal
 
@@ -33,23 +32,6 @@ def test_global_clipping_takes_a_round_of_its_own_and_sums_of_fp16_values_do_not
     assert [meter.rounds for meter in ranks.world.meters] == [2, 2, 2]
     ranks = Ranks(3, dgc(1.0, lambda: DGCSGDMemory(0.0), fp16_values=True), SHAPES)
     assert ranks.exchange([torch.full((NUMEL,), 40_000.0)] * 3)[1].isfinite().all()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_dense_steps_are_momentum_sgd(size: Any, nesterov: Any) -> None:
-    """At ratio 0.9 a pair of value and index costs more than the value alone."""
-    ranks = Ranks(size, dgc(1.0 if nesterov else 0.9, lambda: DGCSGDMemory(0.9, nesterov)), SHAPES)
-    p = torch.zeros(NUMEL, dtype=torch.float64)
-    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.9, nesterov=nesterov)
-    for step in range(5):
-        own, before = gradients(size, step), p.clone()
-        p.grad = sum(g.double() for g in own) / size
-        optimizer.step()
-        results, mean = ranks.exchange(own)
-        assert all(isinstance(result, DenseResult) for result in results)
-        torch.testing.assert_close(mean.double(), before - p, rtol=1e-5, atol=1e-5)
-    assert not any(error.any() for error in ranks.errors())
 
 
 def test_the_cheaper_way_is_taken() -> None:

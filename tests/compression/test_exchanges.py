@@ -297,7 +297,6 @@ def test_a_transport_without_messages_between_ranks_is_refused() -> None:
 
 
 def test_the_transport_of_the_process_is_asked_for_messages_between_ranks(monkeypatch: Any) -> None:
-    """By the optimizer, and by the trainer."""
     asked = []
 
     def connected(point_to_point: Any, **_: Any) -> Any:

@@ -49,7 +49,6 @@ def fleet_of(shapes: Any, size: int = 1, rank: int = 2, **settings: Any) -> Any:
 @every_mode
 @pytest.mark.parametrize("size", [1, 3])
 def test_nothing_is_lost_within_rounding(settings: Any, size: Any) -> None:
-    """Of shapes of every kind."""
     odd = [(), (1,), (0, 3), (1, 1), (5, 0), (1, 700), (700, 1), (17, 2, 3, 2)]
     for shapes, rate in (([(30, 40), (8,), (30, 40), (16, 3, 3, 3), ()], 2), (odd, 1)):
         fleet = fleet_of(shapes, size, min_compression_rate=rate, **settings)

@@ -17,7 +17,6 @@ N = 600
 
 
 def once(make: Any, g: Any) -> Any:
-    """What one rank alone gets for a gradient."""
     return Ranks(1, make, [tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
 
 

@@ -21,8 +21,6 @@ LAYERS, SIZE = 5, 32
 
 
 class FailingCompressor(DenseCompressor):
-    """Fails in the bucket of that name."""
-
     fails_in: str | None = None
 
     def reduce(self, bucket: Any, state: Any) -> Any:

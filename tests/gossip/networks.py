@@ -139,7 +139,6 @@ class Trained:
         return self.optimizer.method
 
     def scatter(self, seed: int = 0) -> "Trained":
-        """Another model on every rank."""
         generator = torch.Generator().manual_seed(1000 * seed + self.rank)
         self.z.add_(torch.randn(self.z.numel(), generator=generator, dtype=torch.float32))
         self.optimizer.model.scatter()
@@ -236,8 +235,6 @@ def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 def check_that_a_saved_state_goes_on(
     make: Callable[[LockstepTransport], Trained], size: int, steps: int, stop: int, local_size: int | None = None
 ) -> None:
-    """As a run that was not stopped, bit for bit."""
-
     def body(transport: LockstepTransport, stops: bool) -> Tensor:
         own = make(transport)
         for step in range(steps):

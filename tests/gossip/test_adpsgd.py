@@ -103,7 +103,6 @@ class Simulation:
         self.run(looks)
 
     def drain(self) -> None:
-        """Drain all ranks, in a random order and at different times."""
         for rank in self.random.sample(range(self.topology.size), self.topology.size):
             self.protocols[rank].is_draining = True
             self.run(self.random.randrange(20 * self.topology.size))
@@ -307,7 +306,6 @@ def begin(own: Any, z: Any, channel: Any) -> None:
 
 
 def in_threads(size: Any, body: Any) -> Any:
-    """The results of body(rank) in one thread per rank."""
     results, errors = [None] * size, []
 
     def work(rank: Any) -> None:

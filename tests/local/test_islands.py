@@ -1,7 +1,5 @@
 """Ranks that are lost, join and return: the others keep their residual, and nothing of it is lost."""
 
-import copy
-import random
 import re
 import shutil
 import signal
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from gossip.networks import IN_TWO_PARTS, Trained, mean, on, same, top_k
+from gossip.networks import IN_TWO_PARTS, Trained, on, same, top_k
 from local import test_outer_steps as outer_steps
 from simulated import rewind, summary_of, train_in
 
@@ -197,36 +195,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (tmp_path / f"e0001/rank{rank}.pt").unlink()
     with pytest.raises(UsageError, match="is incomplete: no machine has the file of a rank"):
         on(2, body)
-
-
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.proof)])
-def test_islands_are_lost_and_return(kills: int) -> None:
-    """One of four is lost at a time, and returns some steps later. The others' mean error stays, and all learn."""
-    H, ranks = 3, 4
-
-    def body(transport: Any, states: Any, steps: int) -> Any:
-        own = Trained(transport, OuterSteps(H, compression=outer_steps.two_bits()))
-        if states is not None:
-            state, joins = states[transport.rank]
-            own.optimizer.load_compression_state_dict(copy.deepcopy(state), allow_other_rank=True)
-            if joins:
-                own.optimizer.join()
-        unsent, losses = outer_steps.errors(own), own.steps(steps)
-        return unsent, outer_steps.errors(own), own.optimizer.compression_state_dict(), losses[-1]
-
-    draw, states = random.Random(0), None
-    for _ in range(kills):
-        found = on(ranks, partial(body, states=states, steps=draw.randrange(1, 5)))
-        lost = draw.randrange(ranks)
-        stay = [found[rank] for rank in range(ranks) if rank != lost]
-        three = on(ranks - 1, partial(body, states=[(own[2], False) for own in stay], steps=draw.randrange(1, 5)))
-        for name in stay[0][1]:
-            assert torch.equal(mean([own[0][name] for own in three]), mean([own[1][name] for own in stay]))
-        states = [*((own[2], False) for own in three), (three[0][2], True)]
-    disturbed = on(ranks, partial(body, states=states, steps=60))
-    steps = disturbed[0][2]["OuterSteps.0"]["steps"]
-    undisturbed = on(ranks, partial(body, states=None, steps=steps))
-    assert mean([own[3] for own in disturbed]) < 4 * mean([own[3] for own in undisturbed])
 
 
 def test_who_cannot_join() -> None:

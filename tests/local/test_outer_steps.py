@@ -18,7 +18,6 @@ from gossip.networks import (
     check_that_means_stay,
     losses,
     mean,
-    of_machines,
     off,
     on,
     same,
@@ -263,13 +262,6 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
     # after 10 steps the second exchange of the second fragment is in flight
     models = check_that_means_stay(lambda transport: Trained(transport, make()), seen, 10, new)
     assert all(bool(z.isfinite().all()) for z in models)
-
-
-def test_islands_average_gradients_inside_and_exchange_between() -> None:
-    """Machines of two ranks, as HierarchicalGossip's base: one z0 for all, exchanged in slices."""
-    make = of_machines(lambda: OuterSteps(3, compression=top_k()))
-    models, (first, last) = after(60, make, 6, 2), losses(60, make, 6, 2)
-    assert same(models, [models[0]] * 6) and last < 0.35 * first
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -26,7 +26,6 @@ def parts(bucket: Any, flat: Any) -> Any:
 
 
 def clip_alone(clipping: Clipping, bucket: Any) -> Any:
-    """The clipped gradient of the only rank."""
     LockstepWorld(1).converse("clip", [clipping.clip(bucket)])
     return bucket.flat
 

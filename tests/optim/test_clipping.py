@@ -37,7 +37,6 @@ def clipped(clipping: Any, ratio: float = 0.5, **options: Any) -> Any:
 
 
 def moved_together(compression: Any, gradients: Any) -> Any:
-    """The change on each rank. compression: that of a rank."""
     return LockstepWorld(len(gradients)).run(lambda t: moved(t, compression(), gradients[t.rank])[0])
 
 

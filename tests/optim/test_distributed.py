@@ -26,9 +26,8 @@ def test_dense_equals_one_process(size: Any, compression: Any) -> None:
         expected = nets.trained_alone(size, range(5), loss=scaled)
         for bucket_mb in (25.0, 1e-4):
             with case(op, bucket_mb):
-                nets.assert_same(
-                    nets.trained(size, range(5), compression=compression, bucket_mb=bucket_mb, op=op), expected
-                )
+                found = nets.trained(size, range(5), compression=compression, bucket_mb=bucket_mb, op=op)
+                nets.assert_same(found, expected)
 
 
 def test_one_rank_is_the_plain_optimizer_bit_by_bit() -> None:
@@ -77,12 +76,10 @@ def test_gradient_accumulation(size: Any) -> None:
 
 @pytest.mark.parametrize("compression", [DenseCompressor, lambda: nets.dgc(0.2)], ids=["dense", "dgc"])
 def test_every_way_to_zero_gradients(compression: Any) -> None:
-    models = [
-        nets.trained(2, range(4), nets.dgc_sgd, compression, training={"zero": z}, bucket_mb=2e-4)
-        for z in nets.ZEROS
-    ]
-    for model in models:
-        nets.assert_same(model, models[0], exactly=True)
+    own = partial(nets.trained, 2, range(4), nets.dgc_sgd, compression, bucket_mb=2e-4)
+    first, *others = (own(training={"zero": zero}) for zero in nets.ZEROS)
+    for other in others:
+        nets.assert_same(other, first, exactly=True)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -136,9 +133,8 @@ def test_a_group_is_added_by_wrapping_again(model: Any, transport: Any) -> None:
         optimizer.add_param_group({"params": model.last.parameters()})
     optimizer.close()
     optimizer.inner.add_param_group({"params": model.last.parameters()})
-    nets.train(
-        model, DistributedOptimizer(inner, model.named_parameters(), transport=transport), [0], transport.rank
-    )
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
+    nets.train(model, optimizer, [0], transport.rank)
     assert not torch.equal(model.last.weight, before)
 
 

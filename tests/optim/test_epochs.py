@@ -13,7 +13,6 @@ WARM: dict[str, Any] = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
 
 
 def advance(model: Any, optimizer: Any, steps: Any, rank: int = 0, **training: Any) -> Any:
-    """The compress_ratio of each step."""
     ratios = []
     for step in steps:
         train(model, optimizer, [step], rank, **training)

@@ -34,9 +34,8 @@ def fail_in_backward(model: Any, layer: str, rank: int) -> None:
 def test_an_exception_before_a_bucket_has_started_leaves_nothing_after_zero_grad() -> None:
     def body(model: Any, transport: Any, layer: str, passes: int) -> None:
         # one bucket for all: it does not start before the last gradient
-        optimizer = nets.wrap(
-            model, transport, nets.dgc_sgd, compression=nets.dgc(0.3), backward_passes_per_step=passes
-        )
+        options = {"compression": nets.dgc(0.3), "backward_passes_per_step": passes}
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, **options)
         nets.train(model, optimizer, [0], transport.rank, passes=passes)
         fail_in_backward(model, layer, transport.rank)
         if passes == 1 and layer == "first":

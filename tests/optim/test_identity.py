@@ -96,7 +96,6 @@ OWN_PARTS = ("gossip with overlap", "0/1 Adam")  # messages and server errors ha
 
 
 def states_of(build: Any, world: LockstepWorld) -> list[Any]:
-    """Of all ranks, after three steps."""
     return world.run(lambda transport: build(transport).train(range(3)).state())
 
 

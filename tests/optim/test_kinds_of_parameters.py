@@ -27,9 +27,8 @@ def test_parameters_unused_in_some_steps_on_some_ranks(zero: Any, kind: Any) -> 
         unused = 0.0 * sum(p.sum() for p in model.spare.parameters())  # its gradient is zero, and momentum goes on
         return sum(loss(model, number, rank) for rank in range(size)) / size + unused
 
-    found = nets.trained(
-        2, range(6), nets.dgc_sgd, nets.KINDS[kind], training={"loss": loss, "zero": zero}, bucket_mb=2e-4
-    )
+    training = {"loss": loss, "zero": zero}
+    found = nets.trained(2, range(6), nets.dgc_sgd, nets.KINDS[kind], training=training, bucket_mb=2e-4)
     assert not torch.equal(found.spare.weight, nets.net().spare.weight)
     if kind != "dgc":
         nets.assert_same(found, nets.trained_alone(2, range(6), loss=joint))
@@ -72,12 +71,8 @@ def test_unfrozen_parameters_are_refused_on_every_rank_until_wrapped_again(compr
         errors.append(str(error.value))
         optimizer.synchronize()  # completes the exchange, whose gradients are dropped
         optimizer.close()
-        nets.train(
-            model,
-            nets.wrap(model, transport, nets.dgc_sgd, compression=compression()),
-            range(2, 5),
-            transport.rank,
-        )
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
+        nets.train(model, optimizer, range(2, 5), transport.rank)
 
     (model, _) = nets.run(2, body)
     assert len(errors) == 2 and errors[0] == errors[1]
@@ -86,9 +81,7 @@ def test_unfrozen_parameters_are_refused_on_every_rank_until_wrapped_again(compr
 
 @nets.every_kind
 @nets.each_rank(2)
-def test_parameters_that_are_frozen_later_stay_and_may_be_unfrozen(
-    model: Any, transport: Any, compression: Any
-) -> None:
+def test_parameters_that_are_frozen_later_stay(model: Any, transport: Any, compression: Any) -> None:
     optimizer = nets.wrap(model, transport, partial(nets.dgc_sgd, weight_decay=0.1), compression=compression())
     nets.train(model, optimizer, range(3), transport.rank)
     model.first.requires_grad_(False)
@@ -110,7 +103,6 @@ class Tied(nn.Sequential):
 @pytest.mark.parametrize("duplicates", [False, True])
 @pytest.mark.parametrize("ratio", [None, 0.1, 1.0])
 def test_tied_parameters(duplicates: Any, ratio: Any) -> None:
-    """One gradient, exchanged once."""
     torch.manual_seed(0)
     reference = Tied()
     models = [copy.deepcopy(reference) for _ in range(2)]
@@ -136,7 +128,6 @@ WORDS = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
 @nets.every_kind
 @pytest.mark.parametrize("passes", [1, 2])
 def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
-    """sparse=True gives the same result as sparse=False, through the same buckets."""
 
     def embedding(sparse: Any) -> Any:
         model = nn.EmbeddingBag(20, 4, sparse=sparse)
@@ -147,12 +138,8 @@ def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
         return model(WORDS[rank]).square().sum().mul(0.01)
 
     training = {"loss": loss, "passes": passes}
-    sparse, dense = (
-        nets.trained(
-            2, range(3), nets.dgc_sgd, compression, [embedding(sparse) for _ in range(2)], training=training
-        )
-        for sparse in (True, False)
-    )
+    own = partial(nets.trained, 2, range(3), nets.dgc_sgd, compression, training=training)
+    sparse, dense = (own([embedding(sparse) for _ in range(2)]) for sparse in (True, False))
     nets.assert_same(sparse, dense)
 
 
@@ -197,9 +184,8 @@ def test_parameters_of_other_precision(dtype: Any, compression: Any) -> None:
         losses.append(found.item())
         return found
 
-    nets.trained(
-        2, range(60), nets.dgc_sgd, compression, [nets.net().to(dtype) for _ in range(2)], training={"loss": loss}
-    )
+    models = [nets.net().to(dtype) for _ in range(2)]
+    nets.trained(2, range(60), nets.dgc_sgd, compression, models, training={"loss": loss})
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
@@ -249,9 +235,8 @@ def test_complex_parameters_are_exchanged_as_pairs_of_real_numbers(zero: Any) ->
         assert model.first.grad.dtype == torch.complex64
 
     def body(model: Any, transport: Any, compression: Any) -> None:
-        optimizer = nets.wrap(
-            model, transport, partial(nets.dgc_sgd, weight_decay=0.01), compression=compression()
-        )
+        decaying = partial(nets.dgc_sgd, weight_decay=0.01)
+        optimizer = nets.wrap(model, transport, decaying, compression=compression())
         for step in range(5):
             finish = partial(nets.through_gradients, change=check) if step % 2 else None
             nets.train(model, optimizer, [step], transport.rank, zero=zero, finish=finish)

@@ -55,7 +55,6 @@ def test_no_rows_no_elements_and_gradients_whose_sum_overflows_are_finite() -> N
 
 
 def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused() -> None:
-    """Each rank would train it alone."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     model[0].requires_grad_(False)
     optimizer = optimizer_of(model)

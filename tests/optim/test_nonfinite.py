@@ -206,9 +206,8 @@ def test_scaling_by_powers_of_two_changes_no_bit(name: Any, recipe: Any) -> None
 
         def body(model: Any, transport: Any) -> None:
             scaler = new_scaler(enabled=is_scaled, growth_interval=3)
-            optimizer = nets.wrap(
-                model, transport, nets.dgc_sgd, compression=COMPRESSIONS[name](), grad_scaler=scaler
-            )
+            options = {"compression": COMPRESSIONS[name](), "grad_scaler": scaler}
+            optimizer = nets.wrap(model, transport, nets.dgc_sgd, **options)
             for step in range(8):
                 loss = nets.loss_of(model, step, transport.rank)
                 scaled_step(scaler, optimizer, model, recipe if is_scaled else unscaled, loss)
@@ -225,9 +224,7 @@ def test_scaling_by_powers_of_two_changes_no_bit(name: Any, recipe: Any) -> None
 @some_compressions
 @every_recipe
 @nets.each_rank(2)
-def test_an_overflow_of_one_rank_halves_the_scale_of_all(
-    model: Any, transport: Any, name: Any, recipe: Any
-) -> None:
+def test_an_overflow_of_a_rank_halves_the_scale_of_all(model: Any, transport: Any, name: Any, recipe: Any) -> None:
     scaler, options = new_scaler(), {"compression": COMPRESSIONS[name](), "bucket_mb": 2e-4}
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, grad_scaler=scaler, **options)
     for step in range(5):

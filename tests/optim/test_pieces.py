@@ -34,8 +34,6 @@ def test_a_compressed_bucket_has_no_memory_of_its_own(model: Any, transport: Any
     ("passes", "clipping", "ratio"), [(1, None, 0.05), (2, 0.5, 0.05), (1, 0.5, 1.0), (2, None, 1.0)]
 )
 def test_the_place_of_gradients_does_not_change_the_result(passes: Any, clipping: Any, ratio: Any) -> None:
-    """In place, in the buckets, or mixed: the same parameters bit for bit."""
-
     def mixed(model: Any, optimizer: Any, step: int) -> None:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step == 1:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from optim.nets import alone, dgc, dgc_sgd, momentum_sgd, net, train, trained, trained_alone, values, wrap
+from optim.nets import alone, dgc, dgc_sgd, momentum_sgd, net, train, trained, values, wrap
 from refusals import check_refusals
 from torch import nn
 
@@ -145,23 +145,6 @@ def test_momentum_has_one_owner() -> None:
             wrap(net(), alone(), make, compression=compression)
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.1}], ids=str)
-def test_parameters_that_travel_dense_get_momentum_once(options: Any) -> None:
-    """Next to compressed parameters, with gradients that do not depend on these."""
-
-    def loss(model: Any, step: Any, rank: Any) -> Any:
-        return sum((p * (step + rank)).sum() for p in model.parameters())
-
-    def joint(model: Any, step: Any, size: Any) -> Any:
-        return sum(loss(model, step, rank) for rank in range(size)) / size
-
-    compression = partial(dgc, 0.05, nesterov=options.get("nesterov", False))
-    model = trained(2, range(5), partial(dgc_sgd, **options), compression, training={"loss": loss})
-    reference = values(trained_alone(2, range(5), partial(momentum_sgd, **options), loss=joint))
-    for name, p in model.named_parameters():
-        assert torch.allclose(p, reference[name], rtol=1e-5, atol=1e-6) == (p.dim() == 1), name
-
-
 @pytest.mark.filterwarnings("ignore:the memory applies momentum only to compressed parameters")
 def test_momentum_that_a_scheduler_cycles_has_two_owners() -> None:
     """DGCSGD has the memory's. SGD has none, until the scheduler gives it some."""
@@ -177,8 +160,6 @@ def test_momentum_that_a_scheduler_cycles_has_two_owners() -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_memory_without_a_momentum_of_its_own_takes_that_of_the_optimizer(nesterov: bool) -> None:
-    """It must be one and must exist."""
-
     def ends(memory: DGCSGDMemory | str) -> tuple[Any, DGCCompressor]:
         compression = DGCCompressor(0.1, memory)
         inner = partial(dgc_sgd, nesterov=nesterov)

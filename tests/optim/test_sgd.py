@@ -27,7 +27,6 @@ def layouts() -> Any:
 
 
 def pair(**options: Any) -> Any:
-    """The same parameters twice, once for each optimizer."""
     own, others = ([torch.nn.Parameter(t) for t in layouts().values()] for _ in range(2))
     return own, others, DGCSGD(own, **options)
 
