@@ -251,8 +251,8 @@ def test_everything_is_sent_until_compression_starts() -> None:
     fleet = fleet_of([(30, 40), (7,)], 2, start_compressing_after_num_steps=2, num_iters_per_step=2)
     for step in range(4):
         own = [[normal(30, 40, seed=9 * step + r), normal(7, seed=r)] for r in range(2)]
-        mean, expected = fleet.step(own)[0], sum(map(flat, own)) / 2
-        assert torch.equal(mean, expected) == (step < 2)
+        mean, (one, other) = fleet.step(own)[0], map(flat, own)
+        assert torch.equal(mean, (one + other) / 2) == (step < 2)
         assert (fleet.states[0].compress_ratio == 1) == (step < 2)
     assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 24) + 2 * (4 * (2 * 70 + 7) + 24)
 

@@ -18,7 +18,13 @@ from dgc.fsdp import shards as mesh
 from dgc.fsdp.exchange import GroupPlan, check_equal_models
 from dgc.fsdp.shards import ParameterGroup, lay_out
 
-GROUPS = [[(7,)], [(1, 5)], [(3, 4), (3,)], [(5, 2, 3), (1,), (8, 2), (2,), (1, 1)], [(4, 3), (2, 2, 2)]]
+GROUPS: list[list[tuple[int, ...]]] = [
+    [(7,)],
+    [(1, 5)],
+    [(3, 4), (3,)],
+    [(5, 2, 3), (1,), (8, 2), (2,), (1, 1)],
+    [(4, 3), (2, 2, 2)],
+]
 
 
 def reduced(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:

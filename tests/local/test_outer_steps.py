@@ -265,6 +265,7 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
 
 
 def test_what_cannot_be_is_refused() -> None:
+    shared = top_k()
     steps, ramp, slowmo = cast(Any, (OuterSteps, Ramp, SlowMo))  # arguments of another type than annotated
 
     def failing(factor: Any) -> tuple[Any, str]:
@@ -311,7 +312,6 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: steps(2, compression=top_k), "compression must be a compressor"),
         (lambda: steps(2, compression=shared), "has the residual of another"),
     ]
-    shared = top_k()
     on(1, lambda transport: Trained(transport, OuterSteps(2, compression=shared)))
     for make, words in rows:
         with case(words), pytest.raises(ValueError, match=words):

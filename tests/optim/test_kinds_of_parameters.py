@@ -104,7 +104,7 @@ class Tied(nn.Sequential):
 @pytest.mark.parametrize("ratio", [None, 0.1, 1.0])
 def test_tied_parameters(duplicates: Any, ratio: Any) -> None:
     torch.manual_seed(0)
-    reference = Tied()
+    reference: Any = Tied()
     models = [copy.deepcopy(reference) for _ in range(2)]
 
     def body(model: Any, transport: Any) -> None:
