@@ -40,7 +40,6 @@ class Ranks:
         return results, means[0]
 
     def step(self, own: Any) -> Any:
-        """The mean of finite gradients."""
         results, mean = self.exchange(own)
         assert all(result.nonfinite is None for result in results)
         return mean
@@ -50,7 +49,6 @@ class Ranks:
 
 
 def dense(result: Any, bucket: Any) -> Any:
-    """A result as a dense vector."""
     if not isinstance(result, SparseResult):
         return bucket.flat.clone()
     mean = torch.zeros(bucket.numel)

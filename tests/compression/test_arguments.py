@@ -74,14 +74,12 @@ def settings(compressor: SparseCompressor) -> dict[str, str]:
 def test_each_keyword_of_the_original_names_a_part() -> None:
     half, int32, warmup = CastValues("fp16"), PlainIndices("int32"), {"warmup_epochs": 5, "warmup_coeff": 0.3}
     bounds = {"compress_upper_bound": 1.5, "compress_lower_bound": 0.7, "max_adaptation_iters": 5}
+    every = {"sample_ratio": 0.01, "strided_sample": False, "resample": False, **bounds}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"selector": Predicted()}),
         ({"sample_ratio": 1}, {"selector": Exact()}),
         ({"sample_ratio": 0.01}, {"selector": Sampled(0.01)}),
-        (
-            {"sample_ratio": 0.01, "strided_sample": False, "resample": False, **bounds},
-            {"selector": Sampled(0.01, False, 1.5, 0.7, 5, False)},
-        ),
+        (every, {"selector": Sampled(0.01, False, 1.5, 0.7, 5, False)}),
         ({"fp16_values": True}, {"values": half}),
         ({"int32_indices": True}, {"indices": int32}),
         ({"fp16_values": True, "int32_indices": True}, {"values": half, "indices": int32}),
@@ -127,22 +125,18 @@ def test_the_ratio_of_each_epoch() -> None:
     for kind in (list, tuple):
         seen = ratios(compress_ratio=0.1, warmup_epochs=3, warmup_coeff=kind([1.0, 0.5, 0.3]))
         assert seen == [1.0, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1]
-
-
-def test_the_first_epochs_ratio_holds_before_any_begins() -> None:
     compressor = DGCCompressor(0.001, NoMemory(), warmup_epochs=5)
-    assert compressor.compress_ratio == pytest.approx(0.001**0.2)
+    assert compressor.compress_ratio == pytest.approx(0.001**0.2)  # before any epoch begins
     compressor.warmup_compress_ratio(1)  # the original's name
     assert compressor.compress_ratio == pytest.approx(0.001**0.4)
-
-
-def test_epochs_may_go_back() -> None:
-    """A resumed run begins somewhere; nothing is remembered from the last call."""
-    warmup = RatioWarmup(0.001, 5)
+    warmup = RatioWarmup(0.001, 5)  # a resumed run begins somewhere: nothing is remembered from the last call
     assert [warmup.at(e) for e in (9, 0, 3)] == pytest.approx([0.001, 0.001**0.2, 0.001**0.8])
 
 
-def test_bad_coefficients() -> None:
+def test_bad_ratios() -> None:
+    for ratio in (0, -0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="compress_ratio"):
+            DGCCompressor(ratio, NoMemory())
     for coefficient in (0.0, -0.1, 1.5, [0.5, 2.0], [0.5, 0.0]):
         with pytest.raises(ValueError, match="warmup_coeff"):
             DGCCompressor(0.1, NoMemory(), warmup_epochs=2, warmup_coeff=coefficient)

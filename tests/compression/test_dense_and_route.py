@@ -22,7 +22,6 @@ from dgc.compression import (
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 N = 301
-every_cast = pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
 
 
 def reduce_all(make: Any, own: Any, dtype: Any = torch.float32) -> Any:
@@ -37,9 +36,18 @@ def gradients(size: Any, scale: float = 1.0) -> Any:
     return [scale * normal(N, rank) for rank in range(size)]
 
 
-def test_only_a_compressor_that_decides_has_a_dense_share() -> None:
-    makers = (DenseCompressor, partial(PowerSGDCompressor, 1), partial(DGCCompressor, 0.01, NoMemory()))
+def test_only_a_compressor_that_decides_has_a_dense_share_and_dense_leaves_nan_to_the_user() -> None:
+    makers = (
+        DenseCompressor,
+        partial(PowerSGDCompressor, 1),
+        partial(DGCCompressor, 0.01, NoMemory()),
+    )
     assert [Ranks(1, make, [(N,)]).states[0].dense_share for make in makers] == [None, None, 0.0]
+    ranks, (own,) = Ranks(1, DenseCompressor, {"w": (N,)}), gradients(1)
+    own[7] = float("nan")
+    ranks.buckets[0].flat.copy_(own)
+    ranks.world.converse("b", [ranks.states[0].reduce(ranks.buckets[0])])
+    assert ranks.buckets[0].flat.isnan().nonzero().tolist() == [[7]]
 
 
 def test_bf16_adds_in_fp32_what_each_rank_rounds_once() -> None:
@@ -53,24 +61,12 @@ def test_bf16_adds_in_fp32_what_each_rank_rounds_once() -> None:
     assert (reduce_all(FP16Compressor, [torch.full((N,), 7e4)] * 2)[0] == float("inf")).all()
 
 
-@every_cast
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_gradients(make: Any, dtype: Any) -> None:
-    own = [g.to(dtype) for g in gradients(3)]
-    mean, _ = reduce_all(make, own, dtype)
-    torch.testing.assert_close(mean.float(), sum(g.float() for g in own) / 3, rtol=2e-2, atol=2e-2)
-
-
-def test_dense_leaves_nan_to_the_user() -> None:
-    ranks, (own,) = Ranks(1, DenseCompressor, {"w": (N,)}), gradients(1)
-    own[7] = float("nan")
-    ranks.buckets[0].flat.copy_(own)
-    ranks.world.converse("b", [ranks.states[0].reduce(ranks.buckets[0])])
-    assert ranks.buckets[0].flat.isnan().nonzero().tolist() == [[7]]
-
-
-@every_cast
-def test_nothing_is_kept_between_steps(make: Any) -> None:
+@pytest.mark.parametrize("make", [DenseCompressor, FP16Compressor, BF16Compressor])
+def test_half_precision_gradients_and_nothing_is_kept_between_steps(make: Any) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        own = [g.to(dtype) for g in gradients(3)]
+        mean, _ = reduce_all(make, own, dtype)
+        torch.testing.assert_close(mean.float(), sum(g.float() for g in own) / 3, rtol=2e-2, atol=2e-2)
     (states,) = Ranks(1, make, {"w": (3,)}).states
     assert states.state_dict() == {} and list(states.errors()) == []
     assert states.compress_ratio == 1.0 and states.compressor.correction is None
@@ -90,11 +86,14 @@ def test_the_first_rule_that_matches_wins() -> None:
     assert route.compressor_for(segment("body.weight", 10, 10)) is second
     assert route.compressor_for(segment("body.weight", 9, 11)) is last
     assert route.rules[0].compressor is first
+    with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
+        Route([Rule(DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
+    with pytest.raises(ValueError, match="at least one Rule"):
+        Route([])
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "shape", "matches"),
-    [
+def test_rules() -> None:
+    rows: list[tuple[dict[str, Any], str, tuple[int, ...], bool]] = [
         ({}, "x", (), True),
         ({"name": "*.weight"}, "a.b.weight", (2,), True),
         ({"name": "*.weight"}, "a.b.bias", (2,), False),
@@ -111,10 +110,9 @@ def test_the_first_rule_that_matches_wins() -> None:
         ({"max_numel": 7}, "x", (2, 4), False),
         ({"name": "x", "min_dim": 2, "max_numel": 8}, "x", (2, 4), True),
         ({"name": "y", "min_dim": 2, "max_numel": 8}, "x", (2, 4), False),
-    ],
-)
-def test_rules(options: Any, name: Any, shape: Any, matches: Any) -> None:
-    assert Rule(DenseCompressor(), **options).matches(segment(name, *shape)) == matches
+    ]
+    for options, name, shape, matches in rows:
+        assert Rule(DenseCompressor(), **options).matches(segment(name, *shape)) == matches, options
 
 
 def test_what_a_compressor_does_not_accept_goes_to_its_fallback() -> None:
@@ -152,10 +150,3 @@ def test_equal_compressors_without_state_are_one() -> None:
     ):
         first, second = chosen(*pair)
         assert (first is second) == are_one, pair
-
-
-def test_a_tensor_without_a_rule_and_a_route_of_nothing() -> None:
-    with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
-        Route([Rule(DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
-    with pytest.raises(ValueError, match="at least one Rule"):
-        Route([])

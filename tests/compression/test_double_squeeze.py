@@ -86,7 +86,7 @@ def test_another_number_of_ranks_keeps_the_mean_of_the_errors(new_size: Any) -> 
 
 
 def test_other_buckets_keep_the_errors() -> None:
-    """Chunks lie elsewhere then."""
+    """Chunks lie elsewhere then. A state of another compressor is refused."""
     ranks, states = state_of(2)
     names = [f"p{i}" for i in range(len(SHAPES))]
     other = Ranks(2, DoubleSqueezeCompressor, dict(reversed(list(zip(names, SHAPES, strict=True)))))
@@ -95,11 +95,7 @@ def test_other_buckets_keep_the_errors() -> None:
     for before, after, bucket in zip(ranks.errors(), other.errors(), other.buckets, strict=True):
         parts = {s.name: s.of(after).reshape(-1) for s in bucket.segments}
         torch.testing.assert_close(flat([parts[name] for name in names]), before, rtol=0, atol=1e-6)
-
-
-def test_a_state_of_another_compressor_is_refused() -> None:
-    _, (state,) = state_of(1)
-    compressor = ranks_of(1).states[0]
+    state, compressor = states[0], other.states[0]
     for wrong in ({**state, "more": {"p0": 1}}, {k: state[k] for k in ("errors", "steps")}):
         with pytest.raises(ValueError, match="state of another compressor"):
             compressor.load_state_dict(wrong)

@@ -1,5 +1,6 @@
 """Exchanges of sparse payloads: what is dealt to whom, what returns, and how many bytes that takes."""
 
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -248,39 +249,33 @@ def first_messages(settings: Any, exchange: Any = "reduce_scatter") -> Any:
     return conversations, [next_requests(conversation)[0] for conversation in conversations]
 
 
-@pytest.mark.parametrize(
-    ("odd", "words"),
-    [
+def test_a_rank_with_other_settings_is_named() -> None:
+    """Also where the payloads have equal sizes, and before anything is doubled."""
+    usual = (0.01, "fp16")
+    for odd, words in (
         ((0.02, "fp16"), "at compress_ratio 0.02, this rank at 0.01: call begin_epoch"),
         ((0.010001, "fp16"), "at compress_ratio 0.010001"),
         ((0.01, "bf16"), "in another format than this rank"),
         ((0.01, "fp32"), "in another format than this rank"),
-    ],
-)
-def test_a_rank_with_other_settings_is_named(odd: Any, words: Any) -> None:
-    """Also where the payloads have equal sizes, and before anything is doubled."""
-    usual, words = (0.01, "fp16"), f"rank 1 encoded bucket b {words}"
-    conversations, messages = first_messages([usual, odd, usual])
-    for rank in (0, 2):
-        received = tuple(message.tensor.split(list(message.splits))[rank] for message in messages)
+    ):
+        words = f"rank 1 encoded bucket b {words}"
+        conversations, messages = first_messages([usual, odd, usual])
+        for rank in (0, 2):
+            received = tuple(message.tensor.split(list(message.splits))[rank] for message in messages)
+            with pytest.raises(PayloadError, match=words):
+                conversations[rank].send((received,))
+        conversations, messages = first_messages([usual, odd, usual], "gtopk")
         with pytest.raises(PayloadError, match=words):
-            conversations[rank].send((received,))
-    conversations, messages = first_messages([usual, odd, usual], "gtopk")
-    with pytest.raises(PayloadError, match=words):
-        conversations[2].send((tuple(message.tensor for message in messages),))
-
-
-def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
-    ratios = [0.01, 0.02]
-    ranks = Ranks(
-        2, lambda: DGCCompressor(ratios.pop(), ResidualMemory(), exchange="reduce_scatter"), [(300, 100)]
-    )
-    with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
-        ranks.step([normal(30_000, rank) for rank in range(2)])
+            conversations[2].send((tuple(message.tensor for message in messages),))
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_an_unknown_exchange() -> None:
+def test_simulated_ranks_with_other_settings_are_told_the_cure_and_an_unknown_exchange_the_names() -> None:
+    ratios = [0.01, 0.02]
+    make = partial(DGCCompressor, memory=ResidualMemory(), exchange="reduce_scatter")
+    ranks = Ranks(2, lambda: make(ratios.pop()), [(300, 100)])
+    with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
+        ranks.step([normal(30_000, rank) for rank in range(2)])
     for given in ("ring", None, 3):
         with pytest.raises(ValueError, match=f"exchange must be one of all_gather.*, not {given!r}"):
             DGCCompressor(0.01, ResidualMemory(), exchange=given)  # type: ignore[arg-type]
@@ -304,21 +299,14 @@ def test_a_transport_without_messages_between_ranks_is_refused() -> None:
 def test_the_transport_of_the_process_is_asked_for_messages_between_ranks(monkeypatch: Any) -> None:
     asked = []
 
-    def connected(point_to_point: Any) -> Any:
+    def connected(point_to_point: Any, **_: Any) -> Any:
         asked.append(point_to_point)
         return LockstepWorld(1).transports[0]
 
     monkeypatch.setattr("dgc.optim.distributed.default_transport", connected)
     for exchange in ("all_gather", "reduce_scatter", "gtopk"):
         optimizer_of(DGCCompressor(0.01, ResidualMemory(), exchange=exchange))
-    assert asked == [False, False, True]
-
-
-def test_the_trainer_asks_for_messages_between_ranks() -> None:
-    asked = []
     for files in ([], ["configs/dgc/wm0"], ["configs/dgc/wm0", "configs/dgc/gtopk"], ["configs/gossip/sgp"]):
         settings = load(["configs/digits/cnn", *files]).train
-        method = build_method(settings)
-        connect: Any = lambda **options: asked.append(options["point_to_point"])  # noqa: E731
-        open_transport(settings, method, connect)
-    assert asked == [False, False, True, True]
+        open_transport(settings, build_method(settings), connected)
+    assert asked == [False, False, True] + [False, False, True, True]

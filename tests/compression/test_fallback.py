@@ -1,24 +1,18 @@
 """Tensors that a sparse method does not compress: their values, collectives, clipping and momentum."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from compression.ranks import Ranks, normal
+from refusals import check_refusals
 from torch import Tensor, nn
 
+from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.transport import Transport
-from dgc.compression import (
-    Compressor,
-    DenseCompressor,
-    DGCCompressor,
-    FP16Compressor,
-    Route,
-    Rule,
-    SparseCompressor,
-)
 from dgc.compression.dense import ClippedCompressor
 from dgc.compression.uniform import DenseValuesCompressor
 from dgc.memory import ClipByNorm, ClipByValue, DGCSGDMemory, ResidualMemory
@@ -30,33 +24,41 @@ SHAPES = [(64,), (3000,), (7,)]
 N = 3071
 
 
-def fallback(name: str | None, values: ValueFormat | None = None, clipping: Any = None) -> Compressor:
+def fallback(name: str | None, values: ValueFormat | None = None, clipping: Any = None) -> methods.Compressor:
     memory = DGCSGDMemory(0.9, gradient_clipping=clipping)
-    return SparseCompressor(0.01, memory, values=values, dense_values=name).fallback
+    return methods.SparseCompressor(0.01, memory, values=values, dense_values=name).fallback
 
 
 def test_dense_values_fit_the_values_of_the_method_unless_they_are_named() -> None:
-    assert type(fallback(None)) is type(fallback("fp32", SignValues())) is DenseCompressor
-    assert type(fallback(None, CastValues("fp16"))) is FP16Compressor
+    assert type(fallback(None)) is type(fallback("fp32", SignValues())) is methods.DenseCompressor
+    assert type(fallback(None, CastValues("fp16"))) is methods.FP16Compressor
     for name, chosen in (
         ("int8", fallback(None, SignValues())),
         ("int8", fallback(None, Int8Values())),
         ("bf16", fallback(None, CastValues("bf16"))),
         ("fp16", fallback("fp16", CastValues("fp16"))),
         ("int8", fallback("int8")),
-        ("bf16", DGCCompressor(0.01, ResidualMemory(), dense_values="bf16").fallback),
+        ("bf16", methods.DGCCompressor(0.01, ResidualMemory(), dense_values="bf16").fallback),
     ):
         assert isinstance(chosen, DenseValuesCompressor) and chosen.values == name
         assert chosen.correction is None  # momentum stays with the optimizer
     assert isinstance(fallback("fp32", clipping=ClipByValue(1.0)), ClippedCompressor)
 
 
-def test_other_dense_values_are_refused() -> None:
+def test_settings_that_are_refused() -> None:
     for name in ("int4", "FP16", ""):
         with pytest.raises(ValueError, match="dense_values must be one of None, fp32, fp16, bf16, int8, not"):
             fallback(name)
     with pytest.raises(ValueError, match="values must be one of fp16, bf16, int8, not 'fp32'"):
         DenseValuesCompressor("fp32")
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"vectors": "both"}, "vectors must be one of dense, sparse, not 'both'"),
+        ({"vector_ratio": 0.1}, "vector_ratio has no effect .* set vectors='sparse'"),
+        ({"vectors": "sparse", "vector_ratio": 0.0}, "vector_ratio must be positive and finite, not 0.0"),
+        ({"vectors": "sparse", "vector_ratio": 0.001}, "vector_ratio is 0.001, less than .* of 0.01"),
+    ]
+    make = partial(methods.DGCCompressor, 0.01, ResidualMemory())
+    check_refusals(*((partial(make, **options), words) for options, words in rows))
 
 
 @pytest.mark.parametrize(("name", "most", "reduced"), [("int8", 7, 4), ("bf16", 4, 4), ("fp16", 2, 2)])
@@ -92,12 +94,11 @@ def test_a_large_element_makes_only_its_block_coarse() -> None:
     assert float(error.abs().max()) <= 3 / 127 / 2 * 1.001
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "int8"])
-def test_the_mean_is_clipped(name: str) -> None:
-    for size in (1, 3):
+def test_the_mean_is_clipped() -> None:
+    for size, name in product((1, 3), ("fp32", "fp16", "bf16", "int8")):
         own = [normal(N, rank) for rank in range(size)]
-        free = Ranks(size, lambda: fallback(name), SHAPES).step(own)
-        mean = Ranks(size, lambda: fallback(name, clipping=ClipByNorm(0.5)), SHAPES).step(own)
+        free = Ranks(size, lambda: fallback(name), SHAPES).step(own)  # noqa: B023
+        mean = Ranks(size, lambda: fallback(name, clipping=ClipByNorm(0.5)), SHAPES).step(own)  # noqa: B023
         for part, whole in zip(mean.split([64, 3000, 7]), free.split([64, 3000, 7]), strict=True):
             torch.testing.assert_close(part, whole * (0.5 / whole.norm()))
 
@@ -116,39 +117,37 @@ def vectors(transport: Transport, compression: Any, steps: int, state: Any = Non
     return model["b"].detach(), optimizer.compression_state_dict()
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
-def test_momentum_of_vectors_is_the_optimizer_s(name: str) -> None:
+def method(dense_values: str) -> methods.DGCCompressor:
+    return methods.DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values=dense_values)
+
+
+def test_momentum_of_vectors_is_the_optimizer_s() -> None:
     """All but the last step's rounding arrives, times 1 / (1 - momentum) in the end."""
 
     def train(transport: Transport, dense_values: str) -> Tensor:
         return vectors(transport, method(dense_values), 30)[0]
 
-    exact, other = (LockstepWorld(2).run(partial(train, dense_values=values))[0] for values in ("fp32", name))
-    assert not torch.equal(exact, other)
-    torch.testing.assert_close(other, exact, rtol=0, atol=0.1)
+    names = ("fp32", "fp16", "bf16", "int8")
+    exact, *others = (LockstepWorld(2).run(partial(train, dense_values=name))[0] for name in names)
     assert float(exact.abs().max()) > 20
-
-
-def method(dense_values: str) -> DGCCompressor:
-    return DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values=dense_values)
+    for other in others:
+        assert not torch.equal(exact, other)
+        torch.testing.assert_close(other, exact, rtol=0, atol=0.1)
 
 
 def test_a_state_has_the_error_of_vectors_and_belongs_to_its_dense_values() -> None:
     state = LockstepWorld(2).run(lambda t: vectors(t, method("int8"), 3)[1])[0]
+    alone = LockstepWorld(1).transports[0]
     assert {"DenseValuesCompressor.0", "DGCCompressor.1"} <= state.keys()
     error = state["DenseValuesCompressor.0"]["errors"]["b"]
     assert error.shape == (50,) and error.any()
-    loaded = LockstepWorld(1).run(lambda t: vectors(t, method("int8"), 0, state)[1])[0]
+    loaded = vectors(alone, method("int8"), 0, state)[1]
     assert torch.equal(loaded["DenseValuesCompressor.0"]["errors"]["b"], error)
     with pytest.raises(ValueError, match="state of other compressors"):
-        LockstepWorld(1).run(lambda t: vectors(t, method("fp32"), 0, state))
-
-
-def test_an_optimizer_s_fallback_is_not_used_by_another() -> None:
-    compression, transport = method("int8"), LockstepWorld(1).transports[0]
-    vectors(transport, Route([Rule(compression.fallback)]), 0)
+        vectors(alone, method("fp32"), 0, state)
+    vectors(alone, methods.Route([methods.Rule((compression := method("int8")).fallback)]), 0)
     with pytest.raises(ValueError, match="DenseValuesCompressor has the residual of another"):
-        vectors(transport, compression, 0)
+        vectors(alone, compression, 0)
 
 
 def counts(compressor: Any, gradient: Tensor) -> list[int]:
@@ -163,31 +162,14 @@ def counts(compressor: Any, gradient: Tensor) -> list[int]:
 
 def test_vectors_join_the_selection_at_a_ratio_of_their_own() -> None:
     for vector_ratio, expected in ((None, [20, 5]), (0.1, [20, 50]), (10, [20, 50])):
-        compressor = DGCCompressor(0.01, ResidualMemory(), vectors="sparse", vector_ratio=vector_ratio)
+        compressor = methods.DGCCompressor(0.01, ResidualMemory(), vectors="sparse", vector_ratio=vector_ratio)
         assert counts(compressor, normal(2500, 0)) == expected
     warmup: Any = {"warmup_epochs": 2, "warmup_coeff": [0.1, 0.01]}
-    compressor = DGCCompressor(0.001, ResidualMemory(), vectors="sparse", vector_ratio=0.02, **warmup)
+    compressor = methods.DGCCompressor(0.001, ResidualMemory(), vectors="sparse", vector_ratio=0.02, **warmup)
     for epoch, expected in enumerate(([200, 50], [20, 10], [2, 10])):
         compressor.begin_epoch(epoch)
         assert counts(compressor, normal(2500, epoch)) == expected, "in a warm-up vectors send as much as matrices"
-
-
-def test_momentum_of_compressed_vectors_is_the_memory_s() -> None:
-    compression = DGCCompressor(0.05, DGCSGDMemory(0.9), vectors="sparse", vector_ratio=0.5)
-    state = LockstepWorld(1).run(lambda t: vectors(t, compression, 3)[1])[0]
+    compressor = methods.DGCCompressor(0.05, DGCSGDMemory(0.9), vectors="sparse", vector_ratio=0.5)
+    state = vectors(LockstepWorld(1).transports[0], compressor, 3)[1]
     (only,) = (name for name in state if name.startswith(("DGC", "Dense")))
-    assert state[only]["velocities"].keys() == {"w", "b"}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"vectors": "both"}, "vectors must be one of dense, sparse, not 'both'"),
-        ({"vector_ratio": 0.1}, "vector_ratio has no effect .* set vectors='sparse'"),
-        ({"vectors": "sparse", "vector_ratio": 0.0}, "vector_ratio must be positive and finite, not 0.0"),
-        ({"vectors": "sparse", "vector_ratio": 0.001}, "vector_ratio is 0.001, less than .* of 0.01"),
-    ],
-)
-def test_settings_of_vectors_that_are_refused(options: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        DGCCompressor(0.01, ResidualMemory(), **options)
+    assert state[only]["velocities"].keys() == {"w", "b"}  # their momentum is the memory's

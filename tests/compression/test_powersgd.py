@@ -1,11 +1,14 @@
 """PowerSGD: what it recovers, loses and keeps."""
 
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 from cases import case
+from on_ranks import on_ranks
+from refusals import check_refusals
 from states import assert_equal
 from torch import Tensor, nn
 
@@ -14,9 +17,8 @@ from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
 from dgc.compression.matrices import Accordion, CompressionRule, Regime
-from dgc.engine.redistribute import blend, shares
 from dgc.engine.state import BucketStates
-from dgc.testing import Fleet
+from dgc.testing import Fleet, flat
 from dgc_models import resnet18
 
 MODES: dict[str, dict[str, Any]] = {
@@ -40,10 +42,6 @@ def low_rank(r: Any, n: Any, m: Any, seed: Any) -> Any:
     return normal(n, r, seed=seed) @ normal(r, m, seed=seed + 1000)
 
 
-def vector(tensors: Any) -> Any:
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
 def fleet_of(shapes: Any, size: int = 1, rank: int = 2, **settings: Any) -> Any:
     return Fleet(lambda: PowerSGDCompressor(rank, **settings), size, [torch.zeros(s) for s in shapes])
 
@@ -51,13 +49,12 @@ def fleet_of(shapes: Any, size: int = 1, rank: int = 2, **settings: Any) -> Any:
 @every_mode
 @pytest.mark.parametrize("size", [1, 3])
 def test_nothing_is_lost_within_rounding(settings: Any, size: Any) -> None:
-    """Of shapes of every kind."""
     odd = [(), (1,), (0, 3), (1, 1), (5, 0), (1, 700), (700, 1), (17, 2, 3, 2)]
     for shapes, rate in (([(30, 40), (8,), (30, 40), (16, 3, 3, 3), ()], 2), (odd, 1)):
         fleet = fleet_of(shapes, size, min_compression_rate=rate, **settings)
         for step in range(4):
             own = [[normal(*s, seed=100 * step + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
-            given = [e + vector(g).double() for e, g in zip(fleet.errors(), own, strict=True)]
+            given = [e + flat(g).double() for e, g in zip(fleet.errors(), own, strict=True)]
             mean, largest = fleet.step(own)[0].double(), max(float(g.abs().max()) for g in given)
             lost = mean + sum(fleet.errors()) / size - sum(given) / size
             assert fleet.nonfinite == [None] * size and float(lost.abs().max()) <= 8 * 2.0**-24 * largest
@@ -73,18 +70,15 @@ def test_matrices_of_low_rank_arrive_whole(settings: Any) -> None:
         for found, expected in zip(mean.view(count, 40, 60), matrices, strict=True):
             assert float((found - expected).norm()) < 5e-3 * float(expected.norm()), (r, count)
     shapes = [(40, 60), (30, 20), (50, 10)]
-    whole = vector(matrices := [low_rank(2, *shape, i) for i, shape in enumerate(shapes)])
+    whole = flat(matrices := [low_rank(2, *shape, i) for i, shape in enumerate(shapes)])
     assert float((fleet_of(shapes, **settings).step([matrices])[0] - whole).norm() / whole.norm()) < 5e-3
 
 
-def test_rank_grows_with_half_steps() -> None:
+def test_rank_grows_with_half_steps_and_warm_factors_find_the_best_approximation() -> None:
     for half_steps, expected in ((1, 1), (2, 1), (4, 2), (6, 3)):
         fleet = fleet_of([(20, 30)], rank=1, num_iters_per_step=half_steps, min_compression_rate=0)
         found = fleet.step([[normal(20, 30)]])[0].view(20, 30)
         assert int(torch.linalg.matrix_rank(found, rtol=1e-5)) == expected, half_steps
-
-
-def test_warm_factors_find_the_best_approximation() -> None:
     M = low_rank(10, 40, 60, 0) + normal(40, 60, seed=3)
     fleet = fleet_of([(40, 60)], mode="paper", error_feedback=False)
     for _ in range(30):
@@ -132,7 +126,8 @@ def test_halves_are_multiplied_in_fp32(settings: Any) -> None:
 
 @every_mode
 def test_a_dropped_step_never_was(settings: Any) -> None:
-    shapes = [(30, 40), (8,), (16, 3, 3, 3)]
+    """And global random numbers stay as they are."""
+    shapes, generator = [(30, 40), (8,), (16, 3, 3, 3)], torch.get_rng_state()
     fleet = fleet_of(shapes, 2, **settings)
     for step in range(3):
         fleet.step([[normal(*s, seed=step + r) for s in shapes] for r in range(2)])
@@ -142,6 +137,7 @@ def test_a_dropped_step_never_was(settings: Any) -> None:
     fleet.step([zeros, bad])
     assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
     assert_equal(before, [c.state_dict() for c in fleet.states])
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def test_the_rule_counts_the_flattened_matrix() -> None:
@@ -154,12 +150,12 @@ def test_the_rule_counts_the_flattened_matrix() -> None:
     assert int(powersgd.compression_rate) == 230
 
 
-@pytest.mark.parametrize("settings", [{"mode": "paper"}, {"num_iters_per_step": 2}], ids=str)
-def test_bytes_of_resnet18_are_the_paper_s(settings: Any) -> None:
+def test_bytes_of_resnet18_are_the_paper_s() -> None:
     """Table 3 of the paper: MiB in an epoch of 24 steps, with all matrices compressed."""
     with torch.device("meta"):
         named = [(n, torch.zeros_like(p)) for n, p in resnet18(num_classes=10).named_parameters()]
-    for rank, mib in ((1, 4.2), (2, 7.5), (4, 14.2), (7, 24.2)):
+    modes: list[dict[str, Any]] = [{"mode": "paper"}, {"num_iters_per_step": 2}]
+    for settings, (rank, mib) in product(modes, ((1, 4.2), (2, 7.5), (4, 14.2), (7, 24.2))):
         compressor = PowerSGDCompressor(rank, min_compression_rate=0, **settings)
         assert round(24 * 4 * compressor.floats_per_step(make_bucket("b", named)) / 2**20, 1) == mib, rank
 
@@ -216,12 +212,8 @@ def test_it_resumes_in_other_buckets(settings: Any) -> None:
                 torch.testing.assert_close(theirs[name], mean, rtol=0, atol=1e-4)
     else:
         second.step(3)
-
-
-def test_a_bucket_of_vectors_leaves_the_half_steps_of_matrices_in_the_saved_state() -> None:
-    """With one half step per step, a resumed run must begin with the other factor."""
-    matrix, vector = named((20, 30), (7,))
-    here, there = Run([matrix], [vector], rank=1), Run([matrix], [vector], rank=1)
+    # a bucket of vectors leaves the half steps of matrices in the state: the other factor is next
+    here, there = (Run([p0], [p1], rank=1, **settings) for _ in range(2))
     here.step(0)
     there.states.load_state_dict(here.states.state_dict())
     assert torch.equal(here.step(1)["p0"], there.step(1)["p0"])
@@ -255,33 +247,14 @@ def test_a_resumed_run_may_have_another_rank() -> None:
         assert other.step([[normal(30, 40, seed=1)]])[0].isfinite().all()
 
 
-def test_another_number_of_ranks_keeps_the_mean_error() -> None:
-    fleet = fleet_of([(30, 40), (7,)], 2, num_iters_per_step=2)
-    for step in range(3):
-        fleet.step([[normal(30, 40, seed=9 * step + r), normal(7)] for r in range(2)])
-    states = {r: c.state_dict() for r, c in enumerate(fleet.states)}
-    larger = fleet_of([(30, 40), (7,)], 3, num_iters_per_step=2)
-    for r, compressor in enumerate(larger.states):
-        compressor.load_state_dict(blend(states, shares(2, 3, r)))
-    torch.testing.assert_close(sum(larger.errors()) / 3, sum(fleet.errors()) / 2, rtol=0, atol=1e-6)
-    assert_equal(larger.states[2].state_dict()["P"], states[0]["P"])
-    larger.step([[normal(30, 40), normal(7)]] * 3)
-
-
 def test_everything_is_sent_until_compression_starts() -> None:
     fleet = fleet_of([(30, 40), (7,)], 2, start_compressing_after_num_steps=2, num_iters_per_step=2)
     for step in range(4):
         own = [[normal(30, 40, seed=9 * step + r), normal(7, seed=r)] for r in range(2)]
-        mean, expected = fleet.step(own)[0], sum(map(vector, own)) / 2
-        assert torch.equal(mean, expected) == (step < 2)
+        mean, (one, other) = fleet.step(own)[0], map(flat, own)
+        assert torch.equal(mean, (one + other) / 2) == (step < 2)
         assert (fleet.states[0].compress_ratio == 1) == (step < 2)
     assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 24) + 2 * (4 * (2 * 70 + 7) + 24)
-
-
-def test_global_random_numbers_stay_as_they_are() -> None:
-    before = torch.get_rng_state()
-    fleet_of([(30, 40)], 2, mode="paper", warm_start=False).step([[torch.zeros(30, 40)]] * 2)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_accordion_chooses_by_the_change_of_the_norm() -> None:
@@ -299,8 +272,7 @@ def test_accordion_chooses_by_the_change_of_the_norm() -> None:
 
 def test_ranks_switch_at_the_ends_of_epochs() -> None:
     make = {"rank": 1, "high_rank": 3, "num_iters_per_step": 2}
-    fleet, other = fleet_of([(30, 40), (40, 30)], 2, **make), fleet_of([(30, 40), (40, 30)], 2, **make)
-    ranks = []
+    (fleet, other), ranks = (fleet_of([(30, 40), (40, 30)], 2, **make) for _ in range(2)), []
     for epoch in range(5):
         for c in fleet.states:
             c.begin_epoch(epoch)
@@ -383,40 +355,35 @@ def test_aggregate_averages_over_ranks_and_refuses_nan() -> None:
             powersgd.aggregate(g[:1])
         return powersgd.state_dict()["P"]["param0"]
 
-    P = LockstepWorld(2).run(body)
-    assert all(torch.equal(a, b) for a, b in pairwise(P))
+    assert torch.equal(*LockstepWorld(2).run(body))
 
 
-def test_the_original_s_aggregators_and_its_step_counter() -> None:
-    def body(transport: Any) -> None:
-        p, unused = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))
-        sgd = torch.optim.SGD([p, unused], lr=1.0)
-        powersgd, resumed = (PowerSGD([p, unused], Config(rank=1), transport) for _ in range(2))
-        for aggregator in (AllReduce(transport), powersgd):
-            assert isinstance(aggregator, Aggregator)
-            for _ in range(2):
-                p.grad = torch.full((3, 4), float(transport.rank))
-                optimizer_step(sgd, aggregator)
-                assert not p.grad.any() and unused.grad is None
-        assert (p == 1 - 4 * 0.5).all() and (unused == 1).all()
-        resumed.load_state_dict(powersgd.state_dict())
-        assert powersgd.step_counter == resumed.step_counter == 2
-        with pytest.raises(NonFiniteGradientError, match="param0 on rank 0"):
-            resumed.aggregate([p / transport.rank, None])
-        assert resumed.step_counter == 2
-        plain = AllReduce(transport)
-        with pytest.raises(ValueError, match="none of them may be None"):
-            plain.aggregate([torch.ones(3), None])
-        assert AllReduce(transport).aggregate([]) == [] and plain.aggregate([torch.ones(3)])[0].sum() == 3
-        with pytest.raises(ValueError, match=r"gradient 0 has shape \(1,\), not \(3,\)"):
-            plain.aggregate([torch.ones(1)])
-
-    LockstepWorld(2).run(body)
+@on_ranks(2)
+def test_the_original_s_aggregators_and_its_step_counter(transport: Any) -> None:
+    p, unused = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))
+    sgd, plain = torch.optim.SGD([p, unused], lr=1.0), AllReduce(transport)
+    powersgd, resumed = (PowerSGD([p, unused], Config(rank=1), transport) for _ in range(2))
+    for aggregator in (AllReduce(transport), powersgd):
+        assert isinstance(aggregator, Aggregator)
+        for _ in range(2):
+            p.grad = torch.full((3, 4), float(transport.rank))
+            optimizer_step(sgd, aggregator)
+            assert not p.grad.any() and unused.grad is None
+    assert (p == 1 - 4 * 0.5).all() and (unused == 1).all()
+    resumed.load_state_dict(powersgd.state_dict())
+    assert powersgd.step_counter == resumed.step_counter == 2
+    with pytest.raises(NonFiniteGradientError, match="param0 on rank 0"):
+        resumed.aggregate([p / transport.rank, None])
+    assert resumed.step_counter == 2
+    with pytest.raises(ValueError, match="none of them may be None"):
+        plain.aggregate([torch.ones(3), None])
+    assert AllReduce(transport).aggregate([]) == [] and plain.aggregate([torch.ones(3)])[0].sum() == 3
+    with pytest.raises(ValueError, match=r"gradient 0 has shape \(1,\), not \(3,\)"):
+        plain.aggregate([torch.ones(1)])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_what_it_refuses() -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"rank": 0}, "must be at least 1"),
         ({"mode": "fast"}, "mode must be one of residual, paper, square"),
         ({"mode": "paper", "num_iters_per_step": 2}, "requires mode='residual'"),
@@ -426,9 +393,5 @@ def test_the_original_s_aggregators_and_its_step_counter() -> None:
         ({"high_rank": 2, "rank_every": 0}, "rank_every at least 1"),
         ({"orthogonalization": "svd"}, "orthogonalization must be one of auto, qr, gram_schmidt, cholesky_qr"),
         *(({"epsilon": epsilon}, "epsilon must lie between 0 and 1") for epsilon in (0.0, -1.0, 1.0)),
-    ],
-    ids=str,
-)
-def test_what_it_refuses(settings: Any, message: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        PowerSGDCompressor(**{"rank": 1, **settings})
+    ]
+    check_refusals(*((partial(PowerSGDCompressor, **{"rank": 1, **given}), words) for given, words in rows))

@@ -21,8 +21,6 @@ LAYERS, SIZE = 5, 32
 
 
 class FailingCompressor(DenseCompressor):
-    """Fails in the bucket of that name."""
-
     fails_in: str | None = None
 
     def reduce(self, bucket: Any, state: Any) -> Any:
@@ -91,24 +89,18 @@ def test_after_an_exception_of_a_compressor_its_reason_is_told() -> None:
             exchange.compression_state_dict()
 
 
-def test_exchanges_start_in_the_order_of_backward() -> None:
+def test_exchanges_start_in_the_order_of_backward_and_an_exception_outside_of_it_changes_nothing() -> None:
     """Before it rebuilds its buckets, DDP has one, in the order of the model."""
-    model, exchange = build(dgc())
-    for _ in range(3):
-        gradients(model)
-    names = [exchange._planned[b].bucket.segments[0].name for b in exchange._engine.order.groups]
-    weights = [name for name in names if name.endswith("weight")]
-    assert weights == [f"layers.{i}.weight" for i in reversed(range(LAYERS))]
-
-
-def test_an_exception_outside_of_backward_changes_nothing() -> None:
-    (model, _), (other, _) = build(dgc()), build(dgc())
+    (model, exchange), (other, _) = build(dgc()), build(dgc())
     for step in range(3):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.ones(2, SIZE + 1))
         loss = model(torch.ones(2, SIZE))  # and then an exception before backward
         del loss
         assert all(map(torch.equal, gradients(model, 1.0 + step), gradients(other, 1.0 + step)))
+    names = [exchange._planned[b].bucket.segments[0].name for b in exchange._engine.order.groups]
+    weights = [name for name in names if name.endswith("weight")]
+    assert weights == [f"layers.{i}.weight" for i in reversed(range(LAYERS))]
 
 
 def saved(model: Any) -> Any:
@@ -136,13 +128,15 @@ def test_a_copy_of_a_model_has_no_exchange(make: Any) -> None:
     assert exchange.meter.payload_bytes == 2 * sent and exchange.error_norm() != error
 
 
-def test_an_exchange_cannot_be_copied() -> None:
-    _, exchange = build(dgc())
+def test_a_parameter_that_is_frozen_later_stays_unchanged_and_an_unfrozen_one_is_refused() -> None:
+    model, exchange = build(dgc(), find_unused_parameters=True)
+    gradients(model)
+    model.module.layers[1].requires_grad_(False)
+    model.zero_grad()
+    model(torch.ones(2, SIZE)).backward()
+    assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
     with pytest.raises(TypeError, match="a DDPExchange cannot be copied or pickled: save"):
         copy.deepcopy(exchange)
-
-
-def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:
     net = Net(LAYERS, SIZE)
     net.ignored = nn.Parameter(torch.ones(1), requires_grad=False)
     net.layers[1].requires_grad_(False)
@@ -167,15 +161,6 @@ def test_a_mean_over_fewer_ranks_in_join_is_refused() -> None:
         model.join(divide_by_initial_world_size=False),
     ):
         gradients(model)
-
-
-def test_a_parameter_that_is_frozen_later_stays_unchanged() -> None:
-    model, _ = build(dgc(), find_unused_parameters=True)
-    gradients(model)
-    model.module.layers[1].requires_grad_(False)
-    model.zero_grad()
-    model(torch.ones(2, SIZE)).backward()
-    assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
 
 
 @pytest.mark.usefixtures("no_type_checks")  # compress takes what torch.compile returns for a model in DDP

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from cases import case
 from optim.nets import alone
+from refusals import check_refusals
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD
 
 from dgc.comm.lockstep import LockstepWorld
@@ -58,6 +61,16 @@ def in_an_optimizer() -> DistributedDataParallel:
     return model
 
 
+def with_mixed_precision() -> DistributedDataParallel:
+    model = wrapped()
+    model.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # DDP itself accepts it on a GPU only
+    return model
+
+
+def with_sparse_embedding() -> DistributedDataParallel:
+    return wrapped(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+
+
 def with_python_reducer() -> DistributedDataParallel:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         return wrapped()
@@ -67,18 +80,6 @@ def with_delayed_parameters() -> DistributedDataParallel:
     module = net()
     named = list(module.named_parameters())
     return wrapped(module, delay_all_reduce_named_params=named[:1], param_to_hook_all_reduce=named[-1][1])
-
-
-def with_mixed_precision() -> DistributedDataParallel:
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    model = wrapped()
-    model.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # DDP itself accepts it on a GPU only
-    return model
-
-
-def with_sparse_embedding() -> DistributedDataParallel:
-    return wrapped(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
 
 
 def with_optimizer_in_backward() -> DistributedDataParallel:
@@ -91,9 +92,9 @@ def with_optimizer_in_backward() -> DistributedDataParallel:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_a_model_that_a_hook_cannot_serve() -> None:
+    unused = partial(wrapped, skip_all_reduce_unused_params=True, find_unused_parameters=True)
+    rows: list[tuple[Any, str]] = [
         (net, "compress needs a model in DistributedDataParallel, not Sequential: wrap it first"),
         (with_hook, "it has a communication hook already"),
         (with_exchange, "it has a communication hook already"),
@@ -103,17 +104,10 @@ def with_optimizer_in_backward() -> DistributedDataParallel:
         (with_mixed_precision, "mixed_precision= changes the type of the buckets: use torch.autocast"),
         (with_sparse_embedding, "0 has sparse gradients, .*: set sparse=False"),
         (with_optimizer_in_backward, "an optimizer steps 0.weight, 0.bias, 1.weight during backward"),
-        pytest.param(
-            partial(wrapped, skip_all_reduce_unused_params=True, find_unused_parameters=True),
-            "skip_all_reduce_unused_params leaves out buckets",
-            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="the argument is new in torch 2.13"),
-        ),
-    ],
-)
-def test_a_model_that_a_hook_cannot_serve(make: Any, message: str) -> None:
-    model = make()
-    with pytest.raises(ValueError, match=message):
-        hook(model)
+    ]
+    if torch.__version__ >= "2.13":  # the argument is new there
+        rows.append((unused, "skip_all_reduce_unused_params leaves out buckets"))
+    check_refusals(*((partial(hook, make()), message) for make, message in rows))
 
 
 def test_a_distributed_optimizer_of_compressed_parameters() -> None:
@@ -128,9 +122,8 @@ def test_a_distributed_optimizer_of_compressed_parameters() -> None:
     DistributedOptimizer(sgd(module), module.named_parameters(), transport=alone())
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
+def test_momentum_that_would_be_applied_twice() -> None:
+    rows: list[tuple[Any, str]] = [
         (lambda model: None, "pass the optimizer to compress"),
         (lambda model: sgd(model, momentum=0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
         (lambda model: torch.optim.Adam(model.parameters()), "Adam would apply it again"),
@@ -139,15 +132,11 @@ def test_a_distributed_optimizer_of_compressed_parameters() -> None:
             lambda model: DGCSGD([model.module[1].weight], lr=0.1, momentum=0.9),
             "applies momentum to 1 parameters that the optimizer lacks, such as 0.weight",
         ),
-    ],
-)
-def test_momentum_that_would_be_applied_twice(optimizer: Any, message: str) -> None:
-    model = wrapped()
-    with pytest.raises(ValueError, match=message):
-        hook(model, momentum(), optimizer(model))
-
-
-def test_momentum_of_one_owner_must_not_change() -> None:
+    ]
+    for optimizer, message in rows:
+        model = wrapped()
+        with case(message), pytest.raises(ValueError, match=message):
+            hook(model, momentum(), optimizer(model))
     model = wrapped()
     hook(model, DGCCompressor(0.5, ResidualMemory()), sgd(model, momentum=0.9))
     model = wrapped()
@@ -159,16 +148,12 @@ def test_momentum_of_one_owner_must_not_change() -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
+def test_arguments() -> None:
+    rows: list[tuple[str, dict[str, Any]]] = [
         ("nonfinite must be 'skip' or 'raise', not 'ignore'", {"nonfinite": "ignore"}),
         ("it needs nonfinite='skip'", {"nonfinite": "raise", "grad_scaler": torch.amp.GradScaler("cpu")}),
         ("bucket_mb must be positive", {"bucket_mb": 0}),
         ("compression=DenseCompressor is a class", {"compression": DenseCompressor}),
         ("process group has 1 ranks, but the exchange has 2", {"transport": LockstepWorld(2).transports[0]}),
-    ],
-)
-def test_arguments(message: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=message):
-        hook(wrapped(), **options)
+    ]
+    check_refusals(*((partial(hook, wrapped(), **options), message) for message, options in rows))

@@ -79,39 +79,39 @@ def refused(message: str, act: Act, *arguments: Any, kind: type[Exception] = Val
 def test_arguments_are_named(transport: Transport, model: Any) -> None:
     compressor, scaler = top_k(), torch.amp.GradScaler
     half = shard(transport, network().half(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    other = LockstepWorld(2).transports[0]
+    connected, sharded = (
+        "transport must be what dgc.comm connects",
+        "model must be a torch.nn.Module on which fully",
+    )
 
     def attempt(message: str, model: Any = model, **options: Any) -> None:
         refused(message, compress, model, compressor, **{"transport": transport, **options})
 
-    attempt("model must be a torch.nn.Module on which fully_shard was called, not None", None)
-    attempt("model must be a torch.nn.Module on which fully_shard was called, not <class", nn.Linear)
-    attempt("transport must be what dgc.comm connects, with hierarchical=True, not None", transport=None)
-    attempt("transport must be what dgc.comm connects, with hierarchical=True, not 'x'", transport="x")
-    attempt("transport has 2 ranks, and torch.distributed has 1", transport=other)
+    attempt(f"{sharded}_shard was called, not None", None)
+    attempt(f"{sharded}_shard was called, not <class", nn.Linear)
+    attempt(f"{connected}, with hierarchical=True, not None", transport=None)
+    attempt(f"{connected}, with hierarchical=True, not 'x'", transport="x")
+    attempt("transport has 2 ranks, and torch.distributed has 1", transport=LockstepWorld(2).transports[0])
     attempt("steps_per_epoch must be None or a positive int, not '3'", steps_per_epoch="3")
     attempt("grad_scaler must be a torch.amp.GradScaler or None, not <class", grad_scaler=scaler)
     attempt("grad_scaler cannot unscale gradients of fp16", half, grad_scaler=scaler("cpu"))
     refused("device_type must be 'cpu', 'cuda' or another", local_mesh, transport, "gpu")
-    refused("transport must be what dgc.comm connects", local_mesh, None)
+    refused(connected, local_mesh, None)
     compress(model, compressor, transport=transport).close()  # the compressor is still free
-
-
-def test_arguments_of_outer_steps_are_named(transport: Transport, model: Any) -> None:
     refuse = partial(refused, act=partial(outer, transport, model))
     refuse("method must be an algorithm such as dgc.gossip.SGP(), not None", method=None)
     refuse("method must be an algorithm such as dgc.gossip.SGP(), not <class", method=OuterSteps)
-    refuse("model must be a torch.nn.Module on which fully_shard was called, not None", model=None)
-    refuse("transport must be what dgc.comm connects", transport=None)
+    refuse(f"{sharded}_shard was called, not None", model=None)
+    refuse(connected, transport=None)
     refuse("optimizer must be a torch.optim.Optimizer, not None", optimizer=None)
     other = sgd(shard(transport))
     refuse("6 of the optimizer's 6 parameters are not those of the sharded model", optimizer=other)
 
 
-@pytest.mark.parametrize("compressor", [OneBitAdamCompressor(), DGCAdamCompressor(0.1)])
-def test_compressors_of_momentum(transport: Transport, model: Any, compressor: Any) -> None:
-    with pytest.raises(ValueError, match="exchanges the momentum of an optimizer, which dgc.fsdp does not"):
-        compress(model, compressor, transport=transport)
+def test_compressors_of_momentum(transport: Transport, model: Any) -> None:
+    for compressor in (OneBitAdamCompressor(), DGCAdamCompressor(0.1)):
+        with pytest.raises(ValueError, match="exchanges the momentum of an optimizer, which dgc.fsdp does not"):
+            compress(model, compressor, transport=transport)
 
 
 def test_a_forward_pass_before(transport: Transport) -> None:
@@ -153,30 +153,25 @@ def test_a_second_exchange(transport: Transport) -> None:
     compress(in_outer_steps, top_k(), transport=transport)
 
 
-@pytest.mark.parametrize(
-    ("message", "change", "frozen"),
-    [
-        ("0.weight of module 0 was frozen", lambda model: model[0].requires_grad_(False), None),
-        ("each machine would train 0.weight alone", lambda model: model.requires_grad_(True), 0),
-        ("each machine would train 2.weight alone", lambda model: model.requires_grad_(True), 2),
-        ("each machine would train 3.weight alone", lambda model: model.append(nn.Linear(SIZE, 1)), None),
-        ("the hook of the model was replaced", lambda model: model.set_all_reduce_hook(lambda output: None), None),
-    ],
-)
-def test_gradients_that_machines_would_not_exchange(
-    transport: Transport, message: str, change: Callable[[Any], Any], frozen: int | None
-) -> None:
+def test_gradients_that_machines_would_not_exchange(transport: Transport) -> None:
     """Machines would end with different models, or a frozen parameter would change."""
-    model = shard(transport, network(frozen))
-    compress(model, top_k(), transport=transport)
-    train(model, sgd(model))
-    change(model)
-    refused(message, train, model, sgd(model), kind=RuntimeError)
-
-
-def test_a_part_of_a_model_is_no_model(transport: Transport, model: Any) -> None:
-    compress(model[0], top_k(), transport=transport)
-    refused("each machine would train 2.weight alone", train, model, sgd(model), kind=RuntimeError)
+    alone = "each machine would train {} alone"
+    rows: list[tuple[str, Callable[[Any], Any], int | None]] = [
+        ("0.weight of module 0 was frozen", lambda model: model[0].requires_grad_(False), None),
+        (alone.format("0.weight"), lambda model: model.requires_grad_(True), 0),
+        (alone.format("2.weight"), lambda model: model.requires_grad_(True), 2),
+        (alone.format("3.weight"), lambda model: model.append(nn.Linear(SIZE, 1)), None),
+        ("the hook of the model was replaced", lambda model: model.set_all_reduce_hook(lambda output: None), None),
+    ]
+    for message, change, frozen in rows:
+        model = shard(transport, network(frozen))
+        compress(model, top_k(), transport=transport)
+        train(model, sgd(model))
+        change(model)
+        refused(message, train, model, sgd(model), kind=RuntimeError)
+    model = shard(transport)
+    compress(model[0], top_k(), transport=transport)  # a part of a model is no model
+    refused(alone.format("2.weight"), train, model, sgd(model), kind=RuntimeError)
 
 
 def test_steps_on_scaled_gradients(transport: Transport, model: Any) -> None:

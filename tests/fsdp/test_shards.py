@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.fsdp import fully_shard  # noqa: F401  (registers torch.ops.fsdp)
 
 from dgc.bucket import make_bucket
@@ -17,7 +18,13 @@ from dgc.fsdp import shards as mesh
 from dgc.fsdp.exchange import GroupPlan, check_equal_models
 from dgc.fsdp.shards import ParameterGroup, lay_out
 
-GROUPS = [[(7,)], [(1, 5)], [(3, 4), (3,)], [(5, 2, 3), (1,), (8, 2), (2,), (1, 1)], [(4, 3), (2, 2, 2)]]
+GROUPS: list[list[tuple[int, ...]]] = [
+    [(7,)],
+    [(1, 5)],
+    [(3, 4), (3,)],
+    [(5, 2, 3), (1,), (8, 2), (2,), (1, 1)],
+    [(4, 3), (2, 2, 2)],
+]
 
 
 def reduced(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:
@@ -33,18 +40,16 @@ def shard_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return chunks[rank] if rank < len(chunks) else tensor[:0]
 
 
-@pytest.mark.parametrize(("shapes", "ranks"), list(product(GROUPS, [1, 2, 3, 5])))
-def test_each_place_has_the_rows_of_its_rank(shapes: list[tuple[int, ...]], ranks: int) -> None:
-    tensors = [torch.randn(shape) for shape in shapes]
-    for rank, output in enumerate(reduced(tensors, ranks)):
-        shards = [shard_of(t, rank, ranks) for t in tensors]
-        places = lay_out([(t.shape, s.shape, 0) for t, s in zip(tensors, shards, strict=True)], ranks)
-        assert sum(place.reserved for place in places) == output.numel()
-        for place, shard in zip(places, shards, strict=True):
-            assert torch.equal(place.rows_of(output), shard.flatten())
-
-
-def test_another_dimension_has_no_padding() -> None:
+def test_each_place_has_the_rows_of_its_rank() -> None:
+    for shapes, ranks in product(GROUPS, [1, 2, 3, 5]):
+        tensors = [torch.randn(shape) for shape in shapes]
+        for rank, output in enumerate(reduced(tensors, ranks)):
+            shards = [shard_of(t, rank, ranks) for t in tensors]
+            places = lay_out([(t.shape, s.shape, 0) for t, s in zip(tensors, shards, strict=True)], ranks)
+            assert sum(place.reserved for place in places) == output.numel()
+            for place, shard in zip(places, shards, strict=True):
+                assert torch.equal(place.rows_of(output), shard.flatten())
+    # another dimension has no padding
     wide, long = lay_out([((3, 8, 5), (3, 2, 5), 1), ((6, 5), (2, 5), 0)], 4)
     assert (wide.start, wide.reserved, long.start, long.reserved) == (0, 30, 30, 10)
 
@@ -74,39 +79,30 @@ def test_gradients_of_several_backward_passes_add_up() -> None:
     plan.has_gradients = False  # as after an exchange
     plan.add(reduced(passes[2], ranks)[rank])
     assert torch.equal(bucket.segments[0].of(bucket.flat), shard_of(passes[2][0], rank, ranks))
-
-
-def test_unused_groups_are_zero() -> None:
-    plan = plan_of([(3, 4)], 0, 2)
-    flat = plan.buckets[0].bucket.flat.fill_(3.0)
-    plan.fill()
+    unused = plan_of([(3, 4)], 0, 2)
+    flat = unused.buckets[0].bucket.flat.fill_(3.0)
+    unused.fill()
     assert not flat.any()
 
 
 def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def group_size(transport: LockstepTransport, group: str) -> int:
+        return 1 if transport.rank == 2 else 2
+
     world = LockstepWorld(6, local_size=3)
     assert world.run(mesh.machines) == [[[0, 1, 2], [3, 4, 5]]] * 6
     monkeypatch.setattr(mesh, "all_gather_object", lambda *_: [0, 1, 0, 1])  # as if ranks alternated
     assert LockstepWorld(4, local_size=2).run(mesh.machines) == [[[0, 2], [1, 3]]] * 4
-
-
-def test_machines_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def group_size(transport: LockstepTransport, group: str) -> int:
-        return 1 if transport.rank == 2 else 2
-
     monkeypatch.setattr(LockstepTransport, "group_size", group_size)
     with pytest.raises(ValueError, match="needs the same number of ranks on every machine, not 1 to 2"):
         LockstepWorld(3).run(mesh.machines)
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_machines_with_elements_in_another_order_differ() -> None:
-    def body(transport: LockstepTransport) -> str:
-        own = torch.arange(6, dtype=torch.bfloat16)
-        p = SimpleNamespace(to_local=lambda: own.flip(0) if transport.rank else own)
-        group: Any = SimpleNamespace(names=("weight",), parameters=(p,))
-        with pytest.raises(ValueError, match="weight differs between machines 0 and 1 before the first step"):
-            check_equal_models([group], transport, "models")
-        return "refused"
-
-    assert LockstepWorld(2, local_size=1).run(body) == ["refused"] * 2
+@on_ranks(2, 1)
+def test_machines_with_elements_in_another_order_differ(transport: LockstepTransport) -> None:
+    own = torch.arange(6, dtype=torch.bfloat16)
+    p = SimpleNamespace(to_local=lambda: own.flip(0) if transport.rank else own)
+    group: Any = SimpleNamespace(names=("weight",), parameters=(p,))
+    with pytest.raises(ValueError, match="weight differs between machines 0 and 1 before the first step"):
+        check_equal_models([group], transport, "models")

@@ -13,19 +13,6 @@ from dgc import gossip
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import PowerSGDCompressor, ScaledSignCompressor, SparseCompressor
 from dgc.engine.redistribute import redistribute
-from dgc.gossip import (
-    CHOCO,
-    DPSGD,
-    OSGP,
-    SGP,
-    Gossip,
-    HalfPrecisionMessage,
-    HierarchicalGossip,
-    Int8Message,
-    PowerGossip,
-    Sign,
-    TopK,
-)
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.memory import ResidualMemory
 from dgc.optim import LocalOptimizer
@@ -34,42 +21,38 @@ from dgc.optim import LocalOptimizer
 @dataclass(frozen=True)
 class Row:
     name: str
-    make: Callable[[], Gossip]
+    make: Callable[[], gossip.Gossip]
     takes: Callable[[int], bool] = lambda size: True
     by_timing: bool = False  # whether rounds are taken in when they happen to come
 
 
-def even(size: int) -> bool:
-    return size % 2 == 0
-
-
 ROWS = [
-    Row("sgp", SGP),
-    Row("sgp, blocking", lambda: SGP(blocking=True)),
-    Row("sgp on a full graph", lambda: SGP(gossip.full)),
-    Row("sgp on a star", lambda: SGP(gossip.star)),
-    Row("sgp on a grid, fp16", lambda: SGP(gossip.grid, message=HalfPrecisionMessage())),
-    Row("sgp, bf16", lambda: SGP(message=HalfPrecisionMessage("bf16"))),
-    Row("sgp, int8", lambda: SGP(message=Int8Message(16))),
-    Row("sgp in turns", lambda: SGP(None, graph_from_epoch={1: gossip.full, "2": gossip.exponential})),
-    Row("osgp", OSGP),
-    Row("osgp on a star", lambda: OSGP(gossip.star)),
-    Row("osgp, 2 steps", lambda: OSGP(gossip.exponential, synch_freq=2), by_timing=True),
-    Row("osgp, 2 steps, after the step", lambda: OSGP(synch_freq=2, overlap=False), by_timing=True),
-    Row("osgp, int8", lambda: OSGP(message=Int8Message(16))),
-    Row("osgp in turns", lambda: OSGP(gossip.full, graph_from_epoch={1: None, 2: gossip.ring})),
-    Row("dpsgd", lambda: DPSGD(gossip.bipartite_exponential), even),
-    Row("dpsgd on a full graph, int8", lambda: DPSGD(gossip.full, message=Int8Message(16))),
-    Row("dpsgd, metropolis", lambda: DPSGD(gossip.grid, mixing=gossip.metropolis)),
-    Row("choco", lambda: CHOCO(quantizer=TopK(0.25))),
-    Row("choco on a full graph", lambda: CHOCO(gossip.full, quantizer=TopK(0.25))),
-    Row("powergossip", lambda: PowerGossip(rank=2)),
-    Row("choco, local steps", lambda: CHOCO(gossip.full, quantizer=TopK(0.5), average_every=2)),
-    Row("powergossip, local steps", lambda: PowerGossip(gossip.full, rank=3, average_every=2)),
-    Row("powergossip by pairs", lambda: PowerGossip(gossip.random_matching, rank=2, num_iters_per_step=3)),
+    Row("sgp", gossip.SGP),
+    Row("sgp, blocking", lambda: gossip.SGP(blocking=True)),
+    Row("sgp on a full graph", lambda: gossip.SGP(gossip.full)),
+    Row("sgp on a star", lambda: gossip.SGP(gossip.star)),
+    Row("sgp on a grid, fp16", lambda: gossip.SGP(gossip.grid, message=gossip.HalfPrecisionMessage())),
+    Row("sgp, bf16", lambda: gossip.SGP(message=gossip.HalfPrecisionMessage("bf16"))),
+    Row("sgp, int8", lambda: gossip.SGP(message=gossip.Int8Message(16))),
+    Row("sgp in turns", lambda: gossip.SGP(None, graph_from_epoch={1: gossip.full, "2": gossip.exponential})),
+    Row("osgp", gossip.OSGP),
+    Row("osgp on a star", lambda: gossip.OSGP(gossip.star)),
+    Row("osgp, 2 steps", lambda: gossip.OSGP(gossip.exponential, synch_freq=2), by_timing=True),
+    Row("osgp, 2 steps, after the step", lambda: gossip.OSGP(synch_freq=2, overlap=False), by_timing=True),
+    Row("osgp, int8", lambda: gossip.OSGP(message=gossip.Int8Message(16))),
+    Row("osgp in turns", lambda: gossip.OSGP(gossip.full, graph_from_epoch={1: None, 2: gossip.ring})),
+    Row("dpsgd", lambda: gossip.DPSGD(gossip.bipartite_exponential), lambda size: size % 2 == 0),
+    Row("dpsgd on a full graph, int8", lambda: gossip.DPSGD(gossip.full, message=gossip.Int8Message(16))),
+    Row("dpsgd, metropolis", lambda: gossip.DPSGD(gossip.grid, mixing=gossip.metropolis)),
+    Row("choco", lambda: gossip.CHOCO(quantizer=gossip.TopK(0.25))),
+    Row("choco on a full graph", lambda: gossip.CHOCO(gossip.full, quantizer=gossip.TopK(0.25))),
+    Row("powergossip", lambda: gossip.PowerGossip(rank=2)),
+    Row("choco, local steps", lambda: gossip.CHOCO(gossip.full, quantizer=gossip.TopK(0.5), average_every=2)),
+    Row("powergossip, local steps", lambda: gossip.PowerGossip(gossip.full, rank=3, average_every=2)),
+    Row("powergossip by pairs", lambda: gossip.PowerGossip(gossip.random_matching, rank=2, num_iters_per_step=3)),
     Row("local sgd", lambda: OuterSteps(4)),
-    Row("pga", lambda: OuterSteps(4, SGP())),
-    Row("pga, choco", lambda: OuterSteps(4, CHOCO())),
+    Row("pga", lambda: OuterSteps(4, gossip.SGP())),
+    Row("pga, choco", lambda: OuterSteps(4, gossip.CHOCO())),
 ]
 IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 64 * 4 / 2**20}  # 63 and 30 of the elements of a Trained
 
@@ -84,7 +67,7 @@ def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 # those that move on from the mean by a momentum of their own, compress what they exchange, or use it later
 OUTER = [
-    Row("slowmo", lambda: OuterSteps(3, OSGP(), SlowMo())),
+    Row("slowmo", lambda: OuterSteps(3, gossip.OSGP(), SlowMo())),
     Row("diloco", lambda: OuterSteps(3, None, Nesterov())),
     Row("diloco, top-k", lambda: OuterSteps(3, None, Nesterov(), top_k())),
     Row("diloco, rank 1", lambda: OuterSteps(3, outer=Nesterov(), compression=PowerSGDCompressor(rank=1))),
@@ -94,32 +77,31 @@ OUTER = [
     Row("streaming, ramp", lambda: OuterSteps(6, **IN_TWO_PARTS, delay=2, outer_schedule=Ramp(0.4, 1.0, 9))),
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
 ]
-MORE: dict[str, Callable[[], Gossip]] = {
-    "sign": lambda: CHOCO(quantizer=Sign()),
-    "fp16": lambda: CHOCO(gossip.grid, quantizer=TopK(0.2, "fp16")),
-    "star": lambda: CHOCO(gossip.star, quantizer=TopK(0.2)),
-    "one half step": lambda: PowerGossip(num_iters_per_step=1),
-    "pairs, three half steps": lambda: PowerGossip(gossip.random_matching, num_iters_per_step=3),
+MORE: dict[str, Callable[[], gossip.Gossip]] = {
+    "sign": lambda: gossip.CHOCO(quantizer=gossip.Sign()),
+    "fp16": lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16")),
+    "star": lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2)),
+    "one half step": lambda: gossip.PowerGossip(num_iters_per_step=1),
+    "pairs, three half steps": lambda: gossip.PowerGossip(gossip.random_matching, num_iters_per_step=3),
 }
 # between machines
-BASES: dict[str, Callable[[], Gossip]] = {
-    "sgp": SGP,
-    "sgp on a star, blocking": lambda: SGP(gossip.star, blocking=True),
-    "osgp": OSGP,
-    "osgp, int8": lambda: OSGP(message=Int8Message(16)),
-    "dpsgd": lambda: DPSGD(gossip.full),
-    "choco": lambda: CHOCO(gossip.grid),
+BASES: dict[str, Callable[[], gossip.Gossip]] = {
+    "sgp": gossip.SGP,
+    "sgp on a star, blocking": lambda: gossip.SGP(gossip.star, blocking=True),
+    "osgp": gossip.OSGP,
+    "osgp, int8": lambda: gossip.OSGP(message=gossip.Int8Message(16)),
+    "dpsgd": lambda: gossip.DPSGD(gossip.full),
+    "choco": lambda: gossip.CHOCO(gossip.grid),
     "local sgd": lambda: OuterSteps(3),
-    "slowmo": lambda: OuterSteps(3, SGP(), SlowMo(0.2)),
+    "slowmo": lambda: OuterSteps(3, gossip.SGP(), SlowMo(0.2)),
 }
 
 
-def of_machines(base: Callable[[], Gossip]) -> Callable[[], Gossip]:
-    return lambda: HierarchicalGossip(base())
+def of_machines(base: Callable[[], gossip.Gossip]) -> Callable[[], gossip.Gossip]:
+    return lambda: gossip.HierarchicalGossip(base())
 
 
 SIZES = (1, 2, 3, 6)
-
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -133,7 +115,7 @@ class Trained:
     def __init__(
         self,
         transport: LockstepTransport,
-        algorithm: Gossip,
+        algorithm: gossip.Gossip,
         make_optimizer: MakeOptimizer = momentum,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -142,9 +124,8 @@ class Trained:
         self.model: Any = nn.Sequential(nn.Linear(6, 9, dtype=dtype), nn.Tanh(), nn.Linear(9, 3, dtype=dtype))
         for p in self.model.parameters():
             p.data.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float32))
-        self.optimizer = LocalOptimizer(
-            make_optimizer(self.model.parameters()), self.model.named_parameters(), algorithm, transport=transport
-        )
+        inner, named = make_optimizer(self.model.parameters()), self.model.named_parameters()
+        self.optimizer = LocalOptimizer(inner, named, algorithm, transport=transport)
         generator.manual_seed(100 + self.rank)
         self.inputs = torch.randn(40, 6, generator=generator, dtype=torch.float32).to(dtype)
         self.targets = self.inputs[:, :3].tanh()
@@ -158,7 +139,6 @@ class Trained:
         return self.optimizer.method
 
     def scatter(self, seed: int = 0) -> "Trained":
-        """Another model on every rank."""
         generator = torch.Generator().manual_seed(1000 * seed + self.rank)
         self.z.add_(torch.randn(self.z.numel(), generator=generator, dtype=torch.float32))
         self.optimizer.model.scatter()
@@ -205,7 +185,7 @@ def on(size: int, body: Callable[[LockstepTransport], Any], local_size: int | No
     return LockstepWorld(size, local_size).run(body)
 
 
-def after(steps: int, make: Callable[[], Gossip], size: int, local_size: int | None = None) -> list[Tensor]:
+def after(steps: int, make: Callable[[], gossip.Gossip], size: int, local_size: int | None = None) -> list[Tensor]:
     """Every rank's model after so many steps, and once no message is in flight."""
 
     def body(transport: LockstepTransport) -> Tensor:
@@ -217,7 +197,7 @@ def after(steps: int, make: Callable[[], Gossip], size: int, local_size: int | N
 
 
 def losses(
-    steps: int, make: Callable[[], Gossip], size: int, local_size: int | None = None
+    steps: int, make: Callable[[], gossip.Gossip], size: int, local_size: int | None = None
 ) -> tuple[float, float]:
     """The first and the last, as means over ranks."""
     found = on(size, lambda transport: Trained(transport, make()).steps(steps), local_size)
@@ -255,18 +235,15 @@ def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 def check_that_a_saved_state_goes_on(
     make: Callable[[LockstepTransport], Trained], size: int, steps: int, stop: int, local_size: int | None = None
 ) -> None:
-    """As a run that was not stopped, bit for bit."""
-
     def body(transport: LockstepTransport, stops: bool) -> Tensor:
         own = make(transport)
         for step in range(steps):
             own.optimizer.begin_epoch(step // 5)
-            if step == stop:
+            if step == stop and stops:
                 state = own.state()
-                if stops:
-                    own.optimizer.close()
-                    own = make(transport).scatter(3).resume(state)
-                    own.optimizer.begin_epoch(step // 5)
+                own.optimizer.close()
+                own = make(transport).scatter(3).resume(state)
+                own.optimizer.begin_epoch(step // 5)
             own.step()
         return own.finish()
 

@@ -3,6 +3,7 @@
 import random
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from channels import ChannelWorld
 from environment import patient
+from refusals import check_refusals
 
 from dgc import gossip
 from dgc.comm import TrafficMeter
@@ -101,7 +103,6 @@ class Simulation:
         self.run(looks)
 
     def drain(self) -> None:
-        """Drain all ranks, in a random order and at different times."""
         for rank in self.random.sample(range(self.topology.size), self.topology.size):
             self.protocols[rank].is_draining = True
             self.run(self.random.randrange(20 * self.topology.size))
@@ -187,15 +188,25 @@ def test_averages_are_bounded_by_steps() -> None:
         simulation.drain()
         for protocol in simulation.protocols:
             assert protocol.averagings == most if protocol.is_active else protocol.averagings <= 2 * most
-
-
-def test_what_the_network_was_too_slow_for_is_not_caught_up_on() -> None:
+    # what the network was too slow for is not caught up on
     simulation = Simulation(bipartite_complete(2), averagings_per_step=1.0)
     for _ in range(10):
         simulation.protocols[1].count_step()
     simulation.run(500)
     simulation.drain()
     assert simulation.protocols[1].averagings == 1
+
+
+def test_idle_ranks_are_not_lost_and_one_that_was_stopped_extends_the_time_limits_of_the_others() -> None:
+    simulation = Simulation(bipartite_complete(5), averagings_per_step=1.0, timeout=10.0)
+    simulation.run(10_000)
+    simulation.drain()
+    assert all(protocol.averagings == 0 for protocol in simulation.protocols)
+    simulation = Simulation(bipartite_complete(2), averagings_per_step=1.0, timeout=1.0)
+    simulation.run(500)
+    simulation.now += 10_000
+    simulation.run(500)
+    simulation.drain()
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -221,21 +232,6 @@ def test_a_lost_rank_is_reported_to_all_others(size: Any, draining: Any) -> None
                 break
         assert set(errors) == set(range(size)) - {lost}
         assert all(f"rank {lost} " in text and "timed out" in text for text in errors.values())
-
-
-def test_idle_ranks_are_not_lost() -> None:
-    simulation = Simulation(bipartite_complete(5), averagings_per_step=1.0, timeout=10.0)
-    simulation.run(10_000)
-    simulation.drain()
-    assert all(protocol.averagings == 0 for protocol in simulation.protocols)
-
-
-def test_a_rank_that_was_stopped_extends_the_time_limits_of_the_others() -> None:
-    simulation = Simulation(bipartite_complete(2), averagings_per_step=1.0, timeout=1.0)
-    simulation.run(500)
-    simulation.now += 10_000
-    simulation.run(500)
-    simulation.drain()
 
 
 def test_messages_are_as_long_as_documented() -> None:
@@ -273,32 +269,20 @@ def test_a_flipped_bit_is_noticed(number: int, monkeypatch: pytest.MonkeyPatch) 
             simulation.drain()
 
 
-# --- graphs ------------------------------------------------------------------------------------------------------
-
-
-def test_bipartite_complete_has_all_pairs_and_rounds_of_pairs() -> None:
+def test_bipartite_complete_has_all_pairs_and_a_bipartite_subgraph_both_directions_of_an_edge() -> None:
     for size in range(1, 18):
         topology = bipartite_complete(size)
         assert topology.is_symmetric
         for rank in range(size):
             peers = peer_schedule(bipartite_subgraph(topology), rank)
             assert sorted(peers) == [p for p in range(size) if (p - rank) % 2], (size, rank)
-
-
-def test_the_bipartite_subgraph_has_both_directions_of_an_edge() -> None:
     assert peer_schedule(bipartite_subgraph(gossip.ring(4)), 1) == (2, 0)
     assert set(peer_schedule(bipartite_subgraph(gossip.ring(5)), 3)) == {2, 4}
     graph = gossip.bipartite_exponential(8)
     assert peer_schedule(bipartite_subgraph(graph), 1) == peer_schedule(graph, 1)
-
-
-def test_graphs_without_a_path_of_odd_even_pairs_are_refused() -> None:
     for graph in (gossip.star(4), gossip.hierarchical(8, 2)):
         with pytest.raises(TopologyError, match=r"never reaches ranks \[.*bipartite_complete"):
             bipartite_subgraph(graph)
-
-
-# --- threads -----------------------------------------------------------------------------------------------------
 
 
 class AgreedTransport:
@@ -322,7 +306,6 @@ def begin(own: Any, z: Any, channel: Any) -> None:
 
 
 def in_threads(size: Any, body: Any) -> Any:
-    """Run body(rank) in one thread per rank and return the results."""
     results, errors = [None] * size, []
 
     def work(rank: Any) -> None:
@@ -332,10 +315,9 @@ def in_threads(size: Any, body: Any) -> Any:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(patient(60))
+    for act in (threading.Thread.start, lambda thread: thread.join(patient(60))):
+        for thread in threads:
+            act(thread)
     if errors:
         raise errors[0]
     return results
@@ -444,31 +426,25 @@ def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
 
 
 def test_errors_of_the_user() -> None:
-    with pytest.raises(ValueError, match="averagings_per_step"):
-        ADPSGD(averagings_per_step=0)
-    with pytest.raises(ValueError, match="timeout"):
-        ADPSGD(timeout=0)
     (channel,) = ChannelWorld(1).channels
+    own, z = ADPSGD(), torch.zeros(3)
     with pytest.raises(TopologyError, match="for 2 ranks, not for 1"):
         begin(ADPSGD(lambda size: gossip.full(2)), torch.zeros(3), channel)
-    own, z = ADPSGD(), torch.zeros(3)
-    with pytest.raises(RuntimeError, match="not been started"):
-        own.synchronize_messages()
+    check_refusals(
+        (lambda: ADPSGD(averagings_per_step=0), "averagings_per_step"), (lambda: ADPSGD(timeout=0), "timeout")
+    )
+    refused = partial(check_refusals, kind=RuntimeError)
+    refused((own.synchronize_messages, "not been started"))
     begin(own, z, channel)
-    with pytest.raises(RuntimeError, match="started"):
-        begin(own, z, channel)
-    for forbidden in (own.state_dict, lambda: own.load_state_dict({})):
-        with pytest.raises(RuntimeError, match="synchronize_messages"):
-            forbidden()
+    refused((lambda: begin(own, z, channel), "started"))
+    refused((own.state_dict, "synchronize_messages"), (lambda: own.load_state_dict({}), "synchronize_messages"))
     own.synchronize_messages()
     for number in (0, 1):
         steps(own, z, number)
-        with pytest.raises(RuntimeError, match="call the optimizer's zero_grad"):
-            own.update(lambda: None)
+        refused((lambda: own.update(lambda: None), "call the optimizer's zero_grad"))
     own.close()
     own.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        own.begin_step()
+    refused((own.begin_step, "closed"))
 
 
 def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:

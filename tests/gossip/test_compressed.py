@@ -7,32 +7,19 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from gossip.networks import MORE, Trained, after, farthest, mean, off, on, same
+from gossip.networks import MORE, Trained, mean, off, on, same
+from on_ranks import on_ranks
+from refusals import check_refusals
 
 from dgc import gossip
 from dgc.bucket import Segment
 from dgc.engine.redistribute import blend, shares
-from dgc.gossip import (
-    CHOCO,
-    DPSGD,
-    OSGP,
-    SGP,
-    HierarchicalGossip,
-    PowerGossip,
-    Sign,
-    TopK,
-    TopologyError,
-    two_way_ring,
-)
+from dgc.gossip import TopologyError
 from dgc.gossip.powergossip import as_matrix, orthonormal
 from dgc.local import OuterSteps, SlowMo
 from dgc.wire import PayloadError
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-
-
-def started(transport: Any, make: Any) -> Any:
-    return Trained(transport, make())
 
 
 def stepped(transport: Any, algorithm: Any, steps: Any) -> Any:
@@ -56,18 +43,9 @@ def test_the_mean_is_kept_and_ranks_come_together(make: Any, size: Any) -> None:
     assert off(mean(ends), mean(starts)) < 1e-5 and now < 0.05 * before
 
 
-def test_sending_all_is_dpsgd() -> None:
-    for size in (2, 5):
-        plain = after(20, partial(DPSGD, two_way_ring, mixing=gossip.metropolis), size)
-        assert farthest(plain, after(20, partial(CHOCO, quantizer=TopK(1.0), gamma=1.0), size)) < 1e-5
-
-
-# --- CHOCO-SGD -------------------------------------------------------------------------------------
-
-
 def test_between_exchanges_every_rank_trains_alone() -> None:
     def body(transport: Any, average_every: int) -> Any:
-        own = Trained(transport, CHOCO(quantizer=TopK(0.25), average_every=average_every))
+        own = Trained(transport, gossip.CHOCO(quantizer=gossip.TopK(0.25), average_every=average_every))
         alone = Trained(transport, OuterSteps(100))
         sent = []
         for step in range(7):
@@ -88,7 +66,7 @@ def test_differences_of_public_copies() -> None:
     """d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat."""
 
     def body(transport: Any) -> Any:
-        own = stepped(transport, CHOCO(), 15).algorithm
+        own = stepped(transport, gossip.CHOCO(), 15).algorithm
         return own.xhat.double(), own.d.double(), own.z.double(), next(iter(own.errors())).double()
 
     found = on(5, body)
@@ -100,35 +78,32 @@ def test_differences_of_public_copies() -> None:
     assert float(sum(d for _, d, *_ in found).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("outer", [None, SlowMo()])
-def test_after_an_average_over_all_ranks_no_error_remains(outer: Any) -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(4, CHOCO(), outer))
+def test_after_an_average_over_all_ranks_no_error_remains_and_a_model_that_is_not_finite_is_named() -> None:
+    def body(transport: Any, outer: Any) -> Any:
+        own = Trained(transport, OuterSteps(4, gossip.CHOCO(), outer))
         own.steps(4)
         assert not next(iter(own.algorithm.errors())).any()
         return own.z.clone()
 
-    models = on(3, body)
-    assert same(models, [models[0]] * 3)
-
-
-def test_a_model_that_is_not_finite_is_named() -> None:
-    def body(transport: Any) -> None:
-        own = Trained(transport, CHOCO())
+    def spoilt(transport: Any) -> None:
+        own = Trained(transport, gossip.CHOCO())
         if transport.rank == 1:
             own.z[7] = float("nan")
         own.only_gossip()
         own.finish()
 
+    for outer in (None, SlowMo()):
+        models = on(3, partial(body, outer=outer))
+        assert same(models, [models[0]] * 3)
     with pytest.raises(PayloadError, match="rank 1 sent values that are not finite"):
-        on(3, body)
+        on(3, spoilt)
 
 
-@pytest.mark.parametrize("graph", [two_way_ring, gossip.star, gossip.grid, gossip.random_matching])
-@pytest.mark.parametrize("algorithm", [CHOCO, PowerGossip])
+@pytest.mark.parametrize("graph", [gossip.two_way_ring, gossip.star, gossip.grid, gossip.random_matching])
+@pytest.mark.parametrize("algorithm", [gossip.CHOCO, gossip.PowerGossip])
 def test_another_number_of_ranks_goes_on(algorithm: Any, graph: Any) -> None:
     """The state about neighbours is reset."""
-    if algorithm is CHOCO and graph is gossip.random_matching:
+    if algorithm is gossip.CHOCO and graph is gossip.random_matching:
         graph = gossip.full
     make, new = partial(algorithm, graph), 3
     states = on(5, lambda t: stepped(t, make(), 5).algorithm.state_dict())
@@ -147,31 +122,26 @@ def test_another_number_of_ranks_goes_on(algorithm: Any, graph: Any) -> None:
     assert float((ends[0] - ends[1]).norm()) < 0.05 * float((starts[0] - starts[1]).norm())
 
 
-def lazy(topology: Any, rank: Any, round: Any) -> Any:
-    """Half of the shares that metropolis sends."""
-    shares = gossip.metropolis(topology, rank, round)
-    return {to: (share + (to == rank)) / 2 for to, share in shares.items()}
+@on_ranks(5)
+def test_a_choco_state_of_another_graph_is_refused(transport: Any) -> None:
+    def lazy(topology: Any, rank: Any, round: Any) -> Any:
+        """Half of the shares that metropolis sends."""
+        shares = gossip.metropolis(topology, rank, round)
+        return {to: (share + (to == rank)) / 2 for to, share in shares.items()}
 
-
-@pytest.mark.parametrize("other", [{"graph": gossip.full}, {"graph": gossip.star}, {"mixing": lazy}])
-def test_a_choco_state_of_another_graph_is_refused(other: Any) -> None:
-    def body(transport: Any) -> None:
-        state = stepped(transport, CHOCO(), 2).algorithm.state_dict()
-        own = Trained(transport, CHOCO(**other))
+    state = stepped(transport, gossip.CHOCO(), 2).algorithm.state_dict()
+    others: list[dict[str, Any]] = [{"graph": gossip.full}, {"graph": gossip.star}, {"mixing": lazy}]
+    for other in others:
+        own = Trained(transport, gossip.CHOCO(**other))
         before = own.z.clone()
-        with pytest.raises(ValueError, match="state of another graph or mixing"):
+        with case(other), pytest.raises(ValueError, match="state of another graph or mixing"):
             own.algorithm.load_state_dict(state)
         assert torch.equal(own.z, before)
-
-    on(5, body)
-
-
-# --- PowerGossip -----------------------------------------------------------------------------------
 
 
 def test_a_difference_of_rank_1_is_gone_after_a_step() -> None:
     def body(transport: Any) -> Any:
-        own = Trained(transport, PowerGossip())
+        own = Trained(transport, gossip.PowerGossip())
         generator = torch.Generator().manual_seed(transport.rank)
         for p in own.model.parameters():
             part = torch.randn(p.shape[0], 1, generator=generator)
@@ -186,7 +156,7 @@ def test_a_difference_of_rank_1_is_gone_after_a_step() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_both_ends_of_an_edge_have_the_same_factor(size: Any) -> None:
     def body(transport: Any) -> Any:
-        own = stepped(transport, PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm
+        own = stepped(transport, gossip.PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm
         edges = own._edges.items()
         return {peer: (edge.even, torch.cat([f.view(-1) for f in edge.factors])) for peer, edge in edges}
 
@@ -208,19 +178,20 @@ def test_factors_stay_orthonormal_whatever_the_difference() -> None:
 
 
 def test_matrices_have_the_memory_order_of_their_tensors() -> None:
-    def shape(size: Any, stride: Any, rank: int = 1) -> Any:
-        segment = Segment("", 3, torch.Size(size).numel(), size, stride)
-        found = as_matrix(segment, rank, 2)
-        return None if found is None else (found.offset, found.n, found.m, found.r)
+    for size, stride, rank, expected in (
+        ((8, 5), (5, 1), 1, (3, 8, 5, 1)),
+        ((8, 5), (1, 8), 1, (3, 5, 8, 1)),
+        ((8, 4, 3, 3), (36, 1, 12, 4), 1, (3, 8, 36, 1)),
+        ((8, 5), (5, 1), 4, None),
+        *(
+            (size, stride, 1, None)
+            for size, stride in (((40,), (1,)), ((1, 40), (40, 1)), ((0, 5), (5, 1)), ((), ()))
+        ),
+    ):
+        found = as_matrix(Segment("", 3, torch.Size(size).numel(), size, stride), rank, 2)
+        with case(size, stride, rank):
+            assert (found and (found.offset, found.n, found.m, found.r)) == expected
 
-    assert shape((8, 5), (5, 1)) == (3, 8, 5, 1)
-    assert shape((8, 5), (1, 8)) == (3, 5, 8, 1)
-    assert shape((8, 4, 3, 3), (36, 1, 12, 4)) == (3, 8, 36, 1)
-    assert shape((8, 5), (5, 1), 4) is None and shape((40,), (1,)) is None and shape((1, 40), (40, 1)) is None
-    assert shape((0, 5), (5, 1)) is None and shape((), ()) is None
-
-
-# --- bytes, refusals -------------------------------------------------------------------------------
 
 KS = 6 + 1 + 3 + 1  # a tenth of the elements of each tensor
 
@@ -236,12 +207,12 @@ def test_bytes_are_those_of_the_formula() -> None:
         return own.algorithm.compress_ratio, meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
 
     for make, nbytes in (
-        (CHOCO, up(24 + 8 * KS)),
-        (partial(CHOCO, quantizer=TopK(0.1, "fp16")), up(24 + 6 * KS)),
-        (partial(CHOCO, quantizer=Sign()), up(24 + 4 * 4 + 4 * (2 + 1 + 1 + 1))),
-        (PowerGossip, up(24 + 4 * (12 + 12)) + up(24 + 4 * 15)),
-        (partial(PowerGossip, rank=2), up(24 + 4 * (12 + 24)) + up(24 + 4 * 30)),
-        (partial(PowerGossip, num_iters_per_step=1), (up(24 + 4 * (12 + 12)) + up(24 + 4 * (12 + 15))) / 2),
+        (gossip.CHOCO, up(24 + 8 * KS)),
+        (partial(gossip.CHOCO, quantizer=gossip.TopK(0.1, "fp16")), up(24 + 6 * KS)),
+        (partial(gossip.CHOCO, quantizer=gossip.Sign()), up(24 + 4 * 4 + 4 * (2 + 1 + 1 + 1))),
+        (gossip.PowerGossip, up(24 + 4 * (12 + 12)) + up(24 + 4 * 15)),
+        (partial(gossip.PowerGossip, rank=2), up(24 + 4 * (12 + 24)) + up(24 + 4 * 30)),
+        (partial(gossip.PowerGossip, num_iters_per_step=1), (up(24 + 4 * (12 + 12)) + up(24 + 4 * (12 + 15))) / 2),
     ):
         for ratio, payload, wire, dense in on(4, partial(body, make=make)):
             assert payload == wire == 4 * 2 * nbytes, make
@@ -250,40 +221,38 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 UNEVEN = gossip.mixing_from_weights([[[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]]])
 SKEWED = gossip.mixing_from_weights([[[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5]]])
-REFUSED: list[tuple[Any, int, str]] = [
-    (lambda: DPSGD(gossip.star), 4, "the shares that rank 0 receives sum to"),
-    (lambda: SGP(gossip.bipartite_exponential), 3, "even number of ranks"),
-    (lambda: SGP(lambda n: gossip.ring(n + 1)), 3, "is for 4 ranks, not for 3"),
-    (lambda: CHOCO(gossip.bipartite_exponential), 8, "but they change: use ring with peers=2, grid"),
-    (lambda: CHOCO(gossip.ring), 4, "edges in both directions, .* use ring with peers=2"),
-    (lambda: CHOCO(lambda n: two_way_ring(n + 1)), 4, "is for 5 ranks, not for 4"),
-    (lambda: CHOCO(gossip.star, gossip.uniform), 4, "the shares that rank 0 receives sum to"),
-    (lambda: CHOCO(gossip.full, SKEWED), 3, "the same weight at both ends of an edge: use"),
-    (lambda: PowerGossip(gossip.n_peer_exponential), 8, "or a graph of pairs"),
-]
 
 
-def test_graphs_that_cannot_be_are_refused() -> None:
-    for make, size, words in REFUSED:
-        with case(words), pytest.raises(TopologyError, match=words):
-            on(size, partial(started, make=make))
-    on(3, lambda transport: Trained(transport, CHOCO(gossip.star, UNEVEN)))
+def test_graphs_and_options_that_cannot_be_are_refused() -> None:
+    def starting(make: Any, size: int, local_size: Any = None) -> Any:
+        return lambda: on(size, lambda transport: Trained(transport, make()), local_size)
 
-
-def test_options_that_cannot_be_are_refused() -> None:
-    for make, words in (
-        (lambda: OSGP(synch_freq=-1), "synch_freq must be 0 or more"),
-        (lambda: SGP(graph_from_epoch={-1: None}), "counts epochs from 0"),
-        (lambda: CHOCO(gamma=0.0), "gamma must be a step size"),
-        (lambda: TopK(0.0), "ratio must be a fraction"),
-        (lambda: TopK(0.1, "fp8"), "cast to one of"),
-        (lambda: PowerGossip(rank=0), "must be at least 1"),
-        (lambda: PowerGossip(rank=9), "would send all 4 tensors uncompressed"),
-        (lambda: HierarchicalGossip(PowerGossip()), "slices of a model, which have no matrices"),
-        (lambda: HierarchicalGossip(OuterSteps(4, PowerGossip())), "slices of a model, which have no matrices"),
-    ):
-        with case(words), pytest.raises(ValueError, match=words):
-            on(4, partial(started, make=make), 2)
+    changing, slices = gossip.bipartite_exponential, "slices of a model, which have no matrices"
+    graphs: list[tuple[Any, int, str]] = [
+        (lambda: gossip.DPSGD(gossip.star), 4, "the shares that rank 0 receives sum to"),
+        (lambda: gossip.SGP(changing), 3, "even number of ranks"),
+        (lambda: gossip.SGP(lambda n: gossip.ring(n + 1)), 3, "is for 4 ranks, not for 3"),
+        (lambda: gossip.CHOCO(changing), 8, "but they change: use ring with peers=2, grid"),
+        (lambda: gossip.CHOCO(gossip.ring), 4, "edges in both directions, .* use ring with peers=2"),
+        (lambda: gossip.CHOCO(lambda n: gossip.two_way_ring(n + 1)), 4, "is for 5 ranks, not for 4"),
+        (lambda: gossip.CHOCO(gossip.star, gossip.uniform), 4, "the shares that rank 0 receives sum to"),
+        (lambda: gossip.CHOCO(gossip.full, SKEWED), 3, "the same weight at both ends of an edge: use"),
+        (lambda: gossip.PowerGossip(gossip.n_peer_exponential), 8, "or a graph of pairs"),
+    ]
+    check_refusals(*((starting(make, size), words) for make, size, words in graphs), kind=TopologyError)
+    starting(lambda: gossip.CHOCO(gossip.star, UNEVEN), 3)()
+    options: list[tuple[Any, str]] = [
+        (lambda: gossip.OSGP(synch_freq=-1), "synch_freq must be 0 or more"),
+        (lambda: gossip.SGP(graph_from_epoch={-1: None}), "counts epochs from 0"),
+        (lambda: gossip.CHOCO(gamma=0.0), "gamma must be a step size"),
+        (lambda: gossip.TopK(0.0), "ratio must be a fraction"),
+        (lambda: gossip.TopK(0.1, "fp8"), "cast to one of"),
+        (lambda: gossip.PowerGossip(rank=0), "must be at least 1"),
+        (lambda: gossip.PowerGossip(rank=9), "would send all 4 tensors uncompressed"),
+        (lambda: gossip.HierarchicalGossip(gossip.PowerGossip()), slices),
+        (lambda: gossip.HierarchicalGossip(OuterSteps(4, gossip.PowerGossip())), slices),
+    ]
+    check_refusals(*((starting(make, 4, 2), words) for make, words in options))
 
 
 def test_a_state_with_nan_is_refused() -> None:
@@ -308,17 +277,23 @@ def test_a_state_with_nan_is_refused() -> None:
             holder[key] = tensor
         own.load_state_dict(state)
 
-    for make in (SGP, OSGP, DPSGD, CHOCO, PowerGossip, partial(OuterSteps, 2), lambda: OuterSteps(2, SGP())):
+    for make in (
+        gossip.SGP,
+        gossip.OSGP,
+        gossip.DPSGD,
+        gossip.CHOCO,
+        gossip.PowerGossip,
+        partial(OuterSteps, 2),
+        lambda: OuterSteps(2, gossip.SGP()),
+    ):
         on(2, partial(body, make=make))
 
 
-def test_states_of_others_are_refused() -> None:
-    def body(transport: Any) -> None:
-        choco, power = (Trained(transport, make()).algorithm for make in (CHOCO, PowerGossip))
-        with pytest.raises(ValueError, match="state of another algorithm"):
-            power.load_state_dict(choco.state_dict())
-        wider = stepped(transport, PowerGossip(rank=2), 2).algorithm
-        with pytest.raises(ValueError, match="PowerGossip with another rank"):
-            power.load_state_dict(wider.state_dict())
-
-    on(2, body)
+@on_ranks(2)
+def test_states_of_others_are_refused(transport: Any) -> None:
+    choco, power = (Trained(transport, make()).algorithm for make in (gossip.CHOCO, gossip.PowerGossip))
+    wider = stepped(transport, gossip.PowerGossip(rank=2), 2).algorithm
+    check_refusals(
+        (lambda: power.load_state_dict(choco.state_dict()), "state of another algorithm"),
+        (lambda: power.load_state_dict(wider.state_dict()), "PowerGossip with another rank"),
+    )

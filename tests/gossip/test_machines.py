@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from gossip.networks import BASES, Trained, after, farthest, mean, of_machines, off, on, same
+from on_ranks import on_ranks
+from refusals import check_refusals
 
 from dgc import gossip
 from dgc.comm.lockstep import LockstepTransport, LockstepWork
@@ -71,19 +73,18 @@ def test_machines_are_ranks_with_the_mean_gradient(base: Any, size: Any, local: 
         own.steps(12)
         return own.finish()
 
-    averaged = partial(
-        with_data_of_a_machine, make=lambda: HierarchicalGossip(base(), averages_gradients=False), ranks=local
-    )
+    two_levels = partial(HierarchicalGossip, averages_gradients=False)
+    averaged = partial(with_data_of_a_machine, make=lambda: two_levels(base()), ranks=local)
     single = on(size // local, partial(with_data_of_a_machine, make=base))
     for machines in (after(12, of_machines(base), size, local), on(size, averaged, local)):
         assert farthest(machines, [single[rank // local] for rank in range(size)]) < 1e-5
 
 
-@pytest.mark.parametrize(("size", "local"), [(3, 1), (3, 3), (1, 1)])
-def test_one_rank_per_machine_and_one_machine(size: Any, local: Any) -> None:
-    """The first is the base itself, the second all-reduce SGD."""
-    plain = after(8, SGP if local == 1 else partial(SGP, None), size)
-    assert farthest(after(8, of_machines(SGP), size, local), plain) < 1e-5
+def test_one_rank_per_machine_and_one_machine() -> None:
+    """The first is the base itself, the others all-reduce SGD."""
+    for size, local in ((3, 1), (3, 3), (1, 1)):
+        plain = after(8, SGP if local == 1 else partial(SGP, None), size)
+        assert farthest(after(8, of_machines(SGP), size, local), plain) < 1e-5
 
 
 def test_bytes_are_those_of_the_formula() -> None:
@@ -138,11 +139,10 @@ def test_gradients_that_some_ranks_lack() -> None:
         assert off(grad, found[rank - rank % 2][1] / 2) < 1e-6
 
 
-def test_optimizers_between_machines_have_names_of_their_own() -> None:
-    def prefixes(transport: Any) -> list[str]:
-        return [unique_prefix(t) for t in (*(CrossMachineTransport(transport) for _ in range(2)), transport)]
-
-    assert on(2, prefixes, 1) == [["dgc0", "dgc1", "dgc2"]] * 2
+@on_ranks(2, 1)
+def test_optimizers_between_machines_have_names_of_their_own(transport: Any) -> None:
+    transports = (*(CrossMachineTransport(transport) for _ in range(2)), transport)
+    assert [unique_prefix(t) for t in transports] == ["dgc0", "dgc1", "dgc2"]
 
 
 class InPlaceTransport(LockstepTransport):
@@ -156,25 +156,22 @@ class InPlaceTransport(LockstepTransport):
         return replies
 
 
-@pytest.mark.parametrize("kind", [LockstepTransport, InPlaceTransport])
-def test_gradients_that_nobody_averages_are_refused(kind: Any) -> None:
-    def body(transport: Any) -> None:
-        Trained(kind(transport._world, transport.rank), HierarchicalGossip(SGP(), averages_gradients=False)).step()
-
-    with pytest.raises(ValueError, match="the ranks of a machine have different gradients"):
-        on(4, body, 2)
-
-
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="ADPSGD is asynchronous"):
-        HierarchicalGossip(ADPSGD())
+    def not_averaged(transport: Any, kind: Any) -> None:
+        Trained(kind(transport._world, transport.rank), HierarchicalGossip(SGP(), averages_gradients=False)).step()
 
     def tiny(transport: Any) -> None:
         flat = gossip.FlatModel(list(torch.nn.Linear(1, 1).named_parameters()))
         HierarchicalGossip(SGP()).start(flat, transport, TrafficMeter())
 
-    with pytest.raises(ValueError, match="2 elements cannot be divided into 4 slices"):
-        on(4, tiny)
-    states = on(4, lambda t: Trained(t, HierarchicalGossip(SGP())).algorithm.state_dict(), 2)
-    with pytest.raises(ValueError, match="another slice of the model"):
-        on(4, lambda t: Trained(t, HierarchicalGossip(SGP())).algorithm.load_state_dict(states[t.rank]))
+    def algorithm(transport: Any) -> Any:
+        return Trained(transport, HierarchicalGossip(SGP())).algorithm
+
+    states, words = on(4, lambda t: algorithm(t).state_dict(), 2), "ranks of a machine have different gradients"
+    check_refusals(
+        (lambda: on(4, partial(not_averaged, kind=LockstepTransport), 2), words),
+        (lambda: on(4, partial(not_averaged, kind=InPlaceTransport), 2), words),
+        (lambda: HierarchicalGossip(ADPSGD()), "ADPSGD is asynchronous"),
+        (lambda: on(4, tiny), "2 elements cannot be divided into 4 slices"),
+        (lambda: on(4, lambda t: algorithm(t).load_state_dict(states[t.rank])), "another slice of the model"),
+    )

@@ -43,7 +43,7 @@ def test_a_file_exchanges_after_its_steps(name: str, before: list[str]) -> None:
         assert 0 < sent <= 4 * 93 + 64 and (name == "streaming" or distance == 0.0)
 
 
-def test_sparseloco_is_the_published_one() -> None:
+def test_sparseloco_is_the_published_one_and_gossip_between_exchanges_and_islands() -> None:
     algorithm = instantiate(tree_of("configs/local/sparseloco.py").train.local)
     (rule,) = algorithm.compression.rules
     assert algorithm.average_every == 30 and rule.compressor.compress_ratio == 64 / 4096
@@ -52,9 +52,6 @@ def test_sparseloco_is_the_published_one() -> None:
     assert (rule.compressor.format.values, rule.compressor.format.indices) == (TwoBitValues(6.0), RiceIndices())
     optimizer = algorithm.outer([torch.zeros(1)])
     assert optimizer.defaults["lr"] == 1.0 and optimizer.defaults["momentum"] == 0
-
-
-def test_gossip_between_exchanges_and_islands() -> None:
     gossiping = instantiate(tree_of("configs/gossip/sgp.py", "configs/local/sign.py").train.local)
     assert type(gossiping.base).__name__ == "SGP"
     islands = instantiate(load([CNN, "configs/local/sparseloco.py", "configs/local/machines.py"]).train.local)

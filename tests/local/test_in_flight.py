@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gossip.networks import IN_TWO_PARTS, Trained, on, same, top_k
+from on_ranks import on_ranks
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import FP16Compressor, PowerSGDCompressor, QSGDCompressor, RandomKCompressor
@@ -28,32 +29,26 @@ STREAMING: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", STREAMING)
-def test_a_state_loaded_at_any_position_goes_on_bit_for_bit(name: str) -> None:
+@on_ranks(2, 1)
+def test_a_state_loaded_at_any_position_goes_on_bit_for_bit(transport: Any, name: str) -> None:
     """The exchange in flight, if any, is received and given up. It changes nothing of what was loaded."""
-
-    def body(transport: Any) -> None:
-        own = Trained(transport, STREAMING[name]())
-        saved, models = [], []
-        for step in range(3 * PERIOD):
-            if PERIOD <= step < 2 * PERIOD:
-                saved.append((step, copy.deepcopy(own.optimizer.compression_state_dict())))
-            own.step()
-            models.append(own.z.clone())
-        for position in range(PERIOD):
-            other = Trained(transport, STREAMING[name]()).scatter(3)
-            other.steps(PERIOD + position)
-            for step, state in saved:  # the next state is loaded at another position
-                other.optimizer.load_compression_state_dict(copy.deepcopy(state))
-                found = []
-                for _ in range(PERIOD + 1):
-                    other.step()
-                    found.append(other.z.clone())
-                assert same(found, models[step : step + PERIOD + 1]), (position, step)
-
-    LockstepWorld(2, 1).run(body)
-
-
-# --- ranks that drift apart -----------------------------------------------------------------------
+    own = Trained(transport, STREAMING[name]())
+    saved, models = [], []
+    for step in range(3 * PERIOD):
+        if PERIOD <= step < 2 * PERIOD:
+            saved.append((step, own.state()))
+        own.step()
+        models.append(own.z.clone())
+    for position in range(PERIOD):
+        other = Trained(transport, STREAMING[name]()).scatter(3)
+        other.steps(PERIOD + position)
+        for step, state in saved:  # the next state is loaded at another position
+            other.resume(copy.deepcopy(state))
+            found = []
+            for _ in range(PERIOD + 1):
+                other.step()
+                found.append(other.z.clone())
+            assert same(found, models[step : step + PERIOD + 1]), (position, step)
 
 
 def zero_one(transport: Any) -> Trained:
@@ -68,24 +63,19 @@ DRIFTING: dict[str, tuple[Callable[[Any], Trained], str]] = {
 
 
 @pytest.mark.parametrize("name", DRIFTING)
-def test_a_learning_rate_that_drifts_on_one_rank_is_an_error_of_every_rank(name: str) -> None:
+@on_ranks(3)
+def test_a_learning_rate_that_drifts_on_one_rank_is_an_error_of_every_rank(transport: Any, name: str) -> None:
     """As a ReduceLROnPlateau does that sees the losses of its own rank. Nothing else is exchanged afterwards."""
     make, path = DRIFTING[name]
-
-    def body(transport: Any) -> None:
-        own = make(transport)
+    own = make(transport)
+    own.steps(8)
+    before = own.optimizer.param_groups[0]["lr"]
+    if transport.rank == 1:
+        own.optimizer.param_groups[0]["lr"] = before / 10
+    with pytest.raises(ValueError, match=rf"{path} is {before} on rank 0 and {before / 10} on rank 1: .*Plateau"):
         own.steps(8)
-        before = own.optimizer.param_groups[0]["lr"]
-        if transport.rank == 1:
-            own.optimizer.param_groups[0]["lr"] = before / 10
-        with pytest.raises(
-            ValueError, match=rf"{path} is {before} on rank 0 and {before / 10} on rank 1: .*Plateau"
-        ):
-            own.steps(8)
-        with pytest.raises(RuntimeError, match=f"ended with an exception.*{path} is {before}.*checkpoint"):
-            own.steps(8)
-
-    on(3, body)
+    with pytest.raises(RuntimeError, match=f"ended with an exception.*{path} is {before}.*checkpoint"):
+        own.steps(8)
 
 
 @pytest.mark.parametrize("outer", [None, Nesterov])

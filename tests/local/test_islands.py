@@ -1,8 +1,6 @@
 """Ranks that are lost, join and return: the others keep their residual, and nothing of it is lost."""
 
-import copy
-import json
-import random
+import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -12,17 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import IN_TWO_PARTS, Trained, mean, on, same, top_k
-from local.test_outer_steps import (
-    COMPRESSIONS,
-    check_that_nothing_is_lost,
-    errors,
-    named,
-    recorded,
-    two_bits,
-    z0_of,
-)
-from simulated import train_on
+from cases import case
+from gossip.networks import IN_TWO_PARTS, Trained, on, same, top_k
+from local import test_outer_steps as outer_steps
+from simulated import rewind, summary_of, train_in
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, DoubleSqueezeCompressor, Route, Rule
@@ -34,11 +25,11 @@ from dgc_training.faults.failure import UsageError
 from dgc_training.synchronization import Synchronization
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-WITH_ERRORS = sorted(set(COMPRESSIONS) - {"dense"})
+WITH_ERRORS = sorted(set(outer_steps.COMPRESSIONS) - {"dense"})
 
 
 def save(own: Trained, transport: Any, directory: Path) -> None:
-    part = {"compression": copy.deepcopy(own.optimizer.compression_state_dict()), "random": transport.rank}
+    part = {"compression": own.state(), "random": transport.rank}
     Checkpoints(directory, transport).save("e0001", {}, part, island=own.optimizer.island)
 
 
@@ -81,12 +72,11 @@ def test_others_keep_their_state_and_who_joins_has_the_common_model(tmp_path: Pa
     """In the middle of local steps, with an exchange in flight."""
 
     def make(transport: Any, steps: int = 0) -> Trained:
-        outer = OuterSteps(6, None, Nesterov(), COMPRESSIONS[name](), **IN_TWO_PARTS, delay=2)
+        outer = OuterSteps(6, None, Nesterov(), outer_steps.COMPRESSIONS[name](), **IN_TWO_PARTS, delay=2)
         return trained(transport, outer, steps)
 
     def before(transport: Any) -> Any:
-        own = make(transport, 10)
-        save(own, transport, tmp_path)
+        save(own := make(transport, 10), transport, tmp_path)
         return seen(own)
 
     def resumed(transport: Any) -> Any:
@@ -106,17 +96,17 @@ def test_others_keep_their_state_and_who_joins_has_the_common_model(tmp_path: Pa
 @pytest.mark.parametrize("new", [3, 5])
 def test_nothing_of_those_that_stay_is_lost(tmp_path: Path, name: str, new: int) -> None:
     def make() -> OuterSteps:
-        return OuterSteps(2, compression=COMPRESSIONS[name]())
+        return OuterSteps(2, compression=outer_steps.COMPRESSIONS[name]())
 
     def body(transport: Any) -> Any:
         own = trained(transport, make())
         resume(own, transport, tmp_path)
-        z0, unsent, local = z0_of(own), errors(own), recorded(own)
+        z0, unsent, local = outer_steps.z0_of(own), outer_steps.errors(own), outer_steps.recorded(own)
         own.step()
-        return z0, named(own, local[0]), unsent, named(own, own.z), errors(own)
+        return z0, outer_steps.named(own, local[0]), unsent, outer_steps.named(own, own.z), outer_steps.errors(own)
 
     on(4, lambda transport: save(trained(transport, make(), 3), transport, tmp_path))
-    check_that_nothing_is_lost(on(new, body))
+    outer_steps.check_that_nothing_is_lost(on(new, body))
 
 
 def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) -> None:
@@ -138,16 +128,15 @@ def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) ->
 def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
     """Islands of two ranks. On 3 machines again, machine 1 has lost one of its two files, and returns."""
 
-    def make(transport: Any) -> Trained:
-        return Trained(transport, HierarchicalGossip(OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)))
+    def make(transport: Any, steps: int = 0) -> Trained:
+        outer = OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)
+        return trained(transport, HierarchicalGossip(outer), steps)
 
     def momenta(own: Trained) -> list[torch.Tensor]:
         return [state["momentum_buffer"].clone() for state in own.optimizer.inner.state.values()]
 
     def before(transport: Any) -> Any:
-        own = make(transport)
-        own.steps(6)
-        save(own, transport, tmp_path)
+        save(own := make(transport, 6), transport, tmp_path)
         return seen(own), momenta(own)
 
     def resumed(transport: Any) -> Any:
@@ -170,12 +159,11 @@ def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
         assert same(found_momenta[rank], old_momenta[rank % 2 if own is None else own])
         assert torch.equal(found[rank][1], found[rank // 2 * 2][1])
     with pytest.raises(UsageError, match="islands of 2, 2, 2 ranks and cannot be resumed by islands of 1, 1"):
-        LockstepWorld(2, 1).run(lambda transport: resume(make(transport), transport, tmp_path))
+        on(2, lambda transport: resume(make(transport), transport, tmp_path), 1)
 
 
-@pytest.mark.parametrize(
-    ("readable", "old", "continues", "lost", "says"),
-    [
+def test_which_rank_continues_which() -> None:
+    rows: list[tuple[Sequence[set[int]], str, tuple[int | None, ...], list[int], str]] = [
         ([{0, 1, 2}] * 3, "012", (0, 1, 2), [], "all others keep their own model and residual"),
         ([{0, 1, 2, 3}] * 3, "0123", (0, 1, 2), [3], "old ranks 3 are lost"),
         ([{0, 1}] * 4, "01", (0, 1, None, None), [], "ranks 2, 3 join"),
@@ -186,16 +174,12 @@ def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
         ([{2, 3}, {2, 3}, set(), set()], "0011", (2, 3, None, None), [0, 1], "ranks 2, 3 join .* ranks 0, 1 are"),
         # one of two files is not enough; ranks were numbered across the machines
         ([{0, 1}, {0, 1}, {1, 3}, {1, 3}], "0101", (None, None, 1, 3), [0, 2], "ranks 0, 1 join"),
-    ],
-)
-def test_which_rank_continues_which(
-    readable: Sequence[set[int]], old: str, continues: tuple[int | None, ...], lost: list[int], says: str
-) -> None:
-    of_two = len(set(old)) < len(old)
-    islands = assign(readable, [int(island) for island in old], [0, 0, 1, 1] if of_two else None)
-    assert (islands.continues, islands.lost) == (continues, lost)
-    with pytest.raises(ValueError, match=says):
-        raise ValueError(str(islands))
+    ]
+    for readable, old, continues, lost, says in rows:
+        of_two = len(set(old)) < len(old)
+        islands = assign(readable, [int(island) for island in old], [0, 0, 1, 1] if of_two else None)
+        with case(says):
+            assert (islands.continues, islands.lost) == (continues, lost) and re.search(says, str(islands))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -213,47 +197,15 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         on(2, body)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.proof)])
-def test_islands_are_lost_and_return(kills: int) -> None:
-    """One of four is lost at a time, and returns some steps later. The others' mean error stays, and all learn."""
-    H, ranks = 3, 4
-
-    def body(transport: Any, states: Any, steps: int) -> Any:
-        own = Trained(transport, OuterSteps(H, compression=two_bits()))
-        if states is not None:
-            state, joins = states[transport.rank]
-            own.optimizer.load_compression_state_dict(copy.deepcopy(state), allow_other_rank=True)
-            if joins:
-                own.optimizer.join()
-        unsent, losses = errors(own), own.steps(steps)
-        return unsent, errors(own), own.optimizer.compression_state_dict(), losses[-1]
-
-    draw, states = random.Random(0), None
-    for _ in range(kills):
-        found = on(ranks, partial(body, states=states, steps=draw.randrange(1, 5)))
-        lost = draw.randrange(ranks)
-        stay = [found[rank] for rank in range(ranks) if rank != lost]
-        three = on(ranks - 1, partial(body, states=[(own[2], False) for own in stay], steps=draw.randrange(1, 5)))
-        for name in stay[0][1]:
-            assert torch.equal(mean([own[0][name] for own in three]), mean([own[1][name] for own in stay]))
-        states = [*((own[2], False) for own in three), (three[0][2], True)]
-    disturbed = on(ranks, partial(body, states=states, steps=60))
-    steps = disturbed[0][2]["OuterSteps.0"]["steps"]
-    undisturbed = on(ranks, partial(body, states=None, steps=steps))
-    assert mean([own[3] for own in disturbed]) < 4 * mean([own[3] for own in undisturbed])
-
-
 def test_who_cannot_join() -> None:
-    def body(transport: Any) -> None:
-        for algorithm in (OuterSteps(2, SGP()), SGP(), HierarchicalGossip(SGP())):
-            own = Trained(transport, algorithm)
-            assert own.optimizer.island is None
-            with pytest.raises(ValueError, match="use `dgc.local.OuterSteps` without a base"):
-                own.optimizer.join()
-        own = Trained(transport, OuterSteps(2, compression=DoubleSqueezeCompressor()))
+    transport = LockstepWorld(1).transports[0]
+    for algorithm in (OuterSteps(2, SGP()), SGP(), HierarchicalGossip(SGP())):
+        own = Trained(transport, algorithm)
         assert own.optimizer.island is None
-
-    on(1, body)
+        with pytest.raises(ValueError, match="use `dgc.local.OuterSteps` without a base"):
+            own.optimizer.join()
+    own = Trained(transport, OuterSteps(2, compression=DoubleSqueezeCompressor()))
+    assert own.optimizer.island is None
 
     def on_machines(transport: Any) -> Any:
         """Only the first slice has tensors of the rule."""
@@ -261,7 +213,7 @@ def test_who_cannot_join() -> None:
         own = Trained(transport, HierarchicalGossip(OuterSteps(2, compression=route)))
         return own.optimizer.island, [type(states.compressor) for states in own.algorithm.base.exchange.states]
 
-    found = LockstepWorld(4, 2).run(on_machines)
+    found = on(4, on_machines, 2)
     assert [island for island, _ in found] == [None] * 4
     assert found[0][1] != found[1][1]
 
@@ -303,18 +255,19 @@ def test_machines_with_disks_of_their_own_keep_the_checkpoint_that_was_just_writ
     assert all((tmp_path / f"disk{rank}/e0000s00410/rank{rank}.pt").exists() for rank in range(3))
 
 
-def run_trainer(tmp_path: Path, ranks: int, *words: str) -> None:
-    quick = ["--configs.model.width=8", "--configs.train.batch_size=180", "--configs.train.num_epochs=1"]
-    quick += ["--configs.data.num_threads_per_worker=1", "--configs.train.checkpoint_every=3", "--devices", "cpu"]
+def run_trainer(tmp_path: Path, ranks: int, *words: str) -> Any:
+    """Returns the summary, if the run has ended."""
+    quick = "model.width=8 train.batch_size=180 train.num_epochs=1 data.num_threads_per_worker=1".split()
     files = ["configs/digits/cnn.py", *(word for word in words if word.endswith(".py"))]
-    settings = [*quick, *(word for word in words if not word.endswith(".py"))]
-    train_on(ranks, ["--configs", *files, "--run-dir", str(tmp_path / "run"), *settings])
+    settings = [*quick, "train.checkpoint_every=3", *(word for word in words if not word.endswith(".py"))]
+    train_in(tmp_path / "run", files, settings, ranks)
+    return summary_of(tmp_path / "run") if (tmp_path / "run/summary.json").exists() else None
 
 
 def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["configs/local/local_sgd.py", "--configs.train.num_epochs=2"]
+    words = ["configs/local/local_sgd.py", "train.num_epochs=2"]
     steps = {"taken": 0}
 
     def end_step(own: Any) -> None:
@@ -326,19 +279,15 @@ def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(
         run_trainer(tmp_path, 2, *words)
     (tmp_path / "run/checkpoints/e0000s00004/rank1.pt").unlink()
     with pytest.warns(UserWarning, match="ranks 1 join"):
-        run_trainer(tmp_path, 2, *words)
-    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 2
+        assert run_trainer(tmp_path, 2, *words)["epochs"] == 2
 
 
 def test_a_run_of_the_trainer_goes_on(tmp_path: Path) -> None:
     """On more ranks, with one file lost."""
-    words = ["configs/local/sparseloco.py", "--configs.train.local.average_every=2"]
-    run_trainer(tmp_path, 2, *words)
-    assert 0 < json.loads((tmp_path / "run/summary.json").read_text())["wire_over_dense"] < 0.05
-    checkpoints = tmp_path / "run/checkpoints"
-    (checkpoints / "latest.json").write_text(json.dumps({"checkpoint": "e0000s00003"}))
-    (checkpoints / "e0000s00003/rank1.pt").unlink()
+    words = ["configs/local/sparseloco.py", "train.local.average_every=2"]
+    assert 0 < run_trainer(tmp_path, 2, *words)["wire_over_dense"] < 0.05
+    rewind(tmp_path / "run", "e0000s00003")
+    (tmp_path / "run/checkpoints/e0000s00003/rank1.pt").unlink()
     with pytest.warns(UserWarning, match="ranks 1, 2 join .*; the models and residuals .* 1 are lost"):
-        run_trainer(tmp_path, 3, *words)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+        summary = run_trainer(tmp_path, 3, *words)
     assert summary["ranks"] == 3 and summary["epochs"] == 1

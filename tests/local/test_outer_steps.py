@@ -2,13 +2,13 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from cases import case
 from gossip.networks import (
     IN_TWO_PARTS,
     Trained,
@@ -18,23 +18,15 @@ from gossip.networks import (
     check_that_means_stay,
     losses,
     mean,
-    of_machines,
     off,
     on,
     same,
     top_k,
 )
+from on_ranks import on_ranks
 from torch import Tensor
 
-from dgc.compression import (
-    DGCCompressor,
-    PowerSGDCompressor,
-    QSGDCompressor,
-    Route,
-    Rule,
-    ScaledSignCompressor,
-    SparseCompressor,
-)
+from dgc import compression as methods
 from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.memory import DGCSGDMemory, ResidualMemory
@@ -44,28 +36,24 @@ from dgc.wire import RiceIndices, TwoBitValues
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def two_bits() -> SparseCompressor:
-    return SparseCompressor(0.1, ResidualMemory(), values=TwoBitValues(), indices=RiceIndices(), vectors="sparse")
+def two_bits() -> methods.SparseCompressor:
+    return methods.SparseCompressor(
+        0.1, ResidualMemory(), values=TwoBitValues(), indices=RiceIndices(), vectors="sparse"
+    )
 
 
-def by_dimension() -> Route:
-    return Route([Rule(PowerSGDCompressor(rank=1), min_dim=2), Rule(top_k())])
+def by_dimension() -> methods.Route:
+    return methods.Route([methods.Rule(methods.PowerSGDCompressor(rank=1), min_dim=2), methods.Rule(top_k())])
 
 
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     "dense": lambda: None,
     "top-k": top_k,
     "2 bits": two_bits,
-    "rank 1": lambda: PowerSGDCompressor(rank=1),
-    "signs": ScaledSignCompressor,
+    "rank 1": lambda: methods.PowerSGDCompressor(rank=1),
+    "signs": methods.ScaledSignCompressor,
     "by dimension": by_dimension,
 }
-every_compression = pytest.mark.parametrize("make", COMPRESSIONS.values(), ids=COMPRESSIONS)
-
-
-def wrong(value: Any) -> Any:
-    """Where another type is annotated."""
-    return value
 
 
 SIZES = [*((name, size) for name in COMPRESSIONS for size in (1, 3)), ("2 bits", 64)]
@@ -102,8 +90,7 @@ def test_replicas_are_equal_and_nothing_is_lost(name: str, size: int) -> None:
         found = []
         for _ in range(2):
             own.step()
-            before, z0 = errors(own), {name: z.double() for name, z in z0_of(own).items()}
-            local = recorded(own)
+            before, z0, local = errors(own), z0_of(own), recorded(own)
             own.step()
             del own.optimizer.inner.step
             found.append((z0, named(own, local[0]), before, named(own, own.z), errors(own), own.z.clone()))
@@ -128,7 +115,7 @@ def recorded(own: Trained) -> list[Tensor]:
 
 
 def z0_of(own: Trained) -> dict[str, Tensor]:
-    return own.algorithm.exchange.state_dict()["z0"]
+    return {name: z.double() for name, z in own.algorithm.exchange.state_dict()["z0"].items()}
 
 
 def test_diloco_by_hand() -> None:
@@ -191,9 +178,6 @@ def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
     assert same(models, [models[0]] * 3) and off(models[0], after_joint_steps(12, 3)) < 1e-5
 
 
-# --- fragments ------------------------------------------------------------------------------------
-
-
 def test_a_step_sends_at_most_the_largest_fragment() -> None:
     def body(transport: Any, **options: Any) -> Any:
         own, sent = Trained(transport, OuterSteps(6, **options)), [0]
@@ -223,10 +207,7 @@ def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
         torch.testing.assert_close(z, 0.25 * local[5] + 0.75 * z0, rtol=0, atol=1e-6)
 
 
-# --- faults, other numbers of ranks ----------------------------------------------------------------
-
-
-@every_compression
+@pytest.mark.parametrize("make", COMPRESSIONS.values(), ids=COMPRESSIONS)
 def test_a_rank_that_diverges_drops_the_outer_step_of_all(make: Any) -> None:
     def body(transport: Any) -> Any:
         own = Trained(transport, OuterSteps(2, outer=Nesterov(), compression=make()))
@@ -243,34 +224,29 @@ def test_a_rank_that_diverges_drops_the_outer_step_of_all(make: Any) -> None:
         assert own.optimizer.metrics()["dropped_outer_steps"] == 1.0
         return own.z.clone()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="0.weight on rank 1 has NaN or inf") as caught:
         models = on(3, body)
-    (warned,) = [str(w.message) for w in caught if "dropped_outer_steps" in str(w.message)]
-    assert "0.weight on rank 1 has NaN or inf" in warned
+    assert len([w for w in caught if "dropped_outer_steps" in str(w.message)]) == 1
     assert bool(models[0].isfinite().all()) and same(models, [models[0]] * 3)
 
 
-@pytest.mark.parametrize("make", [top_k, two_bits, ScaledSignCompressor])
-def test_what_a_dropped_exchange_has_sent_is_an_error_again(make: Any) -> None:
+@pytest.mark.filterwarnings("ignore:.*has NaN or inf")
+@pytest.mark.parametrize("make", [top_k, two_bits, methods.ScaledSignCompressor])
+@on_ranks(2)
+def test_what_a_dropped_exchange_has_sent_is_an_error_again(transport: Any, make: Any) -> None:
     """e + d of each rank, where NaN counts as zero."""
-
-    def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(2, compression=make()))
-        own.steps(2)
-        old, z0, local = errors(own), named(own, own.z), recorded(own)
-        inner = own.optimizer.inner.step
-        own.optimizer.inner.step = lambda: (inner(), own.z[7].fill_(float("nan")))
-        own.algorithm.steps += 1
-        own.step()
-        for name, error in errors(own).items():
-            expected = old[name] + z0[name] - named(own, local[0])[name]
-            if name == "0.weight":
-                expected.view(-1)[7] = old[name].view(-1)[7]
-            torch.testing.assert_close(error, expected, rtol=0, atol=1e-6)
-
-    with pytest.warns(UserWarning, match="has NaN or inf"):
-        on(2, body)
+    own = Trained(transport, OuterSteps(2, compression=make()))
+    own.steps(2)
+    old, z0, local = errors(own), named(own, own.z), recorded(own)
+    inner = own.optimizer.inner.step
+    own.optimizer.inner.step = lambda: (inner(), own.z[7].fill_(float("nan")))
+    own.algorithm.steps += 1
+    own.step()
+    for name, error in errors(own).items():
+        expected = old[name] + z0[name] - named(own, local[0])[name]
+        if name == "0.weight":
+            expected.view(-1)[7] = old[name].view(-1)[7]
+        torch.testing.assert_close(error, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("new", [2, 3, 6])
@@ -288,126 +264,96 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
     assert all(bool(z.isfinite().all()) for z in models)
 
 
-def test_islands_average_gradients_inside_and_exchange_between() -> None:
-    """Machines of two ranks, as HierarchicalGossip's base: one z0 for all, exchanged in slices."""
-    make = of_machines(lambda: OuterSteps(3, compression=top_k()))
-    models, (first, last) = after(60, make, 6, 2), losses(60, make, 6, 2)
-    assert same(models, [models[0]] * 6) and last < 0.35 * first
+def test_what_cannot_be_is_refused() -> None:
+    shared = top_k()
+    steps, ramp, slowmo = cast(Any, (OuterSteps, Ramp, SlowMo))  # arguments of another type than annotated
 
+    def failing(factor: Any) -> tuple[Any, str]:
+        return lambda: steps(2, outer_schedule=lambda _: factor), f"outer_schedule returned {factor} at step 2"
 
-WRONG_STEPS = (0, 2.5, math.nan, True, "2")
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
+    rows: list[tuple[Any, str]] = [
         *(
-            (lambda H=H: OuterSteps(wrong(H)), f"average_every must .* at least 1 step, not {H!r}")
-            for H in WRONG_STEPS
+            (partial(steps, H), f"average_every must .* at least 1 step, not {H!r}")
+            for H in (0, 2.5, math.nan, True, "2")
         ),
-        (lambda: OuterSteps(2, delay=wrong(0.5)), "delay must be a whole number of 0 steps or more, not 0.5"),
-        (
-            lambda: OuterSteps(2, warmup_steps=wrong(None)),
-            "warmup_steps must be a whole number of 0 steps or more",
-        ),
-        (lambda: OuterSteps(2, alpha=wrong("0")), "alpha must be a number, not '0'"),
-        (lambda: OuterSteps(2, fragment_mb=wrong("1")), "fragment_mb must be a number, or None for one fragment"),
-        (lambda: OuterSteps(2, bucket_mb=wrong("1")), "bucket_mb must be a number, not '1'"),
-        (lambda: OuterSteps(2, wrong(Nesterov())), "base must be a gossip algorithm such as"),
-        (lambda: OuterSteps(2, outer=wrong(Nesterov)), "outer must make an optimizer"),
-        (lambda: OuterSteps(2, outer=wrong(len)), "outer must return an optimizer of torch"),
-        (lambda: OuterSteps(2, outer_schedule=wrong(Ramp)), "outer_schedule must return a factor"),
-        *(
-            (lambda f=f: OuterSteps(2, outer_schedule=lambda step: f), f"outer_schedule returned {f} at step 2")
-            for f in (math.nan, -1.0, None)
-        ),
-        (lambda: Ramp(steps=wrong(2.5)), "steps must be a whole number of at least 1, not 2.5"),
-        (lambda: Ramp(math.inf), "Ramp needs first and last above 0 and finite, not inf"),
-        (lambda: SlowMo(beta=wrong("0.5")), "beta must be a number, not '0.5'"),
+        (lambda: steps(2, delay=0.5), "delay must be a whole number of 0 steps or more, not 0.5"),
+        (lambda: steps(2, warmup_steps=None), "warmup_steps must be a whole number of 0 steps or more"),
+        (lambda: steps(2, alpha="0"), "alpha must be a number, not '0'"),
+        (lambda: steps(2, fragment_mb="1"), "fragment_mb must be a number, or None for one fragment"),
+        (lambda: steps(2, bucket_mb="1"), "bucket_mb must be a number, not '1'"),
+        (lambda: steps(2, Nesterov()), "base must be a gossip algorithm such as"),
+        (lambda: steps(2, outer=Nesterov), "outer must make an optimizer"),
+        (lambda: steps(2, outer=len), "outer must return an optimizer of torch"),
+        (lambda: steps(2, outer_schedule=Ramp), "outer_schedule must return a factor"),
+        *map(failing, (math.nan, -1.0, None)),
+        (lambda: ramp(steps=2.5), "steps must be a whole number of at least 1, not 2.5"),
+        (lambda: ramp(math.inf), "Ramp needs first and last above 0 and finite, not inf"),
+        (lambda: slowmo(beta="0.5"), "beta must be a number, not '0.5'"),
         (lambda: SlowMo(alpha=math.inf), "SlowMo needs beta in"),
         (lambda: Nesterov(math.inf), "Nesterov needs momentum in"),
-        (lambda: OuterSteps(2, ADPSGD()), "asynchronous"),
-        (lambda: OuterSteps(2, outer=wrong(0.7)), "must make an optimizer"),
-        (lambda: OuterSteps(2, outer_schedule=wrong(0.4)), "must return a factor"),
-        (lambda: OuterSteps(2, outer=SlowMo(), outer_schedule=Ramp()), "_SlowMomentum has none"),
-        (lambda: OuterSteps(2, outer_schedule=Ramp(0.0)), "Ramp needs first and last above 0"),
-        (lambda: OuterSteps(2, fragment_mb=0), "fragment_mb must be positive"),
-        (lambda: OuterSteps(2, delay=-1), "delay must be a whole number of 0 steps or more, not -1"),
-        (lambda: OuterSteps(2, alpha=1.0), r"alpha must be in \[0, 1\)"),
-        (lambda: OuterSteps(2, delay=2), "with alpha=0 what a rank learns in these steps is dropped"),
-        (lambda: OuterSteps(2, compression=by_dimension(), alpha=0.5), "PowerSGDCompressor sends later what it"),
-        (lambda: OuterSteps(2, warmup_steps=-1), "warmup_steps must be a whole number of 0 steps or more"),
-        (lambda: OuterSteps(2, OSGP(), delay=1), "OSGP mixes whole models"),
-        (lambda: OuterSteps(2, compression=DGCCompressor(0.1, DGCSGDMemory(0.9))), r"memory=ResidualMemory\(\)"),
-        (lambda: OuterSteps(1, **IN_TWO_PARTS), "2 fragments, but average_every=1"),
-        (lambda: OuterSteps(6, **IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
-        (lambda: OuterSteps(2, compression=wrong(top_k)), "compression must be a compressor"),
-    ],
-)
-def test_what_cannot_be_is_refused(make: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        on(1, lambda transport: Trained(transport, make()))
+        (lambda: steps(2, ADPSGD()), "asynchronous"),
+        (lambda: steps(2, outer=0.7), "must make an optimizer"),
+        (lambda: steps(2, outer_schedule=0.4), "must return a factor"),
+        (lambda: steps(2, outer=SlowMo(), outer_schedule=Ramp()), "_SlowMomentum has none"),
+        (lambda: ramp(0.0), "Ramp needs first and last above 0"),
+        (lambda: steps(2, fragment_mb=0), "fragment_mb must be positive"),
+        (lambda: steps(2, delay=-1), "delay must be a whole number of 0 steps or more, not -1"),
+        (lambda: steps(2, alpha=1.0), r"alpha must be in \[0, 1\)"),
+        (lambda: steps(2, delay=2), "with alpha=0 what a rank learns in these steps is dropped"),
+        (lambda: steps(2, compression=by_dimension(), alpha=0.5), "PowerSGDCompressor sends later what it"),
+        (lambda: steps(2, warmup_steps=-1), "warmup_steps must be a whole number of 0 steps or more"),
+        (lambda: steps(2, OSGP(), delay=1), "OSGP mixes whole models"),
+        (
+            lambda: steps(2, compression=methods.DGCCompressor(0.1, DGCSGDMemory(0.9))),
+            r"memory=ResidualMemory\(\)",
+        ),
+        (lambda: steps(1, **IN_TWO_PARTS), "2 fragments, but average_every=1"),
+        (lambda: steps(6, **IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
+        (lambda: steps(2, compression=top_k), "compression must be a compressor"),
+        (lambda: steps(2, compression=shared), "has the residual of another"),
+    ]
+    on(1, lambda transport: Trained(transport, OuterSteps(2, compression=shared)))
+    for make, words in rows:
+        with case(words), pytest.raises(ValueError, match=words):
+            on(1, lambda transport: Trained(transport, make()))  # noqa: B023
 
 
-def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent() -> None:
-    def body(transport: Any) -> None:
-        own = Trained(transport, OuterSteps(2, outer_schedule=lambda step: 1.0 if step < 4 else math.nan))
-        own.steps(3)
-        sent = own.optimizer.meter.payload_bytes
-        with pytest.raises(ValueError, match="outer_schedule returned nan at step 4"):
-            own.step()
-        assert own.optimizer.meter.payload_bytes == sent
-
-    on(2, body)
-
-
-def test_models_that_differ_at_the_start_are_refused() -> None:
-    """Ranks exchange changes only, so that their models would differ for ever."""
-
-    def body(transport: Any) -> None:
-        torch.manual_seed(transport.rank)
-        model = torch.nn.Linear(2, 2)
-        LocalOptimizer(adam(list(model.parameters())), None, OuterSteps(2), transport=transport)
-
+@on_ranks(2)
+def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent(transport: Any) -> None:
+    own = Trained(transport, OuterSteps(2, outer_schedule=lambda step: 1.0 if step < 4 else math.nan))
+    own.steps(3)
+    sent = own.optimizer.meter.payload_bytes
+    with pytest.raises(ValueError, match="outer_schedule returned nan at step 4"):
+        own.step()
+    assert own.optimizer.meter.payload_bytes == sent
+    # models that differ at the start would differ for ever, since ranks exchange changes only
     with pytest.raises(ValueError, match="rank 1 has another model at the start than rank 0: call .*broadcast"):
-        on(2, body)
+        weight = torch.nn.Parameter(torch.full((2,), float(transport.rank)))
+        LocalOptimizer(adam([weight]), [("weight", weight)], OuterSteps(2), transport=transport)
 
 
 @pytest.mark.parametrize("base", [lambda: SGP(star), lambda: HierarchicalGossip(SGP())])
 def test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes(base: Any) -> None:
     """Compressors would otherwise send differences as large as the weights."""
-    first, last = losses(80, lambda: OuterSteps(4, base(), compression=ScaledSignCompressor()), 4, 2)
+    first, last = losses(80, lambda: OuterSteps(4, base(), compression=methods.ScaledSignCompressor()), 4, 2)
     assert last < 0.2 * first
 
 
-def test_a_compressor_of_another_optimizer_is_refused() -> None:
-    shared = top_k()
+@on_ranks(1)
+def test_a_state_of_other_settings_is_refused(transport: Any) -> None:
+    def make(*settings: Any) -> Any:
+        return Trained(transport, OuterSteps(3, *settings))
 
-    def body(transport: Any) -> None:
-        Trained(transport, OuterSteps(2, compression=shared))
-        Trained(transport, OuterSteps(2, compression=shared))
-
-    with pytest.raises(ValueError, match="has the residual of another"):
-        on(1, body)
-
-
-def test_a_state_of_other_settings_is_refused() -> None:
-    def body(transport: Any) -> None:
-        def make(*settings: Any) -> Any:
-            return Trained(transport, OuterSteps(3, *settings))
-
-        own = make(None, adam, top_k())
-        own.steps(4)
-        state = own.optimizer.compression_state_dict()["OuterSteps.0"]
-        for settings, match in (
-            ((None, adam), "state of other compressors"),
-            ((OSGP(), adam, top_k()), "state of another algorithm"),
-            ((None, adam, QSGDCompressor()), "state of other compressors"),
-        ):
-            with pytest.raises(ValueError, match=match):
-                make(*settings).algorithm.load_state_dict(state)
-        state["outer"]["0.weight"]["exp_avg"][0] = float("nan")
-        with pytest.raises(ValueError, match="outer exp_avg of 0.weight has NaN"):
-            make(None, adam, top_k()).algorithm.load_state_dict(state)
-
-    on(1, body)
+    own = make(None, adam, top_k())
+    own.steps(4)
+    state = own.optimizer.compression_state_dict()["OuterSteps.0"]
+    for settings, match in (
+        ((None, adam), "state of other compressors"),
+        ((OSGP(), adam, top_k()), "state of another algorithm"),
+        ((None, adam, methods.QSGDCompressor()), "state of other compressors"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make(*settings).algorithm.load_state_dict(state)
+    state["outer"]["0.weight"]["exp_avg"][0] = float("nan")
+    with pytest.raises(ValueError, match="outer exp_avg of 0.weight has NaN"):
+        make(None, adam, top_k()).algorithm.load_state_dict(state)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from cases import case
 from gossip.networks import Trained, check_that_a_saved_state_goes_on, check_that_means_stay, mean, on, same
+from on_ranks import on_ranks
 from optim.nets import alone, net, wrap
+from refusals import check_refusals
 
 from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
 from dgc.local import OuterSteps, ZeroOneAdam, ZeroOneSteps
@@ -33,22 +35,19 @@ def moments(own: Trained, name: str) -> Any:
     return [own.optimizer.state[p][name].clone() for p in own.model.parameters()]
 
 
-def test_with_a_dense_mean_in_every_step_it_is_adamw_bit_for_bit() -> None:
+@on_ranks(2)
+def test_with_a_dense_mean_in_every_step_it_is_adamw_bit_for_bit(transport: Any) -> None:
     settings: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-
-    def body(transport: Any) -> Any:
-        own = trained(transport, (8, 8, 1, 1), floor=0.0, **settings)
-        model = copy.deepcopy(own.model)
-        adamw = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
-        dense = DistributedOptimizer(adamw, model.named_parameters(), transport=transport)
-        for _ in range(8):
-            own.step()
-            dense.zero_grad()
-            ((model(own.inputs) - own.targets) ** 2).mean().backward()
-            dense.step()
-        return same(own.model.parameters(), model.parameters())
-
-    assert all(on(2, body))
+    own = trained(transport, (8, 8, 1, 1), floor=0.0, **settings)
+    model = copy.deepcopy(own.model)
+    adamw = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
+    dense = DistributedOptimizer(adamw, model.named_parameters(), transport=transport)
+    for _ in range(8):
+        own.step()
+        dense.zero_grad()
+        ((model(own.inputs) - own.targets) ** 2).mean().backward()
+        dense.step()
+    assert same(own.model.parameters(), model.parameters())
 
 
 def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
@@ -73,29 +72,12 @@ def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
     assert ratios[5:] == [1 / 32] * 3 + [1 / 64] * 2 + [1 / 96] * 5
 
 
-def test_gradients_of_the_second_moment_in_half_the_bytes() -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, ZeroOneSteps(*NUMBERS, gradients=FP16Compressor()), adam)
-        own.step()
-        gradients = [p.grad for p in own.model.parameters()]
-        return own.optimizer.meter.payload_bytes, same(gradients, [g.half().float() for g in gradients])
-
-    assert on(2, body) == [(2 * N, True)] * 2
-
-
-def test_it_learns_as_adamw_does_and_the_second_moment_stays() -> None:
-    def body(transport: Any, numbers: Any) -> Any:
-        own, losses = trained(transport, numbers), []
-        for step in range(120):
-            losses.append(own.step())
-            if step == 24:
-                frozen = moments(own, "exp_avg_sq")
-        assert same(frozen, moments(own, "exp_avg_sq")) == (numbers[0] == 25)
-        return losses[0], losses[-1]
-
-    numbers = ((1000, 1000, 1, 1), (25, 8, 30, 4))
-    (first, dense), (_, local) = (map(mean, zip(*on(3, partial(body, numbers=n)), strict=True)) for n in numbers)
-    assert dense < 0.3 * first and local < dense + 0.1 * first
+@on_ranks(2)
+def test_gradients_of_the_second_moment_in_half_the_bytes(transport: Any) -> None:
+    own = Trained(transport, ZeroOneSteps(*NUMBERS, gradients=FP16Compressor()), adam)
+    own.step()
+    gradients = [p.grad for p in own.model.parameters()]
+    assert own.optimizer.meter.payload_bytes == 2 * N and same(gradients, [g.half().float() for g in gradients])
 
 
 @pytest.mark.parametrize("stop", [3, 9, 11])
@@ -111,19 +93,16 @@ def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
     assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
 
 
-def test_weight_decay_goes_on_between_exchanges() -> None:
+@on_ranks(2)
+def test_weight_decay_goes_on_between_exchanges(transport: Any) -> None:
     """Without gradients, nothing but it moves a parameter. At each exchange x' is what x is."""
-
-    def body(transport: Any) -> Any:
-        own = trained(transport, weight_decay=0.5)
-        start = own.z.clone()
-        for step in range(1, 16):
-            own.optimizer.zero_grad()
-            sum(p.sum() * 0 for p in own.model.parameters()).backward()
-            own.optimizer.step()
-            assert torch.equal(own.z, start.mul_(1 - 0.02 * 0.5)), step
-
-    on(2, body)
+    own = trained(transport, weight_decay=0.5)
+    start = own.z.clone()
+    for step in range(1, 16):
+        own.optimizer.zero_grad()
+        sum(p.sum() * 0 for p in own.model.parameters()).backward()
+        own.optimizer.step()
+        assert torch.equal(own.z, start.mul_(1 - 0.02 * 0.5)), step
 
 
 def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> None:
@@ -156,20 +135,14 @@ def test_a_parameter_without_elements_is_left_out() -> None:
 
 
 def test_parameters_of_half_precision() -> None:
-    dtype = torch.bfloat16
-
     def body(transport: Any) -> Any:
-        own = trained(transport, dtype=dtype)
+        own = trained(transport, dtype=torch.bfloat16)
         losses = own.steps(46)
-        assert own.z.dtype == torch.float32 and all(p.dtype == dtype for p in own.model.parameters())
+        assert own.z.dtype == torch.float32 and {p.dtype for p in own.model.parameters()} == {torch.bfloat16}
         return losses[0], losses[-1], own.z.clone()
 
-    found = on(2, body)
-    assert torch.equal(found[0][2], found[1][2])
-    assert mean([last for _, last, _ in found]) < 0.6 * mean([first for first, *_ in found])
-
-
-# --- faults ------------------------------------------------------------------------------------------
+    firsts, lasts, models = zip(*on(2, body), strict=True)
+    assert torch.equal(*models) and mean(lasts) < 0.6 * mean(firsts)
 
 
 def all_of(own: Trained) -> Any:
@@ -177,7 +150,6 @@ def all_of(own: Trained) -> Any:
 
 
 def poison(own: Trained) -> None:
-    """A step whose gradient has NaN."""
     own.optimizer.zero_grad()
     (own.model(own.inputs).sum() * float("nan")).backward()
     own.optimizer.step()
@@ -185,21 +157,20 @@ def poison(own: Trained) -> None:
 
 def test_a_gradient_that_is_not_finite() -> None:
     """In a step of T_v nobody moves. In another step its rank alone leaves out its part."""
+
+    def body(transport: Any, steps: Any, alike: Any) -> Any:
+        own = trained(transport)
+        own.steps(steps)
+        before = all_of(own)
+        (poison if transport.rank == 1 else Trained.step)(own)
+        assert same(before, all_of(own)) == (alike or transport.rank == 1)
+        assert own.optimizer.metrics()["dropped_exchanges"] == float(alike)
+        own.steps(13 - own.algorithm.adam.steps)
+        return own.z.clone()
+
     for steps, in_variance_step in ((4, True), (8, False), (10, False)):
-
-        def body(transport: Any, steps: Any = steps, alike: Any = in_variance_step) -> Any:
-            own = trained(transport)
-            own.steps(steps)
-            before = all_of(own)
-            (poison if transport.rank == 1 else Trained.step)(own)
-            assert same(before, all_of(own)) == (alike or transport.rank == 1)
-            assert own.optimizer.metrics()["dropped_exchanges"] == float(alike)
-            while own.algorithm.adam.steps < 13:
-                own.step()
-            return own.z.clone()
-
         with case(steps), pytest.warns(UserWarning, match="rank 1 has NaN"):
-            first, second = on(2, body)
+            first, second = on(2, partial(body, steps=steps, alike=in_variance_step))
             assert torch.equal(first, second) and bool(first.isfinite().all())
 
 
@@ -222,9 +193,6 @@ def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
     assert torch.equal(first, second) and bool(first.isfinite().all())
 
 
-# --- what cannot be ----------------------------------------------------------------------------------
-
-
 def wrapped(optimizer: Any, algorithm: Any, model: Any = None) -> Any:
     model = model or net()
     return LocalOptimizer(optimizer(model.parameters()), model.named_parameters(), algorithm, transport=alone())
@@ -234,7 +202,9 @@ def test_what_cannot_be_is_refused() -> None:
     half: Any = 1.5
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    for make, words in (
+    onebit = partial(wrap, net(), alone(), lambda model: adam(model.parameters()))
+    floors = r"\['floor'\] is 0.0 on rank 0 and 0.1 on rank 1"
+    check_refusals(
         (lambda: wrapped(torch.optim.AdamW, ZeroOneSteps(1)), "AdamW does not share its own"),
         (lambda: wrapped(adam, OuterSteps(2, ZeroOneSteps(1))), "ZeroOneSteps needs a ZeroOneAdam"),
         (lambda: ZeroOneSteps(1, compression=DGCCompressor(0.1)), "ResidualMemory"),
@@ -244,36 +214,23 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: adam(net().parameters(), betas=(0.9, 1.0)), "betas must be two numbers from 0 to below 1"),
         (lambda: adam(net().parameters(), floor=2.0), "floor must be a fraction from 0 to 1"),
         (lambda: adam(net().parameters()).step(), "ZeroOneAdam steps only within ZeroOneSteps"),
-        (
-            lambda: wrap(
-                net(), alone(), lambda model: adam(model.parameters()), compression=OneBitAdamCompressor()
-            ),
-            "does not share its own",
-        ),
-        (
-            lambda: on(2, lambda t: trained(t, floor=0.1 * t.rank)),
-            r"\['floor'\] is 0.0 on rank 0 and 0.1 on rank 1",
-        ),
+        (lambda: onebit(compression=OneBitAdamCompressor()), "does not share its own"),
+        (lambda: on(2, lambda t: trained(t, floor=0.1 * t.rank)), floors),
         (lambda: on(2, lambda t: trained(t, (1, 1 + t.rank))), "var_update_scaler is 1 on rank 0 and 2 on rank 1"),
         (lambda: wrapped(adam, ZeroOneSteps(1), embedding).step(), "takes dense gradients: set sparse=False"),
-    ):
-        with case(words), pytest.raises(ValueError, match=words):
-            make()
-
-
-def test_states_of_others_are_refused() -> None:
+    )
     own = trained(alone())
     own.step()
     state = own.optimizer.compression_state_dict()["ZeroOneSteps.0"]
-    for change, words in (
+    bad = {name: u.fill_(torch.nan) for name, u in copy.deepcopy(state["u"]).items()}
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"z": {}}, "z of another model"),
         ({"rates": []}, "state of 0 parameter groups, not 1"),
         ({"compression": {}}, "state of other compressors"),
         ({"other": 1}, "state of another algorithm"),
-        ({"u": {name: u.fill_(torch.nan) for name, u in copy.deepcopy(state["u"]).items()}}, "has NaN or inf"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            own.algorithm.load_state_dict({**state, **change})
+        ({"u": bad}, "has NaN or inf"),
+    ]
+    check_refusals(*((partial(own.algorithm.load_state_dict, {**state, **new}), words) for new, words in changes))
 
 
 def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import case
 from memory.held import SHAPES, Held, bucket_of
+from refusals import check_refusals
 
 from dgc.bucket import make_bucket
 from dgc.kernels import PassInputs
@@ -18,16 +19,13 @@ DGC = partial(DGCSGDMemory, 0.9)
 REFERENCE = SelectionKernels()
 MEMORIES = {
     "residual": ResidualMemory,
+    "decay": lambda: ResidualMemory(decay=0.5),  # of the rest, and not of what was sent
     "dgc": DGC,
     "nesterov": lambda: DGCSGDMemory(0.9, nesterov=True),
     "no masking": lambda: DGCSGDMemory(0.9, momentum_masking=False),
     "nesterov, no masking": lambda: DGCSGDMemory(0.5, True, momentum_masking=False),
 }
 every_memory = pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
-
-
-def rng(seed: Any) -> Any:
-    return torch.Generator().manual_seed(seed)
 
 
 def held(make: Any, *buckets: Any) -> Any:
@@ -66,12 +64,27 @@ def equal(a: Any, b: Any) -> bool:
     return all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-def test_the_memory_clips_before_it_accumulates() -> None:
+def test_the_memory_clips_before_it_accumulates_and_no_memory_forgets() -> None:
     bucket = bucket_of()
     memory = held(lambda: DGCSGDMemory(0.5, gradient_clipping=ClipByValue(0.1)), bucket)
     expected = bucket.flat.clamp(-0.1, 0.1)
     assert list(memory.memory.clip(bucket)) == []
     torch.testing.assert_close(compensate(memory, bucket), expected)
+    memory = held(NoMemory, bucket)
+    for _ in range(2):
+        assert torch.equal(compensate(memory, bucket), bucket.flat)
+        sent_(memory, bucket, [0], bucket.flat[:1])
+    assert list(memory.errors()) == [] and bits(memory) == {} and memory.memory.correction is None
+
+
+def test_the_momentum_and_the_decay_of_a_memory() -> None:
+    memory = DGCSGDMemory(0.8, True)
+    assert memory.correction == MomentumCorrection(0.8, True) and memory.momentum_masking
+    check_refusals(
+        (lambda: DGCSGDMemory(-0.1), "momentum"),
+        (lambda: DGCSGDMemory(1.0), "momentum"),
+        (lambda: ResidualMemory(decay=0.0), r"decay must be in \(0, 1\]"),
+    )
 
 
 @every_memory
@@ -103,10 +116,11 @@ class Eager:
         self.momentum, self.nesterov = correction.momentum, bool(correction.nesterov)
         self.masking = getattr(memory, "momentum_masking", False)
         self.u = None if self.momentum is None else torch.zeros(n)
-        self.v = torch.zeros(n)
+        self.v, self.decay = torch.zeros(n), getattr(memory, "decay", 1.0)
 
     def accumulate(self, g: Any) -> None:
-        REFERENCE.accumulate_(PassInputs((g.clone(),), self.u, self.v, self.momentum or 0.0, self.nesterov))
+        options = (self.momentum or 0.0, self.nesterov)
+        REFERENCE.accumulate_(PassInputs((g.clone(),), self.u, self.v, *options, decay=self.decay))
 
     def sent(self, indices: Any, values: Any) -> None:
         self.v[indices] -= values
@@ -122,11 +136,12 @@ def test_whoever_looks_between_steps_sees_what_was_sent_gone(make: Any) -> None:
     memory = held(make, bucket)
     eager = Eager(memory.memory, bucket.numel)
     for step in range(12):
-        bucket.flat.copy_(torch.randn(bucket.numel, generator=rng(step)))
+        generator = torch.Generator().manual_seed(step)
+        bucket.flat.normal_(generator=generator)
         eager.accumulate(bucket.flat)
         v = compensate(memory, bucket)
         assert torch.equal(v, eager.v)
-        indices = torch.randperm(bucket.numel, generator=rng(step))[: step % 5].sort().values
+        indices = torch.randperm(bucket.numel, generator=generator)[: step % 5].sort().values
         if step % 4 == 2:
             memory.sent_all_(bucket, v.half().float())
             eager.v = eager.v - eager.v.half().float()
@@ -158,38 +173,12 @@ def test_loading_and_planning_forget_what_was_sent(make: Any) -> None:
         assert not any(tensor.any() for tensor in bits(memory).values())
         assert torch.equal(compensate(memory, bucket), compensate(held(make, bucket), bucket))
         memory.load_state_dict(saved)
-
-
-@every_memory
-def test_a_step_that_another_has_followed_is_not_taken_back(make: Any) -> None:
-    bucket = bucket_of()
-    memory = held(make, bucket)
-    v = compensate(memory, bucket)
-    sent_(memory, bucket, [0], v[:1].clone())
+    # a step that another has followed is not taken back
+    sent_(memory, bucket, [0], compensate(memory, bucket)[:1].clone())
     compensate(memory, bucket)
     before = bits(memory)
     memory.rollback(bucket)
     assert equal(bits(memory), before)
-
-
-def test_no_memory_forgets() -> None:
-    bucket = bucket_of(a=(3,))
-    memory = held(NoMemory, bucket)
-    assert torch.equal(compensate(memory, bucket), bucket.flat)
-    sent_(memory, bucket, [0], bucket.flat[:1])
-    assert torch.equal(compensate(memory, bucket), bucket.flat)
-    assert list(memory.errors()) == [] and bits(memory) == {} and memory.memory.correction is None
-
-
-def test_the_momentum_of_a_memory() -> None:
-    memory = DGCSGDMemory(0.8, True)
-    assert memory.correction == MomentumCorrection(0.8, True) and memory.momentum_masking
-    for momentum in (-0.1, 1.0):
-        with pytest.raises(ValueError, match="momentum"):
-            DGCSGDMemory(momentum)
-
-
-# --- saving and loading ----------------------------------------------------------------------------
 
 
 def filled(make: Any, bucket: Any) -> Any:
@@ -213,27 +202,17 @@ def test_state_survives_other_buckets_and_strides(make: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("make", [DGC, ResidualMemory])
-def test_a_saved_state_is_a_copy(make: Any) -> None:
+def test_a_saved_state_is_a_copy_and_another_models_state_names_the_parameter(make: Any) -> None:
     bucket = bucket_of()
     memory = filled(make, bucket)
     saved, before = memory.state_dict(), bits(memory)
     compensate(memory, bucket)
     assert equal(leaves(saved), before)
-
-
-@pytest.mark.parametrize("make", [DGC, ResidualMemory])
-@pytest.mark.parametrize(
-    "third", [{}, {"other": (2, 3, 2, 2)}, {"c": (2, 3, 4)}], ids=["unknown", "missing", "shape"]
-)
-def test_another_models_state_names_the_parameter(make: Any, third: Any) -> None:
-    saved = filled(make, bucket_of()).state_dict()
-    with pytest.raises(ValueError, match=r"\bc\b"):
-        filled(make, bucket_of(a=(4, 3), b=(5,), **third)).load_state_dict(saved)
-
-
-def test_another_memorys_state_is_a_value_error() -> None:
-    kinds = (DGC, ResidualMemory, NoMemory)
-    for make, other in ((a, b) for a in kinds for b in kinds if a is not b):
-        saved = filled(other, bucket_of()).state_dict()
-        with case(make, other), pytest.raises(ValueError):
-            filled(make, bucket_of()).load_state_dict(saved)
+    thirds: list[dict[str, Any]] = [{}, {"other": (2, 3, 2, 2)}, {"c": (2, 3, 4)}]
+    for third in thirds:
+        with case(third), pytest.raises(ValueError, match=r"\bc\b"):
+            filled(make, bucket_of(a=(4, 3), b=(5,), **third)).load_state_dict(saved)
+    for other in {DGC, ResidualMemory, NoMemory} - {make}:
+        for one, saved in ((make, filled(other, bucket)), (other, filled(make, bucket))):
+            with case(make, other), pytest.raises(ValueError):
+                filled(one, bucket_of()).load_state_dict(saved.state_dict())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import as_test
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
@@ -117,9 +118,9 @@ def run(size: Any, body: Any, models: Any = None) -> Any:
     """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them.
 
     Args:
-        size: The number of ranks, or their world.
+        size: The number of ranks, or a pair of it and of that of a machine.
     """
-    world = LockstepWorld(size) if isinstance(size, int) else size
+    world = LockstepWorld(size) if isinstance(size, int) else LockstepWorld(*size)
     models = models or [net() for _ in range(world.size)]
     world.run(lambda t: body(models[t.rank], t))
     for model in models[1:]:
@@ -127,23 +128,21 @@ def run(size: Any, body: Any, models: Any = None) -> Any:
     return models
 
 
+def each_rank(size: Any, models: Any = None) -> Any:
+    """A decorator of a test `body(model, transport, ...)`, which `run` runs. models: returns them."""
+    return lambda body: as_test(body, lambda one: run(size, one, models and models()), 2)
+
+
 def trained(
-    size: Any,
-    steps: Any,
-    make: Any = momentum_sgd,
-    compression: Any = None,
-    models: Any = None,
-    training: Any = None,
-    **options: Any,
+    size: Any, steps: Any, make: Any = momentum_sgd, compression: Any = None, models: Any = None, **options: Any
 ) -> Any:
     """The model that `size` ranks have trained.
 
     Args:
         compression: Returns the compression of one rank.
-        training: Arguments of `train`.
-        options: Of the optimizer.
+        options: Of the optimizer; `training` has the arguments of `train`.
     """
-    training = training or {}
+    training = options.pop("training", {})
     options.setdefault("backward_passes_per_step", training.get("passes", 1))
 
     def body(model: Any, transport: Any) -> None:
@@ -166,19 +165,16 @@ def check_that_a_saved_state_goes_on(
     """Train, save after `saved` steps, load into optimizers that made `used` steps, and train both on.
 
     Args:
-        wrapped: `wrapped(model, transport)` returns the optimizer.
-        again: The same for the optimizer that loads, if it differs.
-        size, models: As of `run`.
-        training: Arguments of `train`.
+        wrapped: `wrapped(model, transport)` returns the optimizer. again: That which loads, if it differs.
     """
 
     def body(model: Any, transport: Any) -> None:
         def advance(model: Any, optimizer: Any, first: int, number: int) -> None:
             train(model, optimizer, range(first, first + number), transport.rank, **training)
 
-        optimizer = wrapped(model, transport)
+        optimizer, file = wrapped(model, transport), io.BytesIO()
         advance(model, optimizer, 0, saved)
-        file, other = io.BytesIO(), copy.deepcopy(model)
+        other = copy.deepcopy(model)
         torch.save([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()], file)
         resumed = (again or wrapped)(other, transport)
         advance(other, resumed, 90, used)  # what it has kept must not stay

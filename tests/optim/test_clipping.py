@@ -37,15 +37,23 @@ def clipped(clipping: Any, ratio: float = 0.5, **options: Any) -> Any:
 
 
 def moved_together(compression: Any, gradients: Any) -> Any:
-    """The change on each rank. compression: that of a rank."""
     return LockstepWorld(len(gradients)).run(lambda t: moved(t, compression(), gradients[t.rank])[0])
 
 
-def test_a_bias_moves_no_further_than_the_limit() -> None:
+def test_a_bias_moves_no_further_than_the_limit_nor_does_a_matrix_in_a_dense_warm_up() -> None:
     for ratio, options in ((1.0, {}), (0.01, {}), (0.01, {"fp16_values": True})):
         with case(ratio, options):
             step, _ = moved(alone(), clipped(ClipByNorm(1.0), ratio, **options), normal(0, 100.0))
             assert float(step["weight"].norm()) < 1.001 and 0.99 < float(step["bias"].norm()) < 1.001
+
+    def warming(clipping: Any) -> Any:
+        compression = clipped(clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
+        compression.begin_epoch(0)
+        return compression
+
+    for clipping in (ClipByNorm(1.0), ClipByGlobalNorm(1.0)):
+        for step in moved_together(partial(warming, clipping), [normal(rank, 100.0) for rank in range(2)]):
+            assert float(step["weight"].norm()) < 1.001 and float(step["bias"].norm()) < 1.001
 
 
 def test_the_mean_of_a_dense_tensor_is_clipped() -> None:
@@ -67,26 +75,12 @@ def test_the_mean_of_a_dense_tensor_is_clipped() -> None:
             assert all(torch.equal(step[name], steps[0][name]) for step in steps for name in step)
 
 
-def test_dense_warmup_steps_are_clipped() -> None:
-    def warming(clipping: Any) -> Any:
-        compression = clipped(clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
-        compression.begin_epoch(0)
-        return compression
-
-    for clipping in (ClipByNorm(1.0), ClipByGlobalNorm(1.0)):
-        for step in moved_together(partial(warming, clipping), [normal(rank, 100.0) for rank in range(2)]):
-            assert float(step["weight"].norm()) < 1.001 and float(step["bias"].norm()) < 1.001
-
-
-def test_a_dropped_step_stays_dropped() -> None:
+def test_a_dropped_step_stays_dropped_and_another_compressor_for_vectors_does_not_clip() -> None:
     bad = normal(0)
     bad["bias"][3] = float("nan")
     with pytest.warns(UserWarning, match="the gradient of bias on rank 0 has NaN or inf"):
         step, optimizer = moved(alone(), clipped(ClipByNorm(1.0)), bad)
     assert optimizer.dropped_steps == 1 and not any(p.any() for p in step.values())
-
-
-def test_another_compressor_for_vectors_is_not_clipped() -> None:
     route = Route([Rule(DenseCompressor(), max_dim=1), Rule(clipped(ClipByNorm(1.0)))])
     step, _ = moved(alone(), route, normal(0, 100.0))
     torch.testing.assert_close(step["bias"], normal(0, 100.0)["bias"])

@@ -6,37 +6,14 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from optim.nets import (
-    KINDS,
-    SIZES,
-    ZEROS,
-    Half,
-    alone,
-    assert_same,
-    dgc,
-    dgc_sgd,
-    every_kind,
-    joint_loss,
-    loss_of,
-    momentum_sgd,
-    net,
-    run,
-    through_gradients,
-    train,
-    trained,
-    trained_alone,
-    values,
-    wrap,
-)
+from optim import nets
 from torch import nn
 
 from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, Route, Rule
 from dgc.optim import DGCSGD, DistributedOptimizer
 
-# --- dense is single-process training on the whole batch -------------------------------------------
 
-
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", nets.SIZES)
 @pytest.mark.parametrize("compression", [None, DenseCompressor], ids=str)
 def test_dense_equals_one_process(size: Any, compression: Any) -> None:
     """Of the ops, 0 and 1 are Horovod's constants."""
@@ -44,89 +21,76 @@ def test_dense_equals_one_process(size: Any, compression: Any) -> None:
     for op in means + sums:
 
         def scaled(model: Any, step: Any, size: Any, scale: Any = size if op in sums else 1) -> Any:
-            return joint_loss(model, step, size) * scale
+            return nets.joint_loss(model, step, size) * scale
 
-        expected = trained_alone(size, range(5), loss=scaled)
+        expected = nets.trained_alone(size, range(5), loss=scaled)
         for bucket_mb in (25.0, 1e-4):
             with case(op, bucket_mb):
-                assert_same(trained(size, range(5), compression=compression, bucket_mb=bucket_mb, op=op), expected)
+                found = nets.trained(size, range(5), compression=compression, bucket_mb=bucket_mb, op=op)
+                nets.assert_same(found, expected)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        momentum_sgd,
-        lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
-        lambda m: dgc_sgd(m, weight_decay=0.01),
-    ],
-)
-def test_one_rank_is_the_plain_optimizer_bit_by_bit(make: Any) -> None:
-    assert_same(trained(1, range(4), make), trained_alone(1, range(4), make), exactly=True)
+def test_one_rank_is_the_plain_optimizer_bit_by_bit() -> None:
+    adam, decaying = partial(torch.optim.Adam, lr=0.01), partial(nets.dgc_sgd, weight_decay=0.01)
+    for make in (nets.momentum_sgd, lambda m: adam(m.parameters()), decaying):
+        nets.assert_same(nets.trained(1, range(4), make), nets.trained_alone(1, range(4), make), exactly=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", nets.SIZES)
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.05}], ids=str)
 def test_dgc_at_ratio_one_is_momentum_sgd(size: Any, options: Any) -> None:
-    compression = partial(dgc, 1.0, nesterov=options.get("nesterov", False))
-    found = trained(size, range(6), partial(dgc_sgd, **options), compression)
-    assert_same(found, trained_alone(size, range(6), partial(momentum_sgd, **options)))
+    compression = partial(nets.dgc, 1.0, nesterov=options.get("nesterov", False))
+    found = nets.trained(size, range(6), partial(nets.dgc_sgd, **options), compression)
+    nets.assert_same(found, nets.trained_alone(size, range(6), partial(nets.momentum_sgd, **options)))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", nets.SIZES)
 def test_dgc_keeps_replicas_equal_and_sends_less(size: Any) -> None:
     def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.05), bucket_mb=2e-4)
-        train(model, optimizer, range(8), transport.rank)
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=nets.dgc(0.05), bucket_mb=2e-4)
+        nets.train(model, optimizer, range(8), transport.rank)
         meter, numel = optimizer.meter, sum(p.numel() for p in model.parameters())
         assert optimizer.error_norm() > 0
         assert meter.dense_wire_bytes == pytest.approx(8 * 4 * numel * 2 * (size - 1) / size)
         assert meter.payload_bytes < 8 * 4 * numel / 2
         assert set(meter.seconds) == {"compress", "launch", "wait", "decode", "step"}
 
-    assert not torch.equal(run(size, body)[0].first.weight, net().first.weight)
-
-
-# --- gradient accumulation -------------------------------------------------------------------------
+    assert not torch.equal(nets.run(size, body)[0].first.weight, nets.net().first.weight)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradient_accumulation(size: Any) -> None:
-    expected = trained_alone(size, range(3), passes=3)
+    expected = nets.trained_alone(size, range(3), passes=3)
     for zero in ("own", "model"):
-        assert_same(trained(size, range(3), training={"passes": 3, "zero": zero}), expected)
-
-
-def test_fewer_passes_than_planned_are_exchanged_at_step() -> None:
-    assert_same(trained(2, [0], backward_passes_per_step=4), trained_alone(2, [0]))
-
-
-def test_too_many_passes() -> None:
-    model = net()
-    optimizer = wrap(model, alone(), backward_passes_per_step=2)
+        nets.assert_same(nets.trained(size, range(3), training={"passes": 3, "zero": zero}), expected)
+    # fewer passes than planned are exchanged by step(), and one more is refused
+    nets.assert_same(nets.trained(size, [0], backward_passes_per_step=4), nets.trained_alone(size, [0]))
+    model = nets.net()
+    optimizer = nets.wrap(model, nets.alone(), backward_passes_per_step=2)
     for part in range(2):
-        loss_of(model, part).backward()
+        nets.loss_of(model, part).backward()
     with pytest.raises(RuntimeError, match="backward_passes_per_step=2"):
-        loss_of(model, 2).backward()
+        nets.loss_of(model, 2).backward()
     assert optimizer._engine.in_flight
 
 
-# --- zero_grad -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compression", [DenseCompressor, lambda: dgc(0.2)], ids=["dense", "dgc"])
+@pytest.mark.parametrize("compression", [DenseCompressor, lambda: nets.dgc(0.2)], ids=["dense", "dgc"])
 def test_every_way_to_zero_gradients(compression: Any) -> None:
-    models = [trained(2, range(4), dgc_sgd, compression, training={"zero": z}, bucket_mb=2e-4) for z in ZEROS]
-    for model in models:
-        assert_same(model, models[0], exactly=True)
+    own = partial(nets.trained, 2, range(4), nets.dgc_sgd, compression, bucket_mb=2e-4)
+    first, *others = (own(training={"zero": zero}) for zero in nets.ZEROS)
+    for other in others:
+        nets.assert_same(other, first, exactly=True)
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_own_zero_grad_clears_frozen_ones_and_keeps_views_if_asked(keep: Any) -> None:
-    model = net()
+    model = nets.net()
     model.last.bias.requires_grad_(False)
-    optimizer = wrap(model, alone())
+    optimizer = nets.wrap(model, nets.alone())
     model.last.bias.grad = torch.ones(3)
-    loss_of(model, 0).backward()
+    nets.loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="zero_grad"):  # in flight
+        optimizer.zero_grad()
     optimizer.step()
     views = [model.first.weight.grad, model.first.bias.grad]
     optimizer.zero_grad(set_to_none=not keep)
@@ -137,20 +101,7 @@ def test_own_zero_grad_clears_frozen_ones_and_keeps_views_if_asked(keep: Any) ->
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_zero_grad_in_flight() -> None:
-    model = net()
-    optimizer = wrap(model, alone())
-    loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match="zero_grad"):
-        optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-# --- groups, schedulers, closures, synchronize -----------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nets.KINDS)
 def test_groups_and_a_scheduler(kind: Any) -> None:
     def groups(model: Any) -> Any:
         last = {"params": list(model.last.parameters()), "lr": 0.5}
@@ -160,61 +111,61 @@ def test_groups_and_a_scheduler(kind: Any) -> None:
     def scheduled(model: Any, optimizer: Any, rank: Any, loss: Any) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
         for step in range(5):
-            train(model, optimizer, [step], rank, loss=loss)
+            nets.train(model, optimizer, [step], rank, loss=loss)
             scheduler.step()
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.0005])
 
     def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, groups, compression=KINDS[kind]())
-        scheduled(model, optimizer, transport.rank, loss_of)
+        optimizer = nets.wrap(model, transport, groups, compression=nets.KINDS[kind]())
+        scheduled(model, optimizer, transport.rank, nets.loss_of)
 
-    (model, _), reference = run(2, body), net()
-    scheduled(reference, groups(reference), 2, joint_loss)
+    (model, _), reference = nets.run(2, body), nets.net()
+    scheduled(reference, groups(reference), 2, nets.joint_loss)
     if kind != "dgc":
-        assert_same(model, reference)
+        nets.assert_same(model, reference)
 
 
-def test_a_group_is_added_by_wrapping_again() -> None:
-    def body(model: Any, transport: Any) -> None:
-        inner = torch.optim.SGD(model.first.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
-        with pytest.raises(ValueError, match=r"cannot be added here: close\(\) this optimizer, add the group"):
-            optimizer.add_param_group({"params": model.last.parameters()})
-        optimizer.close()
-        optimizer.inner.add_param_group({"params": model.last.parameters()})
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
-        train(model, optimizer, [0], transport.rank)
-
-    (model, _) = run(2, body)
-    assert not torch.equal(model.last.weight, net().last.weight)
+@nets.each_rank(2)
+def test_a_group_is_added_by_wrapping_again(model: Any, transport: Any) -> None:
+    inner, before = torch.optim.SGD(model.first.parameters(), lr=0.1), model.last.weight.detach().clone()
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
+    with pytest.raises(ValueError, match=r"cannot be added here: close\(\) this optimizer, add the group"):
+        optimizer.add_param_group({"params": model.last.parameters()})
+    optimizer.close()
+    optimizer.inner.add_param_group({"params": model.last.parameters()})
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
+    nets.train(model, optimizer, [0], transport.rank)
+    assert not torch.equal(model.last.weight, before)
 
 
-def test_a_scheduler_of_the_inner_optimizer() -> None:
-    model = net()
-    inner = momentum_sgd(model)
+def test_a_scheduler_of_the_inner_optimizer_and_step_after_synchronize() -> None:
+    model = nets.net()
+    inner = nets.momentum_sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda epoch: 0.5**epoch)
-    optimizer = wrap(model, alone(), lambda m: inner)
-    train(model, optimizer, [0])
+    optimizer = nets.wrap(model, nets.alone(), lambda m: inner)
+    nets.train(model, optimizer, [0])
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    nets.loss_of(model, 0).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"step\(\) called without optimizer.skip_synchronize\(\)"):
+        optimizer.step()
+    nets.loss_of(model, 1).backward()
+    optimizer.step()
 
 
-def test_closures() -> None:
+def test_closures_and_clipping_after_synchronize() -> None:
     def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport)
+        optimizer = nets.wrap(model, transport)
 
         def closure() -> Any:
             optimizer.zero_grad()
-            loss = loss_of(model, 0, transport.rank)
+            loss = nets.loss_of(model, 0, transport.rank)
             loss.backward()
             return loss.item()
 
-        assert optimizer.step(closure) == pytest.approx(loss_of(net(), 0, transport.rank).item())
+        assert optimizer.step(closure) == pytest.approx(nets.loss_of(nets.net(), 0, transport.rank).item())
 
-    assert_same(run(2, body)[0], trained_alone(2, [0]))
-
-
-def test_clipping_after_synchronize() -> None:
     def clip(model: Any) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
@@ -222,32 +173,22 @@ def test_clipping_after_synchronize() -> None:
         clip(model)
         optimizer.step()
 
-    found = trained(2, range(3), training={"finish": partial(through_gradients, change=clip)})
-    assert_same(found, trained_alone(2, range(3), finish=clipped_step))
+    nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, [0]))
+    found = nets.trained(2, range(3), training={"finish": partial(nets.through_gradients, change=clip)})
+    nets.assert_same(found, nets.trained_alone(2, range(3), finish=clipped_step))
 
 
-@every_kind
+@nets.every_kind
 def test_synchronizing_twice_is_synchronizing_once(compression: Any) -> None:
     def twice(model: Any, optimizer: Any) -> None:
         optimizer.synchronize()
-        through_gradients(model, optimizer)
+        nets.through_gradients(model, optimizer)
 
     first, second = (
-        trained(2, range(3), dgc_sgd, compression, training={"finish": finish})
-        for finish in (twice, through_gradients)
+        nets.trained(2, range(3), nets.dgc_sgd, compression, training={"finish": finish})
+        for finish in (twice, nets.through_gradients)
     )
-    assert_same(first, second, exactly=True)
-
-
-def test_step_after_synchronize_warns() -> None:
-    model = net()
-    optimizer = wrap(model, alone())
-    loss_of(model, 0).backward()
-    optimizer.synchronize()
-    with pytest.warns(UserWarning, match=r"step\(\) called without optimizer.skip_synchronize\(\)"):
-        optimizer.step()
-    loss_of(model, 1).backward()
-    optimizer.step()
+    nets.assert_same(first, second, exactly=True)
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])
@@ -255,50 +196,43 @@ def test_a_step_that_was_left_out_after_synchronize(zero: Any) -> None:
     """A loss scaler skips step() on overflow: the next step exchanges again, without a warning."""
 
     def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport)
-        train(model, optimizer, [0], transport.rank, zero=zero)
-        train(model, optimizer, [1], transport.rank, zero=zero, finish=lambda model, own: own.synchronize())
-        train(model, optimizer, [2], transport.rank, zero=zero)
+        optimizer = nets.wrap(model, transport)
+        nets.train(model, optimizer, [0], transport.rank, zero=zero)
+        nets.train(model, optimizer, [1], transport.rank, zero=zero, finish=lambda model, own: own.synchronize())
+        nets.train(model, optimizer, [2], transport.rank, zero=zero)
 
-    assert_same(run(2, body)[0], trained_alone(2, [0, 2]))
-
-
-# --- routes, several optimizers, Horovod's compressions --------------------------------------------
+    nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, [0, 2]))
 
 
-def test_a_route_of_compressors() -> None:
-    def body(model: Any, transport: Any) -> None:
-        route = Route([Rule(BF16Compressor(), name="last.*"), Rule(dgc(0.1), min_dim=2), Rule(DenseCompressor())])
-        optimizer = wrap(model, transport, dgc_sgd, compression=route)
-        kinds = {s.name: type(p.compressor) for p in optimizer.planned for s in p.bucket.segments}
-        assert kinds == {
-            **dict.fromkeys(("first.weight", "spare.weight"), DGCCompressor),
-            **dict.fromkeys(("first.bias", "spare.bias"), DenseCompressor),
-            **dict.fromkeys(("last.weight", "last.bias"), BF16Compressor),
-        }
-        train(model, optimizer, range(3), transport.rank)
-
-    run(2, body)
+@nets.each_rank(2)
+def test_a_route_of_compressors(model: Any, transport: Any) -> None:
+    route = Route([Rule(BF16Compressor(), name="last.*"), Rule(nets.dgc(0.1), min_dim=2), Rule(DenseCompressor())])
+    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=route)
+    kinds = {s.name: type(p.compressor) for p in optimizer.planned for s in p.bucket.segments}
+    assert kinds == {
+        **dict.fromkeys(("first.weight", "spare.weight"), DGCCompressor),
+        **dict.fromkeys(("first.bias", "spare.bias"), DenseCompressor),
+        **dict.fromkeys(("last.weight", "last.bias"), BF16Compressor),
+    }
+    nets.train(model, optimizer, range(3), transport.rank)
 
 
-def test_two_optimizers_on_one_transport() -> None:
-    def body(model: Any, transport: Any) -> None:
-        def part(module: Any, prefix: Any) -> Any:
-            inner = torch.optim.SGD(module.parameters(), lr=0.1)
-            return DistributedOptimizer(inner, module.named_parameters(prefix), transport=transport)
+@nets.each_rank(2)
+def test_two_optimizers_on_one_transport(model: Any, transport: Any) -> None:
+    def part(module: Any, prefix: Any) -> Any:
+        inner = torch.optim.SGD(module.parameters(), lr=0.1)
+        return DistributedOptimizer(inner, module.named_parameters(prefix), transport=transport)
 
-        optimizers = [part(model.first, "a"), part(model.last, "b")]
-        for step in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss_of(model, step, transport.rank).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-
-    (model, _) = run(2, body)
-    assert not torch.equal(model.first.weight, net().first.weight)
+    optimizers, before = [part(model.first, "a"), part(model.last, "b")], model.first.weight.detach().clone()
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        nets.loss_of(model, step, transport.rank).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not torch.equal(model.first.weight, before)
 
 
 def test_a_horovod_compression() -> None:
-    found, expected = trained(2, [0], compression=lambda: Half), trained_alone(2, [0])
-    torch.testing.assert_close(values(found), values(expected), rtol=1e-3, atol=1e-3)
+    found, expected = nets.trained(2, [0], compression=lambda: nets.Half), nets.trained_alone(2, [0])
+    torch.testing.assert_close(nets.values(found), nets.values(expected), rtol=1e-3, atol=1e-3)

@@ -7,25 +7,12 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from optim.nets import (
-    alone,
-    assert_same,
-    dgc,
-    dgc_sgd,
-    loss_of,
-    net,
-    run,
-    same,
-    train,
-    trained,
-    values,
-    wrap,
-)
+from gossip.networks import top_k
+from on_ranks import on_ranks
+from optim import nets
 
-from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DenseCompressor, SparseCompressor
+from dgc.compression import DenseCompressor
 from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
-from dgc.memory import ResidualMemory
 from dgc.optim import LocalOptimizer
 
 SMALL = 1e-4  # MB: several buckets, of which some start during backward
@@ -40,58 +27,57 @@ def fail_in_backward(model: Any, layer: str, rank: int) -> None:
     """An exception before the gradient of the layer is computed. `first` has the last gradients."""
     hook = getattr(model, layer).register_full_backward_pre_hook(fail)
     with pytest.raises(MemoryError):
-        loss_of(model, 99, rank).backward()
+        nets.loss_of(model, 99, rank).backward()
     hook.remove()
 
 
 def test_an_exception_before_a_bucket_has_started_leaves_nothing_after_zero_grad() -> None:
     def body(model: Any, transport: Any, layer: str, passes: int) -> None:
         # one bucket for all: it does not start before the last gradient
-        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.3), backward_passes_per_step=passes)
-        train(model, optimizer, [0], transport.rank, passes=passes)
+        options = {"compression": nets.dgc(0.3), "backward_passes_per_step": passes}
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, **options)
+        nets.train(model, optimizer, [0], transport.rank, passes=passes)
         fail_in_backward(model, layer, transport.rank)
         if passes == 1 and layer == "first":
             with pytest.raises(RuntimeError, match=r"ended an earlier backward, call zero_grad\(\)"):
-                loss_of(model, 1, transport.rank).backward()
-        train(model, optimizer, range(1, 4), transport.rank, passes=passes)
+                nets.loss_of(model, 1, transport.rank).backward()
+        nets.train(model, optimizer, range(1, 4), transport.rank, passes=passes)
 
     for layer, passes in (("last", 1), ("first", 1), ("first", 2)):
         with case(layer, passes):
-            (model, _) = run(2, partial(body, layer=layer, passes=passes))
-            expected = trained(2, range(4), dgc_sgd, partial(dgc, 0.3), training={"passes": passes})
-            assert_same(model, expected, exactly=True)
+            (model, _) = nets.run(2, partial(body, layer=layer, passes=passes))
+            expected = nets.trained(2, range(4), nets.dgc_sgd, partial(nets.dgc, 0.3), training={"passes": passes})
+            nets.assert_same(model, expected, exactly=True)
 
 
-def test_after_a_bucket_has_started_the_step_must_be_finished_as_on_the_other_ranks() -> None:
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.3), bucket_mb=SMALL)
-        train(model, optimizer, range(3), transport.rank)
-        optimizer.zero_grad()
-        if transport.rank == 1:
-            fail_in_backward(model, "first", transport.rank)
-            with pytest.raises(RuntimeError, match=r"After an exception in backward call step\(\) all the same"):
-                optimizer.zero_grad()
-        else:
-            loss_of(model, 3).backward()
-        optimizer.step()
-        train(model, optimizer, range(4, 6), transport.rank)
-
-    run(2, body)
+@nets.each_rank(2)
+def test_after_a_bucket_has_started_the_step_must_be_finished_as_elsewhere(model: Any, transport: Any) -> None:
+    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=nets.dgc(0.3), bucket_mb=SMALL)
+    nets.train(model, optimizer, range(3), transport.rank)
+    optimizer.zero_grad()
+    if transport.rank == 1:
+        fail_in_backward(model, "first", transport.rank)
+        with pytest.raises(RuntimeError, match=r"After an exception in backward call step\(\) all the same"):
+            optimizer.zero_grad()
+    else:
+        nets.loss_of(model, 3).backward()
+    optimizer.step()
+    nets.train(model, optimizer, range(4, 6), transport.rank)
 
 
 def test_a_step_that_is_refused_before_it_begins_does_not_count() -> None:
-    model = net()
-    optimizer = wrap(model, alone())
+    model = nets.net()
+    optimizer = nets.wrap(model, nets.alone())
 
     def change(p: Any) -> None:
         p.grad.mul_(2)
 
     hooks = [p.register_post_accumulate_grad_hook(change) for p in model.parameters()]
     with pytest.raises(RuntimeError, match="changed between backward"):
-        loss_of(model, 0).backward()
+        nets.loss_of(model, 0).backward()
     for hook in hooks:
         hook.remove()
-    train(model, optimizer, [0])
+    nets.train(model, optimizer, [0])
     assert optimizer.compression_state_dict()["identity"]["step"] == 1
 
 
@@ -109,32 +95,25 @@ class FailingCompressor(DenseCompressor):
 
 
 def check_that_nothing_continues(model: Any, uses: list[Any]) -> None:
-    before = values(model)
+    before = nets.values(model)
     for use in uses * 2:
         with pytest.raises(RuntimeError, match=BROKEN):
             use()
-    assert same(before.values(), values(model).values())
+    assert nets.same(before.values(), nets.values(model).values())
 
 
 @pytest.mark.parametrize("name", [".0", ".1", "later", "optimizer"])
-def test_an_exception_of_a_compressor_or_of_the_wrapped_optimizer(name: str) -> None:
-    def body(transport: Any) -> None:
-        model, compressor = net(), FailingCompressor(name)
-        optimizer = wrap(model, transport, compression=compressor, bucket_mb=SMALL)
-        train(model, optimizer, range(2), transport.rank)
-        compressor.fails = True
-        step, optimizer.inner.step = optimizer.inner.step, fail if name == "optimizer" else optimizer.inner.step
-        with pytest.raises(MemoryError):
-            train(model, optimizer, [2], transport.rank)
-        compressor.fails, optimizer.inner.step = False, step
-        uses = [optimizer.zero_grad, optimizer.compression_state_dict, optimizer.step]
-        check_that_nothing_continues(model, uses)
-
-    LockstepWorld(2).run(body)
-
-
-def top_k() -> SparseCompressor:
-    return SparseCompressor(0.5, ResidualMemory())
+@on_ranks(2)
+def test_an_exception_of_a_compressor_or_of_the_wrapped_optimizer(transport: Any, name: str) -> None:
+    model, compressor = nets.net(), FailingCompressor(name)
+    optimizer = nets.wrap(model, transport, compression=compressor, bucket_mb=SMALL)
+    nets.train(model, optimizer, range(2), transport.rank)
+    compressor.fails = True
+    step, optimizer.inner.step = optimizer.inner.step, fail if name == "optimizer" else optimizer.inner.step
+    with pytest.raises(MemoryError):
+        nets.train(model, optimizer, [2], transport.rank)
+    compressor.fails, optimizer.inner.step = False, step
+    check_that_nothing_continues(model, [optimizer.zero_grad, optimizer.compression_state_dict, optimizer.step])
 
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
@@ -146,19 +125,17 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("where", ["optimizer", "exchange"])
-def test_an_exception_in_a_step_with_an_outer_exchange(name: str, where: str) -> None:
-    def body(transport: Any) -> None:
-        model, algorithm = net(), ALGORITHMS[name]()
-        adam = (ZeroOneAdam if name == "0/1 Adam" else torch.optim.Adam)(model.parameters(), lr=0.01)
-        optimizer = LocalOptimizer(adam, model.named_parameters(), algorithm, transport=transport)
-        train(model, optimizer, range(5), transport.rank)
-        owner, attribute = (adam, "step") if where == "optimizer" else (algorithm.exchange._engine, "start")
-        setattr(owner, attribute, fail)
-        with pytest.raises(MemoryError):
-            train(model, optimizer, range(5, 12), transport.rank)
-        delattr(owner, attribute)
-        own = [optimizer.synchronize_messages, lambda: optimizer.consensus().__enter__()]
-        uses = [optimizer.zero_grad, optimizer.step, *own, optimizer.compression_state_dict]
-        check_that_nothing_continues(model, uses)
-
-    LockstepWorld(2).run(body)
+@on_ranks(2)
+def test_an_exception_in_a_step_with_an_outer_exchange(transport: Any, name: str, where: str) -> None:
+    model, algorithm = nets.net(), ALGORITHMS[name]()
+    adam = (ZeroOneAdam if name == "0/1 Adam" else torch.optim.Adam)(model.parameters(), lr=0.01)
+    optimizer = LocalOptimizer(adam, model.named_parameters(), algorithm, transport=transport)
+    nets.train(model, optimizer, range(5), transport.rank)
+    owner, attribute = (adam, "step") if where == "optimizer" else (algorithm.exchange._engine, "start")
+    setattr(owner, attribute, fail)
+    with pytest.raises(MemoryError):
+        nets.train(model, optimizer, range(5, 12), transport.rank)
+    delattr(owner, attribute)
+    own = [optimizer.synchronize_messages, lambda: optimizer.consensus().__enter__()]
+    uses = [optimizer.zero_grad, optimizer.step, *own, optimizer.compression_state_dict]
+    check_that_nothing_continues(model, uses)

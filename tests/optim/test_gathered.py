@@ -1,11 +1,14 @@
 """gather_state and load_gathered: one object on rank 0 has the states of all ranks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import case
+from on_ranks import on_ranks
+from optim.nets import train
 from states import assert_equal
 from torch import nn
 
@@ -14,6 +17,8 @@ from dgc.compression import DGCCompressor, PowerSGDCompressor
 from dgc.engine.gathered import on_cpu
 from dgc.optim import DGCSGD, DistributedOptimizer
 
+METHODS = (lambda: DGCCompressor(0.01), lambda: PowerSGDCompressor(rank=2))
+
 
 def wrapped(transport: Any, compression: Any, hierarchical: str = "off") -> Any:
     model = nn.Linear(40, 40)
@@ -21,16 +26,8 @@ def wrapped(transport: Any, compression: Any, hierarchical: str = "off") -> Any:
         for p in model.parameters():
             p.fill_(0.1)
     kind = DGCSGD if isinstance(compression, DGCCompressor) else torch.optim.SGD
-    inner = kind(model.parameters(), lr=0.1, momentum=0.9)
-    named = model.named_parameters()
+    inner, named = kind(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
     return model, DistributedOptimizer(inner, named, compression, transport=transport, hierarchical=hierarchical)
-
-
-def step(model: nn.Module, optimizer: Any, rank: int) -> None:
-    optimizer.zero_grad()
-    x = torch.randn(4, 40, generator=torch.Generator().manual_seed(rank))
-    model(x).square().mean().backward()
-    optimizer.step()
 
 
 def gathered(world: LockstepWorld, make: Any, hierarchical: str = "off") -> tuple[Any, list[Any]]:
@@ -38,16 +35,13 @@ def gathered(world: LockstepWorld, make: Any, hierarchical: str = "off") -> tupl
 
     def body(transport: Any) -> Any:
         model, optimizer = wrapped(transport, make(), hierarchical)
-        for _ in range(2):
-            step(model, optimizer, transport.rank)
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(transport.rank))
+        train(model, optimizer, range(2), loss=lambda model, *_: model(x).square().mean())
         return optimizer.gather_state(), optimizer.compression_state_dict()
 
     found = world.run(body)
     assert [one is None for one, _ in found] == [False] + [True] * (len(found) - 1)
     return found[0][0], [own for _, own in found]
-
-
-METHODS = (lambda: DGCCompressor(0.01), lambda: PowerSGDCompressor(rank=2))
 
 
 def test_every_rank_gets_its_own_state_back(tmp_path: Path) -> None:
@@ -69,35 +63,25 @@ def test_every_rank_gets_its_own_state_back(tmp_path: Path) -> None:
 def test_another_number_of_ranks_has_the_same_mean() -> None:
     whole, states = gathered(LockstepWorld(4), METHODS[0])
 
-    def body(transport: Any) -> Any:
+    def error(transport: Any, load: Any) -> Any:
         _, optimizer = wrapped(transport, METHODS[0]())
-        optimizer.load_gathered(whole)
+        load(optimizer)
         return torch.cat(list(optimizer.errors())).double()
 
-    def error_of(state: Any) -> torch.Tensor:
-        def one(transport: Any) -> Any:
-            _, optimizer = wrapped(transport, METHODS[0]())
-            optimizer.load_compression_state_dict(state, allow_other_rank=True)
-            return torch.cat(list(optimizer.errors())).double()
+    def of_one(state: Any) -> Any:
+        load = partial(DistributedOptimizer.load_compression_state_dict, state=state, allow_other_rank=True)
+        return error(LockstepWorld(1).transports[0], load)
 
-        return LockstepWorld(1).run(one)[0]
-
-    mean = torch.stack([error_of(state) for state in states]).mean(0)
-    after = torch.stack(LockstepWorld(2).run(body)).mean(0)
-    assert mean.abs().max() > 0 and torch.allclose(after, mean, atol=1e-7)
+    mean = torch.stack([of_one(state) for state in states]).mean(0)
+    after = LockstepWorld(2).run(partial(error, load=lambda optimizer: optimizer.load_gathered(whole)))
+    assert mean.abs().max() > 0 and torch.allclose(torch.stack(after).mean(0), mean, atol=1e-7)
 
 
-def test_a_wrong_state_is_one_error_on_every_rank() -> None:
+@on_ranks(2)
+def test_a_wrong_state_is_one_error_on_every_rank(transport: Any) -> None:
     for wrong in (None, {}, {"ranks": "all"}, {"ranks": [1]}):
-
-        def body(transport: Any, wrong: Any = wrong) -> None:
-            _, optimizer = wrapped(transport, METHODS[0]())
-            with pytest.raises(ValueError, match="load_gathered needs on rank 0 what gather_state"):
-                optimizer.load_gathered(wrong)
-
-        LockstepWorld(2).run(body)
-
-
-def test_tensors_anywhere_in_a_state_are_moved() -> None:
-    value = {"a": torch.ones(1), "b": [(torch.zeros(2), 3)], "c": None}
+        _, optimizer = wrapped(transport, METHODS[0]())
+        with pytest.raises(ValueError, match="load_gathered needs on rank 0 what gather_state"):
+            optimizer.load_gathered(wrong)
+    value = {"a": torch.ones(1), "b": [(torch.zeros(2), 3)], "c": None}  # tensors anywhere in a state are moved
     assert_equal(on_cpu(value), value)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from cases import case
 from gossip.networks import Trained, top_k
+from on_ranks import on_ranks
 from optim.nets import alone, dgc, dgc_sgd, loss_of, net, train, wrap
 from states import assert_equal
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.aggregate import Config, PowerSGD, optimizer_step
@@ -23,7 +23,7 @@ from dgc.ddp import compress
 from dgc.gossip import OSGP, SGP
 from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import LocalOptimizer, broadcast_optimizer_state, redistribute
+from dgc.optim import broadcast_optimizer_state, redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -96,20 +96,15 @@ OWN_PARTS = ("gossip with overlap", "0/1 Adam")  # messages and server errors ha
 
 
 def states_of(build: Any, world: LockstepWorld) -> list[Any]:
-    """Of all ranks, after three steps."""
     return world.run(lambda transport: build(transport).train(range(3)).state())
-
-
-def without_identity(state: Any) -> Any:
-    return {key: value for key, value in state.items() if key != "identity"}
 
 
 def world(name: str, size: int = 2) -> LockstepWorld:
     return LockstepWorld(2 * size, 2) if name == "two levels" else LockstepWorld(size)
 
 
-def content(state: Any) -> Any:
-    return {key: value for key, value in without_identity(state).items() if key != "part"}
+def without(state: Any, *keys: str) -> Any:
+    return {key: value for key, value in state.items() if key not in keys}
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -140,11 +135,11 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
         again.load(other, allow_other_rank=True)
         assert again.state()["identity"] == state["identity"]
         if name not in OWN_PARTS:
-            assert_equal(content(again.state()), content(other))
+            assert_equal(*(without(its, "identity", "part") for its in (again.state(), other)))
         with pytest.raises(ValueError, match="identity of the state is damaged"):
             again.load({**state, "identity": {"owner": 1}})
         with pytest.warns(UserWarning, match="an earlier version saved it: make sure that it is that of rank"):
-            again.load(without_identity(state))
+            again.load(without(state, "identity"))
         again.train(range(3, 5))
 
     world(name).run(body)
@@ -194,37 +189,30 @@ def test_ddp() -> None:
     dist.destroy_process_group()
 
 
-def test_settings_that_give_the_state_another_meaning_are_refused() -> None:
+@on_ranks(2)
+def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any) -> None:
     diloco = partial(outer_steps, outer=Nesterov)
-    other: list[tuple[Any, Any, str]] = [
+    for saved, loaded, message in (
         (diloco(4), diloco(3), "OuterSteps.0.average_every=4, and here it is 3"),
         (diloco(4, fragment_mb=2.5e-4), diloco(4), "OuterSteps.0.fragment_mb=0.00025, and here it is None"),
         (zero_one(2), zero_one(4), "ZeroOneSteps.0.local_step_clipper=2, and here it is 4"),
-    ]
-
-    def body(transport: Any, saved: Any, loaded: Any, message: str) -> None:
+    ):
         state = saved(transport).train(range(3)).state()
-        with pytest.raises(ValueError, match=message):
+        with case(message), pytest.raises(ValueError, match=message):
             loaded(transport).load(state, allow_other_rank=True)
 
-    for saved, loaded, message in other:
-        with case(message):
-            LockstepWorld(2).run(partial(body, saved=saved, loaded=loaded, message=message))
 
-
-def test_ratio_formats_and_buckets_may_change() -> None:
-    def body(transport: Any) -> None:
-        state = optimizer(transport).train(range(3)).state()
-        for ratio, options in ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True})):
-            for bucket_mb in (25.0, 1e-4):
-                other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
-                other.load(state)
-                for table in ("momentums", "velocities"):
-                    tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
-                    torch.testing.assert_close(*tables, rtol=0, atol=0)
-                other.train(range(3, 4))
-
-    LockstepWorld(2).run(body)
+@on_ranks(2)
+def test_ratio_formats_and_buckets_may_change(transport: Any) -> None:
+    state = optimizer(transport).train(range(3)).state()
+    for ratio, options in ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True})):
+        for bucket_mb in (25.0, 1e-4):
+            other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
+            other.load(state)
+            for table in ("momentums", "velocities"):
+                tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
+                torch.testing.assert_close(*tables, rtol=0, atol=0)
+            other.train(range(3, 4))
 
 
 @pytest.mark.parametrize("name", ["optimizer", "aggregator"])
@@ -260,7 +248,8 @@ def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
     later = {**states[1], "identity": {**states[1]["identity"], "step": 4}}
     with pytest.raises(ValueError, match="rank 0 of 3 is of step 3, that of rank 1 of 3 of step 4"):
         redistribute([states[0], later, states[2]], 1)
-    assert all("identity" not in state for state in redistribute(list(map(without_identity, states)), 2))
+    mixed = redistribute([without(state, "identity") for state in states], 2)
+    assert not any("identity" in state for state in mixed)
 
 
 def test_states_are_redistributed_to_two_levels_and_back() -> None:
@@ -293,28 +282,20 @@ def test_shards_are_redistributed_among_machines() -> None:
         redistribute(states, 3)
 
 
-def test_a_broadcast_of_the_optimizer_leaves_every_rank_its_residual() -> None:
-    def body(transport: Any) -> None:
-        adapter = optimizer(transport).train(range(3))
-        before = adapter.state()
-        broadcast_optimizer_state(adapter.owner, transport=transport)
-        assert_equal(adapter.state(), before)
-
-    LockstepWorld(2).run(body)
+@on_ranks(2)
+def test_a_broadcast_of_the_optimizer_leaves_every_rank_its_residual(transport: Any) -> None:
+    adapter = optimizer(transport).train(range(3))
+    before = adapter.state()
+    broadcast_optimizer_state(adapter.owner, transport=transport)
+    assert_equal(adapter.state(), before)
 
 
-def test_steps_of_asynchronous_ranks_are_not_compared() -> None:
-    model = nn.Linear(2, 2)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-
+def test_steps_of_asynchronous_ranks_are_not_compared_and_another_memory_is_refused() -> None:
     class Alone(SGP):
         is_synchronous = False
 
-    own = LocalOptimizer(sgd, model.named_parameters(), Alone(), transport=alone())
+    own = gossiping(Alone)(alone()).owner
     assert own.compression_state_dict()["identity"]["step"] is None
-
-
-def test_a_memory_of_another_kind_is_refused() -> None:
     state = optimizer(alone(), compression=SparseCompressor(0.1, DGCSGDMemory())).state()
     found = r"state of another compressor: it has \['history', 'momentums', 'steps', 'velocities'\]"
     with pytest.raises(ValueError, match=found):

@@ -6,24 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from optim.nets import (
-    KINDS,
-    alone,
-    assert_same,
-    data,
-    dgc,
-    dgc_sgd,
-    every_kind,
-    loss_of,
-    momentum_sgd,
-    net,
-    run,
-    through_gradients,
-    train,
-    trained,
-    trained_alone,
-    wrap,
-)
+from optim import nets
+from refusals import check_refusals
 from torch import nn
 
 from dgc.bucket import make_bucket
@@ -34,117 +18,116 @@ from dgc.optim import DistributedOptimizer, OneBitAdam
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nets.KINDS)
 def test_parameters_unused_in_some_steps_on_some_ranks(zero: Any, kind: Any) -> None:
     def loss(model: Any, number: Any, rank: Any) -> Any:
-        return loss_of(model, number, rank, spare=(number + rank) % 3 == 0)
+        return nets.loss_of(model, number, rank, spare=(number + rank) % 3 == 0)
 
     def joint(model: Any, number: Any, size: Any) -> Any:
         unused = 0.0 * sum(p.sum() for p in model.spare.parameters())  # its gradient is zero, and momentum goes on
         return sum(loss(model, number, rank) for rank in range(size)) / size + unused
 
-    found = trained(2, range(6), dgc_sgd, KINDS[kind], training={"loss": loss, "zero": zero}, bucket_mb=2e-4)
-    assert not torch.equal(found.spare.weight, net().spare.weight)
+    training = {"loss": loss, "zero": zero}
+    found = nets.trained(2, range(6), nets.dgc_sgd, nets.KINDS[kind], training=training, bucket_mb=2e-4)
+    assert not torch.equal(found.spare.weight, nets.net().spare.weight)
     if kind != "dgc":
-        assert_same(found, trained_alone(2, range(6), loss=joint))
+        nets.assert_same(found, nets.trained_alone(2, range(6), loss=joint))
 
 
 def test_a_parameter_that_no_rank_uses_stays() -> None:
-    model = trained(2, range(3), training={"spare": False})
-    assert torch.equal(model.spare.weight, net().spare.weight)
-    assert not torch.equal(model.first.weight, net().first.weight)
+    model = nets.trained(2, range(3), training={"spare": False})
+    assert torch.equal(model.spare.weight, nets.net().spare.weight)
+    assert not torch.equal(model.first.weight, nets.net().first.weight)
+    optimizer = nets.wrap(model := nets.net(), nets.alone())
+    with pytest.warns(UserWarning, match="create_graph"):
+        nets.loss_of(model, 0).backward(create_graph=True)
+    optimizer.step()
+    assert not model.first.weight.grad.requires_grad
+    nets.assert_same(model, nets.trained_alone(1, [0]), exactly=True)
 
 
-def test_frozen_parameters_take_no_part() -> None:
-    def body(model: Any, transport: Any) -> None:
-        model.first.requires_grad_(False)
-        optimizer = wrap(model, transport)
-        names = [s.name for plan in optimizer.planned for s in plan.bucket.segments]
-        assert names == ["last.bias", "last.weight", "spare.bias", "spare.weight"]
-        train(model, optimizer, range(3), transport.rank)
-
-    (model, _) = run(2, body)
-    assert torch.equal(model.first.weight, net().first.weight)
-    assert not torch.equal(model.last.weight, net().last.weight)
+@nets.each_rank(2)
+def test_frozen_parameters_take_no_part(model: Any, transport: Any) -> None:
+    model.first.requires_grad_(False)
+    before, optimizer = copy.deepcopy(model), nets.wrap(model, transport)
+    names = [s.name for plan in optimizer.planned for s in plan.bucket.segments]
+    assert names == ["last.bias", "last.weight", "spare.bias", "spare.weight"]
+    nets.train(model, optimizer, range(3), transport.rank)
+    assert torch.equal(model.first.weight, before.first.weight)
+    assert not torch.equal(model.last.weight, before.last.weight)
 
 
-@every_kind
+@nets.every_kind
 def test_unfrozen_parameters_are_refused_on_every_rank_until_wrapped_again(compression: Any) -> None:
     errors = []
 
     def body(model: Any, transport: Any) -> None:
         model.first.requires_grad_(False)
-        optimizer = wrap(model, transport, dgc_sgd, compression=compression())
-        train(model, optimizer, [0], transport.rank)
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
+        nets.train(model, optimizer, [0], transport.rank)
         model.first.requires_grad_(True)
         with pytest.raises(ValueError, match=r"requires a gradient now.*close\(\) it and wrap") as error:
-            train(model, optimizer, [1], transport.rank)
+            nets.train(model, optimizer, [1], transport.rank)
         errors.append(str(error.value))
         optimizer.synchronize()  # completes the exchange, whose gradients are dropped
         optimizer.close()
-        train(model, wrap(model, transport, dgc_sgd, compression=compression()), range(2, 5), transport.rank)
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
+        nets.train(model, optimizer, range(2, 5), transport.rank)
 
-    (model, _) = run(2, body)
+    (model, _) = nets.run(2, body)
     assert len(errors) == 2 and errors[0] == errors[1]
-    assert not torch.equal(model.first.weight, net().first.weight)
+    assert not torch.equal(model.first.weight, nets.net().first.weight)
 
 
-@every_kind
-def test_parameters_that_are_frozen_later_stay_and_may_be_unfrozen(compression: Any) -> None:
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, partial(dgc_sgd, weight_decay=0.1), compression=compression())
-        train(model, optimizer, range(3), transport.rank)
-        model.first.requires_grad_(False)
-        before = model.first.weight.detach().clone()
-        train(model, optimizer, range(3, 6), transport.rank)
-        assert torch.equal(model.first.weight, before)
-        model.first.requires_grad_(True)
-        train(model, optimizer, [6], transport.rank)
-        assert not torch.equal(model.first.weight, before)
-
-    run(2, body)
+@nets.every_kind
+@nets.each_rank(2)
+def test_parameters_that_are_frozen_later_stay(model: Any, transport: Any, compression: Any) -> None:
+    optimizer = nets.wrap(model, transport, partial(nets.dgc_sgd, weight_decay=0.1), compression=compression())
+    nets.train(model, optimizer, range(3), transport.rank)
+    model.first.requires_grad_(False)
+    before = model.first.weight.detach().clone()
+    nets.train(model, optimizer, range(3, 6), transport.rank)
+    assert torch.equal(model.first.weight, before)
+    model.first.requires_grad_(True)
+    nets.train(model, optimizer, [6], transport.rank)
+    assert not torch.equal(model.first.weight, before)
 
 
-class Tied(nn.Module):
+class Tied(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 6)
-        self.b = nn.Linear(6, 6, bias=False)
-        self.b.weight = self.a.weight
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x: Any) -> Any:
-        return self.last(self.b(torch.tanh(self.a(x))))
+        first = nn.Linear(6, 6)
+        super().__init__(first, nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
+        self[2].weight = first.weight
 
 
 @pytest.mark.parametrize("duplicates", [False, True])
 @pytest.mark.parametrize("ratio", [None, 0.1, 1.0])
 def test_tied_parameters(duplicates: Any, ratio: Any) -> None:
-    """One gradient, exchanged once."""
     torch.manual_seed(0)
-    reference = Tied()
+    reference: Any = Tied()
     models = [copy.deepcopy(reference) for _ in range(2)]
 
     def body(model: Any, transport: Any) -> None:
         named = model.named_parameters(remove_duplicate=not duplicates)
-        inner, compression = (dgc_sgd(model), dgc(ratio)) if ratio else (momentum_sgd(model), None)
+        inner, compression = (nets.dgc_sgd(model), nets.dgc(ratio)) if ratio else (nets.momentum_sgd(model), None)
         optimizer = DistributedOptimizer(inner, named, compression, transport=transport)
         assert sum(len(plan.bucket.segments) for plan in optimizer.planned) == 4
-        train(model, optimizer, range(3), transport.rank)
+        nets.train(model, optimizer, range(3), transport.rank)
 
-    (model, _) = run(2, body, models)
-    trained_alone(2, range(3), model=reference)
+    (model, _) = nets.run(2, body, models)
+    nets.trained_alone(2, range(3), model=reference)
     if ratio == 0.1:
-        assert not torch.equal(model.a.weight, reference.a.weight)
+        assert not torch.equal(model[0].weight, reference[0].weight)
     else:
-        assert_same(model, reference)
+        nets.assert_same(model, reference)
 
 
-@every_kind
+WORDS = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
+
+
+@nets.every_kind
 @pytest.mark.parametrize("passes", [1, 2])
 def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
-    """sparse=True gives the same result as sparse=False, through the same buckets."""
-    words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
 
     def embedding(sparse: Any) -> Any:
         model = nn.EmbeddingBag(20, 4, sparse=sparse)
@@ -152,20 +135,12 @@ def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
         return model
 
     def loss(model: Any, number: Any, rank: Any) -> Any:
-        return model(words[rank]).square().sum().mul(0.01)
+        return model(WORDS[rank]).square().sum().mul(0.01)
 
-    sparse, dense = (
-        trained(
-            2,
-            range(3),
-            dgc_sgd,
-            compression,
-            [embedding(sparse) for _ in range(2)],
-            {"loss": loss, "passes": passes},
-        )
-        for sparse in (True, False)
-    )
-    assert_same(sparse, dense)
+    training = {"loss": loss, "passes": passes}
+    own = partial(nets.trained, 2, range(3), nets.dgc_sgd, compression, training=training)
+    sparse, dense = (own([embedding(sparse) for _ in range(2)]) for sparse in (True, False))
+    nets.assert_same(sparse, dense)
 
 
 @pytest.mark.parametrize("compression", [None, lambda: DGCCompressor(1.0, ResidualMemory())])
@@ -174,43 +149,43 @@ def test_sparse_adam_steps_on_the_rows_of_all_ranks(compression: Any) -> None:
     torch.manual_seed(0)
     reference = nn.Embedding(20, 4, sparse=True)
     models = [copy.deepcopy(reference) for _ in range(2)]
-    words = [torch.tensor([[1, 2], [3, 3]]), torch.tensor([[2, 5], [19, 0]])]
 
     def adam(model: Any) -> Any:
         return torch.optim.SparseAdam(model.parameters())
 
     def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, adam, compression=compression and compression())
+        optimizer = nets.wrap(model, transport, adam, compression=compression and compression())
         for p in model.parameters():  # as hvd.broadcast_optimizer_state
             p.grad = torch.zeros_like(p)
         optimizer.step()
         for step in range(3):
             optimizer.zero_grad()
             if step == 0 or transport.rank == 0:
-                model(words[transport.rank]).square().sum().backward()
+                model(WORDS[transport.rank]).square().sum().backward()
             optimizer.step()
 
     def joint(model: Any, step: Any, size: Any) -> Any:
-        return sum(model(w).square().sum() for w in words[: 2 if step == 0 else 1]) / size
+        return sum(model(w).square().sum() for w in WORDS[: 2 if step == 0 else 1]) / size
 
-    expected = trained_alone(2, range(3), adam, reference, loss=joint)
-    assert_same(run(2, body, models)[0], expected)
+    expected = nets.trained_alone(2, range(3), adam, reference, loss=joint)
+    nets.assert_same(nets.run(2, body, models)[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
-    "compression", [DenseCompressor, BF16Compressor, lambda: dgc(0.2)], ids=["dense", "bf16", "dgc"]
+    "compression", [DenseCompressor, BF16Compressor, lambda: nets.dgc(0.2)], ids=["dense", "bf16", "dgc"]
 )
 def test_parameters_of_other_precision(dtype: Any, compression: Any) -> None:
     losses = []
 
     def loss(model: Any, number: Any, rank: Any) -> Any:
-        x, y = (t.to(dtype) for t in data(0, rank))
+        x, y = (t.to(dtype) for t in nets.data(0, rank))
         found = (model(x) - y).square().mean()
         losses.append(found.item())
         return found
 
-    trained(2, range(60), dgc_sgd, compression, [net().to(dtype) for _ in range(2)], {"loss": loss})
+    models = [nets.net().to(dtype) for _ in range(2)]
+    nets.trained(2, range(60), nets.dgc_sgd, compression, models, training={"loss": loss})
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
@@ -228,11 +203,12 @@ def test_channels_last() -> None:
         assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
         optimizer.step()
 
+    training = {"loss": loss, "finish": finish}
     dense, complete, sparse = (
-        trained(2, range(4), dgc_sgd, make, [build(), build()], {"loss": loss, "finish": finish})
-        for make in (DenseCompressor, lambda: dgc(1.0), lambda: dgc(0.1))
+        nets.trained(2, range(4), nets.dgc_sgd, make, [build(), build()], training=training)
+        for make in (DenseCompressor, lambda: nets.dgc(1.0), lambda: nets.dgc(0.1))
     )
-    assert_same(dense, complete)
+    nets.assert_same(dense, complete)
     assert not torch.equal(sparse[0].weight, build()[0].weight)
     torch.testing.assert_close(sparse[0].weight, dense[0].weight, rtol=0.5, atol=0.1)
 
@@ -254,50 +230,33 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize("zero", ["own", "zero"])
-@pytest.mark.parametrize(
-    ("compression", "is_dense"),
-    [
-        (DenseCompressor, True),
-        (lambda: dgc(1.0), True),
-        (lambda: dgc(0.2, vectors="sparse"), False),
-        (lambda: PowerSGDCompressor(1), False),
-    ],
-)
-def test_complex_parameters_are_exchanged_as_pairs_of_real_numbers(
-    zero: Any, compression: Any, is_dense: bool
-) -> None:
+def test_complex_parameters_are_exchanged_as_pairs_of_real_numbers(zero: Any) -> None:
     def check(model: Any) -> None:
         assert model.first.grad.dtype == torch.complex64
 
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrap(model, transport, partial(dgc_sgd, weight_decay=0.01), compression=compression())
+    def body(model: Any, transport: Any, compression: Any) -> None:
+        decaying = partial(nets.dgc_sgd, weight_decay=0.01)
+        optimizer = nets.wrap(model, transport, decaying, compression=compression())
         for step in range(5):
-            finish = partial(through_gradients, change=check) if step % 2 else None
-            train(model, optimizer, [step], transport.rank, zero=zero, finish=finish)
+            finish = partial(nets.through_gradients, change=check) if step % 2 else None
+            nets.train(model, optimizer, [step], transport.rank, zero=zero, finish=finish)
 
-    model = run(2, body, [Complex(), Complex()])[0]
-    if is_dense:
-        sgd = partial(momentum_sgd, weight_decay=0.01)
-        assert_same(model, trained_alone(2, range(5), sgd, Complex()))
-    for p, before in zip(model.parameters(), Complex().parameters(), strict=True):
-        assert not torch.equal(p.imag if p.is_complex() else p, before.imag if p.is_complex() else before)
+    dense: list[Any] = [DenseCompressor, lambda: nets.dgc(1.0)]
+    for compression in (*dense, lambda: nets.dgc(0.2, vectors="sparse"), lambda: PowerSGDCompressor(1)):
+        model = nets.run(2, partial(body, compression=compression), [Complex(), Complex()])[0]
+        if compression in dense:
+            sgd = partial(nets.momentum_sgd, weight_decay=0.01)
+            nets.assert_same(model, nets.trained_alone(2, range(5), sgd, Complex()))
+        for p, before in zip(model.parameters(), Complex().parameters(), strict=True):
+            assert not torch.equal(p.imag if p.is_complex() else p, before.imag if p.is_complex() else before)
 
 
 def test_complex_parameters_are_refused_by_name_where_they_are_not_supported() -> None:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="OneBitAdam takes real parameters"):
-        OneBitAdam([parameter], freeze_step=1)
-    with pytest.raises(ValueError, match="phase is complex, which only DistributedOptimizer and dgc.ddp.compress"):
-        make_bucket("b", [("phase", parameter)])  # FSDP2 and aggregators
-    with pytest.raises(ValueError, match="gossip averages floating-point numbers, but phase has dtype"):
-        FlatModel([("phase", parameter)])  # gossip and outer steps
-
-
-def test_create_graph() -> None:
-    model = net()
-    optimizer = wrap(model, alone())
-    with pytest.warns(UserWarning, match="create_graph"):
-        loss_of(model, 0).backward(create_graph=True)
-    optimizer.step()
-    assert not model.first.weight.grad.requires_grad
-    assert_same(model, trained_alone(1, [0]), exactly=True)
+    named, only = [("phase", parameter)], "phase is complex, which only DistributedOptimizer and dgc.ddp.compress"
+    check_refusals(
+        (lambda: OneBitAdam([parameter], freeze_step=1), "OneBitAdam takes real parameters"),
+        (lambda: make_bucket("b", named), only),  # FSDP2 and aggregators
+        # gossip and outer steps
+        (lambda: FlatModel(named), "gossip averages floating-point numbers, but phase has dtype"),
+    )

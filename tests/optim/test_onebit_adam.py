@@ -12,21 +12,8 @@ from unittest.mock import ANY
 import pytest
 import torch
 from cases import case
-from optim.nets import (
-    alone,
-    assert_same,
-    check_that_a_saved_state_goes_on,
-    dgc,
-    loss_of,
-    net,
-    run,
-    same,
-    through_gradients,
-    train,
-    trained,
-    values,
-    wrap,
-)
+from optim import nets
+from refusals import check_refusals
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
@@ -61,7 +48,9 @@ def adamw(model: Any, **options: Any) -> Any:
 
 
 def wrapped(model: Any, transport: Any, make: Any = onebit_adam, **options: Any) -> Any:
-    return wrap(model, transport, make, **{"compression": OneBitAdamCompressor(), "bucket_mb": 2e-4, **options})
+    return nets.wrap(
+        model, transport, make, **{"compression": OneBitAdamCompressor(), "bucket_mb": 2e-4, **options}
+    )
 
 
 def wrapped_dgc(model: Any, transport: Any) -> Any:
@@ -75,47 +64,41 @@ def moments(optimizer: Any, name: str) -> Any:
     return [optimizer.state[p][name].clone() for group in optimizer.param_groups for p in group["params"]]
 
 
-# --- both methods ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "compressor"),
-    [(onebit_adam, OneBitAdamCompressor), (dgc_adam, partial(DGCAdamCompressor, 0.1, vectors="sparse"))],
-)
-def test_gradients_of_the_warm_up_in_half_the_bytes(make: Any, compressor: Any) -> None:
+def test_gradients_of_the_warm_up_in_half_the_bytes() -> None:
     """They are what FP16Compressor gives to AdamW."""
 
     def ends(make: Any, compression: Any) -> Any:
         sent = []
 
         def body(model: Any, transport: Any) -> None:
-            optimizer = wrap(model, transport, partial(make, **SETTINGS), compression=compression())
-            train(model, optimizer, range(WARM_UP - 1), transport.rank)
+            optimizer = nets.wrap(model, transport, partial(make, **SETTINGS), compression=compression())
+            nets.train(model, optimizer, range(WARM_UP - 1), transport.rank)
             sent.append(optimizer.meter.payload_bytes)
 
-        return values(run(2, body)[0]).values(), sent[0]
+        return nets.values(nets.run(2, body)[0]).values(), sent[0]
 
     expected, half = ends(adamw, FP16Compressor)
-    for gradients, factor in ((FP16Compressor(), 1), (None, 2)):
-        found, nbytes = ends(make, partial(compressor, gradients=gradients))
-        difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-        assert (difference < 1e-7) == (factor == 1) and nbytes == factor * half
+    sparse = partial(DGCAdamCompressor, 0.1, vectors="sparse")
+    for make, compressor in ((onebit_adam, OneBitAdamCompressor), (dgc_adam, sparse)):
+        for gradients, factor in ((FP16Compressor(), 1), (None, 2)):
+            found, nbytes = ends(make, partial(compressor, gradients=gradients))
+            difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+            assert (difference < 1e-7) == (factor == 1) and nbytes == factor * half
 
 
 def test_a_run_of_adamw_goes_on() -> None:
-    """With its moments, steps and settings, through the optimizer alone and through its wrapper."""
-    model, other = net(), net()
+    model, other = nets.net(), nets.net()
     before = adamw(model, **SETTINGS)
     for step in range(3):
         before.zero_grad()
-        loss_of(model, step, 0).backward()
+        nets.loss_of(model, step, 0).backward()
         before.step()
     other.load_state_dict(model.state_dict())
     saved = copy.deepcopy(before.state_dict())
     for make in (onebit_adam, dgc_adam):
         with pytest.raises(ValueError, match="has 3 steps, .* freeze_step is 3: .* set freeze_step to 4 or more"):
             make(other, 3).load_state_dict(saved)
-        wrapper = wrap(other, alone(), partial(make, freeze_step=5))
+        wrapper = nets.wrap(other, nets.alone(), partial(make, freeze_step=5))
         wrapper.load_state_dict(saved)
         wrapper.close()
         assert wrapper.inner.param_groups[0]["steps"] == 3
@@ -125,9 +108,9 @@ def test_a_run_of_adamw_goes_on() -> None:
     for step in (3, 4):
         for of, optimizer in ((model, before), (other, after)):
             optimizer.zero_grad()
-            loss_of(of, step, 0).backward()
+            nets.loss_of(of, step, 0).backward()
             optimizer.step()
-        assert_same(other, model)
+        nets.assert_same(other, model)
     assert after.exchanges_momentum
     for kind, options in ((torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adam, {"weight_decay": 0.1})):
         state = kind(model.parameters(), **options).state_dict()
@@ -141,11 +124,10 @@ def test_a_run_of_adamw_goes_on() -> None:
 
 @both
 def test_a_saved_state_goes_on_bit_for_bit(wrapped: Any) -> None:
-    """From a step of either stage, and in the middle of their order."""
     for saved in (2, WARM_UP, WARM_UP + 3):
         for used in (0, WARM_UP + 2):
             with case(saved, used):
-                check_that_a_saved_state_goes_on(wrapped, saved, used)
+                nets.check_that_a_saved_state_goes_on(wrapped, saved, used)
 
 
 @both
@@ -154,45 +136,39 @@ def test_a_dropped_step_never_was(wrapped: Any) -> None:
 
     def body(model: Any, transport: Any, steps: int) -> None:
         optimizer = wrapped(model, transport)
-        train(model, optimizer, range(steps), transport.rank)
+        nets.train(model, optimizer, range(steps), transport.rank)
 
         def everything() -> Any:
             # the velocity of DGC then has the finite gradients too
             own = optimizer.compression_state_dict().get("OneBitAdamCompressor.0", {})
             errors = [t.clone() for part in ("errors", "server_errors") for t in own.get(part, {}).values()]
             both = [*moments(optimizer, "exp_avg"), *moments(optimizer, "exp_avg_sq")]
-            return [*values(model).values(), *both, *errors]
+            return [*nets.values(model).values(), *both, *errors]
 
         before, counted = everything(), optimizer.param_groups[0]["steps"]
         optimizer.zero_grad()
-        (loss_of(model, 9, transport.rank) * (float("nan") if transport.rank else 1.0)).backward()
+        (nets.loss_of(model, 9, transport.rank) * (float("nan") if transport.rank else 1.0)).backward()
         optimizer.step()
         assert optimizer.dropped_steps == 1 and optimizer.param_groups[0]["steps"] == counted == steps
-        assert same(before, everything())
-        train(model, optimizer, range(5), transport.rank)
+        assert nets.same(before, everything())
+        nets.train(model, optimizer, range(5), transport.rank)
         assert all(bool(p.isfinite().all()) for p in model.parameters())
 
     for steps in (WARM_UP - 1, WARM_UP, WARM_UP + 2):
         with pytest.warns(UserWarning, match="rank 1 has NaN"):
-            run(2, partial(body, steps=steps))
+            nets.run(2, partial(body, steps=steps))
 
 
 @both
-def test_a_tensor_without_gradients_in_the_warm_up_does_not_move(wrapped: Any) -> None:
+@nets.each_rank(2)
+def test_a_tensor_without_gradients_in_the_warm_up_stays(model: Any, transport: Any, wrapped: Any) -> None:
     """Its second moment is zero: the scale that its signs stand for would be divided by eps."""
-
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrapped(model, transport)
-        still = copy.deepcopy(model.spare)
-        train(model, optimizer, range(WARM_UP), transport.rank, spare=False)
-        train(model, optimizer, range(WARM_UP, WARM_UP + 5), transport.rank)
-        assert same(still.parameters(), model.spare.parameters())
-        assert all(float(p.detach().abs().max()) < 2 for p in model.parameters())
-
-    run(2, body)
-
-
-# --- 1-bit Adam ------------------------------------------------------------------------------------
+    optimizer = wrapped(model, transport)
+    still = copy.deepcopy(model.spare)
+    nets.train(model, optimizer, range(WARM_UP), transport.rank, spare=False)
+    nets.train(model, optimizer, range(WARM_UP, WARM_UP + 5), transport.rank)
+    assert nets.same(still.parameters(), model.spare.parameters())
+    assert all(float(p.detach().abs().max()) < 2 for p in model.parameters())
 
 
 def test_momentum_that_was_clipped_is_reported_once() -> None:
@@ -201,45 +177,44 @@ def test_momentum_that_was_clipped_is_reported_once() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
 
         optimizer = wrapped(model, transport)
-        train(model, optimizer, range(first), transport.rank, finish=through_gradients)
-        finish = partial(through_gradients, change=clip)
-        train(model, optimizer, range(first, 3 * WARM_UP), transport.rank, finish=finish)
+        nets.train(model, optimizer, range(first), transport.rank, finish=nets.through_gradients)
+        finish = partial(nets.through_gradients, change=clip)
+        nets.train(model, optimizer, range(first, 3 * WARM_UP), transport.rank, finish=finish)
 
     # clipped from the warm-up on; by a limit that is not reached; never
     for first, limit, reports in ((0, 1e-3, 1), (WARM_UP, 1e3, 0), (3 * WARM_UP, 1e-3, 0)):
         with case(first), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            run(2, partial(body, first=first, limit=limit))
+            nets.run(2, partial(body, first=first, limit=limit))
             assert [str(w.message) for w in said if "max_grad_norm=0" in str(w.message)] == [ANY] * reports
 
 
 def test_the_warm_up_is_adamw_bit_for_bit() -> None:
     for steps, equal in ((5, True), (6, False)):
-        onebit = trained(2, range(steps), partial(onebit_adam, freeze_step=5, **SETTINGS), OneBitAdamCompressor)
-        expected = trained(2, range(steps), partial(adamw, **SETTINGS), DenseCompressor)
-        assert same(values(expected).values(), values(onebit).values()) == equal
+        onebit = nets.trained(
+            2, range(steps), partial(onebit_adam, freeze_step=5, **SETTINGS), OneBitAdamCompressor
+        )
+        expected = nets.trained(2, range(steps), partial(adamw, **SETTINGS), DenseCompressor)
+        assert nets.same(nets.values(expected).values(), nets.values(onebit).values()) == equal
 
 
-def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays() -> None:
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrapped(model, transport, bucket_mb=25)
-        ratios, sent = [], []
-        for step in range(WARM_UP + 3):
-            ratios.append(optimizer.compress_ratio)
-            before = optimizer.meter.payload_bytes
-            train(model, optimizer, [step], transport.rank)
-            sent.append(optimizer.meter.payload_bytes - before)
-            if step == WARM_UP - 1:
-                frozen = moments(optimizer, "exp_avg_sq")
-        n = sum(p.numel() for p in model.parameters())
-        assert n == 155 and ratios == [1.0] * WARM_UP + [1 / 32] * 3
-        # Of 3 chunks of 64, 64 and 27 elements the first one has the most pieces: of 3, 24, 8 and 29 elements of
-        # four tensors, in the order of backward. Each has a scale and a word of signs
-        assert sent == [4 * n] * WARM_UP + [4 * sealed_bytes(4 * 8)] * 3
-        assert same(frozen, moments(optimizer, "exp_avg_sq"))
-        assert same(moments(optimizer, "exp_avg"), [p.grad for p in model.parameters()])
-
-    run(3, body)
+@nets.each_rank(3)
+def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays(model: Any, transport: Any) -> None:
+    optimizer = wrapped(model, transport, bucket_mb=25)
+    ratios, sent = [], [0]
+    for step in range(WARM_UP + 3):
+        ratios.append(optimizer.compress_ratio)
+        nets.train(model, optimizer, [step], transport.rank)
+        sent.append(optimizer.meter.payload_bytes - sum(sent))
+        if step == WARM_UP - 1:
+            frozen = moments(optimizer, "exp_avg_sq")
+    n = sum(p.numel() for p in model.parameters())
+    assert n == 155 and ratios == [1.0] * WARM_UP + [1 / 32] * 3
+    # Of 3 chunks of 64, 64 and 27 elements the first one has the most pieces: of 3, 24, 8 and 29 elements of
+    # four tensors, in the order of backward. Each has a scale and a word of signs
+    assert sent == [0] + [4 * n] * WARM_UP + [4 * sealed_bytes(4 * 8)] * 3
+    assert nets.same(frozen, moments(optimizer, "exp_avg_sq"))
+    assert nets.same(moments(optimizer, "exp_avg"), [p.grad for p in model.parameters()])
 
 
 def test_small_second_moments_are_raised_at_the_end_of_the_warm_up() -> None:
@@ -270,69 +245,60 @@ def test_small_second_moments_are_raised_at_the_end_of_the_warm_up() -> None:
         assert p[0] == 0 and p[1].abs() > 100
 
 
-def test_other_compressors_send_gradients_to_it() -> None:
+@nets.each_rank(2)
+def test_other_compressors_send_gradients_to_it(model: Any, transport: Any) -> None:
     """Vectors go dense here. Their momentum is the optimizer's own, with the frozen second moment."""
-
-    def body(model: Any, transport: Any) -> None:
-        route = Route([Rule(OneBitAdamCompressor(), min_dim=2), Rule(DenseCompressor())])
-        optimizer = wrapped(model, transport, compression=route)
-        assert not optimizer.receives_momentum
-        train(model, optimizer, range(WARM_UP + 2), transport.rank)
-        assert optimizer.receives_momentum
-        before = {p: optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
-        train(model, optimizer, [7], transport.rank)
-        for p in model.parameters():
-            expected = p.grad if p.dim() > 1 else before[p].lerp(p.grad, 1 - 0.9)
-            assert torch.equal(optimizer.state[p]["exp_avg"], expected)
-
-    run(2, body)
-    sparse = wrapped(net(), alone(), compression=DGCCompressor(0.1, ResidualMemory()))
-    train(net(), sparse, range(2))
+    route = Route([Rule(OneBitAdamCompressor(), min_dim=2), Rule(DenseCompressor())])
+    optimizer = wrapped(model, transport, compression=route)
+    assert not optimizer.receives_momentum
+    nets.train(model, optimizer, range(WARM_UP + 2), transport.rank)
+    assert optimizer.receives_momentum
+    before = {p: optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
+    nets.train(model, optimizer, [7], transport.rank)
+    for p in model.parameters():
+        expected = p.grad if p.dim() > 1 else before[p].lerp(p.grad, 1 - 0.9)
+        assert torch.equal(optimizer.state[p]["exp_avg"], expected)
+    sparse = wrapped(nets.net(), nets.alone(), compression=DGCCompressor(0.1, ResidualMemory()))
+    nets.train(nets.net(), sparse, range(2))
 
 
-def test_groups_have_their_own_settings() -> None:
+@nets.each_rank(2)
+def test_groups_have_their_own_settings(model: Any, transport: Any) -> None:
     def groups(model: Any) -> Any:
         first = {"params": list(model.first.parameters()), "betas": (0.5, 0.9), "lr": 0.0}
         others = {"params": [*model.spare.parameters(), *model.last.parameters()]}
         return OneBitAdam([first, others], lr=0.01, freeze_step=2)
 
-    def body(model: Any, transport: Any) -> None:
-        optimizer, start = wrapped(model, transport, groups), values(model)
-        train(model, optimizer, range(2), transport.rank)
-        p = model.first.weight
-        ((beta1, momentum),) = optimizer.inner.momentum_of([p])
-        assert beta1 == 0.5 and momentum is optimizer.state[p]["exp_avg"]
-        train(model, optimizer, range(2, 6), transport.rank)
-        moved = {name for name, value in values(model).items() if not torch.equal(value, start[name])}
-        assert moved == {name for name in start if not name.startswith("first")}
-
-    run(2, body)
+    optimizer, start = wrapped(model, transport, groups), nets.values(model)
+    nets.train(model, optimizer, range(2), transport.rank)
+    p = model.first.weight
+    ((beta1, momentum),) = optimizer.inner.momentum_of([p])
+    assert beta1 == 0.5 and momentum is optimizer.state[p]["exp_avg"]
+    nets.train(model, optimizer, range(2, 6), transport.rank)
+    moved = {name for name, value in nets.values(model).items() if not torch.equal(value, start[name])}
+    assert moved == {name for name in start if not name.startswith("first")}
 
 
-def test_machines_exchange_momentum_between_them() -> None:
-    def body(model: Any, transport: Any) -> None:
-        optimizer = wrapped(model, transport, hierarchical="on")
-        train(model, optimizer, range(WARM_UP + 4), transport.rank)
-        assert optimizer.compress_ratio == 1 / 32 and optimizer.error_norm() > 0
-
-    run(LockstepWorld(4, 2), body)
+@nets.each_rank((4, 2))
+def test_machines_exchange_momentum_between_them(model: Any, transport: Any) -> None:
+    optimizer = wrapped(model, transport, hierarchical="on")
+    nets.train(model, optimizer, range(WARM_UP + 4), transport.rank)
+    assert optimizer.compress_ratio == 1 / 32 and optimizer.error_norm() > 0
 
 
 def test_alone_it_is_adamw_with_a_constant_second_moment() -> None:
-    model = net()
+    model = nets.net()
     optimizer = onebit_adam(model)
-    train(model, optimizer, range(WARM_UP))
+    nets.train(model, optimizer, range(WARM_UP))
     assert optimizer.exchanges_momentum and not optimizer.receives_momentum
     m, v = moments(optimizer, "exp_avg"), moments(optimizer, "exp_avg_sq")
-    train(model, optimizer, [WARM_UP])
+    nets.train(model, optimizer, [WARM_UP])
     expected = [a.lerp(p.grad, 1 - 0.9) for a, p in zip(m, model.parameters(), strict=True)]
-    assert same(expected, moments(optimizer, "exp_avg")) and same(v, moments(optimizer, "exp_avg_sq"))
+    assert nets.same(expected, moments(optimizer, "exp_avg")) and nets.same(v, moments(optimizer, "exp_avg_sq"))
     optimizer.zero_grad()
     optimizer.step()  # without gradients it is no step
     assert optimizer.param_groups[0]["steps"] == WARM_UP + 1
 
-
-# --- DGC for Adam ----------------------------------------------------------------------------------
 
 STEPS, SHAPE = 40, (6, 10)
 LR, BETAS, EPS, DECAY = 0.05, (0.8, 0.9), 1e-6, 0.1
@@ -373,79 +339,70 @@ def by_hand(size: int, ratio: float, correct: bool) -> Any:
     return x
 
 
-def test_every_step_is_that_of_the_formulas() -> None:
+def test_every_step_is_that_of_the_formulas_and_sends_the_planned_bytes() -> None:
     def body(transport: Any, ratio: float, correct: bool) -> Any:
         p = torch.nn.Parameter(torch.zeros(SHAPE))
         inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, bias_correction=correct)
-        optimizer = DistributedOptimizer(inner, [("p", p)], DGCAdamCompressor(ratio), transport=transport)
+        compression = DGCAdamCompressor(ratio, int32_indices=True)
+        optimizer, sent = DistributedOptimizer(inner, [("p", p)], compression, transport=transport), [0]
         for step in range(STEPS):
             optimizer.zero_grad()
             p.grad = gradient(p.detach(), transport.rank, step)
             optimizer.step()
-        return p.detach()
+            sent.append(optimizer.meter.payload_bytes - sum(sent))
+        return p.detach(), sent[1:]
 
     for size, ratio, correct in ((1, 0.1, True), (3, 0.05, True), (3, 0.1, False), (2, 0.999, True)):
-        expected = by_hand(size, ratio, correct)
+        expected, n = by_hand(size, ratio, correct), SHAPE[0] * SHAPE[1]
         with case(size, ratio, correct):
-            found = LockstepWorld(size).run(partial(body, ratio=ratio, correct=correct))
+            found, sent = zip(*LockstepWorld(size).run(partial(body, ratio=ratio, correct=correct)), strict=True)
             assert all(torch.equal(x, found[0]) for x in found)
             torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-5)
             assert float(expected.abs().max()) > 0.1 or size == 1
-
-
-def test_where_everything_is_sent_it_is_adamw_with_a_constant_second_moment() -> None:
-    """Up to rounding: momentum is applied before the mean, and divided first."""
-    settled: dict[str, Any] = {"weight_decay": 0.1, "freeze_step": 6}
-    expected = trained(2, range(30), partial(onebit_adam, **settled), DenseCompressor)
-    everything = partial(DGCAdamCompressor, 1.0, vectors="sparse")
-    found = trained(2, range(30), partial(dgc_adam, **settled), everything)
-    torch.testing.assert_close(values(found), values(expected), rtol=0, atol=1e-4)
-
-
-def test_bytes_and_share_of_both_stages() -> None:
-    def body(model: Any, transport: Any) -> None:
-        compression = DGCAdamCompressor(0.02, int32_indices=True)
-        optimizer = wrap(model, transport, dgc_adam, compression=compression)
-        sent = []
-        for step in range(WARM_UP + 3):
-            before = optimizer.meter.payload_bytes
-            train(model, optimizer, [step], transport.rank)
-            sent.append(optimizer.meter.payload_bytes - before)
-        assert sent[:WARM_UP] == [4 * sum(p.numel() for p in model.parameters())] * WARM_UP
-        assert sent[WARM_UP:] == [sent[-1]] * 3 and sent[-1] < sent[0] / 2
-
-    run(2, body)
-
-
-# --- what is refused -------------------------------------------------------------------------------
-
-
-def two_betas(model: Any) -> Any:
-    others = {"params": [*model.spare.parameters(), *model.last.parameters()]}
-    return DGCAdam([{"params": list(model.first.parameters()), "betas": (0.5, 0.9)}, others], freeze_step=2)
+            later = sealed_bytes(min(8 * round(ratio * n), 4 * n))
+            assert sent == ([4 * n] * WARM_UP + [later] * (STEPS - WARM_UP),) * size
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    def two_betas(model: Any) -> Any:
+        others = {"params": [*model.spare.parameters(), *model.last.parameters()]}
+        first = {"params": list(model.first.parameters()), "betas": (0.5, 0.9)}
+        return DGCAdam([first, others], freeze_step=2)
+
     onebit, for_adam = OneBitAdamCompressor(), DGCAdamCompressor(0.1, vectors="sparse")
     refused: list[tuple[Any, Any, str]] = [
         (adamw, onebit, "AdamW does not share its own: use .*OneBitAdam"),
         (adamw, for_adam, "use .*DGCAdam"),
         (onebit_adam, for_adam, "OneBitAdam does not share its own: use dgc.optim.DGCAdam"),
         (dgc_adam, onebit, "DGCAdam takes updates in its place: use dgc.optim.OneBitAdam"),
-        (onebit_adam, dgc(), "OneBitAdam would apply it again"),
-        (dgc_adam, dgc(), "DGCAdam would apply it again"),
+        (onebit_adam, nets.dgc(), "OneBitAdam would apply it again"),
+        (dgc_adam, nets.dgc(), "DGCAdam would apply it again"),
         (two_betas, for_adam, r"one beta1 to all parameters, not \[0.5, 0.9\]"),
     ]
     for make, compression, words in refused:
         with case(words), pytest.raises(ValueError, match=words):
-            wrapped(net(), alone(), make, compression=compression)
-    with pytest.raises(ValueError, match="OneBitAdamCompressor exchanges means of momentum: use op='average'"):
-        run(2, partial(wrapped, op="sum"))
+            wrapped(nets.net(), nets.alone(), make, compression=compression)
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    groups = [{"params": [a]}, {"params": [b], "freeze_step": 5}]
+
+    def freeze_apart(model: Any, transport: Any) -> None:
+        wrapped(model, transport, partial(onebit_adam, freeze_step=WARM_UP + transport.rank))
+
+    check_refusals(
+        (
+            lambda: nets.run(2, partial(wrapped, op="sum")),
+            "Compressor exchanges means of momentum: use op='average'",
+        ),
+        (lambda: OneBitAdam(groups, freeze_step=4), "freeze_step is 4 in group 0 and 5 in group 1"),
+        (lambda: nets.run(2, freeze_apart), r"param_groups\[0\]\['freeze_step'\] is 4 on rank 0 and 5 on rank 1"),
+        (onebit_adam(embedding).step, "OneBitAdam takes dense gradients: set sparse=False"),
+    )
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_wrong_arguments() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"freeze_step": 0}, "freeze_step must be a whole number of at least 1, not 0"),
         ({"freeze_step": 1.5}, "freeze_step must be a whole number"),
         ({"lr": -1.0}, "lr must be 0 or more"),
@@ -453,42 +410,23 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
         ({"floor": 1.5}, "floor must be a fraction from 0 to 1, not 1.5"),
         ({"betas": (0.9,)}, "betas must be two numbers"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments(options: Any, words: Any) -> None:
-    with pytest.raises(ValueError, match=words):
-        onebit_adam(net(), **options)
-
-
-def test_compressors_that_lack_something_are_refused() -> None:
-    wrong: tuple[Any, ...] = (FP16Compressor, OneBitAdamCompressor())
-    for given in wrong:
-        for make in (OneBitAdamCompressor, partial(DGCAdamCompressor, 0.01), partial(ZeroOneSteps, 1)):
+    ]
+    check_refusals(*((partial(onebit_adam, nets.net(), **options), words) for options, words in wrong))
+    given: tuple[Any, ...] = (FP16Compressor, OneBitAdamCompressor())
+    for gradients in given:
+        for make in (
+            OneBitAdamCompressor,
+            partial(DGCAdamCompressor, 0.01),
+            partial(ZeroOneSteps, 1),
+        ):
             with pytest.raises(ValueError, match="gradients must be a compressor without state"):
-                make(gradients=given)
-    with pytest.raises(ValueError, match="has a memory of its own"):
-        DGCAdamCompressor(0.1, memory=ResidualMemory())
-    with pytest.raises(ValueError, match="second moment of a dgc.optim.DGCAdam, and has none"):
-        Fleet(lambda: DGCAdamCompressor(0.1), 1)
-    with pytest.raises(ValueError, match=r"momentum of a dgc.optim.OneBitAdam, and has none.*DoubleSqueeze"):
-        Fleet(OneBitAdamCompressor, 1)
-
-
-def test_all_groups_and_ranks_freeze_together() -> None:
-    a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-    with pytest.raises(ValueError, match="freeze_step is 4 in group 0 and 5 in group 1"):
-        OneBitAdam([{"params": [a]}, {"params": [b], "freeze_step": 5}], freeze_step=4)
-
-    def body(transport: Any) -> None:
-        wrapped(net(), transport, partial(onebit_adam, freeze_step=WARM_UP + transport.rank))
-
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['freeze_step'\] is 4 on rank 0 and 5 on rank 1"):
-        LockstepWorld(2).run(body)
-
-
-def test_sparse_gradients_are_refused() -> None:
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="OneBitAdam takes dense gradients: set sparse=False"):
-        onebit_adam(embedding).step()
+                make(gradients=gradients)
+    none = r"momentum of a dgc.optim.OneBitAdam, and has none.*DoubleSqueeze"
+    check_refusals(
+        (lambda: DGCAdamCompressor(0.1, memory=ResidualMemory()), "has a memory of its own"),
+        (
+            lambda: Fleet(lambda: DGCAdamCompressor(0.1), 1),
+            "second moment of a dgc.optim.DGCAdam, and has none",
+        ),
+        (lambda: Fleet(OneBitAdamCompressor, 1), none),
+    )

@@ -5,43 +5,35 @@ from typing import Any
 
 import pytest
 import torch
-from optim.nets import ZEROS, alone, assert_same, dgc, dgc_sgd, run, through_gradients, train, wrap
+from optim.nets import ZEROS, alone, assert_same, dgc, dgc_sgd, each_rank, run, through_gradients, train, wrap
 
 from dgc.compression import DGCCompressor
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 
-def buffers(optimizer: Any) -> Any:
-    """The compressed buckets that have allocated a flat buffer."""
-    planned = [p for p in optimizer.planned if isinstance(p.compressor, DGCCompressor)]
-    assert planned
-    return [p for p in planned if "_flat" in p.bucket.__dict__]
+@each_rank(1)
+def test_a_compressed_bucket_has_no_memory_of_its_own(model: Any, transport: Any) -> None:
+    def buffers() -> Any:
+        """The compressed buckets that have allocated a flat buffer."""
+        planned = [p for p in optimizer.planned if isinstance(p.compressor, DGCCompressor)]
+        assert planned
+        return [p for p in planned if "_flat" in p.bucket.__dict__]
 
+    def finish(model: Any, optimizer: Any) -> None:
+        own = model.first.weight.grad
+        optimizer.step()
+        assert model.first.weight.grad is own and not buffers()
 
-def test_a_compressed_bucket_has_no_memory_of_its_own() -> None:
-    def body(model: Any, transport: Any) -> None:
-        def finish(model: Any, optimizer: Any) -> None:
-            own = model.first.weight.grad
-            optimizer.step()
-            assert model.first.weight.grad is own and not buffers(optimizer)
-
-        optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.05))
-        train(model, optimizer, range(3), finish=finish)
-        optimizer.zero_grad(set_to_none=False)
-        assert buffers(optimizer)
-
-    run(1, body)
+    optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.05))
+    train(model, optimizer, range(3), finish=finish)
+    optimizer.zero_grad(set_to_none=False)
+    assert buffers()
 
 
 @pytest.mark.parametrize(
     ("passes", "clipping", "ratio"), [(1, None, 0.05), (2, 0.5, 0.05), (1, 0.5, 1.0), (2, None, 1.0)]
 )
 def test_the_place_of_gradients_does_not_change_the_result(passes: Any, clipping: Any, ratio: Any) -> None:
-    """In place, in the buckets, or mixed: the same parameters bit for bit."""
-
-    def make() -> Any:
-        return DGCCompressor(ratio, DGCSGDMemory(0.9, gradient_clipping=clipping and ClipByGlobalNorm(clipping)))
-
     def mixed(model: Any, optimizer: Any, step: int) -> None:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step == 1:
@@ -50,8 +42,9 @@ def test_the_place_of_gradients_does_not_change_the_result(passes: Any, clipping
             model.last.weight.grad = torch.zeros_like(model.last.weight)
 
     def body(model: Any, transport: Any, zero: Any) -> None:
+        memory = DGCSGDMemory(0.9, gradient_clipping=clipping and ClipByGlobalNorm(clipping))
         options = {"bucket_mb": 2e-4, "backward_passes_per_step": passes}
-        optimizer = wrap(model, transport, dgc_sgd, compression=make(), **options)
+        optimizer = wrap(model, transport, dgc_sgd, compression=DGCCompressor(ratio, memory), **options)
         for step in range(4):
             begin = partial(mixed, step=step) if zero is mixed else ZEROS[zero]
             train(model, optimizer, [step], transport.rank, passes=passes, zero=begin)

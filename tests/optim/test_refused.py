@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from optim.nets import alone, dgc, dgc_sgd, momentum_sgd, net, train, trained, trained_alone, values, wrap
+from optim.nets import alone, dgc, dgc_sgd, momentum_sgd, net, train, trained, values, wrap
+from refusals import check_refusals
 from torch import nn
 
 from dgc.bucket import make_bucket
@@ -27,9 +28,6 @@ def adam(model: Any) -> Any:
     return torch.optim.Adam(model.parameters())
 
 
-# --- names and parameters --------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_type_checks")
 def test_wrong_named_parameters() -> None:
     model = net()
@@ -47,11 +45,7 @@ def test_wrong_named_parameters() -> None:
         # pairs are checked before anything is started
         with case(words), pytest.raises(ValueError, match=words):
             DistributedOptimizer(momentum_sgd(model), given, transport=None if words == pairs else alone())
-
-
-def test_no_names_at_all() -> None:
-    model = net()
-    train(model, DistributedOptimizer(momentum_sgd(model), transport=alone()), [0])
+    train(model, DistributedOptimizer(momentum_sgd(model), transport=alone()), [0])  # names may be left out
 
 
 @pytest.mark.parametrize("odd", ["shape", "name", "count"])
@@ -67,9 +61,6 @@ def test_different_models_name_the_rank(odd: Any) -> None:
 
     with pytest.raises(ValueError, match="rank [01] and rank [01] train different models"):
         LockstepWorld(2).run(body)
-
-
-# --- compressors and options -----------------------------------------------------------------------
 
 
 class Own(StatelessCompressor):
@@ -108,14 +99,16 @@ def test_bad_options() -> None:
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
         ({"nonfinite": "zero"}, "nonfinite must be 'skip' or 'raise', not 'zero'"),
     ]
-    for options, words in bad:
-        with case(options), pytest.raises(ValueError, match=words):
-            wrap(net(), alone(), **options)
+    check_refusals(*((partial(wrap, net(), alone(), **options), words) for options, words in bad))
     with pytest.warns(UserWarning, match="bucket_mb"):
         wrap(net(), alone(), num_groups=2)
+    kinds: tuple[Any, ...] = (DenseCompressor, DGCCompressor, Route)
+    for kind in kinds:
+        with pytest.raises(ValueError, match=rf"compression={kind.__name__} is a class: pass an instance"):
+            as_route(kind)
 
 
-def test_the_same_parameters_twice() -> None:
+def test_the_same_parameters_or_compressor_twice() -> None:
     transport, model = alone(), net()
     optimizer = wrap(model, transport)
     for again in (momentum_sgd, lambda m: optimizer):
@@ -123,25 +116,12 @@ def test_the_same_parameters_twice() -> None:
             wrap(model, transport, again)
     optimizer.close()
     train(model, wrap(model, transport), [0])
-
-
-def test_one_compressor_for_two_optimizers() -> None:
-    shared = DGCCompressor(0.1, ResidualMemory())
+    shared, stateless = DGCCompressor(0.1, ResidualMemory()), DenseCompressor()
     wrap(net(), alone(), compression=shared)
     with pytest.raises(ValueError, match="this DGCCompressor has the residual of another"):
         wrap(net(), alone(), compression=Route([Rule(shared)]))
-    stateless = DenseCompressor()
     for _ in range(2):
         wrap(net(), alone(), compression=stateless)
-
-
-@pytest.mark.parametrize("kind", [DenseCompressor, DGCCompressor, Route])
-def test_a_class_in_place_of_a_compressor(kind: Any) -> None:
-    with pytest.raises(ValueError, match=rf"compression={kind.__name__} is a class: pass an instance"):
-        as_route(kind)
-
-
-# --- momentum --------------------------------------------------------------------------------------
 
 
 def test_momentum_has_one_owner() -> None:
@@ -165,48 +145,17 @@ def test_momentum_has_one_owner() -> None:
             wrap(net(), alone(), make, compression=compression)
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.1}], ids=str)
-def test_parameters_that_travel_dense_get_momentum_once(options: Any) -> None:
-    """Next to compressed parameters, with gradients that do not depend on these."""
-
-    def loss(model: Any, step: Any, rank: Any) -> Any:
-        return sum((p * (step + rank)).sum() for p in model.parameters())
-
-    def joint(model: Any, step: Any, size: Any) -> Any:
-        return sum(loss(model, step, rank) for rank in range(size)) / size
-
-    compression = partial(dgc, 0.05, nesterov=options.get("nesterov", False))
-    model = trained(2, range(5), partial(dgc_sgd, **options), compression, training={"loss": loss})
-    reference = values(trained_alone(2, range(5), partial(momentum_sgd, **options), loss=joint))
-    for name, p in model.named_parameters():
-        assert torch.allclose(p, reference[name], rtol=1e-5, atol=1e-6) == (p.dim() == 1), name
-
-
 @pytest.mark.filterwarnings("ignore:the memory applies momentum only to compressed parameters")
 def test_momentum_that_a_scheduler_cycles_has_two_owners() -> None:
     """DGCSGD has the memory's. SGD has none, until the scheduler gives it some."""
     for make, before in ((dgc_sgd, 0.9), (sgd, 0)):
         model = net()
         optimizer = wrap(model, alone(), make, compression=dgc())
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False
-        )
         train(model, optimizer, [0])
-        scheduler.step()
-        optimizer.param_groups[0]["momentum"] = 0.85
+        optimizer.param_groups[0]["momentum"] = 0.85  # as OneCycleLR does
         words = f"momentum of group 0 was {before} and is now 0.85.*memory applies.*cycle_momentum=False"
         with pytest.raises(ValueError, match=words):
             train(model, optimizer, [1])
-
-
-@pytest.mark.parametrize("make", [momentum_sgd, adam])
-def test_a_memory_without_momentum_goes_with_any_optimizer(make: Any) -> None:
-    trained(1, [0], make, lambda: DGCCompressor(0.1, ResidualMemory()))
-
-
-def test_sgd_without_momentum_warns_of_dense_parameters() -> None:
-    with pytest.warns(UserWarning, match="exchanged dense"):
-        wrap(net(), alone(), sgd, compression=dgc())
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -219,11 +168,10 @@ def test_a_memory_without_a_momentum_of_its_own_takes_that_of_the_optimizer(nest
     taken, compression = ends("dgc")
     assert compression.correction == MomentumCorrection(0.9, nesterov)
     torch.testing.assert_close(taken, ends(DGCSGDMemory(0.9, nesterov))[0], rtol=0, atol=0)
-
-
-def test_a_momentum_to_take_must_be_one_and_must_exist() -> None:
     groups = [{"params": [p], "momentum": 0.9 - 0.1 * i} for i, p in enumerate(net().parameters())]
     with pytest.raises(ValueError, match=r"memory has momentum=0.9.*optimizer momentum=0\.[78].*must agree"):
         DistributedOptimizer(DGCSGD(groups, lr=0.1), None, DGCCompressor(0.1), transport=alone())
     with pytest.raises(ValueError, match=r"^DGCSGDMemory\(\) takes the momentum of an optimizer"):
         DGCCompressor(0.1).init(make_bucket("b", [("w", torch.zeros(4, 4))]), 1, 0)
+    with pytest.warns(UserWarning, match="exchanged dense"):  # of SGD without momentum
+        wrap(net(), alone(), sgd, compression=dgc())

@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from optim.nets import dgc_sgd, wrap
 from torch import nn
 
+from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import (
-    DenseCompressor,
-    DGCCompressor,
-    PowerSGDCompressor,
-    QSGDCompressor,
-    Route,
-    Rule,
-    ThresholdCompressor,
-)
 from dgc.compression.protocol import StatelessCompressor
 from dgc.engine.agreement import describe
 from dgc.gossip import DPSGD, from_weights
@@ -41,11 +34,11 @@ class OfAUser(StatelessCompressor):
 
 
 def dgc(ratio: float = 0.1, momentum: float = 0.9, clipping: Any = None, **options: Any) -> Any:
-    return DGCCompressor(ratio, DGCSGDMemory(momentum, gradient_clipping=clipping), **options)
+    return methods.DGCCompressor(ratio, DGCSGDMemory(momentum, gradient_clipping=clipping), **options)
 
 
 def at_2bit(threshold: Any) -> Any:
-    return ThresholdCompressor(threshold=threshold)
+    return methods.ThresholdCompressor(threshold=threshold)
 
 
 # (setting's path, its value on rank 0 and on the last rank, and the options with a value)
@@ -60,7 +53,7 @@ OPTIONS: list[tuple[str, Any, Any, Any]] = [
 COMPRESSIONS: list[tuple[str, Any, Any, Any]] = [
     ("threshold", 0.5, 0.25, at_2bit),
     ("threshold", 0.5, None, at_2bit),
-    ("_seed", 0, 1, lambda s: QSGDCompressor(seed=s)),
+    ("_seed", 0, 1, lambda s: methods.QSGDCompressor(seed=s)),
     ("_seed", 3, 4, OfAUser),
     ("compress_ratio", 0.1, 0.2, dgc),
     ("memory.correction.momentum", 0.9, 0.8, lambda m: dgc(momentum=m)),
@@ -71,13 +64,34 @@ COMPRESSIONS: list[tuple[str, Any, Any, Any]] = [
     ("vectors", "dense", "sparse", lambda v: dgc(vectors=v)),
     ("vector_ratio", 0.1, None, lambda r: dgc(vectors="sparse", vector_ratio=r)),
     ("warmup.warmup_coeff[1]", 0.2, 0.3, lambda c: dgc(warmup_epochs=2, warmup_coeff=[0.5, c])),
-    ("rules[0].compressor.threshold", 1.0, 2.0, lambda t: Route([Rule(at_2bit(t)), Rule(DenseCompressor())])),
-    ("rules[0].min_numel", 1, 2, lambda n: Route([Rule(DenseCompressor(), min_numel=n)])),
+    (
+        "rules[0].compressor.threshold",
+        1.0,
+        2.0,
+        lambda t: methods.Route([methods.Rule(at_2bit(t)), methods.Rule(methods.DenseCompressor())]),
+    ),
+    ("rules[0].min_numel", 1, 2, lambda n: methods.Route([methods.Rule(methods.DenseCompressor(), min_numel=n)])),
 ]
 
 
 def compressing(make: Callable[[Any], Any], value: Any) -> dict[str, Any]:
     return {"compression": make(value)}
+
+
+def test_other_kinds_of_settings() -> None:
+    indices = "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind"
+    kinds: list[tuple[Any, Any, str]] = [
+        (
+            methods.DenseCompressor(),
+            methods.ThresholdCompressor(),
+            "compression is dgc.compression.dense.DenseCompressor",
+        ),
+        (methods.PowerSGDCompressor(1), methods.PowerSGDCompressor(2), "compression.rank is 1 on rank 0 and 2"),
+        (dgc(), dgc(indices=PackedIndices()), indices),
+        (OfAUser(1), OfAUser(1, (2.0,)), "compression.table is tensor of shape (1,), torch.float32"),
+    ]
+    for *both, words in kinds:
+        assert words in refusals(2, partial(compressing, both.__getitem__))[0]
 
 
 def refusals(size: int, options: Callable[[int], dict[str, Any]]) -> list[str]:
@@ -103,56 +117,34 @@ def test_the_setting_that_differs_is_named_on_every_rank() -> None:
         check(f"compression.{path}", first, last, partial(compressing, make))
 
 
-def test_other_kinds_of_settings() -> None:
-    kinds: list[tuple[Any, Any, str]] = [
-        (DenseCompressor(), ThresholdCompressor(), "compression is dgc.compression.dense.DenseCompressor"),
-        (PowerSGDCompressor(1), PowerSGDCompressor(2), "compression.rank is 1 on rank 0 and 2"),
-        (
-            dgc(),
-            dgc(indices=PackedIndices()),
-            "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc.wire.ind",
-        ),
-        (OfAUser(1), OfAUser(1, (2.0,)), "compression.table is tensor of shape (1,), torch.float32"),
-    ]
-    for *both, words in kinds:
-        assert words in refusals(2, partial(compressing, both.__getitem__))[0]
-
-
-def test_gossip_algorithms_too() -> None:
+@on_ranks(2)
+def test_gossip_algorithms_too(transport: Any) -> None:
     def weighted(own: Any) -> Any:
         return lambda size: from_weights([[[own, 1 - own], [1 - own, own]]])
 
-    for path, make in {
-        "method": lambda rank: OuterSteps(2) if rank else DPSGD(),
-        "method.average_every": lambda rank: OuterSteps(2 + rank),
-        "method._graphs[0].own": lambda rank: DPSGD(weighted(0.5 + 0.1 * rank)),
-    }.items():
-
-        def body(transport: Any, path: Any = path, make: Any = make) -> None:
-            model = nn.Linear(3, 3)
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            with pytest.raises(ValueError, match=rf"^{re.escape(path)} is .* on rank 0 and .* on rank 1: every"):
-                LocalOptimizer(sgd, model.named_parameters(), make(transport.rank), transport=transport)
-
-        LockstepWorld(2).run(body)
+    rank, model = transport.rank, nn.Linear(3, 3)
+    for path, method in (
+        ("method", OuterSteps(2) if rank else DPSGD()),
+        ("method.average_every", OuterSteps(2 + rank)),
+        ("method._graphs[0].own", DPSGD(weighted(0.5 + 0.1 * rank))),
+    ):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=rf"^{re.escape(path)} is .* on rank 0 and .* on rank 1: every"):
+            LocalOptimizer(sgd, model.named_parameters(), method, transport=transport)
 
 
-def test_values_of_a_rank_may_differ() -> None:
+@on_ranks(2)
+def test_values_of_a_rank_may_differ(transport: Any) -> None:
     """Learning rates, random number generators, parameters before a broadcast, numbers of devices."""
-
-    def body(transport: Any) -> None:
-        rank = transport.rank
-        compression: Any = OfAUser(1)
-        compression.generator = torch.Generator().manual_seed(rank)
-        compression.module = nn.Linear(2 + rank, 2)
-        compression.parameter = nn.Parameter(torch.full((2,), float(rank)))
-        compression.device, compression.itself = torch.device("cuda", rank), compression
-        compression.transport = transport
-        model = nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
-        DistributedOptimizer(optimizer, model.named_parameters(), compression, transport=transport)
-
-    LockstepWorld(2).run(body)
+    rank, model = transport.rank, nn.Linear(3, 3)
+    compression: Any = OfAUser(1)
+    compression.generator = torch.Generator().manual_seed(rank)
+    compression.module = nn.Linear(2 + rank, 2)
+    compression.parameter = nn.Parameter(torch.full((2,), float(rank)))
+    compression.device, compression.itself = torch.device("cuda", rank), compression
+    compression.transport = transport
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+    DistributedOptimizer(optimizer, model.named_parameters(), compression, transport=transport)
 
 
 @dataclass

@@ -1,0 +1,14 @@
+"""What must be an error."""
+
+from collections.abc import Callable
+
+import pytest
+from cases import case
+
+
+def check_refusals(*rows: tuple[Callable[[], object], str], kind: type[Exception] = ValueError) -> None:
+    """Every function raises an error of this kind, in which the words are found."""
+    for act, words in rows:
+        with case(words), pytest.raises(kind, match=words):
+            act()
+            pytest.fail(f"not refused: {words}")
