@@ -2,11 +2,20 @@
 
     python -m benchmarks.methods [--elements 25 100] [--tensors 24] [--ranks 4] [--threads 2] [--methods qsgd dgc]
     python -m benchmarks.methods --elements 1 10 100 400 --tensors 1 30 300 3000 --methods dgc qsgd powersgd-4
+    python -m benchmarks.methods --models resnet50 transformer-big --ranks 2 --methods dense fp16 dgc powersgd-2
 
-The model has --elements million elements in --tensors equal matrices, in buckets of --bucket-mb. The conversations
-of one rank of --ranks run without a transport, bucket by bucket. The replies to its requests are copies of what it
-sends, made outside the measured time.
+The model has --elements million elements in --tensors equal matrices, or the shapes of a model:
 
+resnet18           for CIFAR (He et al. 2016): the first experiment of the PowerSGD paper
+lstm               three layers of 650, a vocabulary of 28,869 in one shared embedding: the second one
+resnet50           torchvision's (He et al. 2016): 25,557,032 parameters, 102 MB
+transformer-big    configs/wmt16/big.py (Vaswani et al. 2017): 209,125,376 parameters, 837 MB
+
+Buckets have --bucket-mb. The conversations of one rank of --ranks run without a transport, bucket by bucket. The
+replies to its requests are copies of what it sends, made outside the measured time.
+
+payload   bytes that the rank contributes per step; fewer: how many times fewer bytes it sends than for a dense fp32
+          all-reduce (`dgc.comm.meter`)
 encode    from the gradient to the last request, with all that lies between requests. Floor: the time to read the
           gradient, to read and write each error state and momentum, and to write what is sent and read what is
           received before the last request
@@ -22,25 +31,31 @@ reason of each ratio above 3. The output is a table for each size and a last lin
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import dgc.kernels as kernels
+from benchmarks.exchange import parameters_of as parameters_of_torchvision
 from benchmarks.harness import Table, add_methods, in_turns, middle, options, print_json, ratio
-from benchmarks.powersgd_step import Hook, power_sgd_hook
 from benchmarks.step_methods import Eager, Stateful
+from dgc.bucket import Bucket
+from dgc.comm.meter import all_reduce_wire_bytes, bytes_of
 from dgc.comm.requests import next_requests
 from dgc.compression import Route, Rule
 from dgc.cost import AlikeRanks
 from dgc.engine.buckets import keep_states, plan_buckets
+from dgc_models import resnet18, transformer_big
+from dgc_training.config import load
 from scripts.methods import build
 
 TAKES = "8 min"
@@ -52,8 +67,11 @@ SPARSE = """
     dgc dgc-1-percent dgc-sign-rice dgc-int8-rice topk threshold-v chunks random-k random-block dgc-residual
     sparseloco
 """.split()
-NAMES = [*CODES, *SPARSE, "powersgd-1", "powersgd-2", "powersgd-4", "svd", "atomo"]
-DEFAULT = NAMES[:-2]  # decompositions of whole matrices take minutes
+POWERSGD = ["powersgd-1", "powersgd-2", "powersgd-4"]
+DEFAULT = [*CODES, *SPARSE, *POWERSGD]
+# decompositions of whole matrices take minutes
+NAMES = [*DEFAULT, "dense", *(f"{name}-paper" for name in POWERSGD), "svd", "atomo"]
+MODELS = ("resnet18", "lstm", "resnet50", "transformer-big")
 MILLION = 10**6
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Clock = Callable[[], float]
@@ -79,6 +97,7 @@ class Method:
         self.clock, self._ranks = settings.clock, AlikeRanks(settings.ranks)
         self._kept: dict[tuple[str, int, int], list[Tensor]] = {}
         self.sent = self.between = self.received = 0  # bytes of the last step; received: of the last rounds
+        self.payload, self.wire = 0, 0.0  # by the meter, of the last step
 
     @property
     def state_bytes(self) -> int:
@@ -88,7 +107,8 @@ class Method:
 
     def step(self, gradient: Tensor) -> tuple[float, float]:
         """Seconds of encoding and of decoding."""
-        self.sent = self.between = self.received = 0
+        self.sent = self.between = self.received = self.payload = 0
+        self.wire = 0.0
         both = [self._bucket(plan, gradient) for plan in self.plans]
         return sum(encode for encode, _ in both), sum(decode for _, decode in both)
 
@@ -116,6 +136,9 @@ class Method:
                 for own, answer in zip(parts, answers, strict=True)
             )
             self.sent += sum(request.tensor.nbytes for request in requests)  # type: ignore[union-attr, misc]
+            for request in requests:
+                payload, wire, _ = bytes_of(request, self._ranks.rank, self._ranks.size)
+                self.payload, self.wire = self.payload + payload, self.wire + wire
 
     def _copied(self, key: tuple[str, int, int], answer: Any) -> list[Tensor]:
         parts = [answer] if isinstance(answer, Tensor) else list(answer)
@@ -129,7 +152,8 @@ class Floors:
     """Seconds per byte: of v.add_(g), of a fill, and of a sum."""
 
     def __init__(self, numel: int, clock: Clock):
-        self.g, self.v, self.clock = torch.zeros(numel), torch.zeros(numel), clock
+        even = numel + numel % 2  # to be read as int64
+        self.g, self.v, self.clock = torch.zeros(even), torch.zeros(even), clock
 
     def measure(self) -> tuple[float, float, float]:
         start = self.clock()
@@ -167,6 +191,48 @@ class TopK(Stateful):
                 part.index_fill_(0, chosen, 0.0)
 
 
+def answered(tensor: Tensor, **options: Any) -> Any:
+    """In place of an all-reduce: the handle of one of a single process, which completes at once."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result([tensor])
+    return SimpleNamespace(get_future=lambda: future)
+
+
+class GradBucket:
+    """The parts of torch.distributed.GradBucket that the hooks use."""
+
+    def __init__(self, bucket: Bucket, index: int, last: bool):
+        self.flat = torch.zeros(bucket.numel)
+        views = [segment.of(self.flat) for segment in bucket.segments]
+        self.buffer, self.gradients = lambda: self.flat, lambda: views
+        self.index, self.is_last = lambda: index, lambda: last
+
+
+def power_sgd_hook(rank: int) -> Callable[[Any], Any]:
+    """torch's hook with its matrices in batches, which is the faster way."""
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=True
+    )
+    state.iter = 2
+    return partial(powerSGD_hook.powerSGD_hook, state)
+
+
+def hooked(buckets: Sequence[Bucket], hook: Callable[[Any], Any], clock: Clock) -> Callable[[Tensor], float]:
+    """The seconds of a step of one of torch's hooks, with equal ranks."""
+    made: list[Any] = [GradBucket(b, i, i == len(buckets) - 1) for i, b in enumerate(buckets)]
+
+    def step(g: Tensor) -> float:
+        for bucket, gradient in zip(made, g.split([bucket.numel for bucket in buckets]), strict=True):
+            bucket.flat.copy_(gradient)
+        with patch.object(dist, "all_reduce", answered):
+            start = clock()
+            for bucket in made:
+                hook(bucket).wait()
+            return clock() - start
+
+    return step
+
+
 def peer_of(
     name: str, method: Method, tensors: Sequence[tuple[str, Tensor]], settings: Settings
 ) -> tuple[str, Callable[[Tensor], float]]:
@@ -176,10 +242,8 @@ def peer_of(
     assert world is not None, "torch's hooks need the process group that main() makes"
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     if name in hooks or name.startswith("powersgd-"):
-        rank = int(name.rpartition("-")[2]) if name not in hooks else 0
-        hook = power_sgd_hook(rank, True) if rank else partial(hooks[name], world)
-        own = Hook(buckets, hook)
-        return "torch's hook", lambda g: own.step(g.split([bucket.numel for bucket in buckets]))
+        hook = partial(hooks[name], world) if name in hooks else power_sgd_hook(int(name.split("-")[1]))
+        return "torch's hook", hooked(buckets, hook, settings.clock)
     shares = {"topk": 0.01, "dgc-residual": 0.01, "sparseloco": 1 / 64}
     if name in shares or name.startswith("dgc"):
         eager = TopK(layout, shares[name]) if name in shares else Eager(layout, ratio_of(name), 0.9, "cpu")
@@ -206,6 +270,20 @@ def ratio_of(name: str) -> float:
     return 0.01 if name == "dgc-1-percent" else 0.001
 
 
+def parameters_of(model: str) -> list[tuple[str, Tensor]]:
+    """Tensors with the names and shapes of a model's parameters, on the meta device."""
+    if model == "resnet50":
+        return [(name, p.to("meta")) for name, p in parameters_of_torchvision(model)]
+    with torch.device("meta"):
+        if model == "resnet18":
+            return list(resnet18(num_classes=10).named_parameters())
+        if model == "lstm":
+            lstm = torch.nn.LSTM(650, 650, 3)
+            return [("embedding", torch.empty(28869, 650)), *lstm.named_parameters(), ("bias", torch.empty(28869))]
+        vocabulary = load(["configs/wmt16/base.py", "configs/wmt16/big.py"]).dataset.vocabulary_size
+        return list(transformer_big(vocabulary=vocabulary).named_parameters())
+
+
 def matrices(numel: int, tensors: int) -> list[tuple[str, Tensor]]:
     """Equal matrices of about `numel` elements in all. Only their shapes are used."""
     columns = 1 << (isqrt(max(1, numel // tensors)).bit_length() - 1)
@@ -213,14 +291,24 @@ def matrices(numel: int, tensors: int) -> list[tuple[str, Tensor]]:
     return [(f"matrix{i}", torch.empty(shape, device="cpu")) for i in range(tensors)]
 
 
+def sizes(args: Any) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
+    """The models that the options name, with a title each."""
+    for model in args.models:
+        yield model, [(name, torch.empty(p.shape, device="cpu")) for name, p in parameters_of(model)]
+    for millions in [] if args.models else args.elements:
+        for tensors in args.tensors:
+            shapes = matrices(round(millions * MILLION), tensors)
+            yield f"{tensors} x {list(shapes[0][1].shape)}", shapes
+
+
 def measure(
-    method: Method, tensors: int, peer: Callable[[Tensor], float] | None, rounds: int, clock: Clock
+    method: Method, tensors: int, peer: Callable[[Tensor], float] | None, rounds: int, settings: Settings
 ) -> dict[str, Any]:
     """The row of a method: milliseconds, and ratios to the floors and to the peer."""
     generator = torch.Generator().manual_seed(0)
     numel = method.numel
     pool = torch.randn(numel + 64, generator=generator)
-    floors = Floors(numel, clock)
+    floors = Floors(numel, settings.clock)
 
     def gradient(number: int) -> Tensor:
         return pool[number % 4 * 16 :][:numel]
@@ -233,7 +321,8 @@ def measure(
         works["peer"] = lambda number: peer(gradient(number))
     found = in_turns(works, rounds, warm_up=3, slow=["peer"])
     times, least = found["method"], {i: floors.of(method, rates) for i, rates in found["floors"].items()}
-    row: dict[str, Any] = {"payload_bytes": method.sent}
+    row: dict[str, Any] = {"payload_bytes": method.payload, "wire_bytes": method.wire}
+    row["fewer"] = all_reduce_wire_bytes(4 * numel, settings.ranks) / method.wire
     for i, what in enumerate(("encode", "decode")):
         own, floor = ({number: 1e3 * both[i] for number, both in of.items()} for of in (times, least))
         row |= {f"{what}_ms": middle(own), f"{what}_floor_ms": middle(floor), what: ratio(own, floor)}
@@ -249,6 +338,7 @@ def measure(
 def main() -> None:
     parser = options("benchmarks.methods", __doc__)
     add_methods(parser, NAMES, DEFAULT)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[], help="in place of --elements")
     parser.add_argument("--elements", type=float, nargs="+", default=[25, 100], help="millions of them")
     parser.add_argument("--tensors", type=int, nargs="+", default=[24])
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="as of DistributedOptimizer")
@@ -265,24 +355,24 @@ def main() -> None:
     settings = Settings(args.ranks, args.bucket_mb, CLOCKS[args.clock])
     where = kernels.describe(torch.device("cpu"))
     print(f"{where}, {args.threads} threads, {args.ranks} ranks, {args.clock} times")
-    columns = [("payload_bytes", "payload", "13,d")]
+    columns = [("payload_bytes", "payload", "13,d"), ("fewer", "fewer", "8.1f")]
     for what in ("encode", "decode"):
         columns += [(f"{what}_floor_ms", "floor ms", "10.1f"), (f"{what}_ms", f"{what} ms", "11.1f")]
         columns.append((what, "ratio", "7.2f"))
     columns += [("step", "both", "7.2f"), ("ns", "ns", "8.2f"), ("us_per_tensor", "us", "10.1f")]
     result: dict[str, Any] = {"benchmark": "methods", "threads": args.threads, "ranks": args.ranks, "found": {}}
-    for millions in args.elements:
-        for tensors in args.tensors:
-            shapes = matrices(round(millions * MILLION), tensors)
-            title = f"{millions:g} million elements, {tensors} x {list(shapes[0][1].shape)}"
+    with torch.no_grad():
+        for shapes_are, shapes in sizes(args):
+            numel = sum(tensor.numel() for _, tensor in shapes)
+            title = f"{shapes_are}, {numel:,} elements"
             print(f"\n{title}", end="")
             table = Table("", 17, [*columns, ("peer", "peer", "7.2f"), ("peer_is", "", "22s")])
             for name in args.methods:
                 method = Method(name, shapes, settings)
                 words, peer = "", None
-                if millions <= args.peers_up_to:
+                if numel <= args.peers_up_to * MILLION:
                     words, peer = peer_of(name, method, shapes, settings)
-                row = measure(method, tensors, peer, args.rounds, settings.clock)
+                row = measure(method, len(shapes), peer, args.rounds, settings)
                 table.add(name, {**row, "peer_is": f"  {words}"})
             result["found"][title] = table.rows
     dist.destroy_process_group()

@@ -9,13 +9,11 @@ from environment import REPOSITORY
 from parallel.processes import run_together
 
 HERE = {
-    "compressors": "--models resnet18 --methods fp16 --steps 1 --warmup 1",
     "consensus": "--ranks 4",
     "convergence": "--simulate --ranks 2 --folds 1 --epochs 1 --batch-size 90 --methods dense fp16",
     "decoding": "--ranks 2 --formats sign-rice --rounds 1",
     "methods": "--elements 0.1 --tensors 3 --ranks 2 --methods onebit dgc powersgd-1 fp16 --rounds 1",
     "payload_bytes": "--values sign --indices rice",
-    "powersgd_step": "--ranks 1 --rounds 1 --warmup 2",
     "scale": "--model resnet18 --methods fp16 --ranks 2 4 --work 0.1",
     "selectors": "--models resnet20 --fit-models resnet20 --steps 2 --settle 1 --rounds 1",
     "step_overhead": "--rounds 1 --warm-up 1",
