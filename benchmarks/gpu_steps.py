@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 import dgc.kernels as kernels
 from benchmarks.harness import in_turns, middle
 from benchmarks.stand_ins import cases, load_tests
+from benchmarks.step_methods import Ours
 from dgc.bucket import Bucket, Segment, lay_out
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, Conversation, next_requests
@@ -38,10 +40,10 @@ from dgc.compression import (
 from dgc.compression.protocol import Compressor, Result, SparseResult
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
-from dgc.kernels.triton_tables import Launcher
+from dgc.kernels.triton_tables import Launcher, bytes_moved
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc.selection import plan_selection
+from dgc.selection import Predicted, plan_selection
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 from dgc.wire.payload import PayloadPlan
 
@@ -228,18 +230,24 @@ FREE = set(
 class Launches(TorchDispatchMode):
     """Counts kernels of this library, and operations of PyTorch that launch some of their own.
 
-    Triton's interpreter uses PyTorch for itself. That is not counted.
+    Triton's interpreter uses PyTorch for itself. That is not counted. With tensors of the device "meta" no kernel
+    runs, and `moved` has the bytes that are read and written, by kernel (`dgc.kernels.triton_tables.moves`) or
+    operation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels = self.operations = 0
+        self.moved: Counter[str] = Counter()
 
     def __enter__(self) -> "Launches":
         launch = Launcher.__call__
 
         def counted(launcher: Launcher, kernel: Any, near: Tensor, programs: int, *arguments: object) -> None:
             self.kernels += programs > 0
+            if near.device.type == "meta":
+                self.moved[kernel.fn.__name__] += sum(bytes_moved(kernel, programs, arguments))
+                return
             with _disable_current_modes():
                 launch(launcher, kernel, near, programs, *arguments)
 
@@ -252,8 +260,11 @@ class Launches(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += func.overloadpacket.__name__ not in FREE
-        return func(*args, **(kwargs or {}))
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if name not in FREE:
+            self.operations += 1
+            self.moved[name] += sum(t.nbytes for t in tree_leaves((args, result)) if isinstance(t, Tensor))
+        return result
 
 
 COUNTED: dict[str, Callable[[], Compressor]] = {
@@ -297,6 +308,20 @@ def _answer(request: Any, ranks: int) -> Any:
     if isinstance(request, AllGather):
         return torch.stack([request.tensor] * ranks).unbind()
     return request.tensor.clone()
+
+
+def bytes_of_dgc(layout: Sequence[Sequence[Segment]], form: SparseFormat, ratio: float = 0.001) -> Counter[str]:
+    """Return the bytes that a step of DGC moves from its gradients to its payloads, by kernel or operation.
+
+    It is the step whose time is measured, with tensors of the device "meta", which have no memory. What depends on
+    the data, such as the number of candidates in a tile, counts with its largest number.
+    """
+    ours = Ours("triton", Predicted(), layout, ratio, 0.9, form, "meta")
+    gradients = [torch.empty(sum(sizes), device="meta") for sizes in ours.sizes]
+    for _ in range(3):  # the first steps have no history
+        with Launches() as launches:
+            ours.step(gradients)
+    return launches.moved
 
 
 TESTS = ROOT / "tests" / "kernels"
