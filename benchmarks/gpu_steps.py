@@ -4,11 +4,12 @@ With the host operations of a step: kernels launched, and waits for the device; 
 Triton kernels on a real device (tests/kernels/test_triton*.py), and bits of whole steps.
 """
 
+import os
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ from dgc.compression import (
     TernGradCompressor,
     ThresholdCompressor,
 )
+from dgc.compression.cuda_graphs import SWITCH, StepGraph
 from dgc.compression.protocol import Compressor, Result, SparseResult
+from dgc.engine.loop import SideStream
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
 from dgc.kernels.triton_tables import Launcher, bytes_moved
@@ -340,12 +343,13 @@ def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {
-        "DGC": lambda: DGCCompressor(0.02, DGCSGDMemory(0.9)),
+        "DGC": make_dgc,
         "PowerSGD": lambda: PowerSGDCompressor(2, 0),
     }
     for name, make in methods.items():
         yield f"{name} repeats bit for bit", lambda make=make: repeats(make, device)  # type: ignore[misc]
     yield "DGC on the GPU has the CPU's bits", lambda: dgc_is_alike(device)
+    yield "DGC as a CUDA graph has the same bits", lambda: graph_is_alike(device)
 
 
 @contextmanager
@@ -374,20 +378,40 @@ def repeats(make: Callable[[], Compressor], device: torch.device) -> None:
 
 
 def dgc_is_alike(device: torch.device) -> None:
-    def make() -> Compressor:
-        return DGCCompressor(0.02, DGCSGDMemory(0.9))
-
     with plain_torch():
-        expected = results(make(), CPU)
-    for ours, theirs in zip(results(make(), device), expected, strict=True):
+        expected = results(make_dgc(), CPU)
+    for ours, theirs in zip(results(make_dgc(), device), expected, strict=True):
         assert same_bits(ours, theirs), "the CPU gives other bits"
 
 
-def results(compressor: Compressor, device: torch.device) -> list[Tensor]:
+def graph_is_alike(device: torch.device) -> None:
+    """Of a bucket whose gradients are copied, because their addresses change."""
+    with plain_torch():
+        expected = results(make_dgc(), CPU, [(40, 33)], 12)
+    side = SideStream(device) if device.type == "cuda" else None
+    run = patch.object(StepGraph, "run", autospec=True, side_effect=StepGraph.run)
+    with run as runs, patch.dict(os.environ, {SWITCH: "1"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with side.after_caller() if side else nullcontext():
+            found = results(make_dgc(), device, [(40, 33)], 12)
+    if side:
+        side.join()
+        assert runs.call_args.args[0].captures == 1, "no graph was captured"
+    for ours, theirs in zip(found, expected, strict=True):
+        assert same_bits(ours, theirs), "the graph gives other bits"
+
+
+def make_dgc() -> Compressor:
+    return DGCCompressor(0.02, DGCSGDMemory(0.9))
+
+
+def results(
+    compressor: Compressor, device: torch.device, shapes: Shapes = SHAPES, steps: int = STEPS
+) -> list[Tensor]:
     """Return the results of some steps, and the residual after them."""
-    whole, found = Whole("", compressor, [SHAPES], device), []
-    for step in range(STEPS):
-        given = random_gradients([SHAPES], step, device)
+    whole, found = Whole("", compressor, [shapes], device), []
+    for step in range(steps):
+        given = random_gradients([shapes], step, device)
         for result, bucket in zip(whole.step(given), whole.buckets, strict=True):
             assert result.nonfinite is None, result.nonfinite
             if isinstance(result, SparseResult):  # a GPU writes the mean at once

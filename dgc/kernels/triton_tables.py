@@ -1,7 +1,8 @@
 """Launches, and cached tables for one launch per bucket. Tables are made without waiting for the device."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -147,7 +148,26 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
 
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor. It is cached and must not be changed in place."""
-    return _table(values, dtype, device, current_stream(device))
+    table, holder = _table(values, dtype, device, current_stream(device)), _holder.get()
+    if holder is not None:
+        holder.append(table)
+    return table
+
+
+_holder: ContextVar[list[Tensor] | None] = ContextVar("_holder", default=None)
+
+
+@contextmanager
+def holding_tables() -> Iterator[list[Tensor]]:
+    """Collect the tables that `on_device` returns, for a CUDA graph, whose kernels read them longer than the cache
+    keeps them.
+    """
+    tables: list[Tensor] = []
+    token = _holder.set(tables)
+    try:
+        yield tables
+    finally:
+        _holder.reset(token)
 
 
 @lru_cache(maxsize=1024)
