@@ -13,7 +13,8 @@ everything runs once, at a small size, in Triton's interpreter. It shows only th
    same run.
 
 --launches needs no GPU either. It prints only how many kernels of this library (Triton) and operations of PyTorch
-a step of one bucket launches: until its payload, and from the payloads of 2, 8 and 64 ranks to the mean.
+a step of one bucket launches: until its payload, and from the payloads of 2, 8 and 64 ranks to the mean. A second
+table has the bytes per parameter that DGC's kernels read and write from the gradient to the payload.
 
 Targets: `gradient in, payload out` has no wait and takes at most 1.3 times its floor. The last line of the output
 is JSON.
@@ -149,6 +150,28 @@ def print_launches(device: "torch.device") -> dict[str, Any]:
     return table.rows
 
 
+def print_bytes() -> dict[str, Any]:
+    from benchmarks import step_overhead
+    from benchmarks.gpu_steps import FORMATS, bytes_of_dgc
+
+    columns = [
+        ("parameters", "parameters", "13,d"),
+        ("bytes", "bytes each", "12.2f"),
+        ("ratio", "/ minimum", "11.3f"),
+    ]
+    table = Table("DGC, 0.1 %", 24, columns)
+    for name, tensors in (("ResNet-50", step_overhead.resnet50()), ("GPT-2 medium", step_overhead.gpt2_medium())):
+        layout = step_overhead.plan_buckets(tensors)
+        numel = sum(t.numel() for t in tensors.values())
+        moved = bytes_of_dgc(layout, FORMATS["fp16 values, int32 indices"])
+        each = {kernel: round(n / numel, 3) for kernel, n in moved.most_common()}
+        total = sum(moved.values()) / numel
+        ratio = total / step_overhead.FLOOR_BYTES
+        table.add(name, {"bytes": total, "ratio": ratio, "parameters": numel, "kernels": each})
+        print("    " + ", ".join(f"{kernel} {n}" for kernel, n in each.items()))
+    return table.rows
+
+
 def targets(found: dict[str, Any]) -> dict[str, bool]:
     if found["step"] is None:
         return {}
@@ -165,7 +188,7 @@ def main(words: Iterable[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter")
     parser.add_argument("--rounds", type=int, default=36)
     parser.add_argument("--laws-only", action="store_true")
-    parser.add_argument("--launches", action="store_true", help="on the CPU: only the number of launches")
+    parser.add_argument("--launches", action="store_true", help="on the CPU: only launches and bytes")
     args = parser.parse_args(None if words is None else list(words))
     args.dry_run |= args.launches
     reason = obstacle(args.dry_run)
@@ -188,7 +211,7 @@ def main(words: Iterable[str] | None = None) -> int:
     print(f"GPU: {name}; " + ", ".join(f"{key} {value}" for key, value in versions.items()), flush=True)
 
     if args.launches:
-        print_json({"benchmark": "gpu", **versions, "launches": print_launches(device)})
+        print_json({"benchmark": "gpu", **versions, "launches": print_launches(device), "bytes": print_bytes()})
         return 0
     number, failed = keep_laws(device)
     found: dict[str, Any] = {"step": None, "rows": {}}

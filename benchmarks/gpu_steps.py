@@ -4,11 +4,12 @@ With the host operations of a step: kernels launched, and waits for the device; 
 Triton kernels on a real device (tests/kernels/test_triton*.py), and bits of whole steps.
 """
 
+import os
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 import dgc.kernels as kernels
 from benchmarks.harness import in_turns, middle
 from benchmarks.stand_ins import cases, load_tests
+from benchmarks.step_methods import Ours
 from dgc.bucket import Bucket, Segment, lay_out
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, Conversation, next_requests
@@ -35,13 +38,15 @@ from dgc.compression import (
     TernGradCompressor,
     ThresholdCompressor,
 )
+from dgc.compression.cuda_graphs import SWITCH, StepGraph
 from dgc.compression.protocol import Compressor, Result, SparseResult
+from dgc.engine.loop import SideStream
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
-from dgc.kernels.triton_tables import Launcher
+from dgc.kernels.triton_tables import Launcher, bytes_moved
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc.selection import plan_selection
+from dgc.selection import Predicted, plan_selection
 from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
 from dgc.wire.payload import PayloadPlan
 
@@ -228,18 +233,24 @@ FREE = set(
 class Launches(TorchDispatchMode):
     """Counts kernels of this library, and operations of PyTorch that launch some of their own.
 
-    Triton's interpreter uses PyTorch for itself. That is not counted.
+    Triton's interpreter uses PyTorch for itself. That is not counted. With tensors of the device "meta" no kernel
+    runs, and `moved` has the bytes that are read and written, by kernel (`dgc.kernels.triton_tables.moves`) or
+    operation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels = self.operations = 0
+        self.moved: Counter[str] = Counter()
 
     def __enter__(self) -> "Launches":
         launch = Launcher.__call__
 
         def counted(launcher: Launcher, kernel: Any, near: Tensor, programs: int, *arguments: object) -> None:
             self.kernels += programs > 0
+            if near.device.type == "meta":
+                self.moved[kernel.fn.__name__] += sum(bytes_moved(kernel, programs, arguments))
+                return
             with _disable_current_modes():
                 launch(launcher, kernel, near, programs, *arguments)
 
@@ -252,8 +263,11 @@ class Launches(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += func.overloadpacket.__name__ not in FREE
-        return func(*args, **(kwargs or {}))
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if name not in FREE:
+            self.operations += 1
+            self.moved[name] += sum(t.nbytes for t in tree_leaves((args, result)) if isinstance(t, Tensor))
+        return result
 
 
 COUNTED: dict[str, Callable[[], Compressor]] = {
@@ -299,6 +313,20 @@ def _answer(request: Any, ranks: int) -> Any:
     return request.tensor.clone()
 
 
+def bytes_of_dgc(layout: Sequence[Sequence[Segment]], form: SparseFormat, ratio: float = 0.001) -> Counter[str]:
+    """Return the bytes that a step of DGC moves from its gradients to its payloads, by kernel or operation.
+
+    It is the step whose time is measured, with tensors of the device "meta", which have no memory. What depends on
+    the data, such as the number of candidates in a tile, counts with its largest number.
+    """
+    ours = Ours("triton", Predicted(), layout, ratio, 0.9, form, "meta")
+    gradients = [torch.empty(sum(sizes), device="meta") for sizes in ours.sizes]
+    for _ in range(3):  # the first steps have no history
+        with Launches() as launches:
+            ours.step(gradients)
+    return launches.moved
+
+
 TESTS = ROOT / "tests" / "kernels"
 LEFT_OUT = {
     "test_every_kernel_compiles_for_gpus": "compiles for other GPUs than this one",
@@ -315,12 +343,13 @@ def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {
-        "DGC": lambda: DGCCompressor(0.02, DGCSGDMemory(0.9)),
+        "DGC": make_dgc,
         "PowerSGD": lambda: PowerSGDCompressor(2, 0),
     }
     for name, make in methods.items():
         yield f"{name} repeats bit for bit", lambda make=make: repeats(make, device)  # type: ignore[misc]
     yield "DGC on the GPU has the CPU's bits", lambda: dgc_is_alike(device)
+    yield "DGC as a CUDA graph has the same bits", lambda: graph_is_alike(device)
 
 
 @contextmanager
@@ -349,20 +378,40 @@ def repeats(make: Callable[[], Compressor], device: torch.device) -> None:
 
 
 def dgc_is_alike(device: torch.device) -> None:
-    def make() -> Compressor:
-        return DGCCompressor(0.02, DGCSGDMemory(0.9))
-
     with plain_torch():
-        expected = results(make(), CPU)
-    for ours, theirs in zip(results(make(), device), expected, strict=True):
+        expected = results(make_dgc(), CPU)
+    for ours, theirs in zip(results(make_dgc(), device), expected, strict=True):
         assert same_bits(ours, theirs), "the CPU gives other bits"
 
 
-def results(compressor: Compressor, device: torch.device) -> list[Tensor]:
+def graph_is_alike(device: torch.device) -> None:
+    """Of a bucket whose gradients are copied, because their addresses change."""
+    with plain_torch():
+        expected = results(make_dgc(), CPU, [(40, 33)], 12)
+    side = SideStream(device) if device.type == "cuda" else None
+    run = patch.object(StepGraph, "run", autospec=True, side_effect=StepGraph.run)
+    with run as runs, patch.dict(os.environ, {SWITCH: "1"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with side.after_caller() if side else nullcontext():
+            found = results(make_dgc(), device, [(40, 33)], 12)
+    if side:
+        side.join()
+        assert runs.call_args.args[0].captures == 1, "no graph was captured"
+    for ours, theirs in zip(found, expected, strict=True):
+        assert same_bits(ours, theirs), "the graph gives other bits"
+
+
+def make_dgc() -> Compressor:
+    return DGCCompressor(0.02, DGCSGDMemory(0.9))
+
+
+def results(
+    compressor: Compressor, device: torch.device, shapes: Shapes = SHAPES, steps: int = STEPS
+) -> list[Tensor]:
     """Return the results of some steps, and the residual after them."""
-    whole, found = Whole("", compressor, [SHAPES], device), []
-    for step in range(STEPS):
-        given = random_gradients([SHAPES], step, device)
+    whole, found = Whole("", compressor, [shapes], device), []
+    for step in range(steps):
+        given = random_gradients([shapes], step, device)
         for result, bucket in zip(whole.step(given), whole.buckets, strict=True):
             assert result.nonfinite is None, result.nonfinite
             if isinstance(result, SparseResult):  # a GPU writes the mean at once

@@ -66,6 +66,14 @@ def resnet50() -> dict[str, Tensor]:
     return {str(i): torch.empty(shape, device="meta") for i, shape in enumerate(shapes)}
 
 
+def gpt2_medium() -> dict[str, Tensor]:
+    """Return those of the network with 355 million parameters (Radford et al. 2019)."""
+    width, blocks = 1024, 24
+    block = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    shapes = [(50257, width), (1024, width), *block * blocks]
+    return {str(i): torch.empty(shape, device="meta") for i, shape in enumerate(shapes)}
+
+
 def plan_buckets(tensors: Mapping[str, Tensor]) -> list[tuple[Segment, ...]]:
     """Return buckets of whole tensors, in the order of backward."""
     buckets: list[list[tuple[str, Tensor]]] = [[]]

@@ -35,6 +35,7 @@ class SparseState(State):
         exchange: How the ranks sum what this plan selects (`SparseExchange`).
         remembers: Whether the selector needs its history.
         history: That of a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
+        graph: The CUDA graph of the encoding (`dgc.compression.cuda_graphs`), if there is one.
     """
 
     masking: bool = False
@@ -44,6 +45,7 @@ class SparseState(State):
     exchange: Any = None
     remembers: bool = False
     history: dict[str, dict[str, Any]] = field(default_factory=dict)
+    graph: Any = None
     partial: tuple[str, ...] = ("history",)
 
     @property

@@ -31,6 +31,7 @@ from dgc.arguments import NUMBER, WHOLE, require
 from dgc.bucket import Bucket, Segment, named_pairs
 from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
+from dgc.compression.cuda_graphs import addresses_of, graph_of
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.protocol import (
     Compressor,
@@ -41,14 +42,14 @@ from dgc.compression.protocol import (
     first_nonfinite_message,
     fraction_of,
 )
-from dgc.compression.sparse_sum import EXCHANGES
+from dgc.compression.sparse_sum import EXCHANGES, AllGatherExchange
 from dgc.compression.uniform import make_fallback
-from dgc.kernels import PassInputs
+from dgc.kernels import PassInputs, SparseVector
 from dgc.memory import DGCSGDMemory, Memory, MomentumCorrection, NoMemory, ResidualMemory, SparseState
 from dgc.selection import Selector, plan_selection
 from dgc.wire import CastValues, IndexFormat, PackedIndices, PlainIndices, RiceIndices, SparseFormat, ValueFormat
 from dgc.wire.envelope import sealed_bytes
-from dgc.wire.payload import PayloadPlan
+from dgc.wire.payload import Encoded, PayloadPlan
 
 
 class SparseCompressor(Compressor):
@@ -93,16 +94,55 @@ class SparseCompressor(Compressor):
 
     def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
         replaced = None if self.memory.gradient_clipping is None else (yield from self.memory.clip(bucket))
+        if state.graph is not None and not state.dense:
+            state.graph.settle(bucket)
         inputs, state = self._begin(bucket, state)
         if state.dense:
             return (yield from self._reduce_dense(bucket, state, inputs, replaced))
         assert state.plan is not None
         # new for each bucket and step, and the same in a resumed run: dense steps count too
         seed = crc32(f"{self.seed} {bucket.segments[0].name} {state.steps - 1}".encode())
+        if state.graph is not None and self._repeats(state, inputs):
+            encoded = self._encode_as_graph(state, inputs, seed, replaced)
+        else:
+            encoded = self._encode(state, inputs, seed, replaced)
+        result, sent, returned = yield from state.exchange.mean(bucket, encoded)
+        return Reduced(result, state.after(sent, returned), dropped=state)
+
+    def _encode(self, state: SparseState, inputs: PassInputs, seed: int, replaced: Position | None) -> Any:
+        """Add the gradient to the residual, select, and encode. replaced: as in `_reduce_dense`."""
+        assert state.plan is not None
         selection = self.selector.select(inputs, state.plan, seed)
         first = selection.first_nonfinite if replaced is None else replaced.minimum(selection.first_nonfinite)
-        result, sent, returned = yield from state.exchange.mean(bucket, selection.elements, first)
-        return Reduced(result, state.after(sent, returned), dropped=state)
+        return state.exchange.encode(selection.elements, first)
+
+    def _repeats(self, state: SparseState, inputs: PassInputs) -> bool:
+        """Whether a step is like the one before it: not the first one of a ratio, or after a dropped one."""
+        assert state.plan is not None
+        same_size = inputs.sent is not None and inputs.sent.values.numel() == state.plan.capacity
+        return same_size and isinstance(state.exchange, AllGatherExchange)
+
+    def _encode_as_graph(
+        self, state: SparseState, inputs: PassInputs, seed: int, replaced: Position | None
+    ) -> Encoded:
+        """`_encode` by a CUDA graph. What was sent, and the history, stay at their addresses."""
+        assert state.plan is not None and inputs.sent is not None
+        history, sent = state.plan.history, inputs.sent
+        keys, rest = list(history), [] if replaced is None else [replaced]
+
+        def work(*given: Tensor) -> tuple[Encoded, list[Tensor]]:
+            history.update(zip(keys, given[3:], strict=False))
+            own = replace(inputs, sent=SparseVector(*given[:3]))
+            encoded = self._encode(state, own, seed, given[-1] if rest else None)
+            new = encoded.sent
+            return encoded, [new.indices, new.values, new.count, *(history[key] for key in keys)]
+
+        passed = (inputs.momentum, inputs.nesterov, inputs.decay, inputs.masking)
+        constants = [state.plan, state.exchange, keys, len(rest), *passed, *addresses_of([inputs.u, inputs.v])]
+        given = [sent.indices, sent.values, sent.count, *history.values(), *rest]
+        encoded, kept = state.graph.run(constants, given, work)
+        history.update(zip(keys, kept[3:], strict=False))
+        return replace(encoded, sent=SparseVector(*kept[:3]))
 
     def _begin(self, bucket: Bucket, state: SparseState) -> tuple[PassInputs, SparseState]:
         """Return the pass over the gradient, and the state after it, with the plan of this step."""
@@ -204,7 +244,8 @@ class SparseCompressor(Compressor):
     def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
         self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices
         state = self.memory.init(bucket, size, rank)
-        return replace(state, dense=False, remembers=self.selector.remembers)
+        graph = graph_of(bucket) if self.selector.repeats and state.errors else None
+        return replace(state, dense=False, remembers=self.selector.remembers, graph=graph)
 
 
 @dataclass(frozen=True)

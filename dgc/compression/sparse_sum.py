@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int64
@@ -35,7 +35,7 @@ from dgc.compression.protocol import (
 )
 from dgc.kernels import Budget, Merged, NativeMeanDecoder, SparseVector
 from dgc.wire.envelope import Envelope, sealed_bytes
-from dgc.wire.payload import PayloadPlan
+from dgc.wire.payload import Encoded, PayloadPlan
 
 # The mean, what of this rank's elements is in it, with the values that the other ranks have received, and parts of
 # the ranks' sum that no rank has received, and this one keeps.
@@ -62,9 +62,13 @@ class SparseExchange(ABC):
     def wire_bytes(payload: PayloadPlan, size: int) -> float:
         """Bytes that a rank sends, by the meter's formulas; where ranks send different numbers, the largest."""
 
+    def encode(self, elements: SparseVector, first_nonfinite: Position) -> Any:
+        """Return what `mean` begins with. elements: what this rank has selected, with the payload's capacity."""
+        return elements, first_nonfinite
+
     @abstractmethod
-    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
-        """Exchange what this rank has selected: elements with the capacity of the payload."""
+    def mean(self, bucket: Bucket, encoded: Any) -> Conversation[Exchanged]:
+        """Exchange what this rank has selected."""
 
     @cached_property
     def envelope(self) -> Envelope:
@@ -101,9 +105,11 @@ class AllGatherExchange(SparseExchange):
     def wire_bytes(payload: PayloadPlan, size: int) -> float:
         return all_gather_wire_bytes(payload.layout.nbytes, size)
 
-    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
-        backend, plan = kernels.of(elements.values), self.payload
-        encoded = plan.encode(backend.codec, elements, first_nonfinite)
+    def encode(self, elements: SparseVector, first_nonfinite: Position) -> Encoded:
+        return self.payload.encode(kernels.of(elements.values).codec, elements, first_nonfinite)
+
+    def mean(self, bucket: Bucket, encoded: Encoded) -> Conversation[Exchanged]:
+        backend, plan = kernels.of(encoded.payload), self.payload
         (payloads,) = yield (AllGather(encoded.payload),)
         result: Result
         decoder = backend.decoder if backend.decoder is not None and backend.decoder.takes(plan.layout) else None
@@ -318,13 +324,14 @@ class ReduceScatterExchange(SparseExchange):
         )
         return to, kept[self.rank], bounds
 
-    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
+    def mean(self, bucket: Bucket, encoded: tuple[SparseVector, Position]) -> Conversation[Exchanged]:
+        elements, first_nonfinite = encoded
         regions, (to, kept, bounds), codec = self.regions, self.payloads, kernels.of(elements.values).codec
 
         dealt = zip(regions.deal(elements, to[self.rank].budget.capacity), to, strict=True)
-        encoded = [payload.encode(codec, part, first_nonfinite) for part, payload in dealt]
-        sent = regions.join([own.sent for own in encoded])
-        payloads = [own.payload for own in encoded]
+        parts_sent = [payload.encode(codec, part, first_nonfinite) for part, payload in dealt]
+        sent = regions.join([own.sent for own in parts_sent])
+        payloads = [own.payload for own in parts_sent]
         splits = tuple(payload.numel() for payload in payloads)
         (received,) = yield (AllToAll(torch.cat(payloads), splits),)
         parts, nonfinite = yield from self.decode(received, to[self.rank])
@@ -400,8 +407,8 @@ class GTopKExchange(SparseExchange):
         """The payload of a sum."""
         return self.part(budget_of_sums(self.payload), self.payload.numel)
 
-    def mean(self, bucket: Bucket, elements: SparseVector, first_nonfinite: Position) -> Conversation[Exchanged]:
-        held = _Held(self, elements, first_nonfinite)
+    def mean(self, bucket: Bucket, encoded: tuple[SparseVector, Position]) -> Conversation[Exchanged]:
+        held, (_, first_nonfinite) = _Held(self, *encoded), encoded
         nothing = torch.empty(0, dtype=torch.uint8, device=bucket.device)
         _, nonfinite = yield from self.envelope.gather(nothing, first_nonfinite)
         size, rank, power = self.size, self.rank, largest_power_of_two(self.size)

@@ -35,7 +35,7 @@ from dgc.kernels.codec import (
 )
 from dgc.kernels.selection import SparseVector
 from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, find
-from dgc.kernels.triton_tables import BLOCK, Launcher, as_rows, blocks, current_stream
+from dgc.kernels.triton_tables import BLOCK, Launcher, as_rows, blocks, both, current_stream, moves
 
 TILE = 2048  # elements of the mean per program
 FEW = 256  # entries of a payload that `merge` reads at a time: a tile has few
@@ -92,6 +92,7 @@ def finish(
         tl.store(counters + FINISHED, 0)
 
 
+@moves("values", "")
 @triton.jit(do_not_specialize=["capacity"])
 @no_type_check
 def largest_of(values, capacity, largest, BLOCK: tl.constexpr):
@@ -101,6 +102,7 @@ def largest_of(values, capacity, largest, BLOCK: tl.constexpr):
     tl.atomic_max(largest, tl.max(tl.where(bits < INFINITE, bits, 0), 0), sem="relaxed")
 
 
+@moves("indices values bounds", "payload decoded", lambda a: both(16 * a.programs))
 @triton.jit(do_not_specialize=["capacity", "n_programs", "n_bounds", "begin", "nbytes", "ratio", "form"])
 @no_type_check
 def write_plain(
@@ -158,6 +160,7 @@ def write_plain(
     finish(payload, total, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form, BLOCK)
 
 
+@moves("payload bounds", "", lambda a: both(16 * a.programs))
 @triton.jit(do_not_specialize=["n_words", "n_bounds", "ratio", "form", "n_programs"])
 @no_type_check
 def seal(
@@ -225,6 +228,7 @@ def value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, 
     return x
 
 
+@moves("payloads payloads", "numbers", lambda a: (8 * a.n_ranks * a.capacity, 0))
 @triton.jit(
     do_not_specialize=["n_ranks", "stride", "nbytes", "capacity", "numel", "begin", "codes", "n_segments", "steps"]
 )
@@ -265,6 +269,7 @@ def check(
         tl.store(numbers + n_ranks * NUMBERS, 1)
 
 
+@moves("payloads", "words")
 @triton.jit(do_not_specialize=["stride", "nbytes"])
 @no_type_check
 def open_headers(payloads, stride, nbytes, words):
@@ -295,6 +300,7 @@ def entries_below(payload, count, index, WIDE: tl.constexpr):
     return low
 
 
+@moves("payloads mean mean", "mean mean mean")
 @triton.jit(do_not_specialize=["n_ranks", "stride", "size", "numel", "begin", "codes", "n_segments", "steps"])
 @no_type_check
 def merge(

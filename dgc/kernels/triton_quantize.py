@@ -35,7 +35,7 @@ from dgc.kernels.quantize import (
     thresholds_or,
 )
 from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, read, tile_at
-from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, as_rows, blocks, on_device
+from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, as_rows, blocks, moves, on_device
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
 SIGN = tl.constexpr(-0x80000000)
@@ -84,6 +84,7 @@ def with_sign(magnitude, negative):
     return bits.to(tl.float32, bitcast=True)
 
 
+@moves("tiles v", "codes residual")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def sign_encode(
@@ -98,6 +99,7 @@ def sign_encode(
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 1, 4, TILE))
 
 
+@moves("tiles codes total", "total")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl.constexpr):
@@ -108,6 +110,7 @@ def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl
     tl.store(total + i, x + tl.where(up, tl.load(highs + s), tl.load(lows + s)), mask=live)
 
 
+@moves("tiles v", "codes residual")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tern_encode(
@@ -123,6 +126,7 @@ def tern_encode(
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 2, 4, TILE))
 
 
+@moves("tiles codes total", "total")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.constexpr):
@@ -134,6 +138,7 @@ def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.
     tl.store(total + i, x + tl.where(field == 3, t, tl.where(field == 2, -t, 0.0)), mask=live)
 
 
+@moves("tiles v", "codes residual")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def uniform_encode(
@@ -157,6 +162,7 @@ def uniform_encode(
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, WIDTH, 1, TILE))
 
 
+@moves("tiles codes total", "total")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def uniform_add(
@@ -170,6 +176,7 @@ def uniform_add(
     tl.store(total + i, x + with_sign(tl.load(steps + s) * level.to(tl.float32), negative), mask=live)
 
 
+@moves("tiles mean", "mean")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.constexpr, TILE: tl.constexpr):
@@ -196,6 +203,7 @@ def field_value(field, low, high, KIND: tl.constexpr, WIDTH: tl.constexpr):
     return x
 
 
+@moves("tiles codes", "mean")
 @triton.jit(do_not_specialize=[*SIZES, "n_ranks", "stride", "low_stride", "high_stride"])
 @no_type_check
 def mean_of_fields(
@@ -220,6 +228,7 @@ def mean_of_fields(
     tl.store(mean + i, tl.math.div_rn(total, tl.zeros_like(total) + tl.load(size)), mask=live)
 
 
+@moves("tiles", "total", lambda a: (2 * a.total.numel(), 0))
 @triton.jit(do_not_specialize=[*SIZES, "fields"])
 @no_type_check
 def sums(
@@ -237,6 +246,7 @@ def sums(
     tl.store(total + i, (level * (2 // WIDTH)).to(tl.float32) - tl.load(size), mask=live)
 
 
+@moves("tiles v", "")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def largest(tiles, n_tiles, bounds, starts, v, found, TILE: tl.constexpr):
@@ -247,6 +257,7 @@ def largest(tiles, n_tiles, bounds, starts, v, found, TILE: tl.constexpr):
     tl.atomic_max(found + s, tl.max(bits, 0), sem="relaxed")
 
 
+@moves("v", "codes residual")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def natural_encode(
@@ -268,6 +279,7 @@ def natural_encode(
     tl.store(codes + 4 + i, (code | tl.where(negative, 128, 0)).to(tl.uint8), mask=i < n)
 
 
+@moves("codes total", "total")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def natural_add(codes, n, tops, total, BLOCK: tl.constexpr):
@@ -279,6 +291,7 @@ def natural_add(codes, n, tops, total, BLOCK: tl.constexpr):
     tl.store(total + i, x + with_sign(power, code > 127), mask=i < n)
 
 
+@moves("", "codes", lambda a: (8 * a.levels.numel(), 0))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def pack(levels, n, codes, nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr):

@@ -17,7 +17,7 @@ training.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate as running_sums
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -44,11 +44,14 @@ from dgc.kernels.selection import (
 )
 from dgc.kernels.triton_tables import (
     BLOCK,
+    SECTOR,
     Launcher,
     Tiling,
     Tilings,
     blocks,
+    both,
     current_stream,
+    moves,
     on_device,
     pointers,
 )
@@ -97,6 +100,12 @@ OVERFULL = tl.constexpr(-(1 << 40))
 ASSIGN = tl.constexpr(3)
 
 
+def bytes_of_gradients(a: Any) -> int:
+    """Return the bytes of g that `accumulate` reads, less those of v where it does not."""
+    width: int = a.G.primitive_bitwidth // 8
+    return a.n * (width - (4 if a.FORM == ASSIGN.value else 0))
+
+
 @triton.jit
 @no_type_check
 def predicted(last, before, margin, s):
@@ -109,6 +118,7 @@ def predicted(last, before, margin, s):
     return (now * growth) * margin
 
 
+@moves("tiles u v", "u v held slot_values slot_lanes gathered", lambda a: (bytes_of_gradients(a), 0))
 @triton.jit(do_not_specialize=[*SIZES, "n"])
 @no_type_check
 def accumulate(
@@ -217,6 +227,7 @@ def add_digits(source, length, histogram, prefix, SHIFT: tl.constexpr, BITS: tl.
         tl.atomic_add(histogram + tl.arange(0, 1 << BITS), inside, mask=inside > 0, sem="relaxed")
 
 
+@moves("tiles v", "", lambda a: both(4 * a.programs * min(a.TILE, 1 << a.BITS)))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def count_digits(
@@ -231,6 +242,7 @@ def count_digits(
         add_digits(v + start, length, histogram, prefix, SHIFT, BITS, TILE)
 
 
+@moves("histograms", "histograms")
 @triton.jit(do_not_specialize=["n_segments"])
 @no_type_check
 def pick_digits(
@@ -282,6 +294,7 @@ def find_digit(source, length, prefix, k, SHIFT: tl.constexpr, BITS: tl.constexp
     return found, k - tl.sum(tl.where(holds, higher, 0), 0), tl.sum(count, 0), largest
 
 
+@moves("gathered gathered gathered", "")
 @triton.jit(do_not_specialize=["n_segments"])
 @no_type_check
 def choose(
@@ -325,6 +338,7 @@ def tally_tile(source, length, limit, LANES: tl.constexpr):
     return (greater << 32) + tl.sum(((bits == limit) & (bits > 0)).to(tl.int64), 0)
 
 
+@moves("tiles held slot_values", "tallies", lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 0))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tally(
@@ -344,6 +358,7 @@ def tally(
     tl.store(tallies + t, found)
 
 
+@moves("tallies chosen", "tallies chosen")
 @triton.jit(do_not_specialize=[*SIZES, "n"])
 @no_type_check
 def offsets(tallies, n_tiles, chosen, n_segments, count, first, n, BLOCK: tl.constexpr):
@@ -382,6 +397,11 @@ def write_tile(
     tl.store(values + where, x, mask=chosen)
 
 
+@moves(
+    "tiles tallies tallies held slot_values slot_lanes",
+    "indices values",
+    lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 2 * SECTOR * a.programs),
+)
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def write(
@@ -417,6 +437,7 @@ def write(
 # results do not depend on the order in which programs run.
 
 
+@moves("tiles v", "sums largest")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
@@ -430,6 +451,7 @@ def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
     tl.store(largest + t, tl.max(bits, 0))
 
 
+@moves("tiles v", "sums counts")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tail_of_tiles(tiles, n_tiles, v, lower_bounds, sums, counts, TILE: tl.constexpr):
@@ -462,6 +484,7 @@ def tiles_of(first_tiles, n_tiles, n_segments):
     return s, first, tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
 
 
+@moves("tile_sums tile_largest", "sums largest")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def moments_of_ranges(
@@ -477,6 +500,7 @@ def moments_of_ranges(
     tl.store(largest + s, tl.max(most, 0).to(tl.float32, bitcast=True))
 
 
+@moves("tile_sums tile_counts", "sums counts")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tail_of_ranges(first_tiles, n_tiles, tile_sums, tile_counts, n_segments, sums, counts, BLOCK: tl.constexpr):
@@ -523,6 +547,7 @@ def rounded(x, P: tl.constexpr):
     return y
 
 
+@moves("indices values", "", lambda a: (SECTOR * a.indices.numel(), SECTOR * a.indices.numel() * (1 + a.MASK_U)))
 @triton.jit
 @no_type_check
 def take(indices, values, count, u, v, MASK_U: tl.constexpr, BLOCK: tl.constexpr):
@@ -535,6 +560,7 @@ def take(indices, values, count, u, v, MASK_U: tl.constexpr, BLOCK: tl.constexpr
         tl.store(u + index, tl.zeros_like(x), mask=held)
 
 
+@moves("", "keys")
 @triton.jit(do_not_specialize=["total", "n_parts", "steps"])
 @no_type_check
 def hide_tails(keys, total, starts, counts, n_parts, steps, BLOCK: tl.constexpr):
@@ -545,6 +571,7 @@ def hide_tails(keys, total, starts, counts, n_parts, steps, BLOCK: tl.constexpr)
     tl.store(keys + i, tl.full([BLOCK], NOWHERE, tl.int32), mask=tail)
 
 
+@moves("keys keys", "heads")
 @triton.jit(do_not_specialize=["total"])
 @no_type_check
 def mark_heads(keys, heads, total, BLOCK: tl.constexpr):
@@ -555,6 +582,7 @@ def mark_heads(keys, heads, total, BLOCK: tl.constexpr):
     tl.store(heads + i, ((key != before) & (key != NOWHERE)).to(tl.int32), mask=i < total)
 
 
+@moves("keys keys order places", "indices means", lambda a: (a.n_parts * 4 * a.total + SECTOR * a.total, 0))
 @triton.jit(do_not_specialize=["total", "n_parts", "size"])
 @no_type_check
 def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, BLOCK: tl.constexpr):
@@ -575,6 +603,7 @@ def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, 
     tl.store(means + place, tl.math.div_rn(mean, tl.zeros_like(mean) + size), mask=head)
 
 
+@moves("indices values", "", lambda a: both(SECTOR * a.k))
 @triton.jit(do_not_specialize=["n_segments", "steps", "k"])
 @no_type_check
 def subtract_at(
@@ -593,6 +622,7 @@ def subtract_at(
     tl.store(target, rounded(p - rounded(change, P).to(WIDE), P).to(P), mask=ours)
 
 
+@moves("p buffer", "p buffer")
 @triton.jit
 @no_type_check
 def decay(

@@ -1,11 +1,14 @@
 """Launches, and cached tables for one launch per bucket. Tables are made without waiting for the device."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from itertools import accumulate
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int32, Int64
@@ -34,6 +37,52 @@ class Launcher:
             # no FMA, which would skip the rounding of products
             kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
         self.launches += 1
+
+
+SECTOR = 32  # bytes that a GPU moves for an element that no neighbour in the same access shares
+_TRAFFIC: dict[str, Callable[[Any], tuple[int, int]]] = {}
+K = TypeVar("K")
+
+
+def moves(reads: str, writes: str, more: Callable[[Any], tuple[int, int]] = lambda _: (0, 0)) -> Callable[[K], K]:
+    """Decorator that states which bytes a kernel moves. A few numbers per program and segment are left out.
+
+    Args:
+        reads: Names of arguments that are read once, as far as they are tensors.
+        writes: Those that are written once. Atomic operations read and write.
+        more: Given the arguments by name, and `programs`, returns the bytes that are read and written besides.
+    """
+
+    def state(kernel: Any) -> Any:
+        def traffic(a: Any) -> tuple[int, int]:
+            further = more(a)
+            read, written = (
+                sum(t.nbytes for t in (getattr(a, name) for name in names.split()) if isinstance(t, Tensor))
+                for names in (reads, writes)
+            )
+            return read + further[0], written + further[1]
+
+        _TRAFFIC[kernel.fn.__name__] = traffic
+        return kernel
+
+    return state
+
+
+def both(n: int) -> tuple[int, int]:
+    """Return the bytes of n bytes that are read and written."""
+    return n, n
+
+
+def bytes_moved(kernel: Any, programs: int, arguments: Sequence[object]) -> tuple[int, int]:
+    """Return the bytes that a launch reads and writes.
+
+    Where they depend on the data it is the most, unless a segment must be read again for lack of candidates.
+
+    Raises:
+        KeyError: The kernel has no `moves`.
+    """
+    named = dict(zip(signature(kernel.fn).parameters, arguments, strict=True))
+    return _TRAFFIC[kernel.fn.__name__](SimpleNamespace(programs=programs, **named))
 
 
 def blocks(n: int) -> int:
@@ -99,13 +148,32 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
 
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor. It is cached and must not be changed in place."""
-    return _table(values, dtype, device, current_stream(device))
+    table, holder = _table(values, dtype, device, current_stream(device)), _holder.get()
+    if holder is not None:
+        holder.append(table)
+    return table
+
+
+_holder: ContextVar[list[Tensor] | None] = ContextVar("_holder", default=None)
+
+
+@contextmanager
+def holding_tables() -> Iterator[list[Tensor]]:
+    """Collect the tables that `on_device` returns, for a CUDA graph, whose kernels read them longer than the cache
+    keeps them.
+    """
+    tables: list[Tensor] = []
+    token = _holder.set(tables)
+    try:
+        yield tables
+    finally:
+        _holder.reset(token)
 
 
 @lru_cache(maxsize=1024)
 def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
     # from pinned memory: other copies wait for the device
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def pointers(
@@ -138,4 +206,4 @@ def as_rows(tensors: Sequence[Tensor], unit: int = 1) -> Tensor:
 
 def current_stream(device: torch.device) -> int:
     """Return the current stream, as a cache key: only work of the creating stream is ordered after a table."""
-    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

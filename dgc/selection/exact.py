@@ -28,6 +28,7 @@ class Exact(Selector):
     """
 
     per_bucket: bool = False
+    repeats = True
 
     def budget(self, plan: Plan) -> Budget:
         return plan.per_bucket if self.per_bucket else plan.per_tensor
@@ -140,6 +141,7 @@ class TopKPerChunk(Selector):
     """
 
     chunk_size: int = 4096
+    repeats = True
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:

@@ -132,9 +132,11 @@ class Selector(ABC):
     """Base class of selectors. A selector chooses at most `plan.capacity` elements of a bucket and never a zero.
 
     remembers: whether the selection depends on `plan.history`, which must then be saved in checkpoints.
+    repeats: whether each step does the same on a GPU, without a seed and without waiting. It can be a CUDA graph.
     """
 
     remembers = False
+    repeats = False
 
     @abstractmethod
     def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:

@@ -53,7 +53,8 @@ def test_a_sum_that_overflows_is_named() -> None:
     one, none = torch.ones((), dtype=torch.int32), torch.tensor(bucket.numel)
     elements = SparseVector(torch.full((1,), 7, dtype=torch.int32), torch.full((1,), 3e38), one)
     payload = PayloadPlan(form, plan.per_tensor, bucket.numel, 0.01, "bucket b")
-    conversation = AllGatherExchange(payload, size, 0, wants_sparse=True).mean(bucket, elements, none)
+    exchange = AllGatherExchange(payload, size, 0, wants_sparse=True)
+    conversation = exchange.mean(bucket, exchange.encode(elements, none))
     (message,) = next_requests(conversation)
     assert isinstance(message, AllGather)
     with pytest.raises(StopIteration) as ended:

@@ -1,0 +1,256 @@
+"""CUDA graphs of DGC's encoding, without a GPU: what is captured is the same in every step, and can be replayed.
+
+In the place of torch.cuda.CUDAGraph, `Recording` notes launches in Triton's interpreter and operations of PyTorch
+with their tensors, without doing them, and does them when it is replayed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+with pytest.MonkeyPatch.context() as environment:
+    environment.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from benchmarks.gpu_steps import FREE, Whole, same_bits
+    from dgc import kernels
+    from dgc.bucket import Bucket
+    from dgc.comm.requests import next_requests
+    from dgc.compression import DGCCompressor, SparseCompressor, sparse
+    from dgc.compression.cuda_graphs import WARM_UP, StepGraph, graph_of
+    from dgc.kernels.triton_tables import Launcher
+    from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+SHAPES = [(20, 30), (15, 20)]
+NUMEL = 900
+CPU = torch.device("cpu")
+
+
+class Recording(TorchDispatchMode):
+    """A stand-in for a CUDA graph. Unless it `runs`, nothing is done in its context but to allocate results."""
+
+    def __init__(self, runs: bool = False) -> None:
+        super().__init__()
+        self.runs, self.replays = runs, 0
+        self.calls: list[tuple[str, Any, tuple[Any, ...], Any]] = []  # name, function, arguments, result
+        self.made: list[Tensor] = []  # what was allocated
+
+    def __enter__(self) -> "Recording":
+        launch = Launcher.__call__
+
+        def recorded(launcher: Any, kernel: Any, *arguments: Any) -> None:
+            def again(*arguments: Any) -> None:
+                with _disable_current_modes():
+                    launch(launcher, kernel, *arguments)
+
+            self.calls.append((kernel.fn.__name__, again, arguments, None))
+            if self.runs:
+                again(*arguments)
+
+        self._patch = patch.object(Launcher, "__call__", recorded)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        in_place = func._schema.is_mutable
+        result = args[0] if in_place and not self.runs else func(*args, **kwargs)
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        self.made += [
+            t for t in tree_leaves(result) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given
+        ]
+        if name not in FREE:
+            self.calls.append((name, lambda *a: func(*a, **kwargs), args, None if in_place else result))
+        return result
+
+    def replay(self) -> None:
+        self.replays += 1
+        for _, function, arguments, result in self.calls:
+            again = function(*arguments)
+            for to, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(to, Tensor):
+                    to.copy_(new)
+
+    def signature(self) -> list[Any]:
+        """Each call with its constants and addresses. What the work has allocated counts by its number."""
+        numbers = {t.untyped_storage().data_ptr(): i for i, t in enumerate(self.made)}
+
+        def told(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return str(x)
+            place = x.untyped_storage().data_ptr()
+            return numbers.get(place, f"at {place}"), x.storage_offset(), tuple(x.shape), x.dtype
+
+        return [(name, tree_map(told, arguments)) for name, _, arguments, _ in self.calls]
+
+
+class Captures(list[Recording]):
+    @contextmanager
+    def __call__(self, graph: Recording, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local" and stream == f"the stream on {CPU}"
+        self.append(graph)
+        with graph:
+            yield
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    captured = Captures()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", captured)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream on {device}")
+    return captured
+
+
+class Rank(Whole):
+    """The only rank, with one bucket, and the graph if it is given. Otherwise it uses plain PyTorch."""
+
+    def __init__(self, compressor: Any, graph: StepGraph | None):
+        self.backend, self.compressor = "triton" if graph else "reference", compressor
+        with patch.object(sparse, "graph_of", lambda bucket: graph):
+            super().__init__("", compressor, [SHAPES], CPU)
+        (self.bucket,), self.gradient = self.buckets, torch.empty(NUMEL)
+
+    def run(self, number: int, watch: Any = None, moves: bool = False) -> list[Tensor]:
+        """A step with the gradient of this number, NaN if below 0. Returns its mean and the state after it."""
+        self.gradient = torch.empty(NUMEL) if moves else self.gradient
+        self.gradient.copy_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(abs(number))))
+        if number < 0:
+            self.gradient[7] = torch.nan
+        for i, part in enumerate(self.gradient.split([segment.numel for segment in self.bucket.segments])):
+            self.bucket.use_gradient(i, part)
+        conversation = self.states.reduce(self.bucket)
+        with patch.object(kernels, "_asked", self.backend):
+            request: Any
+            with watch or nullcontext():
+                (request,) = next_requests(conversation)
+            with pytest.raises(StopIteration) as ended:
+                next_requests(conversation, ((request.tensor.clone(),),))
+        result = ended.value.value
+        result.write_to(self.bucket)
+        assert (result.nonfinite is not None) == (number < 0)
+        if number < 0:
+            self.states.rollback(self.bucket)
+        state = self.states[self.bucket].settled()
+        return [self.bucket.flat.clone(), *state.local.values(), *state.errors.values()]
+
+
+def with_clipping() -> Any:
+    return DGCCompressor(0.02, DGCSGDMemory(0.9, True, ClipByNorm(1.0)), values="int8", indices="rice")
+
+
+METHODS = {
+    "DGC": lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), values="fp16", indices="int32"),
+    "clipping": with_clipping,
+    "top-k": lambda: SparseCompressor(0.02, ResidualMemory(), "histogram", values="bf16"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_step_launches_the_same(captured: Captures, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The same kernels and operations, with the same grids, constants and addresses, from the third step on."""
+    monkeypatch.setattr("dgc.compression.cuda_graphs.WARM_UP", 99)
+    rank, steps = Rank(METHODS[name](), StepGraph("bucket", CPU)), []
+    for number in range(1, 6):
+        watch = Recording(runs=True)
+        rank.run(number, watch)
+        steps.append(watch.signature())
+    assert steps[2] == steps[3] == steps[4] and steps[1] != steps[2] and captured == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_replays_have_the_same_bits(captured: Captures, name: str) -> None:
+    """Those of plain PyTorch. A step after a dropped one runs without the graph."""
+    graph = StepGraph("bucket", CPU)
+    graphed, eager = Rank(METHODS[name](), graph), Rank(METHODS[name](), None)
+    for number in (1, 2, 3, 4, 5, -6, 7, 8, -9, -10, 11, 12):
+        for ours, theirs in zip(graphed.run(number), eager.run(number), strict=True):
+            assert number < 0 or same_bits(ours, theirs), number
+    # steps 2 to 4 are the warm-up
+    assert [own.replays for own in captured] == [5] and graph.captures == 1
+
+
+def test_new_ratio_and_addresses(captured: Captures) -> None:
+    graph = StepGraph("bucket", CPU)
+
+    def make() -> Any:
+        memory = DGCSGDMemory(0.9)
+        return DGCCompressor(0.02, memory, warmup_epochs=2, warmup_coeff=[0.05, 0.02])
+
+    ranks = [Rank(make(), graph), Rank(make(), None)]
+
+    def run(numbers: range, moves: bool = False) -> None:
+        for number in numbers:
+            ours, theirs = (rank.run(number, moves=moves) for rank in ranks)
+            assert all(map(same_bits, ours, theirs)), number
+
+    for rank in ranks:
+        rank.states.begin_epoch(0)
+    run(range(1, 7))
+    assert [own.replays for own in captured] == [2]
+    for rank in ranks:  # other momentum
+        rank.compressor.memory.correction.momentum = 0.8
+    run(range(7, 12))
+    assert [own.replays for own in captured] == [2, 2]
+    for rank in ranks:  # another ratio
+        rank.states.begin_epoch(1)
+    run(range(12, 18))
+    assert [own.replays for own in captured] == [2, 2, 2]
+    for rank in ranks:  # the loaded state is elsewhere
+        rank.states.load_state_dict(rank.states.state_dict())
+    run(range(18, 23))
+    assert len(captured) == 4
+    with pytest.warns(UserWarning, match=r"zero_grad\(set_to_none=False\) avoids the copy"):
+        run(range(23, 24 + WARM_UP), moves=True)
+    before = [own.replays for own in captured]
+    run(range(30, 36), moves=True)
+    assert len(captured) == 5 and captured[-1].replays >= 3 and before[:4] == [own.replays for own in captured[:4]]
+
+
+def test_what_has_no_graph(captured: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = (Bucket("bucket", (), torch.float32, torch.device(device)) for device in ("cuda", "cpu"))
+    for switch, wanted in (("1", True), ("0", False)):
+        monkeypatch.setenv("DGC_CUDA_GRAPHS", switch)
+        assert (graph_of(gpu) is not None) == wanted and graph_of(cpu) is None
+    monkeypatch.setenv("DGC_CUDA_GRAPHS", "yes")
+    with pytest.raises(ValueError, match="DGC_CUDA_GRAPHS must be 0 or 1, not 'yes'"):
+        graph_of(gpu)
+    for compressor in (DGCCompressor(0.02, DGCSGDMemory(0.9), 0.5), SparseCompressor(0.02, NoMemory())):
+        rank = Rank(compressor, StepGraph("bucket", CPU))
+        assert rank.states[rank.bucket].graph is None
+
+
+def test_what_cannot_be_captured(captured: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(METHODS["DGC"](), StepGraph("bucket", CPU))
+    for number in range(1, WARM_UP + 2):
+        rank.run(number)
+
+    def waits(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", waits)
+    expected = r"the encoding of bucket bucket cannot be a CUDA graph: operation not .* Unset DGC_CUDA_GRAPHS"
+    with pytest.raises(RuntimeError, match=expected):
+        rank.run(9)
+
+
+def test_tables_live_as_long_as_the_graph(captured: Captures) -> None:
+    """Other buckets may push them out of the cache."""
+    graph = StepGraph("bucket", CPU)
+    rank = Rank(METHODS["DGC"](), graph)
+    for number in range(1, WARM_UP + 3):
+        rank.run(number)
+    sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
+    assert any(table is sources[0] for table in graph._tables)
