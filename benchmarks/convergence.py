@@ -19,10 +19,9 @@ With --simulate the ranks are threads of one process, which exchange the same me
 run at a time uses each core. Many runs on few cores then take a third of the time, and the seconds of a run are
 those of all its ranks one after the other. AD-PSGD cannot be simulated.
 
-With --device cuda the simulated ranks share one GPU, and kernels of PyTorch are deterministic. --model 124m is a
-GPT of the shape of GPT-2 small, in bf16, 1000 steps of 16,384 tokens by 4 ranks; --model tiny is for a try.
---minutes stops and saves after so many minutes: the same command continues, with the bits of a run that was not
-stopped. Exit status 75 says that runs are left. Tokens per second leave out evaluation and checkpoints.
+With --device cuda the simulated ranks share one GPU, and PyTorch's kernels are deterministic. --model 124m has
+the shape of GPT-2 small. --minutes saves and stops after so many, with exit status 75 if runs are left: the same
+command continues, with the bits of an uninterrupted run. Rates leave out evaluation and checkpoints.
 """
 
 import argparse
@@ -121,35 +120,27 @@ def draw(task: Task, rows: Mapping[str, Mapping[str, Any]], title: str, file: Pa
 def train_all(args: argparse.Namespace, folder: Path, until: float) -> dict[str, list[dict[str, Any]]]:
     """The summaries of all runs, by method and in the order of the folds or seeds.
 
-    Raises:
-        SystemExit: at `until`, by `time.time`, some are not finished. They are kept.
+    Raises SystemExit if some are not finished at `until`, by `time.time`.
     """
     task = TASKS[args.task]
-    runs = [
-        (number, method)
-        for number in range(task.first, task.first + (args.runs or task.runs))
-        for method in args.methods
-    ]
+    numbers = range(task.first, task.first + (args.runs or task.runs))
+    runs = [(number, method) for number in numbers for method in args.methods]
     summaries: dict[str, list[dict[str, Any]]] = {method: [] for method in args.methods}
     jobs, train_once = (usable_cores() if args.device == "cpu" else 1, simulate) if args.simulate else (1, start)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         places = [folder / f"{method}-{number}" for number, method in runs]
-        words = [
-            to_train(args, method, number, place) for (number, method), place in zip(runs, places, strict=True)
-        ]
+        words = [to_train(args, method, n, place) for (n, method), place in zip(runs, places, strict=True)]
         ended = pool.map(partial(summary_of, train_once, args.ranks, until=until), words, places)
-        left = len(runs)
         for (number, method), summary in zip(runs, ended, strict=True):
             if summary is None:
                 continue
-            left -= 1
             summaries[method].append(summary)
             final, sent = summary["final"], summary["wire_bytes"] / 1e6
             also = f"   {task.also[1]} {final[task.also[0]]:.2f}" if task.also else ""
             quality = f"{task.quality} {final[task.metric]:6.{task.decimals}f}{task.unit}{also}"
             cost = f"{sent:8.2f} MB on the wire per rank   {summary['seconds']:6.1f} s"
             print(f"{task.kind} {number}  {method:<20} {quality}   {cost}", flush=True)
-    if left:
+    if left := len(runs) - sum(map(len, summaries.values())):
         print(f"{left} of {len(runs)} runs are not finished: the same command continues")
         raise SystemExit(EXIT_SAVED)
     return summaries
@@ -159,15 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = options("benchmarks.convergence", __doc__)
     add_runs(parser, ["dense", "dgc"])
     parser.set_defaults(methods=None)  # those of the task
-    parser.add_argument(
-        "--model", choices=("tiny", "124m"), help="of the task pysource; default: 0.4 million parameters"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: simulated ranks on one GPU"
-    )
-    parser.add_argument(
-        "--minutes", type=float, help="stop after so many, and continue the next time: with --keep"
-    )
+    parser.add_argument("--model", choices=("tiny", "124m"), help="of pysource; default: 0.4 million parameters")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: simulated, on one GPU")
+    parser.add_argument("--minutes", type=float, help="stop after so many; the same command continues")
     parser.add_argument("--ranks", type=int, default=4)
     what = "folds of digits, of 5, or seeds of the other tasks; default: 5 folds, 3 seeds"
     parser.add_argument("--folds", "--seeds", type=int, dest="runs", help=what)
@@ -179,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.model is not None:
         args.task += f"-{args.model}"
     if args.task not in TASKS:
-        parser.error(f"--model {args.model} is one of the task pysource: add --task pysource")
+        parser.error(f"--model {args.model} belongs to another task: add --task pysource")
     task = TASKS[args.task]
     args.simulate |= args.device == "cuda"
     args.methods = args.methods or list(task.methods)
@@ -187,8 +172,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("adpsgd is asynchronous and cannot be simulated: leave out --simulate and --device cuda")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
-    if args.minutes is not None and args.keep is None:
-        parser.error("--minutes needs --keep FOLDER, where the next start finds the runs")
+    if args.minutes is not None and not (args.keep and args.simulate):
+        parser.error("--minutes needs --keep FOLDER, where the next start finds the runs, and simulated ranks")
     title = f"{args.task}, {args.ranks} ranks, {args.runs or task.runs} {task.kind}s, {about(args)}"
     print(f"{title}, python {sys.version.split()[0]}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:

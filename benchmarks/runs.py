@@ -23,34 +23,18 @@ from dgc_training.startup.setup import require_complete
 from scripts.launch import prepare
 from scripts.methods import METHODS, changes_of, files_of
 
+
+def changes(*settings: str) -> tuple[str, ...]:
+    return tuple(f"--configs.{setting}" for setting in settings)
+
+
 # Ratio warm-up counts epochs: an epoch is 25 steps. 1000 steps of 4 ranks read these characters twice.
-SHORT = ("--configs.dataset.characters=1000000", "--configs.task.steps_per_epoch=25")
-LONG = (
-    "--configs.model.width=64",
-    "--configs.task.steps_per_epoch=1000",
-    "--configs.data.num_threads_per_worker=1",
-)
-TINY = (
-    "--configs.dataset.characters=20000",
-    "--configs.task.context=16",
-    "--configs.task.steps_per_epoch=3",
-    "--configs.model.width=16",
-    "--configs.model.layers=1",
-    "--configs.train.scheduler.warmup_steps=2",
-)
-# The shape of GPT-2 small, with its 50257 tokens, of which characters use 128: 124,439,808 parameters
-GPT2_SMALL = (
-    "--configs.task.context=1024",
-    "--configs.task.steps_per_epoch=200",
-    "--configs.model.vocabulary_size=50257",
-    "--configs.model.width=768",
-    "--configs.model.layers=12",
-    "--configs.model.heads=12",
-    "--configs.train.precision=bf16",
-    "--configs.train.optimizer.lr=1.5e-4",  # for one rank
-    "--configs.train.scheduler.warmup_steps=100",
-)
-DETERMINISTIC = "--configs.deterministic=true"  # a resumed run has the bits of one that was not stopped
+SHORT = changes("dataset.characters=1000000", "task.steps_per_epoch=25")
+LONG = changes("model.width=64", "task.steps_per_epoch=1000", "data.num_threads_per_worker=1")
+TINY = changes("dataset.characters=20000", "task.context=16", "task.steps_per_epoch=3", "model.width=16")
+TINY += changes("model.layers=1", "train.scheduler.warmup_steps=2")
+ON_GPU = ("--devices", "gpu", *changes("deterministic=true"))  # a resumed run has the bits of an uninterrupted one
+GPT = "configs/pysource/gpt.py"
 WITH_ADAM = ("dense", "dgc-adam", "onebit-adam", "powersgd-4", "scaled-sign", "diloco-h20")
 
 
@@ -119,10 +103,10 @@ TASKS = {
     "numwords": numwords(),
     # the ranks of AD-PSGD have only epochs in common, so it is compared with all-reduce at a rate by epochs
     "numwords-by-epoch": numwords("configs/numwords/by_epoch.py"),
-    "pysource": characters("configs/pysource/gpt.py", *SHORT),
-    "pysource-tiny": characters("configs/pysource/gpt.py", *TINY, epochs=2, batch_size=2, runs=1),
-    "pysource-124m": characters("configs/pysource/gpt.py", *GPT2_SMALL, epochs=5, batch_size=4, runs=1),
-    "pysource-long": characters("configs/pysource/gpt.py", *LONG, epochs=4, first=1),
+    "pysource": characters(GPT, *SHORT),
+    "pysource-tiny": characters(GPT, *TINY, epochs=2, batch_size=2, runs=1),
+    "pysource-124m": characters(GPT, "configs/pysource/gpt2_small.py", epochs=5, batch_size=4, runs=1),
+    "pysource-long": characters(GPT, *LONG, epochs=4, first=1),
     "lstm": characters("configs/pysource/lstm.py", *SHORT),
     "lstm-sgd": characters("configs/pysource/lstm.py", "configs/pysource/sgd.py", *SHORT),
 }
@@ -147,24 +131,20 @@ def simulate(ranks: int, words: Sequence[str]) -> None:
         LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
 
 
-def summary_of(
-    train: Callable[[int, Sequence[str]], None],
-    ranks: int,
-    words: Sequence[str],
-    place: Path,
-    until: float = inf,
-) -> Any:
+Train = Callable[[int, Sequence[str]], None]
+
+
+def summary_of(train: Train, ranks: int, words: Sequence[str], place: Path, until: float = inf) -> Any:
     """Train with these arguments, unless `place` has the finished run, and return its summary.
 
-    A run that is stopped, or not begun, at the end of the time has none. It continues from its checkpoint. If
-    there is an end, a finished run keeps no checkpoints: those of large models are large.
+    It is None if the run was stopped or not begun. With an end, a finished run keeps no checkpoints.
 
     Args:
         train: `start` or `simulate`.
         ranks: number of ranks.
         words: arguments of train.py, with `place` as the directory of the run.
         place: the directory. The mode and the arguments are stored beside it.
-        until: the end of the time, by `time.time`.
+        until: when to stop, by `time.time`.
 
     Raises:
         SystemExit: the directory has a run of the other mode or with other arguments.
@@ -211,10 +191,10 @@ def to_train(args: argparse.Namespace, method: str, number: int, place: Path) ->
         number: of the fold or seed.
         place: the directory of the run.
     """
-    task, on_gpu = TASKS[args.task], getattr(args, "device", "cpu") == "cuda"
+    task, device = TASKS[args.task], ("--devices", "cpu") if getattr(args, "device", "cpu") == "cpu" else ON_GPU
     return [
         *("--configs", *(word for word in task.words if not word.startswith("--")), *files_of(method)),
-        *("--run-dir", str(place), *(["--devices", "gpu", DETERMINISTIC] if on_gpu else ["--devices", "cpu"])),
+        *("--run-dir", str(place), *device),
         f"--configs.{task.varies}={number}",
         f"--configs.train.num_epochs={args.epochs or task.epochs}",
         f"--configs.train.batch_size={args.batch_size or task.batch_size}",
