@@ -103,7 +103,7 @@ def run(
     method: Any = None,
     description: str = "given by the caller",
 ) -> int:
-    """Runs one rank, from building to the summary. Returns 0, or EXIT_SAVED if a signal stopped the run.
+    """Runs one rank, from building to the summary. Returns 0, or EXIT_SAVED if a signal or --minutes stopped it.
 
     Args:
         args: the options of the command line.
@@ -137,7 +137,7 @@ def run(
             per_epoch=settings.schedule_lr_per_epoch,
         )
         stepping = Stepping(optimizer, model, settings, device, scaler)
-        sync = Synchronization(optimizer, settings)
+        sync = Synchronization(optimizer, settings, args.minutes)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
         recorder = build(settings.recorder, directory, tree, optimizer)
@@ -186,7 +186,7 @@ def train(
     log: Log,
     save: Callable[..., None],
 ) -> None:
-    """The training loop. It ends after `num_epochs` epochs, or after a signal, when it has saved a checkpoint."""
+    """The training loop. It ends after `num_epochs` epochs, or when it is stopped and has saved a checkpoint."""
     model, optimizer, schedule, progress = state.model, state.optimizer, state.schedule, state.progress
     model.train()
     with sync:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.convergence --task digits --ranks 4 --folds 5 --methods dense dgc
     python -m benchmarks.convergence --simulate --task pysource --methods dense dgc-adam --figure quality.svg
+    python -m benchmarks.convergence --device cuda --task pysource --model 124m --minutes 8 --keep runs/124m
 
 digits has folds: the test images of a fold are not used to train its model, and over all folds every image is
 tested once. The language tasks have one test set, and a run for each seed. The differences to the first method are
@@ -17,12 +18,17 @@ missing.
 With --simulate the ranks are threads of one process, which exchange the same messages without Horovod and MPI. One
 run at a time uses each core. Many runs on few cores then take a third of the time, and the seconds of a run are
 those of all its ranks one after the other. AD-PSGD cannot be simulated.
+
+With --device cuda the simulated ranks share one GPU, and PyTorch's kernels are deterministic. --model 124m has
+the shape of GPT-2 small. --minutes saves and stops after so many, with exit status 75 if runs are left: the same
+command continues, with the bits of an uninterrupted run. Rates leave out evaluation and checkpoints.
 """
 
 import argparse
 import math
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -31,9 +37,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import torch
+
 from benchmarks.figures import SAVED, axes_of, scatter, write
 from benchmarks.harness import Table, options, print_json
 from benchmarks.runs import TASKS, Task, about, add_runs, simulate, start, summary_of, to_train
+from dgc_training.faults.interruption import EXIT_SAVED
 from scripts.launch import usable_cores
 
 TAKES = "15 to 60 s a run of digits, 1 to 3 min a run of a language task"
@@ -69,6 +78,7 @@ def rows_of(task: Task, summaries: Summaries) -> dict[str, dict[str, Any]]:
             "wire_mb": wire / len(runs) / 1e6,
             "payload_mb": payload / len(runs) / 1e6,
             "seconds": mean(s["seconds"] for s in runs),
+            "rate": mean(s[f"{task.item}s"] / s["training_seconds"] for s in runs),
             "runs": quality[method],
         }
     return rows
@@ -81,7 +91,8 @@ def report(task: Task, rows: Mapping[str, Mapping[str, Any]]) -> None:
     columns = [("quality", task.quality + task.unit, f"20{number}"), ("difference", difference, "21.2f")]
     columns += [("standard_error", "std. error", "11.2f"), ("dense_over_wire", "dense / wire", "13.1f")]
     columns += [("wire_mb", "MB per run", "12.2f"), ("first_over_payload", "first / payload", "16.1f")]
-    table = Table("method", 21, [*columns, ("payload_mb", "MB payload", "11.2f"), ("seconds", "seconds", "9.1f")])
+    columns += [("payload_mb", "MB payload", "11.2f"), ("seconds", "seconds", "9.1f")]
+    table = Table("method", 21, [*columns, ("rate", f"{task.item}s/s", "12,.0f")])
     for method, row in rows.items():
         table.add(method, row)
     print_json({"benchmark": "convergence", "metric": task.metric, "methods": table.rows})
@@ -106,35 +117,42 @@ def draw(task: Task, rows: Mapping[str, Mapping[str, Any]], title: str, file: Pa
     write(figure, file)
 
 
-def train_all(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The summaries of all runs, by method and in the order of the folds or seeds."""
+def train_all(args: argparse.Namespace, folder: Path, until: float) -> dict[str, list[dict[str, Any]]]:
+    """The summaries of all runs, by method and in the order of the folds or seeds.
+
+    Raises SystemExit if some are not finished at `until`, by `time.time`.
+    """
     task = TASKS[args.task]
-    runs = [
-        (number, method)
-        for number in range(task.first, task.first + (args.runs or task.runs))
-        for method in args.methods
-    ]
+    numbers = range(task.first, task.first + (args.runs or task.runs))
+    runs = [(number, method) for number in numbers for method in args.methods]
     summaries: dict[str, list[dict[str, Any]]] = {method: [] for method in args.methods}
-    jobs, train_once = (usable_cores(), simulate) if args.simulate else (1, start)
+    jobs, train_once = (usable_cores() if args.device == "cpu" else 1, simulate) if args.simulate else (1, start)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         places = [folder / f"{method}-{number}" for number, method in runs]
-        words = [
-            to_train(args, method, number, place) for (number, method), place in zip(runs, places, strict=True)
-        ]
-        ended = pool.map(partial(summary_of, train_once, args.ranks), words, places)
+        words = [to_train(args, method, n, place) for (n, method), place in zip(runs, places, strict=True)]
+        ended = pool.map(partial(summary_of, train_once, args.ranks, until=until), words, places)
         for (number, method), summary in zip(runs, ended, strict=True):
+            if summary is None:
+                continue
             summaries[method].append(summary)
             final, sent = summary["final"], summary["wire_bytes"] / 1e6
             also = f"   {task.also[1]} {final[task.also[0]]:.2f}" if task.also else ""
             quality = f"{task.quality} {final[task.metric]:6.{task.decimals}f}{task.unit}{also}"
             cost = f"{sent:8.2f} MB on the wire per rank   {summary['seconds']:6.1f} s"
             print(f"{task.kind} {number}  {method:<20} {quality}   {cost}", flush=True)
+    if left := len(runs) - sum(map(len, summaries.values())):
+        print(f"{left} of {len(runs)} runs are not finished: the same command continues")
+        raise SystemExit(EXIT_SAVED)
     return summaries
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = options("benchmarks.convergence", __doc__)
     add_runs(parser, ["dense", "dgc"])
+    parser.set_defaults(methods=None)  # those of the task
+    parser.add_argument("--model", choices=("tiny", "124m"), help="of pysource; default: 0.4 million parameters")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: simulated, on one GPU")
+    parser.add_argument("--minutes", type=float, help="stop after so many; the same command continues")
     parser.add_argument("--ranks", type=int, default=4)
     what = "folds of digits, of 5, or seeds of the other tasks; default: 5 folds, 3 seeds"
     parser.add_argument("--folds", "--seeds", type=int, dest="runs", help=what)
@@ -142,13 +160,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw quality against bytes")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs; repeat no finished one")
     args = parser.parse_args(argv)
-    if args.simulate and "adpsgd" in args.methods:
-        parser.error("adpsgd is asynchronous and cannot be simulated: leave out --simulate")
+    until = math.inf if args.minutes is None else time.time() + 60 * args.minutes
+    if args.model is not None:
+        args.task += f"-{args.model}"
+    if args.task not in TASKS:
+        parser.error(f"--model {args.model} belongs to another task: add --task pysource")
     task = TASKS[args.task]
+    args.simulate |= args.device == "cuda"
+    args.methods = args.methods or list(task.methods)
+    if args.simulate and "adpsgd" in args.methods:
+        parser.error("adpsgd is asynchronous and cannot be simulated: leave out --simulate and --device cuda")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here")
+    if args.minutes is not None and not (args.keep and args.simulate):
+        parser.error("--minutes needs --keep FOLDER, where the next start finds the runs, and simulated ranks")
     title = f"{args.task}, {args.ranks} ranks, {args.runs or task.runs} {task.kind}s, {about(args)}"
     print(f"{title}, python {sys.version.split()[0]}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        rows = rows_of(task, train_all(args, args.keep or Path(scratch)))
+        rows = rows_of(task, train_all(args, args.keep or Path(scratch), until))
     report(task, rows)
     if args.figure is not None:
         draw(task, rows, title, args.figure)

@@ -32,16 +32,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
 from benchmarks.launches import begin, connected, run_ranks
 from dgc.comm import Transport, all_reduce
+from dgc.compression import DGCCompressor, FP16Compressor, PowerSGDCompressor
 from dgc.ddp import compress
 from dgc_models import resnet18
-from scripts.methods import build
 
 TAKES = "3 min"
 Hook = Callable[[DistributedDataParallel], Any]
@@ -86,27 +85,25 @@ class TorchPowerSGD:
     """
 
     def __init__(self, rank: int, model: DistributedDataParallel):
-        self.rank = rank
-        self.groups = [dist.new_group(backend="gloo") for _ in range(8)]
-        self.states: dict[int, hooks.PowerSGDState] = {}
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # it needs NumPy
+
+        self.rank, self.hooks = rank, powerSGD_hook
+        self.groups = [dist.new_group() for _ in range(8)]
+        self.states: dict[int, Any] = {}
         self.steps = 0
-        model.register_comm_hook(self, torch_power_sgd_hook)
+        model.register_comm_hook(self, TorchPowerSGD.hook)
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         i = bucket.index()
         if i not in self.states:
-            self.states[i] = hooks.PowerSGDState(self.groups[i], self.rank, start_powerSGD_iter=2)
+            self.states[i] = self.hooks.PowerSGDState(self.groups[i], self.rank, start_powerSGD_iter=2)
         self.states[i].iter = self.steps
         self.steps += bucket.is_last()
-        return hooks.powerSGD_hook(self.states[i], bucket)
+        return self.hooks.powerSGD_hook(self.states[i], bucket)
 
     def error_norm(self) -> float:
         errors = [error for state in self.states.values() for error in state.error_dict.values()]
         return torch.cat(errors).norm().item()
-
-
-def torch_power_sgd_hook(state: TorchPowerSGD, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return state.hook(bucket)
 
 
 def torch_fp16(model: DistributedDataParallel) -> None:
@@ -115,6 +112,8 @@ def torch_fp16(model: DistributedDataParallel) -> None:
 
 def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, Hook]]:
     """The methods that are compared. Times are divided by those of the first of a group."""
+
+    from scripts.methods import build  # it needs OmegaConf, and `whole_steps` does not
 
     def own(name: str) -> Hook:
         return lambda model: compress(model, build(name, DENSITY), transport=transport)
@@ -140,6 +139,44 @@ def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, 
             "no hook": lambda model: None,
         }
     return found
+
+
+def whole_steps(
+    device: torch.device, width: int, transport: Transport
+) -> dict[str, Callable[[], Callable[[], None]]]:
+    """Constructors of training steps of four linear layers through DDP, with torch's hooks and ours, by name.
+
+    Collective. All of them have 4 width^2 parameters, and take 64 samples.
+    """
+
+    def make(register: Hook) -> Callable[[], None]:
+        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
+        model, x = DistributedDataParallel(net), torch.randn(64, width, device=device)
+        register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    ours = {
+        "fp16": FP16Compressor(),
+        "PowerSGD, rank 4": PowerSGDCompressor(4),
+        "DGC": DGCCompressor(0.001, "residual"),
+    }
+    hooks: dict[str, Hook] = {
+        "DDP, no hook": lambda model: None,
+        "DDP, torch's fp16": torch_fp16,
+        "DDP, torch's PowerSGD, rank 4": partial(TorchPowerSGD, 4),
+        **{
+            f"DDP, our {name}": partial(compress, compression=own, transport=transport)
+            for name, own in ours.items()
+        },
+    }
+    return {name: partial(make, register) for name, register in hooks.items()}
 
 
 def times(methods: dict[str, Hook], rounds: int, warmup: int, transport: Transport) -> dict[str, dict[int, float]]:

@@ -26,6 +26,7 @@ from benchmarks.harness import in_turns, middle
 from benchmarks.stand_ins import cases, load_tests
 from benchmarks.step_methods import Ours
 from dgc.bucket import Bucket, Segment, lay_out
+from dgc.comm import RunningConversation, TrafficMeter, Transport, all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, Conversation, next_requests
 from dgc.compression import (
@@ -169,6 +170,62 @@ def milliseconds(step: Callable[[], object], device: torch.device, rounds: int, 
         return 1e3 * (time.perf_counter() - start)
 
     return middle(in_turns({"": once}, rounds, warm_up)[""])
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
+    """Afterwards the dict has, for a GPU, the most megabytes that were allocated inside, besides those before."""
+    found: dict[str, float] = {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    yield found
+    if device.type == "cuda":
+        found["peak MB"] = (torch.cuda.max_memory_allocated(device) - before) / 1e6
+
+
+def stress(
+    transport: Transport, device: torch.device, steps: int, scale: int, is_over: Callable[[], bool]
+) -> float:
+    """Return milliseconds of a step of DGC with three buckets, of about 13,000 scale^2 elements together.
+
+    Every rank checks the headers and checksums of all payloads. The means of all ranks are compared.
+
+    Args:
+        is_over: Whether to end before `steps`. Collective, called every 100 steps.
+
+    Raises:
+        RuntimeError: A payload has changed, or the means differ.
+    """
+    shapes: list[Shapes] = [[(64 * scale, 30 * scale)], [(100 * scale, 100 * scale), (500,)], [(40, 33)]]
+    whole, meter = Whole("", DGCCompressor(0.01, DGCSGDMemory(0.9)), shapes, device), TrafficMeter()
+    generator, sums = torch.Generator(device).manual_seed(transport.rank), []
+    for bucket in whole.buckets:
+        whole.states.add(bucket, transport.size, transport.rank)
+    start, done = time.perf_counter(), 0
+    while done < steps and not (done % 100 == 0 and is_over()):
+        running = []
+        for bucket in whole.buckets:
+            for i, segment in enumerate(bucket.segments):
+                bucket.use_gradient(i, torch.randn(segment.numel, generator=generator, device=device))
+            reducing = whole.states.reduce(bucket)
+            running.append((RunningConversation(f"stress.{bucket.name}", reducing, transport, meter), bucket))
+        for conversation, bucket in running:
+            result = conversation.finish()
+            assert result.nonfinite is None, result.nonfinite
+            if isinstance(result, SparseResult):
+                result.write_to(bucket)
+            bits = bucket.flat.view(torch.int32)
+            sums.append((bits * torch.arange(1, 2 * bits.numel(), 2, device=device)).sum())
+        done += 1
+        if done % 100 == 0 or done == steps:
+            found = all_gather_object(transport, torch.stack(sums).tolist())
+            if found.count(found[0]) < len(found):
+                raise RuntimeError(
+                    f"ranks have other means than rank 0 in the last {len(sums) // 3} of {done} steps"
+                )
+            sums.clear()
+    return 1e3 * (time.perf_counter() - start) / max(1, done)
 
 
 ROOT = Path(__file__).parents[1]

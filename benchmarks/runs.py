@@ -2,11 +2,15 @@
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +23,19 @@ from dgc_training.startup.setup import require_complete
 from scripts.launch import prepare
 from scripts.methods import METHODS, changes_of, files_of
 
+
+def changes(*settings: str) -> tuple[str, ...]:
+    return tuple(f"--configs.{setting}" for setting in settings)
+
+
 # Ratio warm-up counts epochs: an epoch is 25 steps. 1000 steps of 4 ranks read these characters twice.
-SHORT = ("--configs.dataset.characters=1000000", "--configs.task.steps_per_epoch=25")
-LONG = (
-    "--configs.model.width=64",
-    "--configs.task.steps_per_epoch=1000",
-    "--configs.data.num_threads_per_worker=1",
-)
+SHORT = changes("dataset.characters=1000000", "task.steps_per_epoch=25")
+LONG = changes("model.width=64", "task.steps_per_epoch=1000", "data.num_threads_per_worker=1")
+TINY = changes("dataset.characters=20000", "task.context=16", "task.steps_per_epoch=3", "model.width=16")
+TINY += changes("model.layers=1", "train.scheduler.warmup_steps=2")
+ON_GPU = ("--devices", "gpu", *changes("deterministic=true"))  # a resumed run has the bits of an uninterrupted one
+GPT = "configs/pysource/gpt.py"
+WITH_ADAM = ("dense", "dgc-adam", "onebit-adam", "powersgd-4", "scaled-sign", "diloco-h20")
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Task:
         varies: the key of the config by which runs differ.
         runs: number of runs of a method, by default.
         first: number of the first fold or seed.
+        methods: that are compared, by default.
     """
 
     words: tuple[str, ...]
@@ -55,10 +66,15 @@ class Task:
     varies: str = "seed"
     runs: int = 3
     first: int = 0
+    methods: tuple[str, ...] = ("dense", "dgc")
 
     @property
     def kind(self) -> str:
         return self.varies.rpartition(".")[2]
+
+    @property
+    def item(self) -> str:
+        return "sample" if self.metric.startswith("acc/") else "token"
 
     @property
     def unit(self) -> str:
@@ -69,10 +85,10 @@ class Task:
         return 4 if self.lower_is_better else 2
 
 
-def characters(*words: str, epochs: int = 40, first: int = 0) -> Task:
+def characters(*words: str, epochs: int = 40, batch_size: int = 8, **settings: Any) -> Task:
     """A language model of the characters of Python's sources."""
     of = ("bits_per_character/test", "bits per character")
-    return Task(words, epochs, 8, *of, lower_is_better=True, first=first)
+    return Task(words, epochs, batch_size, *of, lower_is_better=True, methods=WITH_ADAM, **settings)
 
 
 def numwords(*words: str) -> Task:
@@ -87,8 +103,10 @@ TASKS = {
     "numwords": numwords(),
     # the ranks of AD-PSGD have only epochs in common, so it is compared with all-reduce at a rate by epochs
     "numwords-by-epoch": numwords("configs/numwords/by_epoch.py"),
-    "pysource": characters("configs/pysource/gpt.py", *SHORT),
-    "pysource-long": characters("configs/pysource/gpt.py", *LONG, epochs=4, first=1),
+    "pysource": characters(GPT, *SHORT),
+    "pysource-tiny": characters(GPT, *TINY, epochs=2, batch_size=2, runs=1),
+    "pysource-124m": characters(GPT, "configs/pysource/gpt2_small.py", epochs=5, batch_size=4, runs=1),
+    "pysource-long": characters(GPT, *LONG, epochs=4, first=1),
     "lstm": characters("configs/pysource/lstm.py", *SHORT),
     "lstm-sgd": characters("configs/pysource/lstm.py", "configs/pysource/sgd.py", *SHORT),
 }
@@ -106,19 +124,27 @@ def simulate(ranks: int, words: Sequence[str]) -> None:
     """Run train.py with these arguments, with its ranks in this process."""
     args, overrides = parse_arguments(words)
     tree = load(args.configs, overrides)
-    require_complete(tree, "cpu")
+    require_complete(tree, args.devices)
+    if args.devices == "gpu":  # all ranks share the first one
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     with redirect_stdout(StringIO()):
         LockstepWorld(ranks).run(lambda transport: train.run(args, tree, transport))
 
 
-def summary_of(train: Callable[[int, Sequence[str]], None], ranks: int, words: Sequence[str], place: Path) -> Any:
+Train = Callable[[int, Sequence[str]], None]
+
+
+def summary_of(train: Train, ranks: int, words: Sequence[str], place: Path, until: float = inf) -> Any:
     """Train with these arguments, unless `place` has the finished run, and return its summary.
+
+    It is None if the run was stopped or not begun. With an end, a finished run keeps no checkpoints.
 
     Args:
         train: `start` or `simulate`.
         ranks: number of ranks.
         words: arguments of train.py, with `place` as the directory of the run.
         place: the directory. The mode and the arguments are stored beside it.
+        until: when to stop, by `time.time`.
 
     Raises:
         SystemExit: the directory has a run of the other mode or with other arguments.
@@ -131,11 +157,14 @@ def summary_of(train: Callable[[int, Sequence[str]], None], ranks: int, words: S
             f"{place} has a run of the other mode or with other arguments: remove it, or keep the runs in another "
             "folder"
         )
-    if not (place / "summary.json").exists():
+    done, left = place / "summary.json", until - time.time()
+    if not done.exists() and left > 0:
         place.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(to_json(arguments))
-        train(ranks, words)
-    return json.loads((place / "summary.json").read_text())
+        train(ranks, [*words, *([] if until == inf else ["--minutes", str(left / 60)])])
+        if done.exists() and until < inf:
+            shutil.rmtree(place / "checkpoints")
+    return json.loads(done.read_text()) if done.exists() else None
 
 
 def add_runs(parser: argparse.ArgumentParser, methods: Sequence[str]) -> None:
@@ -162,10 +191,10 @@ def to_train(args: argparse.Namespace, method: str, number: int, place: Path) ->
         number: of the fold or seed.
         place: the directory of the run.
     """
-    task = TASKS[args.task]
+    task, device = TASKS[args.task], ("--devices", "cpu") if getattr(args, "device", "cpu") == "cpu" else ON_GPU
     return [
         *("--configs", *(word for word in task.words if not word.startswith("--")), *files_of(method)),
-        *("--run-dir", str(place), "--devices", "cpu"),
+        *("--run-dir", str(place), *device),
         f"--configs.{task.varies}={number}",
         f"--configs.train.num_epochs={args.epochs or task.epochs}",
         f"--configs.train.batch_size={args.batch_size or task.batch_size}",

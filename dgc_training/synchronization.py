@@ -6,7 +6,7 @@
   many steps as an epoch has.
 
 The training loop calls one `Synchronization` in all three cases. It also stops all ranks at the same point after a
-signal (`dgc_training.faults.interruption`).
+signal or a limit of time (`dgc_training.faults.interruption`).
 """
 
 import signal
@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from math import inf
 from types import TracebackType
 from typing import Any
 
@@ -33,12 +34,13 @@ class Synchronization:
     Args:
         optimizer: the distributed optimizer.
         settings: the config's `train`.
+        minutes: after which the run saves and stops.
     """
 
-    def __init__(self, optimizer: Wrapper, settings: DictConfig) -> None:
+    def __init__(self, optimizer: Wrapper, settings: DictConfig, minutes: float = inf) -> None:
         self.optimizer = optimizer
         self.size = optimizer.transport.size
-        self.interruption = Interruption(optimizer.transport, optimizer.max_step_lag)
+        self.interruption = Interruption(optimizer.transport, optimizer.max_step_lag, 60 * minutes)
         self.stop_signal: signal.Signals | None = None  # equal on every rank
         self._metric_group = "local" if settings.local else "gossip" if settings.gossip else "compression"
 

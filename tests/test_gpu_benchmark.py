@@ -9,15 +9,19 @@ import textwrap
 import warnings
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_steps import MESSAGE, waits_of
+from benchmarks import gpu_steps
+from benchmarks.gpu import PAGE, Parts, write_table
+from benchmarks.gpu_steps import MESSAGE, stress, waits_of
 from benchmarks.stand_ins import ANNOTATIONS, cases, load_tests
 from benchmarks.step_overhead import resnet50
+from dgc.comm.lockstep import LockstepWorld
 
 ROOT = Path(__file__).parents[1]
 # A machine with PyTorch and Triton, of the packages that this one has.
@@ -135,9 +139,10 @@ def test_training_needs_no_numpy() -> None:
     """It may be missing beside PyTorch for CUDA."""
     code = """
         import sys, warnings
-        sys.modules["numpy"] = None
+        sys.modules.update(dict.fromkeys(("numpy", "omegaconf")))
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         import torch
+        import benchmarks.ddp_step, benchmarks.launches
         import dgc.kernels as kernels
         from benchmarks.gpu_steps import Training
         kernels.use("reference")
@@ -147,14 +152,67 @@ def test_training_needs_no_numpy() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.timeout(400)
+def test_what_fails_or_is_late_does_not_stop_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    parts = Parts(1)
+    done: list[str] = []
+    for name, part, share in (
+        ("kernel", partial(fail, ValueError("no such register")), 1),
+        ("ranks", partial(fail, SystemExit("a rank ended with status 1")), 1),
+        ("late", partial(done.append, "late"), 0),
+        ("last", partial(done.append, "last"), 1),
+    ):
+        parts.run(name, part, share)
+    assert (parts.failed, parts.not_run, done) == (["kernel", "ranks"], ["late"], ["last"])
+    assert 59 < parts.left() <= 60 and 29 < parts.left(0.5) <= 30
+    printed = capsys.readouterr().out
+    assert "FAILED kernel\n" in printed and "no such register" in printed and "a rank ended" in printed
+
+
+def test_the_table_takes_its_place_on_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    rows: dict[str, dict[str, Any]] = {
+        "top of |v|": {"ms": 1.25, "launches": 3, "where": {}},
+        "b": {"peak MB": 7.4},
+    }
+    page.write_text(PAGE.read_text())
+    for title in ("first", "second"):  # the second one replaces the first
+        write_table(page, title, rows)
+    text = page.read_text()
+    assert "second:\n\n| step | ms |" in text and "first" not in text
+    assert "| top of v | 1.250 |  |  | 3 |  |  |\n| b |  |  |  |  |  | 7 |\n" in text
+    assert all(line in text for line in PAGE.read_text().splitlines() if not line.startswith("Not measured"))
+    page.write_text("another page")
+    with pytest.raises(ValueError, match="has no <!-- the table of make gpu -->"):
+        write_table(page, "title", rows)
+
+
+def test_the_exchange_with_checks_compares_the_means_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(transport: Any) -> float:
+        return stress(transport, torch.device("cpu"), 2, 1, lambda: False)
+
+    assert min(LockstepWorld(2).run(body)) > 0
+    gather = gpu_steps.all_gather_object
+    monkeypatch.setattr(gpu_steps, "all_gather_object", lambda t, found: gather(t, [*found, t.rank]))
+    with pytest.raises(RuntimeError, match="other means than rank 0 in the last 2 of 2 steps"):
+        LockstepWorld(2).run(body)
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.proof
-def test_a_dry_run_with_torch_and_triton_alone() -> None:
+def test_a_dry_run_with_torch_and_triton_alone(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     absent = ("jaxtyping", "pytest", "torchvision", "horovod", "mpi4py")
-    done = run(["--dry-run"], absent)
+    page = tmp_path / "gpu.md"
+    page.write_text(PAGE.read_text())
+    done = run(["--dry-run", "--write", str(page)], absent)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "jaxtyping is not installed" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["laws"]["failed"] == [] and found["laws"]["number"] > 100
-    assert {"DGC: gradient in, mean out", "PowerSGD, rank 1"} <= found["rows"].keys()
+    assert found["failed"] == found["not_run"] == []
+    ranks = ("DDP, torch's PowerSGD, rank 4", "DDP, our DGC", "DGC, 3 steps with checks")
+    rows = {"torch.topk of |v| alone", "PowerSGD, rank 1", *(f"2 ranks, gloo: {name}" for name in ranks)}
+    assert rows <= found["rows"].keys() and "| 2 ranks, gloo: DDP, our DGC |" in page.read_text()

@@ -177,8 +177,12 @@ class LockstepWorld:
         """Run `body` once per rank, each in a thread. Return the results by rank. An error ends all ranks.
 
         One rank runs at a time. When it must wait for a message, the next rank that can continue runs, always in
-        the same order. Torch's random generator is kept for each rank: a rank that has seeded it draws the numbers
-        of a process of its own, for example for dropout.
+        the same order. Torch's random generators are kept for each rank: a rank that has seeded them draws the
+        numbers of a process of its own, for example for dropout.
+
+        Ranks may share a GPU. Its work is complete before another rank runs, since ranks use streams of their own.
+        Backward runs in the thread of its rank: autograd's thread of a GPU would wait in a hook of one rank, and
+        could not run the hooks of the others.
         """
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
@@ -187,7 +191,8 @@ class LockstepWorld:
             with self.lock:
                 self._turns[rank].wait_for(lambda: self.turn == rank)
             try:
-                results[rank] = body(self.transports[rank])
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = body(self.transports[rank])
             except BaseException as error:
                 errors[rank] = error
                 self.failed = rank if self.failed is None else self.failed
@@ -213,6 +218,8 @@ class LockstepWorld:
 
     def _pass_turn(self, rank: int) -> None:
         """Let the next rank run that can continue, because its replies are available or it must raise an error."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         after = ((rank + i) % self.size for i in range(1, self.size + 1))
         running = [r for r in after if r not in self._ended]
         free = (r for r in running if r not in self.waiting or self.waiting[r].replies is not None)
@@ -222,9 +229,12 @@ class LockstepWorld:
 
     def let_others_run(self, rank: int) -> None:
         random_state = torch.get_rng_state()
+        state_of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self._pass_turn(rank)
         self._turns[rank].wait_for(lambda: self.turn == rank)
         torch.set_rng_state(random_state)
+        if state_of_gpu is not None:
+            torch.cuda.set_rng_state(state_of_gpu)
 
     def execute(self, name: str, requests: list[tuple[Request, ...]]) -> list[tuple[Reply, ...]]:
         replies: list[dict[int, Reply]] = [{} for _ in range(self.size)]

@@ -1,5 +1,7 @@
 """On SIGTERM or SIGUSR1 a run saves a checkpoint and stops at the next step. A second SIGTERM ends it at once.
 
+A run with a limit of its time stops in the same way, as if it had received SIGALRM then.
+
 Any rank may receive the signal. At the start of each step every rank starts an all-reduce of its flag. It reads
 the result at the end of the step, or some steps later if one rank may be ahead of another. The collective overlaps
 with the step's own work, and all ranks stop after the same step.
@@ -20,6 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
+from math import inf
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -47,10 +50,12 @@ class Interruption:
     Args:
         lag: number of steps after which a result is read. None: ranks have no common steps, and only `check` reads
             the flags.
+        seconds: time from the construction until this rank wants to stop.
     """
 
-    def __init__(self, transport: Transport, lag: int | None = 0) -> None:
+    def __init__(self, transport: Transport, lag: int | None = 0, seconds: float = inf) -> None:
         self.transport, self.lag = transport, lag
+        self._end = time.monotonic() + seconds
         self._flights: deque[Any] = deque()
         self._launched = 0
         self.received = 0  # number of the signal that this rank has received
@@ -94,8 +99,13 @@ class Interruption:
             self._limit.cancel()
 
     def begin_step(self) -> None:
+        self._watch_time()
         if self.lag is not None:
             self._launch()
+
+    def _watch_time(self) -> None:
+        if time.monotonic() >= self._end:
+            self.received = max(self.received, signal.SIGALRM)
 
     def _launch(self) -> None:
         flag = torch.tensor([float(self.received)])
@@ -118,6 +128,7 @@ class Interruption:
 
     def check(self) -> signal.Signals | None:
         """The signal that any rank has received so far, without overlap with a step. Collective."""
+        self._watch_time()
         self._launch()
         return self._read(0)
 

@@ -29,6 +29,7 @@ def summarize(
         "epochs": progress.epoch,
         f"{item}s": progress.samples,
         "seconds": progress.seconds,
+        "training_seconds": progress.training_seconds,
         f"{item}s_per_second": progress.samples / progress.seconds if progress.seconds else None,
         "metric": metric,
         "lower_is_better": lower_is_better,

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from math import inf
 from typing import NoReturn
 
 from dgc_training.launcher import print_error
@@ -51,6 +52,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     )
     parser.add_argument("--suffix", default="", metavar="TEXT", help="added to the run directory's name")
     parser.add_argument("--run-dir", metavar="DIR", help="use this run directory instead of runs/NAME")
+    parser.add_argument("--minutes", type=float, default=inf, help="save and stop after so many, with status 75")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--evaluate", action="store_true", help="evaluate the run's best checkpoint and stop")
     either.add_argument(

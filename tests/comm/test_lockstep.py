@@ -2,7 +2,7 @@
 
 import threading
 import time
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -325,6 +325,32 @@ def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
 
     for rank, drawn in enumerate(LockstepWorld(3).run(body)):
         assert torch.equal(torch.stack(drawn), torch.stack(draw(rank, lambda step: None)))
+
+
+def test_ranks_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that goes on finds the device idle, and its generator as it was."""
+    states, events = {"gpu": -1}, []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("idle"))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states["gpu"])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: states.update(gpu=state))
+
+    def body(transport: Any) -> None:
+        threads = []
+        for step in range(3):
+            events.append(transport.rank)
+            states["gpu"] = 10 * step + transport.rank
+            wait(transport, total(transport, f"step{step}", 0))
+            assert states["gpu"] == 10 * step + transport.rank
+            x = torch.ones(1, requires_grad=True)
+            x.register_hook(lambda gradient: threads.append(threading.current_thread()))
+            x.sum().backward()
+        assert not torch._C._is_multithreading_enabled() and set(threads) == {threading.current_thread()}
+
+    LockstepWorld(2).run(body)
+    assert torch._C._is_multithreading_enabled()
+    switches = [(a, b) for a, b in pairwise(events) if "idle" not in (a, b)]
+    assert events.count("idle") >= 4 and all(a == b for a, b in switches)
 
 
 def test_poll_returns_whether_all_ranks_have_launched() -> None:

@@ -88,6 +88,7 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
                 "configs/numwords/sgd.py": ["configs/numwords/tiny.py"],
                 "configs/numwords/by_epoch.py": ["configs/numwords/tiny.py"],
                 "configs/pysource/sgd.py": ["configs/pysource/lstm.py"],
+                "configs/pysource/gpt2_small.py": ["configs/pysource/gpt.py"],
                 "configs/adam/fp16.py": [CNN, "configs/adam/onebit_adam.py"]}  # fmt: skip
     tree = load([*variants.get(name, before), name])
     for key in ("compression", "gossip", "criterion"):

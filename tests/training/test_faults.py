@@ -19,7 +19,7 @@ import torch
 from environment import patient, python_path
 from omegaconf import OmegaConf
 from pytest import CaptureFixture, MonkeyPatch
-from simulated import CNN, train_in
+from simulated import CNN, assert_same_end, train_in
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from warm import python
 
@@ -184,6 +184,21 @@ def test_a_run_resumes_with_an_evaluation(tmp_path: Path, capsys: CaptureFixture
     heads = [words for words in output if words[:2] == ["epoch", "loss"]]
     assert [len(head) for head in heads] == [3, 6], "no step of the first epoch was measured"
     assert any(words[:2] == ["1/2", "nan"] for words in output)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_run_that_stops_after_its_minutes_has_the_bits_of_one_that_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With no time at all, every start takes one step: also the last one of an epoch, before its evaluation."""
+    dgc, quick = "configs/dgc/wm5.py", ["train.batch_size=300", "train.num_epochs=2", "model.width=8"]
+    assert train_in(tmp_path / "whole", [CNN, dgc], quick) == [0, 0]
+    starts = 0
+    while 0 not in (ended := train_in(tmp_path / "pieces", [CNN, dgc], quick, options=["--minutes", "0"])):
+        starts += 1
+        assert ended == [EXIT_SAVED] * 2 and starts < 10
+    assert starts >= 4 and capsys.readouterr().out.count("Stopped by SIGALRM: saved e000") == starts
+    assert_same_end(tmp_path / "whole", tmp_path / "pieces")
 
 
 def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
