@@ -28,6 +28,7 @@ from dgc.comm.requests import AllGather, Conversation, next_requests
 from dgc.compression import (
     BlockwiseCompressor,
     DGCCompressor,
+    OneBitCompressor,
     PowerSGDCompressor,
     QSGDCompressor,
     ScaledSignCompressor,
@@ -262,6 +263,7 @@ COUNTED: dict[str, Callable[[], Compressor]] = {
     "DGC, sign and Rice": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="sign", indices="rice"),
     "top-k, bf16 and int32": lambda: SparseCompressor(0.002, ResidualMemory(), values="bf16", indices="int32"),
     "scaled signs": ScaledSignCompressor,
+    "1 bit": OneBitCompressor,
     "2 bits": lambda: ThresholdCompressor(wire="gather"),
     "QSGD": QSGDCompressor,
     "TernGrad": TernGradCompressor,
@@ -312,6 +314,7 @@ CPU = torch.device("cpu")
 def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
     yield from cases(load_tests(TESTS / "test_triton.py"), LEFT_OUT)
     yield from cases(load_tests(TESTS / "test_triton_codec.py"), {})
+    yield from cases(load_tests(TESTS / "test_triton_elements.py"), {})
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {
