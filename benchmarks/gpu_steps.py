@@ -28,7 +28,6 @@ from dgc.comm.requests import AllGather, Conversation, next_requests
 from dgc.compression import (
     BlockwiseCompressor,
     DGCCompressor,
-    OneBitCompressor,
     PowerSGDCompressor,
     QSGDCompressor,
     ScaledSignCompressor,
@@ -263,7 +262,6 @@ COUNTED: dict[str, Callable[[], Compressor]] = {
     "DGC, sign and Rice": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="sign", indices="rice"),
     "top-k, bf16 and int32": lambda: SparseCompressor(0.002, ResidualMemory(), values="bf16", indices="int32"),
     "scaled signs": ScaledSignCompressor,
-    "1 bit": OneBitCompressor,
     "2 bits": lambda: ThresholdCompressor(wire="gather"),
     "QSGD": QSGDCompressor,
     "TernGrad": TernGradCompressor,

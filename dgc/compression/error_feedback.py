@@ -85,7 +85,7 @@ class ErrorFeedbackCompressor(Compressor):
         bucket.release()
         mean, kept, nonfinite = yield from self.exchange(bucket, state, v, first)
         bucket.flat.copy_(mean)
-        return self._reduced(bucket, state, DenseResult(first_nonfinite_message(bucket, nonfinite)), kept)
+        return self._outcome(bucket, state, DenseResult(first_nonfinite_message(bucket, nonfinite)), kept)
 
     def _reduce_coded(
         self, coder: kernels.ElementCoder, code: kernels.ElementCode, bucket: Bucket, state: State
@@ -107,9 +107,9 @@ class ErrorFeedbackCompressor(Compressor):
 
         is_finite, nonfinite = yield from envelope.gather_sealed(payload, decode)
         result = DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=is_finite)
-        return self._reduced(bucket, state, result, kept)
+        return self._outcome(bucket, state, result, kept)
 
-    def _reduced(self, bucket: Bucket, state: State, result: DenseResult, kept: Tensor) -> Reduced:
+    def _outcome(self, bucket: Bucket, state: State, result: DenseResult, kept: Tensor) -> Reduced:
         errors = {"errors": kept} if self.error_feedback else {}
         return Reduced(result, state.next(errors=errors), dropped=state.next())
 

@@ -73,9 +73,10 @@ class Steps:
                 for i, s in enumerate(bucket.segments):
                     bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel].to(bucket.dtype))
         talks = [states.reduce(bucket) for states, bucket in zip(self.states, self.buckets, strict=True)]
-        replies, ended = [None] * len(talks), []
+        replies: list[Any] = [None] * len(talks)
+        ended: list[Any] = []
         while not ended:
-            requests = []
+            requests: list[Any] = []
             for talk, reply in zip(talks, replies, strict=True):
                 try:
                     requests.append(next_requests(talk, reply)[0])
@@ -83,7 +84,7 @@ class Steps:
                     ended.append(stop.value)
             tensors = [request.tensor for request in requests]
             if requests and isinstance(requests[0], AllGather):
-                self.payloads = torch.stack(tensors).unbind()
+                self.payloads = list(torch.stack(tensors).unbind())
                 change(self.payloads)
                 replies = [(tuple(self.payloads),) for _ in talks]
             elif requests:
@@ -162,7 +163,7 @@ def test_a_changed_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (
         Steps(METHODS["1 bit"], each, 2, torch.float32, True, monkeypatch) for each in (backend, reference)
     )
-    nbytes = 24 + 8 * -(-sum(map(ours.states[0].compressor.nbytes, ours.buckets[:1])) // 8)
+    nbytes = 24 + 8 * -(-compression.OneBitCompressor().nbytes(ours.buckets[0]) // 8)
     for place in (7, 9, 17, 24, nbytes - 1):
 
         def change(payloads: Any, place: int = place) -> None:

@@ -89,7 +89,7 @@ def test_launches_of_sparse_methods() -> None:
         assert [own.kernels + own.operations for own in both] == [8, 2], (name, ranks)
 
 
-@pytest.mark.parametrize("name", ["scaled signs", "1 bit", "2 bits", "QSGD", "TernGrad", "int8 blocks"])
+@pytest.mark.parametrize("name", ["scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks"])
 def test_launches_of_methods_with_a_code_for_every_element(name: Any) -> None:
     """Two until the payload, and one for the mean with all checks."""
     both = launches_of(COUNTED[name], 3, torch.device(DEVICE))
