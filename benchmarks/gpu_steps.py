@@ -397,6 +397,7 @@ CPU = torch.device("cpu")
 def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
     yield from cases(load_tests(TESTS / "test_triton.py"), LEFT_OUT)
     yield from cases(load_tests(TESTS / "test_triton_codec.py"), {})
+    yield from cases(load_tests(TESTS / "test_triton_elements.py"), {})
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {

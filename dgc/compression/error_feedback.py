@@ -67,12 +67,49 @@ class ErrorFeedbackCompressor(Compressor):
         v = place_of_mean(bucket)
         return v, kernels.of(v).selection.assign_(gradients, v)
 
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
+        """The code of the elements, if a GPU's kernels encode it in place of `exchange`."""
+        return None
+
+    def given(self, state: State, measured: kernels.Measured) -> Conversation[Tensor | None]:
+        """The cuts or thresholds of the code, if it has them, after the first launch of a GPU's kernels."""
+        yield from ()
+        return None
+
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        coder = kernels.of(bucket.bounds).coder
+        code = None if coder is None else self.code(bucket, state)
+        if coder is not None and code is not None:
+            return (yield from self._reduce_coded(coder, code, bucket, state))
         v, first = self.accumulate(bucket, state)
         bucket.release()
         mean, kept, nonfinite = yield from self.exchange(bucket, state, v, first)
         bucket.flat.copy_(mean)
-        result = DenseResult(first_nonfinite_message(bucket, nonfinite))
+        return self._outcome(bucket, state, DenseResult(first_nonfinite_message(bucket, nonfinite)), kept)
+
+    def _reduce_coded(
+        self, coder: kernels.ElementCoder, code: kernels.ElementCode, bucket: Bucket, state: State
+    ) -> Conversation[Reduced]:
+        """As `reduce`, with the same bits, in two launches before the payloads are gathered and one after it."""
+        gradients = bucket.gradients
+        if not self.error_feedback:
+            bucket.release()  # the bucket's own memory takes v, and would copy them
+        v = state.errors["errors"] if self.error_feedback else place_of_mean(bucket)
+        measured = coder.measure_(code, gradients, v, self.error_feedback)
+        bucket.release()
+        given = yield from self.given(state, measured)
+        envelope, seed = self.envelope(bucket), self.noise(bucket, state) if code.random else None
+        how = (given, seed, self.error_feedback, envelope.bounds, envelope.terms)
+        payload, kept = coder.encode(code, v, measured, *how)
+
+        def decode(payloads: list[Tensor]) -> Tensor:
+            return coder.mean_into_(bucket.flat, code, payloads, given)
+
+        is_finite, nonfinite = yield from envelope.gather_sealed(payload, decode)
+        result = DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=is_finite)
+        return self._outcome(bucket, state, result, kept)
+
+    def _outcome(self, bucket: Bucket, state: State, result: DenseResult, kept: Tensor) -> Reduced:
         errors = {"errors": kept} if self.error_feedback else {}
         return Reduced(result, state.next(errors=errors), dropped=state.next())
 

@@ -20,9 +20,13 @@ class SignCompressor(AllGatherCompressor):
     """Base class. Codes: 4 bytes of scale for each tensor of d elements, then its signs, 4 ceil(d/32) bytes."""
 
     bits = 1
+    scale: kernels.Scale
 
     @abstractmethod
     def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]: ...
+
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode:
+        return kernels.ElementCode(kernels.Form.SIGNS, self.scale, bucket.bounds, 1)
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
@@ -64,6 +68,8 @@ class SignSGDCompressor(SignCompressor):
         ValueError: if momentum is out of range.
     """
 
+    scale = kernels.Scale.NONZERO
+
     def __init__(self, momentum: float = 0.0):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is from 0 to below 1, not {momentum}")
@@ -72,6 +78,9 @@ class SignSGDCompressor(SignCompressor):
 
     def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
         return (kernels.of(v).quantize.largest(v, bounds) > 0).float()
+
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode:
+        return replace(super().code(bucket, state), momentum=self.momentum, majority=True)
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         codes, nothing = self.signs(bucket, v, keep=False)
@@ -94,6 +103,8 @@ class ScaledSignCompressor(SignCompressor):
 
     Args: as `ErrorFeedbackCompressor`. The seed is not used.
     """
+
+    scale = kernels.Scale.MEAN
 
     def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
         return (kernels.of(v).selection.moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
@@ -129,6 +140,9 @@ class OneBitCompressor(AllGatherCompressor):
 
     def nbytes(self, bucket: Bucket) -> int:
         return sum(rows_of(s) * (8 + 4 * -(-(s.numel // rows_of(s)) // 32)) for s in bucket.segments)
+
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode:
+        return kernels.ElementCode(kernels.Form.PAIRS, kernels.Scale.MEANS, state.constants["rows"], 1)
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         rows = state.constants["rows"]

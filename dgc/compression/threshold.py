@@ -25,6 +25,7 @@ large is equivalent. Tensors of any size and dtype are accepted.
 """
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -88,10 +89,33 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         """Bytes of the codes of a bucket, C."""
         return sum(WORD * -(-s.numel * self.bits // 32) for s in bucket.segments)
 
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        state = super().init(bucket, size, rank)
+        if self.threshold is None:
+            return state
+        each = torch.full((len(bucket.segments),), self.threshold, dtype=torch.float32, device=bucket.device)
+        return replace(state, constants={"thresholds": each})
+
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
+        if not self._gathers(state):
+            return None
+        form = kernels.Form.TERNARY if self.bits == 2 else kernels.Form.CUTS
+        scale = kernels.Scale.NONE if self.threshold is not None else kernels.Scale.SPREAD
+        return kernels.ElementCode(form, scale, bucket.bounds, self.bits, factor=self.factor)
+
+    def given(self, state: State, measured: kernels.Measured) -> Conversation[Tensor | None]:
+        if self.threshold is not None:
+            return state.constants["thresholds"]
+        (t,) = yield (AllReduce(measured.values[0]),)
+        return t
+
+    def _gathers(self, state: State) -> bool:
+        return self.wire == "gather" or (self.wire == "auto" and state.size <= 2)
+
     def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         bounds = bucket.bounds
         if self.threshold is not None:
-            t = torch.full((bounds.numel() - 1,), self.threshold, dtype=torch.float32, device=v.device)
+            t = state.constants["thresholds"]
         else:
             squares = kernels.of(v).selection.moments(v, bounds).squares / bounds.diff().clamp(min=1)
             (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
@@ -104,7 +128,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         else:
             unit = torch.ones_like(t)
             codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit, self.error_feedback)
-        if self.wire == "gather" or (self.wire == "auto" and state.size <= 2):
+        if self._gathers(state):
             parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)
             quantizers.units_mean_(parts, bounds, self.bits, unit, state.size, mean)

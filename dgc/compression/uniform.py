@@ -54,9 +54,18 @@ class UniformCompressor(AllGatherCompressor):
         super().__init__(error_feedback, seed)
         self.bits, self.levels, self.block, self.random = bits, levels, block, random
 
+    @property
+    @abstractmethod
+    def scale(self) -> kernels.Scale:
+        """What `scales` returns."""
+
     @abstractmethod
     def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
         """The scale of each block. Larger magnitudes are clipped to it."""
+
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
+        what = (kernels.Form.LEVELS, self.scale, state.constants["blocks"], self.bits, self.levels)
+        return kernels.ElementCode(*what, random=self.random)
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
         edges: list[int] = []
@@ -120,6 +129,10 @@ class QSGDCompressor(UniformCompressor):
         super().__init__(bits, 2 ** (bits - 1) - 1, block, True, error_feedback, seed)
         self.norm = norm
 
+    @property
+    def scale(self) -> kernels.Scale:
+        return kernels.Scale.LARGEST if self.norm == "max" else kernels.Scale.NORM
+
     def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
         if self.norm == "max":
             return kernels.of(v).quantize.largest(v, blocks)
@@ -151,6 +164,14 @@ class TernGradCompressor(UniformCompressor):
         super().__init__(2, 1, None, True, error_feedback, seed)
         self.clip = clip
 
+    @property
+    def scale(self) -> kernels.Scale:
+        return kernels.Scale.LARGEST if self.clip is None else kernels.Scale.CLIPPED
+
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
+        code = super().code(bucket, state)
+        return code if code is None or self.clip is None else replace(code, factor=self.clip)
+
     def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
         if self.clip is None:
             return kernels.of(v).quantize.largest(v, blocks)
@@ -174,6 +195,10 @@ class BlockwiseCompressor(UniformCompressor):
 
     def __init__(self, bits: int = 8, block: int | None = 2048, error_feedback: bool = True):
         super().__init__(bits, 2 ** (bits - 1) - 1, block, False, error_feedback, 0)
+
+    @property
+    def scale(self) -> kernels.Scale:
+        return kernels.Scale.LARGEST
 
     def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
         return kernels.of(v).quantize.largest(v, blocks)
@@ -202,8 +227,16 @@ class NaturalCompressor(AllGatherCompressor):
         super().__init__(error_feedback, seed)
         self.random = random
 
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        whole = torch.tensor([0, bucket.numel], dtype=torch.int64, device=bucket.device)
+        return replace(super().init(bucket, size, rank), constants={"whole": whole})
+
     def nbytes(self, bucket: Bucket) -> int:
         return 4 + bucket.numel
+
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode:
+        what = (kernels.Form.POWERS, kernels.Scale.TOP, state.constants["whole"], 8)
+        return kernels.ElementCode(*what, random=self.random)
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         seed = self.noise(bucket, state) if self.random else None
@@ -275,6 +308,9 @@ class DenseValuesCompressor(BlockwiseCompressor):
         message = sent.clone()  # the reply may overwrite it
         mean, nonfinite = yield from self.envelope(bucket).reduce(message, first_nonfinite)
         return mean.float(), kept, nonfinite
+
+    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
+        return super().code(bucket, state) if self.values == "int8" and self._gathers(bucket, state) else None
 
     def nbytes(self, bucket: Bucket) -> int:
         return super().nbytes(bucket) if self.values == "int8" else 2 * bucket.numel

@@ -13,6 +13,11 @@ from torch import Tensor
 
 from dgc.kernels.codec import Codec as Codec
 from dgc.kernels.codec import MeanDecoder as MeanDecoder
+from dgc.kernels.elements import ElementCode as ElementCode
+from dgc.kernels.elements import ElementCoder as ElementCoder
+from dgc.kernels.elements import Form as Form
+from dgc.kernels.elements import Measured as Measured
+from dgc.kernels.elements import Scale as Scale
 from dgc.kernels.library import KernelsUnavailable as KernelsUnavailable
 from dgc.kernels.lowrank import LowRank as LowRank
 from dgc.kernels.native import NativeCodec, NativeLowRank, NativeMeanDecoder, NativeQuantizers, NativeSelection
@@ -37,7 +42,8 @@ class Backend:
     """One implementation of every family of kernels.
 
     decoder: decodes and adds the payloads of all ranks in one call. None: the codec decodes each payload, and
-    `selection.merge_mean` adds them, with the same bits.
+    `selection.merge_mean` adds them, with the same bits. coder: takes the steps of methods with a code for every
+    element. None: they use the other kernels.
     """
 
     selection: SelectionKernels
@@ -45,6 +51,7 @@ class Backend:
     quantize: Quantizers
     lowrank: LowRank
     decoder: MeanDecoder | None = None
+    coder: ElementCoder | None = None
 
 
 def use(name: str) -> None:
@@ -103,9 +110,11 @@ def _triton(device: str) -> Backend:
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
         from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
+        from dgc.kernels.triton_elements import TritonElementCoder
         from dgc.kernels.triton_quantize import TritonQuantizers
         from dgc.kernels.triton_selection import TritonSelection
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
-    return Backend(triton, TritonCodec(), TritonQuantizers(), LowRank(triton), TritonMeanDecoder())
+    means = (TritonMeanDecoder(), TritonElementCoder())
+    return Backend(triton, TritonCodec(), TritonQuantizers(), LowRank(triton), *means)

@@ -67,29 +67,39 @@ def checksum_of(total):
 
 @triton.jit
 @no_type_check
+def write_header(payload, counters, count, where, bounds, n_bounds, scale, ratio, form, LANES: tl.constexpr):
+    """Write the header, once all programs have added their parts of the sum, and clear the counters.
+
+    where: the gradient's first unusable element, or a number from the end of `bounds` on.
+    """
+    number = tl.zeros([], dtype=tl.int64)
+    lane = tl.arange(0, LANES)
+    for i in range(0, n_bounds, LANES):
+        reached = tl.load(bounds + i + lane, mask=i + lane < n_bounds, other=0) <= where
+        number += tl.sum((reached & (i + lane < n_bounds)).to(tl.int64), 0)
+    number = tl.where(number < n_bounds, number, 0)  # no element is unusable
+    opening = (count.to(tl.int64) & LOW) | (number << 32)
+    closing = (ratio.to(tl.int64) & LOW) | (form.to(tl.int64) << 32)
+    scaled = (scale.to(tl.int32, bitcast=True).to(tl.int64) & LOW) << 32
+    total = tl.atomic_add(counters + SUM, 0) + opening + 3 * scaled + 5 * closing
+    header = payload.to(tl.pointer_type(tl.int64))
+    tl.store(header, opening)
+    tl.store(header + 1, scaled | checksum_of(total))
+    tl.store(header + 2, closing)
+    tl.store(counters + SUM, 0)
+    tl.store(counters + FINISHED, 0)
+
+
+@triton.jit
+@no_type_check
 def finish(
     payload, part, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form, LANES: tl.constexpr
 ):
-    """Add this program's part of the sum. The last program writes the header, and clears the counters."""
+    """Add this program's part of the sum. The last program writes the header."""
     tl.atomic_add(counters + SUM, part)
     if tl.atomic_add(counters + FINISHED, 1) == n_programs - 1:
-        number = tl.zeros([], dtype=tl.int64)
-        lane = tl.arange(0, LANES)
         where = tl.load(first)
-        for i in range(0, n_bounds, LANES):
-            reached = tl.load(bounds + i + lane, mask=i + lane < n_bounds, other=0) <= where
-            number += tl.sum((reached & (i + lane < n_bounds)).to(tl.int64), 0)
-        number = tl.where(number < n_bounds, number, 0)  # no element is unusable
-        opening = (tl.load(count).to(tl.int64) & LOW) | (number << 32)
-        closing = (ratio.to(tl.int64) & LOW) | (form.to(tl.int64) << 32)
-        scaled = (scale.to(tl.int32, bitcast=True).to(tl.int64) & LOW) << 32
-        total = tl.atomic_add(counters + SUM, 0) + opening + 3 * scaled + 5 * closing
-        header = payload.to(tl.pointer_type(tl.int64))
-        tl.store(header, opening)
-        tl.store(header + 1, scaled | checksum_of(total))
-        tl.store(header + 2, closing)
-        tl.store(counters + SUM, 0)
-        tl.store(counters + FINISHED, 0)
+        write_header(payload, counters, tl.load(count), where, bounds, n_bounds, scale, ratio, form, LANES)
 
 
 @moves("values", "")

@@ -1,10 +1,10 @@
 """The GPU backend of the quantizers: Triton kernels with the same bits as `Quantizers`.
 
-One launch per operation, natural_encode two. A mean takes one for any number of ranks; that of natural codes one
-for each, and one to scale it.
+One launch per operation, and one for a mean of signs or ternary codes of any number of ranks. Means of levels, and
+natural codes, are those of `Quantizers`: whole steps of their methods are in `triton_elements`.
 
-A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Natural
-codes and packed small integers have no segments: there a program handles BLOCK elements or bytes.
+A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Packed
+small integers have no segments: there a program handles BLOCK bytes.
 """
 
 from typing import no_type_check
@@ -30,11 +30,9 @@ from dgc.kernels.quantize import (
     keys_of,
     layout_of,
     level_factors,
-    natural_top,
-    natural_top_in,
     thresholds_or,
 )
-from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, read, tile_at
+from dgc.kernels.triton_selection import INTERPRETED, read, tile_at
 from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, as_rows, blocks, moves, on_device
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
@@ -257,40 +255,6 @@ def largest(tiles, n_tiles, bounds, starts, v, found, TILE: tl.constexpr):
     tl.atomic_max(found + s, tl.max(bits, 0), sem="relaxed")
 
 
-@moves("v", "codes residual")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def natural_encode(
-    v, n, tops, key, inner_key, codes, residual, KEEP: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(v + i, mask=i < n, other=0.0)
-    bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
-    if RANDOM:
-        bits += (random_bits(i, key, inner_key) >> 9).to(tl.int32)
-    else:
-        bits += 0x400000
-    exponent = tl.minimum(bits >> 23, 254)
-    code = tl.maximum(exponent - tl.load(tops), 0)
-    negative = (x < 0) & (code > 0)
-    power = tl.where(code > 0, exponent << 23, 0).to(tl.float32, bitcast=True)
-    if KEEP:
-        tl.store(residual + i, x - with_sign(power, negative), mask=i < n)
-    tl.store(codes + 4 + i, (code | tl.where(negative, 128, 0)).to(tl.uint8), mask=i < n)
-
-
-@moves("codes total", "total")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def natural_add(codes, n, tops, total, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    code = tl.load(codes + 4 + i, mask=i < n, other=0).to(tl.int32)
-    c = code & 127
-    power = tl.where(c > 0, (c + tl.load(tops)) << 23, 0).to(tl.float32, bitcast=True)
-    x = tl.load(total + i, mask=i < n, other=0.0)
-    tl.store(total + i, x + with_sign(power, code > 127), mask=i < n)
-
-
 @moves("", "codes", lambda a: (8 * a.levels.numel(), 0))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
@@ -351,7 +315,7 @@ class TritonQuantizers(Quantizers):
         keep: bool = True,
     ) -> tuple[Codes, Residual]:
         codes, residual = empty_codes(bounds, bits, 1), empty_residual(v, keep)
-        values = (*level_factors(scales, levels, bits), float(levels), *_keys(seed))
+        values = (*level_factors(scales, levels, bits), float(levels), *keys_as_int32(seed))
         made = (codes, residual, keep, seed is not None, bits)
         self._each(uniform_encode, v, bounds, bits, 1, v, *values, *made)
         return codes, residual
@@ -381,12 +345,6 @@ class TritonQuantizers(Quantizers):
         values = thresholds_or(0.0, as_rows(thresholds))
         self._mean(codes, bounds, values, values, factors, size, mean, WORD, TERNARY.value, 2)
 
-    def uniform_mean_(
-        self, codes: AllCodes, bounds: Bounds, scales: AllEach, levels: int, bits: int, size: int, mean: Dense
-    ) -> None:
-        _, steps = level_factors(as_rows(scales), levels, bits)
-        self._mean(codes, bounds, steps, steps, None, size, mean, 1, LEVELS.value, bits)
-
     def _mean(
         self,
         codes: AllCodes,
@@ -404,20 +362,6 @@ class TritonQuantizers(Quantizers):
         given = (rows, len(codes), rows.stride(0), lows, lows.stride(0), highs, highs.stride(0))
         made = (factors, divisor, mean, factors is not None, unit, kind, width)
         self._each(mean_of_fields, mean, bounds, width, unit, *given, *made)
-
-    def natural_encode(self, v: Dense, seed: int | None, keep: bool = True) -> tuple[Codes, Residual]:
-        n, device = v.numel(), v.device
-        codes, residual = torch.empty(4 + n, dtype=torch.uint8, device=device), empty_residual(v, keep)
-        whole = on_device((0, n), torch.int64, device)
-        top = natural_top(self.largest(v, whole).view(torch.int32)[0])
-        codes[:4] = top.view(1).view(torch.uint8)
-        made = (codes, residual, keep, seed is not None, BLOCK)
-        self._launch(natural_encode, v, blocks(n), v, n, top, *_keys(seed), *made)
-        return codes, residual
-
-    def natural_add_(self, codes: Codes, total: Dense) -> None:
-        n = total.numel()
-        self._launch(natural_add, total, blocks(n), codes, n, natural_top_in(codes), total, BLOCK)
 
     def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
         n, nbytes = levels.numel(), -(-levels.numel() * bits // 8)
@@ -447,7 +391,7 @@ class TritonQuantizers(Quantizers):
         self._launch(kernel, near, tiling.count, *places, *arguments, self.tile)
 
 
-def _keys(seed: int | None) -> tuple[int, int]:
+def keys_as_int32(seed: int | None) -> tuple[int, int]:
     """Return the keys as int32. Triton would give larger numbers another argument type."""
     first, second = (0, 0) if seed is None else keys_of(seed)
     return first - (first >> 31 << 32), second - (second >> 31 << 32)

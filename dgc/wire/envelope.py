@@ -88,6 +88,20 @@ class Envelope:
         opened = self.open(payloads, codes.numel())
         return opened.contents, opened.check((yield from read(opened.scalars)))
 
+    def gather_sealed(
+        self, payload: UInt8[Tensor, "total"], decode: Callable[[list[Tensor]], Int32[Tensor, "numbers"]]
+    ) -> Conversation[tuple[bool, list[int]]]:
+        """Gather payloads with headers, and decode them in one call.
+
+        decode: Returns five numbers per payload, as `Codec.words`, and one more. Returns whether that is not 0,
+        and what every rank reports.
+        """
+        (payloads,) = yield (AllGather(payload),)
+        ranks = range(len(payloads))
+        check_sizes(payloads, payload.numel(), self.terms, self.what, ranks)
+        *words, last = yield from read(decode(list(map(Tensor.contiguous, payloads))))
+        return bool(last), self._check(words, ranks)
+
     def scatter(
         self, codes: UInt8[Tensor, "ranks nbytes"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[list[Tensor], list[int]]]:

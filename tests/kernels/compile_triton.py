@@ -19,8 +19,11 @@ from triton.compiler import ASTSource
 
 from dgc import wire
 from dgc.kernels import triton_selection as backend
+from dgc.kernels.codec import Terms
+from dgc.kernels.elements import ElementCode, Form, Scale
 from dgc.kernels.selection import Budget, PassInputs, SparseVector
 from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
+from dgc.kernels.triton_elements import TritonElementCoder
 from dgc.kernels.triton_quantize import TritonQuantizers
 from dgc.kernels.triton_tables import WARPS
 from dgc.wire.payload import PayloadPlan
@@ -36,7 +39,8 @@ POINTERS = {
 }
 NUMBERS = {int: "i32", float: "fp32"}
 SUMS_OF_PRODUCTS = (
-    "accumulate decay subtract_at uniform_encode uniform_add mean_of_fields merge write_plain".split()
+    "accumulate decay subtract_at uniform_encode uniform_add mean_of_fields merge write_plain encode "
+    "measure mean_of_payloads".split()
 )
 
 
@@ -71,7 +75,7 @@ class Compile:
         assert ".ftz" not in str(compiled.asm.get("ptx")), f"{name} takes denormals for zero"
         # AMD divides with FMAs, which cannot be told apart: `accumulate` does where it predicts lower bounds
         predicts = name == "accumulate" and signature["last"] != "constexpr"
-        divides = predicts or name in ("merge", "mean_of_fields")
+        divides = predicts or name in ("merge", "mean_of_fields", "measure", "encode", "mean_of_payloads")
         if name in SUMS_OF_PRODUCTS and not (divides and self.target.backend == "hip"):
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             # AMD's fma_mix also stands for a product alone whose operands or result are fp16
@@ -132,11 +136,9 @@ def every_quantizer(quantizers: Any) -> None:
         for bits in (2, 4, 8):
             codes, _ = quantizers.uniform_encode(v, bounds, each, 2 ** (bits - 1) - 1, bits, seed)
             quantizers.uniform_add_(codes, bounds, each, 2 ** (bits - 1) - 1, bits, v)
-        quantizers.natural_add_(quantizers.natural_encode(v, seed)[0], v)
     one = torch.ones(2)
     quantizers.sign_mean_([codes] * 2, bounds, [one] * 2, [one] * 2, one, 2, v)
     quantizers.tern_mean_([codes] * 2, bounds, [one] * 2, None, 2, v)
-    quantizers.uniform_mean_([codes] * 2, bounds, [one] * 2, 7, 4, 2, v)
     for bits in (1, 3, 8):
         quantizers.pack(codes[:n], bits)
 
@@ -155,6 +157,29 @@ def every_payload(codec: Any, decoder: Any) -> None:
             decoder.mean_into_(torch.zeros(n), [payload] * 2, plan.layout, bounds, 2)
 
 
+def every_code(coder: Any, dtypes: Any) -> None:
+    n, bounds, each = 6000, torch.tensor([0, 2500, 6000]), torch.ones(2)
+    v, terms = torch.zeros(n), Terms(1.0, 0)
+    scales = [(Form.SIGNS, scale) for scale in Scale if scale not in (Scale.MEANS, Scale.TOP)]
+    for form, scale in (*scales, (Form.PAIRS, Scale.MEANS), (Form.POWERS, Scale.TOP)):
+        coder.measure_(ElementCode(form, scale, bounds, 1), (v,), v, True)
+    codes = [ElementCode(form, Scale.NONE, bounds, 1) for form in (Form.PAIRS, Form.CUTS)]
+    codes += [ElementCode(Form.LEVELS, Scale.LARGEST, bounds, bits, random=bits < 8) for bits in (2, 4, 8)]
+    codes += [ElementCode(Form.POWERS, Scale.TOP, bounds, 8, random=random) for random in (False, True)]
+    signs = ElementCode(Form.SIGNS, Scale.MEAN, bounds, 1)
+    majority = ElementCode(Form.SIGNS, Scale.NONZERO, bounds, 1, momentum=0.9, majority=True)
+    for code in (signs, majority, ElementCode(Form.TERNARY, Scale.NONE, bounds, 2), *codes):
+        for keep in (False, True):
+            measured = coder.measure_(code, (v,), v, keep)
+            seed = 2**32 - 1 if code.random else None
+            payload, _ = coder.encode(code, v, measured, None, seed, keep, bounds, terms)
+        coder.mean_into_(v, code, [payload] * 2, each if code.form == Form.TERNARY else None)
+    for dtype in dtypes:
+        p = torch.zeros(n, dtype=dtype)
+        coder.measure_(signs, (p,), v, True)
+        coder.mean_into_(p, signs, [payload] * 2, None)
+
+
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
     backend.INTERPRETED = True
@@ -168,5 +193,8 @@ if __name__ == "__main__":
     codec, decoder = TritonCodec(), TritonMeanDecoder()
     codec._launch = decoder._launch = launch
     every_payload(codec, decoder)
+    coder = TritonElementCoder()
+    coder._launch = launch
+    every_code(coder, [getattr(torch, name) for name in sys.argv[2:]])
     for name, numbers in sorted(launch.most.items()):
         print(name, *numbers)

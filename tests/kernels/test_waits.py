@@ -89,6 +89,13 @@ def test_launches_of_sparse_methods() -> None:
         assert [own.kernels + own.operations for own in both] == [8, 2], (name, ranks)
 
 
+@pytest.mark.parametrize("name", ["scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks"])
+def test_launches_of_methods_with_a_code_for_every_element(name: Any) -> None:
+    """Two until the payload, and one for the mean with all checks."""
+    both = launches_of(COUNTED[name], 3, torch.device(DEVICE))
+    assert [own.kernels + own.operations for own in both] == [2, 1]
+
+
 @pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
 def test_powersgd(mode: Any, rank: Any) -> None:
     """Factors of all shapes are checked in one read."""

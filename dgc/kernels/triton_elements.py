@@ -1,0 +1,471 @@
+"""The GPU backend of methods with a code for every element: `measure` and `encode`, and `mean_of_payloads`.
+
+Sums of a segment are added from those of its tiles, in a fixed order, by the program that arrives last. Checksums
+are sums of integers, so their order does not matter. Counters are zero again after each launch, as in
+`triton_codec`. Nothing waits for the device.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Int32, Int64, UInt8
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dgc.kernels.codec import Terms
+from dgc.kernels.elements import WORDS, ElementCode, ElementCoder, Form, Measured, Scale
+from dgc.kernels.quantize import Bounds, Dense, Each, Residual, empty_residual, layout_of
+from dgc.kernels.triton_codec import (
+    FINISHED,
+    HEADER,
+    INFINITE,
+    LOW,
+    SUM,
+    checksum_of,
+    contribution,
+    counters_on,
+    write_header,
+)
+from dgc.kernels.triton_quantize import (
+    LEVELS as LEVEL_FIELDS,
+)
+from dgc.kernels.triton_quantize import (
+    SIGNS as SIGN_FIELDS,
+)
+from dgc.kernels.triton_quantize import (
+    TERNARY as TERNARY_FIELDS,
+)
+from dgc.kernels.triton_quantize import (
+    field_value,
+    keys_as_int32,
+    live_bytes,
+    random_bits,
+    shifts_of,
+    tile_of,
+    with_sign,
+)
+from dgc.kernels.triton_selection import (
+    FLOATS,
+    INTERPRETED,
+    MAGNITUDE,
+    NOWHERE,
+    SUMS,
+    TOO_LARGE,
+    rounded,
+    sum_of,
+    tile_at,
+)
+from dgc.kernels.triton_tables import (
+    BLOCK,
+    SECTOR,
+    Launcher,
+    Tilings,
+    as_rows,
+    both,
+    current_stream,
+    moves,
+    on_device,
+    pointers,
+)
+
+NONE, NONZERO, MEAN, MEANS, LARGEST, NORM, CLIPPED, SPREAD, TOP = (tl.constexpr(int(scale)) for scale in Scale)
+SIGNS, PAIRS, CUTS, TERNARY, LEVELS, POWERS = (tl.constexpr(int(form)) for form in Form)
+NUMBERS = tl.constexpr(WORDS)
+KEEPS_NOTHING, KEEPS_REST, KEEPS_SCALED = (tl.constexpr(i) for i in range(3))
+# counters of `mean_of_payloads`: whether the mean is not finite; of each rank, a sum in a cache line of its own
+OVERFLOW = tl.constexpr(0)
+LINE = tl.constexpr(16)
+CHECKED = 256  # words of a payload that a program adds at a time
+
+
+@triton.jit
+@no_type_check
+def most_of(row, first, last, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    most = tl.zeros([BLOCK], dtype=tl.int32)
+    for i in range(first, last, BLOCK):
+        most = tl.maximum(most, tl.load(row + i + lane, mask=lane < last - i, other=0))
+    return tl.max(most, 0)
+
+
+@triton.jit
+@no_type_check
+def count_of(row, first, last, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], dtype=tl.int64)
+    for i in range(first, last, BLOCK):
+        count += tl.load(row + i + lane, mask=lane < last - i, other=0)
+    return tl.sum(count, 0)
+
+
+def bytes_of_measure(a: Any) -> tuple[int, int]:
+    n = a.v.numel()
+    return n * (a.G.primitive_bitwidth // 8 + (4 if a.ADDS else 0)), 0
+
+
+@moves("tiles sums counts", "v unusable sums counts", bytes_of_measure)
+@triton.jit(do_not_specialize=["n_tiles", "n_segments"])
+@no_type_check
+def measure(
+    tiles, n_tiles, sources, v, bounds, first_tiles, n_segments, unusable, sums, counts, arrived, factor, values,
+    G: tl.constexpr, ADDS: tl.constexpr, SCALE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write v, and the first unusable element of each tile. A segment's last tile to arrive writes its numbers."""
+    t, start, length, s = tile_at(tiles, n_tiles)
+    piece = tl.load(tiles + 3 * n_tiles + t)
+    inner = tl.load(tiles + 4 * n_tiles + t)
+    lane = tl.arange(0, TILE)
+    live = lane < length
+    source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
+    # all loads before the first reduction, which is a barrier
+    x = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
+    if ADDS:
+        before = tl.load(v + start + lane, mask=live, other=0.0)
+    bad = (x.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
+    first_bad = tl.min(tl.where(bad, lane, TILE), 0)
+    tl.store(unusable + t, tl.where(first_bad < TILE, start + first_bad, NOWHERE))
+    x = tl.where(bad, 0.0, x)
+    if ADDS:
+        x = before + x
+    tl.store(v + start + lane, x, mask=live)
+    if SCALE != NONE:
+        bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+        wide = x.to(tl.float64)
+        second = sums + n_tiles
+        if (SCALE == MEANS) | (SCALE == CLIPPED):
+            tl.store(second + t, tl.sum(wide, 0))
+        if (SCALE == MEAN) | (SCALE == MEANS):
+            tl.store(sums + t, tl.sum(bits.to(tl.float32, bitcast=True).to(tl.float64), 0))
+        if (SCALE == NORM) | (SCALE == SPREAD) | (SCALE == CLIPPED):
+            tl.store(sums + t, tl.sum(wide * wide, 0))
+        if SCALE == MEANS:
+            tl.store(counts + t, tl.sum((x > 0).to(tl.int32), 0))
+        else:
+            tl.store(counts + t, tl.max(bits, 0))
+        first = tl.load(first_tiles + s).to(tl.int32)
+        # the empty tiles at the end belong to the last segment and add nothing
+        last = tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
+        tl.debug_barrier()  # all of this tile's numbers are written
+        if tl.atomic_add(arrived + s, 1) == last - first - 1:
+            tl.store(arrived + s, 0)
+            size = tl.maximum(tl.load(bounds + s + 1) - tl.load(bounds + s), 1).to(tl.float64)
+            if SCALE == NONZERO:
+                found = (most_of(counts, first, last, BLOCK) > 0).to(tl.float32)
+            elif SCALE == MEAN:
+                found = (sum_of(sums, first, last, BLOCK) / size).to(tl.float32)
+            elif SCALE == MEANS:
+                magnitudes = sum_of(sums, first, last, BLOCK)
+                total = sum_of(second, first, last, BLOCK)
+                above = count_of(counts, first, last, BLOCK).to(tl.float64)
+                high = (magnitudes + total) * 0.5 / tl.maximum(above, 1.0)
+                found = ((total - magnitudes) * 0.5 / tl.maximum(size - above, 1.0)).to(tl.float32)
+                tl.store(values + n_segments + s, high.to(tl.float32))
+            elif SCALE == LARGEST:
+                found = most_of(counts, first, last, BLOCK).to(tl.float32, bitcast=True)
+            elif SCALE == NORM:
+                found = tl.sqrt(sum_of(sums, first, last, BLOCK)).to(tl.float32)
+            elif SCALE == SPREAD:
+                spread = tl.sqrt(sum_of(sums, first, last, BLOCK) / size)
+                found = (spread * tl.load(factor)).to(tl.float32)
+            elif SCALE == CLIPPED:
+                most = most_of(counts, first, last, BLOCK).to(tl.float32, bitcast=True).to(tl.float64)
+                mean = sum_of(second, first, last, BLOCK) / size
+                variance = sum_of(sums, first, last, BLOCK) / size - mean * mean
+                deviation = tl.sqrt(tl.maximum(variance, 0.0))
+                # if the deviation is 0, all elements are equal and none is clipped
+                limit = tl.where(deviation > 0, deviation * tl.load(factor), most)
+                found = tl.minimum(most, limit).to(tl.float32)
+            else:
+                exponent = most_of(counts, first, last, BLOCK) >> 23
+                found = tl.minimum(tl.maximum(exponent - 126, 0), 127).to(tl.float32, bitcast=True)
+            tl.store(values + s, found)
+
+
+@triton.jit
+@no_type_check
+def usable_or(threshold, instead):
+    return tl.where((threshold > 0) & (threshold < float("inf")), threshold, instead)
+
+
+@triton.jit
+@no_type_check
+def level_factors_of(scale, levels):
+    """Return what `level_factors` does: (levels / scale, scale / levels)."""
+    positive = scale > 0
+    # `/` would be an approximate division on GPUs
+    inverse = tl.math.div_rn(levels, tl.where(positive, scale, 1.0))
+    step = tl.math.div_rn(scale, levels)
+    over = (step * levels).to(tl.int32, bitcast=True) >= INFINITE
+    step = tl.where(over, (step.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True), step)
+    sent = positive & (scale < float("inf")) & (inverse < float("inf"))
+    return tl.where(sent, inverse, 0.0), tl.where(sent, step, 0.0)
+
+
+@moves("tiles v values values unusable tensors", "payload residual")
+@triton.jit(
+    do_not_specialize=[
+        "n_tiles", "n_segments", "n_unusable", "n_tensors", "begin", "end", "nbytes", "levels", "key", "inner_key",
+        "momentum", "ratio", "form",
+    ]
+)  # fmt: skip
+@no_type_check
+def encode(
+    tiles, n_tiles, bounds, starts, n_segments, v, values, payload, begin, end, nbytes, residual, momentum, levels,
+    key, inner_key, unusable, n_unusable, tensors, n_tensors, ratio, form, counters,
+    FORM: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, RANDOM: tl.constexpr, WIDTH: tl.constexpr,
+    UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write table and codes, at `begin` to `end`, and the residual. The last program writes the header."""
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    x = tl.load(v + i, mask=live, other=0.0)
+    value = tl.load(values + s)
+    if FORM <= CUTS:
+        if FORM == SIGNS:
+            up = (x > 0) & live
+            sent = tl.where(up, value, value * -1.0)  # Triton's minus loses the sign of zero
+        elif FORM == PAIRS:
+            up = (x > 0) & live
+            sent = tl.where(up, tl.load(values + n_segments + s), value)
+        else:
+            up = (x > value) & live
+            sent = tl.where(up, 1.0, -1.0)
+        field = up.to(tl.int32)
+    elif FORM == TERNARY:
+        threshold = usable_or(value, float("inf"))
+        up, down = (x >= threshold) & live, (x <= -threshold) & live
+        sent = tl.where(up, threshold, tl.where(down, -threshold, 0.0))
+        field = tl.where(up, 3, tl.where(down, 2, 0))
+    elif FORM == LEVELS:
+        inverse, step = level_factors_of(value, levels)
+        scaled = tl.abs(x) * inverse
+        if RANDOM:
+            scaled += (random_bits(i, key, inner_key) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+        else:
+            scaled += 0.5
+        level = tl.where(live, tl.minimum(scaled, levels).to(tl.int32), 0)
+        negative = (x < 0) & (level > 0)
+        sent = with_sign(step * level.to(tl.float32), negative)
+        field = level | (negative.to(tl.int32) << (WIDTH - 1))
+    else:
+        bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+        if RANDOM:
+            bits += (random_bits(i, key, inner_key) >> 9).to(tl.int32)
+        else:
+            bits += 0x400000
+        # a carry out of the mantissa increments the exponent
+        exponent = tl.minimum(bits >> 23, 254)
+        level = tl.maximum(exponent - value.to(tl.int32, bitcast=True), 0)
+        negative = (x < 0) & (level > 0)
+        sent = with_sign(tl.where(level > 0, exponent << 23, 0).to(tl.float32, bitcast=True), negative)
+        field = tl.where(live, level | (negative.to(tl.int32) << 7), 0)
+    if KEEP == KEEPS_REST:
+        tl.store(residual + i, x - sent, mask=live)
+    elif KEEP == KEEPS_SCALED:
+        tl.store(residual + i, x * momentum, mask=live)
+    written = live_bytes(length, WIDTH, UNIT, TILE)
+    packed = tl.sum(field << shifts_of(WIDTH, FORM <= TERNARY), 1)
+    byte = begin + place
+    tl.store(payload + byte, packed.to(tl.uint8), mask=written)
+    part = tl.sum(tl.where(written, contribution(packed.to(tl.int64), byte), 0), 0)
+    t = tl.program_id(0)
+    if ROWS > 0:
+        # there are more tiles than segments
+        entry = t + n_tiles * tl.arange(0, 2)
+        segment = tl.where(entry < n_segments, entry, entry - n_segments)
+        listed = entry < ROWS * n_segments
+        size = tl.load(bounds + segment + 1, mask=listed, other=0) - tl.load(
+            bounds + segment, mask=listed, other=0
+        )
+        word = tl.load(values + entry, mask=listed & (size > 0), other=0.0).to(tl.int32, bitcast=True)
+        tl.store((payload + HEADER).to(tl.pointer_type(tl.int32)) + entry, word, mask=listed)
+        word = tl.where(listed, word, 0).to(tl.int64) & LOW
+        part += tl.sum(contribution(word, 4 * entry.to(tl.int64) + HEADER), 0)
+    if t == 0:
+        pad = end + tl.arange(0, 8)
+        tl.store(payload + pad, tl.zeros([8], dtype=tl.uint8), mask=pad < nbytes)
+    tl.atomic_add(counters + SUM, part)
+    if tl.atomic_add(counters + FINISHED, 1) == n_tiles - 1:
+        lane = tl.arange(0, BLOCK)
+        where = tl.full([BLOCK], NOWHERE, tl.int32)
+        for j in range(0, n_unusable, BLOCK):
+            found = tl.load(unusable + j + lane, mask=lane < n_unusable - j, other=NOWHERE)
+            where = tl.minimum(where, found)
+        one = tl.full([], 1.0, tl.float32)
+        zero = tl.zeros([], dtype=tl.int32)
+        write_header(payload, counters, zero, tl.min(where, 0), tensors, n_tensors, one, ratio, form, BLOCK)
+
+
+@moves("tiles payloads payloads", "mean numbers", lambda a: both(SECTOR * a.programs * (a.n_ranks + 2)))
+@triton.jit(
+    do_not_specialize=["n_tiles", "n_segments", "n_ranks", "stride", "n_words", "share", "begin", "levels", "size"]
+)
+@no_type_check
+def mean_of_payloads(
+    tiles, n_tiles, bounds, starts, n_segments, payloads, n_ranks, stride, n_words, share, begin, given, levels,
+    size, counters, numbers, mean, P: tl.constexpr, FORM: tl.constexpr, MAJORITY: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the values of all ranks in their order. The last program writes the numbers.
+
+    Each program also adds `share` words to the checksum of each rank.
+    """
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    t = tl.program_id(0)
+    total = tl.zeros([TILE * WIDTH // 8, 8 // WIDTH], dtype=tl.float32)
+    written = live_bytes(length, WIDTH, UNIT, TILE)
+    lane = tl.arange(0, CHECKED)
+    for r in range(n_ranks):
+        payload = payloads + tl.cast(r, tl.int64) * stride
+        packed = tl.load(payload + begin + place, mask=written, other=0).to(tl.int32)
+        field = packed[:, None] >> shifts_of(WIDTH, FORM <= TERNARY)
+        table = (payload + HEADER).to(tl.pointer_type(tl.float32))
+        if FORM == SIGNS:
+            high = tl.load(table + s)
+            total += field_value(field, high * -1.0, high, SIGN_FIELDS, WIDTH)
+        elif FORM == PAIRS:
+            total += field_value(field, tl.load(table + s), tl.load(table + n_segments + s), SIGN_FIELDS, WIDTH)
+        elif FORM == CUTS:
+            total += field_value(field, -1.0, 1.0, SIGN_FIELDS, WIDTH)
+        elif FORM == TERNARY:
+            total += field_value(field, -1.0, 1.0, TERNARY_FIELDS, WIDTH)
+        elif FORM == LEVELS:
+            _, step = level_factors_of(tl.load(table + s), levels)
+            total += field_value(field, step, step, LEVEL_FIELDS, WIDTH)
+        else:
+            top = tl.minimum(tl.maximum(tl.load(table).to(tl.int32, bitcast=True), 0), 127)
+            power = tl.where((field & 127) > 0, ((field & 127) + top) << 23, 0).to(tl.float32, bitcast=True)
+            total += with_sign(power, field > 127)
+        part = tl.zeros([CHECKED], dtype=tl.int64)
+        for k in range(0, share, CHECKED):
+            j = t * share + k + lane
+            own = (lane < share - k) & (j < n_words)
+            word = tl.load(payload.to(tl.pointer_type(tl.int64)) + j, mask=own, other=0)
+            part += word * (2 * j.to(tl.int64) + 1)
+        tl.atomic_add(counters + (r + 1) * LINE, tl.sum(part, 0), sem="relaxed")
+    if FORM == TERNARY:
+        total *= usable_or(tl.load(given + s), 0.0)
+    # `/` would be an approximate division on GPUs
+    y = tl.math.div_rn(total, tl.zeros_like(total) + size)
+    if MAJORITY:
+        y = tl.where(y > 0, 1.0, tl.where(y < 0, -1.0, 0.0))
+    y = rounded(y, P)
+    tl.store(mean + i, y.to(P), mask=live)
+    infinite = live & ((y.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE)
+    if tl.max(tl.max(infinite.to(tl.int32), 1), 0) > 0:
+        tl.atomic_add(counters + OVERFLOW, 1, sem="relaxed")
+    if tl.atomic_add(counters + FINISHED, 1) == n_tiles - 1:
+        tl.store(counters + FINISHED, 0)
+        tl.store(numbers + n_ranks * NUMBERS, (tl.atomic_xchg(counters + OVERFLOW, 0) == 0).to(tl.int32))
+        lanes = tl.arange(0, BLOCK)
+        for first in range(0, n_ranks, BLOCK):
+            rank = first + lanes
+            some = rank < n_ranks
+            header = payloads.to(tl.pointer_type(tl.int32)) + rank.to(tl.int64) * (stride // 4)
+            stored = tl.load(header + 2, mask=some, other=0).to(tl.int64) & LOW
+            added = tl.atomic_xchg(counters + (rank + 1) * LINE, tl.zeros([BLOCK], dtype=tl.int64), mask=some)
+            report = numbers + rank * NUMBERS
+            tl.store(report, tl.load(header + 1, mask=some), mask=some)
+            # the checksum is that of a payload with zero in its report
+            tl.store(report + 1, (checksum_of(added - 3 * stored) == stored).to(tl.int32), mask=some)
+            tl.store(report + 2, tl.load(header, mask=some), mask=some)
+            tl.store(report + 3, tl.load(header + 4, mask=some), mask=some)
+            tl.store(report + 4, tl.load(header + 5, mask=some), mask=some)
+
+
+class TritonElementCoder(ElementCoder):
+    """The kernels above. tile: elements per program, a power of two, at least 32."""
+
+    def __init__(self, tile: int = 2048):
+        self.tile = tile
+        self._launch = Launcher(INTERPRETED)
+        self._tilings = Tilings(tile)
+        self._arrived = WeakTensorKeyDictionary()
+
+    @property
+    def launches(self) -> int:
+        return self._launch.launches
+
+    def measure_(self, code: ElementCode, g: tuple[Tensor, ...], v: Dense, adds: bool) -> Measured:
+        tiling, device = self._tilings.of(code.bounds, tuple(piece.numel() for piece in g)), v.device
+        tiles, segments, dtype = tiling.count, tiling.first.numel(), g[0].dtype
+        values = torch.empty(max(1, code.rows), segments, dtype=torch.float32, device=device)
+        unusable, counts = torch.empty(2, tiles, dtype=torch.int32, device=device).unbind()
+        sums = torch.empty(2, tiles, dtype=torch.float64, device=device)
+        where = (tiling.table, tiles, pointers(g, dtype, device), v, code.bounds, tiling.first, segments)
+        parts = (unusable, sums, counts, self._arrived_at(code.bounds))
+        found = (on_device((code.factor,), torch.float64, device), values)
+        kind = (FLOATS[dtype], adds, int(code.scale), self.tile, SUMS)
+        self._launch(measure, v, tiles, *where, *parts, *found, *kind)
+        return Measured(values, unusable)
+
+    def encode(
+        self,
+        code: ElementCode,
+        v: Dense,
+        measured: Measured,
+        given: Each | None,
+        seed: int | None,
+        keep: bool,
+        tensors: Int64[Tensor, "bounds"],
+        terms: Terms,
+    ) -> tuple[UInt8[Tensor, "nbytes"], Residual]:
+        where, tiles, layout = self._where(code, v)
+        payload = torch.empty(code.nbytes, dtype=torch.uint8, device=v.device)
+        residual, kept = empty_residual(v, keep), KEEPS_NOTHING
+        if keep:
+            kept = KEEPS_REST if code.momentum is None else KEEPS_SCALED
+        values = measured.values if given is None else given
+        sizes = (code.begin, code.begin + layout, code.nbytes, residual, code.momentum or 0.0, float(code.levels))
+        unusable, counters = measured.unusable, counters_on(v.device, current_stream(v.device))
+        header = (unusable, unusable.numel(), tensors, tensors.numel(), *terms.words, counters)
+        kind = (int(code.form), code.rows, kept.value, seed is not None, code.bits, code.unit, self.tile, BLOCK)
+        made = (v, values, payload, *sizes, *keys_as_int32(seed), *header)
+        self._launch(encode, v, tiles, *where, *made, *kind)
+        return payload, residual
+
+    def mean_into_(
+        self, flat: Tensor, code: ElementCode, payloads: Sequence[UInt8[Tensor, "nbytes"]], given: Each | None
+    ) -> Int32[Tensor, "numbers"]:
+        (where, tiles, _), ranks, rows = self._where(code, flat), len(payloads), as_rows(payloads, 8)
+        numbers = torch.empty(WORDS * ranks + 1, dtype=torch.int32, device=flat.device)
+        counters = sums_on(flat.device, current_stream(flat.device), ranks)
+        words = code.nbytes // 8
+        sizes = (ranks, rows.stride(0), words, -(-words // tiles), code.begin)
+        settings = (given, float(code.levels), float(ranks), counters, numbers, flat)
+        kind = (
+            FLOATS[flat.dtype],
+            int(code.form),
+            code.majority,
+            code.bits,
+            code.unit,
+            self.tile,
+            CHECKED,
+            CHECKED,
+        )
+        self._launch(mean_of_payloads, flat, tiles, *where, rows, *sizes, *settings, *kind)
+        return numbers
+
+    def _where(self, code: ElementCode, near: Tensor) -> tuple[tuple[object, ...], int, int]:
+        """Return the first arguments of a kernel with codes, the number of tiles, and the bytes of the codes."""
+        tiling = self._tilings.of(code.bounds, (near.numel(),))
+        layout = layout_of(code.bounds, code.bits, code.unit)
+        where = (tiling.table, tiling.count, code.bounds, layout.starts, tiling.first.numel())
+        return where, tiling.count, layout.nbytes
+
+    def _arrived_at(self, bounds: Bounds) -> Int32[Tensor, "S"]:
+        """The counters of launches on the current stream, which follow each other. They are zero in between."""
+        kept: dict[int, Tensor] = self._arrived.setdefault(bounds, {})
+        stream = current_stream(bounds.device)
+        if stream not in kept:
+            kept[stream] = torch.zeros(bounds.numel() - 1, dtype=torch.int32, device=bounds.device)
+        return kept[stream]
+
+
+@lru_cache(maxsize=256)
+def sums_on(device: torch.device, stream: int, ranks: int) -> Int64[Tensor, "counters"]:
+    """As `counters_on`, with a sum for each rank."""
+    return torch.zeros(LINE.value * (ranks + 1), dtype=torch.int64, device=device)

@@ -1,0 +1,193 @@
+"""Steps of methods with a code for every element: Triton's kernels against plain torch, bit for bit."""
+
+import warnings
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from kernels import comparison
+from kernels.comparison import same
+from kernels.waits import watching
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+with pytest.MonkeyPatch.context() as patch:
+    if DEVICE == "cpu":
+        patch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from dgc import compression, kernels
+    from dgc.bucket import Bucket, lay_out
+    from dgc.comm.requests import AllGather, next_requests
+    from dgc.engine.state import BucketStates
+    from dgc.kernels.triton_elements import TritonElementCoder, sums_on
+    from dgc.kernels.triton_selection import INTERPRETED
+    from dgc.wire.envelope import PayloadError
+
+METHODS = {
+    "scaled signs": compression.ScaledSignCompressor,
+    "signSGD": compression.SignSGDCompressor,
+    "Signum": lambda: compression.SignSGDCompressor(0.9),
+    "1 bit": compression.OneBitCompressor,
+    "2 bits": lambda: compression.ThresholdCompressor(wire="gather"),
+    "2 bits from the data": lambda: compression.ThresholdCompressor(2, None, 0.7, wire="gather"),
+    "1 bit of MXNet": lambda: compression.ThresholdCompressor(1, 0.1, wire="gather"),
+    "QSGD": compression.QSGDCompressor,
+    "QSGD of the norm": lambda: compression.QSGDCompressor(8, None, "l2", error_feedback=True),
+    "TernGrad": compression.TernGradCompressor,
+    "int8 blocks": compression.BlockwiseCompressor,
+    "blocks of 2 bits": lambda: compression.BlockwiseCompressor(2, 50),
+    "natural": compression.NaturalCompressor,
+    "natural, nearest": lambda: compression.NaturalCompressor(False, True),
+}
+SHAPES = [(2, 70), (33,), (0, 5), (65,)]
+NUMEL = 140 + 33 + 65
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these tests alone."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+class Steps:
+    """Steps of some ranks with one backend. `payloads` has what they have gathered."""
+
+    def __init__(self, make: Any, backend: Any, ranks: int, dtype: Any, flat: bool, patch: Any) -> None:
+        tensors = [(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(SHAPES)]
+        self.backend, self.flat, self.patch = backend, flat, patch
+        self.buckets = [Bucket("b", lay_out(tensors), dtype, torch.device(DEVICE)) for _ in range(ranks)]
+        self.states = [BucketStates(make()) for _ in range(ranks)]
+        for rank, (states, bucket) in enumerate(zip(self.states, self.buckets, strict=True)):
+            states.add(bucket, ranks, rank)
+        self.payloads: list[Any] = []
+
+    def step(self, gradients: Any, change: Any = lambda payloads: None) -> list[Any]:
+        """Returns the results, what the buckets hold, and the residuals."""
+        self.patch.setattr(kernels, "_backend", lambda asked, device: self.backend)
+        for bucket, gradient in zip(self.buckets, gradients, strict=True):
+            if self.flat:
+                bucket.flat.copy_(gradient)
+            else:
+                for i, s in enumerate(bucket.segments):
+                    bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel].to(bucket.dtype))
+        talks = [states.reduce(bucket) for states, bucket in zip(self.states, self.buckets, strict=True)]
+        replies: list[Any] = [None] * len(talks)
+        ended: list[Any] = []
+        while not ended:
+            requests: list[Any] = []
+            for talk, reply in zip(talks, replies, strict=True):
+                try:
+                    requests.append(next_requests(talk, reply)[0])
+                except StopIteration as stop:
+                    ended.append(stop.value)
+            tensors = [request.tensor for request in requests]
+            if requests and isinstance(requests[0], AllGather):
+                self.payloads = list(torch.stack(tensors).unbind())
+                change(self.payloads)
+                replies = [(tuple(self.payloads),) for _ in talks]
+            elif requests:
+                replies = [(torch.stack(tensors).mean(0),) for _ in talks]
+        errors = [error for states in self.states for error in states.errors()]
+        return [ended, [bucket.flat.clone() for bucket in self.buckets], errors]
+
+
+def gradients_of(ranks: int, step: int) -> list[Any]:
+    """Of few bits, so that sums of them and of their squares are exact in any order."""
+    found = [(comparison.random(NUMEL, 10 * step + r, DEVICE) * 64).round() / 64 for r in range(ranks)]
+    for gradient in found:
+        gradient[140:173:2], gradient[141:173:2] = 0.0, -0.0
+        gradient[180:220:7] *= 16
+    if step == 2:
+        found[-1][[200, 173]] = torch.tensor([float("nan"), float("inf")], device=DEVICE)
+    return found
+
+
+def backends(coder: Any) -> tuple[Any, Any]:
+    triton, reference = (kernels._backend(name, torch.device(DEVICE)) for name in ("triton", "reference"))
+    return replace(triton, coder=coder), reference
+
+
+def compare(make: Any, ranks: int, dtype: Any, flat: bool, steps: Any, patch: Any) -> None:
+    """Payloads, means, residuals and reports; and the number of launches."""
+    coder = TritonElementCoder(64)
+    ours, theirs = (Steps(make, backend, ranks, dtype, flat, patch) for backend in backends(coder))
+    for step in steps:
+        before = coder.launches
+        mine, expected = (each.step(gradients_of(ranks, step)) for each in (ours, theirs))
+        assert coder.launches - before == 3 * ranks
+        assert all(map(same, ours.payloads, theirs.payloads)), (ranks, step)
+        assert all(map(same, [*mine[1], *mine[2]], [*expected[1], *expected[2]])), (ranks, step)
+        for own, other in zip(mine[0], expected[0], strict=True):
+            assert own.nonfinite == other.nonfinite and (own.nonfinite is not None) == (step == 2)
+            assert own.is_finite
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second with NaN and inf on the last rank."""
+    with monkeypatch.context() as patch:
+        compare(METHODS[name], 2, torch.float32, False, (1, 2), patch)
+
+
+def test_types_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, dtype, flat in ((1, torch.float64, True), (3, torch.bfloat16, False), (1, torch.float16, True)):
+        with monkeypatch.context() as patch:
+            compare(METHODS["scaled signs"], ranks, dtype, flat, (1,), patch)
+
+
+def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs them one after the other. In another order, a race would give other bits."""
+    if not INTERPRETED:
+        return
+    backend, _ = backends(TritonElementCoder(64))
+    gradients = [comparison.random(NUMEL, seed) for seed in range(2)]
+
+    def run(name: str) -> Any:
+        steps = Steps(METHODS[name], backend, 2, torch.float32, False, monkeypatch)
+        _, means, errors = steps.step(gradients)
+        return [*steps.payloads, *means, *errors]
+
+    orders = (lambda *n: [*range(*n)][::-1], lambda *n: Random(0).sample(range(*n), len(range(*n))))
+    for name, order in zip(("1 bit", "TernGrad"), orders, strict=True):
+        expected = run(name)
+        with monkeypatch.context() as patch:
+            patch.setattr("triton.runtime.interpreter.range", order, raising=False)
+            assert all(map(same, run(name), expected)), name
+
+
+def test_a_changed_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In header, table and padding. The next step counts from zero."""
+    backend, reference = backends(TritonElementCoder(64))
+    ours, theirs = (
+        Steps(METHODS["1 bit"], each, 2, torch.float32, True, monkeypatch) for each in (backend, reference)
+    )
+    nbytes = 24 + 8 * -(-compression.OneBitCompressor().nbytes(ours.buckets[0]) // 8)
+    for place in (7, 9, 17, 24, nbytes - 1):
+
+        def change(payloads: Any, place: int = place) -> None:
+            payloads[1][place] ^= 64
+
+        messages = []
+        for steps in (ours, theirs):
+            with warnings.catch_warnings(), pytest.raises(PayloadError, match="rank 1 ") as refused:
+                warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of an inf in a table
+                steps.step(gradients_of(2, 1), change)
+            messages.append(str(refused.value))
+        assert messages[0] == messages[1], place
+    assert not sums_on(torch.device(DEVICE), 0, 2).any()
+
+
+def test_a_mean_that_overflows_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residual makes it too large for fp16. Only the result of `read` is waited for."""
+    backend, _ = backends(TritonElementCoder(64))
+    steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True, monkeypatch)
+    steps.step([torch.full((NUMEL,), 3e4, device=DEVICE)])
+    errors = next(iter(steps.states[0].errors()))
+    errors.fill_(1e5)
+    with warnings.catch_warnings(), watching() as watch:
+        warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of the overflow
+        (result,), _, _ = steps.step([torch.zeros(NUMEL, device=DEVICE)])
+    assert result.nonfinite is None and not result.is_finite
+    assert set(watch.seen) <= {"comm/requests.py read", "kernels/triton_tables.py _table"}
