@@ -273,7 +273,7 @@ def print_bytes() -> dict[str, Any]:
         moved = bytes_of_dgc(layout, FORMATS["fp16 values, int32 indices"])
         each = {kernel: round(n / numel, 3) for kernel, n in moved.most_common()}
         total = sum(moved.values()) / numel
-        ratio = total / step_overhead.FLOOR_BYTES
+        ratio = total / DGC_BYTES
         table.add(name, {"bytes": total, "ratio": ratio, "parameters": numel, "kernels": each})
         print("    " + ", ".join(f"{kernel} {n}" for kernel, n in each.items()))
     return table.rows

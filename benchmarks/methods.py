@@ -14,8 +14,8 @@ transformer-big    configs/wmt16/big.py (Vaswani et al. 2017): 209,125,376 param
 Buckets have --bucket-mb. The conversations of one rank of --ranks run without a transport, bucket by bucket. The
 replies to its requests are copies of what it sends, made outside the measured time.
 
-payload   bytes that the rank contributes per step; fewer: how many times fewer bytes it sends than for a dense fp32
-          all-reduce (`dgc.comm.meter`)
+payload   bytes that the rank contributes per step. fewer: how many times fewer bytes it sends than for a dense
+          fp32 all-reduce (`dgc.comm.meter`)
 encode    from the gradient to the last request, with all that lies between requests. Floor: the time to read the
           gradient, to read and write each error state and momentum, and to write what is sent and read what is
           received before the last request
