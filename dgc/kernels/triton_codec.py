@@ -1,8 +1,8 @@
 """The GPU backend of payloads: Triton kernels with the same bytes and bits as `Codec` and `NativeMeanDecoder`.
 
 Launches of `encode`, PyTorch's included: 2, for Rice codes 3, for plain indices and cast values 1 if the largest
-magnitude is known, else 3; `seal_` and `words_of` 1. The mean of any number of payloads takes 2, and 1 more if
-indices are coded. Codes in chunks are those of `Codec`. Nothing waits for the device.
+magnitude is known, else 3 (in chunks 2, else 4); `seal_` and `words_of` 1. The mean of any number of payloads
+takes 2, and 1 more if indices are coded. Nothing waits for the device.
 
 The checksum is a sum, so each program adds what its own elements contribute, and no second pass reads the payload.
 The program that finishes last writes the header. Its counters are zero again after each launch: there is one set
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from dgc.kernels.codec import (
     BLOCKS,
-    CASTS,
     CHECKSUM_OF_ZEROS,
+    CHUNK,
+    CHUNK_BITS,
     HEADER_BYTES,
     LARGEST_PARAMETER,
     PACKED_SHARES,
@@ -43,6 +44,7 @@ from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, find
 from dgc.kernels.triton_tables import BLOCK, Launcher, as_rows, blocks, current_stream, on_device
 
 TILE = 2048  # elements of the mean per program
+SCALED_KINDS = (ValueKind.FP16, ValueKind.BF16)
 FEW = 256  # entries of a payload that `merge` reads at a time: a tile has few
 PART = 512  # elements of a coded payload per program: fields need many registers
 HEADER = tl.constexpr(HEADER_BYTES)
@@ -54,8 +56,8 @@ NUMBERS = tl.constexpr(WORDS)
 SUMMED = tl.constexpr(4096)  # words of a payload that one program adds at a time
 FP32, FP16, BF16 = (tl.constexpr(int(kind)) for kind in (ValueKind.FP32, ValueKind.FP16, ValueKind.BF16))
 SIGN, INT8 = (tl.constexpr(int(kind)) for kind in (ValueKind.SIGN, ValueKind.INT8))
-INT64, PACKED, RICE = (tl.constexpr(int(kind)) for kind in (IndexKind.INT64, IndexKind.PACKED, IndexKind.RICE))
-WIDEST = tl.constexpr(LARGEST_PARAMETER)
+INT64, PACKED, RICE, CHUNKS = (tl.constexpr(int(kind)) for kind in [*IndexKind][1:])
+WIDEST, WITHIN, INSIDE = (tl.constexpr(i) for i in (LARGEST_PARAMETER, CHUNK_BITS, CHUNK - 1))
 SHARES = tl.constexpr(len(PACKED_SHARES) + 2)  # the whole selection, these shares, and what fits for any indices
 # A payload's counters: sum of the words, programs that have finished; for each share that is tried, bits of its
 # code, and bits of its largest magnitude.
@@ -206,8 +208,8 @@ def seal(
 
 # --- codes of indices, and tables of values ---------------------------------------------------------
 #
-# Fields share words, and are added to a payload of zeros with integer atomics. A code is measured first, and the
-# program that finishes last decides how many elements fit. Then the places of all fields are known.
+# Fields share words, and are added to a payload of zeros with integer atomics. A packed or Rice code is measured
+# first, and the program that finishes last decides how many elements fit. Then the places of all fields are known.
 
 
 @triton.jit
@@ -398,8 +400,8 @@ def add_field(payload, at, field, live):
     wide = tl.where(live, field.to(tl.int64) << (at & 31), 0)
     low, high = wide & LOW, wide >> 32
     words = payload.to(tl.pointer_type(tl.int32)) + word
-    tl.atomic_or(words, low.to(tl.int32), mask=low > 0, sem="relaxed")
-    tl.atomic_or(words + 1, high.to(tl.int32), mask=high > 0, sem="relaxed")
+    tl.atomic_add(words, low.to(tl.int32), mask=low > 0, sem="relaxed")
+    tl.atomic_add(words + 1, high.to(tl.int32), mask=high > 0, sem="relaxed")
     return contribution(low, 4 * word) + contribution(high, 4 * word + 4)
 
 
@@ -426,6 +428,16 @@ def write_gaps(
         at = begin + (tl.load(found + END) + before) + tl.cumsum(unary, 0) - 1
         part += add_field(payload, at, tl.zeros_like(at) + 1, live)
     return part
+
+
+@triton.jit
+@no_type_check
+def write_within(index, j, live, n_chunks, payload):
+    """As `write_gaps`: count the elements of their chunks, and write their indices within them."""
+    begin = tl.zeros_like(index).to(tl.int64) + 8 * HEADER
+    part = add_field(payload, begin + 16 * (index >> WITHIN), tl.zeros_like(index) + 1, live)
+    within = index & INSIDE
+    return part + add_field(payload, begin + 16 * n_chunks + j.to(tl.int64) * WITHIN, within, live)
 
 
 @triton.jit
@@ -525,7 +537,7 @@ def sign_segment(values, first, last, count, kept, limit, payload, place, codes,
         j = i + lane
         live = j < last
         negative = live & (values_at(values, j, live, count, kept, limit) < 0)
-        at = 8 * codes + j.to(tl.int64)
+        at = 8 * tl.cast(codes, tl.int64) + j
         part += tl.sum(add_field(payload, at, tl.zeros_like(at) + 1, negative), 0)
         tl.store(decoded + j, tl.where(negative, -mean, mean), mask=live)
     return part
@@ -575,7 +587,7 @@ def two_bit_segment(
         live = j < last
         x = values_at(values, j, live, count, kept, limit).to(tl.float64)
         bin = bin_of(x - mean, width)
-        part += tl.sum(add_field(payload, 8 * codes + 2 * j.to(tl.int64), bin, live), 0)
+        part += tl.sum(add_field(payload, 8 * tl.cast(codes, tl.int64) + 2 * j, bin, live), 0)
         for b in tl.static_range(4):
             own = live & (bin == b)
             sums += tl.where(number == b, tl.sum(tl.where(own, x, 0.0), 0), 0.0)
@@ -603,9 +615,9 @@ CODED_SIZES = "capacity n_blocks n_segments begin codes ratio form n_programs n_
 @triton.jit(do_not_specialize=CODED_SIZES)
 @no_type_check
 def write_coded(
-    indices, values, count, first, tensors, n_bounds, capacity, limit, found, n_blocks, bounds, n_segments, widths,
-    payload, begin, codes, decoded, own_indices, own_values, own_count, ratio, form, counters, n_programs,
-    INDEX: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr,
+    indices, values, count, first, tensors, n_bounds, capacity, limit, largest, found, n_blocks, bounds,
+    n_segments, widths, payload, begin, codes, decoded, own_indices, own_values, own_count, ratio, form, counters,
+    n_programs, INDEX: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write a payload of coded indices, or tables, or both, into zeros.
 
@@ -627,7 +639,9 @@ def write_coded(
         which = element(j, n, kept)
         index = tl.load(indices + which, mask=live, other=0)
         x = tl.load(values + which, mask=live, other=0.0)
-        if INDEX > INT64:
+        if INDEX == CHUNKS:
+            sums = write_within(index, j, live, n_blocks, payload)
+        elif INDEX > INT64:
             sums = write_gaps(indices, j, n, kept, n_blocks, found, payload, INDEX, SIZE, LANES)
             if INDEX == PACKED:
                 tl.store(own_indices + j, index, mask=inside)
@@ -640,7 +654,10 @@ def write_coded(
             tl.store((payload + HEADER).to(tl.pointer_type(tl.int32)) + j, index, mask=inside)
             sums = contribution(index.to(tl.int64), 4 * j.to(tl.int64) + HEADER)
         if KIND <= BF16:
-            bits, y, scale = cast_to(x, limit, tl.load(found + MOST).to(tl.int32), KIND, LANES)
+            most = tl.zeros([], dtype=tl.int32)
+            if KIND != FP32:
+                most = tl.load(largest).to(tl.int32)
+            bits, y, scale = cast_to(x, limit, most, KIND, LANES)
             sums += store_cast(payload, begin, j, bits, live, KIND)
             tl.store(decoded + j, tl.where(live, y, 0.0), mask=inside)
         else:
@@ -709,6 +726,40 @@ def read_field(words, at, width, live):
     return ((low | (high << 32)) >> (at & 31)) & ((one << width) - 1)
 
 
+@triton.jit(do_not_specialize=["stride", "capacity", "n_chunks", "steps", "nbytes"])
+@no_type_check
+def unpack_chunks(
+    payloads, stride, capacity, n_chunks, steps, nbytes, starts, indices, flags, LANES: tl.constexpr
+):
+    """One program per rank: as `unpack`. That indices ascend is left to `check`."""
+    r = tl.program_id(0).to(tl.int64)
+    payload = payloads + r * stride
+    count = tl.load(payload.to(tl.pointer_type(tl.int32)))
+    section = payload + HEADER
+    words = (section.to(tl.pointer_type(tl.int32)), nbytes // 4)
+    starts += r * n_chunks
+    lane = tl.arange(0, LANES)
+    wrong = tl.zeros([], dtype=tl.int32)
+    total = tl.zeros([], dtype=tl.int64)
+    for i in range(0, n_chunks, LANES):
+        inside = i + lane < n_chunks
+        given = tl.load(section.to(tl.pointer_type(tl.int16)) + i + lane, mask=inside, other=0).to(tl.int64)
+        own = tl.minimum(tl.maximum(given, 0), INSIDE + 1)
+        wrong += tl.sum((given != own).to(tl.int32), 0)
+        tl.store(starts + i + lane, total + tl.cumsum(own, 0) - own, mask=inside)
+        total += tl.sum(own, 0)
+    tl.debug_barrier()  # starts are written
+    for i in range(0, tl.minimum(tl.maximum(count, 0), capacity), LANES):
+        j = (i + lane).to(tl.int64)
+        chunk = tl.where(j < total, find(starts, n_chunks, steps, j), n_chunks)
+        width = tl.zeros_like(j) + WITHIN
+        index = (chunk << WITHIN) + read_field(
+            words, 16 * tl.cast(n_chunks, tl.int64) + j * WITHIN, width, j < count
+        )
+        tl.store(indices + r * capacity + j, index.to(tl.int32), mask=(j < count) & (j < capacity))
+    tl.store(flags + r, ((wrong == 0) & (total == count)).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["stride", "capacity", "numel", "n_blocks", "nbytes"])
 @no_type_check
 def unpack(
@@ -738,7 +789,7 @@ def unpack(
         bits = (tl.minimum(width, WIDEST) * counts_at(block, kept, SIZE)).to(tl.int64)
         tl.store(starts + block, end + tl.cumsum(bits, 0) - bits, mask=block < n_blocks)
         end += tl.sum(bits, 0)
-    total = tl.zeros([], dtype=tl.int64) + 8 * nbytes
+    total = 8 * tl.cast(nbytes, tl.int64)
     if INDEX == RICE:
         found = tl.zeros([], dtype=tl.int64)
         for i in range(end // 8, nbytes, LANES // 8):
@@ -936,7 +987,7 @@ class TritonCodec(Codec):
         return self._launch.launches
 
     def encodes(self, layout: Layout) -> bool:
-        return layout.values is not None and layout.indices.kind != IndexKind.CHUNKS
+        return layout.values is not None
 
     def encode(
         self,
@@ -958,9 +1009,11 @@ class TritonCodec(Codec):
         counters, decoded = counters_on(device, current_stream(device)), torch.empty_like(values)
         segments, begin = bounds.numel() - 1, layout.value_bytes.start
         block, n_blocks, programs, widths = 1, 0, block_count(code.capacity, PART), None
-        own, given, found = selection, selection, None
-        if code.kind in PLAIN:
-            payload = self.blank(layout.nbytes, values)
+        own, given, found, largest = selection, selection, None, None
+        if code.kind not in BLOCKS:
+            payload, n_blocks = self.blank(layout.nbytes, values), code.parameter
+            if layout.values in SCALED_KINDS:
+                largest = self._largest(selection)
         else:
             block = BLOCKS[code.kind]
             n_blocks = block_count(code.capacity, block)
@@ -969,11 +1022,12 @@ class TritonCodec(Codec):
             payload = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
             found = torch.empty(FOUND.value + 3 * n_blocks, dtype=torch.int64, device=device)
             given = self._measure(selection, layout, payload, found, own, counters)
+            largest = found[MOST.value :]
         if layout.values in TABLES:
             programs += segments
         if layout.values == ValueKind.TWO_BITS:
             widths = on_device((r / 4,), torch.float64, device)
-        what = (given.indices, given.values, given.count, *header, code.capacity, limit)
+        what = (given.indices, given.values, given.count, *header, code.capacity, limit, largest)
         how = (found, n_blocks, bounds, segments, widths, payload, begin, codes_begin(layout, segments))
         result = (decoded, own.indices, own.values, own.count, *terms.words, counters, max(1, programs))
         kind = (int(code.kind), block, int(layout.values), PART)
@@ -994,25 +1048,21 @@ class TritonCodec(Codec):
         own: receives what is sent, with a Rice code. With a packed one `write_coded` writes it.
         """
         code, values = layout.indices, selection.values
-        block, parts, scaled = (
-            BLOCKS[code.kind],
-            blocks(code.capacity),
-            layout.values in (ValueKind.FP16, ValueKind.BF16),
-        )
-        n_blocks = block_count(code.capacity, block)
+        block, parts = BLOCKS[code.kind], blocks(code.capacity)
+        n_blocks, scaled = block_count(code.capacity, block), layout.values in SCALED_KINDS
         sizes = (n_blocks, 8 * (code.nbytes - n_blocks), code.parameter, payload, layout.nbytes // 8)
         if code.kind == IndexKind.PACKED:
             shares = on_device((128, *PACKED_SHARES, 0), torch.int64, values.device)
             widths = torch.empty(SHARES.value * n_blocks, dtype=torch.int32, device=values.device)
             programs = parts * SHARES.value
-            given = (selection.indices, values, selection.count, shares, *sizes, widths, found, counters, programs)
-            self._launch(measure_packed, values, programs, *given, scaled, block, BLOCK)
+            what = (selection.indices, values, selection.count, shares, *sizes, widths, found, counters, programs)
+            self._launch(measure_packed, values, programs, *what, scaled, block, BLOCK)
             return selection
         given = (selection.indices, selection.count, *sizes, found, counters, parts)
         self._launch(measure_rice, values, parts, *given, block, BLOCK)
         result = (found, own.indices, own.values, own.count, counters, parts)
-        given = (selection.indices, values, selection.count, code.capacity, n_blocks, *result)
-        self._launch(place_rice, values, parts, *given, scaled, block, BLOCK)
+        elements = (selection.indices, values, selection.count, code.capacity, n_blocks)
+        self._launch(place_rice, values, parts, *elements, *result, scaled, block, BLOCK)
         return own
 
     def _encode_plain(
@@ -1022,11 +1072,7 @@ class TritonCodec(Codec):
         values, capacity = selection.values, layout.indices.capacity
         payload = torch.empty(layout.nbytes, dtype=torch.uint8, device=values.device)
         decoded, counters = torch.empty_like(values), counters_on(values.device, current_stream(values.device))
-        largest = selection.largest
-        if largest is None:
-            largest = torch.zeros((), dtype=torch.int32, device=values.device)
-            if CASTS[layout.values] != torch.float32:
-                self._launch(largest_of, values, blocks(capacity), values, capacity, largest, BLOCK)
+        largest = self._largest(selection) if layout.values in SCALED_KINDS else None
         programs = max(1, blocks(capacity))  # the header is written without elements too
         what = (selection.indices, values, selection.count, *header)
         place = (payload, layout.value_bytes.start, layout.nbytes, decoded)
@@ -1034,6 +1080,14 @@ class TritonCodec(Codec):
         kind = (layout.indices.kind == IndexKind.INT64, int(layout.values), BLOCK)
         self._launch(write_plain, values, programs, *what, *where, *kind)
         return payload, decoded
+
+    def _largest(self, selection: SparseVector) -> Int32[Tensor, ""]:
+        """Return the bits of the largest magnitude."""
+        values, largest = selection.values, selection.largest
+        if largest is None:
+            largest = torch.zeros((), dtype=torch.int32, device=values.device)
+            self._launch(largest_of, values, blocks(values.numel()), values, values.numel(), largest, BLOCK)
+        return largest
 
     def seal_(
         self,
@@ -1067,7 +1121,7 @@ class TritonMeanDecoder(MeanDecoder):
         return self._launch.launches
 
     def takes(self, layout: Layout) -> bool:
-        return layout.values is not None and layout.indices.kind != IndexKind.CHUNKS
+        return layout.values is not None
 
     def mean_into_(
         self,
@@ -1090,22 +1144,29 @@ class TritonMeanDecoder(MeanDecoder):
         sizes = (layout.nbytes, code.capacity, code.numel, flags)
         self._launch(check, dense, ranks, *given, *sizes, *where, numbers, *variant, flags is not None, BLOCK)
         tiles = -(-code.numel // TILE)
-        sizes = (float(size), code.numel)
-        self._launch(merge, dense, tiles, *given, *sizes, *where, numbers, dense, *variant, TILE, FEW)
+        self._launch(
+            merge, dense, tiles, *given, float(size), code.numel, *where, numbers, dense, *variant, TILE, FEW
+        )
         return numbers
 
     def _unpack(
         self, rows: UInt8[Tensor, "ranks nbytes"], code: IndexCode
     ) -> tuple[UInt8[Tensor, "ranks row"], Int32[Tensor, "ranks"]]:
         """Return the bytes of int32 indices, and whether they are valid."""
-        ranks, block, device = rows.shape[0], BLOCKS[code.kind], rows.device
-        n_blocks, is_rice = block_count(code.capacity, block), code.kind == IndexKind.RICE
+        ranks, block, device = rows.shape[0], BLOCKS.get(code.kind, 1), rows.device
+        is_rice, in_chunks = code.kind == IndexKind.RICE, code.kind == IndexKind.CHUNKS
+        n_blocks = code.parameter if in_chunks else block_count(code.capacity, block)
         starts = torch.empty(ranks * n_blocks, dtype=torch.int64, device=device)
         ones = torch.empty(ranks * code.capacity if is_rice else 0, dtype=torch.int64, device=device)
         indices = torch.empty(ranks, code.capacity, dtype=torch.int32, device=device)
         flags = torch.empty(ranks, dtype=torch.int32, device=device)
-        sizes = (rows.stride(0), code.capacity, code.numel, n_blocks, code.nbytes)
-        self._launch(unpack, rows, ranks, rows, *sizes, starts, ones, indices, flags, int(code.kind), block, BLOCK)
+        given, end = (rows, rows.stride(0), code.capacity), (indices, flags)
+        if in_chunks:
+            steps = n_blocks.bit_length()
+            self._launch(unpack_chunks, rows, ranks, *given, n_blocks, steps, code.nbytes, starts, *end, BLOCK)
+        else:
+            sizes = (code.numel, n_blocks, code.nbytes, starts, ones)
+            self._launch(unpack, rows, ranks, *given, *sizes, *end, int(code.kind), block, BLOCK)
         return indices.view(torch.uint8), flags
 
 

@@ -147,7 +147,8 @@ def every_payload(codec: Any, decoder: Any) -> None:
     x, count = torch.zeros(capacity), torch.tensor(capacity, dtype=torch.int32)
     values: list[wire.ValueFormat] = [*map(wire.CastValues, ("fp32", "fp16", "bf16")), wire.SignValues()]
     for form in (*values, wire.Int8Values(), wire.TwoBitValues()):
-        for indices in (*map(wire.PlainIndices, ("int32", "int64")), wire.PackedIndices(), wire.RiceIndices()):
+        plain, coded = map(wire.PlainIndices, ("int32", "int64")), (wire.PackedIndices(), wire.RiceIndices())
+        for indices in (*plain, *coded, wire.ChunkIndices()):
             budget = Budget(bounds, torch.tensor([20, 30]), capacity)
             plan = PayloadPlan(wire.SparseFormat(form, indices), budget, n)
             payload = plan.encode(codec, SparseVector(x.int(), x, count), first).payload

@@ -568,5 +568,5 @@ def test_every_kernel_compiles_for_gpus(gpu: str, tmp_path: Path) -> None:
         "tail_of_ranges", "sign_encode", "sign_add", "tern_encode", "tern_add", "uniform_encode", "uniform_add",
         "largest", "natural_encode", "natural_add", "mean_of_fields", "pack", "choose", "largest_of",
         "write_plain", "seal", "open_headers", "check", "merge", "measure_packed", "measure_rice", "place_rice",
-        "write_coded", "unpack",
+        "write_coded", "unpack", "unpack_chunks",
     }  # fmt: skip

@@ -30,6 +30,7 @@ INDICES = {
     "int64": wire.PlainIndices("int64"),
     "packed": wire.PackedIndices(),
     "rice": wire.RiceIndices(),
+    "chunks": wire.ChunkIndices(),
 }
 # elements of the bucket, of a selection, of the payload: none, one, an odd number, more than one program
 SIZES = ((5000, 0, 50), (10, 1, 1), (5000, 37, 51), (9000, 2100, 2100))
@@ -98,8 +99,8 @@ def hard_selections() -> Any:
 
 def test_coded_payloads() -> None:
     ours, theirs, thinned = TritonCodec(), Codec(), 0
-    forms = [*product(VALUES, ("packed", "rice")), *product(VALUES[3:], ("int32", "int64"))]
-    sizes = (SIZES * 5)[: len(forms)]
+    forms = [*product(VALUES, ("packed", "rice", "chunks")), *product(VALUES[3:], ("int32", "int64"))]
+    sizes = (SIZES * 6)[: len(forms)]
     given = [(numel, selection_of(numel, count, capacity, 3)) for numel, count, capacity in sizes]
     tables = (wire.SignValues(), wire.TwoBitValues(4.0), wire.Int8Values())
     forms += [(tables[i % 3], ("packed", "rice", "int32", "rice")[i % 4]) for i in range(12)]
@@ -152,7 +153,7 @@ def dense_mean(plan: Any, payloads: Any, size: Any) -> Any:
 def test_means() -> None:
     """Of one rank, and of several whose sum depends on the order. Their number changes no launches."""
     for i, ((numel, count, capacity), values) in enumerate(product(SIZES, VALUES)):
-        plan, decoder = plan_of(values, [*INDICES][i % 7 % 4], numel, capacity), TritonMeanDecoder()
+        plan, decoder = plan_of(values, [*INDICES][i % 7 % 5], numel, capacity), TritonMeanDecoder()
         selections = [selection_of(numel, count, capacity, seed, 10.0 ** (3 * seed)) for seed in range(4)]
         end = torch.tensor(numel, device=DEVICE)
         payloads = [plan.encode(Codec(), selection, end).payload for selection in selections]
@@ -170,7 +171,12 @@ def test_means() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of values that overflow
 def test_broken_payloads_are_found_and_not_read() -> None:
     generator = torch.Generator().manual_seed(0)
-    forms = ((wire.CastValues("fp16"), "int32"), (wire.TwoBitValues(), "packed"), (wire.SignValues(), "rice"))
+    forms = (
+        (wire.CastValues("fp16"), "int32"),
+        (wire.TwoBitValues(), "packed"),
+        (wire.SignValues(), "rice"),
+        (wire.Int8Values(), "chunks"),
+    )
     for values, indices in forms:
         plan = plan_of(values, indices, 3000, 600)
         end = torch.tensor(3000, device=DEVICE)
