@@ -330,6 +330,7 @@ class Launches(TorchDispatchMode):
 COUNTED: dict[str, Callable[[], Compressor]] = {
     "DGC, fp16 and int32": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="fp16", indices="int32"),
     "DGC, fp32 and int64": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9)),
+    "DGC, 2 bits and packed": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="2bit", indices="packed"),
     "DGC, sign and Rice": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="sign", indices="rice"),
     "top-k, bf16 and int32": lambda: SparseCompressor(0.002, ResidualMemory(), values="bf16", indices="int32"),
     "scaled signs": ScaledSignCompressor,

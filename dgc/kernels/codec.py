@@ -151,26 +151,33 @@ class Codec:
         """Return a payload of zeros on the device of `like`. nbytes must be a multiple of 8."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=like.device)
 
-    def encode_plain(
+    def encodes(self, layout: Layout) -> bool:
+        """Whether `encode` takes such payloads."""
+        return False
+
+    def encode(
         self,
         selection: SparseVector,
         layout: Layout,
         limit: float,
+        r: float,
         first_nonfinite: Int64[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
+        tensors: Int64[Tensor, "tensors"],
         terms: Terms,
-    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
-        """Encode a whole payload of plain indices and cast values, as the methods below do one after the other.
+    ) -> tuple[UInt8[Tensor, "nbytes"], SparseVector, Float32[Tensor, "capacity"]]:
+        """Encode a whole payload, as the methods below do one after the other.
 
-        Returns (payload, the values that `cast_decode` will return).
+        Args:
+            limit: That of `cast_encode_`, or of the magnitudes that `table_encode_` is given.
+            r: Parameter of `table_encode_`.
+            first_nonfinite: Of `seal_`, with `tensors` as its bounds.
+            bounds: Bounds of the segments of `table_encode_`.
+
+        Returns:
+            (payload, the part that is sent with the values that a receiver decodes, its own values).
         """
-        assert layout.values is not None
-        payload = self.blank(layout.nbytes, selection.values)
-        self.indices_encode_(selection, layout.indices, payload[layout.index_bytes])
-        section, dtype = payload[layout.value_bytes], CASTS[layout.values]
-        decoded, scale = self.cast_encode_(selection.values, dtype, section, limit)
-        self.seal_(payload, selection.count, first_nonfinite, bounds, scale, terms)
-        return payload, decoded
+        raise NotImplementedError(f"{type(self).__name__} encodes section by section")
 
     def seal_(
         self,

@@ -20,6 +20,7 @@ from dgc.kernels.codec import (
     CASTS,
     HEADER_BYTES,
     PLAIN,
+    TABLES,
     WORDS,
     Codec,
     Header,
@@ -336,22 +337,27 @@ class NativeCodec(Native, Codec):
         memset(U8.from_param(payload), 0, nbytes)
         return payload
 
-    def encode_plain(
+    def encodes(self, layout: Layout) -> bool:
+        return layout.indices.kind in PLAIN and layout.values is not None and layout.values not in TABLES
+
+    def encode(
         self,
         selection: SparseVector,
         layout: Layout,
         limit: float,
+        r: float,
         first_nonfinite: Int64[Tensor, ""],
         bounds: Int64[Tensor, "bounds"],
+        tensors: Int64[Tensor, "tensors"],
         terms: Terms,
-    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
+    ) -> tuple[UInt8[Tensor, "nbytes"], SparseVector, Float32[Tensor, "capacity"]]:
         capacity, nbytes = selection.values.numel(), layout.nbytes
         payload, decoded = torch.empty(nbytes, dtype=UINT8), torch.empty(capacity, dtype=FP32)
         given = (selection.indices, selection.values, capacity, selection.count)
         types = (PLAIN[layout.indices.kind].itemsize, layout.values)
-        header = (first_nonfinite, bounds, bounds.numel(), terms.ratio, terms.form)
+        header = (first_nonfinite, tensors, tensors.numel(), terms.ratio, terms.form)
         self._library.dgc_encode_plain(*given, *types, limit, *header, payload, nbytes, decoded)
-        return payload, decoded
+        return payload, SparseVector(selection.indices, decoded, selection.count), selection.values
 
     def seal_(
         self,

@@ -3,8 +3,8 @@
 Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
 assign_ 1, select 9, accumulate_and_select_ 5, or 10 without lower bounds, moments 2, tail 2, remove_sent_ 1,
 merge_mean 3, subtract_at_ 1 per dtype of the targets, decay_ 1, and 1 more for a pass that removes sent elements.
-Torch adds a few of its own: 1 for the results of a selection; in merge_mean a stable sort and a cumulative sum.
-Nothing waits for the device.
+Torch adds a few of its own: 1 for the results of a selection, if its pass removes nothing; in merge_mean a stable
+sort and a cumulative sum. Nothing waits for the device.
 
 The bits are equal because kernels are compiled without contraction to FMA, which would skip the rounding of a
 product, floats are never added atomically, and division is correctly rounded. Without a GPU the kernels run in
@@ -547,11 +547,23 @@ def rounded(x, P: tl.constexpr):
     return y
 
 
-@moves("indices values", "", lambda a: (SECTOR * a.indices.numel(), SECTOR * a.indices.numel() * (1 + a.MASK_U)))
-@triton.jit
+@moves(
+    "indices values",
+    "words",
+    lambda a: (SECTOR * a.indices.numel(), SECTOR * a.indices.numel() * (1 + a.MASK_U)),
+)
+@triton.jit(do_not_specialize=["n_words", "n_programs"])
 @no_type_check
-def take(indices, values, count, u, v, MASK_U: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def take(
+    indices, values, count, u, v, words, n_words, n_programs, MASK_U: tl.constexpr, CLEARS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Remove what was sent. CLEARS: also set `words`, which the next kernels add to, to zero."""
+    lane = tl.arange(0, BLOCK)
+    if CLEARS:
+        for first in range(tl.program_id(0) * BLOCK, n_words, n_programs * BLOCK):
+            tl.store(words + first + lane, tl.zeros([BLOCK], dtype=tl.int32), mask=first + lane < n_words)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + lane
     held = i < tl.load(count)
     index = tl.load(indices + i, mask=held, other=0)
     x = tl.load(v + index, mask=held, other=0.0)
@@ -670,7 +682,7 @@ class Candidates:
 
 
 class Results:
-    """What a selection writes, in one tensor of zeros.
+    """What a selection writes, in one tensor of zeros. It is empty if `take` clears it.
 
     Attributes:
         counts: Candidates, then non-zero elements, by segment.
@@ -679,10 +691,12 @@ class Results:
         largest: The bits of the largest selected magnitude.
     """
 
-    def __init__(self, segments: int, capacity: int, device: torch.device):
+    def __init__(self, segments: int, capacity: int, device: torch.device, cleared: bool = True):
         begin = 4 * segments + 4  # of the values, which are aligned for wide accesses
         middle = begin + -(-capacity // 4) * 4
-        words = torch.zeros(middle + capacity + segments + 3, dtype=torch.int32, device=device)
+        make = torch.zeros if cleared else torch.empty
+        words = make(middle + capacity + segments + 3, dtype=torch.int32, device=device)
+        self.words = None if cleared else words
         self.counts = words[: 4 * segments].view(torch.int64)
         self.first = words[4 * segments : 4 * segments + 2].view(torch.int64)[0]
         self.values = words[begin : begin + capacity].view(torch.float32)
@@ -736,7 +750,8 @@ class TritonSelection(SelectionKernels):
     ) -> TopKResult:
         tiling = self._tilings.of(budget.bounds, _lengths(inputs))
         candidates = self._room_for_candidates(tiling, inputs.v.numel(), budget, lower_bounds)
-        results = Results(budget.ks.numel(), budget.capacity, inputs.v.device)
+        takes = inputs.sent is not None and inputs.sent.values.numel() > 0
+        results = Results(budget.ks.numel(), budget.capacity, inputs.v.device, cleared=not takes)
         self._accumulate(inputs, tiling, candidates, results, results.first)
         return self._choose(inputs.v, tiling, budget, candidates, results)
 
@@ -771,8 +786,21 @@ class TritonSelection(SelectionKernels):
         return Tail(counts, sums)
 
     def remove_sent_(self, sent: SparseVector, u: Dense | None, v: Dense) -> None:
-        entries = (sent.indices, sent.values, sent.count)
-        self._launch(take, v, blocks(sent.values.numel()), *entries, u, v, u is not None, BLOCK)
+        self._take(sent, u, v, None)
+
+    def _take(self, sent: SparseVector, u: Dense | None, v: Dense, words: Int32[Tensor, "words"] | None) -> None:
+        programs = blocks(sent.values.numel())
+        what = (
+            sent.indices,
+            sent.values,
+            sent.count,
+            u,
+            v,
+            words,
+            0 if words is None else words.numel(),
+            programs,
+        )
+        self._launch(take, v, programs, *what, u is not None, words is not None, BLOCK)
 
     def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
         keys, values = torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts])
@@ -823,7 +851,8 @@ class TritonSelection(SelectionKernels):
     ) -> None:
         """form: that of the kernel, or that of `inputs`."""
         if inputs.sent is not None:
-            self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
+            words = None if results is None else results.words
+            self._take(inputs.sent, inputs.u if inputs.masking else None, inputs.v, words)
         factor = inputs.decay if inputs.u is None else inputs.momentum
         if form is None:
             form = 0 if inputs.u is None else 2 if inputs.nesterov else 1

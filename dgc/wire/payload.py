@@ -21,7 +21,7 @@ from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.kernels.codec import HEADER_BYTES, PLAIN, WORDS, Codec, Layout, MeanDecoder, Terms
+from dgc.kernels.codec import HEADER_BYTES, WORDS, Codec, Layout, MeanDecoder, Terms
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.kernels.selection import Budget, Merged, SparseVector
 from dgc.wire.envelope import PayloadError, Unchecked, check_sizes, refuse_changed, refuse_other_terms
@@ -135,12 +135,9 @@ class PayloadPlan:
         return Terms(self.ratio, self.form.fingerprint)
 
     @cached_property
-    def limit(self) -> float | None:
-        """Largest value of a payload that one fused call encodes, or None."""
-        values = self.form.values
-        if self.layout.indices.kind in PLAIN and isinstance(values, CastValues):
-            return values.largest(self.result)
-        return None
+    def limit(self) -> float:
+        """Largest magnitude that is encoded."""
+        return self.form.values.limit(self.result)
 
     def encode(self, codec: Codec, selection: SparseVector, first_nonfinite: Int64[Tensor, ""]) -> Encoded:
         """Encode a selection of finite values, with the capacity of the budget.
@@ -149,11 +146,10 @@ class PayloadPlan:
         """
         assert selection.values.numel() == self.budget.capacity
         layout, tensors = self.layout, self.budget.bounds if self.tensors is None else self.tensors
-        if self.limit is not None:
+        if codec.encodes(layout):
             # one fused call with the same result: after a pass over the bucket, caches are cold for small calls
-            how = (layout, self.limit, first_nonfinite, tensors, self.terms)
-            payload, values = codec.encode_plain(selection, *how)
-            return Encoded(payload, SparseVector(selection.indices, values, selection.count), selection.values)
+            header = (first_nonfinite, self.budget.bounds, tensors, self.terms)
+            return Encoded(*codec.encode(selection, layout, self.limit, self.form.values.r, *header))
         payload = codec.blank(layout.nbytes, selection.values)
         own = codec.indices_encode_(selection, layout.indices, payload[layout.index_bytes])
         section = payload[layout.value_bytes]

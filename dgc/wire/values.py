@@ -46,6 +46,10 @@ class ValueFormat:
         """Parameter of `Codec.table_encode_`."""
         return 0.0
 
+    def limit(self, result: torch.dtype) -> float:
+        """Return the limit of magnitudes for gradients of type `result`."""
+        return largest_within(result, self.rounding)
+
     def nbytes(self, capacity: int, segments: int) -> int:
         """Return the size in bytes of the section for `capacity` elements from `segments` tensors."""
         assert self.kind is not None
@@ -63,7 +67,7 @@ class ValueFormat:
             (the values that `decode` will return, the scale for the header).
         """
         assert self.kind is not None
-        limit = largest_within(result, self.rounding)
+        limit = self.limit(result)
         values = selection.values if limit == inf else selection.values.clamp(-limit, limit)
         limited = SparseVector(selection.indices, values, selection.count)
         decoded = codec.table_encode_(self.kind, limited, bounds, section, self.r)
@@ -117,8 +121,7 @@ class CastValues(ValueFormat):
     def nbytes(self, capacity: int, segments: int) -> int:
         return capacity * self.itemsize
 
-    def largest(self, result: torch.dtype) -> float:
-        """Return the limit of magnitudes for gradients of type `result`."""
+    def limit(self, result: torch.dtype) -> float:
         return largest_within(result, ROUNDING[self.dtype])
 
     def quantize(
@@ -141,7 +144,7 @@ class CastValues(ValueFormat):
     def encode_(
         self, codec: Codec, selection: SparseVector, bounds: Bounds, section: Section, result: torch.dtype
     ) -> tuple[Values, Float32[Tensor, ""]]:
-        return codec.cast_encode_(selection.values, self.torch_dtype, section, self.largest(result))
+        return codec.cast_encode_(selection.values, self.torch_dtype, section, self.limit(result))
 
     def decode(
         self, codec: Codec, section: Section, indices: Indices, header: Header, bounds: Bounds

@@ -39,7 +39,7 @@ POINTERS = {
 }
 NUMBERS = {int: "i32", float: "fp32"}
 SUMS_OF_PRODUCTS = (
-    "accumulate decay subtract_at uniform_encode uniform_add mean_of_fields merge write_plain encode "
+    "accumulate decay subtract_at uniform_encode uniform_add mean_of_fields merge write_plain write_coded encode "
     "measure mean_of_payloads".split()
 )
 
@@ -75,7 +75,8 @@ class Compile:
         assert ".ftz" not in str(compiled.asm.get("ptx")), f"{name} takes denormals for zero"
         # AMD divides with FMAs, which cannot be told apart: `accumulate` does where it predicts lower bounds
         predicts = name == "accumulate" and signature["last"] != "constexpr"
-        divides = predicts or name in ("merge", "mean_of_fields", "measure", "encode", "mean_of_payloads")
+        dividing = "merge mean_of_fields write_coded measure encode mean_of_payloads".split()
+        divides = predicts or name in dividing
         if name in SUMS_OF_PRODUCTS and not (divides and self.target.backend == "hip"):
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             # AMD's fma_mix also stands for a product alone whose operands or result are fp16
@@ -149,9 +150,10 @@ def every_payload(codec: Any, decoder: Any) -> None:
     x, count = torch.zeros(capacity), torch.tensor(capacity, dtype=torch.int32)
     values: list[wire.ValueFormat] = [*map(wire.CastValues, ("fp32", "fp16", "bf16")), wire.SignValues()]
     for form in (*values, wire.Int8Values(), wire.TwoBitValues()):
-        for indices in ("int32", "int64"):
+        plain, coded = map(wire.PlainIndices, ("int32", "int64")), (wire.PackedIndices(), wire.RiceIndices())
+        for indices in (*plain, *coded, wire.ChunkIndices()):
             budget = Budget(bounds, torch.tensor([20, 30]), capacity)
-            plan = PayloadPlan(wire.SparseFormat(form, wire.PlainIndices(indices)), budget, n)
+            plan = PayloadPlan(wire.SparseFormat(form, indices), budget, n)
             payload = plan.encode(codec, SparseVector(x.int(), x, count), first).payload
             codec.words_of([payload])
             decoder.mean_into_(torch.zeros(n), [payload] * 2, plan.layout, bounds, 2)

@@ -1,6 +1,5 @@
 """Payloads of the Triton backend against plain torch, bit for bit; in Triton's interpreter without a GPU."""
 
-import warnings
 from itertools import product
 from random import Random
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, same
 from kernels.waits import watching
+from wire.payloads import noise_in, seal_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 with pytest.MonkeyPatch.context() as patch:
@@ -17,7 +17,7 @@ with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
     from dgc import wire
-    from dgc.kernels.codec import WORDS, Codec
+    from dgc.kernels.codec import PLAIN, WORDS, Codec, IndexKind
     from dgc.kernels.selection import PassInputs, SparseVector
     from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder, counters_on
     from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
@@ -25,6 +25,13 @@ with pytest.MonkeyPatch.context() as patch:
 
 CASTS = ("fp32", "fp16", "bf16")
 VALUES = (*map(wire.CastValues, CASTS), wire.SignValues(), wire.Int8Values(), wire.TwoBitValues())
+INDICES = {
+    "int32": wire.PlainIndices("int32"),
+    "int64": wire.PlainIndices("int64"),
+    "packed": wire.PackedIndices(),
+    "rice": wire.RiceIndices(),
+    "chunks": wire.ChunkIndices(),
+}
 # elements of the bucket, of a selection, of the payload: none, one, an odd number, more than one program
 SIZES = ((5000, 0, 50), (10, 1, 1), (5000, 37, 51), (9000, 2100, 2100))
 
@@ -40,7 +47,7 @@ def plan_of(values: Any, indices: Any, numel: Any, capacity: Any) -> Any:
     budget = comparison.budget_of(
         [0, numel // 3, numel - numel // 3], [0, capacity // 2, -(-capacity // 2)], DEVICE
     )
-    return PayloadPlan(wire.SparseFormat(values, wire.PlainIndices(indices)), budget, numel, 0.01)
+    return PayloadPlan(wire.SparseFormat(values, INDICES[indices]), budget, numel, 0.01)
 
 
 def selection_of(numel: Any, count: Any, capacity: Any, seed: Any, scale: float = 1.0) -> Any:
@@ -69,6 +76,47 @@ def test_payloads() -> None:
             assert mine.sent.values.equal(expected.sent.values) or scale == 1.0
             assert ours.launches - before == 1 + (values != "fp32")
     assert not counters_on(torch.device(DEVICE), 0).any()
+
+
+def hard_selections() -> Any:
+    """(size of the bucket, selection): of codes that do not fit, and of sums whose bits depend on the order."""
+    n = 600
+    signs = torch.where(torch.arange(n) % 2 > 0, 1.5, -1.5)
+    sparse = torch.where(torch.arange(n) % 128 == 7, 3000, 1).cumsum(0)
+    multiples = (torch.arange(n) * 17 + 16).int()
+    wide = comparison.random(n, 1).cpu()
+    kinds = (
+        (40_000, sparse, wide.sign() * torch.exp(wide * 15)),
+        (40_000, sparse * 2, wide),
+        (10_400, multiples, signs),  # every value is a bin's edge if r is 4
+        (10_400, multiples, wide * 1e-41),
+        (10_400, multiples, wide * 1e37),
+    )
+    for numel, indices, values in kinds:
+        given = SparseVector(indices.int(), values, torch.tensor(n, dtype=torch.int32))
+        yield numel, SparseVector(*(x.to(DEVICE) for x in (given.indices, given.values, given.count)))
+
+
+def test_coded_payloads() -> None:
+    ours, theirs, thinned = TritonCodec(), Codec(), 0
+    forms = [*product(VALUES, ("packed", "rice", "chunks")), *product(VALUES[3:], ("int32", "int64"))]
+    sizes = (SIZES * 6)[: len(forms)]
+    given = [(numel, selection_of(numel, count, capacity, 3)) for numel, count, capacity in sizes]
+    tables = (wire.SignValues(), wire.TwoBitValues(4.0), wire.Int8Values())
+    forms += [(tables[i % 3], ("packed", "rice", "int32", "rice")[i % 4]) for i in range(12)]
+    given += ([*hard_selections()] * 3)[:12]
+    for (values, indices), (numel, selection) in zip(forms, given, strict=True):
+        plan = plan_of(values, indices, numel, selection.values.numel())
+        before, first = ours.launches, torch.tensor(numel // 2, device=DEVICE)
+        mine, expected = plan.encode(ours, selection, first), plan.encode(theirs, selection, first)
+        found, right = (
+            (e.payload, e.own, e.sent.indices, e.sent.values, e.sent.count.view(1)) for e in (mine, expected)
+        )
+        assert all(map(same, found, right)), (values, indices, numel)
+        launches = {IndexKind.PACKED: 2, IndexKind.RICE: 3}.get(plan.layout.indices.kind)
+        assert launches in (ours.launches - before, None)
+        thinned += int(expected.sent.count < selection.count)
+    assert thinned > 2 and not counters_on(torch.device(DEVICE), 0).any()
 
 
 def test_headers_of_other_payloads() -> None:
@@ -103,9 +151,9 @@ def dense_mean(plan: Any, payloads: Any, size: Any) -> Any:
 
 
 def test_means() -> None:
-    """Of one rank, and of several whose sum depends on the order. Two launches, whatever their number."""
+    """Of one rank, and of several whose sum depends on the order. Their number changes no launches."""
     for i, ((numel, count, capacity), values) in enumerate(product(SIZES, VALUES)):
-        plan, decoder = plan_of(values, ("int32", "int64")[i % 5 % 2], numel, capacity), TritonMeanDecoder()
+        plan, decoder = plan_of(values, [*INDICES][i % 7 % 5], numel, capacity), TritonMeanDecoder()
         selections = [selection_of(numel, count, capacity, seed, 10.0 ** (3 * seed)) for seed in range(4)]
         end = torch.tensor(numel, device=DEVICE)
         payloads = [plan.encode(Codec(), selection, end).payload for selection in selections]
@@ -117,13 +165,20 @@ def test_means() -> None:
             words, expected = dense_mean(plan, payloads[:ranks], ranks)
             assert same(mean, expected), (numel, count, values, ranks)
             assert torch.equal(numbers[:-1], words) and numbers[-1] == 1
-        assert decoder.launches == 4
+        assert decoder.launches == (4 if plan.layout.indices.kind in PLAIN else 6)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of values that overflow
 def test_broken_payloads_are_found_and_not_read() -> None:
     generator = torch.Generator().manual_seed(0)
-    for values in (wire.CastValues("fp16"), wire.TwoBitValues()):
-        plan = plan_of(values, "int32", 3000, 600)
+    forms = (
+        (wire.CastValues("fp16"), "int32"),
+        (wire.TwoBitValues(), "packed"),
+        (wire.SignValues(), "rice"),
+        (wire.Int8Values(), "chunks"),
+    )
+    for values, indices in forms:
+        plan = plan_of(values, indices, 3000, 600)
         end = torch.tensor(3000, device=DEVICE)
         whole = [plan.encode(Codec(), selection_of(3000, 600, 600, seed), end).payload for seed in range(2)]
         for trial in range(12):
@@ -135,12 +190,14 @@ def test_broken_payloads_are_found_and_not_read() -> None:
             ours, theirs = (n.view(2, WORDS) for n in (numbers[:-1], dense_words(plan, payloads)))
             assert torch.equal(ours, theirs), (values, trial)
             assert not ours[trial % 2, 4]
+            payloads[trial % 2] = noise_in(payloads[trial % 2], generator, (1.0, 0.05, 0.003)[trial % 3], first=12)
+            seal_(payloads[trial % 2])
+            numbers = TritonMeanDecoder().mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
+            assert torch.equal(numbers[:-1], dense_words(plan, payloads)), (values, trial)
     plan = plan_of(wire.CastValues("fp32"), "int32", 3000, 600)
     selections = [selection_of(3000, 600, 600, 0, 3e38) for _ in range(2)]
     payloads = [plan.encode(Codec(), selection, end).payload for selection in selections]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of the overflow
-        numbers = TritonMeanDecoder().mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
+    numbers = TritonMeanDecoder().mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
     assert numbers[-1] == 0, "the sum is not finite"
 
 
@@ -153,7 +210,8 @@ def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     if not INTERPRETED:
         return
     plan, kernels = plan_of(wire.CastValues("fp16"), "int32", 9000, 900), TritonSelection(256, 64)
-    gradients = [comparison.random(9000, seed) for seed in range(3)]
+    plans = [plan, *(plan_of(wire.TwoBitValues(), indices, 9000, 900) for indices in ("packed", "rice"))]
+    gradients = [comparison.random(9000, seed) for seed in range(2)]
     for gradient in gradients:
         gradient[5000:5040] = 2.0  # ties, of which some are sent
 
@@ -162,23 +220,34 @@ def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         for gradient in gradients:
             inputs = PassInputs((gradient,), None, torch.zeros(9000))
             chosen = kernels.accumulate_and_select_(inputs, plan.budget, torch.tensor([0.0, 1.5, 9.0]))
-            payloads.append(plan.encode(TritonCodec(), chosen.elements, chosen.first_nonfinite).payload)
+            for form in plans:
+                payloads.append(form.encode(TritonCodec(), chosen.elements, chosen.first_nonfinite).payload)
             found += [inputs.v, chosen.thresholds, chosen.missed]
         mean = torch.empty(9000)
-        numbers = TritonMeanDecoder().mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 3)
-        return [*payloads, *found, mean, numbers]
+        for i, form in enumerate(plans):
+            found.append(TritonMeanDecoder().mean_into_(mean, payloads[i::3], form.layout, form.budget.bounds, 2))
+            found.append(mean.clone())
+        return [*payloads, *found]
 
     expected = run()
-    for order in (lambda *n: [*range(*n)][::-1], lambda *n: Random(0).sample(range(*n), len(range(*n)))):
-        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+    for order in (lambda n: [*range(n)][::-1], lambda n: Random(0).sample(range(n), n)):
+
+        def reordered(*bounds: int, order: Any = order) -> Any:
+            """Of programs; loops within a kernel have three bounds."""
+            return order(*bounds) if len(bounds) == 1 else range(*bounds)
+
+        monkeypatch.setattr("triton.runtime.interpreter.range", reordered, raising=False)
         assert all(map(same, run(), expected))
 
 
 def test_nothing_waits_for_the_device() -> None:
-    plan, codec, decoder = plan_of(wire.CastValues("fp16"), "int32", 5000, 51), TritonCodec(), TritonMeanDecoder()
+    codec, decoder = TritonCodec(), TritonMeanDecoder()
     selection, end = selection_of(5000, 37, 51, 0), torch.tensor(5000, device=DEVICE)
     mean = torch.empty(5000, device=DEVICE)
-    with watching() as watch:
-        payloads = torch.stack([plan.encode(codec, selection, end).payload] * 2).unbind()
-        decoder.mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
-    assert watch.seen == []
+    for values, indices in ((wire.CastValues("fp16"), "int32"), (wire.TwoBitValues(), "packed")):
+        plan = plan_of(values, indices, 5000, 51)
+        plan.encode(codec, selection, end)  # makes tables that are kept
+        with watching() as watch:
+            payloads = torch.stack([plan.encode(codec, selection, end).payload] * 2).unbind()
+            decoder.mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
+        assert watch.seen == []
