@@ -628,7 +628,10 @@ def two_bit_segment(
 CODED_SIZES = "capacity n_blocks n_segments begin codes ratio form n_programs n_bounds".split()
 
 
-@moves("indices indices indices values values values payload", "payload decoded own_indices own_values")
+@moves(
+    "indices indices indices values values values values bounds widths tensors payload",
+    "payload decoded own_indices own_values",
+)
 @triton.jit(do_not_specialize=CODED_SIZES)
 @no_type_check
 def write_coded(
