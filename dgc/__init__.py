@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dgc.compression import ScaledSignCompressor as ScaledSignCompressor
     from dgc.compression import SparseCompressor as SparseCompressor
     from dgc.compression import ThresholdCompressor as ThresholdCompressor
+    from dgc.compression import TwoPhaseCompressor as TwoPhaseCompressor
     from dgc.ddp import compress as compress
     from dgc.gossip import ADPSGD as ADPSGD
     from dgc.gossip import OSGP as OSGP
@@ -49,7 +50,7 @@ __version__ = "0.1.0"
 _PACKAGES = {
     "dgc.compression": (
         "BF16Compressor DenseCompressor DGCCompressor DoubleSqueezeCompressor FP16Compressor PowerSGDCompressor "
-        "QSGDCompressor Route Rule ScaledSignCompressor SparseCompressor ThresholdCompressor"
+        "QSGDCompressor Route Rule ScaledSignCompressor SparseCompressor ThresholdCompressor TwoPhaseCompressor"
     ),
     "dgc.ddp": "compress",
     "dgc.gossip": "ADPSGD OSGP SGP",

@@ -28,6 +28,7 @@ from dgc.compression.sparse import SparseCompressor as SparseCompressor
 from dgc.compression.svd import AtomoCompressor as AtomoCompressor
 from dgc.compression.svd import SVDCompressor as SVDCompressor
 from dgc.compression.threshold import ThresholdCompressor as ThresholdCompressor
+from dgc.compression.two_phase import TwoPhaseCompressor as TwoPhaseCompressor
 from dgc.compression.uniform import BlockwiseCompressor as BlockwiseCompressor
 from dgc.compression.uniform import NaturalCompressor as NaturalCompressor
 from dgc.compression.uniform import QSGDCompressor as QSGDCompressor

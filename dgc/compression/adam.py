@@ -18,7 +18,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import for_gradients
 from dgc.compression.dgc import DGCCompressor
-from dgc.compression.double_squeeze import DoubleSqueezeCompressor, ServerState
+from dgc.compression.double_squeeze import ChunkState, DoubleSqueezeCompressor
 from dgc.compression.protocol import MomentumOwner, Position, Preconditioner, Reduced, StatelessCompressor, Vector
 from dgc.compression.sparse import SparseState
 from dgc.memory import DGCSGDMemory, MomentumCorrection
@@ -29,7 +29,7 @@ HEAD = 16  # elements of each tensor that are compared
 
 
 @dataclass(eq=False, kw_only=True)
-class MomentumState(ServerState):
+class MomentumState(ChunkState):
     """delivered: of the last step, the first momentum, its version, and the first elements of the next momenta."""
 
     delivered: tuple[Tensor, int, Tensor] | None = None
@@ -108,6 +108,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         assert self._owner is not None
         v = zeros(bucket)
         first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+        bucket.release()
         momenta = self._owner.momentum_of([self._parameters[s.name] for s in bucket.segments])
         self._check_unchanged(state, [m for _, m in momenta])
         for s, (beta1, m) in zip(bucket.segments, momenta, strict=True):

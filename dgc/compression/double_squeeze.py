@@ -22,7 +22,7 @@ piece has its own scale. There is no separate server. An element of 0 is sent as
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float32, Int64, UInt8
@@ -32,11 +32,12 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.error_feedback import Codes, join, split
+from dgc.compression.error_feedback import Codes, accumulated, join, split
 from dgc.compression.protocol import Compressor, DenseResult, Position, Reduced, Vector, first_nonfinite_message
 from dgc.state import State, Tables, flat_from, parts_of, zeros
 from dgc.wire.envelope import envelope_of
 
+S = TypeVar("S", bound="ServerState")
 WORD = 32  # elements; the signs of a piece fill whole words
 
 
@@ -93,33 +94,50 @@ def divide_into_chunks(bucket: Bucket, size: int, rank: int) -> _Chunks:
 
 @dataclass(eq=False, kw_only=True)
 class ServerState(State):
-    """served: d_r [chunk]. A checkpoint has it in whole tensors, with zeros in the chunks of other ranks."""
+    """served: d_r [chunk], in the unit of the sum over ranks. A checkpoint has it in whole tensors, with zeros in
+    the chunks of other ranks.
+    """
 
-    chunks: _Chunks
     served: Float32[Tensor, "chunk"]
 
-    @property
-    def own(self) -> slice:
-        return slice(self.chunks.edges[self.rank], self.chunks.edges[self.rank + 1])
+    def everywhere(self, bucket: Bucket) -> Vector:
+        """d, with zeros in the chunks of other ranks."""
+        raise NotImplementedError
+
+    def own(self, bucket: Bucket, whole: Vector) -> Float32[Tensor, "chunk"]:
+        """A copy of the elements of this rank's chunk."""
+        raise NotImplementedError
 
     def unsent(self, bucket: Bucket) -> list[Tensor]:
-        return [self.errors["errors"] + self._everywhere(bucket)]
+        return [self.errors["errors"] + self.everywhere(bucket)]
 
     def saved(self, bucket: Bucket) -> Tables:
-        return {**super().saved(bucket), "server_errors": parts_of(bucket, self._everywhere(bucket))}
+        return {**super().saved(bucket), "server_errors": parts_of(bucket, self.everywhere(bucket))}
 
-    def loaded(self, bucket: Bucket, tables: Tables) -> "ServerState":
-        state, served = super().loaded(bucket, tables), flat_from("server_errors", bucket, tables["server_errors"])
-        own = served[self.own].clone()
-        served[self.own] = 0.0
-        state.errors["errors"].add_(served)
-        return replace(state, served=own)
+    def loaded(self: S, bucket: Bucket, tables: Tables) -> S:
+        served = flat_from("server_errors", bucket, tables["server_errors"])
+        state = replace(super().loaded(bucket, tables), served=self.own(bucket, served))
+        state.errors["errors"].add_(served - state.everywhere(bucket))
+        return state
 
-    def _everywhere(self, bucket: Bucket) -> Vector:
-        """d, with zeros in the chunks of other ranks."""
+
+@dataclass(eq=False, kw_only=True)
+class ChunkState(ServerState):
+    """chunks: The division of the bucket."""
+
+    chunks: _Chunks
+
+    @property
+    def _own(self) -> slice:
+        return slice(self.chunks.edges[self.rank], self.chunks.edges[self.rank + 1])
+
+    def everywhere(self, bucket: Bucket) -> Vector:
         whole = zeros(bucket)
-        whole[self.own] = self.served
+        whole[self._own] = self.served
         return whole
+
+    def own(self, bucket: Bucket, whole: Vector) -> Float32[Tensor, "chunk"]:
+        return whole[self._own].clone()
 
 
 class DoubleSqueezeCompressor(Compressor):
@@ -138,21 +156,19 @@ class DoubleSqueezeCompressor(Compressor):
     def compress_ratio(self) -> float:
         return 1 / 32
 
-    def init(self, bucket: Bucket, size: int, rank: int) -> ServerState:
+    def init(self, bucket: Bucket, size: int, rank: int) -> ChunkState:
         chunks = divide_into_chunks(bucket, size, rank)
         length = chunks.edges[rank + 1] - chunks.edges[rank]
         served = torch.zeros(length, dtype=torch.float32, device=bucket.device)
-        return ServerState(size, rank, errors={"errors": zeros(bucket)}, chunks=chunks, served=served)
+        return ChunkState(size, rank, errors={"errors": zeros(bucket)}, chunks=chunks, served=served)
 
     # --- one step ---------------------------------------------------------------------------------
 
     def accumulate(self, bucket: Bucket, state: Any) -> tuple[Vector, Position]:
-        v = state.errors["errors"]
-        return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+        return accumulated(bucket, state)
 
     def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
         v, first = self.accumulate(bucket, state)
-        bucket.release()
         chunks, mean = state.chunks, torch.zeros_like(v)
         envelope = envelope_of(bucket, bucket.bounds, self.compress_ratio, type(self).__qualname__)
         scales, signs, kept = squeeze(v, chunks.bounds)

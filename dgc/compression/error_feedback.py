@@ -57,16 +57,6 @@ class ErrorFeedbackCompressor(Compressor):
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
         return State(size, rank, errors={"errors": zeros(bucket)} if self.error_feedback else {})
 
-    def accumulate(self, bucket: Bucket, state: State) -> tuple[Vector, Position]:
-        """Returns v, and the first_nonfinite of `exchange`. With error feedback v is the residual, in place."""
-        if self.error_feedback:
-            v = state.errors["errors"]
-            return v, kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
-        gradients = bucket.gradients
-        bucket.release()  # the bucket's own memory takes v, and would copy them
-        v = place_of_mean(bucket)
-        return v, kernels.of(v).selection.assign_(gradients, v)
-
     def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
         """The code of the elements, if a GPU's kernels encode it in place of `exchange`."""
         return None
@@ -81,8 +71,7 @@ class ErrorFeedbackCompressor(Compressor):
         code = None if coder is None else self.code(bucket, state)
         if coder is not None and code is not None:
             return (yield from self._reduce_coded(coder, code, bucket, state))
-        v, first = self.accumulate(bucket, state)
-        bucket.release()
+        v, first = accumulated(bucket, state)
         mean, kept, nonfinite = yield from self.exchange(bucket, state, v, first)
         bucket.flat.copy_(mean)
         return self._outcome(bucket, state, DenseResult(first_nonfinite_message(bucket, nonfinite)), kept)
@@ -147,6 +136,22 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
         mean = place_of_mean(bucket)
         self.mean_(bucket, state, parts, mean)
         return mean, kept, nonfinite
+
+
+def accumulated(bucket: Bucket, state: State) -> tuple[Vector, Position]:
+    """Releases the gradients, and returns v = g + e with the index of the first non-finite element, or numel.
+
+    With error feedback v is the residual, in place. Otherwise it may be `place_of_mean(bucket)`.
+    """
+    gradients = bucket.gradients
+    if "errors" in state.errors:
+        v = state.errors["errors"]
+        first = kernels.of(v).selection.accumulate_(kernels.PassInputs(gradients, None, v))
+        bucket.release()
+        return v, first
+    bucket.release()  # the bucket's own memory takes v, and would copy them
+    v = place_of_mean(bucket)
+    return v, kernels.of(v).selection.assign_(gradients, v)
 
 
 def place_of_mean(bucket: Bucket) -> Vector:

@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dgc.kernels.blocks import BlockCode as BlockCode
+from dgc.kernels.blocks import Blocks as Blocks
 from dgc.kernels.codec import Codec as Codec
 from dgc.kernels.codec import MeanDecoder as MeanDecoder
 from dgc.kernels.elements import ElementCode as ElementCode
@@ -20,7 +22,14 @@ from dgc.kernels.elements import Measured as Measured
 from dgc.kernels.elements import Scale as Scale
 from dgc.kernels.library import KernelsUnavailable as KernelsUnavailable
 from dgc.kernels.lowrank import LowRank as LowRank
-from dgc.kernels.native import NativeCodec, NativeLowRank, NativeMeanDecoder, NativeQuantizers, NativeSelection
+from dgc.kernels.native import (
+    NativeBlocks,
+    NativeCodec,
+    NativeLowRank,
+    NativeMeanDecoder,
+    NativeQuantizers,
+    NativeSelection,
+)
 from dgc.kernels.quantize import Quantizers as Quantizers
 from dgc.kernels.selection import Budget as Budget
 from dgc.kernels.selection import Merged as Merged
@@ -50,6 +59,7 @@ class Backend:
     codec: Codec
     quantize: Quantizers
     lowrank: LowRank
+    blocks: Blocks
     decoder: MeanDecoder | None = None
     coder: ElementCoder | None = None
 
@@ -91,7 +101,8 @@ def _backend(asked: str, device: torch.device) -> Backend:
             raise KernelsUnavailable(f"the native kernels run on a CPU, not on {kind}")
         if name == "native":
             native = NativeSelection()
-            return Backend(native, NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeMeanDecoder())
+            families = NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeBlocks()
+            return Backend(native, *families, NativeMeanDecoder())
         if name == "triton":
             return _triton(kind)
     except KernelsUnavailable as missing:
@@ -102,7 +113,7 @@ def _backend(asked: str, device: torch.device) -> Backend:
         if started is None or os.environ.get(started.launcher.local_rank, "0") == "0":
             warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
     plain = SelectionKernels()
-    return Backend(plain, Codec(), Quantizers(), LowRank(plain))
+    return Backend(plain, Codec(), Quantizers(), LowRank(plain), Blocks())
 
 
 def _triton(device: str) -> Backend:
@@ -117,4 +128,4 @@ def _triton(device: str) -> Backend:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
     means = (TritonMeanDecoder(), TritonElementCoder())
-    return Backend(triton, TritonCodec(), TritonQuantizers(), LowRank(triton), *means)
+    return Backend(triton, TritonCodec(), TritonQuantizers(), LowRank(triton), Blocks(), *means)

@@ -32,6 +32,7 @@ from dgc.compression import (
     SVDCompressor,
     TernGradCompressor,
     ThresholdCompressor,
+    TwoPhaseCompressor,
 )
 from dgc.compression.dense import CastCompressor
 from dgc.compression.error_feedback import AllGatherCompressor
@@ -326,6 +327,17 @@ def double_squeeze_bytes(bucket: Bucket, size: int, *_: int) -> int:
     return (size + 1) * sealed_bytes(largest)
 
 
+def two_phase_bytes(bits: int, block: int, bucket: Bucket, size: int, *_: int) -> int:
+    """A part of the blocks to each of `size` ranks, and this rank's own part of the mean to all."""
+    blocks = -(-sum(-(-s.numel // block) for s in bucket.segments) // size)
+    return (size + 1) * sealed_bytes(blocks * (2 + block * bits // 8))
+
+
+def two_phases(name: str, bits: int, block: int, **settings: Any) -> Row:
+    payload = partial(two_phase_bytes, bits, block)
+    return Row(name, lambda: TwoPhaseCompressor(bits, block, **settings), payload, by_size=True)
+
+
 def half_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
     return itemsize * sum(-(-s.numel // 2) for s in bucket.segments) + 24
 
@@ -399,6 +411,9 @@ QUANTIZED = [
     feedback("onebit", OneBitCompressor),
     feedback("blockwise", lambda: BlockwiseCompressor(block=100)),
     Row("double-squeeze", DoubleSqueezeCompressor, double_squeeze_bytes, by_size=True),
+    two_phases("int8", 8, 64),
+    two_phases("int4", 4, 128),
+    two_phases("int4-hadamard", 4, 64, hadamard=True),
     biased("signsgd", SignSGDCompressor),
     biased("signum", lambda: SignSGDCompressor(0.5)),
     unbiased("qsgd", QSGDCompressor),

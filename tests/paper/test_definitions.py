@@ -10,7 +10,7 @@ import torch
 import dgc.kernels as kernels
 from dgc import paper
 from dgc.bucket import make_bucket
-from dgc.compression import DGCCompressor, ThresholdCompressor
+from dgc.compression import DGCCompressor, ThresholdCompressor, TwoPhaseCompressor
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
 from dgc.selection import Exact, Histogram, Laplace, Predicted
 from dgc.testing import Fleet
@@ -36,7 +36,8 @@ def heavy_tailed(shape: Any, generator: Any) -> Any:
 
 
 def errors(fleet: Any) -> Any:
-    return [torch.cat(list(compressor.errors())) for compressor in fleet.states]
+    """The sum of what each rank has not sent, without the signs of zeros."""
+    return [torch.stack(list(compressor.errors())).sum(0) + 0.0 for compressor in fleet.states]
 
 
 def same_bits(ours: Any, theirs: Any) -> Any:
@@ -184,6 +185,18 @@ def test_threshold_with_many_ranks() -> None:
             assert same_bits(*map(errors, fleets))
             differ += not torch.equal(ours, theirs)
     assert differ > 0
+
+
+def test_two_phases() -> None:
+    draws = cycle([normal, in_halves])
+    for size, bits, block in product(SIZES, (8, 4), (64, 256)):
+        run(
+            partial(TwoPhaseCompressor, bits, block),
+            partial(paper.TwoPhase, bits, block),
+            size,
+            SHAPES,
+            next(draws),
+        )
 
 
 def test_the_codes_are_mxnets() -> None:

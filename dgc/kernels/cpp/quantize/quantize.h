@@ -14,6 +14,9 @@ struct Random {
 // This many elements fill whole words of every code, so a segment may be split at any multiple.
 constexpr int64_t quantize_grain = 32;
 
+// Elements that a block's transform takes together.
+constexpr int64_t group = 64;
+
 // All kernels process n elements and their codes. The last word of sign and ternary codes is padded with zeros. No
 // residual is written if it is null.
 struct QuantizeKernels {
@@ -34,6 +37,12 @@ struct QuantizeKernels {
     void (*natural_add)(const uint8_t* codes, int64_t n, int32_t top, float* total);
     void (*pack)(const uint8_t* levels, int64_t n, int bits, uint8_t* codes);
     void (*unpack)(const uint8_t* codes, int64_t n, int bits, uint8_t* levels);
+    // Consecutive blocks of `size` elements: n elements, and zeros that fill the last block. scales: two bytes of each.
+    void (*blocks_encode)(const float* v, int64_t n, int64_t size, int bits, bool rotating, uint8_t* scales,
+                          uint8_t* codes, float* residual);
+    // Overwrites n elements with the values divided by `divisor`, or adds the values to them if it is 0.
+    void (*blocks_decode)(const uint8_t* scales, const uint8_t* codes, int64_t n, int64_t size, int bits,
+                          bool rotating, float divisor, float* out);
 };
 
 extern const QuantizeKernels quantize_portable;

@@ -56,17 +56,34 @@ inline uint32_t random_bits(uint32_t i, const Random& random) {
     return x ^ x >> 16;
 }
 
+// The field of x with levels of `step`, a sign above them; `value` is what it stands for. r: what is added before the
+// level is rounded down.
+template <int bits>
+inline uint8_t field_of(float x, float inverse, float r, float step, float levels, float& value) {
+    const float scaled = float_of(bits_of(x) & 0x7FFFFFFF) * inverse + r;
+    const int32_t level = static_cast<int32_t>(scaled < levels ? scaled : levels);
+    const uint32_t negative = level > 0 ? bits_of(x) >> 31 : 0;
+    value = float_of(bits_of(step * static_cast<float>(level)) | negative << 31);
+    return static_cast<uint8_t>(static_cast<uint32_t>(level) | negative << (bits - 1));
+}
+
+template <int bits>
+inline float value_of(uint8_t field, float step) {
+    const int32_t level = field & ((1 << (bits - 1)) - 1);
+    const uint32_t negative = static_cast<uint32_t>(field) >> (bits - 1);
+    return float_of(bits_of(step * static_cast<float>(level)) | negative << 31);
+}
+
 template <int bits, bool randomly, class Kept>
 inline void uniform_encode_as(const float* v, int64_t n, float inverse, float step, float levels, Random random,
                               uint8_t* codes, Kept kept) {
     encode<bits, lowest_first>(n, codes, [=](int64_t i) {
         const uint32_t drawn = randomly ? random_bits(static_cast<uint32_t>(i), random) >> 8 : 0;
         const float r = randomly ? static_cast<float>(static_cast<int32_t>(drawn)) * 0x1p-24f : 0.5f;
-        const float x = float_of(bits_of(v[i]) & 0x7FFFFFFF) * inverse + r;
-        const int32_t level = static_cast<int32_t>(x < levels ? x : levels);
-        const uint32_t negative = level > 0 ? bits_of(v[i]) >> 31 : 0;
-        kept.store(i, v[i] - float_of(bits_of(step * static_cast<float>(level)) | negative << 31));
-        return static_cast<uint8_t>(static_cast<uint32_t>(level) | negative << (bits - 1));
+        float value;
+        const uint8_t field = field_of<bits>(v[i], inverse, r, step, levels, value);
+        kept.store(i, v[i] - value);
+        return field;
     });
 }
 
@@ -89,9 +106,7 @@ void uniform_encode(const float* v, int64_t n, float inverse, float step, float 
 template <int bits>
 inline void uniform_add_in(const uint8_t* codes, int64_t n, float step, float* total) {
     decode<bits, lowest_first>(codes, n, [=](int64_t i, uint8_t field) {
-        const int32_t level = field & ((1 << (bits - 1)) - 1);
-        const uint32_t negative = static_cast<uint32_t>(field) >> (bits - 1);
-        total[i] += float_of(bits_of(step * static_cast<float>(level)) | negative << 31);
+        total[i] += value_of<bits>(field, step);
     });
 }
 
@@ -188,9 +203,118 @@ void unpack(const uint8_t* codes, int64_t n, int bits, uint8_t* levels) {
     }
 }
 
+// The transform of each `group` of n elements.
+void rotate(float* x, int64_t n) {
+    for (float* end = x + n; x < end; x += group) {
+        for (int64_t h = 1; h < group; h *= 2) {
+            for (int64_t i = 0; i < group; i += 2 * h) {
+#pragma GCC ivdep
+                for (int64_t k = i; k < i + h; ++k) {
+                    const float low = x[k], high = x[k + h];
+                    x[k] = low + high;
+                    x[k + h] = low - high;
+                }
+            }
+        }
+        for (int64_t i = 0; i < group; ++i) x[i] *= 0.125f;
+    }
+}
+
+// L / scale and scale / L, or zeros for a block that sends nothing.
+struct Factors {
+    float inverse, step;
+
+    Factors(uint32_t top, float levels) {
+        const float scale = float_of(top << 16);
+        inverse = levels / scale;
+        step = scale / levels;
+        if (top == 0 || (bits_of(inverse) & 0x7F800000) == 0x7F800000) inverse = step = 0.0f;
+    }
+};
+
+// The blocks of a few hundred elements are packed together, because the loops of pack_fields are for many fields.
+template <int bits, bool rotating, class Kept>
+inline void blocks_encode_as(const float* v, int64_t n, int64_t size, uint8_t* scales, uint8_t* codes, Kept kept) {
+    constexpr float levels = (1 << (bits - 1)) - 1;
+    alignas(64) uint8_t fields[block];
+    alignas(64) float turned[block], values[block];
+    for (int64_t begin = 0; begin < n; begin += block, codes += block / 8 * bits) {
+        const int64_t end = begin + block < n ? begin + block : n;
+        int64_t filled = 0;
+        for (int64_t i = begin; i < end; i += size, scales += 2, filled += size) {
+            const int64_t m = i + size < end ? size : end - i, all = rotating ? size : m;
+            const float* x = v + i;
+            if (rotating) {
+                std::memcpy(turned, x, m * sizeof(float));
+                std::memset(turned + m, 0, (size - m) * sizeof(float));
+                rotate(turned, size);
+                x = turned;
+            }
+            const uint32_t top = (static_cast<uint32_t>(largest(x, all)) + 0xFFFF) >> 16;
+            const uint16_t scale = static_cast<uint16_t>(top);
+            std::memcpy(scales, &scale, sizeof scale);
+            const Factors by(top, levels);
+#pragma GCC ivdep
+            for (int64_t k = 0; k < all; ++k) {
+                float value;
+                fields[filled + k] = field_of<bits>(x[k], by.inverse, 0.5f, by.step, levels, value);
+                if (rotating) values[k] = value;
+                else kept.store(i + k, x[k] - value);
+            }
+            std::memset(fields + filled + all, 0, static_cast<size_t>(size - all));
+            if (!rotating) continue;
+            rotate(values, size);
+            for (int64_t k = 0; k < m; ++k) kept.store(i + k, v[i + k] - values[k]);
+        }
+        pack_fields<bits, lowest_first>(fields, filled, codes);
+    }
+}
+
+void blocks_encode(const float* v, int64_t n, int64_t size, int bits, bool rotating, uint8_t* scales, uint8_t* codes,
+                   float* residual) {
+    with(residual, [=](auto kept) {
+        if (rotating && bits == 4) return blocks_encode_as<4, true>(v, n, size, scales, codes, kept);
+        if (rotating) return blocks_encode_as<8, true>(v, n, size, scales, codes, kept);
+        if (bits == 4) return blocks_encode_as<4, false>(v, n, size, scales, codes, kept);
+        blocks_encode_as<8, false>(v, n, size, scales, codes, kept);
+    });
+}
+
+template <int bits>
+inline void blocks_decode_as(const uint8_t* scales, const uint8_t* codes, int64_t n, int64_t size, bool rotating,
+                             float divisor, float* out) {
+    constexpr float levels = (1 << (bits - 1)) - 1;
+    alignas(64) uint8_t fields[block];
+    alignas(64) float values[block];
+    for (int64_t begin = 0; begin < n; begin += block, codes += block / 8 * bits) {
+        const int64_t end = begin + block < n ? begin + block : n, whole = (end - begin + size - 1) / size * size;
+        unpack_fields<bits, lowest_first>(codes, whole, fields);
+        for (int64_t i = 0; i < whole; i += size, scales += 2) {
+            uint16_t scale;
+            std::memcpy(&scale, scales, sizeof scale);
+            const Factors by(scale, levels);
+#pragma GCC ivdep
+            for (int64_t k = 0; k < size; ++k) values[i + k] = value_of<bits>(fields[i + k], by.step);
+        }
+        if (rotating) rotate(values, whole);
+        float* to = out + begin;
+        if (divisor == 0.0f) {
+            for (int64_t k = 0; k < end - begin; ++k) to[k] += values[k];
+        } else {
+            for (int64_t k = 0; k < end - begin; ++k) to[k] = values[k] / divisor;
+        }
+    }
+}
+
+void blocks_decode(const uint8_t* scales, const uint8_t* codes, int64_t n, int64_t size, int bits, bool rotating,
+                   float divisor, float* out) {
+    if (bits == 4) return blocks_decode_as<4>(scales, codes, n, size, rotating, divisor, out);
+    blocks_decode_as<8>(scales, codes, n, size, rotating, divisor, out);
+}
+
 constexpr QuantizeKernels table{
     sign_encode, sign_add,  tern_encode,    uniform_encode, uniform_add, largest,
-    positives,   natural_encode, natural_add, pack,           unpack,
+    positives,   natural_encode, natural_add, pack,           unpack,      blocks_encode, blocks_decode,
 };
 
 }  // namespace

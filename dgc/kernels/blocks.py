@@ -1,0 +1,125 @@
+"""Codes of 8 or 4 bits with a scale for each block of a few hundred elements. Plain torch defines every bit.
+
+A segment is divided into blocks from its first element on, and its last block is filled with zeros: the blocks of
+all segments, one after another, are the padded vector. The blocks do not depend on the number of ranks.
+
+    scale s     the largest magnitude of the block, rounded up to bfloat16, which has the range of fp32
+    level       min(floor(|x| (L / s) + 1/2), L),  L = 127 or 7
+    value       sign(x) (s / L) level
+
+Every fp32 operation is rounded. A block is all zeros if s or L / s is zero or not finite. With `rotate`, x are the
+elements after a Walsh-Hadamard transform of each 64 of the block, which spreads a large one over all 64, and the
+values are transformed back.
+
+The blocks are shared out in rows, as many blocks to each, the last ones perhaps with blocks of zeros. A row is 2
+bytes of scale for each block, then its codes: the sign in the highest bit of each, the first in the lowest bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+
+from dgc.kernels.quantize import layout_of, level_factors, places
+from dgc.kernels.selection import Bounds, Dense
+
+GROUP = 64  # elements that are transformed together
+SIZES = (64, 128, 256, 512)
+
+Row = UInt8[Tensor, "nbytes"]
+Padded = Float32[Tensor, "padded"]
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """bits: 8 or 4. size: elements of a block, one of SIZES. rotate: with the transform."""
+
+    bits: int
+    size: int
+    rotate: bool = False
+
+    @property
+    def levels(self) -> int:
+        return int(2 ** (self.bits - 1) - 1)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of a block."""
+        return self.size * self.bits // 8
+
+    def blocks(self, bounds: Bounds) -> int:
+        """Number of blocks of all segments. The host waits for the device once per tensor of bounds."""
+        return layout_of(bounds, self.bits, self.code_bytes).nbytes // self.code_bytes
+
+    def row_bytes(self, blocks: int) -> int:
+        """Bytes of a row of so many blocks."""
+        return blocks * (2 + self.code_bytes)
+
+    def places(self, bounds: Bounds, n: int) -> Tensor:
+        """Return where each element is in the padded vector: int64 [n]."""
+        return places(bounds, self.bits, self.code_bytes, n)
+
+
+class Blocks:
+    """Encoder and decoders, in plain torch on any device."""
+
+    def encode(
+        self, v: Dense, bounds: Bounds, code: BlockCode, rows: int, keep: bool = True
+    ) -> tuple[UInt8[Tensor, "rows nbytes"], Dense]:
+        """Return the rows, and v minus the values, one fp32 subtraction per element, or nothing unless `keep`."""
+        each, where = -(-code.blocks(bounds) // rows), code.places(bounds, v.numel())
+        x = v.new_zeros(rows * each * code.size)
+        x[where] = v
+        x = x.view(-1, code.size)
+        if code.rotate:
+            x = rotated(x)
+        tops = x.abs().amax(1).view(torch.int32) + 0xFFFF >> 16
+        inverses, steps = level_factors((tops << 16).view(torch.float32), code.levels, code.bits)
+        levels = (x.abs() * inverses[:, None] + 0.5).clamp(max=code.levels).floor()
+        negative = (x < 0) & (levels > 0)
+        fields = (levels.byte() + (negative.byte() << code.bits - 1)).view(rows, each * code.size)
+        if code.bits == 4:
+            fields = fields[:, ::2] + (fields[:, 1::2] << 4)
+        scales = tops.to(torch.int16).view(torch.uint8).view(rows, 2 * each)
+        if not keep:
+            return torch.cat([scales, fields], 1), v[:0]
+        values = torch.where(negative, -steps[:, None] * levels, steps[:, None] * levels)
+        if code.rotate:
+            values = rotated(values)
+        return torch.cat([scales, fields], 1), v - values.view(-1)[where]
+
+    def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
+        """Add to `total` the values of all rows, which are of the same blocks, in their order."""
+        for row in rows:
+            total += _values(row, code)
+
+    def decode(self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Dense) -> None:
+        """Overwrite `out` with the values of the rows, which are of consecutive blocks, divided by `size`."""
+        padded = torch.cat([_values(row, code) for row in rows])
+        torch.index_select(padded, 0, code.places(bounds, out.numel()), out=out)
+        # by a tensor: for a number, a GPU multiplies by its inverse
+        out.div_(torch.full((), size, dtype=torch.float32, device=out.device))
+
+
+def rotated(x: Float32[Tensor, "*n"]) -> Float32[Tensor, "*n"]:
+    """Return the Walsh-Hadamard transform of each GROUP elements, which is its own inverse but for rounding."""
+    h, groups = 1, x.reshape(-1, GROUP)
+    while h < GROUP:
+        low, high = groups.view(-1, GROUP // (2 * h), 2, h).unbind(2)
+        groups = torch.stack([low + high, low - high], 2)
+        h *= 2
+    return (groups * GROUP**-0.5).view(x.shape)
+
+
+def _values(row: Row, code: BlockCode) -> Padded:
+    blocks = row.numel() // code.row_bytes(1)
+    scales = row[: 2 * blocks].clone().view(torch.int16).int() << 16
+    _, steps = level_factors(scales.view(torch.float32), code.levels, code.bits)
+    fields = row[2 * blocks :].view(blocks, code.code_bytes)
+    if code.bits == 4:
+        fields = torch.stack([fields & 15, fields >> 4], 2).view(blocks, code.size)
+    magnitudes = steps[:, None] * (fields & code.levels).float()
+    values = torch.where(fields > code.levels, -magnitudes, magnitudes)
+    return (rotated(values) if code.rotate else values).view(-1)

@@ -1,0 +1,85 @@
+// Codes with a scale for each block: see blocks.py. Threads take units of a segment's blocks in turn.
+#include <algorithm>
+#include <cstring>
+
+#include "common/pool.h"
+#include "quantize/units.h"
+
+namespace dgc {
+namespace {
+
+constexpr int64_t tile = 4096;  // elements whose sum stays in the cache, whole blocks
+
+// The blocks of a row: two bytes of scale each, then the codes of all.
+struct Code {
+    int64_t size, bytes, blocks;  // elements of a block, bytes of its codes, blocks of a row
+    int bits;
+    bool rotating;
+};
+
+// Calls visit(row, first block in it, first element, elements) for the parts of a run of n elements that lie in one row.
+template <class Visit>
+void by_row(const Code& code, int64_t first, int64_t begin, int64_t n, Visit&& visit) {
+    for (const int64_t end = begin + n; begin < end;) {
+        const int64_t row = first / code.blocks, inside = first % code.blocks;
+        const int64_t m = std::min(end - begin, (code.blocks - inside) * code.size);
+        visit(row, inside, begin, m);
+        begin += m;
+        first += (m + code.size - 1) / code.size;
+    }
+}
+
+// Calls visit as `by_row` does, for all segments.
+template <class Visit>
+void for_blocks(const Code& code, const Segments& segments, int threads, Visit&& visit) {
+    for_units(segments, code.bits, threads, [&](int64_t, int64_t begin, int64_t n, int64_t place) {
+        by_row(code, place / code.bytes, begin, n, visit);
+    });
+}
+
+}  // namespace
+}  // namespace dgc
+
+using namespace dgc;
+
+// rows [count, blocks * (2 + bytes)] is zero on entry where a row has no block of a segment.
+DGC_EXPORT void dgc_blocks_encode(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
+                                  int64_t size, int bits, int rotating, int64_t blocks, uint8_t* rows,
+                                  float* residual, int threads) {
+    const auto kernel = quantize_kernels().blocks_encode;
+    const Code code{size, size * bits / 8, blocks, bits, rotating != 0};
+    const int64_t stride = blocks * (2 + code.bytes);
+    for_blocks(code, {bounds, starts, segments}, threads, [&](int64_t row, int64_t inside, int64_t i, int64_t n) {
+        uint8_t* to = rows + row * stride;
+        kernel(v + i, n, size, bits, code.rotating, to + 2 * inside, to + 2 * blocks + inside * code.bytes,
+               residual ? residual + i : nullptr);
+    });
+}
+
+// total [blocks * size] += the values of the rows of all ranks, in their order.
+DGC_EXPORT void dgc_blocks_add_sum(const uint8_t* const* rows, int ranks, int64_t size, int bits, int rotating,
+                                   int64_t blocks, float* total, int threads) {
+    const auto kernel = quantize_kernels().blocks_decode;
+    const int64_t bytes = size * bits / 8;
+    for_units(blocks * size, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += tile) {
+            const int64_t n = std::min(tile, end - i), first = i / size;
+            for (int r = 0; r < ranks; ++r)
+                kernel(rows[r] + 2 * first, rows[r] + 2 * blocks + first * bytes, n, size, bits, rotating != 0, 0.0f,
+                       total + i);
+        }
+    });
+}
+
+// Overwrites all segments with the values of consecutive rows, divided by `divisor`.
+DGC_EXPORT void dgc_blocks_decode(const uint8_t* const* rows, const int64_t* bounds, const int64_t* starts,
+                                  int64_t segments, int64_t size, int bits, int rotating, int64_t blocks,
+                                  float divisor, float* out, int threads) {
+    const auto kernel = quantize_kernels().blocks_decode;
+    const Code code{size, size * bits / 8, blocks, bits, rotating != 0};
+    for_blocks(code, {bounds, starts, segments}, threads, [&](int64_t row, int64_t inside, int64_t i, int64_t n) {
+        const uint8_t* from = rows[row];
+        kernel(from + 2 * inside, from + 2 * blocks + inside * code.bytes, n, size, bits, code.rotating, divisor,
+               out + i);
+    });
+}
