@@ -79,10 +79,11 @@ def test_errors_stay_away_without_feedback_and_hadamard_spreads_a_large_element(
 
 
 def test_refused() -> None:
-    for settings, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"bits": 2}, "bits must be 8 or 4, not 2"),
         ({"answer_bits": 16}, "answer_bits must be 8 or 4, not 16"),
         ({"block": 100}, "block must be one of 64, 128, 256, 512, not 100"),
-    ):
+    ]
+    for settings, message in refused:
         with pytest.raises(ValueError, match=message):
             TwoPhaseCompressor(**settings)
