@@ -178,10 +178,10 @@ def test_the_table_takes_its_place_on_the_page(tmp_path: Path) -> None:
         "b": {"peak MB": 7.4},
     }
     page.write_text(PAGE.read_text())
-    for title in ("first", "second"):  # the second one replaces the first
+    for title in ("GPU A", "GPU B"):  # the second one replaces the first
         write_table(page, title, rows)
     text = page.read_text()
-    assert "second:\n\n| step | ms |" in text and "first" not in text
+    assert "GPU B:\n\n| step | ms |" in text and "GPU A" not in text
     assert "| top of v | 1.250 |  |  | 3 |  |  |\n| b |  |  |  |  |  | 7 |\n" in text
     assert all(line in text for line in PAGE.read_text().splitlines() if not line.startswith("Not measured"))
     page.write_text("another page")
