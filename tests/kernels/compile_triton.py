@@ -129,6 +129,7 @@ def every_operation(kernels: Any, dtypes: Any) -> None:
 def every_quantizer(quantizers: Any) -> None:
     n, bounds, each = 6000, torch.tensor([0, 2500, 6000]), torch.ones(2)
     v = torch.zeros(n)
+    quantizers.largest(v, bounds)
     quantizers.sign_encode(v, bounds, each, each, each, False)
     codes, _ = quantizers.sign_encode(v, bounds, each, each, each)
     quantizers.sign_add_(codes, bounds, each, each, v)
