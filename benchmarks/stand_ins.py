@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-ANNOTATIONS = ("Bool", "Float", "Float32", "Float64", "Int32", "Int64", "Shaped", "UInt8")
+ANNOTATIONS = ("Bool", "Float", "Float32", "Float64", "Int8", "Int16", "Int32", "Int64", "Shaped", "UInt8")
 
 
 class Annotation:
