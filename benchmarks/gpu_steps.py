@@ -220,7 +220,8 @@ def place(filename: str) -> str:
 FREE = set(
     """
     view slice select as_strided unsqueeze squeeze detach alias expand split split_with_sizes unbind permute t
-    _unsafe_view _reshape_alias empty empty_like empty_strided new_empty lift_fresh _local_scalar_dense is_pinned
+    transpose diagonal _unsafe_view _reshape_alias empty empty_like empty_strided new_empty lift_fresh
+    _local_scalar_dense is_pinned
     """.split()
 )
 

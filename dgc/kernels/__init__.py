@@ -103,9 +103,10 @@ def _triton(device: str) -> Backend:
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
         from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
+        from dgc.kernels.triton_lowrank import TritonLowRank
         from dgc.kernels.triton_quantize import TritonQuantizers
         from dgc.kernels.triton_selection import TritonSelection
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
-    return Backend(triton, TritonCodec(), TritonQuantizers(), LowRank(triton), TritonMeanDecoder())
+    return Backend(triton, TritonCodec(), TritonQuantizers(), TritonLowRank(triton), TritonMeanDecoder())
