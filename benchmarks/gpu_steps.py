@@ -312,7 +312,8 @@ CPU = torch.device("cpu")
 
 def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
     yield from cases(load_tests(TESTS / "test_triton.py"), LEFT_OUT)
-    yield from cases(load_tests(TESTS / "test_triton_codec.py"), {})
+    for file in ("test_triton_codec.py", "test_triton_lowrank.py"):
+        yield from cases(load_tests(TESTS / file), {})
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {

@@ -3,7 +3,6 @@
 Sums have the reference's bits where they have one term, and are close to fp64 otherwise.
 """
 
-import warnings
 from itertools import product
 from random import Random
 from typing import Any
@@ -13,16 +12,20 @@ import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, same
 from kernels.waits import watching
+from states import assert_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 with pytest.MonkeyPatch.context() as patch:
     if DEVICE == "cpu":
         patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
+    from dgc import kernels as backends
+    from dgc.compression import PowerSGDCompressor
     from dgc.kernels.lowrank import Batch, Cast, LowRank, SentUpdate
     from dgc.kernels.selection import TOO_LARGE
     from dgc.kernels.triton_lowrank import TritonLowRank, in_one, tiles_of
     from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
+    from dgc.testing import Fleet
 
 EXACT = Cast(torch.float32, None, None)
 REST = 75
@@ -185,7 +188,7 @@ def test_bases(ours: Any) -> None:
 def test_rows_without_a_direction_become_random(ours: Any) -> None:
     x = normal(4, 4, 30)
     x[0] = 0
-    x[1, 0], x[1, 2] = 0, torch.nan
+    x[1, 0], x[1, 2] = torch.inf, torch.nan
     x[2, 1], x[2, 2] = 2 * x[2, 0], x[2, 0] + 1e-5 * x[2, 3]
     bases = [ours.orthonormal([x], False, 1e-6, key)[0] for key in (1, 1, 2)]
     for basis in bases:
@@ -245,8 +248,29 @@ def test_a_bucket_too_large_for_32_bits_is_refused() -> None:
         tiles_of((), (2**31 - 8,), torch.device(DEVICE), 0)
 
 
-def test_a_step_without_finite_factors_fails_on_no_rank(ours: Any) -> None:
-    x = torch.full((1, 2, 9), torch.inf, device=DEVICE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_orthonormal(ours.orthonormal([x], False, 1e-8, 0)[0])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_iters_per_step": 2}, {"mode": "paper", "wire": "fp16"}, {"mode": "square"}],
+    ids=str,
+)
+def test_steps_lose_nothing_and_a_dropped_one_never_was(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where dimension 0 is not outermost in memory."""
+    monkeypatch.setattr(backends, "_asked", "triton")
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + (settings == {})]:
+        like = [torch.zeros(6, 9, dtype=dtype), torch.zeros(5, dtype=dtype), torch.zeros(9, 6, dtype=dtype).T]
+        fleet = Fleet(lambda: PowerSGDCompressor(2, 0, **settings), 2, like)
+        for step in range(4):
+            own = [[normal(*x.shape, seed=9 * step + r).cpu().to(dtype) for x in like] for r in range(2)]
+            flat = [torch.cat([a.reshape(-1), b, c.T.reshape(-1)]) for a, b, c in own]
+            given = [e + g for e, g in zip(fleet.errors(), flat, strict=True)]
+            before = [state.state_dict() for state in fleet.states]
+            if step == 2:
+                own[1][2][4, 1] = torch.nan
+            mean = fleet.step(own)[0].float()
+            if step == 2:
+                assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
+                assert_equal(before, [state.state_dict() for state in fleet.states])
+                continue
+            lost = mean + (sum(fleet.errors()) - sum(given)) / 2
+            assert fleet.nonfinite == [None] * 2
+            assert float(lost.abs().max()) <= (1e-5 if "wire" not in settings and dtype.itemsize == 4 else 0.05)
