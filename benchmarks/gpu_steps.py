@@ -282,7 +282,8 @@ def place(filename: str) -> str:
 FREE = set(
     """
     view slice select as_strided unsqueeze squeeze detach alias expand split split_with_sizes unbind permute t
-    _unsafe_view _reshape_alias empty empty_like empty_strided new_empty lift_fresh _local_scalar_dense is_pinned
+    transpose diagonal _unsafe_view _reshape_alias empty empty_like empty_strided new_empty lift_fresh
+    _local_scalar_dense is_pinned
     """.split()
 )
 
@@ -397,8 +398,8 @@ CPU = torch.device("cpu")
 
 def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
     yield from cases(load_tests(TESTS / "test_triton.py"), LEFT_OUT)
-    yield from cases(load_tests(TESTS / "test_triton_codec.py"), {})
-    yield from cases(load_tests(TESTS / "test_triton_elements.py"), {})
+    for file in ("test_triton_codec.py", "test_triton_elements.py", "test_triton_lowrank.py"):
+        yield from cases(load_tests(TESTS / file), {})
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {

@@ -14,7 +14,7 @@ from math import isqrt, prod, sqrt
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -129,24 +129,27 @@ class Layout:
             return [[flat[: rows * m].view(rows, m)], [flat[rows * m :].view(1, -1)]], dense
         return [[parts[i].view(-1, batch.m) for i in batch.members] for batch in self.batches], dense
 
-    def write(self, products: Products, mean: Float32[Tensor, "D"]) -> None:
-        """Writes U^T W of each batch, and the mean of the dense tensors, into the bucket.
+    def write(
+        self, products: Products, mean: Float32[Tensor, "D"], largest: Int32[Tensor, "1"] | None = None
+    ) -> None:
+        """Writes U^T W of each batch, and the mean of the dense tensors, into the bucket. largest: of `outer`.
 
-        Nothing is copied if the bucket is fp32 and in the order of v.
+        Nothing is copied if the bucket is fp32, or the backend casts, and in the order of v.
         """
         flat, (matrices, dense) = self.bucket.flat, self._places
-        outer = kernels.of(flat).lowrank.outer
-        if flat.dtype != torch.float32 or self._moved:
-            for batch, product in zip(self.batches, products, strict=True):
-                M = torch.empty(batch.count, batch.n, batch.m, dtype=torch.float32, device=flat.device)
-                outer([product], [list(M)], mean[:0], [])
-                for i in batch.members:
-                    self.segments[i].of(flat).copy_(self.part_of(M.view(-1), i, batch.offset))
-            matrices, products = [], []
+        lowrank, moved = kernels.of(flat).lowrank, []
+        if self._moved or not (flat.dtype == torch.float32 or lowrank.casts):
+            shapes = [(batch.count, batch.n, batch.m) for batch in self.batches]
+            dtype = flat.dtype if lowrank.casts else torch.float32
+            moved = [torch.empty(shape, dtype=dtype, device=flat.device) for shape in shapes]
+            matrices = list(map(list, moved))
         elif self.square and products:
             (U, W), rows, rest = products[0], matrices[0][0].shape[0], matrices[1][0].shape[1]
             products = [(U[:, :, :rows], W), (U[:, :, rows : rows + 1], W[:, :, :rest])]
-        outer(products, matrices, mean, dense)
+        lowrank.outer(products, matrices, mean, dense, largest)
+        for batch, M in zip(self.batches if moved else (), moved, strict=True):
+            for i in batch.members:
+                self.segments[i].of(flat).copy_(self.part_of(M.view(-1), i, batch.offset))
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,7 @@ def orthonormalize(
     way: str = "auto",
     epsilon: float = 1e-8,
     noise: Callable[[int], Tensor] | None = None,
+    key: int = 0,
 ) -> list[Float32[Tensor, "_ _ _"]]:
     """Orthonormal bases for the rows of each of the B matrices in each x [B, r, d]. x is finite and r <= d.
 
@@ -302,7 +306,7 @@ def orthonormalize(
 
     The last two lose orthogonality if rows are nearly dependent; then Householder replaces them. `auto` uses
     Gram-Schmidt at rank 1, where only the norm is computed. Otherwise it uses qr on a CPU (the fastest for
-    ResNet-18's matrices) and cholesky_qr on a GPU, which has no fast QR of many small matrices.
+    ResNet-18's matrices) and cholesky_qr on a GPU without Triton, where QR of many small matrices is slow.
 
     `authors` repeats what the authors' package, epfml/powersgd, does: at rank 1 x / max(|x|, 1e-16) with one norm
     |x| of the whole batch, otherwise qr. The rows of B equal matrices of rank 1 then have a length of about
@@ -312,11 +316,17 @@ def orthonormalize(
     Without this, as in the paper, which adds epsilon to the norm, a gradient that was zero once (an unused layer)
     would never be compressed again, because its factor would stay zero.
 
+    On a GPU one kernel replaces all ways but `authors` at rank 1: classical Gram-Schmidt, repeated for each row,
+    which is accurate for any x. The host waits for nothing there, and what is not finite counts as zero.
+
     noise: returns the source of the random rows of the b-th x, [B, r, d] fp32, the same on all ranks. None: random
-    numbers from a fixed seed.
+    numbers from a fixed seed. key: that of the random rows where a kernel makes them.
     """
     if not xs:
         return []
+    found = kernels.of(xs[0]).lowrank.orthonormal(xs, way == "authors", epsilon, key)
+    if found is not None:
+        return list(found)
     if way in ("auto", "gram_schmidt") and all(x.shape[1] == 1 for x in xs):
         bases, accepted = kernels.of(xs[0]).lowrank.unit_rows(xs)
     else:

@@ -24,17 +24,18 @@ data. Undetermined directions are random.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
+from struct import pack, unpack
 from typing import Any
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32, Float64, Int64
+from jaxtyping import Float32, Float64, Int32, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
-from dgc.comm.requests import AllReduce, Conversation
+from dgc.comm.requests import AllReduce, Conversation, read
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.matrices import (
     WAYS,
@@ -48,10 +49,10 @@ from dgc.compression.matrices import (
     orthonormalize,
 )
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, check_choice, first_nonfinite_message
-from dgc.kernels.lowrank import SentUpdate
+from dgc.kernels.lowrank import Cast, SentUpdate, consecutive
 from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.wire import CastValues
-from dgc.wire.envelope import Envelope, envelope_of
+from dgc.wire.envelope import Envelope, Unchecked, envelope_of
 
 NOTHING = torch.empty(0, dtype=torch.float32)
 
@@ -81,21 +82,15 @@ class PowerSGDState(State):
     keeps: bool = True
     partial: tuple[str, ...] = ("P", "Q", "sums", "accordion")
 
-    def accumulate_(self, X: Factor, even: bool, Y: Factor) -> Int64[Tensor, ""]:
-        """Subtracts the deferred update, adds the gradients, and multiplies each batch by its X into its Y.
-
-        Returns the position in v of the first NaN or TOO_LARGE, or the length of v if there is none.
-        """
-        layout, refresh_ = self.layout, kernels.of(self.v).lowrank.refresh_
-        first = refresh_(self.v, layout.batches, self.deferred, layout.gradients(), X, even, Y)
-        layout.bucket.release()
-        return first
-
     def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
         """Random factors for the k-th half step of this step, the same on all ranks. -1: to begin it with."""
         _, r, length = batch.factor_shape(side)
         keys = [f"{name} {side} {self.steps} {k}" for name in self.layout.names(batch)]
         return stack(self.layout, batch, side, [draw(self.seed, key, r, length) for key in keys])
+
+    def random_key(self, side: str, k: int) -> int:
+        """Key of the random rows that a kernel makes in the k-th half step of this step, the same on all ranks."""
+        return crc32(f"{self.seed} {self.layout.bucket.name} {side} {self.steps} {k}".encode())
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -188,7 +183,9 @@ def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Flo
     """Stacks the factors of a batch, each in the order of the shape."""
     if side == "Q":
         factors = layout.permute_columns(batch, factors, to_memory=True)
-    return torch.stack(factors).to(layout.bucket.device)
+    stacked, device = torch.stack(factors), layout.bucket.device
+    # from pinned memory: other copies wait for the device
+    return stacked if device == stacked.device else stacked.pin_memory().to(device, non_blocking=True)
 
 
 def restored(
@@ -220,24 +217,33 @@ def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
     """Adds X^T Y to each product if even, else Y^T X."""
     terms = list(zip(X, Y, strict=True) if even else zip(Y, X, strict=True))
     if products:
-        terms = [
-            (torch.cat([U, U_new], 1), torch.cat([W, W_new], 1))
-            for (U, W), (U_new, W_new) in zip(products, terms, strict=True)
-        ]
+        sides = []
+        for before, new in zip(zip(*products, strict=True), zip(*terms, strict=True), strict=True):
+            shapes = [(len(x), x.shape[1] + y.shape[1], x.shape[2]) for x, y in zip(before, new, strict=True)]
+            # in one tensor, which kernels of a GPU need
+            _, both = consecutive(shapes, before[0].device)
+            for x, y, out in zip(before, new, both, strict=True):
+                torch.cat([x, y], 1, out=out)
+            sides.append(both)
+        terms = list(zip(*sides, strict=True))
     products[:] = terms
 
 
 @dataclass(eq=False)
 class _Step:
-    """sent: this rank's update. mean: U and W of the mean update, by batch. dense: the rest of it, [D]. nonfinite:
-    message for NaN or inf in a gradient. largest: largest magnitude in the reply to each half step.
+    """sent: this rank's update. mean: U and W of the mean update, by batch. dense: the rest of it, [D]. reports:
+    what all ranks say of their gradients, if it is on a device. nonfinite: for each rank the number of its first
+    tensor with NaN or inf. largest: largest magnitude in the reply to each half step, as far as the host knows it.
+    largest_bits: that of all factors of the mean and the rest of it, which the device finds.
     """
 
     sent: SentUpdate = field(default_factory=SentUpdate)
     mean: Products = field(default_factory=list)
     dense: Tensor = NOTHING
-    nonfinite: str | None = None
+    reports: Unchecked[UInt8[Tensor, "nbytes"]] | None = None
+    nonfinite: list[int] = field(default_factory=list)
     largest: list[float] = field(default_factory=list)
+    largest_bits: Int32[Tensor, "1"] | None = None
 
 
 @checked
@@ -351,12 +357,22 @@ class PowerSGDCompressor(Compressor):
             squares = ((U.bmm(U.mT) * W.bmm(W.mT)).sum((1, 2), dtype=torch.float64) for U, W in step.mean)
             sums = tuple(s + torch.stack([q, torch.ones_like(q)], 1) for s, q in zip(sums, squares, strict=True))
         h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
-        state.layout.write(step.mean, step.dense)
+        state.layout.write(step.mean, step.dense, step.largest_bits)
+        yield from self._read(step)
         R = max((U.shape[1] for U, _ in step.mean), default=1)
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
         in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)  # False for NaN
         new = state.next(P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
-        return Reduced(DenseResult(step.nonfinite, is_finite=in_range), new, dropped=state.changed(deferred=None))
+        message = first_nonfinite_message(bucket, map(state.layout.number_of, step.nonfinite))
+        return Reduced(DenseResult(message, is_finite=in_range), new, dropped=state.changed(deferred=None))
+
+    def _read(self, step: _Step) -> Conversation[None]:
+        """Reads, at once, what only the device knows."""
+        if step.reports is not None:
+            bits = [] if step.largest_bits is None else [step.largest_bits]
+            numbers = yield from read(torch.cat([step.reports.scalars, *bits]))
+            step.largest += [unpack("f", pack("i", numbers.pop()))[0] for _ in bits]
+            step.nonfinite = step.reports.check(numbers)
 
     def _residual(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
         factors = {"P": state.P, "Q": state.Q}
@@ -389,37 +405,34 @@ class PowerSGDCompressor(Compressor):
         """Returns the mean of Y = M^T X over the ranks if even, else of Y = M X. first: read the gradients; send
         the uncompressed tensors and a flag too. subtract: X and Y join the update.
         """
-        layout, bucket = state.layout, state.layout.bucket
-        side, is_exact = "Q" if even else "P", self._wire.dtype == "fp32" and bucket.dtype == torch.float32
-        flat = torch.empty(sum(layout.shapes[side][1]), dtype=torch.float32, device=bucket.device)
-        Y, dense = layout.factors(flat, side), []
+        layout, bucket, wire = state.layout, state.layout.bucket, self._wire
+        cast = Cast(
+            wire.torch_dtype, wire.limit_of_summands(state.size), wire.limit_of_summands(state.size, bucket.dtype)
+        )
+        lowrank, work = kernels.of(state.v).lowrank, (X, even, cast)
         if first:
-            position = state.accumulate_(X, even, Y)
-            dense = [own := state.v[layout.begin_dense :]]
-            if not is_exact:
-                dense = [self._wire.quantize(own, state.size, bucket.dtype)]
-                step.sent.rounding_errors = own - dense[0]
-        for b, batch in enumerate(() if first else layout.batches):
-            kernels.of(state.v).lowrank.multiply(batch.of(state.v), X[b], even, Y[b])
-            if sent := step.sent.products:  # M is v without U^T W of this step so far
-                along, across = sent[b] if even else sent[b][::-1]
-                Y[b].baddbmm_(X[b].bmm(along.mT), across, alpha=-1)
-        wire = flat if is_exact else self._wire.quantize(flat, state.size)
-        message = torch.cat([wire, *dense])  # a copy, because the transport owns the message
-        if first:
-            mean, nonfinite = yield from state.envelope.reduce(message, position)
-            if any(nonfinite):
-                step.nonfinite = first_nonfinite_message(bucket, map(layout.number_of, nonfinite))
+            message = lowrank.begin_(state.v, layout.batches, state.deferred, layout.gradients(), *work)
+            bucket.release()
+            step.sent.rounding_errors, step.largest_bits = message.rounding_errors, message.largest
+            assert message.first_nonfinite is not None
+            mean, reports = yield from state.envelope.reduce_unchecked(message.numbers, message.first_nonfinite)
+            if isinstance(reports.scalars, Tensor):  # on a device, and not read before the end of the step
+                step.reports = reports
+            else:
+                step.nonfinite = reports.check((yield from read(reports.scalars)))
         else:
-            (mean,) = yield (AllReduce(message),)
-        mean = mean.float()
-        Y_mean = layout.factors(mean[: flat.numel()], side)
+            # M is v without what this step has sent so far
+            message = lowrank.project(state.v, layout.batches, step.sent.products, *work)
+            (mean,) = yield (AllReduce(message.numbers),)
+        mean, side = mean.float(), "Q" if even else "P"
+        numel = sum(layout.shapes[side][1])
+        Y_mean = layout.factors(mean[:numel], side)
         if first:
-            step.dense = mean[flat.numel() :]
-        if mean.numel():
-            step.largest.append(float(torch.linalg.vector_norm(mean, torch.inf)))
+            step.dense = mean[numel:]
+        if (largest := lowrank.largest(mean)) is not None:
+            step.largest.append(largest)
         if subtract:
-            append_(step.sent.products, X, Y if wire is flat else layout.factors(wire.float(), side), even)
+            append_(step.sent.products, X, tuple(message.Y), even)
             append_(step.mean, X, Y_mean, even)
         return Y_mean
 
@@ -431,4 +444,5 @@ class PowerSGDCompressor(Compressor):
         def noise(b: int) -> Tensor:
             return state.random_factor(state.layout.batches[b], side, k)
 
-        return tuple(orthonormalize(Y, self.orthogonalization, self.epsilon, noise))
+        key = state.random_key(side, k)
+        return tuple(orthonormalize(Y, self.orthogonalization, self.epsilon, noise, key))

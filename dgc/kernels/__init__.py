@@ -122,10 +122,11 @@ def _triton(device: str) -> Backend:
     try:
         from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
         from dgc.kernels.triton_elements import TritonElementCoder
+        from dgc.kernels.triton_lowrank import TritonLowRank
         from dgc.kernels.triton_quantize import TritonQuantizers
         from dgc.kernels.triton_selection import TritonSelection
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
     means = (TritonMeanDecoder(), TritonElementCoder())
-    return Backend(triton, TritonCodec(), TritonQuantizers(), LowRank(triton), Blocks(), *means)
+    return Backend(triton, TritonCodec(), TritonQuantizers(), TritonLowRank(triton), Blocks(), *means)

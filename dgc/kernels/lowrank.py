@@ -9,9 +9,10 @@ contiguous. A vector v [V] holds the matrices of several batches one after anoth
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
 from dgc.kernels.selection import PassInputs, SelectionKernels
@@ -64,12 +65,58 @@ class SentUpdate:
     rounding_errors: Vector | None = None  # None: zeros
 
 
+@dataclass(frozen=True)
+class Cast:
+    """How numbers are sent: limited to `limit`, or to `rest_limit` outside of factors, and cast to `dtype`. None:
+    as they are, in fp32.
+    """
+
+    dtype: torch.dtype
+    limit: float | None
+    rest_limit: float | None
+
+    def of(self, x: Vector, limit: float | None) -> Float[Tensor, "_"]:
+        return x if limit is None else x.clamp(-limit, limit).to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """What a rank sends in one half step.
+
+    Attributes:
+        Y: The products as they are sent, in fp32, by batch.
+        numbers: All of Y, and then the uncompressed tensors if they are sent. The transport may overwrite it.
+        rounding_errors: What casting takes from the uncompressed tensors [D]. None: nothing.
+        first_nonfinite: Index in v of the gradient's first element that is NaN or TOO_LARGE, or V. None: no
+            gradient was read.
+        largest: Zero, which `outer` sets. None: `LowRank.largest` tells the host.
+    """
+
+    Y: Factors
+    numbers: Vector
+    rounding_errors: Vector | None = None
+    first_nonfinite: Int64[Tensor, ""] | None = None
+    largest: Int32[Tensor, "1"] | None = None
+
+
+def consecutive(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> tuple[Vector, list[Factor]]:
+    """Return a new tensor, and its consecutive parts of these shapes."""
+    sizes = list(map(prod, shapes))
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+    return flat, list(map(Tensor.view, flat.split_with_sizes(sizes), shapes))
+
+
 class LowRank:
     """Products with low-rank factors, in plain torch. `refresh_` takes three passes over v.
 
     Args:
         kernels: Adds the gradients.
+
+    Attributes:
+        casts: Whether `outer` writes to tensors of any one dtype. Otherwise only those of `rest` may not be fp32.
     """
+
+    casts = False
 
     def __init__(self, kernels: SelectionKernels):
         self._kernels = kernels
@@ -125,6 +172,83 @@ class LowRank:
             self.multiply(batch.of(v), x, even, y)
         return torch.where(first < numel, first, v.numel()) if padding.numel() else first
 
+    def begin_(
+        self,
+        v: Vector,
+        batches: Batches,
+        sent: SentUpdate | None,
+        g: Tensors,
+        X: Factors,
+        even: bool,
+        cast: Cast,
+    ) -> Message:
+        """Do `refresh_`, and return the products and the rest of v as they are sent.
+
+        Args:
+            cast: How they are sent. The others are those of `refresh_`.
+        """
+        flat, Y = consecutive([batch.factor_shape("Q" if even else "P") for batch in batches], v.device)
+        first = self.refresh_(v, batches, sent, g, X, even, Y)
+        rest = v[batches[-1].offset + batches[-1].count * batches[-1].n * batches[-1].m if batches else 0 :]
+        as_sent = cast.of(rest, cast.rest_limit)
+        errors = None if as_sent is rest else rest - as_sent
+        return self._message(flat, Y, cast, (as_sent,), errors, first)
+
+    def project(
+        self, v: Vector, batches: Batches, products: Products, X: Factors, even: bool, cast: Cast
+    ) -> Message:
+        """Multiply the matrices of v, without the `products` that this step has sent, by X.
+
+        Args:
+            v: The matrices and the rest.
+            batches: Where the matrices lie.
+            products: By batch, or empty.
+            X: Factors to multiply by.
+            even: The half step.
+            cast: How the results are sent.
+        """
+        flat, Y = consecutive([batch.factor_shape("Q" if even else "P") for batch in batches], v.device)
+        for b, batch in enumerate(batches):
+            self.multiply(batch.of(v), X[b], even, Y[b])
+            if products:
+                along, across = products[b] if even else products[b][::-1]
+                Y[b].baddbmm_(X[b].bmm(along.mT), across, alpha=-1)
+        return self._message(flat, Y, cast)
+
+    def _message(
+        self,
+        flat: Vector,
+        Y: Sequence[Factor],
+        cast: Cast,
+        rest: tuple[Float[Tensor, "_"], ...] = (),
+        errors: Vector | None = None,
+        first: Int64[Tensor, ""] | None = None,
+    ) -> Message:
+        as_sent = cast.of(flat, cast.limit)
+        if as_sent is not flat:
+            sizes = list(map(Tensor.numel, Y))
+            parts = as_sent.float().split_with_sizes(sizes)
+            Y = [part.view(y.shape) for part, y in zip(parts, Y, strict=True)]
+        # a copy, because the transport owns the message
+        return Message(Y, torch.cat([as_sent, *rest]), errors, first)
+
+    def largest(self, mean: Vector) -> float | None:
+        """Return the largest magnitude in a reply, or None: `outer` finds it."""
+        return float(torch.linalg.vector_norm(mean, torch.inf)) if mean.numel() else 0.0
+
+    def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors | None:
+        """Orthonormal rows with the span of those of each x, found without a choice by the host.
+
+        None: the caller finds them (`dgc.compression.matrices.orthonormalize`, which explains the arguments).
+
+        Args:
+            xs: Factors. What is not finite counts as zero.
+            whole: Divide an x of rank 1 by the length of all its rows together, at least 1e-16, and no more.
+            epsilon: Largest share of a row that determines no direction.
+            key: Of the random rows that replace such rows, 32 bits.
+        """
+        return None
+
     def unit_rows(self, xs: Factors) -> tuple[list[Tensor], list[bool]]:
         """Divide the rows of each x by their lengths. Return whether those of an x are all positive and finite."""
         norms = [torch.linalg.vector_norm(x, dim=2, keepdim=True) for x in xs]
@@ -132,9 +256,18 @@ class LowRank:
         usable = torch.stack([(least > 0) & (largest < torch.inf) for least, largest in ranges])
         return [x / norm for x, norm in zip(xs, norms, strict=True)], usable.tolist()
 
-    def outer(self, products: Products, out: Places, mean: Vector, rest: Tensors) -> None:
+    def outer(
+        self,
+        products: Products,
+        out: Places,
+        mean: Vector,
+        rest: Tensors,
+        largest: Int32[Tensor, "1"] | None = None,
+    ) -> None:
         """Write each U^T W to `out`, its R terms added in order, and the consecutive parts of `mean` to the
         contiguous tensors of `rest`.
+
+        largest: `Message.largest`, which becomes the bits of the largest magnitude in the factors and `mean`.
         """
         for part, place in zip(mean.split([place.numel() for place in rest]), rest, strict=True):
             place.copy_(part)

@@ -733,7 +733,14 @@ class NativeLowRank(Native, LowRank):
             usable.append(bool(self._library.dgc_unit_rows(x.contiguous(), B * r, d, unit)))
         return units, usable
 
-    def outer(self, products: Products, out: Places, mean: Vector, rest: Tensors) -> None:
+    def outer(
+        self,
+        products: Products,
+        out: Places,
+        mean: Vector,
+        rest: Tensors,
+        largest: Int32[Tensor, "1"] | None = None,
+    ) -> None:
         if rest and rest[0].dtype != FP32:
             super().outer([], [], mean, rest)
             rest = ()

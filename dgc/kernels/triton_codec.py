@@ -1011,6 +1011,11 @@ class TritonCodec(Codec):
     def launches(self) -> int:
         return self._launch.launches
 
+    def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
+        if nbytes > HEADER_BYTES:
+            return super().blank(nbytes, like)
+        return torch.empty(nbytes, dtype=torch.uint8, device=like.device)  # `seal_` writes all of a header
+
     def encodes(self, layout: Layout) -> bool:
         return layout.values is not None
 

@@ -734,10 +734,14 @@ class TritonSelection(SelectionKernels):
         return self._launch.launches
 
     def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
-        whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
         first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
-        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), None, None, first)
+        self.accumulate_into_(inputs, first)
         return first
+
+    def accumulate_into_(self, inputs: PassInputs, first: Int64[Tensor, ""]) -> None:
+        """Do `accumulate_`, and lower `first` to the position of the first unusable element if there is one."""
+        whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
+        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), None, None, first)
 
     def assign_(self, g: tuple[Tensor, ...], v: Dense) -> Int64[Tensor, ""]:
         inputs, whole = PassInputs(g, None, v), on_device((0, v.numel()), torch.int64, v.device)

@@ -119,10 +119,16 @@ class Envelope:
         self, values: Tensor, first_nonfinite: Int64[Tensor, ""], op: Op = "mean"
     ) -> Conversation[tuple[Tensor, list[int]]]:
         """All-reduce values, which are not protected, and gather what every rank reports. `values` may change."""
+        reduced, reports = yield from self.reduce_unchecked(values, first_nonfinite, op)
+        return reduced, reports.check((yield from read(reports.scalars)))
+
+    def reduce_unchecked(
+        self, values: Tensor, first_nonfinite: Int64[Tensor, ""], op: Op = "mean"
+    ) -> Conversation[tuple[Tensor, Unchecked[UInt8[Tensor, "nbytes"]]]]:
+        """`reduce`, except that the caller reads and checks what every rank reports."""
         nothing = torch.empty(0, dtype=torch.uint8, device=values.device)
         payloads, reduced = yield (AllGather(self.seal(nothing, first_nonfinite)), AllReduce(values, op))
-        opened = self.open(payloads, 0)
-        return reduced, opened.check((yield from read(opened.scalars)))
+        return reduced, self.open(payloads, 0)
 
     def seal(self, codes: UInt8[Tensor, "nbytes"], first_nonfinite: Int64[Tensor, ""]) -> UInt8[Tensor, "total"]:
         """Return the payload for `codes`."""

@@ -124,22 +124,24 @@ class CastValues(ValueFormat):
     def limit(self, result: torch.dtype) -> float:
         return largest_within(result, ROUNDING[self.dtype])
 
-    def quantize(
-        self, values: Float32[Tensor, "n"], summands: int = 1, result: torch.dtype = torch.float32
-    ) -> Float[Tensor, "n"]:
-        """Cast values, unscaled, for an all-reduce of `summands` ranks.
+    def limit_of_summands(self, summands: int = 1, result: torch.dtype = torch.float32) -> float | None:
+        """Return the limit of magnitudes in an all-reduce of `summands` ranks. None: they are sent as they are.
 
-        Magnitudes are limited so that the sum stays in range, with a factor of 2 for rounding, and to the range of
-        `result`, the type of the mean.
+        The sum stays in range, with a factor of 2 for rounding, and in that of `result`, the type of the mean.
         """
         wire, home = torch.finfo(self.torch_dtype), torch.finfo(result)
         limit = wire.max / (1 if summands == 1 else 2 * summands)
         if home.max < wire.max:
             # slightly less, so that rounding to the wire type does not exceed home.max
-            limit = min(limit, home.max * (1 - wire.eps))
-        elif self.torch_dtype == torch.float32:
-            return values
-        return values.clamp(-limit, limit).to(self.torch_dtype)
+            return float(min(limit, home.max * (1 - wire.eps)))
+        return None if self.torch_dtype == torch.float32 else float(limit)
+
+    def quantize(
+        self, values: Float32[Tensor, "n"], summands: int = 1, result: torch.dtype = torch.float32
+    ) -> Float[Tensor, "n"]:
+        """Cast values, unscaled and within `limit`."""
+        limit = self.limit_of_summands(summands, result)
+        return values if limit is None else values.clamp(-limit, limit).to(self.torch_dtype)
 
     def encode_(
         self, codec: Codec, selection: SparseVector, bounds: Bounds, section: Section, result: torch.dtype

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from dgc import wire
 from dgc.kernels import triton_selection as backend
 from dgc.kernels.codec import Terms
 from dgc.kernels.elements import ElementCode, Form, Scale
+from dgc.kernels.lowrank import Batch, Cast, SentUpdate, consecutive
 from dgc.kernels.selection import Budget, PassInputs, SparseVector
 from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
 from dgc.kernels.triton_elements import TritonElementCoder
+from dgc.kernels.triton_lowrank import TritonLowRank
 from dgc.kernels.triton_quantize import TritonQuantizers
 from dgc.kernels.triton_tables import WARPS
 from dgc.wire.payload import PayloadPlan
@@ -183,6 +186,29 @@ def every_code(coder: Any, dtypes: Any) -> None:
         coder.mean_into_(p, signs, [payload] * 2, None)
 
 
+def every_product(products: Any, dtypes: Any) -> None:
+    shapes = [Batch((0, 1), 0, 2, 70, 90, 2, 2 * 70 * 90), Batch((2,), 12600, 1, 65, 9, 2, 585)]
+    v = torch.zeros(12600 + 585 + 30)
+    P, Q = (consecutive([b.factor_shape(side) for b in shapes], v.device)[1] for side in "PQ")
+    sent = [None, *(SentUpdate(list(zip(P, Q, strict=True)), errors) for errors in (None, torch.zeros(30)))]
+    for dtype in dtypes:
+        flat = v.to(dtype)
+        parts = flat.split([6300, 6300, 585, 30])
+        for cast in (
+            Cast(torch.float32, None, None),
+            Cast(torch.float16, 1e4, 1e4),
+            Cast(torch.float32, None, 1e4),
+        ):
+            for even, update in product((True, False), sent):
+                products.begin_(v, shapes, update, parts, P if even else Q, even, cast)
+        products.outer(sent[1].products, [parts[:2], parts[2:3]], v[:30], parts[3:], torch.zeros(1).int())
+    for even, given in product((True, False), (sent[1].products, [])):
+        products.project(v, shapes, given, P if even else Q, even, Cast(torch.float32, None, None))
+    products.remove_(v, shapes, sent[1])
+    for rank, length in product((1, 2, 4, 32), (50, 20000)):
+        products.orthonormal([torch.zeros(1, rank, length)], False, 1e-8, 2**32 - 1)
+
+
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
     backend.INTERPRETED = True
@@ -199,5 +225,8 @@ if __name__ == "__main__":
     coder = TritonElementCoder()
     coder._launch = launch
     every_code(coder, [getattr(torch, name) for name in sys.argv[2:]])
+    products = TritonLowRank(kernels)
+    products._launch = launch
+    every_product(products, [getattr(torch, name) for name in sys.argv[2:]])
     for name, numbers in sorted(launch.most.items()):
         print(name, *numbers)

@@ -23,6 +23,7 @@ with pytest.MonkeyPatch.context() as environment:
     from dgc.bucket import lay_out
     from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
     from dgc.kernels.triton_elements import TritonElementCoder
+    from dgc.kernels.triton_lowrank import TritonLowRank
     from dgc.kernels.triton_quantize import TritonQuantizers
     from dgc.kernels.triton_selection import TritonSelection
     from dgc.kernels.triton_tables import SECTOR, Launcher, bytes_moved
@@ -86,6 +87,7 @@ def test_no_kernel_moves_more_than_it_states() -> None:
         compile_triton.every_operation(TritonSelection(), [torch.float16, torch.float32])
         compile_triton.every_quantizer(TritonQuantizers())
         compile_triton.every_payload(TritonCodec(), TritonMeanDecoder())
+        compile_triton.every_product(TritonLowRank(TritonSelection()), [torch.float16, torch.float32])
         compile_triton.every_code(TritonElementCoder(), [torch.float16, torch.float32])
     for name, programs, moved, stated in found:
         for own, said in zip(moved, stated, strict=True):

@@ -551,7 +551,7 @@ def test_every_kernel_compiles_for_gpus(gpu: str, tmp_path: Path) -> None:
         # two programs of 256 threads per multiprocessor at least, also with 64 KiB of shared memory
         limit = 256 if gpu.startswith("hip") else 128  # AMD has twice as many
         # these keep a few scalars of their loops in local memory
-        looping = "check choose mean_of_payloads merge place_rice write_coded".split()
+        looping = "check choose mean_of_payloads merge orthonormalize place_rice refresh write_coded".split()
         loops = 128 if name in looping else 0
         assert registers <= limit and shared <= 2**15 and spilled <= loops, (name, registers, shared, spilled)
     assert set(found) == {
@@ -560,5 +560,5 @@ def test_every_kernel_compiles_for_gpus(gpu: str, tmp_path: Path) -> None:
         "tail_of_ranges", "sign_encode", "sign_add", "tern_encode", "tern_add", "uniform_encode", "uniform_add",
         "largest", "mean_of_fields", "pack", "choose", "largest_of", "write_plain", "seal", "open_headers",
         "check", "merge", "measure", "encode", "mean_of_payloads", "measure_packed", "measure_rice", "place_rice",
-        "write_coded", "unpack", "unpack_chunks",
+        "write_coded", "unpack", "unpack_chunks", "refresh", "gather", "expand", "orthonormalize",
     }  # fmt: skip

@@ -3,6 +3,7 @@
 In Triton's interpreter, where the operations that would wait or copy from the host can be seen without a GPU.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ with pytest.MonkeyPatch.context() as environment:
     from dgc import compression, kernels, wire
     from dgc.bucket import Bucket, lay_out
     from dgc.comm.requests import AllGather, AllToAll, next_requests
+    from dgc.compression import PowerSGDCompressor
     from dgc.engine.state import BucketStates
     from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
     from dgc.selection import TopKPerChunk
@@ -44,18 +46,18 @@ def answered(conversation: Any) -> Any:
         return stop.value
 
 
-def waits_of(compressor: Any) -> Any:
-    """Of one step over a bucket, once the step before it has made what is kept."""
+def waits_of(compressor: Any, warm_up: int = 1) -> Any:
+    """Of one step over a bucket, once the steps before it have made what is kept."""
     shapes = {"a": (12, 20), "b": (10, 12), "c": (7,), "d": (10, 12)}
     generator = torch.Generator().manual_seed(0)
     tensors = [(name, torch.randn(shape, generator=generator).to(DEVICE)) for name, shape in shapes.items()]
     bucket = Bucket("bucket", lay_out(tensors), torch.float32, torch.device(DEVICE))
     states = BucketStates(compressor)
     states.add(bucket, 1, 0)
-    for step in range(2):
+    for step in range(warm_up + 1):
         for segment, (_, tensor) in zip(bucket.segments, tensors, strict=True):
             segment.of(bucket.flat).copy_(tensor)
-        if step < 1:
+        if step < warm_up:
             answered(states.reduce(bucket))
             continue
         with watching() as watch:
@@ -102,12 +104,37 @@ def test_launches_of_methods_with_a_code_for_every_element(name: Any) -> None:
     assert [own.kernels + own.operations for own in both] == [2, 1]
 
 
-@pytest.mark.parametrize("mode, rank", [("residual", 1), ("paper", 2)])
-def test_powersgd(mode: Any, rank: Any) -> None:
-    """Factors of all shapes are checked in one read."""
-    seen = waits_of(compression.PowerSGDCompressor(rank, 0, mode=mode, orthogonalization="cholesky_qr"))
-    factors = "compression/matrices.py orthonormalize"
-    assert set(seen) == {"compression/powersgd.py _half_step", factors, *READ} and seen.count(factors) == 1
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank": 1, "num_iters_per_step": 3},
+        {"rank": 2, "warm_start": False, "orthogonalization": "qr"},
+        {"rank": 2, "mode": "paper", "wire": "fp16"},
+        {"rank": 1, "mode": "square", "warm_start": False, "orthogonalization": "authors"},
+    ],
+    ids=str,
+)
+def test_powersgd(settings: Any) -> None:
+    """One read at the end of a step: of what all ranks report, and of the largest magnitude."""
+    # even and odd half steps have tables of their own
+    seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
+    assert seen == list(READ)
+
+
+def test_launches_of_powersgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's included: of all half steps, with matrices of one shape and of three."""
+    shapes: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}
+    cases = [({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes]
+    cases += [({"rank": 2, "wire": "fp16"}, 1, 8), ({"rank": 2, "mode": "square"}, 3, 13)]
+    for groups in shapes:
+        cases.append(({"rank": 4, "mode": "paper"}, groups, 9))
+        # the factors of each shape are joined, on two sides of two products
+        cases.append(({"rank": 1, "num_iters_per_step": 2}, groups, 10 + 4 * groups))
+    for settings, groups, expected in cases:
+        monkeypatch.setattr("benchmarks.gpu_steps.COUNTED_SHAPES", shapes[groups])
+        make = partial(PowerSGDCompressor, min_compression_rate=0, **settings)
+        both = launches_of(make, 2, torch.device(DEVICE))
+        assert sum(own.kernels + own.operations for own in both) == expected, (settings, groups)
 
 
 def test_other_methods() -> None:

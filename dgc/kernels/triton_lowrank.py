@@ -1,0 +1,588 @@
+"""The GPU backend of low-rank products: Triton kernels whose number of launches does not depend on the matrices.
+
+Launches: begin_ 2, or 6 with torch's if the bucket is one square matrix; project 2; orthonormal 1; outer 1. One of
+torch's copies factors that do not lie in one tensor. Nothing waits for the device.
+
+A program handles a tile of one matrix, or of one uncompressed tensor, and takes 12 bytes of traffic per element in
+the pass that begins a step. Sums over the rows or columns of a matrix are partial sums per tile, which `gather`
+adds in the order of the tiles. No floats are added atomically, so results repeat bit for bit. They differ from
+those of plain torch by rounding, as with any order of a matrix product.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain
+from math import inf
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Int32, Int64
+from torch import Tensor
+
+from dgc.kernels.lowrank import (
+    Batches,
+    Cast,
+    Factor,
+    Factors,
+    LowRank,
+    Message,
+    Places,
+    Products,
+    SentUpdate,
+    Tensors,
+    Vector,
+    consecutive,
+)
+from dgc.kernels.selection import PassInputs
+from dgc.kernels.triton_quantize import random_bits
+from dgc.kernels.triton_selection import FLOATS, INTERPRETED, MAGNITUDE, TOO_LARGE, TritonSelection, find, rounded
+from dgc.kernels.triton_tables import (
+    BLOCK,
+    LARGEST,
+    SECTOR,
+    Launcher,
+    blocks,
+    current_stream,
+    moves,
+    on_device,
+    pointers,
+)
+
+HEIGHT, WIDTH = 32, 64  # of a tile
+LANES = 2048  # elements of all rows that `orthonormalize` handles at a time
+# Rows of the table of a batch: first element of a factor, and its distances between matrices and between rows
+X, U, W = (tl.constexpr(3 * i) for i in range(3))
+SENT_RANK, RANK, PARTS, FIELDS = (tl.constexpr(9 + i) for i in range(4))
+NONE = tl.constexpr(0x7FFFFFFF)  # larger than every position
+INFINITE = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+@no_type_check
+def tile_of(tiles, n_tiles, pieces, n_pieces, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return a program's piece, group (-1: no matrix), member, start in v, height and width, the tile's rows,
+    columns, places in the piece [HEIGHT, WIDTH], and mask.
+    """
+    t = tl.program_id(0)
+    piece = tl.load(tiles + t)
+    row = tl.load(tiles + n_tiles + t) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.load(tiles + 2 * n_tiles + t) * WIDTH + tl.arange(0, WIDTH)
+    n = tl.load(pieces + piece)
+    m = tl.load(pieces + n_pieces + piece)
+    at = tl.minimum(row, n - 1)[:, None] * m + column[None, :]  # within 32 bits, also outside of the piece
+    live = (row < n)[:, None] & (column < m)[None, :] & (at < tl.load(pieces + 3 * n_pieces + piece))
+    start = tl.load(pieces + 2 * n_pieces + piece)
+    group = tl.load(pieces + 4 * n_pieces + piece)
+    member = tl.load(pieces + 5 * n_pieces + piece)
+    return piece, group, member, start, n, m, row, column, at, live
+
+
+@triton.jit
+@no_type_check
+def row_at(factor, groups, group, member, k, lane, length, SIDE: tl.constexpr):
+    """Return the elements `lane` of row k of a matrix's factor."""
+    own = groups + group * FIELDS + SIDE
+    place = tl.load(own) + member * tl.load(own + 1) + k * tl.load(own + 2)  # of 64 bits, as the table
+    return tl.load(factor + place + lane, mask=lane < length, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def rank_of(groups, group, FIELD: tl.constexpr):
+    return tl.load(groups + group * FIELDS + FIELD, mask=group >= 0, other=0).to(tl.int32)
+
+
+def bytes_of_factors(a: Any, fields: Sequence[int]) -> int:
+    """Return the bytes of factors that the programs of `refresh` or `expand` read, at the largest ranks."""
+    ranks = a.groups.view(-1, FIELDS.value)[:, list(fields)].amax(0).sum()
+    return int(ranks) * 4 * (a.HEIGHT + a.WIDTH) * a.programs
+
+
+def bytes_of_refresh(a: Any) -> tuple[int, int]:
+    """A row of a tile begins and ends within a sector."""
+    n, edges = a.v.numel(), 2 * SECTOR * a.HEIGHT * a.programs
+    width = 0 if a.G is None else a.G.primitive_bitwidth // 8
+    read = n * width + edges * (2 if width else 1) + bytes_of_factors(a, (SENT_RANK.value, RANK.value))
+    return read, n * 4 * a.STORES + edges
+
+
+@moves("tiles v errors", "partial firsts", bytes_of_refresh)
+@triton.jit(do_not_specialize=["n_tiles", "n_pieces", "begin"])
+@no_type_check
+def refresh(
+    tiles, n_tiles, pieces, n_pieces, groups, v, begin, errors, sources, u, w, x, firsts, partial,
+    G: tl.constexpr, SENT: tl.constexpr, STORES: tl.constexpr, MULTIPLIES: tl.constexpr, EVEN: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Subtract what was sent, add the gradient, and multiply by x.
+
+    begin: where in v the uncompressed tensors begin, of which `errors` remain. firsts[t]: position of the tile's
+    first unusable element of the gradient, or NONE. Partial sums of a matrix are [tiles of the sum, rank, length].
+    """
+    piece, group, member, start, n, m, row, column, at, live = tile_of(
+        tiles, n_tiles, pieces, n_pieces, HEIGHT, WIDTH
+    )
+    is_matrix = group >= 0
+    value = tl.load(v + start + at, mask=live, other=0.0)
+    if SENT:
+        sent = tl.zeros([HEIGHT, WIDTH], dtype=tl.float32)
+        for k in range(rank_of(groups, group, SENT_RANK)):
+            along = row_at(u, groups, group, member, k, row, n, U)
+            sent += along[:, None] * row_at(w, groups, group, member, k, column, m, W)[None, :]
+        rest = tl.zeros([HEIGHT, WIDTH], dtype=tl.float32)
+        if errors is not None:
+            place = start - begin + at
+            rest = tl.load(errors + place, mask=live & (place >= 0), other=0.0)
+        value = tl.where(is_matrix, value - sent, rest)
+    if G is not None:
+        source = tl.load(sources + piece).to(tl.pointer_type(G))
+        g = tl.load(source + at, mask=live, other=0.0).to(tl.float32)
+        bad = (g.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
+        first = tl.min(tl.min(tl.where(bad, at, NONE), 1), 0)
+        tl.store(firsts + tl.program_id(0), tl.where(first < NONE, start + first, NONE))
+        value += tl.where(bad, 0.0, g)
+    if STORES:
+        tl.store(v + start + at, value, mask=live)
+    if MULTIPLIES:
+        rank = rank_of(groups, group, RANK)
+        if EVEN:
+            tile, count, length = tl.load(tiles + n_tiles + tl.program_id(0)), (n + HEIGHT - 1) // HEIGHT, m
+        else:
+            tile, count, length = tl.load(tiles + 2 * n_tiles + tl.program_id(0)), (m + WIDTH - 1) // WIDTH, n
+        place = (member * count + tile).to(tl.int64) * rank * length
+        own = partial + tl.load(groups + group * FIELDS + PARTS, mask=is_matrix, other=0) + place
+        for k in range(rank):
+            if EVEN:
+                product = tl.sum(row_at(x, groups, group, member, k, row, n, X)[:, None] * value, 0)
+                tl.store(own + k * m + column, product, mask=column < m)
+            else:
+                product = tl.sum(value * row_at(x, groups, group, member, k, column, m, X)[None, :], 1)
+                tl.store(own + k * n + row, product, mask=row < n)
+
+
+@moves("partial rest firsts", "factors numbers errors")
+@triton.jit(do_not_specialize=["n_groups", "steps", "n_factors", "total", "limit", "rest_limit", "n_tiles", "end"])
+@no_type_check
+def gather(
+    partial, starts, sizes, n_groups, steps, n_factors, total, rest, limit, rest_limit, factors, numbers, errors,
+    firsts, n_tiles, first, end, largest, P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the partial sums, and cast them and the rest of v. sizes: rank x length, tiles of a sum, first partial.
+
+    The first program finds the first unusable element, or `end`, and sets `largest` to 0 for `expand`.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_factor = i < n_factors
+    group = find(starts, n_groups, steps, tl.where(is_factor, i, 0))
+    own = sizes + 3 * group
+    size = tl.load(own).to(tl.int32)
+    count = tl.where(is_factor, tl.load(own + 1), 0)
+    inner = i - tl.load(starts + group).to(tl.int32)
+    place = tl.load(own + 2) + (inner // size).to(tl.int64) * count * size + inner % size
+    y = tl.zeros([BLOCK], dtype=tl.float32)
+    for t in range(tl.max(count, 0).to(tl.int32)):
+        y += tl.load(partial + place + t * size, mask=t < count, other=0.0)
+    if rest is not None:
+        y = tl.where(is_factor, y, tl.load(rest + (i - n_factors), mask=(i < total) & ~is_factor, other=0.0))
+    most = tl.where(is_factor, limit, rest_limit)
+    # NaN remains
+    sent = rounded(tl.where(y > most, most, tl.where(y < -most, -most, y)), P)
+    tl.store(numbers + i, sent.to(P), mask=i < total)
+    tl.store(factors + i, sent, mask=is_factor)
+    if errors is not None:
+        tl.store(errors + (i - n_factors), y - sent, mask=(i < total) & ~is_factor)
+    if largest is not None:
+        if tl.program_id(0) == 0:
+            tl.store(largest, 0)
+            if firsts is not None:
+                lane = tl.arange(0, BLOCK)
+                least = tl.full([BLOCK], NONE, dtype=tl.int32)
+                for t in range(0, n_tiles, BLOCK):
+                    least = tl.minimum(least, tl.load(firsts + t + lane, mask=lane < n_tiles - t, other=NONE))
+                tl.store(first, tl.minimum(tl.min(least, 0), end))
+
+
+def bytes_of_expand(a: Any) -> tuple[int, int]:
+    """All tiles count as whole."""
+    n = a.programs * a.HEIGHT * a.WIDTH
+    read = bytes_of_factors(a, (SENT_RANK.value,)) + 4 * n
+    return read, n * (a.P.primitive_bitwidth // 8) + 2 * SECTOR * a.HEIGHT * a.programs
+
+
+@moves("tiles", "", bytes_of_expand)
+@triton.jit(do_not_specialize=["n_tiles", "n_pieces", "begin"])
+@no_type_check
+def expand(
+    tiles, n_tiles, pieces, n_pieces, groups, begin, targets, u, w, mean, largest,
+    P: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the products U^T W and the parts of `mean`. largest: bits of the largest magnitude of all of these."""
+    piece, group, member, start, n, m, row, column, at, live = tile_of(
+        tiles, n_tiles, pieces, n_pieces, HEIGHT, WIDTH
+    )
+    value = tl.zeros([HEIGHT, WIDTH], dtype=tl.float32)
+    tall = tl.zeros([HEIGHT], dtype=tl.int32)
+    wide = tl.zeros([WIDTH], dtype=tl.int32)
+    if group >= 0:
+        for k in range(tl.load(groups + group * FIELDS + SENT_RANK).to(tl.int32)):
+            along = row_at(u, groups, group, member, k, row, n, U)
+            across = row_at(w, groups, group, member, k, column, m, W)
+            value += along[:, None] * across[None, :]
+            tall = tl.maximum(tall, along.to(tl.int32, bitcast=True) & MAGNITUDE)
+            wide = tl.maximum(wide, across.to(tl.int32, bitcast=True) & MAGNITUDE)
+    else:
+        value = tl.load(mean + (start - begin) + at, mask=live, other=0.0)
+        tall = tl.max(value.to(tl.int32, bitcast=True) & MAGNITUDE, 1)
+    tl.atomic_max(largest, tl.maximum(tl.max(tall, 0), tl.max(wide, 0)), sem="relaxed")
+    target = tl.load(targets + piece).to(tl.pointer_type(P))
+    tl.store(target + at, rounded(value, P).to(P), mask=live)
+
+
+@triton.jit
+@no_type_check
+def candidate(source, stride, i, r, d, lane, key):
+    """Return elements of row i of x, or random numbers in [-1, 1) for i >= r. What is not finite is zero."""
+    if i < r:
+        y = tl.load(source + i * stride + lane, mask=lane < d, other=0.0)
+        y = tl.where((y.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE, y, 0.0)
+    else:
+        bits = random_bits(i * d + lane, key, tl.program_id(0)) >> 8
+        y = tl.where(lane < d, bits.to(tl.int32).to(tl.float32) * 2.0**-23 - 1.0, 0.0)
+    return y.to(tl.float64)
+
+
+@triton.jit
+@no_type_check
+def rows_at(basis, row, done, d, lane):
+    """Return elements of the first `done` rows of a basis."""
+    live = (row < done)[:, None] & (lane < d)[None, :]
+    return tl.load(basis + row.to(tl.int64)[:, None] * d + lane[None, :], mask=live, other=0.0).to(tl.float64)
+
+
+@moves("x x", "", lambda a: (a.out.nbytes * (2 * a.ROWS + 8), 8 * a.out.nbytes))
+@triton.jit(do_not_specialize=["n_groups", "steps", "key"])
+@no_type_check
+def orthonormalize(
+    x, first_programs, sizes, n_groups, steps, key, epsilon, out, ROWS: tl.constexpr, LANES: tl.constexpr
+):
+    """One program per matrix: Gram-Schmidt, repeated for each row. Sums and products are fp64.
+
+    sizes: first element in x, distances between matrices and rows there, r, d, whole, first element in out. The
+    rows 0 to r - 1 are those of x, and the next r are random. The first r of these that have a share above epsilon
+    are kept. whole: the only row is divided by its length, at least 1e-16.
+    """
+    p = tl.program_id(0)
+    group = find(first_programs, n_groups, steps, p)
+    own = sizes + 7 * group
+    member = p - tl.load(first_programs + group)
+    source = x + tl.load(own) + member * tl.load(own + 1)
+    stride = tl.load(own + 2)
+    r = tl.load(own + 3).to(tl.int32)
+    d = tl.load(own + 4).to(tl.int32)
+    basis = out + tl.load(own + 6) + member * r * d
+    least = tl.where(tl.load(own + 5) > 0, 1e-16, 0.0).to(tl.float64)
+    lane = tl.arange(0, LANES)
+    row = tl.arange(0, ROWS)
+    done = 0
+    for i in range(2 * r):
+        if done < r:
+            target = basis + done * d
+            square = tl.zeros([], dtype=tl.float64)
+            for c in range(0, d, LANES):
+                y = candidate(source, stride, i, r, d, c + lane, key)
+                square += tl.sum(y * y, 0)
+            norm = tl.maximum(tl.sqrt(square), least)
+            scale = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
+            for c in range(0, d, LANES):
+                y = candidate(source, stride, i, r, d, c + lane, key) * scale
+                tl.store(target + c + lane, y.to(tl.float32), mask=c + lane < d)
+            share = tl.where(norm > 0, 1.0, 0.0).to(tl.float64)
+            if done > 0:
+                for _ in range(2):
+                    tl.debug_barrier()  # other threads have written these elements
+                    dots = tl.zeros([ROWS, LANES], dtype=tl.float64)
+                    for c in range(0, d, LANES):
+                        q = rows_at(basis, row, done, d, c + lane)
+                        y = tl.load(target + c + lane, mask=c + lane < d, other=0.0).to(tl.float64)
+                        dots += q * y[None, :]
+                    dot = tl.sum(dots, 1)
+                    tl.debug_barrier()
+                    square = tl.zeros([], dtype=tl.float64)
+                    for c in range(0, d, LANES):
+                        q = rows_at(basis, row, done, d, c + lane)
+                        y = tl.load(target + c + lane, mask=c + lane < d, other=0.0).to(tl.float64)
+                        y -= tl.sum(q * dot[:, None], 0)
+                        square += tl.sum(y * y, 0)
+                        tl.debug_barrier()
+                        tl.store(target + c + lane, y.to(tl.float32), mask=c + lane < d)
+                share = tl.sqrt(square)
+                tl.debug_barrier()
+                scale = tl.where(share > 0, 1.0 / tl.where(share > 0, share, 1.0), 0.0)
+                for c in range(0, d, LANES):
+                    y = tl.load(target + c + lane, mask=c + lane < d, other=0.0).to(tl.float64) * scale
+                    tl.debug_barrier()
+                    tl.store(target + c + lane, y.to(tl.float32), mask=c + lane < d)
+            if (share > tl.where(i < r, epsilon, 0.0)) | (least > 0):
+                done += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Matrices, in groups of one shape, and uncompressed tensors, divided into tiles.
+
+    Attributes:
+        table: Rows piece, and the tile's row and column of tiles.
+        pieces: Rows n, m, start, numel, group, member. An uncompressed tensor has rows of WIDTH elements, and its
+            group is -1.
+        begin: Where the uncompressed tensors begin.
+    """
+
+    table: Int32[Tensor, "3 tiles"]
+    pieces: Int32[Tensor, "6 pieces"]
+    begin: int
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.table.shape[1], self.pieces.shape[1]
+
+
+@lru_cache(maxsize=1024)
+def tiles_of(
+    shapes: tuple[tuple[int, int, int], ...], rest: tuple[int, ...], device: torch.device, stream: int
+) -> Tiles:
+    """Return the tiles of `count` matrices [n, m] for each (count, n, m), and of tensors of `rest` elements."""
+    pieces, start = [], 0
+    for group, (count, n, m) in enumerate(shapes):
+        for member in range(count):
+            pieces.append((n, m, start, n * m, group, member))
+            start += n * m
+    begin = start
+    for numel in rest:
+        pieces.append((-(-numel // WIDTH), WIDTH, start, numel, -1, 0))
+        start += numel
+    if start > (largest := LARGEST - WIDTH):
+        raise ValueError(
+            f"a bucket of {start} elements is too large for the triton kernels: the maximum is {largest}; split "
+            "the tensor, or use DGC_KERNELS=reference"
+        )
+    table = [
+        (piece, i, j)
+        for piece, (n, m, *_) in enumerate(pieces)
+        for i in range(-(-n // HEIGHT))
+        for j in range(-(-m // WIDTH))
+    ]
+    return Tiles(as_table(table, 3, torch.int32, device), as_table(pieces, 6, torch.int32, device), begin)
+
+
+def as_table(rows: Sequence[tuple[int, ...]], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the rows as columns of a tensor."""
+    return on_device(tuple(row[k] for k in range(width) for row in rows), dtype, device).view(width, -1)
+
+
+Place = tuple[int, int, int]  # first element, distance between matrices, distance between rows
+NOWHERE: Place = (0, 0, 0)
+
+
+def in_one(factors: Sequence[Factor]) -> tuple[Tensor, list[Place]]:
+    """Return a tensor that holds all factors, and their places in it. They are copied if they lie in several."""
+    memory = factors[0].untyped_storage().data_ptr()
+    if any(x.untyped_storage().data_ptr() != memory or x.stride(2) != 1 for x in factors):
+        whole, copies = consecutive([(len(x), x.shape[1], x.shape[2]) for x in factors], factors[0].device)
+        torch.cat([x.reshape(-1) for x in factors], out=whole)
+        factors = copies
+    whole = factors[0].as_strided((factors[0].untyped_storage().nbytes() // 4,), (1,), 0)
+    return whole, [(x.storage_offset(), x.stride(0), x.stride(1)) for x in factors]
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """Sums per tile, for `gather`: their places by batch, rank x length and number of tiles."""
+
+    sums: Vector
+    sizes: list[tuple[int, int, int]]
+    firsts: Int32[Tensor, "tiles"] | None
+
+
+class TritonLowRank(LowRank):
+    """The kernels above. `launches` counts launched kernels, without torch's own.
+
+    Args:
+        kernels: Adds the gradients of a bucket that is one square matrix.
+    """
+
+    casts = True
+
+    def __init__(self, kernels: TritonSelection):
+        super().__init__(kernels)
+        self._triton, self._launch = kernels, Launcher(INTERPRETED)
+
+    @property
+    def launches(self) -> int:
+        return self._launch.launches
+
+    def remove_(self, v: Vector, batches: Batches, sent: SentUpdate) -> None:
+        self._refresh(v, batches, [v.numel() - _end_of(batches)], sent, None, (), True)
+
+    def begin_(
+        self,
+        v: Vector,
+        batches: Batches,
+        sent: SentUpdate | None,
+        g: Tensors,
+        X: Factors,
+        even: bool,
+        cast: Cast,
+    ) -> Message:
+        first = torch.empty((), dtype=torch.int64, device=v.device)
+        if any((len(b.members), b.numel) != (b.count, b.count * b.n * b.m) for b in batches):  # no matrices
+            numel = sum(map(Tensor.numel, g))
+            if sent is not None:
+                self.remove_(v, batches, sent)
+                v[numel:].zero_()
+            self._triton.accumulate_into_(PassInputs(tuple(g), None, v[:numel]), first.fill_(v.numel()))
+            partial = self._refresh(v, batches, [], None, None, X, even, stores=False)
+        else:
+            rest = [piece.numel() for piece in g[sum(batch.count for batch in batches) :]]
+            partial = self._refresh(v, batches, rest, sent, g, X, even)
+        return self._gather(partial, batches, even, cast, v, first)
+
+    def project(
+        self, v: Vector, batches: Batches, products: Products, X: Factors, even: bool, cast: Cast
+    ) -> Message:
+        sent = SentUpdate(products) if products else None
+        partial = self._refresh(v, batches, [], sent, None, X, even, stores=False)
+        return self._gather(partial, batches, even, cast, None, None)
+
+    def largest(self, mean: Vector) -> None:
+        return None
+
+    def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors:
+        shapes = [(len(x), x.shape[1], x.shape[2]) for x in xs]
+        alone = [whole and r == 1 for _, r, _ in shapes]
+        given = [x.reshape(1, 1, -1) if one else x for x, one in zip(xs, alone, strict=True)]
+        x, places = in_one(given)
+        out, bases = consecutive(shapes, x.device)
+        sizes = tuple(
+            (*place, *part.shape[1:], int(one), basis.storage_offset())
+            for place, part, one, basis in zip(places, given, alone, bases, strict=True)
+        )
+        counts = list(map(len, given))
+        programs = on_device((0, *accumulate(counts)), torch.int64, x.device)
+        table = on_device(tuple(chain.from_iterable(sizes)), torch.int64, x.device)
+        rows = triton.next_power_of_2(max(r for _, r, _ in shapes))
+        lanes = max(64, min(LANES // rows, triton.next_power_of_2(max(d for *_, d in shapes))))
+        signed = key - (key >> 31 << 32)
+        work = (x, programs, table, len(xs), len(xs).bit_length(), signed, epsilon, out, rows, lanes)
+        self._launch(orthonormalize, x, sum(counts), *work)
+        return bases
+
+    def outer(
+        self,
+        products: Products,
+        out: Places,
+        mean: Vector,
+        rest: Tensors,
+        largest: Int32[Tensor, "1"] | None = None,
+    ) -> None:
+        device, targets = mean.device, [*chain.from_iterable(out), *rest]
+        if not targets:
+            return
+        shapes = tuple((len(places), U.shape[2], W.shape[2]) for places, (U, W) in zip(out, products, strict=True))
+        lengths = tuple(map(Tensor.numel, rest))
+        tiles = tiles_of(shapes, lengths, device, current_stream(device))
+        u, us, w, ws = _sides(products)
+        ranks = [U.shape[1] for U, _ in products]
+        groups = _groups([(NOWHERE, a, b, R, 0, 0) for a, b, R in zip(us, ws, ranks, strict=True)], device)
+        if largest is None:
+            largest = torch.zeros(1, dtype=torch.int32, device=device)
+        where = pointers(targets, targets[0].dtype, device)
+        work = (groups, tiles.begin, where, u, w, mean, largest, FLOATS[targets[0].dtype], HEIGHT, WIDTH)
+        self._launch(
+            expand, mean, tiles.counts[0], tiles.table, tiles.counts[0], tiles.pieces, tiles.counts[1], *work
+        )
+
+    def _refresh(
+        self,
+        v: Vector,
+        batches: Batches,
+        rest: Sequence[int],
+        sent: SentUpdate | None,
+        g: Tensors | None,
+        X: Factors,
+        even: bool,
+        stores: bool = True,
+    ) -> Partial:
+        """rest: lengths of the uncompressed tensors. X: may be empty."""
+        device, stream = v.device, current_stream(v.device)
+        tiles = tiles_of(tuple((b.count, b.n, b.m) for b in batches), tuple(rest), device, stream)
+        x, xs = in_one(X) if X else (None, [NOWHERE] * len(batches))
+        u, us, w, ws = _sides([] if sent is None else sent.products)
+        rows, sizes, parts = [], [], 0
+        for b, batch in enumerate(batches):
+            r = X[b].shape[1] if X else 0
+            summed, length = (batch.n, batch.m) if even else (batch.m, batch.n)
+            count = -(-summed // (HEIGHT if even else WIDTH))
+            R, a, c = (0, NOWHERE, NOWHERE) if sent is None else (sent.products[b][0].shape[1], us[b], ws[b])
+            rows.append((xs[b], a, c, R, r, parts))
+            sizes.append((r * length, count, parts))
+            parts += batch.count * count * r * length
+        (n_tiles, n_pieces), groups = tiles.counts, _groups(rows, device)
+        sums = torch.empty(parts, dtype=torch.float32, device=device)
+        firsts = None if g is None else torch.empty(n_tiles, dtype=torch.int32, device=device)
+        sources, G = (None, None) if g is None else (pointers(g, g[0].dtype, device), FLOATS[g[0].dtype])
+        errors = None if sent is None else sent.rounding_errors
+        where = (tiles.table, n_tiles, tiles.pieces, n_pieces, groups, v, tiles.begin)
+        work = (errors, sources, u, w, x, firsts, sums)
+        variant = (G, sent is not None, stores, bool(X), even, HEIGHT, WIDTH)
+        self._launch(refresh, v, n_tiles, *where, *work, *variant)
+        return Partial(sums, sizes, firsts)
+
+    def _gather(
+        self,
+        partial: Partial,
+        batches: Batches,
+        even: bool,
+        cast: Cast,
+        v: Vector | None,
+        first: Int64[Tensor, ""] | None,
+    ) -> Message:
+        """v: the rest of it is sent too."""
+        device = partial.sums.device
+        flat, Y = consecutive([batch.factor_shape("Q" if even else "P") for batch in batches], device)
+        numel, rest, errors, largest = flat.numel(), None, None, None
+        if v is not None:
+            rest, largest = v[_end_of(batches) :], torch.empty(1, dtype=torch.int32, device=device)
+            errors = None if cast.rest_limit is None else torch.empty_like(rest)
+        dtype = torch.float32 if cast.limit is None else cast.dtype
+        total = numel if rest is None else numel + rest.numel()
+        numbers = torch.empty(total, dtype=dtype, device=device)
+        starts = on_device((0, *accumulate(y.numel() for y in Y)), torch.int64, device)
+        sizes = on_device(tuple(chain.from_iterable(partial.sizes)) or (1, 0, 0), torch.int64, device)
+        limits = (inf if limit is None else limit for limit in (cast.limit, cast.rest_limit))
+        n_tiles = 0 if partial.firsts is None else partial.firsts.numel()
+        work = (starts, sizes, len(Y), len(Y).bit_length(), numel, total, rest, *limits, flat, numbers, errors)
+        ends = (partial.firsts, n_tiles, first, 0 if v is None else v.numel(), largest)
+        self._launch(gather, flat, max(1, blocks(total)), partial.sums, *work, *ends, FLOATS[dtype], BLOCK)
+        return Message(Y, numbers, errors, first, largest)
+
+
+def _sides(products: Products) -> tuple[Tensor | None, list[Place], Tensor | None, list[Place]]:
+    """Return U and W of all products, each in one tensor, and their places."""
+    if not products:
+        return None, [], None, []
+    us, ws = zip(*products, strict=True)
+    return *in_one(us), *in_one(ws)
+
+
+def _groups(rows: Sequence[tuple[Place, Place, Place, int, int, int]], device: torch.device) -> Int64[Tensor, "_"]:
+    """Return the table of batches: places in x, u and w, ranks of u and of x, and the first partial sum."""
+    table = [(*x, *u, *w, *others) for x, u, w, *others in rows]
+    return on_device(tuple(chain.from_iterable(table)) or (0,) * FIELDS.value, torch.int64, device)
+
+
+def _end_of(batches: Batches) -> int:
+    """Where in v the uncompressed tensors begin."""
+    return batches[-1].offset + batches[-1].count * batches[-1].n * batches[-1].m if batches else 0

@@ -1,0 +1,276 @@
+"""The Triton backend's low-rank products and bases; in Triton's interpreter where there is no GPU.
+
+Sums have the reference's bits where they have one term, and are close to fp64 otherwise.
+"""
+
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from kernels import comparison
+from kernels.comparison import REFERENCE, same
+from kernels.waits import watching
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+with pytest.MonkeyPatch.context() as patch:
+    if DEVICE == "cpu":
+        patch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from dgc import kernels as backends
+    from dgc.compression import PowerSGDCompressor
+    from dgc.kernels.lowrank import Batch, Cast, LowRank, SentUpdate
+    from dgc.kernels.selection import TOO_LARGE
+    from dgc.kernels.triton_lowrank import TritonLowRank, in_one, tiles_of
+    from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
+    from dgc.testing import Fleet
+
+EXACT = Cast(torch.float32, None, None)
+REST = 75
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these tests alone."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def ours() -> Any:
+    return TritonLowRank(TritonSelection())
+
+
+def normal(*shape: Any, seed: int = 0) -> Any:
+    return comparison.random(torch.Size(shape).numel(), seed, DEVICE).view(shape)
+
+
+class Given:
+    """Batches of 1, 2 and 3 matrices, with edges in and at tiles, and the rest of a bucket in two tensors."""
+
+    def __init__(self) -> None:
+        self.batches, offset, place = [], 0, 0
+        for count, n, m, rank in ((2, 33, 70, 2), (1, 32, 64, 1), (3, 3, 5, 3)):
+            members = tuple(range(place, place + count))
+            self.batches.append(Batch(members, offset, count, n, m, rank, count * n * m))
+            offset, place = offset + count * n * m, place + count
+        self.v, self.errors = normal(offset + REST), normal(REST, seed=1)
+        lengths = [b.n * b.m for b in self.batches for _ in b.members]
+        self.g = list(normal(offset + REST, seed=2).split([*lengths, REST - 5, 5]))
+        self.sides = {side: [normal(*b.factor_shape(side), seed=3) for b in self.batches] for side in "PQ"}
+        # one term more than the rank of a half step
+        P, Q = ([normal(b.count, b.rank + 1, d, seed=4) for b, d in self.along(side)] for side in "PQ")
+        self.products = list(zip(P, Q, strict=True))
+
+    def along(self, side: Any) -> Any:
+        return [(b, b.factor_shape(side)[2]) for b in self.batches]
+
+    def X(self, even: Any) -> Any:
+        return self.sides["P" if even else "Q"]
+
+
+def assert_close(found: Any, expected: Any, terms: float = 10.0) -> None:
+    assert float((found.double() - expected.double()).abs().max()) <= 2e-6 * terms
+
+
+def multiplied(v: Any, batch: Any, x: Any, even: Any) -> Any:
+    M = batch.of(v).double()
+    return x.double().bmm(M if even else M.mT)
+
+
+CASTS = [EXACT, Cast(torch.float16, 4.0, 0.5), Cast(torch.float32, None, 0.5)]
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_step_begins_with_one_pass(ours: Any, even: Any) -> None:
+    given, end = Given(), Given().batches[-1].offset + 45
+    sides = (None, *(SentUpdate(given.products, errors) for errors in (None, given.errors)))
+    for sent, cast in zip(sides, CASTS, strict=True):
+        for dtype in (torch.float32, torch.bfloat16)[: 1 + (sent is None)]:
+            v, g, before = given.v.clone(), [part.to(dtype) for part in given.g], ours.launches
+            message = ours.begin_(v, given.batches, sent, g, given.X(even), even, cast)
+            assert ours.launches - before == 2 and int(message.first_nonfinite) == len(v) and not message.largest
+            taken = given.v.clone()
+            if sent is not None:
+                ours.remove_(taken, given.batches, sent)
+                for batch, (U, W) in zip(given.batches, given.products, strict=True):
+                    assert_close(batch.of(taken), batch.of(given.v).double() - U.double().mT @ W.double())
+                assert same(taken[end:], torch.zeros_like(given.errors) if cast is CASTS[1] else given.errors)
+            assert same(v, taken + torch.cat(g).float()), "the bits of remove_, and of one addition"
+            Y = [multiplied(v, b, x, even) for b, x in zip(given.batches, given.X(even), strict=True)]
+            flat = torch.cat([y.reshape(-1) for y in Y])
+            sent_as = flat if cast.limit is None else flat.clamp(-cast.limit, cast.limit)
+            assert message.numbers.dtype == cast.dtype
+            places = message.numbers[: flat.numel()].float()
+            assert_close(places, sent_as, 20 if cast.limit is None else 2000)
+            assert same(torch.cat([y.reshape(-1) for y in message.Y]), places)
+            rest = cast.of(v[end:], cast.rest_limit)
+            assert same(message.numbers[flat.numel() :], rest.to(cast.dtype))
+            errors = message.rounding_errors
+            assert errors is None if cast is EXACT else same(errors, v[end:] - rest)
+
+
+def test_what_is_not_finite_counts_as_zero_and_is_found(ours: Any) -> None:
+    given = Given()
+    end = len(given.v)
+    for bad, place in ((torch.nan, 0), (-torch.inf, 33 * 70 + 64), (TOO_LARGE, end - REST), (3e38, end - 1)):
+        g = torch.cat(given.g)
+        g[place], g[-1] = bad, torch.inf
+        v, pieces = given.v.clone(), list(g.split([len(piece) for piece in given.g]))
+        message = ours.begin_(v, given.batches, None, pieces, given.X(True), True, EXACT)
+        assert int(message.first_nonfinite) == place
+        assert same(v, given.v + torch.where(g.abs() < TOO_LARGE, g, 0.0)), bad
+
+
+def test_one_square_matrix(ours: Any) -> None:
+    """The pieces are of any length. Zeros follow them."""
+    batch, g = Batch((0, 1), 0, 1, 40, 40, 2, 1590), normal(1590, seed=1)
+    X, sent = [normal(1, 2, 40, seed=2)], SentUpdate([(normal(1, 2, 40, seed=3), normal(1, 2, 40, seed=4))])
+    g[700] = torch.nan
+    v, plain = normal(1600), normal(1600)
+    message = ours.begin_(v, [batch], sent, list(g.split([700, 890])), X, True, EXACT)
+    expected = LowRank(REFERENCE).begin_(plain, [batch], sent, list(g.split([700, 890])), X, True, EXACT)
+    assert int(message.first_nonfinite) == int(expected.first_nonfinite) == 700 and not v[1590:].any()
+    assert_close(v, plain)
+    assert_close(message.numbers, expected.numbers, 100)
+
+
+def test_later_half_steps_leave_out_what_was_sent(ours: Any) -> None:
+    given = Given()
+    for even, sent in product((True, False), (given.products, [])):
+        v = given.v.clone()
+        message = ours.project(v, given.batches, sent, given.X(even), even, EXACT)
+        assert same(v, given.v) and message.first_nonfinite is None
+        plain = LowRank(REFERENCE).project(v.double().float(), given.batches, sent, given.X(even), even, EXACT)
+        assert_close(message.numbers, plain.numbers, 100)
+
+
+def test_products_and_the_rest_are_written_at_once(ours: Any) -> None:
+    given = Given()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = [torch.full((b.count, b.n, b.m), 7.0, dtype=dtype, device=DEVICE) for b in given.batches]
+        rest = [torch.empty(n, dtype=dtype, device=DEVICE) for n in (REST - 5, 0, 5)]
+        largest, before = torch.zeros(1, dtype=torch.int32, device=DEVICE), ours.launches
+        mean = 9 * given.errors
+        ours.outer(given.products, list(map(list, out)), mean, rest, largest)
+        assert ours.launches - before == 1
+        for (U, W), M in zip(given.products, out, strict=True):
+            total = torch.zeros_like(M, dtype=torch.float32)
+            for k in range(U.shape[1]):
+                total += U[:, k, :, None] * W[:, k, None, :]
+            assert same(M, total.to(dtype))
+        assert same(torch.cat(rest), mean.to(dtype))
+        most = max(float(x.abs().max()) for x in (mean, *(x for pair in given.products for x in pair)))
+        assert float(largest.view(torch.float32)) == most
+    mean[3] = torch.inf
+    ours.outer(given.products, list(map(list, out)), mean, rest, largest)
+    assert float(largest.view(torch.float32)) == torch.inf
+
+
+def assert_orthonormal(x: Any) -> None:
+    eye = torch.eye(x.shape[1], device=x.device, dtype=torch.float64)
+    assert float((x.double() @ x.double().mT - eye).abs().max()) < 2e-6
+
+
+def test_bases(ours: Any) -> None:
+    xs = [normal(2, 3, 2100), 1e-30 * normal(1, 1, 9), normal(3, 4, 4), 1e30 * normal(1, 2, 65)]
+    for x, basis in zip(xs, ours.orthonormal(xs, False, 1e-8, 2**32 - 1), strict=True):
+        assert_orthonormal(basis)
+        wide = x.double()
+        for k in range(1, x.shape[1] + 1):
+            part, first = basis[:, :k].double(), wide[:, :k]
+            assert bool(((first - first @ part.mT @ part).norm(dim=2) <= 1e-6 * first.norm(dim=2)).all())
+    assert ours.launches == 1
+
+
+def test_rows_without_a_direction_become_random(ours: Any) -> None:
+    x = normal(4, 4, 30)
+    x[0] = 0
+    x[1, 0], x[1, 2] = torch.inf, torch.nan
+    x[2, 1], x[2, 2] = 2 * x[2, 0], x[2, 0] + 1e-5 * x[2, 3]
+    bases = [ours.orthonormal([x], False, 1e-6, key)[0] for key in (1, 1, 2)]
+    for basis in bases:
+        assert_orthonormal(basis)
+        for i, rows in ((1, [1, 3]), (2, [0, 2, 3]), (3, [0, 1, 2, 3])):
+            kept, part = x[i, rows].double(), basis[i, : len(rows)].double()
+            assert float((kept - kept @ part.mT @ part).norm(dim=1).max()) < 1e-4
+    assert same(bases[0], bases[1]) and not torch.equal(bases[0], bases[2])
+    assert same(bases[0][3], bases[2][3])
+
+
+def test_the_authors_divide_by_the_length_of_all_rows(ours: Any) -> None:
+    x, zero = normal(5, 1, 20), torch.zeros(2, 1, 7, device=DEVICE)
+    alone, nothing, both = ours.orthonormal([x, zero, normal(2, 2, 20)], True, 1e-8, 0)
+    assert_close(alone, x.double() / x.double().norm(), 1)
+    assert not nothing.any()
+    assert_orthonormal(both)
+
+
+def test_the_order_of_programs_changes_nothing_and_nothing_waits(ours: Any, monkeypatch: Any) -> None:
+    """The interpreter runs them one after the other. In another order, a race would give other bits."""
+    given = Given()
+    sent, largest = SentUpdate(given.products, given.errors), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    out = [torch.empty(b.count, b.n, b.m, device=DEVICE) for b in given.batches]
+
+    def run() -> Any:
+        v, found = given.v.clone(), []
+        message = ours.begin_(v, given.batches, sent, given.g, given.X(True), True, CASTS[1])
+        found += [message.numbers, message.rounding_errors, message.first_nonfinite, message.largest]
+        found += ours.orthonormal(message.Y, False, 1e-8, 5)
+        found += [ours.project(v, given.batches, given.products, given.X(False), False, EXACT).numbers]
+        ours.outer(given.products, list(map(list, out)), given.errors, [], largest)
+        return [v, *found, *(M.clone() for M in out), largest]
+
+    expected = run()
+    with watching() as watch:
+        again = run()
+    assert watch.seen == [] and all(map(same, again, expected))
+    for order in (lambda *n: [*range(*n)][::-1], lambda *n: Random(0).sample(range(*n), len(range(*n)))):
+        if INTERPRETED:
+            monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+            assert all(map(same, run(), expected))
+
+
+def test_factors_that_lie_in_several_tensors_are_copied() -> None:
+    whole = normal(60)
+    parts = [whole[:20].view(2, 2, 5), whole[20:].view(1, 4, 10)[:, 1:3]]
+    for factors, copied in ((parts, False), ([parts[0], parts[1].clone()], True), ([parts[1].mT], True)):
+        memory, places = in_one(factors)
+        assert (memory.data_ptr() == whole.data_ptr()) != copied
+        for (start, matrix, row), x in zip(places, factors, strict=True):
+            assert same(memory.as_strided(x.shape, (matrix, row, 1), start), x.contiguous())
+
+
+def test_a_bucket_too_large_for_32_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match="2147483640 elements is too large"):
+        tiles_of((), (2**31 - 8,), torch.device(DEVICE), 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_iters_per_step": 2}, {"mode": "paper", "wire": "fp16"}, {"mode": "square"}],
+    ids=str,
+)
+def test_steps_and_dropped_steps_lose_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where dimension 0 is not outermost in memory."""
+    monkeypatch.setattr(backends, "_asked", "triton")
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + (settings == {})]:
+        like = [torch.zeros(6, 9, dtype=dtype), torch.zeros(5, dtype=dtype), torch.zeros(9, 6, dtype=dtype).T]
+        fleet = Fleet(lambda: PowerSGDCompressor(2, 0, **settings), 2, like)
+        for step in range(4):
+            own = [[normal(*x.shape, seed=9 * step + r).cpu().to(dtype) for x in like] for r in range(2)]
+            flat = [torch.cat([a.reshape(-1), b, c.T.reshape(-1)]) for a, b, c in own]
+            given = [e + g for e, g in zip(fleet.errors(), flat, strict=True)]
+            if step == 2:
+                own[1][1][4] = torch.nan
+                given[1][6 * 9 + 4] -= flat[1][6 * 9 + 4]
+            mean = fleet.step(own)[0].float()
+            if step == 2:
+                assert fleet.nonfinite == ["the gradient of p1 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
+                for kept, unsent in zip(fleet.errors(), given, strict=True):
+                    torch.testing.assert_close(kept, unsent, rtol=0, atol=1e-5)
+                continue
+            lost = mean + (sum(fleet.errors()) - sum(given)) / 2
+            assert fleet.nonfinite == [None] * 2
+            assert float(lost.abs().max()) <= (1e-5 if "wire" not in settings and dtype.itemsize == 4 else 0.05)
