@@ -370,7 +370,9 @@ class PowerSGDCompressor(Compressor):
         """Reads, at once, what only the device knows."""
         if step.reports is not None:
             bits = [] if step.largest_bits is None else [step.largest_bits]
-            numbers = yield from read(torch.cat([step.reports.scalars, *bits]))
+            words = step.reports.scalars
+            assert isinstance(words, Tensor)
+            numbers = yield from read(torch.cat([words, *bits]))
             step.largest += [unpack("f", pack("i", numbers.pop()))[0] for _ in bits]
             step.nonfinite = step.reports.check(numbers)
 

@@ -394,7 +394,7 @@ def in_one(factors: Sequence[Factor]) -> tuple[Tensor, list[Place]]:
         torch.cat([x.reshape(-1) for x in factors], out=whole)
         factors = copies
     whole = factors[0].as_strided((factors[0].untyped_storage().nbytes() // 4,), (1,), 0)
-    return whole, [(x.storage_offset(), x.stride(0), x.stride(1)) for x in factors]
+    return whole, [(int(x.storage_offset()), x.stride(0), x.stride(1)) for x in factors]
 
 
 @dataclass(frozen=True, eq=False)

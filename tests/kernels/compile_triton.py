@@ -190,7 +190,8 @@ def every_product(products: Any, dtypes: Any) -> None:
     shapes = [Batch((0, 1), 0, 2, 70, 90, 2, 2 * 70 * 90), Batch((2,), 12600, 1, 65, 9, 2, 585)]
     v = torch.zeros(12600 + 585 + 30)
     P, Q = (consecutive([b.factor_shape(side) for b in shapes], v.device)[1] for side in "PQ")
-    sent = [None, *(SentUpdate(list(zip(P, Q, strict=True)), errors) for errors in (None, torch.zeros(30)))]
+    last = SentUpdate(list(zip(P, Q, strict=True)), torch.zeros(30))
+    sent = [None, SentUpdate(last.products), last]
     for dtype in dtypes:
         flat = v.to(dtype)
         parts = flat.split([6300, 6300, 585, 30])
@@ -201,10 +202,10 @@ def every_product(products: Any, dtypes: Any) -> None:
         ):
             for even, update in product((True, False), sent):
                 products.begin_(v, shapes, update, parts, P if even else Q, even, cast)
-        products.outer(sent[1].products, [parts[:2], parts[2:3]], v[:30], parts[3:], torch.zeros(1).int())
-    for even, given in product((True, False), (sent[1].products, [])):
+        products.outer(last.products, [parts[:2], parts[2:3]], v[:30], parts[3:], torch.zeros(1).int())
+    for even, given in product((True, False), (last.products, [])):
         products.project(v, shapes, given, P if even else Q, even, Cast(torch.float32, None, None))
-    products.remove_(v, shapes, sent[1])
+    products.remove_(v, shapes, last)
     for rank, length in product((1, 2, 4, 32), (50, 20000)):
         products.orthonormal([torch.zeros(1, rank, length)], False, 1e-8, 2**32 - 1)
 

@@ -124,7 +124,9 @@ def test_powersgd(settings: Any) -> None:
 def test_launches_of_powersgd(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's included: of all half steps, with matrices of one shape and of three."""
     shapes: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}
-    cases = [({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes]
+    cases: list[tuple[dict[str, Any], int, int]] = [
+        ({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes
+    ]
     cases += [({"rank": 2, "wire": "fp16"}, 1, 8), ({"rank": 2, "mode": "square"}, 3, 13)]
     for groups in shapes:
         cases.append(({"rank": 4, "mode": "paper"}, groups, 9))
