@@ -134,13 +134,13 @@ class Layout:
     ) -> None:
         """Writes U^T W of each batch, and the mean of the dense tensors, into the bucket. largest: of `outer`.
 
-        Nothing is copied if the bucket is fp32, or the backend casts, and in the order of v.
+        Nothing is copied if the bucket is fp32, or the backend is `fused`, and in the order of v.
         """
         flat, (matrices, dense) = self.bucket.flat, self._places
         lowrank, moved = kernels.of(flat).lowrank, []
-        if self._moved or not (flat.dtype == torch.float32 or lowrank.casts):
+        if self._moved or not (flat.dtype == torch.float32 or lowrank.fused):
             shapes = [(batch.count, batch.n, batch.m) for batch in self.batches]
-            dtype = flat.dtype if lowrank.casts else torch.float32
+            dtype = flat.dtype if lowrank.fused else torch.float32
             moved = [torch.empty(shape, dtype=dtype, device=flat.device) for shape in shapes]
             matrices = list(map(list, moved))
         elif self.square and products:
@@ -324,11 +324,11 @@ def orthonormalize(
     """
     if not xs:
         return []
-    found = kernels.of(xs[0]).lowrank.orthonormal(xs, way == "authors", epsilon, key)
-    if found is not None:
-        return list(found)
+    lowrank = kernels.of(xs[0]).lowrank
+    if lowrank.fused:
+        return list(lowrank.orthonormal(xs, way == "authors", epsilon, key))
     if way in ("auto", "gram_schmidt") and all(x.shape[1] == 1 for x in xs):
-        bases, accepted = kernels.of(xs[0]).lowrank.unit_rows(xs)
+        bases, accepted = lowrank.unit_rows(xs)
     else:
         attempts = [attempt(x, way, epsilon) for x in xs]
         bases = [basis for basis, _ in attempts]

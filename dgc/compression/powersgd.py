@@ -64,7 +64,7 @@ class PowerSGDState(State):
     settings: what must be equal on every rank. v: gradient + error of the last step. P, Q: [B, r, n] and [B, r,
     m], by batch. sums: [B, 2] by batch, the sum of the squared norms of the applied gradients since Accordion's
     last choice, and the number of steps. half_steps: h. `steps` is without dropped ones. deferred: not yet
-    subtracted from v. keeps: whether there is error feedback.
+    subtracted from v. keeps: whether there is error feedback. cast: how numbers are sent.
     """
 
     layout: Layout
@@ -72,6 +72,7 @@ class PowerSGDState(State):
     seed: int
     settings: str
     envelope: Envelope
+    cast: Cast
     v: Float32[Tensor, "V"] = NOTHING
     P: Factor = ()
     Q: Factor = ()
@@ -319,6 +320,8 @@ class PowerSGDCompressor(Compressor):
         return [s for s in dense if len(s.shape) > 1 and min(s.shape[0], prod(s.shape[1:])) <= self.rank]
 
     def init(self, bucket: Bucket, size: int, rank: int) -> PowerSGDState:
+        wire = self._wire
+        limits = wire.limit_of_summands(size), wire.limit_of_summands(size, bucket.dtype)
         empty = PowerSGDState(
             size,
             rank,
@@ -327,6 +330,7 @@ class PowerSGDCompressor(Compressor):
             seed=self.seed,
             settings=f"PowerSGD {self.mode} {self.num_iters_per_step} {self._wire.dtype}",
             envelope=envelope_of(bucket, bucket.bounds, 1.0, ""),
+            cast=Cast(wire.torch_dtype, *limits),
             keeps=self.error_feedback,
         )
         return empty.with_factors({"P": {}, "Q": {}, "sums": {}}, zeros(bucket))
@@ -358,23 +362,21 @@ class PowerSGDCompressor(Compressor):
             sums = tuple(s + torch.stack([q, torch.ones_like(q)], 1) for s, q in zip(sums, squares, strict=True))
         h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
         state.layout.write(step.mean, step.dense, step.largest_bits)
-        yield from self._read(step)
-        R = max((U.shape[1] for U, _ in step.mean), default=1)
-        # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
-        in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)  # False for NaN
-        new = state.next(P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
-        message = first_nonfinite_message(bucket, map(state.layout.number_of, step.nonfinite))
-        return Reduced(DenseResult(message, is_finite=in_range), new, dropped=state.changed(deferred=None))
-
-    def _read(self, step: _Step) -> Conversation[None]:
-        """Reads, at once, what only the device knows."""
-        if step.reports is not None:
+        if step.reports is not None:  # one read of all that only the device knows
             bits = [] if step.largest_bits is None else [step.largest_bits]
             words = step.reports.scalars
             assert isinstance(words, Tensor)
             numbers = yield from read(torch.cat([words, *bits]))
             step.largest += [unpack("f", pack("i", numbers.pop()))[0] for _ in bits]
             step.nonfinite = step.reports.check(numbers)
+        R = max((U.shape[1] for U, _ in step.mean), default=1)
+        # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
+        in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)  # False for NaN
+        new = state.next(P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
+        message = None
+        if any(step.nonfinite):
+            message = first_nonfinite_message(bucket, map(state.layout.number_of, step.nonfinite))
+        return Reduced(DenseResult(message, is_finite=in_range), new, dropped=state.changed(deferred=None))
 
     def _residual(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
         factors = {"P": state.P, "Q": state.Q}
@@ -407,11 +409,8 @@ class PowerSGDCompressor(Compressor):
         """Returns the mean of Y = M^T X over the ranks if even, else of Y = M X. first: read the gradients; send
         the uncompressed tensors and a flag too. subtract: X and Y join the update.
         """
-        layout, bucket, wire = state.layout, state.layout.bucket, self._wire
-        cast = Cast(
-            wire.torch_dtype, wire.limit_of_summands(state.size), wire.limit_of_summands(state.size, bucket.dtype)
-        )
-        lowrank, work = kernels.of(state.v).lowrank, (X, even, cast)
+        layout, bucket = state.layout, state.layout.bucket
+        lowrank, work = kernels.of(state.v).lowrank, (X, even, state.cast)
         if first:
             message = lowrank.begin_(state.v, layout.batches, state.deferred, layout.gradients(), *work)
             bucket.release()
@@ -431,8 +430,8 @@ class PowerSGDCompressor(Compressor):
         Y_mean = layout.factors(mean[:numel], side)
         if first:
             step.dense = mean[numel:]
-        if (largest := lowrank.largest(mean)) is not None:
-            step.largest.append(largest)
+        if step.largest_bits is None:
+            step.largest.append(float(torch.linalg.vector_norm(mean, torch.inf)) if mean.numel() else 0.0)
         if subtract:
             append_(step.sent.products, X, tuple(message.Y), even)
             append_(step.mean, X, Y_mean, even)
@@ -446,5 +445,5 @@ class PowerSGDCompressor(Compressor):
         def noise(b: int) -> Tensor:
             return state.random_factor(state.layout.batches[b], side, k)
 
-        key = state.random_key(side, k)
+        key = state.random_key(side, k) if kernels.of(state.v).lowrank.fused else 0
         return tuple(orthonormalize(Y, self.orthogonalization, self.epsilon, noise, key))

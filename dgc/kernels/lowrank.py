@@ -89,7 +89,7 @@ class Message:
         rounding_errors: What casting takes from the uncompressed tensors [D]. None: nothing.
         first_nonfinite: Index in v of the gradient's first element that is NaN or TOO_LARGE, or V. None: no
             gradient was read.
-        largest: Zero, which `outer` sets. None: `LowRank.largest` tells the host.
+        largest: Zero, which `outer` sets. None: the caller finds it.
     """
 
     Y: Factors
@@ -113,10 +113,11 @@ class LowRank:
         kernels: Adds the gradients.
 
     Attributes:
-        casts: Whether `outer` writes to tensors of any one dtype. Otherwise only those of `rest` may not be fp32.
+        fused: Whether `outer` writes to tensors of any one dtype and finds the largest magnitude, and
+            `orthonormal` finds bases. Otherwise only those of `rest` may not be fp32, and the caller does both.
     """
 
-    casts = False
+    fused = False
 
     def __init__(self, kernels: SelectionKernels):
         self._kernels = kernels
@@ -232,14 +233,8 @@ class LowRank:
         # a copy, because the transport owns the message
         return Message(Y, torch.cat([as_sent, *rest]), errors, first)
 
-    def largest(self, mean: Vector) -> float | None:
-        """Return the largest magnitude in a reply, or None: `outer` finds it."""
-        return float(torch.linalg.vector_norm(mean, torch.inf)) if mean.numel() else 0.0
-
-    def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors | None:
-        """Orthonormal rows with the span of those of each x, found without a choice by the host.
-
-        None: the caller finds them (`dgc.compression.matrices.orthonormalize`, which explains the arguments).
+    def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors:
+        """Orthonormal rows with the span of those of each x, found without a choice by the host, if `fused`.
 
         Args:
             xs: Factors. What is not finite counts as zero.
@@ -247,7 +242,7 @@ class LowRank:
             epsilon: Largest share of a row that determines no direction.
             key: Of the random rows that replace such rows, 32 bits.
         """
-        return None
+        raise NotImplementedError
 
     def unit_rows(self, xs: Factors) -> tuple[list[Tensor], list[bool]]:
         """Divide the rows of each x by their lengths. Return whether those of an x are all positive and finite."""

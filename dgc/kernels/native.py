@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p, memset
 from itertools import accumulate, chain
-from math import inf
+from math import inf, prod
 from typing import Any, TypeVar
 
 import torch
@@ -35,11 +35,13 @@ from dgc.kernels.codec import (
 from dgc.kernels.library import Address, Addresses, address, load
 from dgc.kernels.lowrank import (
     Batches,
+    Cast,
     Factor,
     Factors,
     Left,
     LowRank,
     Matrices,
+    Message,
     Places,
     Products,
     Right,
@@ -725,6 +727,26 @@ class NativeLowRank(Native, LowRank):
         rests = (begins.tobytes(), len(begins) - 1, *errors, torch.get_num_threads())
         first = self._library.dgc_lowrank_first(v, v.numel(), *table, pieces, *rests)
         return torch.full((), first, dtype=torch.int64)
+
+    def begin_(
+        self,
+        v: Vector,
+        batches: Batches,
+        sent: SentUpdate | None,
+        g: Tensors,
+        X: Factors,
+        even: bool,
+        cast: Cast,
+    ) -> Message:
+        if cast.limit is not None or cast.rest_limit is not None:
+            return super().begin_(v, batches, sent, g, X, even, cast)
+        shapes = [(batch.count, batch.rank, batch.m if even else batch.n) for batch in batches]
+        sizes, last = list(map(prod, shapes)), batches[-1] if batches else None
+        end = 0 if last is None else last.offset + last.count * last.n * last.m
+        flat = torch.empty(sum(sizes), dtype=FP32)
+        Y = list(map(Tensor.view, flat.split_with_sizes(sizes), shapes))
+        first = self.refresh_(v, batches, sent, g, X, even, Y)
+        return Message(Y, torch.cat([flat, v[end:]]), None, first)
 
     def unit_rows(self, xs: Factors) -> tuple[list[Tensor], list[bool]]:
         units, usable = list(map(torch.empty_like, xs)), []

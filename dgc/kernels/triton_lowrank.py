@@ -413,7 +413,7 @@ class TritonLowRank(LowRank):
         kernels: Adds the gradients of a bucket that is one square matrix.
     """
 
-    casts = True
+    fused = True
 
     def __init__(self, kernels: TritonSelection):
         super().__init__(kernels)
@@ -455,9 +455,6 @@ class TritonLowRank(LowRank):
         sent = SentUpdate(products) if products else None
         partial = self._refresh(v, batches, [], sent, None, X, even, stores=False)
         return self._gather(partial, batches, even, cast, None, None)
-
-    def largest(self, mean: Vector) -> None:
-        return None
 
     def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors:
         shapes = [(len(x), x.shape[1], x.shape[2]) for x in xs]

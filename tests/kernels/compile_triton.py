@@ -22,7 +22,7 @@ from dgc import wire
 from dgc.kernels import triton_selection as backend
 from dgc.kernels.codec import Terms
 from dgc.kernels.elements import ElementCode, Form, Scale
-from dgc.kernels.lowrank import Batch, Cast, SentUpdate, consecutive
+from dgc.kernels.lowrank import Batch, Cast, SentUpdate
 from dgc.kernels.selection import Budget, PassInputs, SparseVector
 from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
 from dgc.kernels.triton_elements import TritonElementCoder
@@ -186,10 +186,10 @@ def every_code(coder: Any, dtypes: Any) -> None:
         coder.mean_into_(p, signs, [payload] * 2, None)
 
 
-def every_product(products: Any, dtypes: Any) -> None:
+def every_product(products: Any, dtypes: Any, lengths: Any = (50, 20000)) -> None:
     shapes = [Batch((0, 1), 0, 2, 70, 90, 2, 2 * 70 * 90), Batch((2,), 12600, 1, 65, 9, 2, 585)]
     v = torch.zeros(12600 + 585 + 30)
-    P, Q = (consecutive([b.factor_shape(side) for b in shapes], v.device)[1] for side in "PQ")
+    P, Q = ([torch.zeros(b.factor_shape(side)) for b in shapes] for side in "PQ")
     last = SentUpdate(list(zip(P, Q, strict=True)), torch.zeros(30))
     sent = [None, SentUpdate(last.products), last]
     for dtype in dtypes:
@@ -206,7 +206,7 @@ def every_product(products: Any, dtypes: Any) -> None:
     for even, given in product((True, False), (last.products, [])):
         products.project(v, shapes, given, P if even else Q, even, Cast(torch.float32, None, None))
     products.remove_(v, shapes, last)
-    for rank, length in product((1, 2, 4, 32), (50, 20000)):
+    for rank, length in product((1, 2, 4, 32), lengths):
         products.orthonormal([torch.zeros(1, rank, length)], False, 1e-8, 2**32 - 1)
 
 

@@ -36,7 +36,8 @@ def test_an_address_is_of_a_contiguous_cpu_tensor_of_the_dtype() -> None:
 
 def test_only_checked_pointers_reach_the_kernels() -> None:
     found = {path.name: path.read_text().count("data_ptr") for path in KERNELS.glob("*.py")}
-    assert {name: count for name, count in found.items() if count} == {"library.py": 2, "triton_tables.py": 1}
+    expected = {"library.py": 2, "triton_tables.py": 1, "triton_lowrank.py": 2}
+    assert {name: count for name, count in found.items() if count} == expected
 
 
 def test_kernels_refuse_other_tensors() -> None:

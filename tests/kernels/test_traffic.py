@@ -87,7 +87,7 @@ def test_no_kernel_moves_more_than_it_states() -> None:
         compile_triton.every_operation(TritonSelection(), [torch.float16, torch.float32])
         compile_triton.every_quantizer(TritonQuantizers())
         compile_triton.every_payload(TritonCodec(), TritonMeanDecoder())
-        compile_triton.every_product(TritonLowRank(TritonSelection()), [torch.float16, torch.float32])
+        compile_triton.every_product(TritonLowRank(TritonSelection()), [torch.float16], (50,))
         compile_triton.every_code(TritonElementCoder(), [torch.float16, torch.float32])
     for name, programs, moved, stated in found:
         for own, said in zip(moved, stated, strict=True):
