@@ -387,6 +387,7 @@ def bytes_of_dgc(layout: Sequence[Sequence[Segment]], form: SparseFormat, ratio:
 
 
 TESTS = ROOT / "tests" / "kernels"
+LAWS = ("test_triton.py", "test_triton_codec.py", "test_triton_elements.py", "test_triton_lowrank.py")
 LEFT_OUT = {
     "test_every_kernel_compiles_for_gpus": "compiles for other GPUs than this one",
     "test_importing_dgc_does_not_import_triton": "says nothing of the device",
@@ -397,9 +398,8 @@ CPU = torch.device("cpu")
 
 
 def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
-    yield from cases(load_tests(TESTS / "test_triton.py"), LEFT_OUT)
-    for file in ("test_triton_codec.py", "test_triton_elements.py", "test_triton_lowrank.py"):
-        yield from cases(load_tests(TESTS / file), {})
+    for file in LAWS:
+        yield from cases(load_tests(TESTS / file), LEFT_OUT if file == LAWS[0] else {})
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {

@@ -69,10 +69,12 @@ class MonkeyPatch:
 
 
 @contextmanager
-def raises(error: type[BaseException], match: str = "") -> Iterator[None]:
+def raises(error: type[BaseException], match: str = "") -> Iterator[SimpleNamespace]:
+    found = SimpleNamespace()
     try:
-        yield
+        yield found
     except error as raised:
+        found.value = raised
         assert re.search(match, str(raised)), f"{match!r} is not in {str(raised)!r}"
     else:
         raise AssertionError(f"no {error.__name__} was raised")
@@ -82,7 +84,8 @@ class Row(tuple[Any, ...]):
     """Values for all names of a `parametrize`, from `pytest.param`."""
 
 
-def parametrize(names: str | tuple[str, ...], values: Any) -> Callable[[Any], Any]:
+def parametrize(names: str | tuple[str, ...], values: Any, ids: Any = None) -> Callable[[Any], Any]:
+    """`ids` is for pytest's names alone."""
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
 
     def mark(test: Any) -> Any:
@@ -105,7 +108,9 @@ def fixture(function: Any = None, **options: Any) -> Any:
 
 def _pytest() -> ModuleType:
     module = ModuleType("pytest")
-    mark = SimpleNamespace(parametrize=parametrize, proof=lambda test: test)
+    mark = SimpleNamespace(
+        parametrize=parametrize, proof=lambda test: test, filterwarnings=lambda warning: lambda test: test
+    )
     parts = {"MonkeyPatch": MonkeyPatch, "raises": raises, "fixture": fixture, "mark": mark}
     module.__dict__.update(parts, param=lambda *values, marks: Row(values), importorskip=_import)
     return module

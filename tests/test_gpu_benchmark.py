@@ -76,8 +76,9 @@ TESTS = """
     @pytest.mark.proof
     def test_raises(monkeypatch):
         monkeypatch.setattr("os.absent", 1, raising=False)
-        with pytest.raises(ValueError, match="bad"):
+        with pytest.raises(ValueError, match="bad") as refused:
             raise ValueError("bad")
+        assert str(refused.value) == "bad"
 
     @pytest.mark.parametrize("x", [1, 2])
     def test_fails_for_two(x):
@@ -104,6 +105,21 @@ def test_tests_run_without_pytest(tmp_path: Path) -> None:
     assert [name for name in passed if not passed[name]] == ["test_fails_for_two(x=2)", "test_raises_nothing()"]
     with pytest.raises(AssertionError, match="no tests of these names"):
         list(cases(load_tests(file), {"test_unknown": "it is not there"}))
+
+
+def test_all_laws_load_without_pytest() -> None:
+    code = """
+        import torch, sys
+        sys.modules["pytest"] = None
+        from benchmarks.gpu_steps import laws
+        import dgc.kernels.triton_selection
+        print(len(list(laws(torch.device("cpu")))))
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 100
 
 
 def test_every_annotation_has_its_stand_in() -> None:
