@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import dgc.kernels as kernels
-from dgc.arguments import checked
 from dgc.comm.meter import TrafficMeter
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.engine.loop import LossScale, warn_of_drop
@@ -51,7 +50,11 @@ from dgc.kernels import BlockCode
 from dgc.wire.envelope import Unchecked, envelope
 
 WEIGHTS = ERROR = BlockCode(8, 256)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# FSDP2 divides fp16 gradients by a factor that depends on the number of ranks before it sums them
+TYPES = {
+    "gradients": (torch.float32, torch.bfloat16),
+    "weights": (torch.float32, torch.bfloat16, torch.float16),
+}
 
 
 class _Layout:
@@ -77,7 +80,7 @@ class _Collective:
 
     def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _Layout, what: str):
         self.group, self.layout, self._owner = group, layout, weakref.proxy(owner)
-        self._what = f"the {what} of {group.label}"
+        self._what, self._types = f"the {what} of {group.label}", TYPES[what]
         ratio, terms = layout.code.bits / 32, f"{what} {layout.code}"
         self._rows = envelope(self._what, layout.rows, ratio, terms)
         self._row = envelope(self._what, layout.row, ratio, terms)
@@ -86,10 +89,11 @@ class _Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _check(self, buffer: Tensor, numel: int) -> None:
-        if buffer.dtype not in FLOATS:
+        if buffer.dtype not in self._types:
             raise RuntimeError(
-                f"{self._what} are {buffer.dtype}, and dgc.fsdp.quantize rounds fp32, bf16 and fp16 only: give "
-                "all parameters of the module one of them, or set MixedPrecisionPolicy(param_dtype=...)"
+                f"{self._what} are {buffer.dtype}, not {' or '.join(map(str, self._types))}: for gradients pass "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and for weights of "
+                "several types its param_dtype="
             )
         if buffer.numel() != numel:
             raise RuntimeError(
@@ -253,7 +257,6 @@ class FSDPQuantizer:
             gradients are exchanged already.
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -273,17 +276,17 @@ class FSDPQuantizer:
             "weights": (weights, (8, None)),
             "error": (error, ("int8", "float32", None)),
             "block": (block, (64, 128, 256, 512)),
+            "hadamard": (hadamard, (True, False)),
         }
         for name, (value, allowed) in choices.items():
-            if value not in allowed:
+            if value not in allowed or isinstance(value, float):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
         self.error, self.scale = error, LossScale(grad_scaler, ())
         self.meter, self.dropped_steps, self._nonfinite = TrafficMeter(), 0, nonfinite
         self._groups = parameter_groups(model, mesh="init_device_mesh(device, (ranks,))", frozen=True)
         self._mesh = self._groups[0].gathered[0].device_mesh
-        settings = {**{name: value for name, (value, _) in choices.items()}, "hadamard": hadamard}
-        settings |= {"nonfinite": nonfinite, "uses_grad_scaler": self.scale.enabled}
-        self._check_settings(settings)
+        settings = {name: value for name, (value, _) in choices.items()}
+        self._check_settings({**settings, "nonfinite": nonfinite, "uses_grad_scaler": self.scale.enabled})
         ranks = self._mesh.size()
         self._sums: list[_ReduceScatter] = []
         undo = []
