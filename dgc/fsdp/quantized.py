@@ -79,7 +79,7 @@ class _Collective:
     """What FSDP2 calls in place of a collective of one group."""
 
     def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _Layout, what: str):
-        self.group, self.layout, self._owner = group, layout, weakref.proxy(owner)
+        self.group, self.layout, self._owner = group, layout, owner
         self._what, self._types = f"the {what} of {group.label}", TYPES[what]
         ratio, terms = layout.code.bits / 32, f"{what} {layout.code}"
         self._rows = envelope(self._what, layout.rows, ratio, terms)
@@ -126,7 +126,8 @@ class _ReduceScatter(_Collective):
         backend = kernels.of(input_tensor)
         if owner.scale.enabled:
             owner.scale.divide_(input_tensor)
-        v, keep = self.error(), owner.error is not None
+        v = self.error(self.kept if self.changed is None else self.changed)
+        keep = owner.error is not None
         first = backend.selection.accumulate_(kernels.PassInputs((input_tensor,), None, v))
         codes, residual = backend.blocks.encode(v, layout.rows, layout.code, ranks, keep)
         if keep:
@@ -151,9 +152,8 @@ class _ReduceScatter(_Collective):
 
     # --- the error --------------------------------------------------------------------------------
 
-    def error(self) -> Tensor:
-        """Return a copy of the error of all elements, fp32 [ranks numel]."""
-        kept = self.kept if self.changed is None else self.changed
+    def error(self, kept: Tensor | None) -> Tensor:
+        """Return a copy of the error of all elements, fp32 [ranks numel], from what is kept of it."""
         device, n = self.layout.rows.device, self.layout.ranks * self.layout.numel
         if kept is None:
             return torch.zeros(n, dtype=torch.float32, device=device)
@@ -188,7 +188,7 @@ class _ReduceScatter(_Collective):
     def exact(self) -> Tensor:
         """Return what is kept, or its zeros."""
         if self.kept is None:
-            self.store(self.error())
+            self.store(self.error(None))
         assert self.kept is not None
         return self.kept
 
@@ -328,6 +328,7 @@ class FSDPQuantizer:
         for group in self._groups:
             group.check_not_replaced("quantize")
         self._forget()  # what a pass that ended with an exception has left
+        self._reports = [report for report in self._reports if isinstance(report.collective, _AllGather)]
 
         def end() -> None:
             self._end = None
@@ -363,18 +364,20 @@ class FSDPQuantizer:
     @torch.no_grad()
     def _finish(self) -> None:
         """Keep or drop the gradients of this backward pass, as all ranks do. Runs at its end."""
-        self._check_weights()
-        reports, self._reports = self._reports, []
-        if (problem := _nonfinite(reports)) is not None:
+        try:
+            self._check_weights()
+            reports, self._reports = self._reports, []
+            problem = _nonfinite(reports)
+            for collective in self._sums if problem is None else ():
+                if collective.changed is not None:
+                    collective.kept = collective.changed
+        finally:
+            self._forget()
+        if problem is not None:
             self._drop(f"the gradient of {problem}")
-        for collective in self._sums:
-            if collective.changed is not None:
-                collective.kept = collective.changed
-        self._forget()
 
     def _drop(self, reason: str) -> None:
         self.dropped_steps += 1
-        self._forget()
         for p in (p for group in self._groups for p in group.parameters):
             if not self.scale.enabled:
                 p.grad = None
@@ -407,7 +410,7 @@ class FSDPQuantizer:
         """
         errors, each = dict[str, DTensor](), dict[str, DTensor]()
         for own in self._sums if self.error else ():
-            whole, parts = own.error().view(own.layout.ranks, -1), own.parts(own.exact())
+            whole, parts = own.error(own.kept).view(own.layout.ranks, -1), own.parts(own.exact())
             places = zip(
                 own.group.names, own.group.parameters, whole.split(own.layout.sizes, 1), parts, strict=True
             )

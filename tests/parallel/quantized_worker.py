@@ -51,7 +51,7 @@ def columns(size: int, p: nn.Parameter) -> Shard | None:
     return Shard(1) if p.ndim == 2 and p.shape[1] % size == 0 else None
 
 
-POLICIES = {
+POLICIES: dict[str, Any] = {
     "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "bf16 reduce": {"reduce_dtype": torch.bfloat16},
 }
@@ -229,6 +229,38 @@ def nonfinite(transport: Any) -> Finding:
     return found
 
 
+def interrupted(transport: Any) -> Finding:
+    """An exception in backward, after one of three groups was reduced. Its next step is as if it had not been.
+
+    FSDP2 itself keeps what it has of the gradients of the outermost module.
+    """
+    found = Finding()
+    first, second = batches(2, transport.rank)
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("in backward")
+
+    def hook(module: Any, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    for fails in (False, True):
+        model = build(transport, "plain")
+        quantizer = quantize(model, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        train(model, optimizer, [first])
+        if fails:
+            error, handle = exact_error(quantizer), model[0].register_forward_hook(hook)
+            assert told(partial(train, model, optimizer, [second]), ArithmeticError) == "in backward"
+            handle.remove()
+            model.reset_iter_state()
+            assert exact_error(quantizer) == error
+        train(model, optimizer, [second])
+        kept = quantizer.state_dict()["ranks"]
+        found[str(fails)] = digest([model[2].weight.full_tensor(), kept["2.weight"].to_local()])
+        quantizer.close()
+    return found
+
+
 def exact_error(quantizer: Any) -> str:
     return digest(part.to_local() for part in quantizer.state_dict()["ranks"].values())
 
@@ -270,13 +302,12 @@ def saved_and_loaded(transport: Any, folder: Path) -> Finding:
         if transport.rank in members:
             model = shard(network(), MESHES["two"])
             quantizer = quantize(model, 4, error=error)
-            state = quantizer.state_dict(of_each_rank=False)
-            group = MESHES["two"].get_group()
-            checkpoint.load({"gradients": state}, checkpoint_id=folder / error, process_group=group)
-            quantizer.load_state_dict(state)
-            for name, mean in quantizer.state_dict()["errors"].items():
+            mean, two = quantizer.state_dict(of_each_rank=False), MESHES["two"].get_group()
+            checkpoint.load({"gradients": mean}, checkpoint_id=folder / error, process_group=two)
+            quantizer.load_state_dict(mean)
+            for name, own in quantizer.state_dict()["errors"].items():
                 near = float(means[name].abs().max()) * (0.51 / 127 + 2**-8 if error == "int8" else 1e-6)
-                assert float((mean.full_tensor() - means[name]).abs().max()) <= near, (error, name)
+                assert float((own.full_tensor() - means[name]).abs().max()) <= near, (error, name)
             quantizer.close()
     return found
 
@@ -322,7 +353,7 @@ def refused(transport: Any) -> None:
         check(message, lambda: loss_of(model, batch).backward(), *kinds)
         quantizer.close()
 
-    step(lambda m: m.set_gradient_divide_factor(2.0), "call set_force_sum_reduction_for_comms(True)", RuntimeError)
+    step(lambda m: m.set_gradient_divide_factor(1.5), "call set_force_sum_reduction_for_comms(True)", RuntimeError)
     step(lambda m: m[5].requires_grad_(False), "close() the quantizer and call it again", RuntimeError)
     mixed = network()
     mixed[0].bias.requires_grad_(False)

@@ -38,6 +38,11 @@ def test_a_nonfinite_gradient_drops_the_step_everywhere(group: Group) -> None:
         assert len(own["skip"]["messages"]) == (rank == 0) and not own["scaler"]["messages"]
 
 
+def test_an_exception_in_backward_leaves_nothing_behind(group: Group) -> None:
+    for own in group.run(worker.interrupted):
+        assert own["True"] == own["False"]
+
+
 def test_a_loaded_run_continues_bit_for_bit(group: Group, tmp_path: Path) -> None:
     assert group.run(worker.saved_and_loaded, tmp_path) == [{"int8": True, "float32": True}] * group.size
 
