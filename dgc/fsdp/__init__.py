@@ -1,4 +1,4 @@
-"""FSDP2: `fully_shard` inside a machine at full precision, the exchange between machines compressed."""
+"""FSDP2: compression between machines that each shard the model, and quantized collectives over all ranks."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ from dgc.fsdp.compatibility import TORCH as _TORCH  # noqa: F401
 from dgc.fsdp.exchange import FSDPExchange as FSDPExchange
 from dgc.fsdp.exchange import compress as compress
 from dgc.fsdp.local import ShardedLocalOptimizer as ShardedLocalOptimizer
+from dgc.fsdp.quantized import FSDPQuantizer as FSDPQuantizer
+from dgc.fsdp.quantized import quantize as quantize
 from dgc.fsdp.shards import local_mesh as local_mesh
 
 

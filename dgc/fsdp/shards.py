@@ -66,10 +66,10 @@ class ParameterGroup:
     """The trainable parameters of one call of `fully_shard` on `module`.
 
     label: Name of the module, for messages. names: Those of the model's parameters. ranks: Those of this machine.
-    ValueError if the module is sharded over others, or in another way.
+    mesh: The mesh that the module needs, in words. ValueError if it is sharded over others, or in another way.
     """
 
-    def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int]):
+    def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int], mesh: str):
         self.label, self.module, self._ranks = label, module, len(ranks)
         state = module._get_fsdp_state()
         TORCH.check(state, STATE)
@@ -91,8 +91,15 @@ class ParameterGroup:
         self._shards = shards
         self.parameters: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in shards)
         self.names = tuple(names[p] for p in self.parameters)
-        shapes = [(p.shape, p.to_local().shape, _divided_dim(label, p, ranks)) for p in self.parameters]
-        self.places = lay_out(shapes, len(ranks))
+        gathered = self._group.fsdp_params if self._group else ()
+        self.gathered: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in gathered)
+        self.gathered_names = tuple(names[p] for p in self.gathered)
+        dims = {p: _divided_dim(label, p, ranks, mesh) for p in self.gathered}
+        self.dims = tuple(dims[p] for p in self.parameters)
+        self.places, self.gathered_places = (
+            lay_out([(p.shape, p.to_local().shape, dims[p]) for p in own], len(ranks))
+            for own in (self.parameters, self.gathered)
+        )
         self.numel = sum(place.reserved for place in self.places)
 
     def claim(self, owner: Any) -> None:
@@ -123,6 +130,30 @@ class ParameterGroup:
                 f"{self.label} has a hook of set_all_reduce_hook already, whose place dgc.fsdp.compress would "
                 "take: leave that hook out"
             )
+
+    def check_own_collectives(self) -> None:
+        """Raise ValueError if the group does not use FSDP2's own reduce-scatter and all-gather."""
+        for comm in (self._group._reduce_scatter_comm, self._group._all_gather_comm):
+            if not type(comm).__name__.startswith("Default"):
+                raise ValueError(
+                    f"{self.label} has a {type(comm).__name__}, whose place dgc.fsdp.quantize would take: leave "
+                    "out set_custom_reduce_scatter, set_custom_all_gather and other settings of FSDP2's buffers"
+                )
+
+    def use_collectives(self, reduce_scatter: Any, all_gather: Any) -> Callable[[], None]:
+        """Let the group use other collectives. None: unchanged. Returns what undoes it."""
+        group, module = self._group, self.module
+        before = group._reduce_scatter_comm, group._all_gather_comm, group.reduce_scatter_unused_params
+
+        def install(reduce_scatter: Any, all_gather: Any, unused: bool) -> None:
+            if reduce_scatter is not None:
+                module.set_custom_reduce_scatter(reduce_scatter)
+                module.set_reduce_scatter_unused_params(unused, recurse=False)
+            if all_gather is not None:
+                module.set_custom_all_gather(all_gather)
+
+        install(reduce_scatter, all_gather, True)
+        return lambda: install(*before)
 
     def install(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
         """Set the hook that takes the result of each reduce-scatter. Unused parameters get zeros there."""
@@ -230,10 +261,21 @@ def sharded_like(p: DTensor, own: Tensor) -> DTensor:
     return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGroup]:
+def parameter_groups(
+    model: nn.Module,
+    ranks: Sequence[int] | None = None,
+    mesh: str = "local_mesh(transport)",
+    frozen: bool = False,
+) -> list[ParameterGroup]:
     """Return the groups with trainable parameters, in the order in which backward reduces them in most models.
 
-    That is the reverse order of registration, with a module after its children. ranks: those of this machine.
+    That is the reverse order of registration, with a module after its children.
+
+    Args:
+        model: The model.
+        ranks: Those of this machine. None: those over which the first parameter is sharded.
+        mesh: In words, the mesh that the model needs.
+        frozen: Also return the groups without trainable parameters.
 
     Raises:
         ValueError: `model` is no module, or a trainable parameter belongs to no group or is exchanged already.
@@ -248,7 +290,10 @@ def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGr
     for _, module in sharded.values():
         module.reshard()  # after a forward pass the outermost module has gathered parameters in their place
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    groups = [ParameterGroup(label, module, names, ranks) for label, module in sharded.values()]
+    if ranks is None:
+        first = next((p for p in names if isinstance(p, DTensor)), None)
+        ranks = [] if first is None else first.device_mesh.mesh.flatten().tolist()
+    groups = [ParameterGroup(label, module, names, ranks, mesh) for label, module in sharded.values()]
     for group in groups:
         group.check_free()
     owned = {p for group in groups for p in group.parameters}
@@ -256,29 +301,29 @@ def parameter_groups(model: nn.Module, ranks: Sequence[int]) -> list[ParameterGr
     if missing:
         raise ValueError(
             f"{len(missing)} trainable parameters are not sharded, such as {missing[0]}: call "
-            "fully_shard(model, mesh=local_mesh(transport)) on the whole model first"
+            f"fully_shard(model, mesh={mesh}) on the whole model first"
         )
-    used = [group for group in reversed(groups) if group.parameters]
+    used = [group for group in reversed(groups) if (group.gathered if frozen else group.parameters)]
     if not used:
         raise ValueError("the model has no trainable parameters")
     return used
 
 
-def _divided_dim(label: str, p: DTensor, ranks: Sequence[int]) -> int:
+def _divided_dim(label: str, p: DTensor, ranks: Sequence[int], needed: str) -> int:
     """Return the dimension along which a parameter is sharded. Raise ValueError if not over these ranks."""
     mesh, placement = p.device_mesh, p.placements[0]
     if mesh.ndim != 1:
         raise ValueError(
             f"{label} is sharded over a mesh of {mesh.ndim} dimensions. On such a mesh (HSDP) FSDP2 averages over "
             "machines at full precision before its hook runs, and tensor parallelism is not supported: call "
-            "fully_shard(module, mesh=local_mesh(transport))"
+            f"fully_shard(module, mesh={needed})"
         )
     if not isinstance(placement, Shard):
         raise ValueError(f"the parameters of {label} are replicated: call fully_shard, not replicate")
     if (found := mesh.mesh.tolist()) != list(ranks):
         raise ValueError(
             f"{label} is sharded over ranks {found}, and this machine has ranks {list(ranks)}: call "
-            "fully_shard(module, mesh=local_mesh(transport))"
+            f"fully_shard(module, mesh={needed})"
         )
     return placement.dim
 

@@ -106,13 +106,9 @@ class Envelope:
         self, codes: UInt8[Tensor, "ranks nbytes"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[list[Tensor], list[int]]]:
         """Send row r to rank r. Returns the rows that all ranks have sent to this one."""
-        rows, nbytes = codes.shape
-        sealed = kernels.of(codes).codec.blank(rows * sealed_bytes(nbytes), codes).view(rows, -1)
-        sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes] = codes
-        for row in sealed:
-            self.seal_(row, first_nonfinite)
-        (payloads,) = yield (AllToAll(sealed.view(-1), (sealed.shape[1],) * rows),)
-        opened = self.open(payloads, nbytes)
+        sealed = self.seal_rows(codes, first_nonfinite)
+        (payloads,) = yield (AllToAll(sealed.view(-1), (sealed.shape[1],) * len(sealed)),)
+        opened = self.open(payloads, codes.shape[1])
         return opened.contents, opened.check((yield from read(opened.scalars)))
 
     def reduce(
@@ -138,6 +134,17 @@ class Envelope:
             payload[HEADER_BYTES : HEADER_BYTES + nbytes] = codes
         codec.seal_(payload, none, first_nonfinite, self.bounds, one, self.terms)
         return payload
+
+    def seal_rows(
+        self, codes: UInt8[Tensor, "ranks nbytes"], first_nonfinite: Int64[Tensor, ""]
+    ) -> UInt8[Tensor, "ranks total"]:
+        """Return a payload for each row of codes."""
+        rows, nbytes = codes.shape
+        sealed = kernels.of(codes).codec.blank(rows * sealed_bytes(nbytes), codes).view(rows, -1)
+        sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes] = codes
+        for row in sealed:
+            self.seal_(row, first_nonfinite)
+        return sealed
 
     def seal_(self, payload: UInt8[Tensor, "total"], first_nonfinite: Int64[Tensor, ""]) -> None:
         """Write the header into a payload that has the codes and is zero elsewhere."""
@@ -178,7 +185,12 @@ class Envelope:
 
 def envelope_of(bucket: Bucket, bounds: Int64[Tensor, "bounds"], ratio: float, settings: str) -> Envelope:
     """Return the envelope of a bucket's payloads, with terms from what must be the same on every rank."""
-    return Envelope(f"bucket {bucket.name}", bounds, Terms(ratio, crc32(settings.encode())))
+    return envelope(f"bucket {bucket.name}", bounds, ratio, settings)
+
+
+def envelope(what: str, bounds: Int64[Tensor, "bounds"], ratio: float, settings: str) -> Envelope:
+    """Return an envelope. what, bounds: as its attributes. settings: what must be the same on every rank."""
+    return Envelope(what, bounds, Terms(ratio, crc32(settings.encode())))
 
 
 def seal_numbers(numbers: Sequence[int], device: torch.device) -> UInt8[Tensor, "total"]:

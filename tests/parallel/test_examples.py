@@ -13,17 +13,21 @@ WORKER = Path(__file__).with_name("examples_worker.py")
 pytestmark = pytest.mark.timeout(300)
 
 
-def ends(launch: Any, directory: Path, *runs: str) -> list[dict[str, Any]]:
+def ends(launch: Any, directory: Path, *runs: str, shards: bool = False) -> list[dict[str, Any]]:
     """What runs of scripts end with: losses, accuracy and a hash of the parameters.
 
-    There are two ranks, or for FSDP2 two machines with two ranks each. All replicas must be equal.
+    There are two ranks, or two machines with two ranks each. All replicas must be equal. shards: There is one
+    replica, which is sharded over all ranks.
     """
     words = ["-W", "error", str(WORKER), str(directory), json.dumps([run.split() for run in runs])]
     ranks = 4 if launch is two_agents else 2
     done = launch(ranks, words)
     assert done.returncode == 0, done.stdout + done.stderr
     found: list[Any] = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-    assert found[: ranks // 2] == found[ranks // 2 :]
+    if shards:
+        assert all({**end, "state": ""} == {**other, "state": ""} for end, other in zip(*found, strict=True))
+    else:
+        assert found[: ranks // 2] == found[ranks // 2 :]
     return found[0]
 
 
@@ -49,6 +53,11 @@ def test_with_torchrun(tmp_path: Path, script: str) -> None:
 @pytest.mark.proof
 def test_fsdp2_on_two_machines(tmp_path: Path) -> None:
     (end,) = ends(two_agents, tmp_path, "train_fsdp2.py 16")
+    check_training(end)
+
+
+def test_fsdp2_over_all_ranks(tmp_path: Path) -> None:
+    (end,) = ends(torchrun, tmp_path, "train_fsdp2_quantized.py 6", shards=True)
     check_training(end)
 
 

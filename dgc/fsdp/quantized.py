@@ -1,0 +1,493 @@
+"""FSDP2 over all machines with quantized collectives: gradients in 8 or 4 bits, weights in 8.
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    quantizer = quantize(model, gradients=4, weights=8)
+
+For each parameter group of FSDP2, with N ranks,
+
+    reduce-scatter   v = g + e          rank i sends row j of Q[v] to rank j     e = v - Q[v]
+                     mean               of the rows that have arrived, in fp32, in the order of ranks
+    all-gather       w = Q8[shard]      of every shard, this rank's own one included
+
+Q rounds to blocks of 8 or 4 bits (dgc.kernels.blocks), and a block has elements of one parameter only. The sharded
+parameter is not rounded: the optimizer and checkpoints see it alone. e is kept on every rank for all elements, in
+blocks of 8 bits. Forward and backward gather the same bits, because rounding has no state.
+
+Every row of gradients has a header that says whether its rank has NaN or inf. All ranks have the headers of all
+others when backward ends, and drop the step together, without a further message. e changes at the end of backward.
+
+Payload of a group in bytes, for parameters whose shards, with padding, have m_p elements: N (24 + R) for gradients
+and 24 + R for weights, where R, rounded up to 8, is the sum over p of ceil(m_p / size) (2 + size bits / 8).
+
+Sources: qgZ and qwZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209, section 3), and the 8-bit error of LoCo (Xie et
+al. 2024, arXiv 2407.04480, Algorithm 1).
+
+Differences from the papers: One hop, where ZeRO++ reduces inside a machine first. LoCo keeps a moving average of
+the error, and resets it at times; here it is the error itself. hpZ is FSDP2's `reshard_after_forward=L`: the
+gather in backward is among L ranks then, of values that are rounded already, and is left as it is.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+import dgc.kernels as kernels
+from dgc.comm.meter import TrafficMeter
+from dgc.compression.protocol import NonFiniteGradientError
+from dgc.engine.loop import LossScale, warn_of_drop
+from dgc.engine.options import check_nonfinite
+from dgc.fsdp.shards import ParameterGroup, Place, parameter_groups, sharded_like
+from dgc.gossip.model import local
+from dgc.kernels import BlockCode
+from dgc.wire.envelope import Unchecked, envelope
+
+WEIGHTS = ERROR = BlockCode(8, 256)
+# FSDP2 divides fp16 gradients by a factor that depends on the number of ranks before it sums them
+TYPES = {
+    "gradients": (torch.float32, torch.bfloat16),
+    "weights": (torch.float32, torch.bfloat16, torch.float16),
+}
+
+
+class _Layout:
+    """The buffer of a collective: a row for each rank, with its part of each parameter in turn.
+
+    row: Bounds of the parameters in one row. rows: The same in all rows.
+    """
+
+    def __init__(self, names: Sequence[str], places: Sequence[Place], ranks: int, code: BlockCode, device: Any):
+        self.names, self.ranks, self.code = names, ranks, code
+        self.sizes = [place.reserved for place in places]
+        self.blocks = [-(-size // code.size) for size in self.sizes]
+        self.numel = sum(self.sizes)
+        starts = [r * self.numel + place.start for r in range(ranks) for place in places]
+        bounds = torch.tensor([*starts, ranks * self.numel], dtype=torch.int64)
+        self.rows = bounds.to(device)
+        self.row = bounds[: len(places) + 1].to(device)
+        self.row_bytes = code.row_bytes(sum(self.blocks))
+
+
+class _Collective:
+    """What FSDP2 calls in place of a collective of one group."""
+
+    def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _Layout, what: str):
+        self.group, self.layout, self._owner = group, layout, owner
+        self._what, self._types = f"the {what} of {group.label}", TYPES[what]
+        ratio, terms = layout.code.bits / 32, f"{what} {layout.code}"
+        self._rows = envelope(self._what, layout.rows, ratio, terms)
+        self._row = envelope(self._what, layout.row, ratio, terms)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _check(self, buffer: Tensor, numel: int) -> None:
+        if buffer.dtype not in self._types:
+            raise RuntimeError(
+                f"{self._what} are {buffer.dtype}, not {' or '.join(map(str, self._types))}: for gradients pass "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and for weights of "
+                "several types its param_dtype="
+            )
+        if buffer.numel() != numel:
+            raise RuntimeError(
+                f"{self._what} have {buffer.numel()} elements, not {numel}: if parameters were frozen, unfrozen "
+                "or replaced after dgc.fsdp.quantize, close() the quantizer and call it again"
+            )
+
+
+class _ReduceScatter(_Collective):
+    """The reduce-scatter of gradients. It keeps the group's error.
+
+    kept: Of all elements, blocks of ERROR or fp32, [ranks, bytes or numel]. changed: The same after this backward
+    pass. None: zeros, or unchanged.
+    """
+
+    kept: Tensor | None = None
+    changed: Tensor | None = None
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        owner, layout, ranks = self._owner, self.layout, self.layout.ranks
+        self._check(input_tensor, ranks * layout.numel)
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise RuntimeError(
+                f"FSDP2 asks for a scaled sum of {self._what}, which dgc.fsdp.quantize cannot form: beside "
+                "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True)"
+            )
+        owner.begin()
+        backend = kernels.of(input_tensor)
+        if owner.scale.enabled:
+            owner.scale.divide_(input_tensor)
+        v = self.error(self.kept if self.changed is None else self.changed)
+        keep = owner.error is not None
+        first = backend.selection.accumulate_(kernels.PassInputs((input_tensor,), None, v))
+        codes, residual = backend.blocks.encode(v, layout.rows, layout.code, ranks, keep)
+        if keep:
+            self.changed = self._stored(residual)
+
+        payload = self._rows.seal_rows(codes, first)
+        arrived = torch.empty_like(payload)
+        dist.all_to_all_single(arrived.view(-1), payload.view(-1), group=group)
+        opened = self._rows.open(arrived.unbind(), layout.row_bytes)
+        owner.report(self, opened)
+
+        total = v.new_zeros(sum(layout.blocks) * layout.code.size)
+        backend.blocks.add_sum_(opened.contents, layout.code, total)
+        if op == dist.ReduceOp.AVG:  # by a tensor: for a number, a GPU multiplies by its inverse
+            total.div_(torch.full((), ranks, dtype=torch.float32, device=total.device))
+        owner.scale.multiply_(total)
+        padded = total.split([blocks * layout.code.size for blocks in layout.blocks])
+        parts = [part[:size] for part, size in zip(padded, layout.sizes, strict=True)]
+        torch._foreach_copy_(list(output_tensor.split(layout.sizes)), parts)
+        wire = (ranks - 1) * payload.shape[1]
+        owner.count(payload.nbytes, wire, (ranks - 1) * input_tensor.nbytes / ranks)
+
+    # --- the error --------------------------------------------------------------------------------
+
+    def error(self, kept: Tensor | None) -> Tensor:
+        """Return a copy of the error of all elements, fp32 [ranks numel], from what is kept of it."""
+        device, n = self.layout.rows.device, self.layout.ranks * self.layout.numel
+        if kept is None:
+            return torch.zeros(n, dtype=torch.float32, device=device)
+        if self._owner.error == "float32":
+            return kept.flatten().clone()
+        out = torch.empty(n, dtype=torch.float32, device=device)
+        kernels.of(out).blocks.decode(list(kept), self.layout.rows, ERROR, 1, out)
+        return out
+
+    def _stored(self, error: Tensor) -> Tensor:
+        if self._owner.error == "float32":
+            return error.view(self.layout.ranks, -1)
+        return kernels.of(error).blocks.encode(error, self.layout.rows, ERROR, self.layout.ranks, False)[0]
+
+    def store(self, error: Tensor) -> None:
+        """Keep an error, fp32 [ranks numel]."""
+        self.kept = self._stored(error)
+
+    def parts(self, kept: Tensor) -> list[list[Tensor]]:
+        """Return for each parameter the views of `kept` that have its error, [ranks, some]."""
+        if self._owner.error == "float32":
+            return [[part] for part in kept.split(self.layout.sizes, 1)]
+        blocks = [-(-size // ERROR.size) for size in self.layout.sizes]
+        scales, codes = kept.split([2 * sum(blocks), ERROR.code_bytes * sum(blocks)], 1)
+        pairs = zip(
+            scales.split([2 * b for b in blocks], 1),
+            codes.split([ERROR.code_bytes * b for b in blocks], 1),
+            strict=True,
+        )
+        return [list(pair) for pair in pairs]
+
+    def exact(self) -> Tensor:
+        """Return what is kept, or its zeros."""
+        if self.kept is None:
+            self.store(self.error(None))
+        assert self.kept is not None
+        return self.kept
+
+
+class _AllGather(_Collective):
+    """The all-gather of weights."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        layout, owner = self.layout, self._owner
+        if group.size() != layout.ranks:  # the second gather of reshard_after_forward=L, of rounded values
+            work: dist.Work | None = dist.all_gather_single(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
+            return work
+        self._check(input_tensor, layout.numel)
+        backend = kernels.of(input_tensor)
+        v = torch.empty(layout.numel, dtype=torch.float32, device=input_tensor.device)
+        first = backend.selection.assign_((input_tensor,), v)
+        row, _ = backend.blocks.encode(v, layout.row, layout.code, 1, False)
+        payload = self._row.seal(row.view(-1), first)
+        arrived = payload.new_empty(layout.ranks, payload.numel())
+        dist.all_gather_single(arrived.view(-1), payload, group=group)
+        opened = self._row.open(arrived.unbind(), layout.row_bytes)
+        owner.report(self, opened)
+        # the input is a part of the output
+        out = output_tensor if output_tensor.dtype == torch.float32 else output_tensor.float()
+        backend.blocks.decode(opened.contents, layout.rows, layout.code, 1, out)
+        if out is not output_tensor:
+            output_tensor.copy_(out)
+        owner.count(payload.nbytes, (layout.ranks - 1) * payload.nbytes, (layout.ranks - 1) * input_tensor.nbytes)
+        return None
+
+
+@dataclass(frozen=True)
+class _Report:
+    collective: _Collective
+    opened: Unchecked[Tensor]
+
+
+class FSDPQuantizer:
+    """Quantizes the collectives of a model that FSDP2 shards over all ranks. `quantize` is another name for it.
+
+    Construction is collective, after `fully_shard` and before training. Gradients are the means over all ranks, as
+    FSDP2 forms them. The gradient of a trainable parameter that a backward pass does not use counts as zero.
+
+    Args:
+        model (Module): the model, on which `fully_shard` was called last, with meshes of one dimension.
+        gradients (int, optional): bits per element of gradients, 8 or 4. None: FSDP2's own reduce-scatter.
+        weights (int, optional): bits per element of weights in forward and backward, 8. None: FSDP2's own
+            all-gather.
+        error (str, optional): how each rank keeps what it does not send of its gradients: "int8", about one byte
+            per element of the whole model, or "float32", four. None: it is lost.
+        block (int, optional): elements of gradients that share a scale: 64, 128, 256 or 512. None: 256 with 8
+            bits, 128 with 4. Weights have blocks of 256.
+        hadamard (bool): transform each 64 elements of gradients before they are rounded. Useful with 4 bits.
+        nonfinite (str), grad_scaler: as for `dgc.ddp.compress`.
+
+    Attributes:
+        meter (TrafficMeter): bytes that this rank sent. `dense_wire_bytes` are those of FSDP2's own collectives.
+        dropped_steps (int): backward passes whose gradients were dropped because of NaN or inf.
+
+    Raises:
+        ValueError: if an argument is invalid or differs between ranks, the model is sharded in another way, or its
+            gradients are exchanged already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gradients: int | None = 8,
+        weights: int | None = None,
+        *,
+        error: str | None = "int8",
+        block: int | None = None,
+        hadamard: bool = False,
+        nonfinite: str = "skip",
+        grad_scaler: Any = None,
+    ):
+        check_nonfinite(nonfinite, grad_scaler)
+        block = (128 if gradients == 4 else 256) if block is None else block
+        choices: dict[str, tuple[object, tuple[object, ...]]] = {
+            "gradients": (gradients, (8, 4, None)),
+            "weights": (weights, (8, None)),
+            "error": (error, ("int8", "float32", None)),
+            "block": (block, (64, 128, 256, 512)),
+            "hadamard": (hadamard, (True, False)),
+        }
+        for name, (value, allowed) in choices.items():
+            if value not in allowed or isinstance(value, float):
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+        self.error, self.scale = error, LossScale(grad_scaler, ())
+        self.meter, self.dropped_steps, self._nonfinite = TrafficMeter(), 0, nonfinite
+        self._groups = parameter_groups(model, mesh="init_device_mesh(device, (ranks,))", frozen=True)
+        self._mesh = self._groups[0].gathered[0].device_mesh
+        settings = {name: value for name, (value, _) in choices.items()}
+        self._check_settings({**settings, "nonfinite": nonfinite, "uses_grad_scaler": self.scale.enabled})
+        ranks = self._mesh.size()
+        self._sums: list[_ReduceScatter] = []
+        undo = []
+        for group in self._groups:
+            group.check_own_collectives()
+        for group in self._groups:
+            reduce_scatter = all_gather = None
+            if gradients is not None and group.parameters:
+                code = BlockCode(gradients, block, hadamard)
+                layout = _Layout(group.names, group.places, ranks, code, group.device)
+                reduce_scatter = _ReduceScatter(self, group, layout, "gradients")
+                self._sums.append(reduce_scatter)
+            if weights is not None:
+                layout = _Layout(group.gathered_names, group.gathered_places, ranks, WEIGHTS, group.device)
+                all_gather = _AllGather(self, group, layout, "weights")
+            undo.append(group.use_collectives(reduce_scatter, all_gather))
+            group.claim(self)
+        self._undo: list[Callable[[], None]] = undo
+        self._reports: list[_Report] = []
+        self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
+
+    def _check_settings(self, own: Mapping[str, object]) -> None:
+        found: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(found, own, group=self._mesh.get_group())
+        for rank, other in enumerate(found):
+            for name, value in found[0].items():
+                if other[name] != value:
+                    raise ValueError(
+                        f"{name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}: every rank needs the "
+                        "same settings"
+                    )
+
+    # --- one backward pass ------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a backward pass, unless that has been done."""
+        if self._end is not None and self._end() is not None:
+            return
+        for group in self._groups:
+            group.check_not_replaced("quantize")
+        self._forget()  # what a pass that ended with an exception has left
+        self._reports = [report for report in self._reports if isinstance(report.collective, _AllGather)]
+
+        def end() -> None:
+            self._end = None
+            self._finish()
+
+        self._end = weakref.ref(end)  # autograd drops `end` if the pass ends with an exception
+        # runs after that of FSDP2, which was queued when backward began
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _forget(self) -> None:
+        for collective in self._sums:
+            collective.changed = None
+
+    def report(self, collective: _Collective, opened: Unchecked[Tensor]) -> None:
+        """Take what the headers of a collective say. A GPU is not waited for before the end of backward."""
+        self._reports.append(_Report(collective, opened))
+        is_old = len(self._reports) > 8 * len(self._groups)  # without backward passes
+        if isinstance(collective, _AllGather) and (collective.layout.row.is_cpu or is_old):
+            self._check_weights()
+
+    def _check_weights(self) -> None:
+        waiting = [report for report in self._reports if isinstance(report.collective, _AllGather)]
+        self._reports = [report for report in self._reports if report not in waiting]
+        if problem := _nonfinite(waiting):
+            raise RuntimeError(f"{problem}: it cannot be trained further. Load a checkpoint")
+
+    def count(self, payload: int, wire: float, dense: float) -> None:
+        self.meter.payload_bytes += payload
+        self.meter.wire_bytes += wire
+        self.meter.dense_wire_bytes += dense
+        self.meter.rounds += 1
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Keep or drop the gradients of this backward pass, as all ranks do. Runs at its end."""
+        try:
+            self._check_weights()
+            reports, self._reports = self._reports, []
+            problem = _nonfinite(reports)
+            for collective in self._sums if problem is None else ():
+                if collective.changed is not None:
+                    collective.kept = collective.changed
+        finally:
+            self._forget()
+        if problem is not None:
+            self._drop(f"the gradient of {problem}")
+
+    def _drop(self, reason: str) -> None:
+        self.dropped_steps += 1
+        for p in (p for group in self._groups for p in group.parameters):
+            if not self.scale.enabled:
+                p.grad = None
+            elif p.grad is not None:
+                local(p.grad).fill_(float("nan"))
+        if self._nonfinite == "raise":
+            raise NonFiniteGradientError(reason)
+        if self.dropped_steps == 1 and not self.scale.enabled and self._mesh.get_local_rank() == 0:
+            warn_of_drop(reason, "every rank drops this step, in which every .grad is None")
+
+    def close(self) -> None:
+        """Give the model FSDP2's own collectives again. The error is lost."""
+        for undo, group in zip(self._undo, self._groups, strict=True):
+            undo()
+            group.release(self)
+        self._undo, self._groups = [], []
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self, of_each_rank: bool = True) -> dict[str, dict[str, DTensor]]:
+        """Return the error, for torch.distributed.checkpoint. Collective.
+
+        Args:
+            of_each_rank: With the error of each rank, as it is kept. A run continues bit for bit with it, on the
+                same number of ranks. Without it, the state can be loaded from a checkpoint of any number of ranks.
+
+        Returns:
+            "errors": The mean error over the ranks by parameter name, sharded as the parameter. "ranks": That of
+            each rank, [ranks, ...], which is empty without `of_each_rank`.
+        """
+        errors, each = dict[str, DTensor](), dict[str, DTensor]()
+        for own in self._sums if self.error else ():
+            whole, parts = own.error(own.kept).view(own.layout.ranks, -1), own.parts(own.exact())
+            places = zip(
+                own.group.names, own.group.parameters, whole.split(own.layout.sizes, 1), parts, strict=True
+            )
+            for (name, p, rows, views), dim in zip(places, own.group.dims, strict=True):
+                error = DTensor.from_local(_joined(rows, p.shape, dim), p.device_mesh, [Partial("sum")])
+                errors[name] = sharded_like(p, local(error.redistribute(placements=p.placements)) / len(rows))
+                if of_each_rank:
+                    stored = torch.cat(views, 1).view(1, -1)
+                    each[name] = DTensor.from_local(stored, p.device_mesh, [Shard(0)], run_check=False)
+        return {"errors": errors, "ranks": each}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Mapping[str, DTensor]]) -> None:
+        """Load what `state_dict` returned on this rank, or torch.distributed.checkpoint has loaded into it.
+
+        Without the error of each rank, all ranks get the mean error. Collective.
+
+        Raises:
+            ValueError: The state has not the error of these parameters, or was saved with another `error`.
+        """
+        if not isinstance(state, Mapping) or not {"errors", "ranks"} <= state.keys():
+            raise ValueError("the state is not what state_dict() of a FSDPQuantizer returned")
+        exact = bool(state["ranks"])
+        names = [name for own in self._sums if self.error for name in own.group.names]
+        if missing := [n for n in names if n not in state["ranks" if exact else "errors"]]:
+            raise ValueError(f"the state has no error of {missing[0]}: it was saved with another model or error=")
+        for own in self._sums if self.error else ():
+            kept = own.exact().clone()
+            if exact:
+                for name, views in zip(own.group.names, own.parts(kept), strict=True):
+                    stored, widths = local(state["ranks"][name]), [view.shape[1] for view in views]
+                    expected = (1, len(kept) * sum(widths))
+                    if stored.shape != expected or stored.dtype != kept.dtype:
+                        raise ValueError(
+                            f"the error of {name} is {stored.dtype} {list(stored.shape)} on this rank, not "
+                            f"{kept.dtype} {list(expected)}: it was saved with another error= or number of ranks. "
+                            "Load the checkpoint into state_dict(of_each_rank=False)"
+                        )
+                    for view, part in zip(views, stored.view(len(kept), -1).split(widths, 1), strict=True):
+                        view.copy_(part)
+                own.kept = kept
+                continue
+            rows = []
+            for name, p, dim in zip(own.group.names, own.group.parameters, own.group.dims, strict=True):
+                error = state["errors"][name]
+                if error.shape != p.shape:
+                    raise ValueError(
+                        f"the error of {name} is {list(error.shape)}, and the parameter {list(p.shape)}"
+                    )
+                rows.append(_divided(error.full_tensor().to(kept.device), dim, own.layout.ranks))
+            own.store(torch.cat(rows, 1).view(-1))
+
+
+def _joined(rows: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """Return the parameter [shape] of which each rank's part, with padding, is a row."""
+    part = list(shape)
+    part[dim] = -(-shape[dim] // len(rows))
+    return torch.cat([row.view(part) for row in rows.contiguous()], dim).narrow(dim, 0, shape[dim]).contiguous()
+
+
+def _divided(whole: Tensor, dim: int, ranks: int) -> Tensor:
+    """Return the rows of a parameter, [ranks, some]: the inverse of `_joined`."""
+    padding = list(whole.shape)
+    padding[dim] = -whole.shape[dim] % ranks
+    parts = torch.cat([whole, whole.new_zeros(padding)], dim).chunk(ranks, dim)
+    return torch.stack([part.flatten() for part in parts])
+
+
+def _nonfinite(reports: Sequence[_Report]) -> str | None:
+    """Return the first parameter and rank with NaN or inf. Raises PayloadError for a damaged payload."""
+    found = None
+    for report in reports:
+        names = report.collective.layout.names
+        for rank, number in enumerate(report.opened.wait()[1]):
+            if number and found is None:
+                found = f"{names[(number - 1) % len(names)]} on rank {rank} has NaN or inf, or is 2**64 or more"
+    return found
+
+
+quantize = FSDPQuantizer
