@@ -88,6 +88,15 @@ class Envelope:
         opened = self.open(payloads, codes.numel())
         return opened.contents, opened.check((yield from read(opened.scalars)))
 
+    def gather_filled(
+        self, payload: UInt8[Tensor, "total"], nbytes: int, first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+        """As `gather`, given a payload of `blank` with `nbytes` bytes of codes."""
+        self.seal_(payload, first_nonfinite)
+        (payloads,) = yield (AllGather(payload),)
+        opened = self.open(payloads, nbytes)
+        return opened.contents, opened.check((yield from read(opened.scalars)))
+
     def gather_sealed(
         self, payload: UInt8[Tensor, "total"], decode: Callable[[list[Tensor]], Int32[Tensor, "numbers"]]
     ) -> Conversation[tuple[bool, list[int]]]:
@@ -106,12 +115,18 @@ class Envelope:
         self, codes: UInt8[Tensor, "ranks nbytes"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[list[Tensor], list[int]]]:
         """Send row r to rank r. Returns the rows that all ranks have sent to this one."""
-        rows, nbytes = codes.shape
-        sealed = kernels.of(codes).codec.blank(rows * sealed_bytes(nbytes), codes).view(rows, -1)
-        sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes] = codes
-        for row in sealed:
-            self.seal_(row, first_nonfinite)
-        (payloads,) = yield (AllToAll(sealed.view(-1), (sealed.shape[1],) * rows),)
+        ranks, nbytes = codes.shape
+        rows, room = blank(ranks, nbytes, codes)
+        room.copy_(codes)
+        return (yield from self.scatter_filled(rows, nbytes, first_nonfinite))
+
+    def scatter_filled(
+        self, rows: UInt8[Tensor, "ranks total"], nbytes: int, first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+        """As `scatter`, given rows of `blank` with `nbytes` bytes of codes each."""
+        none, one = _count_and_scale(rows.device)
+        kernels.of(rows).codec.seal_rows_(rows, none, first_nonfinite, self.bounds, one, self.terms)
+        (payloads,) = yield (AllToAll(rows.view(-1), (rows.shape[1],) * len(rows)),)
         opened = self.open(payloads, nbytes)
         return opened.contents, opened.check((yield from read(opened.scalars)))
 
@@ -179,6 +194,14 @@ class Envelope:
 def envelope_of(bucket: Bucket, bounds: Int64[Tensor, "bounds"], ratio: float, settings: str) -> Envelope:
     """Return the envelope of a bucket's payloads, with terms from what must be the same on every rank."""
     return Envelope(f"bucket {bucket.name}", bounds, Terms(ratio, crc32(settings.encode())))
+
+
+def blank(
+    rows: int, nbytes: int, like: Tensor
+) -> tuple[UInt8[Tensor, "rows total"], UInt8[Tensor, "rows nbytes"]]:
+    """Return payloads of zeros on the device of `like`, and the parts of them that are for the codes."""
+    payloads = kernels.of(like).codec.blank(rows * sealed_bytes(nbytes), like).view(rows, -1)
+    return payloads, payloads[:, HEADER_BYTES : HEADER_BYTES + nbytes]
 
 
 def seal_numbers(numbers: Sequence[int], device: torch.device) -> UInt8[Tensor, "total"]:
