@@ -28,7 +28,7 @@ from benchmarks.step_methods import Ours
 from dgc.bucket import Bucket, Segment, lay_out
 from dgc.comm import RunningConversation, TrafficMeter, Transport, all_gather_object
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.requests import AllGather, Conversation, next_requests
+from dgc.comm.requests import AllGather, AllToAll, Conversation, next_requests
 from dgc.compression import (
     BlockwiseCompressor,
     DGCCompressor,
@@ -38,6 +38,7 @@ from dgc.compression import (
     SparseCompressor,
     TernGradCompressor,
     ThresholdCompressor,
+    TwoPhaseCompressor,
 )
 from dgc.compression.cuda_graphs import SWITCH, StepGraph
 from dgc.compression.protocol import Compressor, Result, SparseResult
@@ -339,6 +340,8 @@ COUNTED: dict[str, Callable[[], Compressor]] = {
     "QSGD": QSGDCompressor,
     "TernGrad": TernGradCompressor,
     "int8 blocks": BlockwiseCompressor,
+    "two phases, int8": TwoPhaseCompressor,
+    "two phases, int4": lambda: TwoPhaseCompressor(4),
     "PowerSGD, rank 4": lambda: PowerSGDCompressor(4, 0),
 }
 
@@ -367,6 +370,8 @@ def launches_of(make: Callable[[], Compressor], ranks: int, device: torch.device
 
 def _answer(request: Any, ranks: int) -> Any:
     """The reply of equal ranks, as adjacent parts of one tensor."""
+    if isinstance(request, AllToAll):
+        request = AllGather(request.tensor[: request.splits[0]])
     if isinstance(request, AllGather):
         return torch.stack([request.tensor] * ranks).unbind()
     return request.tensor.clone()
@@ -387,7 +392,7 @@ def bytes_of_dgc(layout: Sequence[Sequence[Segment]], form: SparseFormat, ratio:
 
 
 TESTS = ROOT / "tests" / "kernels"
-LAWS = ("test_triton.py", "test_triton_codec.py", "test_triton_elements.py", "test_triton_lowrank.py")
+LAWS = ("triton", "triton_blocks", "triton_codec", "triton_elements", "triton_lowrank")
 LEFT_OUT = {
     "test_every_kernel_compiles_for_gpus": "compiles for other GPUs than this one",
     "test_importing_dgc_does_not_import_triton": "says nothing of the device",
@@ -398,8 +403,9 @@ CPU = torch.device("cpu")
 
 
 def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
-    for file in LAWS:
-        yield from cases(load_tests(TESTS / file), LEFT_OUT if file == LAWS[0] else {})
+    for subject in LAWS:
+        left_out = LEFT_OUT if subject == LAWS[0] else {}
+        yield from cases(load_tests(TESTS / f"test_{subject}.py"), left_out)
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
     methods: dict[str, Callable[[], Compressor]] = {

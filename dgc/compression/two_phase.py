@@ -44,7 +44,7 @@ from dgc.compression.protocol import Compressor, DenseResult, Reduced, Vector, f
 from dgc.kernels import BlockCode
 from dgc.kernels.blocks import SIZES
 from dgc.state import State, zeros
-from dgc.wire.envelope import envelope_of
+from dgc.wire.envelope import blank, envelope_of
 
 
 @dataclass(eq=False, kw_only=True)
@@ -116,7 +116,7 @@ class TwoPhaseCompressor(Compressor):
         return self.bits / 32
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
-        numel = -(-self.code.blocks(bucket.bounds) // size) * self.code.size  # of a chunk
+        numel = self._blocks_of_chunk(bucket, size) * self.code.size
         constants = {"chunk": torch.tensor([0, numel], dtype=torch.int64, device=bucket.device)}
         if self.code.rotate:  # the values of what fills a tensor's last block are not zero then
             real = torch.zeros(size, numel, dtype=torch.float32, device=bucket.device)
@@ -127,25 +127,33 @@ class TwoPhaseCompressor(Compressor):
         served, errors = torch.zeros(numel, dtype=torch.float32, device=bucket.device), {"errors": zeros(bucket)}
         return TwoPhaseState(size, rank, errors=errors, constants=constants, served=served, code=self.code)
 
+    def _blocks_of_chunk(self, bucket: Bucket, size: int) -> int:
+        return -(-self.code.blocks(bucket.bounds) // size)
+
     # --- one step ---------------------------------------------------------------------------------
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         v, first = accumulated(bucket, state)
         bounds, keep, blocks = bucket.bounds, self.error_feedback, kernels.of(v).blocks
+        each = self._blocks_of_chunk(bucket, state.size)
         envelope = envelope_of(bucket, bounds, self.compress_ratio, f"two phases {self.code} {self.answer}")
-        rows, kept = blocks.encode(v, bounds, self.code, state.size, keep)
-        parts, nonfinite = yield from envelope.scatter(rows, first)
+        nbytes = self.code.row_bytes(each)
+        rows, room = blank(state.size, nbytes, v)
+        kept = blocks.encode_(v, bounds, self.code, room, keep)
+        parts, nonfinite = yield from envelope.scatter_filled(rows, nbytes, first)
 
         chunk = state.constants["chunk"]
         if isinstance(state, TwoPhaseState):
             total = state.served.clone()
         else:
-            total = v.new_zeros(rows.shape[1] // self.code.row_bytes(1) * self.code.size)
+            total = v.new_zeros(each * self.code.size)
         blocks.add_sum_(parts, self.code, total)
         if self.code.rotate:
             total *= state.constants["real"]
-        answer, served = blocks.encode(total, chunk, self.answer, 1, keep)
-        answers, _ = yield from envelope.gather(answer.view(-1), bounds[-1])
+        nbytes = self.answer.row_bytes(each)
+        (answer,), room = blank(1, nbytes, v)
+        served = blocks.encode_(total, chunk, self.answer, room, keep)
+        answers, _ = yield from envelope.gather_filled(answer, nbytes, bounds[-1])
 
         mean = place_of_mean(bucket)
         blocks.decode(answers, bounds, self.answer, state.size, mean)

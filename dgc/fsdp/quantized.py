@@ -47,7 +47,7 @@ from dgc.engine.options import check_nonfinite
 from dgc.fsdp.shards import ParameterGroup, Place, parameter_groups, sharded_like
 from dgc.gossip.model import local
 from dgc.kernels import BlockCode
-from dgc.wire.envelope import Unchecked, envelope
+from dgc.wire.envelope import Unchecked, blank, envelope
 
 WEIGHTS = ERROR = BlockCode(8, 256)
 # FSDP2 divides fp16 gradients by a factor that depends on the number of ranks before it sums them
@@ -129,11 +129,12 @@ class _ReduceScatter(_Collective):
         v = self.error(self.kept if self.changed is None else self.changed)
         keep = owner.error is not None
         first = backend.selection.accumulate_(kernels.PassInputs((input_tensor,), None, v))
-        codes, residual = backend.blocks.encode(v, layout.rows, layout.code, ranks, keep)
+        payload, room = blank(ranks, layout.row_bytes, v)
+        residual = backend.blocks.encode_(v, layout.rows, layout.code, room, keep)
         if keep:
             self.changed = self._stored(residual)
 
-        payload = self._rows.seal_rows(codes, first)
+        self._rows.seal_rows_(payload, first)
         arrived = torch.empty_like(payload)
         dist.all_to_all_single(arrived.view(-1), payload.view(-1), group=group)
         opened = self._rows.open(arrived.unbind(), layout.row_bytes)
@@ -166,7 +167,10 @@ class _ReduceScatter(_Collective):
     def _stored(self, error: Tensor) -> Tensor:
         if self._owner.error == "float32":
             return error.view(self.layout.ranks, -1)
-        return kernels.of(error).blocks.encode(error, self.layout.rows, ERROR, self.layout.ranks, False)[0]
+        nbytes = ERROR.row_bytes(sum(-(-size // ERROR.size) for size in self.layout.sizes))
+        rows = torch.zeros(self.layout.ranks, nbytes, dtype=torch.uint8, device=error.device)
+        kernels.of(error).blocks.encode_(error, self.layout.rows, ERROR, rows, False)
+        return rows
 
     def store(self, error: Tensor) -> None:
         """Keep an error, fp32 [ranks numel]."""
@@ -209,8 +213,9 @@ class _AllGather(_Collective):
         backend = kernels.of(input_tensor)
         v = torch.empty(layout.numel, dtype=torch.float32, device=input_tensor.device)
         first = backend.selection.assign_((input_tensor,), v)
-        row, _ = backend.blocks.encode(v, layout.row, layout.code, 1, False)
-        payload = self._row.seal(row.view(-1), first)
+        (payload,), room = blank(1, layout.row_bytes, v)
+        backend.blocks.encode_(v, layout.row, layout.code, room, False)
+        self._row.seal_(payload, first)
         arrived = payload.new_empty(layout.ranks, payload.numel())
         dist.all_gather_single(arrived.view(-1), payload, group=group)
         opened = self._row.open(arrived.unbind(), layout.row_bytes)

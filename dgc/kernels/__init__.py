@@ -120,6 +120,7 @@ def _triton(device: str) -> Backend:
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
+        from dgc.kernels.triton_blocks import TritonBlocks
         from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
         from dgc.kernels.triton_elements import TritonElementCoder
         from dgc.kernels.triton_lowrank import TritonLowRank
@@ -129,4 +130,4 @@ def _triton(device: str) -> Backend:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
     means = (TritonMeanDecoder(), TritonElementCoder())
-    return Backend(triton, TritonCodec(), TritonQuantizers(), TritonLowRank(triton), Blocks(), *means)
+    return Backend(triton, TritonCodec(), TritonQuantizers(), TritonLowRank(triton), TritonBlocks(), *means)

@@ -29,6 +29,7 @@ GROUP = 64  # elements that are transformed together
 SIZES = (64, 128, 256, 512)
 
 Row = UInt8[Tensor, "nbytes"]
+Rows = UInt8[Tensor, "rows nbytes"]
 Padded = Float32[Tensor, "padded"]
 
 
@@ -65,12 +66,14 @@ class BlockCode:
 class Blocks:
     """Encoder and decoders, in plain torch on any device."""
 
-    def encode(
-        self, v: Dense, bounds: Bounds, code: BlockCode, rows: int, keep: bool = True
-    ) -> tuple[UInt8[Tensor, "rows nbytes"], Dense]:
-        """Return the rows, and v minus the values, one fp32 subtraction per element, or nothing unless `keep`."""
-        each, where = -(-code.blocks(bounds) // rows), code.places(bounds, v.numel())
-        x = v.new_zeros(rows * each * code.size)
+    def encode_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, keep: bool = True) -> Dense:
+        """Encode v into rows of `BlockCode.row_bytes` each, which are zero on entry and may be parts of others.
+
+        Returns v minus the values, one fp32 subtraction per element, or nothing unless `keep`.
+        """
+        count, where = len(rows), code.places(bounds, v.numel())
+        each = rows.shape[1] // code.row_bytes(1)
+        x = v.new_zeros(count * each * code.size)
         x[where] = v
         x = x.view(-1, code.size)
         if code.rotate:
@@ -79,16 +82,17 @@ class Blocks:
         inverses, steps = level_factors((tops << 16).view(torch.float32), code.levels, code.bits)
         levels = (x.abs() * inverses[:, None] + 0.5).clamp(max=code.levels).floor()
         negative = (x < 0) & (levels > 0)
-        fields = (levels.byte() + (negative.byte() << code.bits - 1)).view(rows, each * code.size)
+        fields = (levels.byte() + (negative.byte() << code.bits - 1)).view(count, each * code.size)
         if code.bits == 4:
             fields = fields[:, ::2] + (fields[:, 1::2] << 4)
-        scales = tops.to(torch.int16).view(torch.uint8).view(rows, 2 * each)
+        rows[:, : 2 * each] = tops.to(torch.int16).view(torch.uint8).view(count, 2 * each)
+        rows[:, 2 * each :] = fields
         if not keep:
-            return torch.cat([scales, fields], 1), v[:0]
+            return v[:0]
         values = torch.where(negative, -steps[:, None] * levels, steps[:, None] * levels)
         if code.rotate:
             values = rotated(values)
-        return torch.cat([scales, fields], 1), v - values.view(-1)[where]
+        return v - values.view(-1)[where]
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         """Add to `total` the values of all rows, which are of the same blocks, in their order."""

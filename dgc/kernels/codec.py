@@ -203,6 +203,19 @@ class Codec:
         header[4], header[5] = terms.words
         header[2] = checksum(payload).view(1).view(torch.int32)[0]
 
+    def seal_rows_(
+        self,
+        payloads: UInt8[Tensor, "rows nbytes"],
+        count: Int32[Tensor, ""],
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        scale: Float32[Tensor, ""],
+        terms: Terms,
+    ) -> None:
+        """`seal_` each row."""
+        for payload in payloads:
+            self.seal_(payload, count, first_nonfinite, bounds, scale, terms)
+
     def words(self, payload: UInt8[Tensor, "nbytes"]) -> Sequence[Any]:
         """Return number, sealed, count and terms of the header: numbers, or scalars on the payload's device."""
         header = self.unseal(payload)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.blocks import BlockCode, Blocks, Padded, Row
+from dgc.kernels.blocks import BlockCode, Blocks, Padded, Row, Rows
 from dgc.kernels.codec import (
     CASTS,
     HEADER_BYTES,
@@ -143,7 +143,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_quantize_levels": (None, (F32, *_RANGES, F32, F32, c_int, c_int, *_RANDOM, *_MADE)),
     "dgc_add_levels": (None, (U8, *_RANGES, F32, c_int, F32, c_int)),
     "dgc_quantize_natural": (None, (F32, c_int64, *_RANDOM, *_MADE)),
-    "dgc_blocks_encode": (None, (F32, *_RANGES, c_int64, c_int, c_int, c_int64, *_MADE)),
+    "dgc_blocks_encode": (None, (F32, *_RANGES, c_int64, c_int, c_int, c_int64, U8, c_int64, F32, c_int)),
     "dgc_blocks_add_sum": (None, (*_RANKS, c_int64, c_int, c_int, c_int64, F32, c_int)),
     "dgc_blocks_decode": (None, (EACH_U8, *_RANGES, c_int64, c_int, c_int, c_int64, c_float, F32, c_int)),
     "dgc_mean_signs": (None, (*_RANKS, *_RANGES, EACH_F32, EACH_F32, F32, c_float, F32, c_int)),
@@ -650,14 +650,12 @@ class NativeQuantizers(Native, Quantizers):
 class NativeBlocks(Native, Blocks):
     """Each is one pass: the scale of a block is found while the block is in the cache."""
 
-    def encode(
-        self, v: Dense, bounds: Bounds, code: BlockCode, rows: int, keep: bool = True
-    ) -> tuple[UInt8[Tensor, "rows nbytes"], Dense]:
-        each, residual = -(-code.blocks(bounds) // rows), empty_residual(v, keep)
-        coded = torch.zeros(rows, code.row_bytes(each), dtype=UINT8)
-        given, made = (v, *_ranges(bounds, code.bits, code.code_bytes)), (coded, residual, torch.get_num_threads())
-        self._library.dgc_blocks_encode(*given, *_how(code), each, *made)
-        return coded, residual
+    def encode_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, keep: bool = True) -> Dense:
+        residual, each = empty_residual(v, keep), rows.shape[1] // code.row_bytes(1)
+        given, made = (v, *_ranges(bounds, code.bits, code.code_bytes)), (residual, torch.get_num_threads())
+        first = rows[0]  # contiguous, as the library requires
+        self._library.dgc_blocks_encode(*given, *_how(code), each, first, rows.stride(0), *made)
+        return residual
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         blocks, threads = total.numel() // code.size, torch.get_num_threads()

@@ -206,13 +206,17 @@ def write_plain(
     finish(payload, total, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form, BLOCK)
 
 
-@moves("payload bounds", "", lambda a: both(16 * a.programs))
+@moves("payloads bounds", "", lambda a: both(16 * a.programs))
 @triton.jit(do_not_specialize=["n_words", "n_bounds", "ratio", "form", "n_programs"])
 @no_type_check
 def seal(
-    payload, n_words, count, first, bounds, n_bounds, scale, ratio, form, counters, n_programs, BLOCK: tl.constexpr
-):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) + HEADER_WORDS
+    payloads, n_words, count, first, bounds, n_bounds, scale, ratio, form, counters, n_programs,
+    BLOCK: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Write the headers of adjacent payloads, with `n_programs` programs for each."""
+    row = tl.program_id(0) // n_programs
+    payload, counters = payloads + row.to(tl.int64) * n_words * 8, counters + row * LINE
+    i = tl.program_id(0) % n_programs * BLOCK + tl.arange(0, BLOCK) + HEADER_WORDS
     word = tl.load(payload.to(tl.pointer_type(tl.int64)) + i, mask=i < n_words, other=0)
     part = tl.sum(word * (2 * i.to(tl.int64) + 1), 0)
     known = tl.load(scale)
@@ -1128,10 +1132,22 @@ class TritonCodec(Codec):
         scale: Float32[Tensor, ""],
         terms: Terms,
     ) -> None:
-        words, counters = payload.numel() // 8, counters_on(payload.device, current_stream(payload.device))
+        self.seal_rows_(payload[None], count, first_nonfinite, bounds, scale, terms)
+
+    def seal_rows_(
+        self,
+        payloads: UInt8[Tensor, "rows nbytes"],
+        count: Int32[Tensor, ""],
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        scale: Float32[Tensor, ""],
+        terms: Terms,
+    ) -> None:
+        rows, words = len(payloads), payloads.shape[1] // 8
+        counters = counters_on(payloads.device, current_stream(payloads.device), rows)
         programs = max(1, blocks(words - HEADER_BYTES // 8))
-        what = (payload, words, count, first_nonfinite, bounds, bounds.numel(), scale, *terms.words)
-        self._launch(seal, payload, programs, *what, counters, programs, BLOCK)
+        what = (payloads, words, count, first_nonfinite, bounds, bounds.numel(), scale, *terms.words)
+        self._launch(seal, payloads, rows * programs, *what, counters, programs, BLOCK, COUNTERS)
 
     def words_of(self, payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> Int32[Tensor, "words"]:
         words = torch.empty(5 * len(payloads), dtype=torch.int32, device=payloads[0].device)
@@ -1208,6 +1224,6 @@ def codes_begin(layout: Layout, segments: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def counters_on(device: torch.device, stream: int) -> Int64[Tensor, "counters"]:
-    """The counters of launches on this stream, which follow each other."""
-    return torch.zeros(COUNTERS, dtype=torch.int64, device=device)
+def counters_on(device: torch.device, stream: int, rows: int = 1) -> Int64[Tensor, "counters"]:
+    """The counters of launches on this stream, which follow each other, for each of some payloads."""
+    return torch.zeros(rows * COUNTERS, dtype=torch.int64, device=device)

@@ -88,6 +88,15 @@ class Envelope:
         opened = self.open(payloads, codes.numel())
         return opened.contents, opened.check((yield from read(opened.scalars)))
 
+    def gather_filled(
+        self, payload: UInt8[Tensor, "total"], nbytes: int, first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+        """As `gather`, given a payload of `blank` with `nbytes` bytes of codes."""
+        self.seal_(payload, first_nonfinite)
+        (payloads,) = yield (AllGather(payload),)
+        opened = self.open(payloads, nbytes)
+        return opened.contents, opened.check((yield from read(opened.scalars)))
+
     def gather_sealed(
         self, payload: UInt8[Tensor, "total"], decode: Callable[[list[Tensor]], Int32[Tensor, "numbers"]]
     ) -> Conversation[tuple[bool, list[int]]]:
@@ -106,9 +115,18 @@ class Envelope:
         self, codes: UInt8[Tensor, "ranks nbytes"], first_nonfinite: Int64[Tensor, ""]
     ) -> Conversation[tuple[list[Tensor], list[int]]]:
         """Send row r to rank r. Returns the rows that all ranks have sent to this one."""
-        sealed = self.seal_rows(codes, first_nonfinite)
-        (payloads,) = yield (AllToAll(sealed.view(-1), (sealed.shape[1],) * len(sealed)),)
-        opened = self.open(payloads, codes.shape[1])
+        ranks, nbytes = codes.shape
+        rows, room = blank(ranks, nbytes, codes)
+        room.copy_(codes)
+        return (yield from self.scatter_filled(rows, nbytes, first_nonfinite))
+
+    def scatter_filled(
+        self, rows: UInt8[Tensor, "ranks total"], nbytes: int, first_nonfinite: Int64[Tensor, ""]
+    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+        """As `scatter`, given rows of `blank` with `nbytes` bytes of codes each."""
+        self.seal_rows_(rows, first_nonfinite)
+        (payloads,) = yield (AllToAll(rows.view(-1), (rows.shape[1],) * len(rows)),)
+        opened = self.open(payloads, nbytes)
         return opened.contents, opened.check((yield from read(opened.scalars)))
 
     def reduce(
@@ -135,21 +153,15 @@ class Envelope:
         codec.seal_(payload, none, first_nonfinite, self.bounds, one, self.terms)
         return payload
 
-    def seal_rows(
-        self, codes: UInt8[Tensor, "ranks nbytes"], first_nonfinite: Int64[Tensor, ""]
-    ) -> UInt8[Tensor, "ranks total"]:
-        """Return a payload for each row of codes."""
-        rows, nbytes = codes.shape
-        sealed = kernels.of(codes).codec.blank(rows * sealed_bytes(nbytes), codes).view(rows, -1)
-        sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes] = codes
-        for row in sealed:
-            self.seal_(row, first_nonfinite)
-        return sealed
-
     def seal_(self, payload: UInt8[Tensor, "total"], first_nonfinite: Int64[Tensor, ""]) -> None:
         """Write the header into a payload that has the codes and is zero elsewhere."""
         none, one = _count_and_scale(payload.device)
         kernels.of(payload).codec.seal_(payload, none, first_nonfinite, self.bounds, one, self.terms)
+
+    def seal_rows_(self, rows: UInt8[Tensor, "rows total"], first_nonfinite: Int64[Tensor, ""]) -> None:
+        """Write the header into each of several payloads."""
+        none, one = _count_and_scale(rows.device)
+        kernels.of(rows).codec.seal_rows_(rows, none, first_nonfinite, self.bounds, one, self.terms)
 
     def open(
         self, payloads: Sequence[UInt8[Tensor, "total"]], nbytes: int, ranks: Sequence[int] | None = None
@@ -191,6 +203,14 @@ def envelope_of(bucket: Bucket, bounds: Int64[Tensor, "bounds"], ratio: float, s
 def envelope(what: str, bounds: Int64[Tensor, "bounds"], ratio: float, settings: str) -> Envelope:
     """Return an envelope. what, bounds: as its attributes. settings: what must be the same on every rank."""
     return Envelope(what, bounds, Terms(ratio, crc32(settings.encode())))
+
+
+def blank(
+    rows: int, nbytes: int, like: Tensor
+) -> tuple[UInt8[Tensor, "rows total"], UInt8[Tensor, "rows nbytes"]]:
+    """Return payloads of zeros on the device of `like`, and the parts of them that are for the codes."""
+    payloads = kernels.of(like).codec.blank(rows * sealed_bytes(nbytes), like).view(rows, -1)
+    return payloads, payloads[:, HEADER_BYTES : HEADER_BYTES + nbytes]
 
 
 def seal_numbers(numbers: Sequence[int], device: torch.device) -> UInt8[Tensor, "total"]:

@@ -20,10 +20,12 @@ from triton.compiler import ASTSource
 
 from dgc import wire
 from dgc.kernels import triton_selection as backend
+from dgc.kernels.blocks import BlockCode
 from dgc.kernels.codec import Terms
 from dgc.kernels.elements import ElementCode, Form, Scale
 from dgc.kernels.lowrank import Batch, Cast, SentUpdate
 from dgc.kernels.selection import Budget, PassInputs, SparseVector
+from dgc.kernels.triton_blocks import TritonBlocks
 from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
 from dgc.kernels.triton_elements import TritonElementCoder
 from dgc.kernels.triton_lowrank import TritonLowRank
@@ -43,7 +45,7 @@ POINTERS = {
 NUMBERS = {int: "i32", float: "fp32"}
 SUMS_OF_PRODUCTS = (
     "accumulate decay subtract_at uniform_encode uniform_add mean_of_fields merge write_plain write_coded encode "
-    "measure mean_of_payloads".split()
+    "measure mean_of_payloads encode_blocks add_blocks decode_blocks".split()
 )
 
 
@@ -79,7 +81,7 @@ class Compile:
         # AMD divides with FMAs, which cannot be told apart: `accumulate` does where it predicts lower bounds
         predicts = name == "accumulate" and signature["last"] != "constexpr"
         dividing = "merge mean_of_fields write_coded measure encode mean_of_payloads".split()
-        divides = predicts or name in dividing
+        divides = predicts or name in dividing or name.endswith("_blocks")
         if name in SUMS_OF_PRODUCTS and not (divides and self.target.backend == "hip"):
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             # AMD's fma_mix also stands for a product alone whose operands or result are fp16
@@ -186,6 +188,19 @@ def every_code(coder: Any, dtypes: Any) -> None:
         coder.mean_into_(p, signs, [payload] * 2, None)
 
 
+def every_block(blocks: Any) -> None:
+    n, bounds = 6000, torch.tensor([0, 2500, 6000])
+    v = torch.zeros(n)
+    for bits, size, rotate in ((8, 256, False), (4, 128, False), (8, 64, True), (4, 128, True)):
+        code = BlockCode(bits, size, rotate)
+        each = code.blocks(bounds)
+        rows = torch.zeros(2, code.row_bytes(each), dtype=torch.uint8)
+        for keep in (False, True):
+            blocks.encode_(v, bounds, code, rows[:1], keep)
+        blocks.add_sum_(rows.unbind(), code, torch.zeros(each * size))
+        blocks.decode(rows[:1].unbind(), bounds, code, 2, v)
+
+
 def every_product(products: Any, dtypes: Any, lengths: Any = (50, 20000)) -> None:
     shapes = [Batch((0, 1), 0, 2, 70, 90, 2, 2 * 70 * 90), Batch((2,), 12600, 1, 65, 9, 2, 585)]
     v = torch.zeros(12600 + 585 + 30)
@@ -226,6 +241,9 @@ if __name__ == "__main__":
     coder = TritonElementCoder()
     coder._launch = launch
     every_code(coder, [getattr(torch, name) for name in sys.argv[2:]])
+    blocks = TritonBlocks()
+    blocks._launch = launch
+    every_block(blocks)
     products = TritonLowRank(kernels)
     products._launch = launch
     every_product(products, [getattr(torch, name) for name in sys.argv[2:]])

@@ -6,21 +6,12 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import random, same
+from kernels.comparison import CODES, CUTS, encoded, numbers, random, same
 
-from dgc.kernels.blocks import GROUP, SIZES, BlockCode, Blocks, rotated
+from dgc.kernels.blocks import GROUP, Blocks, rotated
 from dgc.kernels.native import NativeBlocks
 
 REFERENCE = Blocks()
-CUTS = ((0, 0), (0, 1), (0, 0, 64, 64, 300, 777, 1000), (0, 5, 130, 40_000, 40_001, 70_001))
-CODES = [BlockCode(bits, size, rotate) for bits, size, rotate in product((8, 4), SIZES, (False, True))]
-
-
-def numbers(n: int, seed: int) -> Any:
-    """Of all magnitudes, with zeros, and blocks of zeros."""
-    v = torch.ldexp(random(n, seed), torch.randint(-140, 60, (n,), generator=torch.Generator().manual_seed(n)))
-    v[:70], v[5::13] = 0.0, -0.0
-    return v
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -29,11 +20,11 @@ def test_tiers_agree_bit_for_bit(kernels: Any) -> None:
     for cuts, code, rows in product(CUTS, CODES, (1, 3)):
         bounds, n, more = torch.tensor(cuts), cuts[-1], []
         for v in random(n, 1), numbers(n, 2):
-            before, (coded, rest) = v.clone(), REFERENCE.encode(v, bounds, code, rows)
+            before, (coded, rest) = v.clone(), encoded(REFERENCE, v, bounds, code, rows)
             with case(cuts, code, rows):
-                ours, kept = blocks.encode(v, bounds, code, rows)
+                ours, kept = encoded(blocks, v, bounds, code, rows)
                 assert same(ours, coded) and same(kept, rest) and same(v, before)
-                alone, nothing = blocks.encode(v, bounds, code, rows, False)
+                alone, nothing = encoded(blocks, v, bounds, code, rows, False)
                 assert same(alone, coded) and not nothing.numel()
                 out, expected = torch.empty(n), torch.empty(n)
                 for size in (1, 3):
@@ -54,7 +45,7 @@ def test_levels_are_the_nearest_of_the_block() -> None:
     """Within half a step of the block, whose scale is its largest magnitude, rounded up to bfloat16."""
     for code in CODES:
         v, bounds = random(5000, 4), torch.tensor([0, 2000, 5000])
-        _, rest = REFERENCE.encode(v, bounds, code, 1)
+        _, rest = encoded(REFERENCE, v, bounds, code, 1)
         for s, e in zip(v.split([2000, 3000]), rest.split([2000, 3000]), strict=True):
             whole = len(s) // code.size * code.size
             blocks = [y[:whole].view(-1, code.size) for y in (s, e)]

@@ -21,6 +21,7 @@ with pytest.MonkeyPatch.context() as environment:
     from benchmarks.step_overhead import plan_buckets, resnet50
     from dgc import kernels
     from dgc.bucket import lay_out
+    from dgc.kernels.triton_blocks import TritonBlocks
     from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
     from dgc.kernels.triton_elements import TritonElementCoder
     from dgc.kernels.triton_lowrank import TritonLowRank
@@ -88,6 +89,7 @@ def test_no_kernel_moves_more_than_it_states() -> None:
         compile_triton.every_quantizer(TritonQuantizers())
         compile_triton.every_payload(TritonCodec(), TritonMeanDecoder())
         compile_triton.every_product(TritonLowRank(TritonSelection()), [torch.float16], (50,))
+        compile_triton.every_block(TritonBlocks())
         compile_triton.every_code(TritonElementCoder(), [torch.float16, torch.float32])
     for name, programs, moved, stated in found:
         for own, said in zip(moved, stated, strict=True):

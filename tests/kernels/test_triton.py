@@ -561,4 +561,5 @@ def test_every_kernel_compiles_for_gpus(gpu: str, tmp_path: Path) -> None:
         "largest", "mean_of_fields", "pack", "choose", "largest_of", "write_plain", "seal", "open_headers",
         "check", "merge", "measure", "encode", "mean_of_payloads", "measure_packed", "measure_rice", "place_rice",
         "write_coded", "unpack", "unpack_chunks", "refresh", "gather", "expand", "orthonormalize",
+        "encode_blocks", "add_blocks", "decode_blocks",
     }  # fmt: skip

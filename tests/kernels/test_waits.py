@@ -104,6 +104,13 @@ def test_launches_of_methods_with_a_code_for_every_element(name: Any) -> None:
     assert [own.kernels + own.operations for own in both] == [2, 1]
 
 
+def test_launches_of_two_phases() -> None:
+    """For any number of ranks. The answer of a chunk is part of what follows the first payloads."""
+    for name, ranks in (("two phases, int8", 2), ("two phases, int4", 64)):
+        both = launches_of(COUNTED[name], ranks, torch.device(DEVICE))
+        assert [own.kernels for own in both] == [3, 6] and [own.operations for own in both] == [2, 3], name
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -150,6 +157,7 @@ def test_other_methods() -> None:
         compression.SignSGDCompressor(),
         compression.ThresholdCompressor(),
         compression.ThresholdCompressor(wire="scatter"),
+        compression.TwoPhaseCompressor(4, hadamard=True),
         compression.DGCCompressor(1.0, DGCSGDMemory(0.9)),
         compression.RandomKCompressor(0.1),
         compression.SparseCompressor(0.05, decaying, TopKPerChunk(32), wire.TwoBitValues(), vectors="sparse"),

@@ -42,13 +42,12 @@ void for_blocks(const Code& code, const Segments& segments, int threads, Visit&&
 
 using namespace dgc;
 
-// rows [count, blocks * (2 + bytes)] is zero on entry where a row has no block of a segment.
+// A row has blocks * (2 + bytes) bytes, and begins `stride` after the one before. It is zero on entry.
 DGC_EXPORT void dgc_blocks_encode(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                   int64_t size, int bits, int rotating, int64_t blocks, uint8_t* rows,
-                                  float* residual, int threads) {
+                                  int64_t stride, float* residual, int threads) {
     const auto kernel = quantize_kernels().blocks_encode;
     const Code code{size, size * bits / 8, blocks, bits, rotating != 0};
-    const int64_t stride = blocks * (2 + code.bytes);
     for_blocks(code, {bounds, starts, segments}, threads, [&](int64_t row, int64_t inside, int64_t i, int64_t n) {
         uint8_t* to = rows + row * stride;
         kernel(v + i, n, size, bits, code.rotating, to + 2 * inside, to + 2 * blocks + inside * code.bytes,
