@@ -401,11 +401,14 @@ def share_momentum(
 
 
 def observe_steps(check: Callable[[Optimizer], None]) -> Any:
-    """Call a method before each step of any optimizer, while its object exists. Return a removable handle."""
+    """Call a method before each step of any optimizer, while its object exists. Return a removable handle.
+
+    An optimizer with `is_part_of_another` steps inside one that was seen already.
+    """
     reference = WeakMethod(check)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (observed := reference()) is not None:
+        if (observed := reference()) is not None and not getattr(optimizer, "is_part_of_another", False):
             observed(optimizer)
 
     return register_optimizer_step_pre_hook(before_step)
