@@ -173,7 +173,5 @@ def half_net(layer: Any) -> Any:
 
 def test_a_torch_without_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
-    with (
-        pytest.raises(ImportError, match=r"dgc.optim.MuonWithAdamW works with torch 2.9 to .*no Muon"),
-    ):
+    with pytest.raises(ImportError, match=r"dgc.optim.MuonWithAdamW works with torch 2.9 to .*no Muon"):
         muon(nets.net())
