@@ -15,6 +15,7 @@ several matrices, each with NS and s of its own.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -24,12 +25,22 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dgc.arguments import NUMBER, require
+from dgc.compression.protocol import Compressor
 from dgc.engine.options import check_adam, check_optimizer_state, loss_of
 from dgc.versions import TorchRange
 
 TORCH = TorchRange("optim.MuonWithAdamW", oldest="2.9", newest="2.14", since={"Muon": "2.9"})
 HEADS = ("*head.weight", "*classifier.weight", "fc.weight")
 GATES = {nn.LSTM: 4, nn.GRU: 3}
+_LOW_RANK = "loses much with Muon, which makes all singular values alike"
+_SIGNS = "of embeddings ruins AdamW's step, because rows of rare tokens become as large as others"
+# why a compressor does not suit: its name, whether the parameter is of Muon, whether it exchanges gradients
+UNSUITED = {
+    ("PowerSGDCompressor", True, True): _LOW_RANK,
+    ("PowerSGDCompressor", True, False): _LOW_RANK,
+    ("DoubleSqueezeCompressor", True, True): "loses much with Muon, which enlarges errors of its gradients",
+    **{(f"{kind}Compressor", False, True): _SIGNS for kind in ("DoubleSqueeze", "ScaledSign", "SignSGD")},
+}
 NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Parts = int | Sequence[int]
 _ANY = [torch.empty(1, 1, dtype=torch.float32)]  # optimizers take no empty list
@@ -200,6 +211,13 @@ class MuonWithAdamW(Optimizer):
                 "the state has other groups of Muon and AdamW: call muon_groups as in the run that saved it"
             )
         super().load_state_dict(state_dict)
+
+    def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
+        """Warn of compressors that do not suit Muon, or gradients for AdamW: see docs/methods.md."""
+        of_muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
+        known = {(type(c).__name__, p in of_muon, of_gradients) for p, c in compressors.items() if p.dim() > 1}
+        for kind in sorted(known & UNSUITED.keys()):
+            warnings.warn(f"{kind[0]} {UNSUITED[kind]}: use TwoPhaseCompressor(bits=4)", stacklevel=5)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

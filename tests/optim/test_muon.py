@@ -1,17 +1,28 @@
 """Muon with AdamW: the bits of torch's two optimizers, groups, parts, states, and what is refused."""
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from cases import case
 from optim import nets
 from refusals import check_refusals
 from torch import nn
 
-from dgc.compression import TwoPhaseCompressor
-from dgc.optim import MuonWithAdamW, muon_groups
+from dgc.compression import (
+    DenseCompressor,
+    DoubleSqueezeCompressor,
+    PowerSGDCompressor,
+    Route,
+    Rule,
+    ScaledSignCompressor,
+    TwoPhaseCompressor,
+)
+from dgc.local import Nesterov, OuterSteps
+from dgc.optim import LocalOptimizer, MuonWithAdamW, muon_groups
 from dgc.optim.muon import newton_schulz
 
 pytestmark = [
@@ -111,6 +122,38 @@ def test_states_and_ranks_with_four_bits() -> None:
         nets.check_that_a_saved_state_goes_on(wrapped, 3, used=2)
     # the mean of the ranks' gradients, without compression
     nets.assert_same(nets.trained(3, range(3), muon), nets.trained_alone(3, range(3), muon))
+
+
+def test_warnings_of_compressors() -> None:
+    """Of PowerSGD for Muon, and of signs of gradients for the matrices of AdamW."""
+    power, signs = partial(PowerSGDCompressor, 2), ScaledSignCompressor
+    for compressor, name, words in (
+        (power, "spare*", "PowerSGDCompressor loses much with Muon"),
+        (signs, "last*", "ScaledSignCompressor of embeddings ruins AdamW's step"),
+        (DoubleSqueezeCompressor, "spare*", "DoubleSqueezeCompressor loses much with Muon"),
+        (signs, "spare*", ""),
+        (power, "last*", ""),
+    ):
+        for outer in (False, True):
+
+            def body(
+                model: Any, transport: Any, outer: bool = outer, name: str = name, make: Any = compressor
+            ) -> None:
+                route = Route([Rule(make(), name=name, min_dim=2), Rule(DenseCompressor())])
+                if outer:
+                    method = OuterSteps(2, outer=Nesterov(0.7, 0.8), compression=route)
+                    optimizer: Any = LocalOptimizer(
+                        muon(model), model.named_parameters(), method, transport=transport
+                    )
+                else:
+                    optimizer = nets.wrap(model, transport, muon, compression=route)
+                nets.train(model, optimizer, range(4), transport.rank)
+
+            with case((words, outer)), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                nets.run(2, body)
+            found = [str(warning.message) for warning in caught]
+            assert [words in text for text in found] == [True] * bool(words and (not outer or "Power" in words))
 
 
 class Everything(nn.Module):
