@@ -91,8 +91,8 @@ def test_parts_are_matrices_of_their_own_and_a_copy_goes_on() -> None:
             own.step()
             if step == 1:
                 model, whole = copy.deepcopy((model, whole))
-            torch.testing.assert_close(torch.cat(parts[:2]), model.first.weight, rtol=0, atol=0)
-            torch.testing.assert_close(torch.cat(parts[2:]), model.spare.weight, rtol=0, atol=0)
+            torch.testing.assert_close(torch.cat((*parts[:2],)), model.first.weight, rtol=0, atol=0)
+            torch.testing.assert_close(torch.cat((*parts[2:],)), model.spare.weight, rtol=0, atol=0)
 
 
 def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near_one() -> None:
@@ -100,14 +100,14 @@ def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near
         ends = []
         for precision in ("bf16", "fp32"):
             p = nn.Parameter(torch.zeros(shape))
-            p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+            p.grad = gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
             optimizer = MuonWithAdamW(
                 [{"params": [p], "muon": True}], 1.0, ns_precision=precision, adjust_lr_fn="original"
             )
             optimizer.step()
             ends.append(p.detach().flatten())
-        assert torch.cosine_similarity(*ends, dim=0) > 0.999
-        values = torch.linalg.svdvals(newton_schulz(p.grad, optimizer.param_groups[0]))
+        assert torch.cosine_similarity(ends[0], ends[1], dim=0) > 0.999
+        values = torch.linalg.svdvals(newton_schulz(gradient, optimizer.param_groups[0]))
         assert 0.6 < values.min() and values.max() < 1.25
 
 
