@@ -139,10 +139,23 @@ WITH_ADAM: dict[str, Words] = {
     "zero-one-h6": zero_one(4, 6),
 }
 FP32_MATRICES = "--configs.train.optimizer.ns_precision=fp32"  # for CPUs without instructions for bf16
+MULOCO = ("configs/muon/muloco.py", FP32_MATRICES)
+BITS_4 = f"{LOCAL}.compression.bits=4"
 WITH_MUON: dict[str, Words] = {
     "muon": ("configs/muon/muon.py", FP32_MATRICES),
     "muon-4-bits": ("configs/muon/fourbit.py", FP32_MATRICES),
     "muon-powersgd-4": ("configs/muon/powersgd.py", FP32_MATRICES),
+    "muon-ef21": ("configs/muon/ef21.py", FP32_MATRICES),
+    "muloco-h10": (*MULOCO, every(10)),
+    "muloco-4-bits-h10": (
+        *MULOCO,
+        f"{LOCAL}.compression._target_=dgc.compression.TwoPhaseCompressor",
+        BITS_4,
+        every(10),
+    ),
+    "muloco-2-bits-h10": (*MULOCO, "configs/local/twobit.py", every(10)),
+    "muloco-sign-h10": (*MULOCO, "configs/local/sign.py", every(10)),
+    "muloco-sign-h32": (*MULOCO, "configs/local/sign.py", every(32)),
 }
 GOSSIP: dict[str, Words] = {
     "ar": ("configs/gossip/ar.py",),

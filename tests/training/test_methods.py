@@ -75,7 +75,7 @@ def test_compression_trains_and_sends_less(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:PowerSGDCompressor loses much with Muon")
-@pytest.mark.parametrize("name", ["muon", "fourbit", "powersgd", "muloco"])
+@pytest.mark.parametrize("name", ["muon", "fourbit", "powersgd", "ef21", "muloco"])
 def test_muon_trains(name: str, tmp_path: Path) -> None:
     stack = ["configs/pysource/gpt.py", f"configs/muon/{name}.py"]
     settings = "dataset.characters=20000 task.context=16 task.steps_per_epoch=4 model.width=32 model.layers=1"
