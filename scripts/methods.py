@@ -140,7 +140,6 @@ WITH_ADAM: dict[str, Words] = {
 }
 FP32_MATRICES = "--configs.train.optimizer.ns_precision=fp32"  # for CPUs without instructions for bf16
 MULOCO = ("configs/muon/muloco.py", FP32_MATRICES)
-BITS_4 = f"{LOCAL}.compression.bits=4"
 WITH_MUON: dict[str, Words] = {
     "muon": ("configs/muon/muon.py", FP32_MATRICES),
     "muon-4-bits": ("configs/muon/fourbit.py", FP32_MATRICES),
@@ -150,12 +149,12 @@ WITH_MUON: dict[str, Words] = {
     "muloco-4-bits-h10": (
         *MULOCO,
         f"{LOCAL}.compression._target_=dgc.compression.TwoPhaseCompressor",
-        BITS_4,
+        f"{LOCAL}.compression.bits=4",
         every(10),
     ),
-    "muloco-2-bits-h10": (*MULOCO, "configs/local/twobit.py", every(10)),
-    "muloco-sign-h10": (*MULOCO, "configs/local/sign.py", every(10)),
-    "muloco-sign-h32": (*MULOCO, "configs/local/sign.py", every(32)),
+    "muloco-2-bits-h10": ("configs/local/twobit.py", *MULOCO, every(10)),
+    "muloco-sign-h10": ("configs/local/sign.py", *MULOCO, every(10)),
+    "muloco-sign-h32": ("configs/local/sign.py", *MULOCO, every(32)),
 }
 GOSSIP: dict[str, Words] = {
     "ar": ("configs/gossip/ar.py",),

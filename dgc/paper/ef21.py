@@ -1,4 +1,4 @@
-"""EF21 with momentum as EF21-Muon writes it: Gruntkowska, Gaponov, Tovmasyan, Richtarik 2025, arXiv 2510.00643,
+"""EF21 with momentum as EF21-Muon writes it: Gruntkowska, Gaponov, Tovmasyan, Richtárik 2025, arXiv 2510.00643,
 Algorithm 3, with an uncompressed model. The fast implementation is `dgc.compression.EF21Compressor`.
 
 Worker j of n, with its gradient, its momentum M_j and estimate G_j, and the mean G of the estimates:
