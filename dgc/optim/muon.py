@@ -214,7 +214,12 @@ class MuonWithAdamW(Optimizer):
 
     def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
         """Warn of compressors that do not suit Muon, or gradients for AdamW: see docs/methods.md."""
-        of_muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
+        of_muon = {p: group["momentum"] for group in self.param_groups if group["muon"] for p in group["params"]}
+        has_momentum = {type(c).__name__ for p, c in compressors.items() if of_muon.get(p)}
+        if of_gradients and "EF21Compressor" in has_momentum:
+            warnings.warn(
+                "EF21Compressor has momentum, and Muon applies its own again: set momentum=0.0", stacklevel=5
+            )
         known = {(type(c).__name__, p in of_muon, of_gradients) for p, c in compressors.items() if p.dim() > 1}
         for kind in sorted(known & UNSUITED.keys()):
             warnings.warn(f"{kind[0]} {UNSUITED[kind]}: use TwoPhaseCompressor(bits=4)", stacklevel=5)
@@ -272,12 +277,13 @@ class MuonWithAdamW(Optimizer):
             step = steps.redistribute(placements=p.placements).to_local()
         else:
             step = self._steps(u, group)
-        x.mul_(1 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"])
+        lr = float(group["lr"])
+        x.mul_(1 - lr * group["weight_decay"]).add_(step, alpha=-lr)
 
     def _steps(self, u: Tensor, group: dict[str, Any]) -> Tensor:
-        """s NS(U) of each matrix of a parameter."""
+        """s NS(U) of each matrix of a parameter, in fp32."""
         parts = u.split(_rows(u.shape, group["parts"]))
-        return torch.cat([newton_schulz(part, group) * _scale(part.shape, group) for part in parts])
+        return torch.cat([newton_schulz(part, group).float() * _scale(part.shape, group) for part in parts])
 
 
 def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:

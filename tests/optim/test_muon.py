@@ -15,6 +15,7 @@ from torch import nn
 from dgc.compression import (
     DenseCompressor,
     DoubleSqueezeCompressor,
+    EF21Compressor,
     PowerSGDCompressor,
     Route,
     Rule,
@@ -131,6 +132,7 @@ def test_warnings_of_compressors() -> None:
         (power, "spare*", "PowerSGDCompressor loses much with Muon"),
         (signs, "last*", "ScaledSignCompressor of embeddings ruins AdamW's step"),
         (DoubleSqueezeCompressor, "spare*", "DoubleSqueezeCompressor loses much with Muon"),
+        (lambda: EF21Compressor(signs()), "spare*", "EF21Compressor has momentum, and Muon applies its own again"),
         (signs, "spare*", ""),
         (power, "last*", ""),
     ):
