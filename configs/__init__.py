@@ -43,6 +43,7 @@ configs.train.criterion = Key(Config, Config(torch.nn.CrossEntropyLoss))
 # num_batches_per_step.
 configs.train.optimizer = Key(Config, Config(torch.optim.SGD, momentum=0.9))
 configs.train.optimize_bn_separately = Key(bool, False)  # True: batch norm's parameters get no weight decay
+configs.train.parameter_groups = Key(Config | None)  # makes the optimizer's groups of the model; None: one group
 
 # largest L2 norm of the averaged gradient of all parameters together; None: no limit
 configs.train.clip_norm = Key(float | None)

@@ -138,6 +138,24 @@ WITH_ADAM: dict[str, Words] = {
     "zero-one-h10": zero_one(8, 10),
     "zero-one-h6": zero_one(4, 6),
 }
+FP32_MATRICES = "--configs.train.optimizer.ns_precision=fp32"  # for CPUs without instructions for bf16
+MULOCO = ("configs/muon/muloco.py", FP32_MATRICES)
+WITH_MUON: dict[str, Words] = {
+    "muon": ("configs/muon/muon.py", FP32_MATRICES),
+    "muon-4-bits": ("configs/muon/fourbit.py", FP32_MATRICES),
+    "muon-powersgd-4": ("configs/muon/powersgd.py", FP32_MATRICES),
+    "muon-ef21": ("configs/muon/ef21.py", FP32_MATRICES),
+    "muloco-h10": (*MULOCO, every(10)),
+    "muloco-4-bits-h10": (
+        *MULOCO,
+        f"{LOCAL}.compression._target_=dgc.compression.TwoPhaseCompressor",
+        f"{LOCAL}.compression.bits=4",
+        every(10),
+    ),
+    "muloco-2-bits-h10": ("configs/local/twobit.py", *MULOCO, every(10)),
+    "muloco-sign-h10": ("configs/local/sign.py", *MULOCO, every(10)),
+    "muloco-sign-h32": ("configs/local/sign.py", *MULOCO, every(32)),
+}
 GOSSIP: dict[str, Words] = {
     "ar": ("configs/gossip/ar.py",),
     "sgp": ("configs/gossip/sgp.py",),
@@ -177,7 +195,7 @@ LOCAL_STEPS: dict[str, Words] = {
     "streaming-1": (*STREAMING, f"{LOCAL}.delay=1"),
     "streaming-2": (*STREAMING, f"{LOCAL}.delay=2"),
 }
-METHODS = {**COMPRESSORS, **WITH_ADAM, **GOSSIP, **LOCAL_STEPS}
+METHODS = {**COMPRESSORS, **WITH_ADAM, **WITH_MUON, **GOSSIP, **LOCAL_STEPS}
 
 
 def files_of(name: str) -> Words:

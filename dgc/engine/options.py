@@ -291,6 +291,21 @@ class SupportsCorrectedGradients(Protocol):
     def step(self, closure: Callable[[], Any] | None = None, sparse: Sequence[SparseUpdate] = ()) -> Any: ...
 
 
+@runtime_checkable
+class JudgesCompressors(Protocol):
+    """An optimizer that warns of compressors which do not suit it."""
+
+    def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None: ...
+
+
+def warn_of_unsuited(
+    optimizer: Any, compressors: Mapping[Tensor, Compressor], transport: Transport, of_gradients: bool = True
+) -> None:
+    """Let rank 0 warn of compressors of gradients, or of pseudo-gradients, that do not suit the optimizer."""
+    if transport.rank == 0 and isinstance(optimizer, JudgesCompressors):
+        optimizer.warn_of(compressors, of_gradients)
+
+
 class MomentumCheck:
     """Assigns momentum to the memory or the optimizer, and checks at every step that their settings stay equal.
 
@@ -305,6 +320,7 @@ class MomentumCheck:
     ):
         assign_momentum(optimizer, planned)
         share_momentum(optimizer, planned, transport, factor)
+        warn_of_unsuited(optimizer, {p: plan.compressor for plan in planned for p in plan.parameters}, transport)
         corrected = {p for plan in planned if plan.compressor.correction is not None for p in plan.parameters}
         self.watched = [
             (g, group.get("momentum", 0.0))
@@ -401,11 +417,14 @@ def share_momentum(
 
 
 def observe_steps(check: Callable[[Optimizer], None]) -> Any:
-    """Call a method before each step of any optimizer, while its object exists. Return a removable handle."""
+    """Call a method before each step of any optimizer, while its object exists. Return a removable handle.
+
+    An optimizer with `is_part_of_another` steps inside one that was seen already.
+    """
     reference = WeakMethod(check)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (observed := reference()) is not None:
+        if (observed := reference()) is not None and not getattr(optimizer, "is_part_of_another", False):
             observed(optimizer)
 
     return register_optimizer_step_pre_hook(before_step)

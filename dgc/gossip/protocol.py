@@ -38,9 +38,11 @@ class Gossip(ABC):
         island: After `start`, the number of this rank's island: a rank, or the ranks of a machine that have one
             model together. Islands may be lost and join while the others keep their states. None: no island can
             join with these settings.
+        compression: A Route, of pseudo-gradients, if it exchanges any.
     """
 
     compress_ratio: float
+    compression: Any = None
     is_synchronous: bool = True
     needs_groups: bool = False
     progress: int

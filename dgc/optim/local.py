@@ -29,6 +29,7 @@ from dgc.engine.options import (
     loss_of,
     name_parameters,
     unique_prefix,
+    warn_of_unsuited,
 )
 from dgc.engine.state import check_is_state
 from dgc.gossip.model import FlatModel, local
@@ -99,6 +100,10 @@ class LocalOptimizer(Wrapper):
         if isinstance(method, UsesOptimizer):
             method.use_optimizer(optimizer)
         method.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.local")
+        if method.compression is not None:
+            pairs = zip(self.model.parameters, self.model.segments, strict=True)
+            compressors = {p: method.compression.compressor_for(segment) for p, segment in pairs}
+            warn_of_unsuited(optimizer, compressors, ranks, of_gradients=False)
         self.island = method.island
         if not method.is_synchronous:  # a rank could train alone, and end, before the others are connected to it
             barrier(self.transport, "local.started")

@@ -2,6 +2,7 @@
 
 from dgc.paper.choco import choco_sgd as choco_sgd
 from dgc.paper.dgc import DGC as DGC
+from dgc.paper.ef21 import EF21 as EF21
 from dgc.paper.ldte_bs import LDTEBS as LDTEBS
 from dgc.paper.onebit_adam import onebit_adam as onebit_adam
 from dgc.paper.powersgd import PowerSGD as PowerSGD

@@ -101,13 +101,19 @@ def wrap_optimizer(
     )
 
 
-def parameter_groups(model: nn.Module, optimize_bn_separately: bool) -> list[dict[str, Any]]:
-    """One group of all parameters or, with `optimize_bn_separately`, two groups.
+def parameter_groups(
+    model: nn.Module, optimize_bn_separately: bool, made_by: DictConfig | None = None
+) -> list[dict[str, Any]]:
+    """What `made_by` makes of the model. None: one group of all parameters or, with `optimize_bn_separately`, two.
 
     The second group has batch norm's parameters and no weight decay; the first has all others. Every parameter
     appears once, also if modules share it. A parameter shared with a batch norm belongs to batch norm's group. An
     empty group is left out.
     """
+    if made_by is not None:
+        if optimize_bn_separately:
+            raise ValueError("train.parameter_groups and train.optimize_bn_separately both make groups: use one")
+        return list(build(made_by, model))
     if not optimize_bn_separately:
         return [{"params": list(model.parameters())}]
     normalization: dict[int, nn.Parameter] = {}

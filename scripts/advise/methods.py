@@ -40,7 +40,8 @@ def builder(tree: DictConfig, gradients: Mapping[str, Tensor]) -> Build:
     def build_wrapper(model: nn.Module, transport: Transport) -> Wrapper:
         settings = tree.train
         with config_errors():
-            inner = build(settings.optimizer, parameter_groups(model, settings.optimize_bn_separately))
+            groups = parameter_groups(model, settings.optimize_bn_separately, settings.parameter_groups)
+            inner = build(settings.optimizer, groups)
             after_dense_steps(inner, model, gradients)
             optimizer = wrap_optimizer(inner, model, settings, transport)
             optimizer.begin_epoch(settings.num_epochs - 1)  # after a warm-up of the ratio

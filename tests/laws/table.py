@@ -21,6 +21,7 @@ from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
     DoubleSqueezeCompressor,
+    EF21Compressor,
     FP16Compressor,
     NaturalCompressor,
     OneBitCompressor,
@@ -397,6 +398,15 @@ def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = 
     return DGCCompressor(ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio)
 
 
+def ef21(make: Callable[[], Compressor]) -> Compressor:
+    return EF21Compressor(make(), beta=0.5)
+
+
+EF21: list[tuple[str, Callable[[], Compressor], Payload, bool]] = [
+    ("dense", DenseCompressor, lambda bucket, *_: 4 * bucket.numel, False),
+    ("top-k", dgc(ResidualMemory), dgc_bytes(), False),
+    ("int4", partial(TwoPhaseCompressor, 4, 128), partial(two_phase_bytes, 4, 128), True),
+]
 chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
 QUANTIZED = [
     dense_values("int8", 1, 4, 7),
@@ -457,6 +467,10 @@ QUANTIZED = [
         chunks(dtype="fp32"),
         partial(chunk_bytes, 4),
         dense_limit=chunks(ratio=1.0, dtype="fp32"),
+    ),
+    *(
+        Row(f"ef21-{name}", partial(ef21, make), payload, False, momentum=0.5, first_step=0.5, by_size=by_size)
+        for name, make, payload, by_size in EF21
     ),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
     chunks_of_dgc("chunks-dgc", chunks(partial(DGCSGDMemory, 0.9)), partial(chunk_bytes, 2)),
@@ -582,6 +596,14 @@ def codes_and_flag(bits: int, bucket: Bucket, *_: int) -> int:
 
 
 DEFINITIONS = [
+    Row(
+        "paper-ef21",
+        lambda: paper.EF21(0.05, 0.5),
+        pairs_and_flag,
+        conserves=False,
+        momentum=0.5,
+        first_step=0.5,
+    ),
     Row("paper-dgc", lambda: paper.DGC(0.05), pairs_and_flag, conserves=False, momentum=0.9),
     Row(
         "paper-dgc-zero-momentum",

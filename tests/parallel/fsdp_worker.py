@@ -42,7 +42,7 @@ from dgc.gossip import SGP, HierarchicalGossip
 from dgc.integrations.torchtitan import compressed
 from dgc.local import Nesterov, OuterSteps, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, LocalOptimizer
+from dgc.optim import DGCSGD, LocalOptimizer, MuonWithAdamW, muon_groups
 from dgc.testing import Fleet
 
 FEATURES = 7
@@ -188,6 +188,33 @@ def equal_to_hsdp(transport: Any) -> Finding:
         loop(model, DGCSGD(model.parameters(), **options), inputs)
         change = (whole(native) - start).norm()
         found[f"{name} {make().__class__.__name__}"] = float((whole(model) - whole(native)).norm() / change)
+        exchange.close()
+    return found
+
+
+def muon(transport: Any) -> Finding:
+    """The same difference to the whole model, which one process trains on the batches of all ranks."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+
+        def optimizer(model: Any, precision: str = precision) -> MuonWithAdamW:
+            groups = muon_groups(model, head=["4.*"], split={"0.weight": [2, 3]})
+            return MuonWithAdamW(groups, lr=0.01, ns_precision=precision)
+
+        alone, model = network(), sharded(transport)
+        start, own = whole(model), optimizer(alone)
+        for inputs in zip(*(batches(4, rank) for rank in range(4)), strict=True):
+            own.zero_grad()
+            sum((loss_of(alone, each) / 4 for each in inputs), torch.zeros(())).backward()
+            own.step()
+        exchange = compress(model, DenseCompressor(), transport=transport)
+        other = optimizer(model)
+        train(model, other, batches(4, transport.rank))
+        expected = torch.cat([p.detach().flatten() for p in alone.parameters()])
+        found[precision] = float((whole(model) - expected).norm() / (expected - start).norm())
+        assert all(
+            hasattr(state[name], "to_local") for state in other.state.values() for name in state if name != "step"
+        )
         exchange.close()
     return found
 

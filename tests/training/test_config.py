@@ -15,6 +15,7 @@ from dgc_training.config.check import argument, refusal
 from dgc_training.config.layers import literal
 from dgc_training.config_files import REPOSITORY, config_files
 from dgc_training.constructors import import_path, import_target, keywords
+from dgc_training.startup.build import parameter_groups
 
 CNN, WM5, SGP, RING = (f"configs/{name}.py" for name in ("digits/cnn", "dgc/wm5", "gossip/sgp", "topology/ring"))
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
@@ -96,7 +97,8 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
     with torch.device("meta"):
         model = instantiate(tree.model)
     assert sum(p.numel() for p in model.parameters()) >= 100_000
-    optimizer = instantiate(tree.train.optimizer, model.parameters())
+    groups = parameter_groups(model, False, tree.train.parameter_groups)
+    optimizer = instantiate(tree.train.optimizer, groups)
     assert isinstance(optimizer, torch.optim.Optimizer)
 
 

@@ -74,6 +74,22 @@ def test_compression_trains_and_sends_less(name: str, tmp_path: Path) -> None:
     assert 0 < summary["wire_over_dense"] < 1.0 and math.isfinite(summary["best"]["acc/test_top1"])
 
 
+@pytest.mark.filterwarnings("ignore:PowerSGDCompressor loses much with Muon")
+@pytest.mark.parametrize("name", ["muon", "fourbit", "powersgd", "ef21", "muloco"])
+def test_muon_trains(name: str, tmp_path: Path) -> None:
+    stack = ["configs/pysource/gpt.py", f"configs/muon/{name}.py"]
+    settings = "dataset.characters=20000 task.context=16 task.steps_per_epoch=4 model.width=32 model.layers=1"
+    settings += " train.num_epochs=2 train.batch_size=2 train.scheduler.warmup_steps=2 train.checkpoint_every=null"
+    settings += " train.optimizer.ns_precision=fp32 data.num_threads_per_worker=1"
+    also = ["train.local.average_every=2"] if name == "muloco" else ["train.check_replicas_every=1"]
+    train_in(tmp_path, stack, [*settings.split(), *also])
+    summary = summary_of(tmp_path)
+    assert (summary["wire_over_dense"] == 1) == (name == "muon")
+    assert math.isfinite(summary["best"]["bits_per_character/test"])
+    groups = saved(tmp_path)["shared"]["optimizer"]["param_groups"]
+    assert [(group["muon"], group.get("parts")) for group in groups] == [(False, None), (True, 3), (True, 1)]
+
+
 @pytest.mark.parametrize("names", GOSSIP, ids="+".join)
 def test_gossip_trains(names: Any, tmp_path: Path) -> None:
     also = ["train.batch_size=90", "train.log_every=2"]

@@ -1,0 +1,26 @@
+"""Muon for matrices, AdamW for embeddings, vectors and the output layer. By itself nothing is compressed.
+
+An experiment that has Adam or AdamW keeps the settings of it. In others AdamW's own take their place. Matrices get
+`muon_lr_ratio` times the learning rate. An output layer that is no `classifier` or `head` needs its name in
+`parameter_groups.head`. On a CPU without instructions for bf16, `ns_precision` "fp32" is many times faster.
+"""
+
+from dgc.optim import MuonWithAdamW, muon_groups
+from dgc_training.config import Config, configs
+
+if configs.train.optimizer._target_ not in ("torch.optim.Adam", "torch.optim.AdamW"):
+    configs.train.optimizer = Config(MuonWithAdamW)
+    configs.train.optimizer.lr = 0.001  # for one rank
+configs.train.optimizer._target_ = MuonWithAdamW
+configs.train.optimizer.muon_lr_ratio = 2.0
+configs.train.optimizer.weight_decay = 0.1  # of the weights themselves, not of the gradients
+
+configs.train.parameter_groups = Config(muon_groups)
+if configs.model._target_ == "dgc_models.GPT":
+    configs.train.parameter_groups.split = {"*queries_keys_values*": 3}
+if configs.model._target_ == "dgc_models.DigitsCNN":
+    configs.train.parameter_groups.head = ["classifier.2.*"]
+configs.train.optimize_bn_separately = False
+
+configs.requires["train.dgc"] = False  # momentum before compression is not for Muon
+configs.requires["train.optimizer._target_"] = configs.train.optimizer._target_

@@ -1,0 +1,1 @@
+"""Muon with dense gradients."""

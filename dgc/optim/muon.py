@@ -1,0 +1,320 @@
+"""Muon for the matrices of a model, and AdamW for its other parameters (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; learning rate: Liu et al. 2025, arXiv 2502.16982).
+
+For a matrix X of A rows and B columns with the mean gradient G, `torch.optim.Muon` computes
+
+    M = mu M + (1 - mu) G;   U = (1 - mu) G + mu M         nesterov=False: U = M
+    X = (1 - lr weight_decay) X - lr s NS(U)               s = 0.2 sqrt(max(A, B)) with "match_rms_adamw"
+
+NS, five Newton-Schulz iterations in bf16, replaces the singular values of U by numbers around 1. It is not linear:
+the mean over the ranks of NS(U) is not NS of the mean. So gradients are compressed, with error feedback, and NS
+takes their mean.
+
+Differences from the paper: a matrix that holds several ones (queries, keys and values, or the gates of an LSTM) is
+several matrices, each with NS and s of its own.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from dgc.arguments import NUMBER, require
+from dgc.compression.protocol import Compressor
+from dgc.engine.options import check_adam, check_optimizer_state, loss_of
+from dgc.versions import TorchRange
+
+TORCH = TorchRange("optim.MuonWithAdamW", oldest="2.9", newest="2.14", since={"Muon": "2.9"})
+HEADS = ("*head.weight", "*classifier.weight", "fc.weight")
+GATES = {nn.LSTM: 4, nn.GRU: 3}
+_LOW_RANK = "loses much with Muon, which makes all singular values alike"
+_SIGNS = "of embeddings ruins AdamW's step, because rows of rare tokens become as large as others"
+# why a compressor does not suit: its name, whether the parameter is of Muon, whether it exchanges gradients
+UNSUITED = {
+    ("PowerSGDCompressor", True, True): _LOW_RANK,
+    ("PowerSGDCompressor", True, False): _LOW_RANK,
+    ("DoubleSqueezeCompressor", True, True): "loses much with Muon, which enlarges errors of its gradients",
+    **{(f"{kind}Compressor", False, True): _SIGNS for kind in ("DoubleSqueeze", "ScaledSign", "SignSGD")},
+}
+NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Parts = int | Sequence[int]
+_ANY = [torch.empty(1, 1, dtype=torch.float32)]  # optimizers take no empty list
+
+
+def muon_groups(
+    model: nn.Module, head: Sequence[str] | None = None, split: Mapping[str, Parts] | None = None
+) -> list[dict[str, Any]]:
+    """The parameter groups of `MuonWithAdamW`: first those of AdamW, then those of Muon.
+
+    Muon takes matrices. AdamW takes vectors, convolutions, weights of nn.Embedding, also where the output layer
+    shares them, and the output layer. Weights of nn.MultiheadAttention, nn.LSTM and nn.GRU are split into the
+    matrices that they hold.
+
+    Args:
+        model: Its parameters get groups.
+        head: Patterns (as in a shell) of names of parameters for AdamW: the output layer, and matrices that are
+            looked up like an embedding. None: "*head.weight", "*classifier.weight" and "fc.weight".
+        split: For patterns of names, the number of equal parts of a matrix's rows, or the rows of each part:
+            `{"*qkv.weight": 3}`.
+
+    Raises:
+        ValueError: A pattern fits no parameter, a matrix has other rows than its parts, or Muon has no matrix.
+
+    Example:
+        optimizer = MuonWithAdamW(muon_groups(model), lr=1e-3)
+    """
+    split = split or {}
+    named = dict(model.named_parameters())
+    for pattern in (*(head or ()), *split):
+        if not any(fnmatchcase(name, pattern) for name in named):
+            raise ValueError(f"no parameter has a name like {pattern!r}; the first names are {[*named][:5]}")
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    known = dict(_fused(model))
+    others, matrices = [], dict[Any, list[Tensor]]()
+    for name, p in named.items():
+        is_head = any(fnmatchcase(name, pattern) for pattern in (HEADS if head is None else head))
+        if p.dim() != 2 or min(p.shape) < 2 or p in embeddings or is_head:
+            others.append(p)
+            continue
+        parts = next((parts for pattern, parts in split.items() if fnmatchcase(name, pattern)), known.get(p, 1))
+        matrices.setdefault(parts if isinstance(parts, int) else tuple(parts), []).append(p)
+    if not matrices:
+        raise ValueError("the model has no matrix for Muon, which leaves embeddings and the output layer to AdamW")
+    groups: list[dict[str, Any]] = [{"params": others, "muon": False}] if others else []
+    return groups + [{"params": ps, "muon": True, "parts": parts} for parts, ps in matrices.items()]
+
+
+def _fused(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """The weights that hold several matrices in modules of torch, and how many."""
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+            yield module.in_proj_weight, 3
+        for kind, gates in GATES.items():
+            if isinstance(module, kind):
+                of = (p for name, p in module.named_parameters() if name.startswith(("weight_ih", "weight_hh")))
+                yield from ((p, gates) for p in of)
+
+
+def _rows(shape: Sequence[int], parts: Parts) -> list[int]:
+    """The rows of each part of a matrix."""
+    if not isinstance(parts, int):
+        rows = list(parts)
+    else:
+        rows = [shape[0] // parts] * parts if parts > 0 else []
+    if not rows or min(rows) < 1 or sum(rows) != shape[0]:
+        raise ValueError(f"a matrix of shape {tuple(shape)} cannot be split into parts={parts}")
+    return rows
+
+
+class MuonWithAdamW(Optimizer):
+    """`torch.optim.Muon` for groups with `muon=True` and `torch.optim.AdamW` for others, as one optimizer.
+
+    With ns_precision="bf16" it computes the bits of the two. Schedulers and checkpoints see one optimizer. A
+    scheduler that sets absolute rates, such as OneCycleLR, needs one for each group. Parameters may be sharded by
+    FSDP2: each matrix is gathered once per step, in the type of `ns_precision`, and all ranks need the same
+    matrices to have a gradient.
+
+    Args:
+        params: Parameter groups of `muon_groups(model)`. A group may set what the optimizer has, and `muon` and
+            `parts`, see `muon_groups`.
+        lr: Learning rate of AdamW.
+        betas: Coefficients of AdamW's first and second moment, each in [0, 1).
+        eps: Added to the root of AdamW's second moment.
+        weight_decay: Decoupled weight decay of both, with the learning rate of each.
+        muon_lr_ratio: Learning rate of Muon divided by lr, positive.
+        momentum: Coefficient of Muon's momentum, in [0, 1).
+        nesterov: Use Nesterov momentum in Muon.
+        ns_steps: Newton-Schulz iterations, 1 to 99.
+        adjust_lr_fn: Factor of Muon's learning rate by the shape of a matrix: "match_rms_adamw" is 0.2 times the
+            root of its longer side, "original" the root of rows / columns, and at least 1.
+        ns_precision: Type of Newton-Schulz iterations: "bf16", as torch's Muon, or "fp32", which is many times
+            faster on a CPU without instructions for bf16.
+
+    Raises:
+        ImportError: torch is older than 2.9, and has no Muon.
+        ValueError: An argument is out of range, no group has muon=True, or a parameter of Muon is no real matrix,
+            or is of bf16 with nesterov=False, where torch's Muon overwrites its momentum.
+
+    Example:
+        optimizer = MuonWithAdamW(muon_groups(model), lr=1e-3)
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), TwoPhaseCompressor(bits=4))
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        muon_lr_ratio: float = 2.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        ns_precision: str = "bf16",
+    ):
+        TORCH.check(torch.optim, TORCH.since)
+        check_adam(betas, 0.0, lr=lr, eps=eps, weight_decay=weight_decay)
+        require("a number", NUMBER, muon_lr_ratio=muon_lr_ratio, momentum=momentum)
+        if not muon_lr_ratio > 0 or not 0 <= momentum < 1 or not 1 <= ns_steps < 100:
+            raise ValueError(
+                "MuonWithAdamW needs muon_lr_ratio above 0, momentum in [0, 1) and ns_steps from 1 to 99, not "
+                f"{muon_lr_ratio}, {momentum} and {ns_steps}"
+            )
+        if ns_precision not in NS:
+            raise ValueError(f"ns_precision must be one of {', '.join(NS)}, not {ns_precision!r}")
+        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        muon = _muon(lr=lr * muon_lr_ratio, weight_decay=weight_decay, **own)
+        adamw = _adamw(lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
+        self._settings = {
+            True: {**muon.defaults, "parts": 1, "ns_precision": ns_precision},
+            False: adamw.defaults,
+        }  # by the group's `muon`
+        groups = [dict(group) if isinstance(group, dict) else {} for group in params]
+        if not any(group.get("muon") for group in groups):
+            raise ValueError("no group has muon=True: pass the groups of dgc.optim.muon_groups(model)")
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "muon": False})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        is_muon = bool(param_group.get("muon"))
+        super().add_param_group({**self._settings[is_muon], **param_group, "muon": is_muon})
+        new = self.param_groups[-1]
+        for p in new["params"] if is_muon else ():
+            if p.dim() != 2 or p.is_complex():
+                raise ValueError(f"Muon takes real matrices, not {tuple(p.shape)} of {p.dtype}: see muon_groups")
+            if p.dtype is torch.bfloat16 and not new["nesterov"]:
+                raise ValueError(
+                    "torch.optim.Muon overwrites its momentum if a parameter is of bf16 and nesterov=False: use "
+                    "nesterov=True, or parameters of fp32 with torch.autocast"
+                )
+            _rows(p.shape, new["parts"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that was saved with the same groups."""
+
+        def kinds(groups: Any) -> list[Any]:
+            return [(group.get("muon"), group.get("parts")) for group in groups]
+
+        check_optimizer_state(self, state_dict)
+        if kinds(state_dict["param_groups"]) != kinds(self.param_groups):
+            raise ValueError(
+                "the state has other groups of Muon and AdamW: call muon_groups as in the run that saved it"
+            )
+        super().load_state_dict(state_dict)
+
+    def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
+        """Warn of compressors that do not suit Muon, or gradients for AdamW: see docs/methods.md."""
+        of_muon = {p: group["momentum"] for group in self.param_groups if group["muon"] for p in group["params"]}
+        has_momentum = {type(c).__name__ for p, c in compressors.items() if of_muon.get(p)}
+        if of_gradients and "EF21Compressor" in has_momentum:
+            warnings.warn(
+                "EF21Compressor has momentum, and Muon applies its own again: set momentum=0.0", stacklevel=5
+            )
+        known = {(type(c).__name__, p in of_muon, of_gradients) for p, c in compressors.items() if p.dim() > 1}
+        for kind in sorted(known & UNSUITED.keys()):
+            warnings.warn(f"{kind[0]} {UNSUITED[kind]}: use TwoPhaseCompressor(bits=4)", stacklevel=5)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = loss_of(closure)
+        # made for each step, because loading a state replaces groups and state
+        adamw, muon = _adamw(), _muon()
+        adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+        adamw.state = self.state
+        adamw.step()
+        muon.param_groups = []
+        for group in self.param_groups:
+            if group["muon"]:
+                muon.param_groups.append({**group, "params": []})
+                for p in group["params"]:
+                    if p.grad is not None and (group["ns_precision"] == "fp32" or hasattr(p, "to_local")):
+                        self._step_matrix(p, group)
+                    elif p.grad is not None:
+                        self._add(muon, p, group)
+        muon.step()
+        return loss
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(cast(Tensor, p.grad))
+        return cast(Tensor, state["momentum_buffer"])
+
+    def _add(self, muon: Optimizer, p: Tensor, group: dict[str, Any]) -> None:
+        """Give the matrices of a parameter to the last group of Muon."""
+        rows = _rows(p.shape, group["parts"])
+        assert p.grad is not None
+        parts = (tensor.split(rows) for tensor in (p.detach(), p.grad, self._momentum(p)))
+        for matrix, gradient, momentum in zip(*parts, strict=True):
+            matrix.grad = gradient
+            muon.state[matrix] = {"momentum_buffer": momentum}
+            muon.param_groups[-1]["params"].append(matrix)
+
+    def _step_matrix(self, p: Any, group: dict[str, Any]) -> None:
+        """The step of a parameter in fp32, or of a shard, for which all rows are gathered in the type of NS."""
+        momentum, mu = self._momentum(p), group["momentum"]
+        x, g, m = (getattr(t, "to_local", lambda t=t: t)() for t in (p.detach(), p.grad, momentum))
+        m.lerp_(g, 1 - mu)
+        u = (g.lerp(m, mu) if group["nesterov"] else m).to(NS[group["ns_precision"]])
+        if hasattr(p, "to_local"):
+            # not at the top: a torch without torch.distributed has no shards
+            from torch.distributed.tensor import DTensor, Replicate
+
+            layout = {"shape": p.shape, "stride": p.stride(), "run_check": False}
+            whole = DTensor.from_local(u, p.device_mesh, p.placements, **layout).full_tensor()
+            replicas = [Replicate()] * p.device_mesh.ndim
+            steps = DTensor.from_local(self._steps(whole, group), p.device_mesh, replicas, run_check=False)
+            step = steps.redistribute(placements=p.placements).to_local()
+        else:
+            step = self._steps(u, group)
+        lr = float(group["lr"])
+        x.mul_(1 - lr * group["weight_decay"]).add_(step, alpha=-lr)
+
+    def _steps(self, u: Tensor, group: dict[str, Any]) -> Tensor:
+        """s NS(U) of each matrix of a parameter, in fp32."""
+        parts = u.split(_rows(u.shape, group["parts"]))
+        return torch.cat([newton_schulz(part, group).float() * _scale(part.shape, group) for part in parts])
+
+
+def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """U [A, B] with singular values near 1, in its type. group: `ns_steps`, `ns_coefficients` and `eps`."""
+    (a, b, c), is_tall = group["ns_coefficients"], u.shape[0] > u.shape[1]
+    y = u.T if is_tall else u
+    y = y / y.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        k = y @ y.T
+        y = torch.addmm(y, torch.addmm(k, k, k, beta=b, alpha=c), y, beta=a)
+    return y.T if is_tall else y
+
+
+def _scale(shape: Sequence[int], group: Mapping[str, Any]) -> float:
+    """s, of a matrix."""
+    rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def _adamw(**settings: Any) -> Optimizer:
+    """An AdamW whose groups are to be replaced."""
+    return _part(AdamW(_ANY, **settings))
+
+
+def _muon(**settings: Any) -> Optimizer:
+    """A Muon whose groups are to be replaced."""
+    return _part(torch.optim.Muon(_ANY, **settings))
+
+
+def _part(optimizer: Any) -> Optimizer:
+    optimizer.is_part_of_another = True  # see `observe_steps`
+    return cast(Optimizer, optimizer)

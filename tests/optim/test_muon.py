@@ -1,0 +1,222 @@
+"""Muon with AdamW: the bits of torch's two optimizers, groups, parts, states, and what is refused."""
+
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from optim import nets
+from refusals import check_refusals
+from torch import nn
+
+from dgc.compression import (
+    DenseCompressor,
+    DoubleSqueezeCompressor,
+    EF21Compressor,
+    PowerSGDCompressor,
+    Route,
+    Rule,
+    ScaledSignCompressor,
+    TwoPhaseCompressor,
+)
+from dgc.local import Nesterov, OuterSteps
+from dgc.optim import LocalOptimizer, MuonWithAdamW, muon_groups
+from dgc.optim.muon import newton_schulz
+
+pytestmark = [
+    pytest.mark.usefixtures("no_type_checks"),
+    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9"),
+]
+HEAD = ["last.*"]
+OUT_OF_RANGE: Any = ({"ns_steps": 0}, {"momentum": 1.0}, {"muon_lr_ratio": 0.0})
+
+
+def muon(model: Any, split: Any = None, **options: Any) -> Any:
+    return MuonWithAdamW(muon_groups(model, HEAD, split), **{"lr": 0.01, **options})
+
+
+def clipped(model: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def test_one_rank_has_the_bits_of_the_two_optimizers() -> None:
+    """With a schedule, clipping, and a group's own settings."""
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    model, other = nets.net(), nets.net()
+    matrices, vectors = [other.first.weight, other.spare.weight], [*other.last.parameters()]
+    vectors += [other.first.bias, other.spare.bias]
+    two = [
+        torch.optim.Muon(matrices, 0.03, adjust_lr_fn="match_rms_adamw", momentum=0.9),
+        torch.optim.AdamW(vectors, 0.01, (0.9, 0.95), weight_decay=0.1, foreach=False),
+    ]
+    groups = [{**group, "foreach": False} if not group["muon"] else group for group in muon_groups(model, HEAD)]
+    wrapped = nets.wrap(
+        model, nets.alone(), lambda _: MuonWithAdamW(groups, 0.01, muon_lr_ratio=3.0, momentum=0.9)
+    )
+    schedules = [schedule(optimizer) for optimizer in (wrapped.inner, *two)]
+    for step in range(4):
+        nets.train(model, wrapped, [step], finish=partial(nets.through_gradients, change=clipped))
+        other.zero_grad()
+        nets.loss_of(other, step).backward()
+        clipped(other)
+        for optimizer in two:
+            optimizer.step()
+        for scheduled in schedules:
+            scheduled.step()
+        nets.assert_same(model, other, exactly=True)
+    assert [group["lr"] for group in wrapped.param_groups] == [0.01 / 5, 0.03 / 5]
+
+
+def test_parts_are_matrices_of_their_own_and_a_copy_goes_on() -> None:
+    for precision in ("bf16", "fp32"):
+        model, other = nets.net(), nets.net()
+        whole = muon(model, {"first*": [2, 6], "spare*": 2}, ns_precision=precision)
+        parts = [
+            nn.Parameter(p.detach()) for p in (*other.first.weight.split([2, 6]), *other.spare.weight.split(4))
+        ]
+        own = MuonWithAdamW([{"params": parts, "muon": True}], lr=0.01, ns_precision=precision)
+        for step in range(4):
+            model.zero_grad()
+            nets.loss_of(model, step).backward()
+            weights = (model.first.weight, model.spare.weight)
+            split = [p.grad.split(rows) for p, rows in zip(weights, ([2, 6], 4), strict=True)]
+            for part, gradient in zip(parts, [g for gradients in split for g in gradients], strict=True):
+                part.grad = gradient.clone()
+            whole.step()
+            own.step()
+            if step == 1:
+                model, whole = copy.deepcopy((model, whole))
+            torch.testing.assert_close(torch.cat((*parts[:2],)), model.first.weight, rtol=0, atol=0)
+            torch.testing.assert_close(torch.cat((*parts[2:],)), model.spare.weight, rtol=0, atol=0)
+
+
+def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near_one() -> None:
+    for shape in ((8, 24), (24, 8)):
+        ends = []
+        for precision in ("bf16", "fp32"):
+            p = nn.Parameter(torch.zeros(shape))
+            p.grad = gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+            optimizer = MuonWithAdamW(
+                [{"params": [p], "muon": True}], 1.0, ns_precision=precision, adjust_lr_fn="original"
+            )
+            optimizer.step()
+            ends.append(p.detach().flatten())
+        assert torch.cosine_similarity(ends[0], ends[1], dim=0) > 0.999
+        values = torch.linalg.svdvals(newton_schulz(gradient, optimizer.param_groups[0]))
+        assert 0.6 < values.min() and values.max() < 1.25
+
+
+def test_states_and_ranks_with_four_bits() -> None:
+    for split, more in ((None, {}), ({"spare*": 2}, {"ns_precision": "fp32"})):
+
+        def wrapped(model: Any, transport: Any, split: Any = split, more: Any = more) -> Any:
+            return nets.wrap(
+                model, transport, partial(muon, split=split, **more), compression=TwoPhaseCompressor(4)
+            )
+
+        nets.check_that_a_saved_state_goes_on(wrapped, 3, used=2)
+    # the mean of the ranks' gradients, without compression
+    nets.assert_same(nets.trained(3, range(3), muon), nets.trained_alone(3, range(3), muon))
+
+
+def test_warnings_of_compressors() -> None:
+    """Of PowerSGD for Muon, and of signs of gradients for the matrices of AdamW."""
+    power, signs = partial(PowerSGDCompressor, 2), ScaledSignCompressor
+    for compressor, name, words in (
+        (power, "spare*", "PowerSGDCompressor loses much with Muon"),
+        (signs, "last*", "ScaledSignCompressor of embeddings ruins AdamW's step"),
+        (DoubleSqueezeCompressor, "spare*", "DoubleSqueezeCompressor loses much with Muon"),
+        (lambda: EF21Compressor(signs()), "spare*", "EF21Compressor has momentum, and Muon applies its own again"),
+        (signs, "spare*", ""),
+        (power, "last*", ""),
+    ):
+        for outer in (False, True):
+
+            def body(
+                model: Any, transport: Any, outer: bool = outer, name: str = name, make: Any = compressor
+            ) -> None:
+                route = Route([Rule(make(), name=name, min_dim=2), Rule(DenseCompressor())])
+                if outer:
+                    method = OuterSteps(2, outer=Nesterov(0.7, 0.8), compression=route)
+                    optimizer: Any = LocalOptimizer(
+                        muon(model), model.named_parameters(), method, transport=transport
+                    )
+                else:
+                    optimizer = nets.wrap(model, transport, muon, compression=route)
+                nets.train(model, optimizer, range(4), transport.rank)
+
+            with case((words, outer)), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                nets.run(2, body)
+            found = [str(warning.message) for warning in caught]
+            assert [words in text for text in found] == [True] * bool(words and (not outer or "Power" in words))
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.tied = nn.Linear(4, 5, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.attention, self.other_width = nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, kdim=3, vdim=3)
+        self.lstm, self.gru = nn.LSTM(4, 4, proj_size=2), nn.GRU(4, 4)
+        self.convolution, self.column, self.fused = nn.Conv1d(4, 4, 3), nn.Linear(1, 4), nn.Linear(4, 8)
+
+
+def test_groups() -> None:
+    model = Everything()
+    names = {p: name for name, p in model.named_parameters()}
+    found = {
+        group.get("parts", "adamw"): {names[p] for p in group["params"] if p.dim() > 1}
+        for group in muon_groups(model, split={"fused.weight": [2, 6]})
+    }
+    weights = {f"other_width.{name}_proj_weight" for name in "qkv"}
+    assert found == {
+        "adamw": {"embedding.weight", "head.weight", "convolution.weight", "column.weight"},
+        1: {*weights, "attention.out_proj.weight", "other_width.out_proj.weight", "lstm.weight_hr_l0"},
+        3: {"attention.in_proj_weight", "gru.weight_ih_l0", "gru.weight_hh_l0"},
+        4: {"lstm.weight_ih_l0", "lstm.weight_hh_l0"},
+        (2, 6): {"fused.weight"},
+    }
+    assert sum(len(group["params"]) for group in muon_groups(model)) == len(names)
+
+
+def test_refused() -> None:
+    model = nets.net()
+    half, vector = nn.Linear(4, 4, dtype=torch.bfloat16), torch.zeros(3)
+    phase = torch.zeros(2, 2, dtype=torch.complex64)
+    other = muon(nets.net(), {"spare*": 2})
+    as_muon: Any = lambda p: MuonWithAdamW([{"params": [p], "muon": True}])  # noqa: E731
+    check_refusals(
+        (lambda: muon_groups(model, ["output.*"]), "no parameter has a name like 'output.*'"),
+        (lambda: muon_groups(nn.Embedding(3, 3)), "the model has no matrix for Muon"),
+        (lambda: muon(model, {"first*": 3}), "cannot be split into parts=3"),
+        (lambda: MuonWithAdamW(model.parameters()), "no group has muon=True"),
+        (lambda: muon(half_net(half), nesterov=False), "overwrites its momentum"),
+        *((partial(as_muon, p), "Muon takes real matrices") for p in (vector, phase)),
+        *(
+            (partial(muon, model, **wrong), "MuonWithAdamW needs")
+            for wrong in ({"ns_steps": 0}, {"momentum": 1.0})
+        ),
+        (lambda: muon(model, muon_lr_ratio=0.0), "MuonWithAdamW needs"),
+        (lambda: muon(model, ns_precision="fp16"), "ns_precision must be one of bf16, fp32"),
+        (lambda: muon(model).load_state_dict(other.state_dict()), "other groups of Muon and AdamW"),
+        (lambda: nets.wrap(model, nets.alone(), muon, compression=nets.dgc()), "would apply it again"),
+    )
+    muon(half_net(half))  # with Nesterov momentum
+
+
+def half_net(layer: Any) -> Any:
+    return nn.ModuleDict({"first": layer, "last": nn.Linear(2, 2)})
+
+
+def test_a_torch_without_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ImportError, match=r"dgc.optim.MuonWithAdamW works with torch 2.9 to .*no Muon"):
+        muon(nets.net())
