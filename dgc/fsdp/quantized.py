@@ -31,7 +31,7 @@ gather in backward is among L ranks then, of values that are rounded already, an
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,9 +81,8 @@ class _Collective:
     def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _Layout, what: str):
         self.group, self.layout, self._owner = group, layout, owner
         self._what, self._types = f"the {what} of {group.label}", TYPES[what]
-        ratio, terms = layout.code.bits / 32, f"{what} {layout.code}"
-        self._rows = envelope(self._what, layout.rows, ratio, terms)
-        self._row = envelope(self._what, layout.row, ratio, terms)
+        bounds = layout.rows if what == "gradients" else layout.row  # of what this rank sends
+        self._envelope = envelope(self._what, bounds, layout.code.bits / 32, f"{what} {layout.code}")
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -134,10 +133,10 @@ class _ReduceScatter(_Collective):
         if keep:
             self.changed = self._stored(residual)
 
-        self._rows.seal_rows_(payload, first)
+        self._envelope.seal_rows_(payload, first)
         arrived = torch.empty_like(payload)
         dist.all_to_all_single(arrived.view(-1), payload.view(-1), group=group)
-        opened = self._rows.open(arrived.unbind(), layout.row_bytes)
+        opened = self._envelope.open(arrived.unbind(), layout.row_bytes)
         owner.report(self, opened)
 
         total = v.new_zeros(sum(layout.blocks) * layout.code.size)
@@ -203,8 +202,9 @@ class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        layout, owner = self.layout, self._owner
-        if group.size() != layout.ranks:  # the second gather of reshard_after_forward=L, of rounded values
+        layout, owner, others = self.layout, self._owner, group.size() - 1
+        if others != layout.ranks - 1:  # the second gather of reshard_after_forward=L, of rounded values
+            owner.count(input_tensor.nbytes, others * input_tensor.nbytes, others * input_tensor.nbytes)
             work: dist.Work | None = dist.all_gather_single(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )
@@ -215,21 +215,21 @@ class _AllGather(_Collective):
         first = backend.selection.assign_((input_tensor,), v)
         (payload,), room = blank(1, layout.row_bytes, v)
         backend.blocks.encode_(v, layout.row, layout.code, room, False)
-        self._row.seal_(payload, first)
+        self._envelope.seal_(payload, first)
         arrived = payload.new_empty(layout.ranks, payload.numel())
         dist.all_gather_single(arrived.view(-1), payload, group=group)
-        opened = self._row.open(arrived.unbind(), layout.row_bytes)
+        opened = self._envelope.open(arrived.unbind(), layout.row_bytes)
         owner.report(self, opened)
         # the input is a part of the output
         out = output_tensor if output_tensor.dtype == torch.float32 else output_tensor.float()
         backend.blocks.decode(opened.contents, layout.rows, layout.code, 1, out)
         if out is not output_tensor:
             output_tensor.copy_(out)
-        owner.count(payload.nbytes, (layout.ranks - 1) * payload.nbytes, (layout.ranks - 1) * input_tensor.nbytes)
+        owner.count(payload.nbytes, others * payload.nbytes, others * input_tensor.nbytes)
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Report:
     collective: _Collective
     opened: Unchecked[Tensor]
@@ -349,7 +349,8 @@ class FSDPQuantizer:
 
     def report(self, collective: _Collective, opened: Unchecked[Tensor]) -> None:
         """Take what the headers of a collective say. A GPU is not waited for before the end of backward."""
-        self._reports.append(_Report(collective, opened))
+        # without the contents, which of all groups are as large as the model
+        self._reports.append(_Report(collective, replace(opened, contents=[])))
         is_old = len(self._reports) > 8 * len(self._groups)  # without backward passes
         if isinstance(collective, _AllGather) and (collective.layout.row.is_cpu or is_old):
             self._check_weights()
