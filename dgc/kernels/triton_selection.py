@@ -118,6 +118,32 @@ def predicted(last, before, margin, s):
     return (now * growth) * margin
 
 
+@triton.jit
+@no_type_check
+def load_tile(source, u, v, start, length, TILE: tl.constexpr, FORM: tl.constexpr):
+    """Return g, v and u of a tile, and g in the place of what the FORM does not read."""
+    lane = tl.arange(0, TILE)
+    live = lane < length
+    g = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
+    x = g
+    m = g
+    if FORM < ASSIGN:
+        x = tl.load(v + start + lane, mask=live, other=0.0)
+    if (FORM == 1) | (FORM == 2):
+        m = tl.load(u + start + lane, mask=live, other=0.0)
+    return g, x, m
+
+
+@triton.jit
+@no_type_check
+def store_tile(u, v, start, length, m, x, TILE: tl.constexpr, FORM: tl.constexpr):
+    lane = tl.arange(0, TILE)
+    live = lane < length
+    if (FORM == 1) | (FORM == 2):
+        tl.store(u + start + lane, m, mask=live)
+    tl.store(v + start + lane, x, mask=live)
+
+
 @moves("tiles u v", "u v held slot_values slot_lanes gathered", lambda a: (bytes_of_gradients(a), 0))
 @triton.jit(do_not_specialize=[*SIZES, "n"])
 @no_type_check
@@ -139,14 +165,18 @@ def accumulate(
     if LOWER_BOUNDS:
         lower_bound = predicted(last, before, margin, s).to(tl.int32, bitcast=True) & MAGNITUDE
     lane = tl.arange(0, TILE)
-    live = lane < length
-    source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
+    address = tl.load(sources + piece)
+    # Multiples of a constant show the compiler that it can load and store 128 bits at a time. `tl.multiple_of`
+    # marks the operation that made its argument, so `start` would be marked in both branches.
+    aligned = ((start | length | inner) % 8 == 0) & (address % 16 == 0)
+    start8 = start // 8 * 8
+    length8 = length // 8 * 8
     # all loads before the first reduction, which is a barrier
-    g = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
-    if FORM < ASSIGN:
-        x = tl.load(v + start + lane, mask=live, other=0.0)
-    if (FORM == 1) | (FORM == 2):
-        m = tl.load(u + start + lane, mask=live, other=0.0)
+    if aligned:
+        source = tl.multiple_of(address.to(tl.pointer_type(G)), 16) + inner // 8 * 8
+        g, x, m = load_tile(source, u, v, start8, length8, TILE, FORM)
+    else:
+        g, x, m = load_tile(address.to(tl.pointer_type(G)) + inner, u, v, start, length, TILE, FORM)
     bad = (g.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
     first_bad = tl.min(tl.where(bad, lane, TILE), 0)
     if first_bad < TILE:
@@ -166,8 +196,10 @@ def accumulate(
         else:
             m = factor * (m + g)
             x = (x + m) + g
-        tl.store(u + start + lane, m, mask=live)
-    tl.store(v + start + lane, x, mask=live)
+    if aligned:
+        store_tile(u, v, start8, length8, m, x, TILE, FORM)
+    else:
+        store_tile(u, v, start, length, m, x, TILE, FORM)
     if LOWER_BOUNDS:
         bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
         passes = (bits > 0) & (bits >= lower_bound)

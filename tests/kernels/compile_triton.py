@@ -59,25 +59,31 @@ class Compile:
         self.most: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, kernel: Any, near: Any, programs: Any, *arguments: Any) -> None:
-        signature, constants = {}, {}
+        signature, constants, aligned = {}, {}, {}
         for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
             one = type(value) is int and value == 1 and not parameter.do_not_specialize
             if parameter.is_constexpr or value is None or one:
                 signature[parameter.name], constants[(i,)] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = POINTERS[value.dtype]
+                if value.data_ptr() % 16 == 0:
+                    aligned[(i,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = NUMBERS[type(value)]
         name = kernel.fn.__name__
-        variant = (name, *signature.values(), *map(str, constants.values()))
+        variant = (name, *signature.values(), *map(str, constants.values()), *aligned)
         if variant in self.done:
             return
         self.done.add(variant)
         options = {"num_warps": WARPS, "enable_fp_fusion": False}
-        compiled = triton.compile(ASTSource(kernel, signature, constants, {}), target=self.target, options=options)
+        compiled = triton.compile(ASTSource(kernel, signature, constants, aligned), target=self.target, options=options)
         used = self.resources(compiled)
         self.most[name] = tuple(map(max, zip(used, self.most.get(name, used), strict=True)))
         assert ".ftz" not in str(compiled.asm.get("ptx")), f"{name} takes denormals for zero"
+        if name == "accumulate":
+            wide = {"ptx": r"ld\.global\S*\.(v4\.b32|v2\.b64)", "amdgcn": "load_dwordx4"}
+            found = [re.search(pattern, compiled.asm[kind]) for kind, pattern in wide.items() if kind in compiled.asm]
+            assert all(found), f"{name} does not load 128 bits at a time"
         # AMD divides with FMAs, which cannot be told apart: `accumulate` does where it predicts lower bounds
         predicts = name == "accumulate" and signature["last"] != "constexpr"
         dividing = "merge mean_of_fields write_coded measure encode mean_of_payloads".split()
