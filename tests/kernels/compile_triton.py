@@ -76,14 +76,15 @@ class Compile:
             return
         self.done.add(variant)
         options = {"num_warps": WARPS, "enable_fp_fusion": False}
-        compiled = triton.compile(ASTSource(kernel, signature, constants, aligned), target=self.target, options=options)
+        source = ASTSource(kernel, signature, constants, aligned)
+        compiled = triton.compile(source, target=self.target, options=options)
         used = self.resources(compiled)
         self.most[name] = tuple(map(max, zip(used, self.most.get(name, used), strict=True)))
         assert ".ftz" not in str(compiled.asm.get("ptx")), f"{name} takes denormals for zero"
         if name == "accumulate":
-            wide = {"ptx": r"ld\.global\S*\.(v4\.b32|v2\.b64)", "amdgcn": "load_dwordx4"}
-            found = [re.search(pattern, compiled.asm[kind]) for kind, pattern in wide.items() if kind in compiled.asm]
-            assert all(found), f"{name} does not load 128 bits at a time"
+            assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+            wide = re.search(r"ld\.global\S*\.(v4\.b32|v2\.b64)|load_dwordx4", assembly)
+            assert wide, f"{name} does not load 128 bits at a time"
         # AMD divides with FMAs, which cannot be told apart: `accumulate` does where it predicts lower bounds
         predicts = name == "accumulate" and signature["last"] != "constexpr"
         dividing = "merge mean_of_fields write_coded measure encode mean_of_payloads".split()
