@@ -7,12 +7,12 @@ It returns gradients that were drawn before, in reverse order of registration, s
 DDP and its hook. The benchmark starts its ranks by torchrun on this machine, over Gloo.
 
 no hook          DDP's all-reduce of fp32
-torch, fp16      fp16_compress_hook
+torch, fp16      fp16_compress_hook, and bf16_compress_hook
 torch            powerSGD_hook of rank r, with error feedback and warm start
 ours, paper      PowerSGDCompressor(r, mode="paper"), which sends as much as torch's
 ours, residual   PowerSGDCompressor(r, num_iters_per_step=2), which sends as much
 ours, half       PowerSGDCompressor(r): one half step, which sends half as much
-ours, ...        DGC at 0.1 %, 2 bits, signs, QSGD, fp16, and dense
+ours, ...        two phases in 8 and 4 bits, DGC at 0.1 %, 2 bits, signs, QSGD, fp16, and dense
 
 Methods alternate within each round. The time of a step is the largest over the ranks, from a barrier to the end of
 backward. A ratio is the median over rounds of the ratio within a round. State that methods keep is warm after
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
@@ -110,6 +110,15 @@ def torch_fp16(model: DistributedDataParallel) -> None:
     model.register_comm_hook(None, fp16_compress_hook)
 
 
+def torch_bf16(model: DistributedDataParallel) -> None:
+    """Register torch's hook under another name. DDP refuses its own name without NCCL."""
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        return bf16_compress_hook(state, bucket)
+
+    model.register_comm_hook(None, hook)
+
+
 def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, Hook]]:
     """The methods that are compared. Times are divided by those of the first of a group."""
 
@@ -122,8 +131,12 @@ def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, 
         "all": {
             "no hook": lambda model: None,
             "torch, fp16": torch_fp16,
+            "torch, bf16": torch_bf16,
+            "torch, rank 4": partial(TorchPowerSGD, 4),
             "ours, dense": own("dense"),
             "ours, fp16": own("fp16"),
+            "ours, 8 bits": own("int8"),
+            "ours, 4 bits": own("int4"),
             "ours, DGC 0.1 %": own("dgc-residual"),
             "ours, 2 bits": own("2bit"),
             "ours, signs": own("1bit"),

@@ -11,13 +11,14 @@ NAME             a method of `benchmarks.exchange`, in DistributedOptimizer or L
 NAME@ddp         the same compressor as a communication hook of DistributedDataParallel (DDP), over Gloo
 noop, ddp-noop   nothing is exchanged: a lower bound for all methods over Horovod and for DDP
 horovod(-fp16)   horovod.torch.DistributedOptimizer, with its default fusion and cycle time
-ddp, ddp-fp16, ddp-powersgd    DDP's all-reduce of fp32, and torch's own hooks; PowerSGD has rank 2
+ddp, ddp-fp16, ddp-bf16, ddp-powersgd
+                 DDP's all-reduce of fp32, and torch's own hooks; PowerSGD has rank 2
 
 Methods over Horovod run under mpirun, those of DDP under torchrun, Horovod's own in a launch of their own. Repeats
 are interleaved over the methods of a launch. `step` is the time from zero_grad until the parameters are updated,
 of the slowest rank, as the median over repeats. `wait` is the part of it in which a rank waits for replies, if
 the method is ours. The other columns are those of `benchmarks.exchange`; `faster` compares with the fastest of
-`ddp-fp16`, `horovod-fp16` and `fp16`. For DDP and its own hooks the bytes are those of the link alone.
+`ddp-fp16`, `ddp-bf16`, `horovod-fp16` and `fp16`. For DDP and its own hooks the bytes are those of the link alone.
 
 All ranks share the cores of this machine: with 4 ranks on 2 cores, forward and backward take about twice as long
 as on hosts with a core each, so that more of an exchange hides behind them. The output is a table and a line of
@@ -33,11 +34,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (before torchvision)
-from benchmarks.ddp_step import TorchPowerSGD
+from benchmarks.ddp_step import TorchPowerSGD, torch_bf16, torch_fp16
 from benchmarks.exchange import GOSSIP, GRADIENTS, HOROVOD, compressor
 from benchmarks.harness import add_methods, in_turns, options, print_json
 from benchmarks.laboratory import Laboratory
@@ -53,13 +53,14 @@ from scripts.methods import build
 TAKES = "2 min, and 2 to 10 min for each rate of a network"
 LR, MOMENTUM = 1e-4, 0.9
 AT_DDP = "@ddp"
-PLAIN_DDP = ("ddp-noop", "ddp", "ddp-fp16", "ddp-powersgd")
+PLAIN_DDP = ("ddp-noop", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd")
 OVER_DDP = (*PLAIN_DDP, *(f"{name}{AT_DDP}" for name in GRADIENTS if name != "noop"))
 NAMES = (*GRADIENTS, *GOSSIP, *HOROVOD, *OVER_DDP)
-OPPONENTS = ("ddp-fp16", "horovod-fp16", "fp16")
+OPPONENTS = ("ddp-fp16", "ddp-bf16", "horovod-fp16", "fp16")
 SHOWN = """
     noop horovod horovod-fp16 fp16 dgc-fp32-int64 dgc-fp16-packed dgc-sign-rice powersgd-2-half 2bit scaled-sign
-    sgp ddp-noop ddp ddp-fp16 ddp-powersgd dgc-fp16-packed@ddp dgc-sign-rice@ddp powersgd-2-half@ddp
+    int8 int4 sgp ddp-noop ddp ddp-fp16 ddp-bf16 ddp-powersgd dgc-fp16-packed@ddp dgc-sign-rice@ddp
+    powersgd-2-half@ddp int8@ddp int4@ddp
 """.split()
 VOCABULARY, WIDTH, LAYERS, CONTEXT = 16384, 512, 6, 64
 WORDS = 28869  # of WikiText-2, as in the PowerSGD study
@@ -202,7 +203,8 @@ def _noop_hook(state: object, bucket: torch.distributed.GradBucket) -> torch.fut
 TORCH_HOOKS: dict[str, Callable[[DistributedDataParallel], object]] = {
     "ddp-noop": lambda model: model.register_comm_hook(None, _noop_hook),
     "ddp": lambda model: None,
-    "ddp-fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "ddp-fp16": torch_fp16,
+    "ddp-bf16": torch_bf16,
     "ddp-powersgd": lambda model: TorchPowerSGD(2, model),
 }
 
