@@ -12,7 +12,14 @@ from optim import nets
 from refusals import check_refusals
 from torch import nn
 
-from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, FP16Compressor, NonFiniteGradientError
+from dgc.compression import (
+    BF16Compressor,
+    DenseCompressor,
+    DGCCompressor,
+    FP16Compressor,
+    NonFiniteGradientError,
+    TwoPhaseCompressor,
+)
 from dgc.memory import ResidualMemory
 
 COMPRESSIONS = {
@@ -20,6 +27,7 @@ COMPRESSIONS = {
     "fp16": FP16Compressor,
     "bf16": BF16Compressor,
     "horovod": lambda: nets.Half,
+    "two phases": lambda: TwoPhaseCompressor(4),
     "dgc": lambda: nets.dgc(0.1),
     "dgc dense": lambda: nets.dgc(1.0),
     "dgc int8 vectors": lambda: nets.dgc(0.1, dense_values="int8"),
