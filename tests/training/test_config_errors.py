@@ -103,7 +103,7 @@ def test_files_without_those_before_them_say_what_to_stack(file: Path) -> None:
     assert "stack a file of configs/dgc before it" in message and "dgc.compression.DenseCompressor" in message
     lines = refusals(CNN, words="--configs.train.optimizer._target_ torch.optim.Adam")
     for line, keyword in zip(lines, ("momentum", "nesterov"), strict=True):
-        assert f"takes no keyword '{keyword}'" in line and "stack a file of configs/adam/... after" in line
+        assert f"takes no keyword '{keyword}'" in line and "stack a file of configs/adam/... or" in line
     load([CNN], ["--configs.train.optimizer", "{_target_: torch.optim.Adam, lr: 0.001}"])
     yaml(file, "train: {batch_size: 3}")
     for experiment in ([], [WM5], [file], ["configs/digits"]):
