@@ -170,6 +170,7 @@ def every_payload(codec: Any, decoder: Any) -> None:
             payload = plan.encode(codec, SparseVector(x.int(), x, count), first).payload
             codec.words_of([payload])
             decoder.mean_into_(torch.zeros(n), [payload] * 2, plan.layout, bounds, 2)
+    codec.seal_rows_(payload.view(1, -1), count, first, bounds, torch.ones(()), Terms(1.0, 0))
 
 
 def every_code(coder: Any, dtypes: Any) -> None:
