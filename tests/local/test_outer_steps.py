@@ -52,6 +52,7 @@ COMPRESSIONS: dict[str, Callable[[], Any]] = {
     "2 bits": two_bits,
     "rank 1": lambda: methods.PowerSGDCompressor(rank=1),
     "signs": methods.ScaledSignCompressor,
+    "4 bits": lambda: methods.TwoPhaseCompressor(4, 64),
     "by dimension": by_dimension,
 }
 
@@ -64,12 +65,13 @@ def named(own: Trained, flat: Tensor) -> dict[str, Tensor]:
 
 
 def errors(own: Trained) -> dict[str, Tensor]:
-    """The residual of a rank by parameter name; zeros for tensors without one."""
+    """The residual of a rank, that of its chunk as a server included, by parameter name; zeros without one."""
     found = named(own, torch.zeros_like(own.z))
     for states in own.algorithm.exchange.states:
         state = states.state_dict()
-        for part in (state.get("errors"), state.get("residuals")):
-            found |= {name: error.double() for name, error in (part or {}).items()}
+        for table in ("errors", "residuals", "server_errors"):
+            for name, error in state.get(table, {}).items():
+                found[name] = found[name] + error.double()
     return found
 
 

@@ -9,7 +9,7 @@ from cases import case
 from optim.nets import dgc, dgc_sgd, each_rank, loss_of, momentum_sgd, run, through_gradients, train, wrap
 from torch.nn.utils import clip_grad_norm_
 
-from dgc.compression import DenseCompressor, PowerSGDCompressor, QSGDCompressor
+from dgc.compression import DenseCompressor, PowerSGDCompressor, QSGDCompressor, TwoPhaseCompressor
 
 RECIPE = r"call optimizer\.synchronize\(\) first, then clip, then step\(\) inside optimizer\.skip_synchronize\(\)"
 SMALL = 1e-4  # MB: several buckets, of which some start during backward
@@ -34,6 +34,7 @@ COMPRESSORS: dict[str, Any] = {
     "dgc": partial(dgc, 0.5),
     "powersgd": partial(PowerSGDCompressor, 2),
     "qsgd": QSGDCompressor,
+    "int8": TwoPhaseCompressor,
 }
 
 
