@@ -16,7 +16,7 @@ from local import test_outer_steps as outer_steps
 from simulated import rewind, summary_of, train_in
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DenseCompressor, DoubleSqueezeCompressor, Route, Rule
+from dgc.compression import DenseCompressor, DoubleSqueezeCompressor, Route, Rule, TwoPhaseCompressor
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.local import Nesterov, OuterSteps
 from dgc_training.checkpoint.files import Checkpoints
@@ -25,7 +25,8 @@ from dgc_training.faults.failure import UsageError
 from dgc_training.synchronization import Synchronization
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-WITH_ERRORS = sorted(set(outer_steps.COMPRESSIONS) - {"dense"})
+# two phases keep an error state for their part of the mean, which no other island has
+WITH_ERRORS = sorted(set(outer_steps.COMPRESSIONS) - {"dense", "4 bits"})
 
 
 def save(own: Trained, transport: Any, directory: Path) -> None:
@@ -204,8 +205,8 @@ def test_who_cannot_join() -> None:
         assert own.optimizer.island is None
         with pytest.raises(ValueError, match="use `dgc.local.OuterSteps` without a base"):
             own.optimizer.join()
-    own = Trained(transport, OuterSteps(2, compression=DoubleSqueezeCompressor()))
-    assert own.optimizer.island is None
+    for method in (DoubleSqueezeCompressor(), TwoPhaseCompressor(4)):
+        assert Trained(transport, OuterSteps(2, compression=method)).optimizer.island is None
 
     def on_machines(transport: Any) -> Any:
         """Only the first slice has tensors of the rule."""
