@@ -19,6 +19,9 @@ Payload of a bucket in bytes: N (24 + B) in the first phase and 24 + B in the se
 ceil(b / N) (2 + size bits / 8) for the b blocks of a bucket, with the bits of that phase. A rank sends N - 1 parts
 in each phase: 2 (N - 1) / N of about bits / 8 + 2 / size bytes per element.
 
+Memory of a rank between steps, in bytes: 8 per element and 8 / N for the errors and for their next values, and the
+payloads.
+
 If a checkpoint is loaded on another number of ranks or with other buckets, elements of d that do not belong to the
 rank's new chunk become part of e.
 

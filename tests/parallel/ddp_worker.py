@@ -397,6 +397,19 @@ def uneven_data(transport: Any) -> list[str]:
     return found
 
 
+def delivered(transport: Any) -> None:
+    """The means of blocks go into DDP's buckets. Ours get no memory, unless parameters may be unused."""
+    for method, mode, uses_flat in (
+        ("8 bits", "default", False),
+        ("4 bits", "view", False),
+        ("8 bits", "unused", True),
+        ("hadamard", "default", True),
+    ):
+        buckets = [plan.bucket for plan in Trainer(transport, method, **OPTIONS[mode]).train().exchange._planned]
+        assert buckets and all(("_flat" in vars(bucket)) == uses_flat for bucket in buckets), (method, mode)
+        assert all(bucket.destinations is None for bucket in buckets), (method, mode)
+
+
 def several_exchanges(transport: Any) -> None:
     """Two backward passes outside no_sync are two exchanges, and the first mean takes part in the second.
 

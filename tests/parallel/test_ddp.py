@@ -58,6 +58,10 @@ def test_a_later_backward_pass_exchanges_the_earlier_mean_again(group: Group) ->
     group.run(worker.several_exchanges)
 
 
+def test_means_of_blocks_are_written_into_ddps_buckets(group: Group) -> None:
+    group.run(worker.delivered)
+
+
 def test_buffers_and_models_are_freed(group: Group) -> None:
     group.run(worker.memory)
 
