@@ -33,11 +33,13 @@ class DenseResult:
         own: A number that is not finite if this rank's gradient is not (`probe`), where the ranks have not told
             each other about their gradients.
         is_finite: Whether the mean is known to be finite. Otherwise `check_means` finds out, once per step.
+        is_delivered: Whether the mean is in `bucket.destinations` instead. It must then be finite.
     """
 
     nonfinite: str | None = None
     own: Tensor | None = None
     is_finite: bool = False
+    is_delivered: bool = False
 
     def write_to(self, bucket: Bucket) -> None:
         """Store the mean in `bucket.flat`."""

@@ -35,6 +35,7 @@ from dgc.compression import (
     QSGDCompressor,
     SparseCompressor,
     ThresholdCompressor,
+    TwoPhaseCompressor,
 )
 from dgc.engine.state import BucketStates
 from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
@@ -348,6 +349,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "2-bit": lambda: ThresholdCompressor(2, 0.05),
     "qsgd": QSGDCompressor,
     "powersgd": lambda: PowerSGDCompressor(2, min_compression_rate=0),
+    "8 bits": TwoPhaseCompressor,
+    "4 bits": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
 }
 
 
