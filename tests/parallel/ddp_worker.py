@@ -30,10 +30,11 @@ from dgc.compression import (
     Route,
     Rule,
     ThresholdCompressor,
+    TwoPhaseCompressor,
 )
 from dgc.ddp import compress
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.optim import DGCSGD, DistributedOptimizer, MuonWithAdamW, muon_groups
 from dgc.wire import SignValues
 
 FEATURES, CLASSES, BUCKET_MB = 24, 6, 0.006
@@ -55,6 +56,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "1-bit": lambda: ThresholdCompressor(1, 0.0),
     "dense": DenseCompressor,
     "fp16": FP16Compressor,
+    "muon": lambda: TwoPhaseCompressor(4),
     "route": lambda: Route(
         [
             Rule(PowerSGDCompressor(1), name="layers.1"),
@@ -64,6 +66,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     ),
 }
 THREE = ("dgc", "powersgd", "2-bit")
+SAVED = (*THREE, "route", "muon")
 
 
 class Net(nn.Module):
@@ -121,6 +124,10 @@ def sgd(model: nn.Module, compression: Any, lr: float = 0.05) -> torch.optim.Opt
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return MuonWithAdamW(muon_groups(model, ["last.*"], {"layers.1.weight": 2}), lr=0.01, ns_precision="fp32")
+
+
 def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
     x = torch.randn(8, FEATURES, generator=generator)
@@ -144,7 +151,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model: Any = net()
         self.transport, self.passes, self.layouts = transport, passes, [[]]  # type: ignore[var-annotated]
-        self.inner = sgd(self.model, compression)
+        self.inner = muon(self.model) if method == "muon" else sgd(self.model, compression)
         self.uses_ddp = through == "ddp"
         kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
         kept |= {"transport": transport, "bucket_mb": bucket_mb}
@@ -362,7 +369,7 @@ def checkpoints(transport: Any, folder: Path) -> Finding:
     Returns the end of each run.
     """
     found: Finding = {}
-    for method in (*THREE, "route"):
+    for method in SAVED:
         ddp, other = (Trainer(transport, method, through).train(range(3)) for through in ("ddp", "optimizer"))
         of_ddp, of_other = ddp.state(), other.state()
         Path(folder, f"{method}.{transport.rank}.pt").write_bytes(of_ddp)
@@ -435,7 +442,7 @@ def resumed(transport: Any, folder: Path) -> Finding:
     """The end of a run that continues from a checkpoint of another process."""
     return {
         method: end_of(Trainer(transport, method), (folder / f"{method}.{transport.rank}.pt").read_bytes())
-        for method in (*THREE, "route")
+        for method in SAVED
     }
 
 
