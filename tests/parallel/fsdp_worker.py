@@ -192,15 +192,16 @@ def equal_to_hsdp(transport: Any) -> Finding:
     return found
 
 
+def with_muon(model: nn.Module, precision: str = "fp32") -> MuonWithAdamW:
+    groups = muon_groups(model, head=["4.*"], split={"0.weight": [2, 3]})
+    return MuonWithAdamW(groups, lr=0.01, ns_precision=precision)
+
+
 def muon(transport: Any) -> Finding:
     """The same difference to the whole model, which one process trains on the batches of all ranks."""
     found = {}
     for precision in ("fp32", "bf16"):
-
-        def optimizer(model: Any, precision: str = precision) -> MuonWithAdamW:
-            groups = muon_groups(model, head=["4.*"], split={"0.weight": [2, 3]})
-            return MuonWithAdamW(groups, lr=0.01, ns_precision=precision)
-
+        optimizer = partial(with_muon, precision=precision)
         alone, model = network(), sharded(transport)
         start, own = whole(model), optimizer(alone)
         for inputs in zip(*(batches(4, rank) for rank in range(4)), strict=True):
@@ -492,7 +493,7 @@ def flat(model: nn.Module) -> Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def outer_steps(transport: Any) -> Finding:
+def outer_steps(transport: Any, adam: Any = adam) -> Finding:
     """Machines are workers of DiLoCo. In the fourth of seven steps one shard of rank 3 has a gradient of NaN."""
 
     def method() -> OuterSteps:
@@ -581,14 +582,21 @@ def outer_steps(transport: Any) -> Finding:
     return found
 
 
-def saved_and_loaded(transport: Any, folder: Path) -> Finding:
+def decayed(model: nn.Module) -> DGCSGD:
+    return DGCSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+GO_ON: dict[str, tuple[Any, Any]] = {"dgc": (partial(dgc, warmup_epochs=2), decayed), "muon": (top_k, with_muon)}
+
+
+def saved_and_loaded(transport: Any, folder: Path, name: str) -> Finding:
     """A run that is continued from a checkpoint ends with the bits of the run that saved it."""
-    mesh, inputs = mesh_of(transport), batches(8, transport.rank)
+    inputs, (make_compressor, make_optimizer) = batches(8, transport.rank), GO_ON[name]
 
     def build() -> tuple[Any, Any, Any]:
-        model = shard(network(), mesh)
-        exchange = compress(model, dgc(warmup_epochs=2), transport=transport, steps_per_epoch=3)
-        return model, DGCSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3), exchange
+        model = sharded(transport)
+        exchange = compress(model, make_compressor(), transport=transport, steps_per_epoch=3)
+        return model, make_optimizer(model), exchange
 
     model, optimizer, exchange = build()
     train(model, optimizer, inputs[:4])
