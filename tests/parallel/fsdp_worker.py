@@ -125,7 +125,8 @@ class Repeated(nn.Module):
     def __init__(self, times: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, 1)
+        self.middle = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 5))  # one rank has no row of the first weight
         self.times = times
 
     def forward(self, x: Tensor) -> Any:
@@ -478,6 +479,7 @@ def unused_on_one_machine(transport: Any) -> Finding:
         # FSDP2 requires that the ranks of one machine use the same layers
         model.times = int(transport.rank // 2 == step % 2)
         train(model, optimizer, [batch])
+        assert all(p.grad is not None for p in model.parameters())  # Muon gathers a matrix if it has one
     exchange.close()
     return {"model": digest([whole(model)]), "moved": float(((whole(model) - start) != 0).float().mean())}
 
