@@ -56,7 +56,6 @@ METHODS: dict[str, Callable[[], Any]] = {
     "1-bit": lambda: ThresholdCompressor(1, 0.0),
     "dense": DenseCompressor,
     "fp16": FP16Compressor,
-    "muon": lambda: TwoPhaseCompressor(4),
     "route": lambda: Route(
         [
             Rule(PowerSGDCompressor(1), name="layers.1"),
@@ -66,7 +65,10 @@ METHODS: dict[str, Callable[[], Any]] = {
     ),
 }
 THREE = ("dgc", "powersgd", "2-bit")
-SAVED = (*THREE, "route", "muon")
+SAVED = [*THREE, "route"]
+if hasattr(torch.optim, "Muon"):  # of torch 2.9
+    METHODS["muon"] = lambda: TwoPhaseCompressor(4)
+    SAVED.append("muon")
 
 
 class Net(nn.Module):
