@@ -56,7 +56,7 @@ def muon_groups(
     matrices that they hold.
 
     Args:
-        model: Its parameters get groups. In DDP, DataParallel or torch.compile it has the names of the model itself.
+        model: Its parameters get groups. Its names are those without the prefix of DDP or torch.compile.
         head: Patterns (as in a shell) of names of parameters for AdamW: the output layer, and matrices that are
             looked up like an embedding. None: "*head.weight", "*classifier.weight" and "fc.weight".
         split: For patterns of names, the number of equal parts of a matrix's rows, or the rows of each part:
@@ -223,8 +223,7 @@ class MuonWithAdamW(Optimizer):
     def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
         """Warn of compressors that do not suit Muon, or gradients for AdamW: see docs/methods.md."""
         of_muon = {p: group["momentum"] for group in self.param_groups if group["muon"] for p in group["params"]}
-        has_momentum = {type(c).__name__ for p, c in compressors.items() if of_muon.get(p)}
-        if of_gradients and "EF21Compressor" in has_momentum:
+        if of_gradients and any(c.has_momentum for p, c in compressors.items() if of_muon.get(p)):
             warnings.warn(
                 "EF21Compressor has momentum, and Muon applies its own again: set momentum=0.0", stacklevel=5
             )

@@ -136,7 +136,7 @@ def test_warnings_of_compressors() -> None:
         (signs, "spare*", ""),
         (power, "last*", ""),
     ):
-        for outer in (False, True):
+        for outer in (False, True)[: 1 if "EF21" in words else 2]:  # outer steps refuse it
 
             def body(
                 model: Any, transport: Any, outer: bool = outer, name: str = name, make: Any = compressor
