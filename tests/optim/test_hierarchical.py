@@ -24,6 +24,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "powersgd": lambda: methods.PowerSGDCompressor(2),
     "2bit": lambda: methods.ThresholdCompressor(threshold=0.01),
     "dense": methods.DenseCompressor,
+    "ef21": lambda: methods.EF21Compressor(methods.DGCCompressor(0.05, ResidualMemory()), 0.5),
     "route": lambda: methods.Route(
         [methods.Rule(methods.PowerSGDCompressor(1), min_dim=2, max_numel=500), methods.Rule(METHODS["dgc"]())]
     ),

@@ -31,10 +31,12 @@ from dgc.comm.torch_distributed import connect
 from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
+    EF21Compressor,
     PowerSGDCompressor,
     QSGDCompressor,
     SparseCompressor,
     ThresholdCompressor,
+    TwoPhaseCompressor,
 )
 from dgc.engine.state import BucketStates
 from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
@@ -353,6 +355,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "gtopk": lambda: dgc(0.05, vectors="sparse", exchange="gtopk"),
     "2-bit": lambda: ThresholdCompressor(2, 0.05),
     "qsgd": QSGDCompressor,
+    "4 bits": lambda: TwoPhaseCompressor(4),
+    "ef21": lambda: EF21Compressor(top_k(vectors="sparse")),
     "powersgd": lambda: PowerSGDCompressor(2, min_compression_rate=0),
 }
 
