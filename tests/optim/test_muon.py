@@ -190,9 +190,8 @@ def test_groups() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 def test_groups_of_a_wrapped_model_are_those_of_the_model() -> None:
     """Although DataParallel, DDP and torch.compile put a prefix before the names of parameters."""
-    model = nn.Sequential()
-    model.add_module("fc", nn.Linear(4, 5))
-    model.add_module("other", nn.Linear(4, 4, bias=False))
+    model: Any = nn.ModuleDict({"fc": nn.Linear(4, 5), "other": nn.Linear(4, 4, bias=False)})
+    wrapper: Any
     for wrapper in (model, nn.DataParallel(model), torch.compile(nn.DataParallel(model), backend="eager")):
         adamw, muon = (group["params"] for group in muon_groups(wrapper, split={"oth*": 2}))
         assert nets.same(adamw, model.fc.parameters()) and nets.same(muon, [model.other.weight])
