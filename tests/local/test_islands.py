@@ -283,9 +283,13 @@ def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(
         assert run_trainer(tmp_path, 2, *words)["epochs"] == 2
 
 
-def test_a_run_of_the_trainer_goes_on(tmp_path: Path) -> None:
+MULOCO = ("configs/local/sign.py", "configs/muon/muloco.py", "train.optimizer.ns_precision=fp32")
+
+
+@pytest.mark.parametrize("method", [("configs/local/sparseloco.py",), MULOCO])
+def test_a_run_of_the_trainer_goes_on(tmp_path: Path, method: Any) -> None:
     """On more ranks, with one file lost."""
-    words = ["configs/local/sparseloco.py", "train.local.average_every=2"]
+    words = [*method, "train.local.average_every=2"]
     assert 0 < run_trainer(tmp_path, 2, *words)["wire_over_dense"] < 0.05
     rewind(tmp_path / "run", "e0000s00003")
     (tmp_path / "run/checkpoints/e0000s00003/rank1.pt").unlink()
