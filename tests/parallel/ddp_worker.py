@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
+    EF21Compressor,
     FP16Compressor,
     NonFiniteGradientError,
     PowerSGDCompressor,
@@ -56,6 +57,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "1-bit": lambda: ThresholdCompressor(1, 0.0),
     "dense": DenseCompressor,
     "fp16": FP16Compressor,
+    "ef21": lambda: EF21Compressor(DGCCompressor(0.1, ResidualMemory())),
     "route": lambda: Route(
         [
             Rule(PowerSGDCompressor(1), name="layers.1"),
@@ -65,7 +67,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     ),
 }
 THREE = ("dgc", "powersgd", "2-bit")
-SAVED = [*THREE, "route"]
+SAVED = [*THREE, "route", "ef21"]
 if hasattr(torch.optim, "Muon"):  # of torch 2.9
     METHODS["muon"] = lambda: TwoPhaseCompressor(4)
     SAVED.append("muon")
