@@ -93,11 +93,13 @@ class Compressor(ABC):
     Attributes:
         point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
         keeps_server_errors: Whether a rank also keeps what it has not sent of the mean, for all ranks.
+        has_momentum: Whether it returns a momentum of its gradients, of which no optimizer is told.
         correction: Momentum that this compressor applies to its gradients in place of the optimizer.
     """
 
     point_to_point: bool = False
     keeps_server_errors: bool = False
+    has_momentum: bool = False
 
     @property
     def class_name(self) -> str:

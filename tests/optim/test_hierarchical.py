@@ -13,7 +13,7 @@ from torch import nn
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD
+from dgc.optim import DGCSGD, MuonWithAdamW, muon_groups
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -24,10 +24,13 @@ METHODS: dict[str, Callable[[], Any]] = {
     "powersgd": lambda: methods.PowerSGDCompressor(2),
     "2bit": lambda: methods.ThresholdCompressor(threshold=0.01),
     "dense": methods.DenseCompressor,
+    "ef21": lambda: methods.EF21Compressor(methods.DGCCompressor(0.05, ResidualMemory()), 0.5),
     "route": lambda: methods.Route(
         [methods.Rule(methods.PowerSGDCompressor(1), min_dim=2, max_numel=500), methods.Rule(METHODS["dgc"]())]
     ),
 }
+if hasattr(torch.optim, "Muon"):  # of torch 2.9
+    METHODS["muon"] = lambda: methods.TwoPhaseCompressor(4)
 
 
 def models(size: int) -> list[Any]:
@@ -44,6 +47,10 @@ def loss(model: Any, step: int, rank: int) -> Any:
 
 def sgd(model: Any) -> Any:
     return DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+
+
+def muon(model: Any) -> Any:
+    return MuonWithAdamW(muon_groups(model, ["4.*"], {"0.weight": 2}), lr=0.01, ns_precision="fp32")
 
 
 def wrapped(model: Any, transport: Any, name: Any = "dgc", hierarchical: Any = "on", **options: Any) -> Any:
@@ -65,7 +72,7 @@ def test_ranks_of_a_machine_train_as_one_rank_with_their_mean_gradient(name: str
             step, place = divmod(number, local)
             return loss(model, step, machine * local + place) / local
 
-        size, alike = machines * local, (range(6), sgd, METHODS[name])
+        size, alike = machines * local, (range(6), muon if name == "muon" else sgd, METHODS[name])
         options = {"hierarchical": "on", "bucket_mb": 0.005}
         two = trained((size, local), *alike, models(size), training={"loss": loss}, **options)
         options["hierarchical"] = "off"

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
+    EF21Compressor,
     FP16Compressor,
     NonFiniteGradientError,
     PowerSGDCompressor,
@@ -34,7 +35,7 @@ from dgc.compression import (
 )
 from dgc.ddp import compress
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.optim import DGCSGD, DistributedOptimizer, MuonWithAdamW, muon_groups
 from dgc.wire import SignValues
 
 FEATURES, CLASSES, BUCKET_MB = 24, 6, 0.006
@@ -59,6 +60,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "hadamard": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
     "dense": DenseCompressor,
     "fp16": FP16Compressor,
+    "ef21": lambda: EF21Compressor(DGCCompressor(0.1, ResidualMemory())),
     "route": lambda: Route(
         [
             Rule(PowerSGDCompressor(1), name="layers.1"),
@@ -68,6 +70,10 @@ METHODS: dict[str, Callable[[], Any]] = {
     ),
 }
 SOME = ("dgc", "powersgd", "2-bit", "4 bits")
+SAVED = [*SOME, "route", "ef21"]
+if hasattr(torch.optim, "Muon"):  # of torch 2.9
+    METHODS["muon"] = lambda: TwoPhaseCompressor(4)
+    SAVED.append("muon")
 
 
 class Net(nn.Module):
@@ -125,6 +131,10 @@ def sgd(model: nn.Module, compression: Any, lr: float = 0.05) -> torch.optim.Opt
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return MuonWithAdamW(muon_groups(model, ["last.*"], {"layers.1.weight": 2}), lr=0.01, ns_precision="fp32")
+
+
 def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
     x = torch.randn(8, FEATURES, generator=generator)
@@ -148,7 +158,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model: Any = net()
         self.transport, self.passes, self.layouts = transport, passes, [[]]  # type: ignore[var-annotated]
-        self.inner = sgd(self.model, compression)
+        self.inner = muon(self.model) if method == "muon" else sgd(self.model, compression)
         self.uses_ddp = through == "ddp"
         kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
         kept |= {"transport": transport, "bucket_mb": bucket_mb}
@@ -366,7 +376,7 @@ def checkpoints(transport: Any, folder: Path) -> Finding:
     Returns the end of each run.
     """
     found: Finding = {}
-    for method in (*SOME, "route"):
+    for method in SAVED:
         ddp, other = (Trainer(transport, method, through).train(range(3)) for through in ("ddp", "optimizer"))
         of_ddp, of_other = ddp.state(), other.state()
         Path(folder, f"{method}.{transport.rank}.pt").write_bytes(of_ddp)
@@ -452,7 +462,7 @@ def resumed(transport: Any, folder: Path) -> Finding:
     """The end of a run that continues from a checkpoint of another process."""
     return {
         method: end_of(Trainer(transport, method), (folder / f"{method}.{transport.rank}.pt").read_bytes())
-        for method in (*SOME, "route")
+        for method in SAVED
     }
 
 
