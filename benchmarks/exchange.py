@@ -15,7 +15,7 @@ host is a network namespace with a link of the given rate (benchmarks.netlab), a
 sent in a step stand beside the meter's. From these, 66 bytes of Ethernet, IP and TCP headers are taken for each
 packet, and what Horovod sends all the time, for as long as the step took; `noop` measures it. `bound` is the time
 of the wire bytes at the rate that one TCP connection reached. `faster` compares with the faster one of `fp16` and
-`horovod-fp16`.
+`horovod-fp16`, and `fewer` compares the bytes of the link.
 
 Without --hosts, all ranks share this machine: they compete for its cores, and the "network" is memory. That shows
 the cost of compression, not its gain on a slow network. With --hosts, they still share its cores. The output is a

@@ -1,6 +1,7 @@
 """Seconds and bytes of steps: measured on each rank, merged over ranks and repeats, and printed as a table."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
@@ -78,11 +79,11 @@ def add_network(
         key: The time that is compared, "exchange_ms" or "step_ms".
         idle: Given a method, returns the one beside it that exchanges nothing. What the interface sends with that
             one, for as long as the method takes, is taken off its bytes.
-        opponents: `faster` is the time of the fastest of these over that of the method.
+        opponents: `faster` is the time of the fastest of these over that of the method, and `fewer` the same of
+            the bytes of the link.
         per_step: Methods that exchange nothing and send the same bytes in every step, however long it takes.
     """
     sent = {name: (row["link_bytes"], row["until_ms"]) for name, row in rows.items()}
-    times = [rows[name][key] for name in opponents if name in rows]
     for name, row in rows.items():
         nbytes, milliseconds = sent.get(idle(name), (0.0, 1.0))
         times_longer = 1.0 if idle(name) in per_step else row["until_ms"] / milliseconds
@@ -90,8 +91,10 @@ def add_network(
         row["link_bytes"] -= row["idle_bytes"]
         row["link_over_meter"] = row["link_bytes"] / row["machine_bytes"] if row["machine_bytes"] else None
         row["bound_ms"] = 1e3 * 8 * row["machine_bytes"] / network["bits_per_second"]
-        if times:
-            row["faster"] = min(times) / row[key]
+    if (best := min((rows[o] for o in opponents if o in rows), key=itemgetter(key), default=None)) is not None:
+        for row in rows.values():
+            row["faster"] = best[key] / row[key]
+            row["fewer"] = best["link_bytes"] / row["link_bytes"] if row["link_bytes"] else None
 
 
 def print_table(rows: dict[str, dict[str, Any]], network: dict[str, Any] | None, keys: Sequence[str]) -> None:
@@ -103,7 +106,7 @@ def print_table(rows: dict[str, dict[str, Any]], network: dict[str, Any] | None,
         print(f"{network['hosts']} hosts, {network['rate']} each way: ", end="")
         print(f"one TCP connection reaches {mbit:.0f} Mbit/s, a round trip takes {trip:.0f} us")
         columns += [("link", "link MB", "10.3f"), ("link_over_meter", "/ meter", "9.3f")]
-        columns += [("bound_ms", "bound ms", "10.1f"), ("faster", "faster", "8.2f")]
+        columns += [("bound_ms", "bound ms", "10.1f"), ("faster", "faster", "8.2f"), ("fewer", "fewer", "8.2f")]
     table = Table("method", 26, columns)
     for name, row in rows.items():
         megabytes = {

@@ -3,6 +3,7 @@
     python -m benchmarks.train_step --hosts 4 --rate 100mbit 1gbit --model resnet50
     python -m benchmarks.train_step --hosts 4 --rate 1gbit --model lstm --methods noop dense fp16 2bit
     python -m benchmarks.train_step --ranks 2 --model lm --methods noop ddp-fp16 dgc-sign-rice dgc-sign-rice@ddp
+    python -m benchmarks.train_step --hosts 4 --rate 200mbit --model lm --methods fsdp-noop fsdp-bf16 4-8@fsdp
 
 The models are those of torchvision, with images; `lm`, a Transformer, and `lstm`, that of the PowerSGD study, with
 tokens.
@@ -13,12 +14,21 @@ noop, ddp-noop   nothing is exchanged: a lower bound for all methods over Horovo
 horovod(-fp16)   horovod.torch.DistributedOptimizer, with its default fusion and cycle time
 ddp, ddp-fp16, ddp-bf16, ddp-powersgd
                  DDP's all-reduce of fp32, and torch's own hooks; PowerSGD has rank 2
+fsdp-noop        FSDP2 of `lm`, each layer a group: nothing is sent, each rank takes its own shard for all others
+fsdp, fsdp-bf16  FSDP2's own collectives, over Gloo, whose reduce-scatter is an all-reduce with twice the bytes
+fsdp-bf16-rows   as fsdp-bf16, with a reduce-scatter that sends each rank its row alone
+8-8@fsdp, 4-8@fsdp
+                 dgc.fsdp.quantize: bits of gradients and of weights
 
-Methods over Horovod run under mpirun, those of DDP under torchrun, Horovod's own in a launch of their own. Repeats
-are interleaved over the methods of a launch. `step` is the time from zero_grad until the parameters are updated,
-of the slowest rank, as the median over repeats. `wait` is the part of it in which a rank waits for replies, if
-the method is ours. The other columns are those of `benchmarks.exchange`; `faster` compares with the fastest of
-`ddp-fp16`, `ddp-bf16`, `horovod-fp16` and `fp16`. For DDP and its own hooks the bytes are those of the link alone.
+With FSDP2 all compute in fp32, since processors without instructions for bf16 are slow with it. The rows of bf16
+send what `MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)` sends.
+
+Methods over Horovod run under mpirun, those of DDP and FSDP2 under torchrun, Horovod's own in a launch of their
+own. Repeats are interleaved over the methods of a launch. `step` is the time from zero_grad until the parameters
+are updated, of the slowest rank, as the median over repeats. `wait` is the part of it in which a rank waits for
+replies, if the method is ours and not of FSDP2. The other columns are those of `benchmarks.exchange`; `faster` and
+`fewer` compare with the fastest of `ddp-fp16`, `ddp-bf16`, `horovod-fp16` and `fp16`, or of `fsdp-bf16` and
+`fsdp-bf16-rows`. For DDP and its own hooks the bytes are those of the link alone.
 
 All ranks share the cores of this machine: with 4 ranks on 2 cores, forward and backward take about twice as long
 as on hosts with a core each, so that more of an exchange hides behind them. The output is a table and a line of
@@ -29,11 +39,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (before torchvision)
@@ -43,9 +56,11 @@ from benchmarks.harness import add_methods, in_turns, options, print_json
 from benchmarks.laboratory import Laboratory
 from benchmarks.launches import add_options, begin, connected, on_networks, portions, run_methods
 from benchmarks.step_times import Row, add_network, measured, merged, print_table
-from dgc.comm import Transport
+from dgc.comm import AllGather, AllToAll, ReduceScatter, Transport
 from dgc.comm.meter import TrafficMeter
 from dgc.ddp import compress
+from dgc.fsdp import quantize
+from dgc.fsdp.quantized import exchange_rows
 from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
 from dgc_models import LSTM
 from scripts.methods import build
@@ -55,8 +70,12 @@ LR, MOMENTUM = 1e-4, 0.9
 AT_DDP = "@ddp"
 PLAIN_DDP = ("ddp-noop", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd")
 OVER_DDP = (*PLAIN_DDP, *(f"{name}{AT_DDP}" for name in GRADIENTS if name != "noop"))
-NAMES = (*GRADIENTS, *GOSSIP, *HOROVOD, *OVER_DDP)
+PLAIN_FSDP = ("fsdp-noop", "fsdp", "fsdp-bf16", "fsdp-bf16-rows")
+QUANTIZED = {"8-8@fsdp": (8, 8), "4-8@fsdp": (4, 8)}  # bits of gradients and of weights
+OVER_FSDP = (*PLAIN_FSDP, *QUANTIZED)
+NAMES = (*GRADIENTS, *GOSSIP, *HOROVOD, *OVER_DDP, *OVER_FSDP)
 OPPONENTS = ("ddp-fp16", "ddp-bf16", "horovod-fp16", "fp16")
+FSDP_OPPONENTS = ("fsdp-bf16", "fsdp-bf16-rows")
 SHOWN = """
     noop horovod horovod-fp16 fp16 dgc-fp32-int64 dgc-fp16-packed dgc-sign-rice powersgd-2-half 2bit scaled-sign
     int8 int4 sgp ddp-noop ddp ddp-fp16 ddp-bf16 ddp-powersgd dgc-fp16-packed@ddp dgc-sign-rice@ddp
@@ -162,6 +181,8 @@ def make(name: str, work: Work, ratio: float, transport: Transport) -> Method:
     """A method by its name."""
     if name in OVER_DDP:
         return _ddp(name, work, ratio, transport)
+    if name in OVER_FSDP:
+        return _fsdp(name, work, transport)
     named = list(work.model.named_parameters())
     parameters = [p for _, p in named]
     sgd = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
@@ -209,6 +230,69 @@ TORCH_HOOKS: dict[str, Callable[[DistributedDataParallel], object]] = {
 }
 
 
+def _fsdp(name: str, work: Work, transport: Transport) -> Method:
+    assert isinstance(work.model, LanguageModel)
+    # the all-gather of bf16 rows converts by itself
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if "bf16" in name else None)
+    layers = [fully_shard(layer, mp_policy=policy) for layer in work.model.layers.layers]
+    fully_shard(work.model, mp_policy=policy)
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+    meter = TrafficMeter(transport.local_size)
+    if name in QUANTIZED:
+        meter = quantize(work.model, *QUANTIZED[name]).meter
+    else:
+        for module in work.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(Gathered(name, meter, transport))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(Reduced(name, meter, transport))  # type: ignore[arg-type]
+    sgd = torch.optim.SGD(work.model.parameters(), lr=LR, momentum=MOMENTUM)
+    return Method(work, work.model, sgd, meter)
+
+
+@dataclass
+class Collective:
+    """What FSDP2 calls in place of its own collective, in all methods but ours."""
+
+    name: str
+    meter: TrafficMeter
+    transport: Transport
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gathered(Collective):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        if self.name == "fsdp-noop":
+            output_tensor.view(group.size(), -1).copy_(input_tensor.clone())  # the input is a part of the output
+            return
+        dtype = torch.bfloat16 if "bf16" in self.name else torch.float32
+        sent, arrived = input_tensor.to(dtype), output_tensor.to(dtype)
+        self.meter.count(AllGather(sent), self.transport)
+        dist.all_gather_single(arrived, sent, group)
+        if arrived is not output_tensor:
+            output_tensor.copy_(arrived)
+
+
+class Reduced(Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        rows = input_tensor.view(group.size(), -1)
+        if self.name == "fsdp-noop":
+            output_tensor.copy_(rows[group.rank()])
+        elif self.name == "fsdp-bf16-rows":
+            self.meter.count(AllToAll(input_tensor, (rows.shape[1],) * len(rows)), self.transport)
+            arrived = torch.empty_like(rows)
+            for message in exchange_rows(arrived, rows, group, tag=0):
+                message.wait()
+            torch.mean(arrived, 0, out=output_tensor)
+        else:
+            self.meter.count(ReduceScatter(input_tensor), self.transport)
+            dist.reduce_scatter_single(output_tensor, input_tensor, op, group)
+
+
 def work(settings: dict[str, Any]) -> dict[str, Any]:
     """What each rank does."""
     torch.set_num_threads(settings["threads"])
@@ -232,10 +316,10 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> dict[str, Any]:
-    ddp = [name for name in args.methods if name in OVER_DDP]
-    others = [name for name in args.methods if name not in OVER_DDP]
+    ddp, fsdp = ([name for name in args.methods if name in of] for of in (OVER_DDP, OVER_FSDP))
+    others = [name for name in args.methods if name not in (*OVER_DDP, *OVER_FSDP)]
     launches = [("mpirun", names) for names in portions(others, args.together, HOROVOD)]
-    launches += [("torchrun", names) for names in portions(ddp, args.together)]
+    launches += [("torchrun", names) for names in (*portions(ddp, args.together), *portions(fsdp, args.together))]
     return run_methods("benchmarks.train_step", args, ranks, laboratory, launches)
 
 
@@ -248,9 +332,12 @@ def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network:
     )
     rows = {name: found["methods"][name] for name in args.methods}
     if network is not None:
+        sharded = {name: rows[name] for name in rows if name in OVER_FSDP}
+        others = {name: rows[name] for name in rows if name not in OVER_FSDP}
+        add_network(sharded, network, "step_ms", lambda name: "fsdp-noop", FSDP_OPPONENTS)
         # DDP sends the model's buffers in every step. Horovod's thread sends all the time.
-        idle = {name: "ddp-noop" if name in OVER_DDP else "noop" for name in rows}
-        add_network(rows, network, "step_ms", idle.__getitem__, OPPONENTS, per_step=("ddp-noop",))
+        idle = {name: "ddp-noop" if name in OVER_DDP else "noop" for name in others}
+        add_network(others, network, "step_ms", idle.__getitem__, OPPONENTS, per_step=("ddp-noop",))
     print_table(rows, network, ("step_ms",))
     settings = {"model": args.model, "ratio": args.ratio, "ranks": ranks, "batch": args.batch, "network": network}
     print_json({"benchmark": "train_step", **settings, "methods": rows})
@@ -265,7 +352,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratio", type=float, default=0.001)
     add_methods(parser, NAMES, SHOWN)
     add_options(parser)
-    return on_networks(parser.parse_args(argv), measure_all, report)
+    args = parser.parse_args(argv)
+    if set(args.methods) & set(OVER_FSDP) and (args.model, args.ranks_per_host) != ("lm", 1):
+        raise SystemExit("methods of FSDP2 are measured with --model lm and one rank on each host")
+    return on_networks(args, measure_all, report)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:
     assert [rows[name]["link_bytes"] for name in rows] == [0.0, 1000.0, 100.0]
     assert [rows[name]["link_over_meter"] for name in rows] == [None, 1.0, 0.8]
     assert [rows[name]["bound_ms"] for name in rows] == [0.0, 1.0, 0.125]
-    assert rows["dgc"]["faster"] == 3.0
+    assert (rows["dgc"]["faster"], rows["dgc"]["fewer"], rows["noop"]["fewer"]) == (3.0, 10.0, None)
     add_network(each_step, {"bits_per_second": 8e6}, "step_ms", lambda name: "noop", (), per_step=("noop",))
     assert [row["link_bytes"] for row in each_step.values()] == [0.0, 1450.0, 150.0]
 

@@ -131,6 +131,12 @@ class ParameterGroup:
                 "take: leave that hook out"
             )
 
+    def takes_views_of(self, output: Tensor) -> bool:
+        """Whether FSDP2 makes views of a reduce-scatter's result the gradients, and reads no element before."""
+        ps = self.parameters
+        is_read = any(p.grad is not None or p._post_accumulate_grad_hooks for p in ps)
+        return output.dtype == ps[0].dtype and not is_read and self._group._all_reduce_hook is None
+
     def check_own_collectives(self) -> None:
         """Raise ValueError if the group does not use FSDP2's own reduce-scatter and all-gather."""
         for comm in (self._group._reduce_scatter_comm, self._group._all_gather_comm):

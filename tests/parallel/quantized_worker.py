@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from dgc.fsdp import quantize
+from dgc.fsdp import quantize, quantized
+from dgc.gossip.model import local
 from dgc.wire.envelope import PayloadError
 
 MESHES: dict[str, Any] = {}
@@ -126,6 +128,43 @@ def conserves(transport: Any) -> Finding:
             found[f"{name} {bits} {error}"] = difference / largest
             quantizer.close()
             assert bits or quantizer.meter.payload_bytes == 0
+    return found
+
+
+def order(transport: Any) -> Finding:
+    """What backward launches, gathers "g" and sums "s", and waits for, "G" and "S", by who reads gradients."""
+    found, gradients = Finding(), dict[str, list[Any]]()
+    real: dict[str, Any] = {"g": dist.all_gather_single, "s": quantized.exchange_rows}
+    for reader in ("nothing", "parameters", "all-reduce"):
+        model, early, events = build(transport, "plain"), dict[Tensor, Tensor](), list[str]()
+        quantizer = quantize(model, 8, 8)
+        for p in model.parameters() if reader == "parameters" else ():
+            p.register_post_accumulate_grad_hook(lambda p, early=early: early.update({p: local(p.grad).clone()}))
+        for module in (model[0], model[2], model) if reader == "all-reduce" else ():
+            module.set_all_reduce_hook(lambda output: output.mul_(2))
+
+        def launch(kind: str, *arguments: Any, events: list[str] = events, **options: Any) -> Any:
+            def wait(*_: Any) -> None:
+                events.append(kind.upper())
+                for work in works:
+                    work.wait()
+
+            events.append(kind)
+            begun = real[kind](*arguments, **options)
+            works = begun if kind == "s" else [begun]
+            return [Mock(wait=wait)] if kind == "s" else Mock(wait=wait)
+
+        loss = loss_of(model, batches(1, transport.rank)[0])
+        sums = patch.object(quantized, "exchange_rows", partial(launch, "s"))
+        with sums, patch.object(dist, "all_gather_single", partial(launch, "g")):
+            loss.backward()
+        found[reader] = "".join(events)
+        gradients[reader] = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        assert len(early) == len(gradients[reader]) * (reader == "parameters")
+        assert all(p.grad is not None and own.equal(local(p.grad)) for p, own in early.items())
+        quantizer.close()
+    for own, same, twice in zip(*gradients.values(), strict=True):
+        assert own.equal(same) and (2 * own).equal(twice)
     return found
 
 
@@ -372,21 +411,17 @@ def refused(transport: Any) -> None:
         spoil, "0.weight on rank 0 has NaN or inf, or is 2**64 or more: it cannot be trained further", RuntimeError
     )
 
-    model, real = build(transport, "plain"), dist.all_to_all_single
+    model, real = build(transport, "plain"), quantized.exchange_rows
     quantizer = quantize(model)
 
-    def damage(output: Tensor, *arguments: Any, **options: Any) -> Any:
-        work = real(output, *arguments, **options)
-        output[-30] ^= 1
-        return work
+    def damage(arrived: Tensor, *arguments: Any) -> Any:
+        works = real(arrived, *arguments)
+        return [*works, Mock(wait=lambda: arrived[-1, -30:].bitwise_xor_(1))]
 
-    dist.all_to_all_single = damage
-    try:
+    with patch.object(quantized, "exchange_rows", damage):
         check(
             "with a wrong checksum: it changed in transit", lambda: loss_of(model, batch).backward(), PayloadError
         )
-    finally:
-        dist.all_to_all_single = real
     model.reset_iter_state()
     loss_of(model, batch).backward()
     quantizer.close()

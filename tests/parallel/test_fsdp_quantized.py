@@ -19,6 +19,12 @@ def test_what_is_sent_and_the_error_are_the_gradients(group: Group) -> None:
             assert difference <= least, (name, difference)
 
 
+def test_collectives_overlap_unless_gradients_are_read_during_backward(group: Group) -> None:
+    waits = "gGgsSGsSsS"  # the second gather is prefetched
+    for own in group.run(worker.order):
+        assert own == {"nothing": "gGgsGsSsSS", "parameters": waits, "all-reduce": waits}
+
+
 def test_forward_and_backward_use_the_same_rounded_weights(group: Group) -> None:
     found = group.run(worker.weights_in_use)
     assert found == [found[0]] * group.size
