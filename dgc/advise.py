@@ -226,7 +226,13 @@ def advise(
         device,
         heading,
         lambda words: words[0],
-        Options(args.verify, args.verify_all, args.json, alike=1.0 if shape is None else ALIKE_ON_PAPER),
+        Options(
+            args.verify,
+            args.verify_all,
+            args.json,
+            alike=1.0 if shape is None else ALIKE_ON_PAPER,
+            is_adam=args.optimizer in ADAM,
+        ),
         0.0 if shape is not None else busy,  # on paper nothing is measured
         {"parameters": args.parameters, "model": args.model, "optimizer": args.optimizer},
     )

@@ -44,6 +44,9 @@ class Bucket:
     lie elsewhere until `flat` is read. Code that reads them through `gradients` avoids the copy, and `flat` is
     then never allocated.
 
+    `destinations` may say where the mean is needed: a one-dimensional tensor per segment, of the bucket's dtype. A
+    compressor that writes the mean there, and not into `flat`, says so in its result.
+
     Args:
         name: Pairs messages between ranks. It must be unique among buckets and the same on every rank.
         segments: The place of each gradient, without gaps.
@@ -60,6 +63,7 @@ class Bucket:
         self.dtype, self.device = dtype, device
         self.numel = sum(segment.numel for segment in segments)
         self._elsewhere: dict[int, Tensor] = {}
+        self.destinations: tuple[Tensor, ...] | None = None
 
     @cached_property
     def _flat(self) -> Tensor:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result
+from dgc.compression.protocol import Compressor, DenseResult, NonFiniteGradientError, Result
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, describe, plan_buckets, states_in_order
@@ -289,7 +289,7 @@ class DDPExchange(HasGatheredState):
                 self._planned[b].bucket.use_gradient(i, gradient)
                 self._engine.order.add(b)
             for b in self._engine.order.start():
-                self._engine.start(b)
+                self._start(b)
             self._engine.advance()
             # not bucket.is_last(), which static_graph never says in its first step if there are several types
             if len(self._views) == len(self._slots):
@@ -315,6 +315,8 @@ class DDPExchange(HasGatheredState):
     def _reset(self) -> None:
         self._buffers = []
         self._views = {}
+        for plan in self._planned:
+            plan.bucket.destinations = None
         self._engine.reset()
 
     def compression_state_dict(self) -> dict[str, Any]:
@@ -322,10 +324,16 @@ class DDPExchange(HasGatheredState):
         self._engine.check_ended("backward()")
         return super().compression_state_dict()
 
+    def _start(self, b: int) -> None:
+        plan = self._planned[b]
+        if not self._may_be_unused:  # `deliver_unused` needs the means in our bucket
+            plan.bucket.destinations = tuple(self._views[p] for p in plan.parameters)
+        self._engine.start(b)
+
     def _finish(self) -> None:
         """Wait for all exchanges, write the means into DDP's buckets and hand them back."""
         for b in self._engine.order.start(only_full=False):
-            self._engine.start(b)
+            self._start(b)
         # before it rebuilds its buckets, DDP has one, in the order of the model
         outcome = self._engine.finish(learn=len(self._buffers) > 1)
         for plan, result in outcome.results:
@@ -341,11 +349,14 @@ class DDPExchange(HasGatheredState):
         self._reset()
 
     def _write(self, plan: PlannedBucket, result: Result) -> None:
-        bucket = plan.bucket
+        bucket, views = plan.bucket, [self._views[p] for p in plan.parameters]
         bucket.release()
+        if isinstance(result, DenseResult) and result.is_delivered:
+            for view in views:
+                self._loss_scale.multiply_(view)
+            return
         result.write_to(bucket)
         self._loss_scale.multiply_(bucket.flat)
-        views = [self._views[p] for p in plan.parameters]
         torch._foreach_copy_(views, [bucket.flat[s.offset : s.offset + s.numel] for s in bucket.segments])
 
     def _drop(self, reason: str) -> None:

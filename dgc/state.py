@@ -31,6 +31,8 @@ class State:
         errors: What is not sent yet, fp32 [numel], by name of the table.
         local: Further tensors of this rank, such as momentum, fp32 [numel], by name of the table.
         constants: What the method has computed once from the layout of the bucket. It is not saved.
+        scratch: Memory that the next step overwrites, by use. It spares new pages in each step and is not saved. A
+            tensor of it may belong to the state that a dropped step would have restored.
         dense: Whether the last step sent all elements, if the method decides that in each step; else None.
         partial: Tables that need not have all parameters.
     """
@@ -41,6 +43,7 @@ class State:
     errors: dict[str, Tensor] = field(default_factory=dict)
     local: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
+    scratch: dict[str, Tensor] = field(default_factory=dict)
     dense: bool | None = None
     partial: tuple[str, ...] = ()
 

@@ -24,6 +24,7 @@ from dgc.cost.cluster import cluster_on_paper, describe
 from dgc.cost.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
 from dgc.cost.computing import last_level_cache
 from dgc.cost.methods import GOSSIP, UNCOMPRESSED, Method
+from dgc.cost.study import sentence
 from dgc.cost.verification import chosen, format_verification, order, verify
 from dgc.cost.workload import Workload
 from dgc.units import RATES, TIMES, human_rate, quantity
@@ -96,6 +97,26 @@ def test_the_fastest_method_is_recommended() -> None:
     advice = advise(tabulate(hidden, NETWORK, work), work)
     assert (advice.method, advice.compress, advice.usage) == ("fp16", False, ("configs/fp16.py",))
     assert advice.reason == "fp16 all-reduce hides behind backward (400 ms of 400 ms)"
+
+
+def test_what_keeps_the_quality_is_recommended() -> None:
+    """What loses quality with Adam is faster here. It is named, and recommended only where nothing else pays."""
+    work, late = (
+        Work(0.0, 1.0),
+        replace(candidate("late", 10**5), method=Method("late", behind_with_adam="5 % behind")),
+    )
+    methods = [candidate("fp16", 10**8), late, candidate("b", 10**7), candidate("a", 2 * 10**7)]
+    assert advise(tabulate(methods, NETWORK, work), work).method == "late"  # with SGD it loses nothing
+    rows = tabulate(methods, NETWORK, work, is_adam=True)
+    advice = advise(rows, work)
+    assert advice.method == "b" and "behind" not in advice.reason and as_fast(rows, advice) == []
+    assert "\n  Faster, but 5 % behind: late 1.00 s" in sentence(advice, rows, " ".join)
+    assert advise(rows, work, alike=1.1).method == "a"  # it sends most of those that are alike
+    assert [row.name for row in chosen(rows)] == ["fp16", "b", "a", "late"]
+    rows = tabulate(methods[:2], NETWORK, work, is_adam=True)
+    advice = advise(rows, work)
+    assert advice.method == "late" and advice.reason.endswith("10 % faster: this one is 5 % behind")
+    assert "Faster, but" not in sentence(advice, rows, " ".join)
 
 
 def test_the_mean_step_has_the_dense_steps_that_come_first() -> None:

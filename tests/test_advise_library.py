@@ -54,8 +54,13 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     assert onebit["wire_bytes"] == pytest.approx(350e6 / 8 * 2 * 7 / 8, rel=0.02)  # 1 bit there and 1 bit back
     steps = onebit["compressed_step"], onebit["step"], fp16["step"]
     assert steps[1] == pytest.approx(0.2 * steps[2] + 0.8 * steps[0]) and steps[0] == pytest.approx(1.23, rel=1e-2)
-    assert result["advice"]["method"] == "powersgd-4"
-    assert "PowerSGDCompressor(rank=4, num_iters_per_step=2)" in out and "20 % of a run's steps are dense" in out
+    bits = {name: result["methods"][name]["wire_bytes"] * 8 / (350e6 * 2 * 7 / 8) for name in ("int8", "int4")}
+    assert bits == pytest.approx({"int8": 8 + 16 / 256, "int4": 4 + 16 / 128}, rel=2e-3)
+    assert (
+        result["advice"]["method"] == "int4" and "As fast within the error of the prediction: onebit-adam" in out
+    )
+    assert "TwoPhaseCompressor(bits=4)" in out and "20 % of a run's steps are dense" in out
+    assert "Faster, but 17 % behind dense" in out and "powersgd-4 1.2" in out
     assert "Transformer of 25 layers of width 1088, with adamw" in out and "8 machines of 1 rank" in out
     dgc = {of.name for of in METHODS if of.name.startswith("dgc-")} - {"dgc-adam"}
     assert set(result["left_out"]) == {"2bit-adaptive", "scaled-sign"} | dgc
@@ -65,6 +70,8 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     onebit = json.loads(file.read_text())["methods"]["onebit-adam"]
     assert onebit["step"] == pytest.approx(0.1 * steps[2] + 0.9 * steps[0]) and onebit["dense_share"] == 0.1
     assert "Recommended: onebit-adam, the mean step takes 2.13 s" in capsys.readouterr().out
+    assert main([*PAPER, *NETWORK, "--methods", "fp16", "int4", "powersgd-4", "--optimizer", "sgd"]) == 0
+    assert "Recommended: powersgd-4" in capsys.readouterr().out
 
 
 def test_one_narrow_layer_stands_for_the_model() -> None:

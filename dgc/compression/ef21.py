@@ -71,6 +71,8 @@ class EF21Compressor(Compressor):
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
+    has_momentum = True
+
     def __init__(self, compressor: Compressor, beta: float = 0.05):
         require("a number", NUMBER, beta=beta)
         if not 0 < beta <= 1:

@@ -33,11 +33,13 @@ class DenseResult:
         own: A number that is not finite if this rank's gradient is not (`probe`), where the ranks have not told
             each other about their gradients.
         is_finite: Whether the mean is known to be finite. Otherwise `check_means` finds out, once per step.
+        is_delivered: Whether the mean is in `bucket.destinations` instead. It must then be finite.
     """
 
     nonfinite: str | None = None
     own: Tensor | None = None
     is_finite: bool = False
+    is_delivered: bool = False
 
     def write_to(self, bucket: Bucket) -> None:
         """Store the mean in `bucket.flat`."""
@@ -91,11 +93,13 @@ class Compressor(ABC):
     Attributes:
         point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
         keeps_server_errors: Whether a rank also keeps what it has not sent of the mean, for all ranks.
+        has_momentum: Whether it returns a momentum of its gradients, of which no optimizer is told.
         correction: Momentum that this compressor applies to its gradients in place of the optimizer.
     """
 
     point_to_point: bool = False
     keeps_server_errors: bool = False
+    has_momentum: bool = False
 
     @property
     def class_name(self) -> str:

@@ -19,6 +19,9 @@ Payload of a bucket in bytes: N (24 + B) in the first phase and 24 + B in the se
 ceil(b / N) (2 + size bits / 8) for the b blocks of a bucket, with the bits of that phase. A rank sends N - 1 parts
 in each phase: 2 (N - 1) / N of about bits / 8 + 2 / size bytes per element.
 
+Memory of a rank between steps, in bytes: 8 per element and 8 / N for the errors and for their next values, and the
+payloads.
+
 If a checkpoint is loaded on another number of ranks or with other buckets, elements of d that do not belong to the
 rank's new chunk become part of e.
 
@@ -133,31 +136,44 @@ class TwoPhaseCompressor(Compressor):
     # --- one step ---------------------------------------------------------------------------------
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        v, first = accumulated(bucket, state)
-        bounds, keep, blocks = bucket.bounds, self.error_feedback, kernels.of(v).blocks
-        each = self._blocks_of_chunk(bucket, state.size)
+        bounds, keep, blocks = bucket.bounds, self.error_feedback, kernels.of(bucket.bounds).blocks
+        each, own = self._blocks_of_chunk(bucket, state.size), state.scratch
         envelope = envelope_of(bucket, bounds, self.compress_ratio, f"two phases {self.code} {self.answer}")
         nbytes = self.code.row_bytes(each)
-        rows, room = blank(state.size, nbytes, v)
-        kept = blocks.encode_(v, bounds, self.code, room, keep)
+        rows, room = blank(state.size, nbytes, bounds, own.get("rows"))
+        if keep:
+            v = state.errors["errors"]
+            kept = own["errors"] if "errors" in own else torch.empty_like(v)
+            first = blocks.add_encode_(bucket.gradients, v, bounds, self.code, room, kept)
+            bucket.release()
+        else:
+            v, first = accumulated(bucket, state)
+            blocks.encode_into_(v, bounds, self.code, room, None)
         parts, nonfinite = yield from envelope.scatter_filled(rows, nbytes, first)
 
-        chunk = state.constants["chunk"]
-        if isinstance(state, TwoPhaseState):
-            total = state.served.clone()
-        else:
-            total = v.new_zeros(each * self.code.size)
-        blocks.add_sum_(parts, self.code, total)
-        if self.code.rotate:
-            total *= state.constants["real"]
+        served = state.served if isinstance(state, TwoPhaseState) else None
+        unserved = None if served is None else own["served"] if "served" in own else torch.empty_like(served)
         nbytes = self.answer.row_bytes(each)
-        (answer,), room = blank(1, nbytes, v)
-        served = blocks.encode_(total, chunk, self.answer, room, keep)
+        (answer,), room = blank(1, nbytes, bounds, own.get("answer"))
+        given = (served, state.constants.get("real"), state.constants["chunk"])
+        blocks.answer_(parts, self.code, *given, self.answer, room, unserved)
         answers, _ = yield from envelope.gather_filled(answer, nbytes, bounds[-1])
 
-        mean = place_of_mean(bucket)
+        # the transform adds values, and half precision rounds them: both may overflow
+        is_finite = bucket.dtype is torch.float32 and not self.answer.rotate
+        places = bucket.destinations if is_finite else None
+        mean = (place_of_mean(bucket),) if places is None else places
         blocks.decode(answers, bounds, self.answer, state.size, mean)
-        bucket.flat.copy_(mean)
-        changes = {"errors": {"errors": kept}, "served": served} if keep else {}
-        result = DenseResult(first_nonfinite_message(bucket, nonfinite))
-        return Reduced(result, state.next(**changes), dropped=state.next())
+        if places is None:
+            bucket.flat.copy_(mean[0])
+        message = first_nonfinite_message(bucket, nonfinite)
+        result = DenseResult(message, is_finite=is_finite, is_delivered=places is not None)
+
+        own = {"rows": rows, "answer": answer.view(1, -1)}
+        if served is None or unserved is None:
+            new = state.next(scratch=own)
+            return Reduced(result, new, dropped=new)
+        # the next step overwrites the residual of the state that is not taken
+        new = state.next(errors={"errors": kept}, served=unserved, scratch={**own, "errors": v, "served": served})
+        old = state.next(scratch={**own, "errors": kept, "served": unserved})
+        return Reduced(result, new, dropped=old)

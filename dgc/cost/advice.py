@@ -33,6 +33,8 @@ class Row:
     """Times that the mean step is faster than that of the best 16-bit method without compression."""
     dense_share: float
     note: str
+    behind: str = ""
+    """What it loses to dense training with the run's optimizer at equal steps, as measured. Empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,15 @@ class Work:
         return share * self.step(candidate.dense.predict(network)) + (1 - share) * compressed
 
 
-def tabulate(candidates: Sequence[Candidate], network: Network, work: Work) -> list[Row]:
-    """One row for each candidate. The reference is the best of fp16 and bf16, or dense if there is neither."""
+def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, is_adam: bool = False) -> list[Row]:
+    """One row for each candidate. The reference is the best of fp16 and bf16, or dense if there is neither.
+
+    Args:
+        candidates: What each method sends and computes.
+        network: Between the ranks.
+        work: Seconds without communication.
+        is_adam: Whether the optimizer is Adam or AdamW, with which some methods lose quality.
+    """
     found = {candidate.method.name: (candidate, candidate.predict(network)) for candidate in candidates}
     steps = {name: work.mean_step(candidate, network) for name, (candidate, _) in found.items()}
     halves = [steps[name] for name in HALVES if name in steps]
@@ -79,6 +88,7 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work) -> l
             reference / steps[name],
             candidate.method.dense_share,
             candidate.method.note,
+            candidate.method.behind_with_adam if is_adam else "",
         )
         for name, (candidate, prediction) in found.items()
     ]
@@ -127,6 +137,8 @@ class Advice:
 def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
     """Recommends a method if the fastest is at least 10 % faster than the best of dense, fp16 and bf16.
 
+    Methods that lose quality at equal steps are left out, unless no other one is so much faster.
+
     Args:
         rows: The table.
         work: Seconds without communication.
@@ -137,11 +149,16 @@ def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
     compressed = [row for row in rows if row.name not in UNCOMPRESSED]
     best = min(compressed, key=lambda row: row.step, default=plain)
     if plain.step >= WORTHWHILE * best.step:
-        best = max((row for row in compressed if row.step <= alike * best.step), key=lambda row: row.wire_bytes)
+        paying = [row for row in compressed if plain.step >= WORTHWHILE * row.step]
+        paying = [row for row in paying if not row.behind] or paying
+        shortest = min(row.step for row in paying)
+        best = max((row for row in paying if row.step <= alike * shortest), key=lambda row: row.wire_bytes)
         reason = (
             f"{'the mean' if best.dense_share else 'a'} step takes {human_time(best.step)}, "
             f"{plain.step / best.step:.2f} times faster than {human_time(plain.step)} with {plain.name}"
         )
+        if best.behind:
+            reason += f". No method that keeps the quality is 10 % faster: this one is {best.behind}"
         return Advice(best.name, True, best.usage, reason)
     hidden = work.seconds + plain.exchange - plain.step
     label = {"dense": "the fp32 all-reduce", "fp16": "fp16 all-reduce", "bf16": "bf16 all-gather"}[plain.name]
@@ -163,9 +180,22 @@ def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
 
 
 def as_fast(rows: Sequence[Row], advice: Advice) -> list[str]:
-    """Other methods whose step is as short as the recommended one's, within the error of the prediction."""
+    """Other methods whose step is as short as the recommended one's, within the error of the prediction.
+
+    Those that lose quality are left out, unless the recommended one does.
+    """
     best = next(row for row in rows if row.name == advice.method)
-    return [row.name for row in rows if row is not best and row.step <= AS_FAST * best.step]
+    others = [row for row in rows if row is not best and row.step <= AS_FAST * best.step]
+    return [row.name for row in others if best.behind or not row.behind]
+
+
+def faster_but_behind(rows: Sequence[Row], advice: Advice) -> dict[str, list[Row]]:
+    """Methods with shorter steps than the recommended one, by what they lose and it does not."""
+    best, found = next(row for row in rows if row.name == advice.method), dict[str, list[Row]]()
+    for row in rows:
+        if row.behind and not best.behind and AS_FAST * row.step < best.step:
+            found.setdefault(row.behind, []).append(row)
+    return found
 
 
 def step_at(candidate: Candidate, network: Network, work: Work) -> Callable[[float], float]:

@@ -8,16 +8,28 @@ from typing import Any
 
 import torch
 
-from dgc.cost.advice import Advice, Row, Work, advise, as_fast, as_json, describe_crossings, format_table, tabulate
+from dgc.cost.advice import (
+    Advice,
+    Row,
+    Work,
+    advise,
+    as_fast,
+    as_json,
+    describe_crossings,
+    faster_but_behind,
+    format_table,
+    tabulate,
+)
 from dgc.cost.candidates import Candidate
 from dgc.cost.cluster import Cluster, describe, describe_load
 from dgc.cost.methods import UNCOMPRESSED, Build
 from dgc.cost.verification import chosen, format_verification, verify
 from dgc.cost.workload import Workload
+from dgc.units import human_time
 
 WARNING = (
-    "Not predicted: accuracy, and how many steps a method needs. What was measured: pages Methods and Results of "
-    "the documentation."
+    "Not predicted: accuracy, and how many steps a method needs on your task. What was measured: pages Methods, "
+    "Results and Language of the documentation."
 )
 Draw = Callable[[Sequence[Candidate], Candidate, Work], None]
 
@@ -30,8 +42,9 @@ class Options:
         verify: Steps of the best methods that are measured on the ranks. None: none.
         verify_all: Whether these are steps of all methods.
         json: File for all numbers.
-        alike: As in `advise`.
         draw: Draws step times against bandwidth, given the best methods, the one without compression and the work.
+        alike: As in `advise`.
+        is_adam: As in `tabulate`.
     """
 
     verify: int | None = None
@@ -39,6 +52,7 @@ class Options:
     json: Path | None = None
     draw: Draw | None = None
     alike: float = 1.0
+    is_adam: bool = False
 
 
 def report(
@@ -76,7 +90,7 @@ def report(
     if not any(candidate.method.name in UNCOMPRESSED for candidate in candidates):
         raise ValueError(f"the experiment cannot be built: {'; '.join(refused.values())}")
     work = Work(workload.forward, workload.backward)
-    rows = tabulate(candidates, network, work)
+    rows = tabulate(candidates, network, work, options.is_adam)
     advice = advise(rows, work, options.alike)
     compared = chosen(rows, options.verify_all)
     measured: dict[str, float] = {}
@@ -112,4 +126,8 @@ def sentence(advice: Advice, rows: Sequence[Row], usage: Callable[[Sequence[str]
         return f"Do not compress: {advice.reason}.\n  {usage(advice.usage)}"
     others = as_fast(rows, advice)
     alike = f"\n  As fast within the error of the prediction: {', '.join(others)}" if others else ""
-    return f"Recommended: {advice.method}, {advice.reason}.\n  {usage(advice.usage)}{alike}"
+    behind = "".join(
+        f"\n  Faster, but {loss}: {', '.join(f'{row.name} {human_time(row.step)}' for row in found)}"
+        for loss, found in faster_but_behind(rows, advice).items()
+    )
+    return f"Recommended: {advice.method}, {advice.reason}.\n  {usage(advice.usage)}{alike}{behind}"

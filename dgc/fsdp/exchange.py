@@ -111,6 +111,9 @@ class GroupPlan:
                     p.grad = sharded_like(p, gradient.to(local(p).device, copy=True))
                 else:
                     local(p.grad).add_(gradient.to(local(p.grad).device))
+        for p in self.group.parameters:
+            if p.grad is None:  # this rank has no rows of it, and others have its gradient
+                p.grad = sharded_like(p, torch.zeros_like(local(p)))
 
 
 def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> list[GroupPlan]:

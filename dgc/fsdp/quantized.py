@@ -126,11 +126,10 @@ class _ReduceScatter(_Collective):
         if owner.scale.enabled:
             owner.scale.divide_(input_tensor)
         v = self.error(self.kept if self.changed is None else self.changed)
-        keep = owner.error is not None
-        first = backend.selection.accumulate_(kernels.PassInputs((input_tensor,), None, v))
+        residual = None if owner.error is None else torch.empty_like(v)
         payload, room = blank(ranks, layout.row_bytes, v)
-        residual = backend.blocks.encode_(v, layout.rows, layout.code, room, keep)
-        if keep:
+        first = backend.blocks.add_encode_((input_tensor,), v, layout.rows, layout.code, room, residual)
+        if residual is not None:
             self.changed = self._stored(residual)
 
         self._envelope.seal_rows_(payload, first)
@@ -160,7 +159,7 @@ class _ReduceScatter(_Collective):
         if self._owner.error == "float32":
             return kept.flatten().clone()
         out = torch.empty(n, dtype=torch.float32, device=device)
-        kernels.of(out).blocks.decode(list(kept), self.layout.rows, ERROR, 1, out)
+        kernels.of(out).blocks.decode(list(kept), self.layout.rows, ERROR, 1, (out,))
         return out
 
     def _stored(self, error: Tensor) -> Tensor:
@@ -222,7 +221,7 @@ class _AllGather(_Collective):
         owner.report(self, opened)
         # the input is a part of the output
         out = output_tensor if output_tensor.dtype == torch.float32 else output_tensor.float()
-        backend.blocks.decode(opened.contents, layout.rows, layout.code, 1, out)
+        backend.blocks.decode(opened.contents, layout.rows, layout.code, 1, (out,))
         if out is not output_tensor:
             output_tensor.copy_(out)
         owner.count(payload.nbytes, others * payload.nbytes, others * input_tensor.nbytes)

@@ -113,7 +113,7 @@ def _backend(asked: str, device: torch.device) -> Backend:
         if started is None or os.environ.get(started.launcher.local_rank, "0") == "0":
             warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
     plain = SelectionKernels()
-    return Backend(plain, Codec(), Quantizers(), LowRank(plain), Blocks())
+    return Backend(plain, Codec(), Quantizers(), LowRank(plain), Blocks(plain))
 
 
 def _triton(device: str) -> Backend:
@@ -129,5 +129,5 @@ def _triton(device: str) -> Backend:
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
-    means = (TritonMeanDecoder(), TritonElementCoder())
-    return Backend(triton, TritonCodec(), TritonQuantizers(), TritonLowRank(triton), TritonBlocks(), *means)
+    families = TritonCodec(), TritonQuantizers(), TritonLowRank(triton), TritonBlocks(selection=triton)
+    return Backend(triton, *families, TritonMeanDecoder(), TritonElementCoder())

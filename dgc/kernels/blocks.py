@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.quantize import layout_of, level_factors, places
-from dgc.kernels.selection import Bounds, Dense
+from dgc.kernels.quantize import empty_residual, layout_of, level_factors, places
+from dgc.kernels.selection import Bounds, Dense, PassInputs, SelectionKernels
 
 GROUP = 64  # elements that are transformed together
 SIZES = (64, 128, 256, 512)
@@ -64,13 +64,23 @@ class BlockCode:
 
 
 class Blocks:
-    """Encoder and decoders, in plain torch on any device."""
+    """Encoder and decoders, in plain torch on any device. selection: the same backend's pass over gradients."""
+
+    def __init__(self, selection: SelectionKernels | None = None):
+        self.selection = selection or SelectionKernels()
 
     def encode_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, keep: bool = True) -> Dense:
-        """Encode v into rows of `BlockCode.row_bytes` each, which are zero on entry and may be parts of others.
+        """Encode v into rows of `BlockCode.row_bytes` each, which may be parts of others.
 
-        Returns v minus the values, one fp32 subtraction per element, or nothing unless `keep`.
+        What does not belong to a block of v remains: zeros, as a rule. Returns v minus the values, one fp32
+        subtraction per element, or nothing unless `keep`.
         """
+        kept = empty_residual(v, keep)
+        self.encode_into_(v, bounds, code, rows, kept if keep else None)
+        return kept
+
+    def encode_into_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None) -> None:
+        """`encode_`, which overwrites `kept`, unless it is None, with v minus the values."""
         count, where = len(rows), code.places(bounds, v.numel())
         each = rows.shape[1] // code.row_bytes(1)
         x = v.new_zeros(count * each * code.size)
@@ -87,24 +97,65 @@ class Blocks:
             fields = fields[:, ::2] + (fields[:, 1::2] << 4)
         rows[:, : 2 * each] = tops.to(torch.int16).view(torch.uint8).view(count, 2 * each)
         rows[:, 2 * each :] = fields
-        if not keep:
-            return v[:0]
+        if kept is None:
+            return
         values = torch.where(negative, -steps[:, None] * levels, steps[:, None] * levels)
         if code.rotate:
             values = rotated(values)
-        return v - values.view(-1)[where]
+        torch.sub(v, values.view(-1)[where], out=kept)
+
+    def add_encode_(
+        self, g: Sequence[Tensor], v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None
+    ) -> Int64[Tensor, ""]:
+        """Add a gradient to v, and `encode_into_`. Returns the index of its first unusable element, or n.
+
+        g: one piece, or one for each segment. NaN and TOO_LARGE count as zero.
+        """
+        first = self.selection.accumulate_(PassInputs(tuple(g), None, v))
+        self.encode_into_(v, bounds, code, rows, kept)
+        return first
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         """Add to `total` the values of all rows, which are of the same blocks, in their order."""
         for row in rows:
             total += _values(row, code)
 
-    def decode(self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Dense) -> None:
-        """Overwrite `out` with the values of the rows, which are of consecutive blocks, divided by `size`."""
-        padded = torch.cat([_values(row, code) for row in rows])
-        torch.index_select(padded, 0, code.places(bounds, out.numel()), out=out)
+    def answer_(
+        self,
+        rows: Sequence[Row],
+        code: BlockCode,
+        served: Padded | None,
+        real: Padded | None,
+        chunk: Bounds,
+        answer: BlockCode,
+        row: Rows,
+        kept: Padded | None,
+    ) -> None:
+        """Encode z = served + the values of all rows, in their order, times `real`, into one row of `answer`.
+
+        It differs from `code` in its bits alone. None: nothing is added, nothing multiplied, nothing kept. chunk:
+        The bounds of z, one segment. kept: As for `encode_into_`, of z.
+        """
+        blocks = rows[0].numel() // code.row_bytes(1)
+        zeros = torch.zeros(blocks * code.size, dtype=torch.float32, device=row.device)
+        total = zeros if served is None else served.clone()
+        self.add_sum_(rows, code, total)
+        if real is not None:
+            total *= real
+        self.encode_into_(total, chunk, answer, row, kept)
+
+    def decode(
+        self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]
+    ) -> None:
+        """Overwrite `out` with the values of the rows, which are of consecutive blocks, divided by `size`.
+
+        out: one piece, or one for each segment. Values are finite if there is no transform.
+        """
+        n = sum(map(Tensor.numel, out))
+        padded = torch.cat([_values(row, code) for row in rows])[code.places(bounds, n)]
         # by a tensor: for a number, a GPU multiplies by its inverse
-        out.div_(torch.full((), size, dtype=torch.float32, device=out.device))
+        padded.div_(torch.full((), size, dtype=torch.float32, device=padded.device))
+        torch._foreach_copy_(list(out), list(padded.split(list(map(Tensor.numel, out)))))
 
 
 def rotated(x: Float32[Tensor, "*n"]) -> Float32[Tensor, "*n"]:

@@ -145,7 +145,15 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_quantize_natural": (None, (F32, c_int64, *_RANDOM, *_MADE)),
     "dgc_blocks_encode": (None, (F32, *_RANGES, c_int64, c_int, c_int, c_int64, U8, c_int64, F32, c_int)),
     "dgc_blocks_add_sum": (None, (*_RANKS, c_int64, c_int, c_int, c_int64, F32, c_int)),
-    "dgc_blocks_decode": (None, (EACH_U8, *_RANGES, c_int64, c_int, c_int, c_int64, c_float, F32, c_int)),
+    "dgc_blocks_add_encode": (
+        c_int64,
+        (EACH_F32, c_int, F32, *_RANGES, c_int64, c_int, c_int, c_int64, U8, c_int64, F32, c_int),
+    ),
+    "dgc_blocks_answer": (None, (*_RANKS, c_int64, c_int, c_int, c_int64, F32, F32, c_int, U8, F32, c_int)),
+    "dgc_blocks_decode": (
+        None,
+        (EACH_U8, *_RANGES, c_int64, c_int, c_int, c_int64, c_float, EACH_F32, c_int, c_int),
+    ),
     "dgc_mean_signs": (None, (*_RANKS, *_RANGES, EACH_F32, EACH_F32, F32, c_float, F32, c_int)),
     "dgc_mean_ternary": (None, (*_RANKS, *_RANGES, EACH_F32, F32, c_float, F32, c_int)),
     "dgc_mean_levels": (None, (*_RANKS, *_RANGES, EACH_F32, c_int, c_float, F32, c_int)),
@@ -650,21 +658,55 @@ class NativeQuantizers(Native, Quantizers):
 class NativeBlocks(Native, Blocks):
     """Each is one pass: the scale of a block is found while the block is in the cache."""
 
-    def encode_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, keep: bool = True) -> Dense:
-        residual, each = empty_residual(v, keep), rows.shape[1] // code.row_bytes(1)
-        given, made = (v, *_ranges(bounds, code.bits, code.code_bytes)), (residual, torch.get_num_threads())
-        first = rows[0]  # contiguous, as the library requires
-        self._library.dgc_blocks_encode(*given, *_how(code), each, first, rows.stride(0), *made)
-        return residual
+    def encode_into_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None) -> None:
+        self._library.dgc_blocks_encode(v, *_in_rows(bounds, code, rows), kept, torch.get_num_threads())
+
+    def add_encode_(
+        self, g: Sequence[Tensor], v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None
+    ) -> Int64[Tensor, ""]:
+        pieces = list(map(Tensor.float, g))
+        made = (*_in_rows(bounds, code, rows), kept, torch.get_num_threads())
+        first = self._library.dgc_blocks_add_encode(pieces, _checked(pieces, bounds), v, *made)
+        return torch.full((), first, dtype=INT64)
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         blocks, threads = total.numel() // code.size, torch.get_num_threads()
         self._library.dgc_blocks_add_sum(rows, len(rows), *_how(code), blocks, total, threads)
 
-    def decode(self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Dense) -> None:
-        each, threads = rows[0].numel() // code.row_bytes(1), torch.get_num_threads()
-        where = _ranges(bounds, code.bits, code.code_bytes)
-        self._library.dgc_blocks_decode(rows, *where, *_how(code), each, size, out, threads)
+    def answer_(
+        self,
+        rows: Sequence[Row],
+        code: BlockCode,
+        served: Padded | None,
+        real: Padded | None,
+        chunk: Bounds,
+        answer: BlockCode,
+        row: Rows,
+        kept: Padded | None,
+    ) -> None:
+        blocks = rows[0].numel() // code.row_bytes(1)
+        assert (answer.size, answer.rotate, len(row)) == (code.size, code.rotate, 1), (answer, code, len(row))
+        made = (answer.bits, row[0], kept, torch.get_num_threads())
+        self._library.dgc_blocks_answer(rows, len(rows), *_how(code), blocks, served, real, *made)
+
+    def decode(
+        self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]
+    ) -> None:
+        each, where = rows[0].numel() // code.row_bytes(1), _ranges(bounds, code.bits, code.code_bytes)
+        made = (out, _checked(out, bounds), torch.get_num_threads())
+        self._library.dgc_blocks_decode(rows, *where, *_how(code), each, size, *made)
+
+
+def _in_rows(bounds: Bounds, code: BlockCode, rows: Rows) -> tuple[Any, ...]:
+    """Return where each segment's blocks are in rows, whose first is contiguous, as the library requires."""
+    each = rows.shape[1] // code.row_bytes(1)
+    return *_ranges(bounds, code.bits, code.code_bytes), *_how(code), each, rows[0], rows.stride(0)
+
+
+def _checked(pieces: Sequence[Tensor], bounds: Bounds) -> int:
+    """Return the number of pieces: one, or one for each segment."""
+    assert len(pieces) in (1, bounds.numel() - 1), (len(pieces), bounds.numel())
+    return len(pieces)
 
 
 def _how(code: BlockCode) -> tuple[int, int, bool]:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dgc.kernels.blocks import GROUP, BlockCode, Blocks, Padded, Row, Rows
-from dgc.kernels.quantize import empty_residual, layout_of
-from dgc.kernels.selection import Bounds, Dense
+from dgc.kernels.quantize import layout_of
+from dgc.kernels.selection import Bounds, Dense, SelectionKernels
 from dgc.kernels.triton_elements import level_factors_of
 from dgc.kernels.triton_quantize import LEVELS, field_value, with_sign
-from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE
+from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, TritonSelection
 from dgc.kernels.triton_tables import Launcher, as_rows, current_stream, moves
 
 HALF = tl.constexpr(GROUP // 2)
@@ -155,7 +155,8 @@ def decode_blocks(
 class TritonBlocks(Blocks):
     """The kernels above. tile: elements per program, a power of two, at least the largest of SIZES."""
 
-    def __init__(self, tile: int = 2048):
+    def __init__(self, tile: int = 2048, selection: SelectionKernels | None = None):
+        super().__init__(selection or TritonSelection())
         self.tile = tile
         self._launch = Launcher(INTERPRETED)
         self._tables = WeakTensorKeyDictionary()
@@ -164,23 +165,30 @@ class TritonBlocks(Blocks):
     def launches(self) -> int:
         return self._launch.launches
 
-    def encode_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, keep: bool = True) -> Dense:
-        residual, each = empty_residual(v, keep), rows.shape[1] // code.row_bytes(1)
-        table = self._table(bounds, code, len(rows) * each)
-        made = (rows, rows.stride(0), each, residual, float(code.levels), keep)
+    def encode_into_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None) -> None:
+        each = rows.shape[1] // code.row_bytes(1)
+        table, residual = self._table(bounds, code, len(rows) * each), v[:0] if kept is None else kept
+        made = (rows, rows.stride(0), each, residual, float(code.levels), kept is not None)
         self._each(encode_blocks, v, code, table.shape[1], table, table.shape[1], v, *made)
-        return residual
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         whole, each = as_rows(rows, 2), total.numel() // code.size
         given = (whole, len(rows), whole.stride(0), each, total, float(code.levels))
         self._each(add_blocks, total, code, each, *given)
 
-    def decode(self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Dense) -> None:
+    def decode(
+        self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]
+    ) -> None:
+        if len(out) != 1:
+            sizes = list(map(Tensor.numel, out))
+            whole = torch.empty(sum(sizes), dtype=torch.float32, device=bounds.device)
+            self.decode(rows, bounds, code, size, (whole,))
+            torch._foreach_copy_(list(out), list(whole.split(sizes)))
+            return
         whole, each = as_rows(rows, 2), rows[0].numel() // code.row_bytes(1)
         table = self._table(bounds, code, len(rows) * each)
-        given = (whole, whole.stride(0), each, out, float(code.levels), float(size))
-        self._each(decode_blocks, out, code, table.shape[1], table, table.shape[1], *given)
+        given = (whole, whole.stride(0), each, out[0], float(code.levels), float(size))
+        self._each(decode_blocks, out[0], code, table.shape[1], table, table.shape[1], *given)
 
     def _each(self, kernel: object, near: Tensor, code: BlockCode, blocks: int, *arguments: object) -> None:
         kind = (code.rotate, code.bits, code.size, self.tile)

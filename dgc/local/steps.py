@@ -85,10 +85,12 @@ class Ramp:
 def check_momentum(route: Route) -> None:
     """Raise ValueError if a compressor applies momentum, which is the outer optimizer's."""
     for rule in route.rules:
-        if rule.compressor.correction is not None:
+        compressor = rule.compressor
+        if compressor.correction is not None or compressor.has_momentum:
+            cure = "use the compressor in it" if compressor.has_momentum else "give it memory=ResidualMemory()"
             raise ValueError(
-                f"{type(rule.compressor).__name__} applies momentum to pseudo-gradients, and the outer optimizer "
-                "does too: give it memory=ResidualMemory()"
+                f"{type(compressor).__name__} applies momentum to pseudo-gradients, and the outer optimizer does "
+                f"too: {cure}"
             )
 
 

@@ -56,7 +56,7 @@ def muon_groups(
     matrices that they hold.
 
     Args:
-        model: Its parameters get groups.
+        model: Its parameters get groups. Its names are those without the prefix of DDP or torch.compile.
         head: Patterns (as in a shell) of names of parameters for AdamW: the output layer, and matrices that are
             looked up like an embedding. None: "*head.weight", "*classifier.weight" and "fc.weight".
         split: For patterns of names, the number of equal parts of a matrix's rows, or the rows of each part:
@@ -68,7 +68,7 @@ def muon_groups(
     Example:
         optimizer = MuonWithAdamW(muon_groups(model), lr=1e-3)
     """
-    split = split or {}
+    split, model = split or {}, _unwrapped(model)
     named = dict(model.named_parameters())
     for pattern in (*(head or ()), *split):
         if not any(fnmatchcase(name, pattern) for name in named):
@@ -87,6 +87,14 @@ def muon_groups(
         raise ValueError("the model has no matrix for Muon, which leaves embeddings and the output layer to AdamW")
     groups: list[dict[str, Any]] = [{"params": others, "muon": False}] if others else []
     return groups + [{"params": ps, "muon": True, "parts": parts} for parts, ps in matrices.items()]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model in wrappers that put a prefix before the names of parameters: torch.compile, DDP, DataParallel."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return _unwrapped(model.module)
+    return model
 
 
 def _fused(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
@@ -215,8 +223,7 @@ class MuonWithAdamW(Optimizer):
     def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
         """Warn of compressors that do not suit Muon, or gradients for AdamW: see docs/methods.md."""
         of_muon = {p: group["momentum"] for group in self.param_groups if group["muon"] for p in group["params"]}
-        has_momentum = {type(c).__name__ for p, c in compressors.items() if of_muon.get(p)}
-        if of_gradients and "EF21Compressor" in has_momentum:
+        if of_gradients and any(c.has_momentum for p, c in compressors.items() if of_muon.get(p)):
             warnings.warn(
                 "EF21Compressor has momentum, and Muon applies its own again: set momentum=0.0", stacklevel=5
             )

@@ -206,10 +206,15 @@ def envelope(what: str, bounds: Int64[Tensor, "bounds"], ratio: float, settings:
 
 
 def blank(
-    rows: int, nbytes: int, like: Tensor
+    rows: int, nbytes: int, like: Tensor, used: UInt8[Tensor, "rows total"] | None = None
 ) -> tuple[UInt8[Tensor, "rows total"], UInt8[Tensor, "rows nbytes"]]:
-    """Return payloads of zeros on the device of `like`, and the parts of them that are for the codes."""
-    payloads = kernels.of(like).codec.blank(rows * sealed_bytes(nbytes), like).view(rows, -1)
+    """Return payloads of zeros on the device of `like`, and the parts of them that are for the codes.
+
+    used: Such payloads of an earlier step, which are returned as they are. They must have been sent.
+    """
+    payloads = used
+    if payloads is None:
+        payloads = kernels.of(like).codec.blank(rows * sealed_bytes(nbytes), like).view(rows, -1)
     return payloads, payloads[:, HEADER_BYTES : HEADER_BYTES + nbytes]
 
 

@@ -78,6 +78,25 @@ def test_errors_stay_away_without_feedback_and_hadamard_spreads_a_large_element(
     assert (turned - v)[others].norm() < 0.7 * (plain - v)[others].norm()
 
 
+def test_steps_use_the_same_memory_whether_they_count_or_are_dropped() -> None:
+    """Two residuals take turns. The one that a dropped step keeps is not overwritten before the next step ends."""
+    for make in (*MAKES, partial(TwoPhaseCompressor, error_feedback=False)):
+        (ranks, _), before, seen = state_of(make, 2), [set[int]()] * 2, list[int]()
+        for step in range(4, 9):
+            ranks.step([flat(gradients(rank, step, SHAPES)) for rank in range(2)])
+            if step == 6:
+                for states, bucket in zip(ranks.states, ranks.buckets, strict=True):
+                    states.rollback(bucket)
+            for rank, (states, bucket) in enumerate(zip(ranks.states, ranks.buckets, strict=True)):
+                state = states[bucket]
+                own = [state.errors.get("errors"), getattr(state, "served", None), *state.scratch.values()]
+                places = [tensor.data_ptr() for tensor in own if tensor is not None]
+                assert len(set(places)) == len(places) and (step == 4 or set(places) == before[rank]), step
+                before[rank] = set(places)
+                seen.append(len(places))
+        assert set(seen) == {6 if ranks.compressors[0].error_feedback else 2}
+
+
 def test_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"bits": 2}, "bits must be 8 or 4, not 2"),

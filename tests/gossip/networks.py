@@ -15,7 +15,7 @@ from dgc.compression import PowerSGDCompressor, ScaledSignCompressor, SparseComp
 from dgc.engine.redistribute import redistribute
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.memory import ResidualMemory
-from dgc.optim import LocalOptimizer
+from dgc.optim import LocalOptimizer, MuonWithAdamW
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,13 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
+def muon(parameters: Any, is_first: bool = False) -> torch.optim.Optimizer:
+    """Muon for the matrices, in three parts each. is_first: before the group of AdamW."""
+    every = list(parameters)
+    groups = [{"params": [p for p in every if p.dim() == dim], "muon": dim == 2, "parts": 3} for dim in (1, 2)]
+    return MuonWithAdamW(groups[::-1] if is_first else groups, 0.02, ns_precision="fp32")
+
+
 class Trained:
     """One rank's model, optimizer and data; the same start on every rank."""
 
@@ -185,11 +192,17 @@ def on(size: int, body: Callable[[LockstepTransport], Any], local_size: int | No
     return LockstepWorld(size, local_size).run(body)
 
 
-def after(steps: int, make: Callable[[], gossip.Gossip], size: int, local_size: int | None = None) -> list[Tensor]:
+def after(
+    steps: int,
+    make: Callable[[], gossip.Gossip],
+    size: int,
+    local_size: int | None = None,
+    make_optimizer: MakeOptimizer = momentum,
+) -> list[Tensor]:
     """Every rank's model after so many steps, and once no message is in flight."""
 
     def body(transport: LockstepTransport) -> Tensor:
-        own = Trained(transport, make())
+        own = Trained(transport, make(), make_optimizer)
         own.steps(steps)
         return own.finish()
 

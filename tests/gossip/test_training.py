@@ -11,6 +11,7 @@ from gossip.table import named
 from on_ranks import on_ranks
 
 from dgc import gossip
+from dgc.comm import all_reduce
 from dgc.gossip import DPSGD, OSGP, SGP, Int8Message
 from dgc.local import Nesterov, OuterSteps, SlowMo
 from dgc.optim import LocalOptimizer
@@ -80,6 +81,20 @@ def test_a_complete_graph_is_parameter_averaging(size: Any) -> None:
     assert nets.off(models[0], nets.after_joint_steps(20, size)) < 1e-5
 
 
+def test_a_complete_graph_takes_the_mean_of_the_steps_of_muon() -> None:
+    def body(transport: Any) -> Any:
+        """The parameters' means over the ranks after each step, without gossip."""
+        own = nets.Trained(transport, OuterSteps(100), nets.muon)
+        for step in range(6):
+            own.step()
+            own.z.copy_(all_reduce(transport, own.z.clone(), "mean", f"mean{step}"))
+        return own.z
+
+    expected = nets.on(4, body)
+    for make in (partial(SGP, lambda n: gossip.n_peer_exponential(n, n - 1)), partial(DPSGD, gossip.full)):
+        assert nets.farthest(nets.after(6, make, 4, make_optimizer=nets.muon), expected) < 1e-5
+
+
 def test_one_peer_and_a_powers_of_two_lose_no_bit_and_the_biased_ablation_is_biased() -> None:
     def exact(transport: Any) -> Any:
         """Shares of 1/2, 4 ranks: sums of halves of small integers are exact."""
@@ -104,11 +119,39 @@ KEPT = [row for row in (*nets.ROWS, *nets.OUTER) if not row.by_timing]
 GO_ON: list[Any] = [(row.name, row.make, size, None) for row in KEPT for size in (1, 4)]
 GO_ON += [(name, make, 3, None) for name, make in nets.MORE.items()]
 GO_ON += [(f"{name}, machines", nets.of_machines(make), 4, 2) for name, make in nets.BASES.items()]
+OF_MUON = ("sgp", "dpsgd", "powergossip", "slowmo", "diloco, top-k", "streaming, top-k", "local sgd, machines")
 
 
 @pytest.mark.parametrize(("_", "make", "size", "local_size"), GO_ON, ids=named)
 def test_it_goes_on_from_a_saved_state_bit_for_bit(_: str, make: Any, size: int, local_size: Any) -> None:
     nets.check_that_a_saved_state_goes_on(lambda own: nets.Trained(own, make()), size, 14, 7, local_size)
+
+
+def test_muon_goes_on_from_a_saved_state_bit_for_bit() -> None:
+    rows = [row for row in GO_ON if row[0] in OF_MUON]
+    assert len(rows) == 2 * len(OF_MUON) - 1  # machines are of one size
+    for name, make, *sizes in rows:
+
+        def start(transport: Any, make: Any = make) -> Any:
+            return nets.Trained(transport, make(), nets.muon)
+
+        with case(name, sizes):
+            nets.check_that_a_saved_state_goes_on(start, sizes[0], 14, 7, sizes[1])
+
+
+def test_the_slow_momentum_of_muon_does_not_depend_on_the_group_that_is_first() -> None:
+    """SlowMo reads the learning rate of one group. A schedule multiplies those of all by the same factor."""
+
+    def body(transport: Any, is_first: bool) -> Any:
+        slowmo = OuterSteps(2, None, SlowMo())
+        own = nets.Trained(transport, slowmo, partial(nets.muon, is_first=is_first))
+        for _ in range(8):
+            for group in own.optimizer.param_groups:
+                group["lr"] *= 0.8
+            own.step()
+        return own.finish()
+
+    assert nets.farthest(*(nets.on(2, partial(body, is_first=first)) for first in (False, True))) < 1e-6
 
 
 @pytest.mark.parametrize("new", [2, 3])
@@ -120,7 +163,12 @@ def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any, new:
         own.finish()
         return [own.biased_parameters()]
 
-    nets.check_that_means_stay(lambda transport: nets.Trained(transport, algorithm(gossip.star)), seen, 3, new)
+    for make in (nets.momentum, nets.muon):
+
+        def start(transport: Any, make: Any = make) -> Any:
+            return nets.Trained(transport, algorithm(gossip.star), make)
+
+        nets.check_that_means_stay(start, seen, 3, new)
 
 
 def test_slow_momentum_by_hand_and_an_outer_step_without_momentum() -> None:

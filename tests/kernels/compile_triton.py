@@ -206,7 +206,7 @@ def every_block(blocks: Any) -> None:
         for keep in (False, True):
             blocks.encode_(v, bounds, code, rows[:1], keep)
         blocks.add_sum_(rows.unbind(), code, torch.zeros(each * size))
-        blocks.decode(rows[:1].unbind(), bounds, code, 2, v)
+        blocks.decode(rows[:1].unbind(), bounds, code, 2, (v,))
 
 
 def every_product(products: Any, dtypes: Any, lengths: Any = (50, 20000)) -> None:

@@ -31,7 +31,7 @@ def test_tiers_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         total = random(coded.shape[1] // code.row_bytes(1) * code.size, 3).to(DEVICE)
         out, summed, expected, divided = torch.empty_like(v), total.clone(), total.clone(), torch.empty_like(v)
         REFERENCE.add_sum_(coded.unbind(), code, expected)
-        REFERENCE.decode(coded.unbind(), bounds, code, 3, divided)
+        REFERENCE.decode(coded.unbind(), bounds, code, 3, (divided,))
         for order in ORDERS if cuts == CUTS[2] else ORDERS[:1]:
             monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
             with case(cuts, code, rows, order):
@@ -42,9 +42,22 @@ def test_tiers_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
                 before = blocks.launches
                 summed.copy_(total)
                 blocks.add_sum_(ours.unbind(), code, summed)
-                blocks.decode(ours.unbind(), bounds, code, 3, out)
+                blocks.decode(ours.unbind(), bounds, code, 3, (out,))
                 assert same(summed, expected) and same(out, divided)
                 assert blocks.launches - before == 2 * (n > 0)
+        pieces = torch.zeros_like(out).split(bounds.diff().tolist())
+        blocks.decode(ours.unbind(), bounds, code, 3, pieces)
+        chunk = torch.tensor([0, total.numel()], device=DEVICE)
+        answer, unserved = encoded(REFERENCE, expected, chunk, code, 1)
+        row, left = torch.zeros_like(answer), torch.empty_like(unserved)
+        blocks.answer_(ours.unbind(), code, total, None, chunk, code, row, left)
+        made = []
+        for tier in (blocks, REFERENCE):
+            added, room, kept = v.clone(), torch.zeros_like(coded), torch.empty_like(v)
+            made.append((tier.add_encode_((v,), added, bounds, code, room, kept), added, room, kept))
+        with case(cuts, code, rows):
+            assert same(torch.cat(pieces), divided) and same(row, answer) and same(left, unserved)
+            assert all(same(a, b) for a, b in zip(*made, strict=True))
 
 
 def test_rows_are_sealed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

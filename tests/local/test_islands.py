@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from gossip.networks import IN_TWO_PARTS, Trained, on, same, top_k
+from gossip.networks import IN_TWO_PARTS, Trained, momentum, muon, on, same, top_k
 from local import test_outer_steps as outer_steps
 from simulated import rewind, summary_of, train_in
 
@@ -44,8 +44,8 @@ def resume(own: Trained, transport: Any, directory: Path) -> Any:
     return loaded
 
 
-def trained(transport: Any, algorithm: Any = None, steps: int = 0) -> Trained:
-    own = Trained(transport, algorithm or OuterSteps(2, compression=top_k()))
+def trained(transport: Any, algorithm: Any = None, steps: int = 0, optimizer: Any = momentum) -> Trained:
+    own = Trained(transport, algorithm or OuterSteps(2, compression=top_k()), optimizer)
     own.steps(steps)
     return own
 
@@ -125,16 +125,16 @@ def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) ->
     check_who_continues(found, old, (0, None, 2))
 
 
-@pytest.mark.parametrize("new", [2, 3])
-def test_machines_are_lost_and_join(tmp_path: Path, new: int) -> None:
+@pytest.mark.parametrize(("new", "optimizer"), [(2, momentum), (3, momentum), (2, muon), (3, muon)])
+def test_machines_are_lost_and_join(tmp_path: Path, new: int, optimizer: Any) -> None:
     """Islands of two ranks. On 3 machines again, machine 1 has lost one of its two files, and returns."""
 
     def make(transport: Any, steps: int = 0) -> Trained:
         outer = OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)
-        return trained(transport, HierarchicalGossip(outer), steps)
+        return trained(transport, HierarchicalGossip(outer), steps, optimizer)
 
     def momenta(own: Trained) -> list[torch.Tensor]:
-        return [state["momentum_buffer"].clone() for state in own.optimizer.inner.state.values()]
+        return [tensor.clone() for state in own.optimizer.inner.state.values() for tensor in state.values()]
 
     def before(transport: Any) -> Any:
         save(own := make(transport, 6), transport, tmp_path)
@@ -283,9 +283,13 @@ def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(
         assert run_trainer(tmp_path, 2, *words)["epochs"] == 2
 
 
-def test_a_run_of_the_trainer_goes_on(tmp_path: Path) -> None:
+MULOCO = ("configs/local/sign.py", "configs/muon/muloco.py", "train.optimizer.ns_precision=fp32")
+
+
+@pytest.mark.parametrize("method", [("configs/local/sparseloco.py",), MULOCO])
+def test_a_run_of_the_trainer_goes_on(tmp_path: Path, method: Any) -> None:
     """On more ranks, with one file lost."""
-    words = ["configs/local/sparseloco.py", "train.local.average_every=2"]
+    words = [*method, "train.local.average_every=2"]
     assert 0 < run_trainer(tmp_path, 2, *words)["wire_over_dense"] < 0.05
     rewind(tmp_path / "run", "e0000s00003")
     (tmp_path / "run/checkpoints/e0000s00003/rank1.pt").unlink()

@@ -303,6 +303,10 @@ def test_what_cannot_be_is_refused() -> None:
             lambda: steps(2, compression=methods.DGCCompressor(0.1, DGCSGDMemory(0.9))),
             r"memory=ResidualMemory\(\)",
         ),
+        (
+            lambda: steps(2, compression=methods.EF21Compressor(networks.top_k())),
+            "EF21Compressor applies momentum to pse",
+        ),
         (lambda: steps(1, **networks.IN_TWO_PARTS), "2 fragments, but average_every=1"),
         (lambda: steps(6, **networks.IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
         (lambda: steps(2, compression=networks.top_k), "compression must be a compressor"),

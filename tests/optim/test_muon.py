@@ -135,7 +135,7 @@ def test_warnings_of_compressors() -> None:
         (signs, "spare*", ""),
         (power, "last*", ""),
     ):
-        for outer in (False, True):
+        for outer in (False, True)[: 1 if "EF21" in words else 2]:  # outer steps refuse it
 
             def body(
                 model: Any, transport: Any, outer: bool = outer, name: str = name, make: Any = compressor
@@ -184,6 +184,16 @@ def test_groups() -> None:
         (2, 6): {"fused.weight"},
     }
     assert sum(len(group["params"]) for group in muon_groups(model)) == len(names)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_groups_of_a_wrapped_model_are_those_of_the_model() -> None:
+    """Although DataParallel, DDP and torch.compile put a prefix before the names of parameters."""
+    model: Any = nn.ModuleDict({"fc": nn.Linear(4, 5), "other": nn.Linear(4, 4, bias=False)})
+    wrapper: Any
+    for wrapper in (model, nn.DataParallel(model), torch.compile(nn.DataParallel(model), backend="eager")):
+        adamw, muon = (group["params"] for group in muon_groups(wrapper, split={"oth*": 2}))
+        assert nets.same(adamw, model.fc.parameters()) and nets.same(muon, [model.other.weight])
 
 
 def test_refused() -> None:

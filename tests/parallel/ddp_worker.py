@@ -24,16 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
+    EF21Compressor,
     FP16Compressor,
     NonFiniteGradientError,
     PowerSGDCompressor,
     Route,
     Rule,
     ThresholdCompressor,
+    TwoPhaseCompressor,
 )
 from dgc.ddp import compress
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.optim import DGCSGD, DistributedOptimizer, MuonWithAdamW, muon_groups
 from dgc.wire import SignValues
 
 FEATURES, CLASSES, BUCKET_MB = 24, 6, 0.006
@@ -53,8 +55,12 @@ METHODS: dict[str, Callable[[], Any]] = {
     "powersgd paper": lambda: PowerSGDCompressor(2, mode="paper"),
     "2-bit": lambda: ThresholdCompressor(2, 0.01),
     "1-bit": lambda: ThresholdCompressor(1, 0.0),
+    "8 bits": TwoPhaseCompressor,
+    "4 bits": lambda: TwoPhaseCompressor(4, 64),
+    "hadamard": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
     "dense": DenseCompressor,
     "fp16": FP16Compressor,
+    "ef21": lambda: EF21Compressor(DGCCompressor(0.1, ResidualMemory())),
     "route": lambda: Route(
         [
             Rule(PowerSGDCompressor(1), name="layers.1"),
@@ -63,7 +69,11 @@ METHODS: dict[str, Callable[[], Any]] = {
         ]
     ),
 }
-THREE = ("dgc", "powersgd", "2-bit")
+SOME = ("dgc", "powersgd", "2-bit", "4 bits")
+SAVED = [*SOME, "route", "ef21"]
+if hasattr(torch.optim, "Muon"):  # of torch 2.9
+    METHODS["muon"] = lambda: TwoPhaseCompressor(4)
+    SAVED.append("muon")
 
 
 class Net(nn.Module):
@@ -121,6 +131,10 @@ def sgd(model: nn.Module, compression: Any, lr: float = 0.05) -> torch.optim.Opt
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return MuonWithAdamW(muon_groups(model, ["last.*"], {"layers.1.weight": 2}), lr=0.01, ns_precision="fp32")
+
+
 def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
     x = torch.randn(8, FEATURES, generator=generator)
@@ -144,7 +158,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model: Any = net()
         self.transport, self.passes, self.layouts = transport, passes, [[]]  # type: ignore[var-annotated]
-        self.inner = sgd(self.model, compression)
+        self.inner = muon(self.model) if method == "muon" else sgd(self.model, compression)
         self.uses_ddp = through == "ddp"
         kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
         kept |= {"transport": transport, "bucket_mb": bucket_mb}
@@ -244,7 +258,7 @@ def unused_parameters(transport: Any) -> list[str]:
     """Branch 1 is used by the last rank only, branch 2 by every rank in the first step and by none later."""
     found = []
     last = transport.rank == transport.size - 1
-    for method in THREE:
+    for method in SOME:
         for is_view in (False, True):
             options: Any = {"find_unused_parameters": True, "gradient_as_bucket_view": is_view}
             ddp = Trainer(transport, method, net=Branches, **options)
@@ -292,7 +306,7 @@ def loss_scaling(transport: Any) -> list[str]:
         return found
 
     found = []
-    for method in THREE:
+    for method in SOME:
         small, large = run(method, 1.0), run(method, 2.0**12)
         assert small == large, method
         found.append(small["weights"])
@@ -322,7 +336,7 @@ def nonfinite(transport: Any) -> list[str]:
         return found
 
     found = []
-    for method in ("dgc", "powersgd", "dense"):
+    for method in ("dgc", "powersgd", "dense", "4 bits"):
         expected = run(method, "skip", "default")
         for mode in OPTIONS if method == "dgc" else ("default",):
             for policy in ("skip", "raise"):
@@ -362,7 +376,7 @@ def checkpoints(transport: Any, folder: Path) -> Finding:
     Returns the end of each run.
     """
     found: Finding = {}
-    for method in (*THREE, "route"):
+    for method in SAVED:
         ddp, other = (Trainer(transport, method, through).train(range(3)) for through in ("ddp", "optimizer"))
         of_ddp, of_other = ddp.state(), other.state()
         Path(folder, f"{method}.{transport.rank}.pt").write_bytes(of_ddp)
@@ -391,6 +405,19 @@ def uneven_data(transport: Any) -> list[str]:
         assert trainer.exchange.dropped_steps == 1, mode
         found.append(trainer.weights)
     return found
+
+
+def delivered(transport: Any) -> None:
+    """The means of blocks go into DDP's buckets. Ours get no memory, unless parameters may be unused."""
+    for method, mode, uses_flat in (
+        ("8 bits", "default", False),
+        ("4 bits", "view", False),
+        ("8 bits", "unused", True),
+        ("hadamard", "default", True),
+    ):
+        buckets = [plan.bucket for plan in Trainer(transport, method, **OPTIONS[mode]).train().exchange._planned]
+        assert buckets and all(("_flat" in vars(bucket)) == uses_flat for bucket in buckets), (method, mode)
+        assert all(bucket.destinations is None for bucket in buckets), (method, mode)
 
 
 def several_exchanges(transport: Any) -> None:
@@ -435,7 +462,7 @@ def resumed(transport: Any, folder: Path) -> Finding:
     """The end of a run that continues from a checkpoint of another process."""
     return {
         method: end_of(Trainer(transport, method), (folder / f"{method}.{transport.rank}.pt").read_bytes())
-        for method in (*THREE, "route")
+        for method in SAVED
     }
 
 

@@ -31,10 +31,12 @@ from dgc.comm.torch_distributed import connect
 from dgc.compression import (
     DenseCompressor,
     DGCCompressor,
+    EF21Compressor,
     PowerSGDCompressor,
     QSGDCompressor,
     SparseCompressor,
     ThresholdCompressor,
+    TwoPhaseCompressor,
 )
 from dgc.engine.state import BucketStates
 from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
@@ -125,7 +127,8 @@ class Repeated(nn.Module):
     def __init__(self, times: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, 1)
+        self.middle = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 5))  # one rank has no row of the first weight
         self.times = times
 
     def forward(self, x: Tensor) -> Any:
@@ -192,30 +195,35 @@ def equal_to_hsdp(transport: Any) -> Finding:
     return found
 
 
+def with_muon(model: nn.Module, precision: str = "fp32") -> MuonWithAdamW:
+    groups = muon_groups(model, head=["4.*"], split={"0.weight": [2, 3]})
+    return MuonWithAdamW(groups, lr=0.01, ns_precision=precision)
+
+
 def muon(transport: Any) -> Finding:
     """The same difference to the whole model, which one process trains on the batches of all ranks."""
-    found = {}
-    for precision in ("fp32", "bf16"):
-
-        def optimizer(model: Any, precision: str = precision) -> MuonWithAdamW:
-            groups = muon_groups(model, head=["4.*"], split={"0.weight": [2, 3]})
-            return MuonWithAdamW(groups, lr=0.01, ns_precision=precision)
-
-        alone, model = network(), sharded(transport)
-        start, own = whole(model), optimizer(alone)
+    world, found = init_device_mesh("cpu", (4,)), {}  # whose last rank has no row of the first matrix
+    for name, mesh, precision in (
+        ("fp32", mesh_of(transport), "fp32"),
+        ("bf16", mesh_of(transport), "bf16"),
+        ("over all", world, "fp32"),
+    ):
+        alone, model = network(), shard(network(), mesh)
+        start, own = whole(model), with_muon(alone, precision)
         for inputs in zip(*(batches(4, rank) for rank in range(4)), strict=True):
             own.zero_grad()
             sum((loss_of(alone, each) / 4 for each in inputs), torch.zeros(())).backward()
             own.step()
-        exchange = compress(model, DenseCompressor(), transport=transport)
-        other = optimizer(model)
+        exchange = None if mesh is world else compress(model, DenseCompressor(), transport=transport)
+        other = with_muon(model, precision)
         train(model, other, batches(4, transport.rank))
         expected = torch.cat([p.detach().flatten() for p in alone.parameters()])
-        found[precision] = float((whole(model) - expected).norm() / (expected - start).norm())
+        found[name] = float((whole(model) - expected).norm() / (expected - start).norm())
         assert all(
             hasattr(state[name], "to_local") for state in other.state.values() for name in state if name != "step"
         )
-        exchange.close()
+        if exchange is not None:
+            exchange.close()
     return found
 
 
@@ -347,7 +355,11 @@ METHODS: dict[str, Callable[[], Any]] = {
     "gtopk": lambda: dgc(0.05, vectors="sparse", exchange="gtopk"),
     "2-bit": lambda: ThresholdCompressor(2, 0.05),
     "qsgd": QSGDCompressor,
+    "4 bits": lambda: TwoPhaseCompressor(4),
+    "ef21": lambda: EF21Compressor(top_k(vectors="sparse")),
     "powersgd": lambda: PowerSGDCompressor(2, min_compression_rate=0),
+    "8 bits": TwoPhaseCompressor,
+    "4 bits": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
 }
 
 
@@ -477,6 +489,7 @@ def unused_on_one_machine(transport: Any) -> Finding:
         # FSDP2 requires that the ranks of one machine use the same layers
         model.times = int(transport.rank // 2 == step % 2)
         train(model, optimizer, [batch])
+        assert all(p.grad is not None for p in model.parameters())  # Muon gathers a matrix if it has one
     exchange.close()
     return {"model": digest([whole(model)]), "moved": float(((whole(model) - start) != 0).float().mean())}
 
@@ -492,7 +505,7 @@ def flat(model: nn.Module) -> Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def outer_steps(transport: Any) -> Finding:
+def outer_steps(transport: Any, adam: Any = adam) -> Finding:
     """Machines are workers of DiLoCo. In the fourth of seven steps one shard of rank 3 has a gradient of NaN."""
 
     def method() -> OuterSteps:
@@ -581,14 +594,21 @@ def outer_steps(transport: Any) -> Finding:
     return found
 
 
-def saved_and_loaded(transport: Any, folder: Path) -> Finding:
+def decayed(model: nn.Module) -> DGCSGD:
+    return DGCSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+GO_ON: dict[str, tuple[Any, Any]] = {"dgc": (partial(dgc, warmup_epochs=2), decayed), "muon": (top_k, with_muon)}
+
+
+def saved_and_loaded(transport: Any, folder: Path, name: str) -> Finding:
     """A run that is continued from a checkpoint ends with the bits of the run that saved it."""
-    mesh, inputs = mesh_of(transport), batches(8, transport.rank)
+    inputs, (make_compressor, make_optimizer) = batches(8, transport.rank), GO_ON[name]
 
     def build() -> tuple[Any, Any, Any]:
-        model = shard(network(), mesh)
-        exchange = compress(model, dgc(warmup_epochs=2), transport=transport, steps_per_epoch=3)
-        return model, DGCSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3), exchange
+        model = sharded(transport)
+        exchange = compress(model, make_compressor(), transport=transport, steps_per_epoch=3)
+        return model, make_optimizer(model), exchange
 
     model, optimizer, exchange = build()
     train(model, optimizer, inputs[:4])

@@ -12,7 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
-from dgc.compression import DGCCompressor, NonFiniteGradientError, PowerSGDCompressor, ThresholdCompressor
+from dgc.compression import (
+    DGCCompressor,
+    NonFiniteGradientError,
+    PowerSGDCompressor,
+    ThresholdCompressor,
+    TwoPhaseCompressor,
+)
 from dgc.ddp import compress
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
@@ -23,6 +29,7 @@ METHODS: dict[str, Any] = {
     ),
     "powersgd": lambda: PowerSGDCompressor(1, num_iters_per_step=4),
     "2bit": lambda: ThresholdCompressor(threshold=0.01),
+    "4 bits": lambda: TwoPhaseCompressor(4),
 }
 
 

@@ -19,16 +19,16 @@ def on_replicas(group: Group, scenario: Any, *arguments: Any) -> None:
 
 @pytest.mark.parametrize("method", worker.METHODS)
 def test_a_run_is_that_of_distributed_optimizer(group: Group, method: str) -> None:
-    modes = tuple(worker.OPTIONS) if method in ("dgc", "powersgd") else ("default",)
+    modes = tuple(worker.OPTIONS) if method in ("dgc", "powersgd", "8 bits") else ("default",)
     on_replicas(group, worker.beside_optimizer, method, modes)
 
 
-@pytest.mark.parametrize("method", worker.THREE)
+@pytest.mark.parametrize("method", worker.SOME)
 def test_a_run_with_other_kinds_of_parameters_is_that_of_distributed_optimizer(group: Group, method: str) -> None:
     on_replicas(group, worker.beside_optimizer, method, ("default", "view", "static"), worker.Convolutions)
 
 
-@pytest.mark.parametrize("method", ["dgc", "powersgd"])
+@pytest.mark.parametrize("method", ["dgc", "powersgd", "8 bits"])
 def test_accumulated_gradients_are_those_of_distributed_optimizer(group: Group, method: str) -> None:
     # DDP's static_graph does not allow no_sync in the first step
     on_replicas(group, worker.beside_optimizer, method, ("default", "unused", "view"), worker.Net, 3)
@@ -43,6 +43,7 @@ ALIKE = {
 }
 OF_EACH = {
     "a later backward pass exchanges the earlier mean again": worker.several_exchanges,
+    "means of blocks are written into DDP's buckets": worker.delivered,
     "buffers and models are freed": worker.memory,
 }
 

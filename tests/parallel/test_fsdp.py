@@ -24,7 +24,7 @@ def test_ratio_1_equals_hsdp(group: Group) -> None:
 
 def test_muon_steps_on_whole_matrices(group: Group) -> None:
     for own in run(group, worker.muon):
-        assert own["fp32"] < 1e-5 and own["bf16"] < 2e-2
+        assert own["fp32"] < 1e-5 and own["over all"] < 1e-5 and own["bf16"] < 2e-2
 
 
 def test_gradients_that_fsdp2_does_not_average_are_those_of_hsdp(group: Group) -> None:
@@ -70,8 +70,9 @@ def test_bytes_between_machines(group: Group) -> None:
         assert sparse == [2 * (24 + 12 * top_k + 4 * rows), 2 * 4 * numel, numel]
 
 
-def test_machines_are_workers_of_outer_steps(group: Group) -> None:
-    results = run(group, worker.outer_steps)
+@pytest.mark.parametrize("make", [worker.adam, worker.with_muon])
+def test_machines_are_workers_of_outer_steps(group: Group, make: Any) -> None:
+    results = run(group, worker.outer_steps, make)
     assert [len(result["warned"]) for result in results] == [0, 0, 0, 1]
     assert "0.weight on rank 3 has NaN or inf: this machine drops its step" in results[3]["warned"][0]
     assert [result["dropped"] for result in results] == [0, 0, 1, 1]
@@ -82,10 +83,11 @@ def test_machines_are_workers_of_outer_steps(group: Group) -> None:
         assert where[rank] in result["raised"] and bool(result["raised"]) == (rank < 2)
 
 
+@pytest.mark.parametrize("name", worker.GO_ON)
 def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_and_machine_only(
-    group: Group, tmp_path: Path
+    group: Group, tmp_path: Path, name: str
 ) -> None:
-    found = run(group, worker.saved_and_loaded, tmp_path)
+    found = run(group, worker.saved_and_loaded, tmp_path, name)
     for rank, result in enumerate(found):
         assert result["loaded"] == result["saved"] == found[0]["saved"] != result["at save"]
         assert result["loaded error"] == result["error"] > 0

@@ -35,6 +35,7 @@ from dgc.compression import (
     FP16Compressor,
     NonFiniteGradientError,
     ThresholdCompressor,
+    TwoPhaseCompressor,
 )
 from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
@@ -117,6 +118,8 @@ def compressors(point_to_point: bool = False) -> dict[str, Callable[[], Any]]:
         "dgc": lambda: dgc(0.01),
         "dgc-wire": lambda: clipped(0.001, **small),
         "reduce-scatter": lambda: dgc(0.01, **scattered),
+        "8 bits": TwoPhaseCompressor,
+        "4 bits": lambda: TwoPhaseCompressor(4, 64, 8),
         "chunks": lambda: ChunkCompressor(0.01, DGCSGDMemory(0.9)),
         "paper-dgc": lambda: paper.DGC(0.01),
         "paper-2bit": lambda: paper.Threshold(2, 0.01),

@@ -1,5 +1,6 @@
 // Codes with a scale for each block: see blocks.py. Threads take units of a segment's blocks in turn.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "common/pool.h"
@@ -29,13 +30,27 @@ void by_row(const Code& code, int64_t first, int64_t begin, int64_t n, Visit&& v
     }
 }
 
-// Calls visit as `by_row` does, for all segments.
+// Calls visit(segment, row, first block in it, first element, elements) as `by_row` does, for all segments.
 template <class Visit>
 void for_blocks(const Code& code, const Segments& segments, int threads, Visit&& visit) {
-    for_units(segments, code.bits, threads, [&](int64_t, int64_t begin, int64_t n, int64_t place) {
-        by_row(code, place / code.bytes, begin, n, visit);
+    for_units(segments, code.bits, threads, [&](int64_t s, int64_t begin, int64_t n, int64_t place) {
+        by_row(code, place / code.bytes, begin, n, [&](int64_t row, int64_t inside, int64_t i, int64_t m) {
+            visit(s, row, inside, i, m);
+        });
     });
 }
+
+// What a bucket's elements are added from or written to: a piece for each segment, or one for all.
+template <class T>
+struct Pieces {
+    T* const* begins;
+    int count;
+    const int64_t* bounds;
+
+    T* at(int64_t segment, int64_t i) const {
+        return count == 1 ? begins[0] + i : begins[segment] + (i - bounds[segment]);
+    }
+};
 
 }  // namespace
 }  // namespace dgc
@@ -48,11 +63,32 @@ DGC_EXPORT void dgc_blocks_encode(const float* v, const int64_t* bounds, const i
                                   int64_t stride, float* residual, int threads) {
     const auto kernel = quantize_kernels().blocks_encode;
     const Code code{size, size * bits / 8, blocks, bits, rotating != 0};
-    for_blocks(code, {bounds, starts, segments}, threads, [&](int64_t row, int64_t inside, int64_t i, int64_t n) {
+    const auto visit = [&](int64_t, int64_t row, int64_t inside, int64_t i, int64_t n) {
         uint8_t* to = rows + row * stride;
         kernel(v + i, n, size, bits, code.rotating, to + 2 * inside, to + 2 * blocks + inside * code.bytes,
                residual ? residual + i : nullptr);
-    });
+    };
+    for_blocks(code, {bounds, starts, segments}, threads, visit);
+}
+
+// The same after v += g. g: pieces as for `Pieces`. Returns the first element of g that is not usable, or their number.
+DGC_EXPORT int64_t dgc_blocks_add_encode(const float* const* g, int pieces, float* v, const int64_t* bounds,
+                                         const int64_t* starts, int64_t segments, int64_t size, int bits, int rotating,
+                                         int64_t blocks, uint8_t* rows, int64_t stride, float* residual, int threads) {
+    const auto kernel = quantize_kernels().blocks_add_encode;
+    const Code code{size, size * bits / 8, blocks, bits, rotating != 0};
+    const Pieces<const float> from{g, pieces, bounds};
+    std::atomic<int64_t> first{bounds[segments]};
+    const auto visit = [&](int64_t s, int64_t row, int64_t inside, int64_t i, int64_t n) {
+        uint8_t* to = rows + row * stride;
+        const int64_t found = kernel(from.at(s, i), v + i, n, size, bits, code.rotating, to + 2 * inside,
+                                     to + 2 * blocks + inside * code.bytes, residual ? residual + i : nullptr);
+        if (found == n) return;
+        int64_t known = first.load(std::memory_order_relaxed);
+        while (i + found < known && !first.compare_exchange_weak(known, i + found, std::memory_order_relaxed)) continue;
+    };
+    for_blocks(code, {bounds, starts, segments}, threads, visit);
+    return first.load();
 }
 
 // total [blocks * size] += the values of the rows of all ranks, in their order.
@@ -70,15 +106,42 @@ DGC_EXPORT void dgc_blocks_add_sum(const uint8_t* const* rows, int ranks, int64_
     });
 }
 
-// Overwrites all segments with the values of consecutive rows, divided by `divisor`.
+// Encodes z = served + the values of the rows of all ranks, in their order, times `real`, as one row of so many blocks with
+// `bits_of_answer`. The residual is z minus its values. served, real and residual may be null.
+DGC_EXPORT void dgc_blocks_answer(const uint8_t* const* rows, int ranks, int64_t size, int bits, int rotating,
+                                  int64_t blocks, const float* served, const float* real, int bits_of_answer,
+                                  uint8_t* answer, float* residual, int threads) {
+    const auto decode = quantize_kernels().blocks_decode;
+    const auto encode = quantize_kernels().blocks_encode;
+    const int64_t bytes = size * bits / 8, bytes_of_answer = size * bits_of_answer / 8;
+    for_units(blocks * size, threads, [&](int64_t begin, int64_t end) {
+        alignas(64) float z[tile];
+        for (int64_t i = begin; i < end; i += tile) {
+            const int64_t n = std::min(tile, end - i), first = i / size;
+            if (served) std::memcpy(z, served + i, n * sizeof(float));
+            else std::memset(z, 0, n * sizeof(float));
+            for (int r = 0; r < ranks; ++r)
+                decode(rows[r] + 2 * first, rows[r] + 2 * blocks + first * bytes, n, size, bits, rotating != 0, 0.0f,
+                       z);
+            if (real)
+                for (int64_t k = 0; k < n; ++k) z[k] *= real[i + k];
+            encode(z, n, size, bits_of_answer, rotating != 0, answer + 2 * first,
+                   answer + 2 * blocks + first * bytes_of_answer, residual ? residual + i : nullptr);
+        }
+    });
+}
+
+// Overwrites all segments with the values of consecutive rows, divided by `divisor`. out: pieces as for `Pieces`.
 DGC_EXPORT void dgc_blocks_decode(const uint8_t* const* rows, const int64_t* bounds, const int64_t* starts,
                                   int64_t segments, int64_t size, int bits, int rotating, int64_t blocks,
-                                  float divisor, float* out, int threads) {
+                                  float divisor, float* const* out, int pieces, int threads) {
     const auto kernel = quantize_kernels().blocks_decode;
     const Code code{size, size * bits / 8, blocks, bits, rotating != 0};
-    for_blocks(code, {bounds, starts, segments}, threads, [&](int64_t row, int64_t inside, int64_t i, int64_t n) {
+    const Pieces<float> to{out, pieces, bounds};
+    const auto visit = [&](int64_t s, int64_t row, int64_t inside, int64_t i, int64_t n) {
         const uint8_t* from = rows[row];
         kernel(from + 2 * inside, from + 2 * blocks + inside * code.bytes, n, size, bits, code.rotating, divisor,
-               out + i);
-    });
+               to.at(s, i));
+    };
+    for_blocks(code, {bounds, starts, segments}, threads, visit);
 }

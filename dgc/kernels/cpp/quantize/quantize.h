@@ -40,6 +40,9 @@ struct QuantizeKernels {
     // Consecutive blocks of `size` elements: n elements, and zeros that fill the last block. scales: two bytes of each.
     void (*blocks_encode)(const float* v, int64_t n, int64_t size, int bits, bool rotating, uint8_t* scales,
                           uint8_t* codes, float* residual);
+    // The same after v += g. Elements of g that are NaN or too large count as zero. Returns the first of them, or n.
+    int64_t (*blocks_add_encode)(const float* g, float* v, int64_t n, int64_t size, int bits, bool rotating,
+                                 uint8_t* scales, uint8_t* codes, float* residual);
     // Overwrites n elements with the values divided by `divisor`, or adds the values to them if it is 0.
     void (*blocks_decode)(const uint8_t* scales, const uint8_t* codes, int64_t n, int64_t size, int bits,
                           bool rotating, float divisor, float* out);

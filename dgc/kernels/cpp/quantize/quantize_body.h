@@ -233,13 +233,48 @@ struct Factors {
         const float scale = float_of(top << 16);
         inverse = levels / scale;
         step = scale / levels;
-        if (top == 0 || (bits_of(inverse) & 0x7F800000) == 0x7F800000) inverse = step = 0.0f;
+        if (top == 0 || top >= 0x7F80 || (bits_of(inverse) & 0x7F800000) == 0x7F800000) inverse = step = 0.0f;
+    }
+};
+
+// The elements of blocks, as they are. `read` returns the bits of the largest magnitude of n elements from `begin` on.
+struct Given {
+    const float* v;
+
+    int32_t read(int64_t begin, int64_t n) const { return largest(v + begin, n); }
+};
+
+// The same after v += g, with zeros for elements of g that are not usable. first: the first of these, if it is smaller.
+struct Sums {
+    float* v;
+    const float* g;
+    int64_t* first;
+
+    int32_t read(int64_t begin, int64_t n) const {
+        float* __restrict to = v + begin;
+        const float* __restrict from = g + begin;
+        int32_t most = 0, worst = 0;
+        for (int64_t k = 0; k < n; ++k) {
+            const int32_t size = static_cast<int32_t>(bits_of(from[k]) & 0x7FFFFFFF);
+            const uint32_t usable = mask_of(size < static_cast<int32_t>(too_large_bits));
+            const float x = to[k] + float_of(bits_of(from[k]) & usable);
+            to[k] = x;
+            const int32_t magnitude = static_cast<int32_t>(bits_of(x) & 0x7FFFFFFF);
+            most = magnitude > most ? magnitude : most;
+            worst = size > worst ? size : worst;
+        }
+        if (worst >= static_cast<int32_t>(too_large_bits) && begin < *first) {
+            int64_t k = 0;
+            while ((bits_of(from[k]) & 0x7FFFFFFF) < too_large_bits) ++k;
+            *first = begin + k;
+        }
+        return most;
     }
 };
 
 // The blocks of a few hundred elements are packed together, because the loops of pack_fields are for many fields.
-template <int bits, bool rotating, class Kept>
-inline void blocks_encode_as(const float* v, int64_t n, int64_t size, uint8_t* scales, uint8_t* codes, Kept kept) {
+template <int bits, bool rotating, class Source, class Kept>
+inline void blocks_encode_as(Source source, int64_t n, int64_t size, uint8_t* scales, uint8_t* codes, Kept kept) {
     constexpr float levels = (1 << (bits - 1)) - 1;
     alignas(64) uint8_t fields[block];
     alignas(64) float turned[block], values[block];
@@ -248,14 +283,16 @@ inline void blocks_encode_as(const float* v, int64_t n, int64_t size, uint8_t* s
         int64_t filled = 0;
         for (int64_t i = begin; i < end; i += size, scales += 2, filled += size) {
             const int64_t m = i + size < end ? size : end - i, all = rotating ? size : m;
-            const float* x = v + i;
+            int32_t most = source.read(i, m);
+            const float* x = source.v + i;
             if (rotating) {
                 std::memcpy(turned, x, m * sizeof(float));
                 std::memset(turned + m, 0, (size - m) * sizeof(float));
                 rotate(turned, size);
                 x = turned;
+                most = largest(x, size);
             }
-            const uint32_t top = (static_cast<uint32_t>(largest(x, all)) + 0xFFFF) >> 16;
+            const uint32_t top = (static_cast<uint32_t>(most) + 0xFFFF) >> 16;
             const uint16_t scale = static_cast<uint16_t>(top);
             std::memcpy(scales, &scale, sizeof scale);
             const Factors by(top, levels);
@@ -269,20 +306,33 @@ inline void blocks_encode_as(const float* v, int64_t n, int64_t size, uint8_t* s
             std::memset(fields + filled + all, 0, static_cast<size_t>(size - all));
             if (!rotating) continue;
             rotate(values, size);
-            for (int64_t k = 0; k < m; ++k) kept.store(i + k, v[i + k] - values[k]);
+            for (int64_t k = 0; k < m; ++k) kept.store(i + k, source.v[i + k] - values[k]);
         }
         pack_fields<bits, lowest_first>(fields, filled, codes);
     }
 }
 
+template <class Source>
+inline void blocks_encode_from(Source source, int64_t n, int64_t size, int bits, bool rotating, uint8_t* scales,
+                               uint8_t* codes, float* residual) {
+    with(residual, [=](auto kept) {
+        if (rotating && bits == 4) return blocks_encode_as<4, true>(source, n, size, scales, codes, kept);
+        if (rotating) return blocks_encode_as<8, true>(source, n, size, scales, codes, kept);
+        if (bits == 4) return blocks_encode_as<4, false>(source, n, size, scales, codes, kept);
+        blocks_encode_as<8, false>(source, n, size, scales, codes, kept);
+    });
+}
+
 void blocks_encode(const float* v, int64_t n, int64_t size, int bits, bool rotating, uint8_t* scales, uint8_t* codes,
                    float* residual) {
-    with(residual, [=](auto kept) {
-        if (rotating && bits == 4) return blocks_encode_as<4, true>(v, n, size, scales, codes, kept);
-        if (rotating) return blocks_encode_as<8, true>(v, n, size, scales, codes, kept);
-        if (bits == 4) return blocks_encode_as<4, false>(v, n, size, scales, codes, kept);
-        blocks_encode_as<8, false>(v, n, size, scales, codes, kept);
-    });
+    blocks_encode_from(Given{v}, n, size, bits, rotating, scales, codes, residual);
+}
+
+int64_t blocks_add_encode(const float* g, float* v, int64_t n, int64_t size, int bits, bool rotating, uint8_t* scales,
+                          uint8_t* codes, float* residual) {
+    int64_t first = n;
+    blocks_encode_from(Sums{v, g, &first}, n, size, bits, rotating, scales, codes, residual);
+    return first;
 }
 
 template <int bits>
@@ -305,6 +355,9 @@ inline void blocks_decode_as(const uint8_t* scales, const uint8_t* codes, int64_
         float* to = out + begin;
         if (divisor == 0.0f) {
             for (int64_t k = 0; k < end - begin; ++k) to[k] += values[k];
+        } else if ((bits_of(divisor) & 0x7FFFFF) == 0) {  // a power of two: the product has the same bits, in less time
+            const float factor = 1.0f / divisor;
+            for (int64_t k = 0; k < end - begin; ++k) to[k] = values[k] * factor;
         } else {
             for (int64_t k = 0; k < end - begin; ++k) to[k] = values[k] / divisor;
         }
@@ -319,7 +372,8 @@ void blocks_decode(const uint8_t* scales, const uint8_t* codes, int64_t n, int64
 
 constexpr QuantizeKernels table{
     sign_encode, sign_add,  tern_encode,    uniform_encode, uniform_add, largest,
-    positives,   natural_encode, natural_add, pack,           unpack,      blocks_encode, blocks_decode,
+    positives,   natural_encode, natural_add, pack,           unpack,      blocks_encode, blocks_add_encode,
+    blocks_decode,
 };
 
 }  // namespace
