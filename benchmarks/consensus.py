@@ -2,13 +2,9 @@
 
     python -m benchmarks.consensus --ranks 8 16 64 256
 
-Every rank begins with a random number. The columns are:
-
-exact      the first round, if any, after which every z = x / w is the mean up to rounding
-rounds     the first round after which no z is further from the mean than --error times the largest distance at
-           the start
-
-The output is a table for each number of ranks and a last line of JSON.
+Every rank begins with a random number. `exact` is the first round, if any, after which every
+z = x / w is the mean up to rounding, and `rounds` the first one after which no z is further from the mean than
+--error times the largest distance at the start.
 """
 
 from collections.abc import Callable
@@ -63,9 +59,8 @@ def simulate(topology: Topology, error: float) -> dict[str, int | None]:
 
 
 def main() -> None:
-    parser = options("benchmarks.consensus", __doc__)
+    parser = options("benchmarks.consensus", __doc__, error=1e-6)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 64, 256])
-    parser.add_argument("--error", type=float, default=1e-6)
     args = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "consensus", "error": args.error, "ranks": {}}
     for size in args.ranks:

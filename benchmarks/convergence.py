@@ -5,23 +5,16 @@
     python -m benchmarks.convergence --device cuda --task pysource --model 124m --minutes 8 --keep runs/124m
 
 digits has folds: the test images of a fold are not used to train its model, and over all folds every image is
-tested once. The language tasks have one test set, and a run for each seed. The differences to the first method are
-paired by fold or seed. The quality is that of the last epoch, so no epoch is selected by its test data: accuracy
-or exact match in percent, or bits per character, of which fewer are better: their differences are in percent.
+tested once. The language tasks have one test set, and a run for each seed. Differences to the first method are
+paired by fold or seed. The quality is that of the last epoch: accuracy or exact match in percent, or bits per
+character, of which fewer are better: their differences are in percent. The bytes are those of docs/bytes.md.
 
-The output has each run, the paired difference to the first method with its standard error, the wire bytes of one
-rank compared with a dense fp32 all-reduce and its payload with that of the first method (docs/bytes.md), the
-seconds of training, and a last line of JSON. --figure draws quality against wire bytes, in the format that the
-file's extension names. --keep FOLDER keeps the runs: the same command, started again, trains only those that are
-missing.
-
-With --simulate the ranks are threads of one process, which exchange the same messages without Horovod and MPI. One
-run at a time uses each core. Many runs on few cores then take a third of the time, and the seconds of a run are
-those of all its ranks one after the other. AD-PSGD cannot be simulated.
-
-With --device cuda the simulated ranks share one GPU, and PyTorch's kernels are deterministic. --model 124m has
-the shape of GPT-2 small. --minutes saves and stops after so many, with exit status 75 if runs are left: the same
-command continues, with the bits of an uninterrupted run. Rates leave out evaluation and checkpoints.
+--figure draws quality against wire bytes, in the format that the file's extension names. --keep FOLDER keeps the
+runs: the same command, started again, trains only those that are missing. With --simulate the ranks are threads of
+one process, and one run at a time uses each core: many runs on few cores take a third of the time. AD-PSGD cannot
+be simulated. With --device cuda the simulated ranks share one GPU, and PyTorch's kernels are deterministic.
+--minutes saves and stops after so many, with exit status 75 if runs are left: the same command continues, with the
+bits of an uninterrupted run. Rates leave out evaluation and checkpoints.
 """
 
 import argparse
@@ -39,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import SAVED, axes_of, scatter, write
+from benchmarks.figures import axes_of, write
 from benchmarks.harness import Table, options, print_json
 from benchmarks.runs import TASKS, Task, about, add_runs, simulate, start, summary_of, to_train
 from dgc_training.faults.interruption import EXIT_SAVED
@@ -63,16 +56,13 @@ def rows_of(task: Task, summaries: Summaries) -> dict[str, dict[str, Any]]:
     for method, runs in summaries.items():
         pairs = list(zip(quality[method], first, strict=True))
         differences = [100 * (a / b - 1) if task.lower_is_better else a - b for a, b in pairs]
-        wire, dense, payload = (
-            sum(s[k] for s in runs) for k in ("wire_bytes", "dense_wire_bytes", "payload_bytes")
-        )
+        sent = {k: sum(s[k] for s in runs) for k in ("wire_bytes", "dense_wire_bytes", "payload_bytes")}
+        wire, dense, payload = sent.values()
         rows[method] = {
             "quality": mean(quality[method]),
             "difference": mean(differences),
             "standard_error": standard_error(differences),
-            "wire_bytes": wire,
-            "dense_wire_bytes": dense,
-            "payload_bytes": payload,
+            **sent,
             "dense_over_wire": dense / wire if wire else math.nan,
             "first_over_payload": payload_of_first / payload if payload else math.nan,
             "wire_mb": wire / len(runs) / 1e6,
@@ -92,9 +82,7 @@ def report(task: Task, rows: Mapping[str, Mapping[str, Any]]) -> None:
     columns += [("standard_error", "std. error", "11.2f"), ("dense_over_wire", "dense / wire", "13.1f")]
     columns += [("wire_mb", "MB per run", "12.2f"), ("first_over_payload", "first / payload", "16.1f")]
     columns += [("payload_mb", "MB payload", "11.2f"), ("seconds", "seconds", "9.1f")]
-    table = Table("method", 21, [*columns, ("rate", f"{task.item}s/s", "12,.0f")])
-    for method, row in rows.items():
-        table.add(method, row)
+    table = Table("method", 21, [*columns, ("rate", f"{task.item}s/s", "12,.0f")], rows)
     print_json({"benchmark": "convergence", "metric": task.metric, "methods": table.rows})
 
 
@@ -107,14 +95,16 @@ def draw(task: Task, rows: Mapping[str, Mapping[str, Any]], title: str, file: Pa
         error = row["standard_error"]
         if error is not None and task.lower_is_better:
             error *= next(iter(rows.values()))["quality"] / 100
-        scatter(axes, method, (row["dense_over_wire"], row["quality"]), error, color, (5, 4))
+        at = row["dense_over_wire"], row["quality"]
+        axes.errorbar(*at, error, fmt="o", color=color, markersize=5, elinewidth=0.6)
+        axes.annotate(method, at, xytext=(5, 4), textcoords="offset points", fontsize=8, color=color)
     axes.set_xscale("log")
     axes.margins(x=0.2, y=0.15)
     if task.lower_is_better:
         axes.invert_yaxis()
-    axes.set(xlabel=SAVED, ylabel=f"test {task.quality}{', %' if task.unit else ''}")
-    axes.set_title(title, fontsize=9)
-    write(figure, file)
+    saved = "times fewer wire bytes than dense fp32, whole run"
+    axes.set(xlabel=saved, ylabel=f"test {task.quality}{', %' if task.unit else ''}")
+    write(figure, file, title)
 
 
 def train_all(args: argparse.Namespace, folder: Path, until: float) -> dict[str, list[dict[str, Any]]]:

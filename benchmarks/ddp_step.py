@@ -3,8 +3,8 @@
     python -m benchmarks.ddp_step [--ranks 2] [--factors 1 2 4] [--rounds 30]
 
 The model has the parameters of ResNet-18 with 1000 classes (11.7 million). Its backward pass does no arithmetic.
-It returns gradients that were drawn before, in reverse order of registration, so nearly all of the time is that of
-DDP and its hook. The benchmark starts its ranks by torchrun on this machine, over Gloo.
+It returns gradients that were drawn before, so nearly all of the time is that of DDP and its hook. The benchmark
+starts its ranks by torchrun on this machine, over Gloo.
 
 no hook          DDP's all-reduce of fp32
 torch, fp16      fp16_compress_hook, and bf16_compress_hook
@@ -12,15 +12,11 @@ torch            powerSGD_hook of rank r, with error feedback and warm start
 ours, paper      PowerSGDCompressor(r, mode="paper"), which sends as much as torch's
 ours, residual   PowerSGDCompressor(r, num_iters_per_step=2), which sends as much
 ours, half       PowerSGDCompressor(r): one half step, which sends half as much
-ours, ...        two phases in 8 and 4 bits, DGC at 0.1 %, 2 bits, signs, QSGD, fp16, and dense
+ours, ...        other methods of scripts.methods
 
-Methods alternate within each round. The time of a step is the largest over the ranks, from a barrier to the end of
-backward. A ratio is the median over rounds of the ratio within a round. State that methods keep is warm after
---warmup steps.
-
-The second table has the L2 norm of rank 0's residual while a small network is trained and each rank has data of
-other classes. torch's hook keeps M - P Q^T with the mean Q. Only the mean of these errors over the ranks is
-bounded. The output is two tables and a last line of JSON.
+The time of a step is the largest over the ranks, from a barrier to the end of backward. The second table has the
+L2 norm of rank 0's residual while a small network is trained and each rank has data of other classes. torch's hook
+keeps M - P Q^T with the mean Q. Only the mean of these errors over the ranks is bounded.
 """
 
 import gc
@@ -46,6 +42,8 @@ TAKES = "3 min"
 Hook = Callable[[DistributedDataParallel], Any]
 CHECKPOINTS = (50, 100, 200, 400)
 DENSITY = 0.001
+OURS = {"dense": "dense", "fp16": "fp16", "8 bits": "int8", "4 bits": "int4", "DGC 0.1 %": "dgc-residual"}
+OURS |= {"2 bits": "2bit", "signs": "1bit", "QSGD": "qsgd"}
 
 
 class GivenGradient(torch.autograd.Function):
@@ -121,7 +119,6 @@ def torch_bf16(model: DistributedDataParallel) -> None:
 
 def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, Hook]]:
     """The methods that are compared. Times are divided by those of the first of a group."""
-
     from scripts.methods import build  # it needs OmegaConf, and `whole_steps` does not
 
     def own(name: str) -> Hook:
@@ -133,14 +130,7 @@ def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, 
             "torch, fp16": torch_fp16,
             "torch, bf16": torch_bf16,
             "torch, rank 4": partial(TorchPowerSGD, 4),
-            "ours, dense": own("dense"),
-            "ours, fp16": own("fp16"),
-            "ours, 8 bits": own("int8"),
-            "ours, 4 bits": own("int4"),
-            "ours, DGC 0.1 %": own("dgc-residual"),
-            "ours, 2 bits": own("2bit"),
-            "ours, signs": own("1bit"),
-            "ours, QSGD": own("qsgd"),
+            **{f"ours, {title}": own(name) for title, name in OURS.items()},
         }
     }
     for r in factors:
@@ -157,10 +147,7 @@ def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, 
 def whole_steps(
     device: torch.device, width: int, transport: Transport
 ) -> dict[str, Callable[[], Callable[[], None]]]:
-    """Constructors of training steps of four linear layers through DDP, with torch's hooks and ours, by name.
-
-    Collective. All of them have 4 width^2 parameters, and take 64 samples.
-    """
+    """Constructors of training steps of four layers through DDP, with torch's hooks and ours. Collective."""
 
     def make(register: Hook) -> Callable[[], None]:
         net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
@@ -175,20 +162,15 @@ def whole_steps(
 
         return step
 
-    ours = {
-        "fp16": FP16Compressor(),
-        "PowerSGD, rank 4": PowerSGDCompressor(4),
-        "DGC": DGCCompressor(0.001, "residual"),
-    }
+    ours = {"fp16": FP16Compressor(), "PowerSGD, rank 4": PowerSGDCompressor(4)}
+    ours["DGC"] = DGCCompressor(0.001, "residual")
     hooks: dict[str, Hook] = {
         "DDP, no hook": lambda model: None,
         "DDP, torch's fp16": torch_fp16,
         "DDP, torch's PowerSGD, rank 4": partial(TorchPowerSGD, 4),
-        **{
-            f"DDP, our {name}": partial(compress, compression=own, transport=transport)
-            for name, own in ours.items()
-        },
     }
+    for name, own in ours.items():
+        hooks[f"DDP, our {name}"] = partial(compress, compression=own, transport=transport)
     return {name: partial(make, register) for name, register in hooks.items()}
 
 
@@ -219,7 +201,7 @@ def times(methods: dict[str, Hook], rounds: int, warmup: int, transport: Transpo
     return {name: dict(enumerate(of)) for name, of in zip(found, slowest, strict=True)}
 
 
-def error_norms(register: Hook, transport: Transport) -> list[float]:
+def error_norms(register: Hook, transport: Transport) -> dict[str, float]:
     """The norm of rank 0's residual after each number of steps in CHECKPOINTS."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
@@ -227,7 +209,7 @@ def error_norms(register: Hook, transport: Transport) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     classes = 64 // transport.size  # of each rank
     generator = torch.Generator().manual_seed(transport.rank)
-    found = []
+    found = {}
     for step in range(1, CHECKPOINTS[-1] + 1):
         labels = torch.randint(classes, (32,), generator=generator) + transport.rank * classes
         inputs = nn.functional.one_hot(labels, 64) + torch.randn(32, 64, generator=generator)
@@ -235,7 +217,7 @@ def error_norms(register: Hook, transport: Transport) -> list[float]:
         nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         if step in CHECKPOINTS:
-            found.append(state.error_norm())
+            found[str(step)] = state.error_norm()
     return found
 
 
@@ -243,10 +225,8 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     """What each rank does."""
     torch.set_num_threads(1)
     transport = connected("torchrun")
-    compared = groups(settings["factors"], transport).items()
-    steps = {
-        group: times(methods, settings["rounds"], settings["warmup"], transport) for group, methods in compared
-    }
+    compared, rounds = groups(settings["factors"], transport).items(), (settings["rounds"], settings["warmup"])
+    steps = {group: times(methods, *rounds, transport) for group, methods in compared}
     norms = {
         f"{name:<11}{group:>7}": error_norms(register, transport)
         for group, methods in compared
@@ -258,17 +238,10 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = options("benchmarks.ddp_step", __doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    help_of_factors = "ranks r of PowerSGD's factors"
-    parser.add_argument(
-        "--factors", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4], help=help_of_factors
-    )
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=4)
+    parser = options("benchmarks.ddp_step", __doc__, ranks=2, rounds=30, warmup=4)
+    parser.add_argument("--factors", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4], help="of PowerSGD")
     args = parser.parse_args()
-    settings = {"factors": args.factors, "rounds": args.rounds, "warmup": args.warmup}
-    found = run_ranks("benchmarks.ddp_step", settings, args.ranks, launcher="torchrun")
+    found = run_ranks("benchmarks.ddp_step", vars(args), args.ranks, launcher="torchrun")
     print(f"{args.ranks} ranks, 1 thread each, {args.rounds} rounds; torch {torch.__version__}")
     result: dict[str, Any] = {"benchmark": "ddp_step", "ranks": args.ranks, "step": {}}
     for group, of in found["step"].items():
@@ -280,10 +253,8 @@ def main() -> None:
             against = {"least": min(row.values()), "ratio": ratio(row, rows[first])}
             table.add(name, {"ms": middle(row), **against})
         result["step"][group] = table.rows
-    errors = Table("error norm after", 18, [(str(steps), str(steps), "8.2f") for steps in CHECKPOINTS])
-    for name, norms in found["error"].items():
-        errors.add(name, dict(zip(map(str, CHECKPOINTS), norms, strict=True)))
-    print_json({**result, "error": errors.rows})
+    columns = [(str(steps), str(steps), "8.2f") for steps in CHECKPOINTS]
+    print_json({**result, "error": Table("error norm after", 18, columns, found["error"]).rows})
 
 
 if __name__ == "__main__":

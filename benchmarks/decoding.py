@@ -1,35 +1,27 @@
 """Time to decode and merge the payloads of N ranks after an all-gather, compared with the memory moved at least.
 
     python -m benchmarks.decoding [--ranks 1 2 4 8 16 32 64 128 256] [--threads 2]
-    python -m benchmarks.decoding --formats "2bit chunks" --ratio 0.015625 --elements 25 --ranks 4 [--threads 1]
 
-The tensors are those of ResNet-50 with two or more dimensions, or 24 equal matrices of --elements million elements
-together, fp32, in buckets of 25 MB. Every rank selects the largest elements of each tensor of its own random
-gradient (heavy tails: normal times log-normal) and encodes them. All ranks are recorded in one process. Their
-supports are independent, so their union is as large as it can be.
+The tensors are those of ResNet-50 with two or more dimensions, fp32, in buckets of 25 MB. Every rank selects the
+largest elements of each tensor of its own random gradient (heavy tails: normal times log-normal) and encodes them.
+All ranks are recorded in one process. Their supports are independent, so their union is as large as it can be.
 
 dense     payloads to the dense gradient in the bucket, as methods without momentum correction need it
 sparse    payloads to the mean as ascending indices and values, which DGCSGD subtracts from the parameters
 single    the dense gradient without the joint call: one payload after the other, `merge_mean`, `write_to`
 floor     a fill of all buckets with zeros, and a sum of all words of the payloads
-
-Methods and floors alternate within each round, in random order. A ratio is the median over rounds of the ratio to
-the floor of the same round. Checks of the payloads are included, and the check of the mean for infinities. On a
-machine that others use, `--clock cpu` counts the CPU seconds of all threads. The output is a table and a last line
-of JSON.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
-from benchmarks.methods import CLOCKS, MILLION, matrices
 from benchmarks.step_overhead import Gradients, plan_buckets, resnet50
 from dgc.bucket import Bucket, Segment
 from dgc.compression.protocol import SparseResult
@@ -37,11 +29,11 @@ from dgc.compression.sparse import INDICES, VALUES
 from dgc.kernels import SparseVector
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.selection import plan_selection
-from dgc.wire import ChunkIndices, SparseFormat
+from dgc.wire import SparseFormat
 from dgc.wire.payload import PayloadPlan
 
 TAKES = "5 min"
-FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2bit rice", "2bit chunks")
+FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2bit rice")
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DECODER = NativeMeanDecoder()
 RATIOS = ("dense", "sparse", "single")
@@ -49,7 +41,7 @@ RATIOS = ("dense", "sparse", "single")
 
 def format_of(name: str) -> SparseFormat:
     values, indices = name.split()
-    return SparseFormat(VALUES[values](), ChunkIndices() if indices == "chunks" else INDICES[indices]())
+    return SparseFormat(VALUES[values](), INDICES[indices]())
 
 
 class Recording:
@@ -78,8 +70,7 @@ class Recording:
         return gathered
 
 
-@dataclass
-class Decoding:
+class Decoding(NamedTuple):
     """The work of one rank that has received the payloads of `ranks` ranks."""
 
     recording: Recording
@@ -117,13 +108,13 @@ class Decoding:
         return PayloadPlan(self.form, budget, numel, what=f"bucket{i}")
 
 
-def row_of(decoding: Decoding, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
+def row_of(decoding: Decoding, rounds: int) -> dict[str, Any]:
     """Return medians in milliseconds, ratios to the floor, bytes of the payloads and the share of the union."""
 
     def once(work: Callable[[], object], number: int) -> float:
-        start = clock()
+        start = perf_counter()
         work()
-        return 1e3 * (clock() - start)
+        return 1e3 * (perf_counter() - start)
 
     methods = (decoding.dense, decoding.sparse, decoding.single, decoding.floor)
     times = in_turns({method.__name__: partial(once, method) for method in methods}, rounds)
@@ -135,23 +126,15 @@ def row_of(decoding: Decoding, rounds: int, clock: Callable[[], float]) -> dict[
 
 
 def main() -> None:
-    parser = options("benchmarks.decoding", __doc__)
-    parser.add_argument("--ratio", type=float, default=0.001)
-    parser.add_argument("--elements", type=float, help="millions, in place of ResNet-50")
+    parser = options("benchmarks.decoding", __doc__, ratio=0.001, threads=torch.get_num_threads(), rounds=21)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--formats", nargs="+", default=FORMATS, help="values and indices: 'sign rice'")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
-    parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    clock, columns = CLOCKS[args.clock], [("ranks", "ranks", "6d"), ("megabytes", "MB", "8.2f")]
-    tensors = resnet50() if args.elements is None else dict(matrices(round(args.elements * MILLION), 24))
-    buckets = plan_buckets(tensors)
-    numel, where = sum(tensor.numel() for tensor in tensors.values()), kernels.describe(torch.device("cpu"))
-    print(f"{numel:,} elements, {where}, {args.threads} threads")
-    print(f"{args.clock} times in ms, ratios to the floor", end="")
-    recording = Recording(buckets, args.ratio, max(args.ranks))
+    recording, where = Recording(plan_buckets(resnet50()), args.ratio, max(args.ranks)), torch.device("cpu")
+    print(f"{recording.numel:,} elements, {kernels.describe(where)}, {args.threads} threads")
+    print("times in ms, ratios to the floor", end="")
+    columns = [("ranks", "ranks", "6d"), ("megabytes", "MB", "8.2f")]
     columns += [("union", "union", "7.1%"), ("floor_ms", "floor ms", "10.2f")]
     for name in RATIOS:
         columns += [(f"{name}_ms", f"{name} ms", "11.2f"), (name, "ratio", "7.2f")]
@@ -160,10 +143,10 @@ def main() -> None:
     for name in args.formats:
         gathered = recording.payloads(format_of(name))
         for ranks in args.ranks:
-            row = row_of(Decoding(recording, format_of(name), gathered, ranks), args.rounds, clock)
+            row = row_of(Decoding(recording, format_of(name), gathered, ranks), args.rounds)
             table.add(name, {**row, "ranks": ranks, "megabytes": row["payload_bytes"] / 1e6})
             found.setdefault(name, {})[str(ranks)] = row
-    print_json({"benchmark": "decoding", "threads": args.threads, "clock": args.clock, "found": found})
+    print_json({"benchmark": "decoding", "threads": args.threads, "found": found})
 
 
 if __name__ == "__main__":

@@ -6,27 +6,22 @@
 Gradients are ready at the start and applied at the end, without forward and backward. `exchange` is the time from
 the start of the first bucket until the last reply is decoded. `step` adds the update of the parameters. `noop`
 exchanges nothing, and `update` only updates u and v of momentum correction: lower bounds for dense methods and for
-DGC. Each time is that of the slowest rank, as the median over repeats, which are interleaved over the methods of
-a launch. `wait` is the time for which a rank waits for replies. `horovod` and `horovod-fp16` are Horovod's own
-all-reduce of each tensor, with its default fusion and cycle time: they have a launch of their own.
+DGC. Each time is that of the slowest rank, as the median over repeats. `wait` is the time for which a rank waits
+for replies. `horovod` and `horovod-fp16` are Horovod's own all-reduce of each tensor, with its default fusion and
+cycle time: they have a launch of their own. Bytes are those that one rank contributes (payload) and sends (wire).
 
-Bytes are those that one rank contributes (payload) and sends (wire) in a step, by the meter. With --hosts, each
-host is a network namespace with a link of the given rate (benchmarks.netlab), and the bytes that its interface has
-sent in a step stand beside the meter's. From these, 66 bytes of Ethernet, IP and TCP headers are taken for each
-packet, and what Horovod sends all the time, for as long as the step took; `noop` measures it. `bound` is the time
-of the wire bytes at the rate that one TCP connection reached. `faster` compares with the faster one of `fp16` and
-`horovod-fp16`, and `fewer` compares the bytes of the link.
-
-Without --hosts, all ranks share this machine: they compete for its cores, and the "network" is memory. That shows
-the cost of compression, not its gain on a slow network. With --hosts, they still share its cores. The output is a
-table and a line of JSON for each network; `benchmarks.figures` draws these lines.
+With --hosts (benchmarks.netlab), the bytes that a host's interface has sent in a step stand beside the meter's,
+without 66 bytes of headers for each packet, and without what Horovod sends all the time; `noop` measures it.
+`bound` is the time of the wire bytes at the rate that one TCP connection reached. `faster` compares with the
+faster one of `fp16` and `horovod-fp16`, and `fewer` the bytes of the link. All ranks share the cores of this machine,
+and without --hosts the "network" is memory: it shows the cost, not the gain. `benchmarks.figures` draws the JSON.
 """
 
 import argparse
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -79,8 +74,7 @@ NAMES = (*GRADIENTS, *GOSSIP, *HOROVOD)
 
 def compressor(name: str, ratio: float) -> Compressor:
     """A method of GRADIENTS."""
-    found: Compressor = BOUNDS[name]() if name in BOUNDS else build(name, ratio)
-    return found
+    return BOUNDS[name]() if name in BOUNDS else cast(Compressor, build(name, ratio))
 
 
 def parameters_of(model: str) -> list[tuple[str, torch.nn.Parameter]]:
@@ -93,12 +87,7 @@ def parameters_of(model: str) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 class Method:
-    """One method with parameters of its own.
-
-    Attributes:
-        parameters: Their gradients are exchanged.
-        meter: "step" of its seconds is the update of the parameters.
-    """
+    """One method with parameters of its own."""
 
     def __init__(self, name: str, settings: dict[str, Any], transport: Transport):
         named = parameters_of(settings["model"])
@@ -175,10 +164,8 @@ def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | N
 
 def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network: dict[str, Any] | None) -> None:
     """Print a table and a line of JSON."""
-    print(
-        f"{args.model}: {found['parameters']:,} parameters, {ranks} ranks, {found['threads']} threads each, ratio "
-        f"{args.ratio}, {args.repeats} repeats, kernels {found['kernels']}"
-    )
+    about = f"{found['parameters']:,} parameters, {ranks} ranks, {found['threads']} threads each"
+    print(f"{args.model}: {about}, ratio {args.ratio}, {args.repeats} repeats, kernels {found['kernels']}")
     rows = {name: found["methods"][name] for name in args.methods}
     if network is not None:
         add_network(rows, network, "exchange_ms", lambda name: "noop", ("fp16", "horovod-fp16"))
@@ -188,9 +175,8 @@ def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = options("benchmarks.exchange", __doc__)
+    parser = options("benchmarks.exchange", __doc__, ratio=0.001)
     parser.add_argument("--model", choices=MODELS, default="resnet50")
-    parser.add_argument("--ratio", type=float, default=0.001)
     add_methods(parser, NAMES, ["noop", "dense", "fp16", "dgc"])
     parser.add_argument("--gradient-sets", type=int, default=3, help="different gradients that steps take in turn")
     add_options(parser)

@@ -5,7 +5,7 @@
 
 Left: how many times faster than the fastest 16-bit dense method each method is, against the rate that one TCP
 connection reached. Above 1 it pays. The numbers and the crossing points are printed. Right: where the time of a
-step went at one rate (--at, in Mbit/s; default: the lowest), as the mean over ranks: computing messages, waiting
+step went at the lowest rate, as the mean over ranks: computing messages, waiting
 for replies, decoding, updating parameters, and the rest. Other benchmarks take their axes from here.
 """
 
@@ -20,7 +20,6 @@ import matplotlib
 from benchmarks.harness import options
 
 TAKES = "5 s"
-SAVED = "times fewer wire bytes than dense fp32, whole run"
 OPPONENTS = ("fp16", "bf16", "horovod-fp16", "ddp-fp16")
 PHASES = {"compress": "compress", "launch": "launch", "wait": "wait", "decode": "decode", "step": "update"}
 NOT_SHOWN = ("noop", "ddp-noop", "update")
@@ -37,31 +36,19 @@ def axes_of(name: str, size: tuple[float, float], columns: int = 1, **more: Any)
     return figure, axes
 
 
-def write(figure: Any, file: Path) -> None:
+def write(figure: Any, file: Path, title: str = "") -> None:
     """Write a figure in the format that the file's extension names."""
     import matplotlib.pyplot as plt
 
+    figure.suptitle(title, fontsize=9)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else {})
     plt.close(figure)
 
 
-def scatter(
-    axes: Any, name: str, at: tuple[float, float], error: float | None, color: str, offset: tuple[int, int]
-) -> None:
-    """Draw a point with its name and its standard error."""
-    axes.errorbar(*at, error, fmt="o", color=color, markersize=5, elinewidth=0.6)
-    side = "left" if offset[0] > 0 else "right"
-    axes.annotate(name, at, xytext=offset, textcoords="offset points", fontsize=8, color=color, ha=side)
-
-
 def read_lines(path: Path) -> Lines:
-    """The lines of JSON in a file with the output of a benchmark, by rising rate.
-
-    Raises:
-        ValueError: There is none with a network, or they are of different models or numbers of ranks.
-    """
+    """The lines of JSON in a file with the output of a benchmark, by rising rate."""
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
     found = sorted((line for line in lines if line.get("network")), key=rate)
     if not found:
@@ -98,14 +85,14 @@ def crossing(points: list[tuple[float, float]]) -> float | None:
     return None
 
 
-def draw_exchange(lines: Lines, at: float | None, file: Path) -> None:
+def draw_exchange(lines: Lines, file: Path) -> None:
     figure, (left, right) = axes_of("exchange", (10, 4), 2)
     for name, of in speed_ups(lines).items():
         left.plot(*zip(*of, strict=True), ".-", linewidth=1, label=name)
     left.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     left.set(xscale="log", yscale="log", xlabel="Mbit/s of one TCP connection")
     left.set_ylabel("times faster than the fastest 16-bit dense method")
-    line = min(lines, key=lambda line: abs(log(rate(line)) - log(at))) if at else lines[0]
+    line = lines[0]
     rows = {name: row for name, row in line["methods"].items() if name not in NOT_SHOWN}
     ends = dict.fromkeys(rows, 0.0)
     for phase, label in PHASES.items():
@@ -118,21 +105,19 @@ def draw_exchange(lines: Lines, at: float | None, file: Path) -> None:
     right.set_xlabel(f"ms of a step at {rate(line):.0f} Mbit/s")
     for axes in (left, right):
         axes.legend(fontsize=7, frameon=False)
-    figure.suptitle(f"{line['model']}, {line['ranks']} ranks on {line['network']['hosts']} hosts", fontsize=9)
-    write(figure, file)
+    write(figure, file, f"{line['model']}, {line['ranks']} ranks on {line['network']['hosts']} hosts")
 
 
 def main() -> None:
     parser = options("benchmarks.figures", __doc__)
     parser.add_argument("measured", type=Path)
     parser.add_argument("figure", type=Path, help="its extension names the format")
-    parser.add_argument("--at", type=float, metavar="MBIT", help="rate of the right part")
     args = parser.parse_args()
     try:
         lines = read_lines(args.measured)
     except ValueError as error:
         parser.error(str(error))
-    draw_exchange(lines, args.at, args.figure)
+    draw_exchange(lines, args.figure)
     for name, of in speed_ups(lines).items():
         ends = ", ".join(f"{times:.2f} at {mbit:.0f} Mbit/s" for mbit, times in of)
         crossed = crossing(of)

@@ -1,18 +1,22 @@
-"""The workloads of `benchmarks.gpu`: codecs, whole steps of methods without a network, and a training step.
+"""The parts of `benchmarks.gpu`: workloads, host operations of a step, laws, and the table.
 
-With the host operations of a step: kernels launched, and waits for the device; and with the laws: those of the
-Triton kernels on a real device (tests/kernels/test_triton*.py), and bits of whole steps.
+Workloads are codecs, whole steps of methods without a network, and a training step. Host operations are kernels
+launched, and waits for the device. Laws are those of the Triton kernels on a real device
+(tests/kernels/test_triton*.py), and bits of whole steps.
 """
 
+import argparse
+import math
 import os
 import time
+import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -22,24 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import dgc.kernels as kernels
-from benchmarks.harness import in_turns, middle
+from benchmarks import step_overhead
+from benchmarks.ddp_step import whole_steps
+from benchmarks.harness import Table, in_turns, middle, ratio
+from benchmarks.launches import run_ranks
 from benchmarks.stand_ins import cases, load_tests
-from benchmarks.step_methods import Ours
+from benchmarks.step_methods import Copy, Ours, Pass, Step, TopK
+from dgc import comm, compression
 from dgc.bucket import Bucket, Segment, lay_out
 from dgc.comm import RunningConversation, TrafficMeter, Transport, all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllToAll, Conversation, next_requests
-from dgc.compression import (
-    BlockwiseCompressor,
-    DGCCompressor,
-    PowerSGDCompressor,
-    QSGDCompressor,
-    ScaledSignCompressor,
-    SparseCompressor,
-    TernGradCompressor,
-    ThresholdCompressor,
-    TwoPhaseCompressor,
-)
+from dgc.comm.staging import StagedTransport
+from dgc.comm.torch_distributed import TorchTransport
 from dgc.compression.cuda_graphs import SWITCH, StepGraph
 from dgc.compression.protocol import Compressor, Result, SparseResult
 from dgc.engine.loop import SideStream
@@ -58,6 +57,8 @@ FORMATS = {
     "sign values, Rice indices": SparseFormat(SignValues(), RiceIndices()),
 }
 Shapes = Sequence[tuple[int, ...]]
+Make = Callable[[], Compressor]
+Do = Callable[[], object]
 
 
 def random_gradients(buckets: Sequence[Shapes], seed: int, device: torch.device) -> list[Tensor]:
@@ -65,6 +66,10 @@ def random_gradients(buckets: Sequence[Shapes], seed: int, device: torch.device)
     generator = torch.Generator().manual_seed(seed)
     sizes = [sum(torch.Size(shape).numel() for shape in shapes) for shapes in buckets]
     return [torch.randn(size, generator=generator).to(device) for size in sizes]
+
+
+def segments_of(shapes: Shapes) -> tuple[Segment, ...]:
+    return lay_out([(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(shapes)])
 
 
 class Codec:
@@ -84,7 +89,7 @@ class Codec:
         generator, k = torch.Generator().manual_seed(rank), self.plan.capacity
         indices = torch.randperm(self.numel, generator=generator)[:k].sort().values.int()
         values, count = torch.randn(k, generator=generator), torch.tensor(k, dtype=torch.int32)
-        return SparseVector(indices.to(device), values.to(device), count.to(device))
+        return SparseVector(*(part.to(device) for part in (indices, values, count)))
 
     def _encode(self, selection: SparseVector) -> Tensor:
         return self.payload.encode(self.codec, selection, self.none).payload
@@ -114,17 +119,13 @@ def alone(conversation: Conversation[Result]) -> Result:
 class Whole:
     """A step of a compressor over all buckets: gradient in, mean and residual out."""
 
-    def __init__(self, name: str, compressor: Compressor, buckets: Sequence[Shapes], device: torch.device):
-        self.name, self.states = name, BucketStates(compressor)
+    def __init__(self, compressor: Compressor, buckets: Sequence[Shapes], device: torch.device):
+        self.states = BucketStates(compressor)
         self.buckets = [
-            Bucket(f"bucket{b}", self._segments(shapes), torch.float32, device) for b, shapes in enumerate(buckets)
+            Bucket(f"bucket{b}", segments_of(shapes), torch.float32, device) for b, shapes in enumerate(buckets)
         ]
         for bucket in self.buckets:
             self.states.add(bucket, 1, 0)
-
-    @staticmethod
-    def _segments(shapes: Shapes) -> tuple[Segment, ...]:
-        return lay_out([(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(shapes)])
 
     def step(self, gradients: Sequence[Tensor]) -> list[Result]:
         for bucket, flat in zip(self.buckets, gradients, strict=True):
@@ -140,17 +141,9 @@ class Training:
         self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
         self.x = torch.randn(32, width, generator=torch.Generator().manual_seed(0)).to(device)
         inner = DGCSGD(self.net.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
-        self.optimizer = DistributedOptimizer(
-            inner,
-            self.net.named_parameters(),
-            DGCCompressor(0.001, DGCSGDMemory(0.9)),
-            bucket_mb=8 * width * width / 2**20,
-            transport=LockstepWorld(1).transports[0],
-        )
-
-    @property
-    def buckets(self) -> int:
-        return len(self.optimizer.planned)
+        named, method = self.net.named_parameters(), make_dgc(0.001)
+        mb, (transport,) = 8 * width * width / 2**20, LockstepWorld(1).transports
+        self.optimizer = DistributedOptimizer(inner, named, method, bucket_mb=mb, transport=transport)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -158,16 +151,14 @@ class Training:
         self.optimizer.step()
 
 
-def milliseconds(step: Callable[[], object], device: torch.device, rounds: int, warm_up: int = 3) -> float:
+def milliseconds(step: Do, device: torch.device, rounds: int, warm_up: int = 3) -> float:
     """Return the median. The device is idle before each measurement."""
 
     def once(number: int) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        step_overhead.wait(device.type)
         start = time.perf_counter()
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        step_overhead.wait(device.type)
         return 1e3 * (time.perf_counter() - start)
 
     return middle(in_turns({"": once}, rounds, warm_up)[""])
@@ -191,15 +182,9 @@ def stress(
     """Return milliseconds of a step of DGC with three buckets, of about 13,000 scale^2 elements together.
 
     Every rank checks the headers and checksums of all payloads. The means of all ranks are compared.
-
-    Args:
-        is_over: Whether to end before `steps`. Collective, called every 100 steps.
-
-    Raises:
-        RuntimeError: A payload has changed, or the means differ.
     """
     shapes: list[Shapes] = [[(64 * scale, 30 * scale)], [(100 * scale, 100 * scale), (500,)], [(40, 33)]]
-    whole, meter = Whole("", DGCCompressor(0.01, DGCSGDMemory(0.9)), shapes, device), TrafficMeter()
+    whole, meter = Whole(make_dgc(0.01), shapes, device), TrafficMeter()
     generator, sums = torch.Generator(device).manual_seed(transport.rank), []
     for bucket in whole.buckets:
         whole.states.add(bucket, transport.size, transport.rank)
@@ -222,9 +207,8 @@ def stress(
         if done % 100 == 0 or done == steps:
             found = all_gather_object(transport, torch.stack(sums).tolist())
             if found.count(found[0]) < len(found):
-                raise RuntimeError(
-                    f"ranks have other means than rank 0 in the last {len(sums) // 3} of {done} steps"
-                )
+                last = f"in the last {len(sums) // 3} of {done} steps"
+                raise RuntimeError(f"ranks have other means than rank 0 {last}")
             sums.clear()
     return 1e3 * (time.perf_counter() - start) / max(1, done)
 
@@ -235,24 +219,23 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Counts of a step.
 
     waits: waits that PyTorch reports, by place. launches: of PyTorch's and Triton's kernels; 0 if the profiler
     cannot see the GPU. driver_waits: all waits in the profile, from any caller.
     """
 
-    waits: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str]
     launches: int = 0
     driver_waits: int = 0
 
 
-def count(step: Callable[[], object], device: torch.device) -> Counts:
+def count(step: Do, device: torch.device) -> Counts:
     """Count in two calls, the first under PyTorch's check for waits, the second under its profiler."""
     if device.type != "cuda":
         step()
-        return Counts()
+        return Counts(Counter())
     waits = waits_of(step)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
@@ -260,8 +243,13 @@ def count(step: Callable[[], object], device: torch.device) -> Counts:
     return Counts(waits, sum(events.get(name, 0) for name in LAUNCHES), sum(events.get(name, 0) for name in WAITS))
 
 
-def waits_of(step: Callable[[], object]) -> Counter[str]:
+def waits_of(step: Do) -> Counter[str]:
     """Return file and line of each operation that waits, and its count."""
+
+    def place(filename: str) -> str:
+        path = Path(filename)
+        return str(path.relative_to(ROOT)) if ROOT in path.parents else path.name
+
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -272,11 +260,6 @@ def waits_of(step: Callable[[], object]) -> Counter[str]:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     return Counter(f"{place(w.filename)}:{w.lineno}" for w in seen if MESSAGE in str(w.message))
-
-
-def place(filename: str) -> str:
-    path = Path(filename)
-    return str(path.relative_to(ROOT)) if ROOT in path.parents else path.name
 
 
 # Operations of PyTorch that launch nothing: views, empty tensors, and reads
@@ -329,29 +312,33 @@ class Launches(TorchDispatchMode):
         return result
 
 
-COUNTED: dict[str, Callable[[], Compressor]] = {
-    "DGC, fp16 and int32": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="fp16", indices="int32"),
-    "DGC, fp32 and int64": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9)),
-    "DGC, 2 bits and packed": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="2bit", indices="packed"),
-    "DGC, sign and Rice": lambda: DGCCompressor(0.002, DGCSGDMemory(0.9), values="sign", indices="rice"),
-    "top-k, bf16 and int32": lambda: SparseCompressor(0.002, ResidualMemory(), values="bf16", indices="int32"),
-    "scaled signs": ScaledSignCompressor,
-    "2 bits": lambda: ThresholdCompressor(wire="gather"),
-    "QSGD": QSGDCompressor,
-    "TernGrad": TernGradCompressor,
-    "int8 blocks": BlockwiseCompressor,
-    "two phases, int8": TwoPhaseCompressor,
-    "two phases, int4": lambda: TwoPhaseCompressor(4),
-    "PowerSGD, rank 4": lambda: PowerSGDCompressor(4, 0),
+def make_dgc(ratio: float = 0.02, **formats: Any) -> Compressor:
+    return compression.DGCCompressor(ratio, DGCSGDMemory(0.9), **formats)
+
+
+COUNTED: dict[str, Make] = {
+    "DGC, fp16 and int32": lambda: make_dgc(0.002, values="fp16", indices="int32"),
+    "DGC, fp32 and int64": lambda: make_dgc(0.002),
+    "DGC, 2 bits and packed": lambda: make_dgc(0.002, values="2bit", indices="packed"),
+    "DGC, sign and Rice": lambda: make_dgc(0.002, values="sign", indices="rice"),
+    "top-k, bf16 and int32": lambda: compression.SparseCompressor(
+        0.002, ResidualMemory(), values="bf16", indices="int32"
+    ),
+    "scaled signs": compression.ScaledSignCompressor,
+    "2 bits": lambda: compression.ThresholdCompressor(wire="gather"),
+    "QSGD": compression.QSGDCompressor,
+    "TernGrad": compression.TernGradCompressor,
+    "int8 blocks": compression.BlockwiseCompressor,
+    "two phases, int8": compression.TwoPhaseCompressor,
+    "two phases, int4": lambda: compression.TwoPhaseCompressor(4),
+    "PowerSGD, rank 4": lambda: compression.PowerSGDCompressor(4, 0),
 }
-
-
 COUNTED_SHAPES = [(40, 50)] * 3
 
 
-def launches_of(make: Callable[[], Compressor], ranks: int, device: torch.device) -> tuple[Launches, Launches]:
+def launches_of(make: Make, ranks: int, device: torch.device) -> tuple[Launches, Launches]:
     """Count the launches of one bucket's step: until its first request, and from then on."""
-    whole, encoding, decoding = Whole("", make(), [COUNTED_SHAPES], device), Launches(), Launches()
+    whole, encoding, decoding = Whole(make(), [COUNTED_SHAPES], device), Launches(), Launches()
     (bucket,), states = whole.buckets, whole.states
     states.add(bucket, ranks, 0)
     for step in range(3):  # the first steps make tables and histories
@@ -380,8 +367,7 @@ def _answer(request: Any, ranks: int) -> Any:
 def bytes_of_dgc(layout: Sequence[Sequence[Segment]], form: SparseFormat, ratio: float = 0.001) -> Counter[str]:
     """Return the bytes that a step of DGC moves from its gradients to its payloads, by kernel or operation.
 
-    It is the step whose time is measured, with tensors of the device "meta", which have no memory. What depends on
-    the data, such as the number of candidates in a tile, counts with its largest number.
+    What depends on the data, such as the number of candidates in a tile, counts with its largest number.
     """
     ours = Ours("triton", Predicted(), layout, ratio, 0.9, form, "meta")
     gradients = [torch.empty(sum(sizes), device="meta") for sizes in ours.sizes]
@@ -398,7 +384,6 @@ LEFT_OUT = {
     "test_importing_dgc_does_not_import_triton": "says nothing of the device",
 }
 SHAPES = [(64, 300), (40, 33), (500,), (64, 300)]
-STEPS = 4
 CPU = torch.device("cpu")
 
 
@@ -408,10 +393,7 @@ def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
         yield from cases(load_tests(TESTS / f"test_{subject}.py"), left_out)
     for name, form in FORMATS.items():
         yield f"payload of {name} has the CPU's bits", lambda form=form: payloads_are_alike(form, device)  # type: ignore[misc]
-    methods: dict[str, Callable[[], Compressor]] = {
-        "DGC": make_dgc,
-        "PowerSGD": lambda: PowerSGDCompressor(2, 0),
-    }
+    methods: dict[str, Make] = {"DGC": make_dgc, "PowerSGD": lambda: compression.PowerSGDCompressor(2, 0)}
     for name, make in methods.items():
         yield f"{name} repeats bit for bit", lambda make=make: repeats(make, device)  # type: ignore[misc]
     yield "DGC on the GPU has the CPU's bits", lambda: dgc_is_alike(device)
@@ -432,22 +414,19 @@ def payloads_are_alike(form: SparseFormat, device: torch.device) -> None:
     here = Codec(form, 20_000, 0.02, device, ranks=3)
     with plain_torch():
         there = Codec(form, 20_000, 0.02, CPU, ranks=3)
-    for ours, theirs in zip(here.payloads, there.payloads, strict=True):
-        assert torch.equal(ours.cpu(), theirs), "the payloads differ"
+    assert alike(here.payloads, there.payloads), "the payloads differ"
     for mine, expected in zip(here.parts, there.parts, strict=True):
         assert torch.equal(mine.indices.cpu(), expected.indices) and same_bits(mine.values, expected.values)
 
 
-def repeats(make: Callable[[], Compressor], device: torch.device) -> None:
-    for first, again in zip(results(make(), device), results(make(), device), strict=True):
-        assert same_bits(first, again), "a second run gives other bits"
+def repeats(make: Make, device: torch.device) -> None:
+    assert alike(results(make(), device), results(make(), device)), "a second run gives other bits"
 
 
 def dgc_is_alike(device: torch.device) -> None:
     with plain_torch():
         expected = results(make_dgc(), CPU)
-    for ours, theirs in zip(results(make_dgc(), device), expected, strict=True):
-        assert same_bits(ours, theirs), "the CPU gives other bits"
+    assert alike(results(make_dgc(), device), expected), "the CPU gives other bits"
 
 
 def graph_is_alike(device: torch.device) -> None:
@@ -463,19 +442,12 @@ def graph_is_alike(device: torch.device) -> None:
     if side:
         side.join()
         assert runs.call_args.args[0].captures == 1, "no graph was captured"
-    for ours, theirs in zip(found, expected, strict=True):
-        assert same_bits(ours, theirs), "the graph gives other bits"
+    assert alike(found, expected), "the graph gives other bits"
 
 
-def make_dgc() -> Compressor:
-    return DGCCompressor(0.02, DGCSGDMemory(0.9))
-
-
-def results(
-    compressor: Compressor, device: torch.device, shapes: Shapes = SHAPES, steps: int = STEPS
-) -> list[Tensor]:
+def results(compressor: Compressor, device: torch.device, shapes: Shapes = SHAPES, steps: int = 4) -> list[Tensor]:
     """Return the results of some steps, and the residual after them."""
-    whole, found = Whole("", compressor, [shapes], device), []
+    whole, found = Whole(compressor, [shapes], device), []
     for step in range(steps):
         given = random_gradients([shapes], step, device)
         for result, bucket in zip(whole.step(given), whole.buckets, strict=True):
@@ -486,5 +458,226 @@ def results(
     return [*found, *whole.states.errors()]
 
 
+def alike(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+BEGIN, END = "<!-- the table of make gpu -->", "<!-- its end -->"
+DGC_STEP, TARGET, MOST_LAUNCHES = "DGC: gradient in, payload out", 1.3, 8
+DGC_BYTES, POWERSGD_BYTES = 20, 16  # per parameter
+RANKS = (2, 8, 64)
+SMALL: list[Shapes] = [[(100, 100), (64,)], [(50, 60)]]
+NCCL = "cpu:gloo,cuda:nccl"
+FORMS = {"ms": "10.3f", "GB/s": "8.0f", "/ copy": "8.2f", "launches": "10d", "waits": "7d", "peak MB": "9.0f"}
+
+
+class Parts:
+    """Runs the parts of the benchmark until `minutes` are over. What fails is printed, and the rest goes on."""
+
+    def __init__(self, minutes: float):
+        self._end, self._seconds = time.monotonic() + 60 * minutes, 60 * minutes
+        self.failed: list[str] = []
+        self.not_run: list[str] = []
+
+    def left(self, share: float = 1.0) -> float:
+        """The seconds until a share of the time is over."""
+        return self._end - time.monotonic() - (1 - share) * self._seconds
+
+    def run(self, name: str, part: Do, share: float = 1.0) -> None:
+        """Run a part, unless this share of the time is over."""
+        if self.left(share) <= 0:
+            self.not_run.append(name)
+            return
+        try:
+            part()
+        except (Exception, SystemExit):  # SystemExit: a rank has failed
+            self.fail(name, traceback.format_exc(limit=-3))
+
+    def fail(self, name: str, reason: str) -> None:
+        self.failed.append(name)
+        print(f"FAILED {name}\n{reason}", flush=True)
+
+
+class Rows(Table):
+    """The table. Each row is a part of its own. `copy_rate` is that of a copy in GB/s, once it is measured."""
+
+    def __init__(self, parts: Parts, device: torch.device, rounds: int) -> None:
+        super().__init__("", 42, [(head, head, form) for head, form in FORMS.items()])
+        self.parts, self.device, self.rounds, self.copy_rate = parts, device, rounds, math.nan
+
+    def measure(self, name: str, make: Callable[[], Do], traffic: float = 0) -> None:
+        """Add the row of a step. make: returns the step. traffic: least bytes that it moves in memory."""
+
+        def part() -> None:
+            with peak_memory(self.device) as peak:
+                step = make()
+                ms = milliseconds(step, self.device, self.rounds, self.rounds // 9)
+            self.measured(name, ms, step, traffic, peak)
+
+        self.parts.run(name, part)
+
+    def measured(self, name: str, ms: float, step: Do, traffic: float, more: Mapping[str, float] = {}) -> None:
+        """Add a row, and print the places where the host waits in this step. more: of the row."""
+        counts, rate = count(step, self.device), traffic / ms / 1e6
+        row = {"ms": ms, "launches": counts.launches, "waits": sum(counts.waits.values()), **more}
+        row |= {"GB/s": rate, "/ copy": self.copy_rate / rate} if traffic else {}
+        self.add(name, {**row, "driver_waits": counts.driver_waits, "where": dict(counts.waits)})
+        for place, often in counts.waits.most_common():
+            print(f"    {often} at {place}")
+
+
+def measure_dgc(table: Rows, buckets: list[Any], warm_up: int) -> dict[str, bool]:
+    """Add DGC's step until its payload, and what it is compared with. Return which targets are reached."""
+    device, momentum = table.device.type, step_overhead.MOMENTUM
+    gradients = step_overhead.Gradients(buckets, device)
+    numel = sum(map(sum, gradients.sizes))
+    form = FORMATS["fp16 values, int32 indices"]
+    ours = Ours("triton", Predicted(), buckets, 0.001, momentum, form, device)
+    for _ in range(warm_up):
+        ours.step(gradients.next())
+    ours.settle()
+    passing = Pass("triton", buckets, momentum, device)
+    others: list[Step] = [Copy(numel, device), passing, TopK(buckets, 0.001, device)]
+    for other in others:
+        other.start_from(ours.u, ours.v)
+    times = step_overhead.measure([ours, *others], gradients, table.rounds, device)
+    copy, floor = (times[other.name] for other in others[:2])
+    table.copy_rate = Copy.bytes_per_parameter * numel / middle(copy) / 1e6
+    for step in (*others, ours):
+        name, traffic = (DGC_STEP, DGC_BYTES) if step is ours else (step.name, step.bytes_per_parameter)
+        table.measured(name, middle(times[step.name]), partial(step.step, gradients.next()), traffic * numel)
+
+    def select() -> None:
+        for i, gradient in enumerate(gradients.next()):
+            ours.select(i, gradient)
+
+    table.measure("DGC: accumulate and select", lambda: select, DGC_BYTES * numel)
+    row, most = table.rows[DGC_STEP], MOST_LAUNCHES * len(buckets)
+    return {
+        f"{DGC_STEP}: waits nowhere": row["waits"] == 0,
+        f"{DGC_STEP}: at most {MOST_LAUNCHES} launches per bucket": 0 < row["launches"] <= most,
+        f"{DGC_STEP}: at most {TARGET} times the floor": ratio(times[ours.name], floor) <= TARGET,
+        f"{DGC_STEP}: at most {TARGET} times a copy's time": row["/ copy"] <= TARGET,
+    }
+
+
+def measure(table: Rows, args: argparse.Namespace, module: str) -> dict[str, bool]:
+    """Add all rows. Return which targets are reached. module: starts the ranks."""
+    device, reached = table.device, {}
+    small = [segments_of(shapes) for shapes in SMALL]
+    buckets = small if args.dry_run else step_overhead.plan_buckets(step_overhead.resnet50())
+    table.parts.run(DGC_STEP, lambda: reached.update(measure_dgc(table, buckets, 2 if args.dry_run else 100)))
+    shapes = [[segment.shape for segment in bucket] for bucket in buckets]
+    numel, fresh = sum(s.numel for bucket in buckets for s in bucket), random_gradients(shapes, 0, device)
+    methods: dict[str, tuple[Make, int]] = {
+        "DGC: gradient in, mean out": (partial(make_dgc, 0.001), DGC_BYTES),
+        "PowerSGD, rank 1": (partial(compression.PowerSGDCompressor, 1), POWERSGD_BYTES),
+        "PowerSGD, rank 4": (partial(compression.PowerSGDCompressor, 4), POWERSGD_BYTES),
+    }
+    for name, (make, traffic) in methods.items():
+        whole = lambda make=make: partial(Whole(make(), shapes, device).step, fresh)  # noqa: E731
+        table.measure(name, whole, traffic * numel)
+    for name, form in FORMATS.items():
+        codec = cache(partial(Codec, form, 10_000 if args.dry_run else 6_500_000, 0.001, device, ranks=4))
+        for what in ("encode", "decode of 4", "merge of 4"):
+            table.measure(f"{what}: {name}", lambda codec=codec, what=what: getattr(codec(), what.split()[0]))  # type: ignore[misc]
+    table.measure("training step, 4 layers", lambda: Training(32 if args.dry_run else 1024, device).step)
+
+    # ranks that share a GPU cannot use NCCL
+    nccl = [] if args.dry_run else [(NCCL, min(2, torch.cuda.device_count()))]
+    for backend, ranks in nccl if (NCCL, 2) in nccl else [*nccl, ("gloo", 2)]:
+        name = f"{ranks} ranks, {backend.split(':')[-1]}"
+        table.parts.run(name, partial(measure_ranks, table, module, name, backend, ranks, args))
+    return {} if args.dry_run else reached
+
+
+def measure_ranks(
+    table: Rows, module: str, prefix: str, backend: str, ranks: int, args: argparse.Namespace
+) -> None:
+    settings = {"backend": backend, "stress": args.stress, "seconds": table.parts.left(), "rounds": table.rounds}
+    settings |= {"device": table.device.type, "ddp": args.dry_run or backend == NCCL}
+    for name, row in run_ranks(module, settings, ranks, launcher="torchrun").items():
+        if row is None:
+            table.parts.not_run.append(f"{prefix}: {name}")
+        elif "error" in row:
+            table.parts.fail(f"{prefix}: {name}", row["error"])
+        else:
+            table.add(f"{prefix}: {name}", row)
+
+
+def write_table(page: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put the table between the markers of a page. Raises ValueError if it has none."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{page} has no {BEGIN} before {END}")
+    lines = [f"| step | {' | '.join(FORMS)} |", f"|---|{'---:|' * len(FORMS)}"]
+    for name, row in rows.items():
+        cells = (f"{row[key]:{form}}".strip() if key in row else "" for key, form in FORMS.items())
+        lines.append(f"| {name.replace('|', '')} | {' | '.join(cells)} |")
+    page.write_text("\n".join([f"{before}{begin}", f"{title}:", "", *lines, f"{end}{after}"]))
+
+
+def print_launches(device: torch.device) -> dict[str, Any]:
+    columns = [("encode", "encode", "9d"), ("encode_torch", "PyTorch", "9d")]
+    for ranks in RANKS:
+        columns += [(f"{ranks}", f"mean of {ranks}", "12d"), (f"{ranks}_torch", "PyTorch", "9d")]
+    table = Table("", 24, columns)
+    for name, make in COUNTED.items():
+        both = {ranks: launches_of(make, ranks, device) for ranks in RANKS}
+        counted = {"encode": both[RANKS[0]][0], **{f"{ranks}": decoding for ranks, (_, decoding) in both.items()}}
+        row = {what: own.kernels for what, own in counted.items()}
+        table.add(name, row | {f"{what}_torch": own.operations for what, own in counted.items()})
+    return table.rows
+
+
+def print_bytes() -> dict[str, Any]:
+    columns = [("parameters", "parameters", "13,d"), ("bytes", "bytes each", "12.2f")]
+    table = Table("DGC, 0.1 %", 24, [*columns, ("ratio", "/ minimum", "11.3f")])
+    tensors = step_overhead.resnet50()
+    numel = sum(t.numel() for t in tensors.values())
+    moved = bytes_of_dgc(step_overhead.plan_buckets(tensors), FORMATS["fp16 values, int32 indices"])
+    each = {kernel: round(n / numel, 3) for kernel, n in moved.most_common()}
+    total = sum(moved.values()) / numel
+    table.add("ResNet-50", {"bytes": total, "ratio": total / DGC_BYTES, "parameters": numel, "kernels": each})
+    print("    " + ", ".join(f"{kernel} {n}" for kernel, n in each.items()))
+    return table.rows
+
+
+def work(settings: dict[str, Any]) -> dict[str, Any]:
+    """What each rank does. A row is None if it was not run."""
+    kernels.use("triton")
+    device, end = torch.device(settings["device"]), time.monotonic() + settings["seconds"]
+    on_gpu, backend, rounds = device.type == "cuda", settings["backend"], settings["rounds"]
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    # a rank that waits for another one gives up after a minute; Triton's interpreter takes longer
+    transport: Any = TorchTransport(timeout=60.0 if on_gpu else None, backend=backend)
+    transport = StagedTransport(transport) if on_gpu and backend != NCCL else transport
+    rows: dict[str, Any] = {}
+
+    def is_over() -> bool:
+        return bool(comm.broadcast_object(transport, time.monotonic() > end))
+
+    def add(name: str, measured: Callable[[], float]) -> None:
+        rows[name] = None
+        if not is_over():
+            try:
+                with peak_memory(device) as peak:
+                    ms = comm.all_reduce(transport, torch.tensor(measured(), dtype=torch.float64), "max").item()
+                rows[name] = {"ms": ms, **peak}
+            except Exception:
+                rows[name] = {"error": traceback.format_exc(limit=-3)}
+
+    if settings["ddp"]:
+        for name, make in whole_steps(device, 4096 if on_gpu else 16, transport).items():
+            add(name, lambda make=make: milliseconds(make(), device, rounds))  # type: ignore[misc]
+    if transport.size > 1:
+        steps, scale = settings["stress"], 10 if on_gpu else 1
+        add(f"DGC, {steps} steps with checks", lambda: stress(transport, device, steps, scale, is_over))
+    return rows

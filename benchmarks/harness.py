@@ -15,12 +15,19 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 ByRound = Mapping[int, float]
 SELDOM = 6  # slow methods take part in every sixth round
+OUTPUT = """
+Methods whose times are compared take turns within each round, in random order. A ratio of times is the median over
+rounds of the ratio within a round. The output is a table and a line of JSON, of each network or of all.
+"""
 
 
-def options(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of `python -m MODULE`, whose help is the module's docstring."""
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=form)
+def options(module: str, description: str | None, **numbers: float) -> argparse.ArgumentParser:
+    """A parser of `python -m MODULE`, whose help is the module's docstring. numbers: options, and defaults."""
+    about = {"description": description, "formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": OUTPUT}
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", **about)  # type: ignore[arg-type]
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser
 
 
 def add_methods(parser: argparse.ArgumentParser, names: Iterable[str], default: Sequence[str]) -> None:
@@ -42,13 +49,11 @@ def in_turns(
 
     Args:
         works: By method, what it does in the round of this number. It returns what it has measured.
-        rounds: Number of rounds.
-        warm_up: Rounds before these, with numbers below 0, whose measurements are not kept.
+        warm_up: Rounds before `rounds`, with numbers below 0, whose measurements are not kept.
         slow: Methods that skip most rounds. They have little relative noise.
         before: Called with the number at the start of each round.
 
-    Returns:
-        By method and round. The order is equal on all ranks.
+    Returns: by method and round. The order is equal on all ranks.
     """
     found: dict[str, dict[int, Value]] = {name: {} for name in works}
     skipping = set(slow)
@@ -81,13 +86,18 @@ class Table:
         first: Head of the first column, which has the names of the rows.
         width: Width of it.
         columns: (key of a row, head, format of a number such as "10.2f"). A row leaves out what it does not have.
+        rows: First rows by name, if they are known.
     """
 
-    def __init__(self, first: str, width: int, columns: Sequence[tuple[str, str, str]]):
+    def __init__(
+        self, first: str, width: int, columns: Sequence[tuple[str, str, str]], rows: Mapping[str, Any] = {}
+    ):
         self.width, self.columns = width, columns
         self.rows: dict[str, dict[str, Any]] = {}
         heads = "".join(f"{head:>{_width(form)}}" for _, head, form in columns)
         print(f"\n{first:<{width}}{heads}", flush=True)
+        for name, row in rows.items():
+            self.add(name, row)
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
         """Print a row."""
@@ -103,7 +113,6 @@ def _width(form: str) -> int:
 
 
 def print_json(result: Any) -> None:
-    """Print a result as one line of JSON."""
     print(to_json(result))
 
 

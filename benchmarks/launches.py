@@ -21,19 +21,16 @@ from scripts.launch import environment, mpirun, torchrun, usable_cores
 AS_RANK, KEEP_TO_ONE_CORE = "as-a-rank", "keep-to-one-core"
 PORT = 29500
 PATIENCE = 60.0  # seconds that a link may take to answer
-UNMEASURED = "the link from host 0 to host 1 could not be measured: "
-CAUSE = (
-    "Frames probably do not pass the bridge, for example by the rules of a container or of a security program, or "
-    "the machine is too busy to answer"
-)
+UNMEASURED = """the link from host 0 to host 1 could not be measured: {}
+Frames probably do not pass the bridge, for example by the rules of a container or of a security program, or the \
+machine is too busy to answer"""
 
 
 def begin(work: Callable[[dict[str, Any]], Any], main: Callable[[], int | None]) -> None:
     """Run a module of a benchmark: `main`, or on a rank that `run_ranks` has started `work`, given the settings.
 
-    What `work` returns on rank 0 is what `run_ranks` returns. With more ranks than cores on one machine, a rank
-    keeps to one core. Otherwise some cores would have more ranks than others: threads that poll for messages count
-    for the scheduler.
+    With more ranks than cores on one machine, a rank keeps to one core. Otherwise some cores would have more ranks
+    than others: threads that poll for messages count for the scheduler.
     """
     if sys.argv[1:2] != [AS_RANK]:
         sys.exit(main())
@@ -48,12 +45,7 @@ def begin(work: Callable[[dict[str, Any]], Any], main: Callable[[], int | None])
 
 
 def connected(launcher: str, horovods_own: bool = False) -> Transport:
-    """The transport of a rank: Horovod under mpirun, torch.distributed under torchrun.
-
-    Args:
-        launcher: "mpirun" or "torchrun".
-        horovods_own: Whether Horovod's own all-reduce is measured, with its default fusion and cycle time.
-    """
+    """The transport of a rank: Horovod under mpirun, torch.distributed under torchrun."""
     if launcher == "torchrun":
         from dgc.comm import torch_distributed
 
@@ -75,17 +67,9 @@ def run_ranks(
     laboratory: Laboratory | None = None,
     launcher: str = "mpirun",
 ) -> Any:
-    """Run a module on each rank, and return what the `work` of rank 0 has returned: see `begin`.
+    """Run a module that ends with `begin` on each rank, and return what the `work` of rank 0 has returned.
 
-    Args:
-        module: Its name. It ends with a call of `begin`.
-        settings: Can be written as JSON.
-        ranks: Number of ranks; with a laboratory a multiple of its hosts.
-        laboratory: The hosts. None: this machine.
-        launcher: "mpirun" or "torchrun".
-
-    Raises:
-        SystemExit: A rank failed. It has printed why.
+    Without a laboratory the ranks run on this machine. Raises SystemExit if one has failed, and printed why.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         given, result = Path(folder, "settings.json"), Path(folder, "result.json")
@@ -112,14 +96,11 @@ def run_methods(
     launches: Sequence[tuple[str, Sequence[str]]],
 ) -> dict[str, Any]:
     """The results of several launches together, each of (launcher, methods), with the rows of all methods."""
-    settings = vars(args)
-    result: dict[str, Any] = {}
-    rows: dict[str, Any] = {}
+    result, rows = dict[str, Any](), dict[str, Any]()
     for launcher, names in launches:
         print(f"... {launcher}, {ranks} ranks: {', '.join(names)}", file=sys.stderr, flush=True)
-        result = run_ranks(
-            module, {**settings, "methods": names, "launcher": launcher}, ranks, laboratory, launcher
-        )
+        settings = vars(args) | {"methods": names, "launcher": launcher}
+        result = run_ranks(module, settings, ranks, laboratory, launcher)
         rows |= result["methods"]
     return {**result, "methods": rows}
 
@@ -142,13 +123,7 @@ def on_networks(
     run: Callable[[argparse.Namespace, int, Laboratory | None], Any],
     report: Callable[[argparse.Namespace, int, Any, dict[str, Any] | None], None],
 ) -> int:
-    """Measure on this machine, or on each laboratory that the options name, and report. Returns an exit status.
-
-    Args:
-        args: With the options of `add_options`.
-        run: Given the options, the number of ranks and the laboratory, starts the ranks and returns a result.
-        report: Given the options, the number of ranks, the result, and what is known of the laboratory's network.
-    """
+    """Measure on this machine, or on each laboratory that the options name, and report. Returns an exit status."""
     if min(args.repeats, args.together, args.ranks_per_host, *args.ranks) < 1 or args.warmup < 0:
         raise SystemExit("--repeats, --together and all numbers of ranks must be at least 1, --warmup at least 0")
     if args.hosts is None:
@@ -181,13 +156,13 @@ class Link(NamedTuple):
     bits_per_second: float
     round_trip: float
 
+    def __str__(self) -> str:
+        mbit, trip = self.bits_per_second / 1e6, self.round_trip * 1e6
+        return f"one TCP connection reaches {mbit:.0f} Mbit/s, a round trip takes {trip:.0f} us"
+
 
 def measure(laboratory: Laboratory, seconds: float = 0.5) -> Link:
-    """Measure the link from host 0 to host 1, for about `seconds` at the rate that is set.
-
-    Raises:
-        LaboratoryError: Nothing arrives.
-    """
+    """Measure the link from host 0 to host 1, for about `seconds`. Raises LaboratoryError if nothing arrives."""
     # isolated: this folder has modules with names of Python's own library
     program = [sys.executable, "-I", str(Path(__file__).with_name("throughput.py"))]
     nbytes = max(1 << 18, int(laboratory.bits_per_second / 8 * seconds))
@@ -197,10 +172,10 @@ def measure(laboratory: Laboratory, seconds: float = 0.5) -> Link:
         done = laboratory.run(words, timeout=PATIENCE + 20 * seconds)
         if done.returncode:
             reason = (done.stderr.strip() or "no reason is known").splitlines()[-1]
-            raise LaboratoryError(f"{UNMEASURED}{reason}\n{CAUSE}")
+            raise LaboratoryError(UNMEASURED.format(reason))
         receiver.wait(10)
     except subprocess.TimeoutExpired as expired:
-        raise LaboratoryError(f"{UNMEASURED}no answer in {expired.timeout:.0f} s\n{CAUSE}") from None
+        raise LaboratoryError(UNMEASURED.format(f"no answer in {expired.timeout:.0f} s")) from None
     finally:
         receiver.kill()
         receiver.wait()
@@ -217,17 +192,7 @@ def ranks_per_host(ranks: int, hosts: int) -> int:
 
 
 def start(laboratory: Laboratory, ranks: int, words: Sequence[str], launcher: str = "mpirun") -> int:
-    """Run a Python script on all hosts, and wait for its end. Its output goes where that of this process goes.
-
-    Args:
-        laboratory: The hosts.
-        ranks: Number of ranks, a multiple of the number of hosts. Host 0 has the first ones.
-        words: The script and its arguments, as in `python SCRIPT ARGUMENT...`.
-        launcher: "mpirun": mpirun on host 0 starts the others. "torchrun": an agent on each host.
-
-    Returns:
-        The exit status: that of mpirun, or the first agent's that is not 0.
-    """
+    """Run a Python script with its arguments on all hosts. Returns the exit status. Host 0 has the first ranks."""
     each = ranks_per_host(ranks, laboratory.hosts)
     variables = environment(ranks, usable_cores(), os.geteuid() == 0, os.environ)
     return LAUNCHERS[launcher](laboratory, each, words, variables)
@@ -237,10 +202,8 @@ def _mpirun(laboratory: Laboratory, each: int, words: Sequence[str], variables: 
     with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
         # Open MPI starts its daemons by `AGENT HOST COMMAND`, as if by ssh
         agent = Path(folder, "agent")
-        cases = [
-            f'{address(host)}) exec {shlex.join(laboratory.inside(host, ["sh", "-c"]))} "$*";;'
-            for host in range(laboratory.hosts)
-        ]
+        shells = (shlex.join(laboratory.inside(host, ["sh", "-c"])) for host in range(laboratory.hosts))
+        cases = [f'{address(host)}) exec {shell} "$*";;' for host, shell in enumerate(shells)]
         agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *cases, "esac", ""]))
         agent.chmod(0o755)
         hosts = ",".join(f"{address(host)}:{each}" for host in range(laboratory.hosts))
@@ -266,13 +229,10 @@ def _torchrun(laboratory: Laboratory, each: int, words: Sequence[str], variables
     environment = {**variables, "GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
     options = ["--nnodes", str(laboratory.hosts), "--nproc-per-node", str(each)]
     options += ["--master-addr", address(0), "--master-port", str(PORT), "--no-python"]
-    agents = [
-        subprocess.Popen(
-            laboratory.inside(host, ["torchrun", *options, "--node-rank", str(host), sys.executable, *words]),
-            env=environment,
-        )
-        for host in range(laboratory.hosts)
-    ]
+    agents = []
+    for host in range(laboratory.hosts):
+        command = ["torchrun", *options, "--node-rank", str(host), sys.executable, *words]
+        agents.append(subprocess.Popen(laboratory.inside(host, command), env=environment))
     try:
         return next(filter(None, [agent.wait() for agent in agents]), 0)
     finally:

@@ -1,7 +1,6 @@
 """Time to encode and to decode by every method, compared with the memory that must be moved.
 
     python -m benchmarks.methods [--elements 25 100] [--tensors 24] [--ranks 4] [--threads 2] [--methods qsgd dgc]
-    python -m benchmarks.methods --elements 1 10 100 400 --tensors 1 30 300 3000 --methods dgc qsgd powersgd-4
     python -m benchmarks.methods --models resnet50 transformer-big --ranks 2 --methods dense fp16 dgc powersgd-2
 
 The model has --elements million elements in --tensors equal matrices, or the shapes of a model:
@@ -11,30 +10,27 @@ lstm               three layers of 650, a vocabulary of 28,869 in one shared emb
 resnet50           torchvision's (He et al. 2016): 25,557,032 parameters, 102 MB
 transformer-big    configs/wmt16/big.py (Vaswani et al. 2017): 209,125,376 parameters, 837 MB
 
-Buckets have --bucket-mb. The conversations of one rank of --ranks run without a transport, bucket by bucket. The
-replies to its requests are copies of what it sends, made outside the measured time.
+The conversations of one rank of --ranks run without a transport, by buckets of 25 MB. The replies to its requests
+are copies of what it sends, made outside the measured time.
 
-payload   bytes that the rank contributes per step. fewer: how many times fewer bytes it sends than for a dense
-          fp32 all-reduce (`dgc.comm.meter`)
-encode    from the gradient to the last request, with all that lies between requests. Floor: the time to read the
-          gradient, to read and write each error state and momentum, and to write what is sent and read what is
-          received before the last request
+payload   bytes that the rank contributes per step. fewer: how many times fewer it sends than dense fp32
+encode    from the gradient to the last request. Floor: the time to read the gradient, to read and write each error
+          state and momentum, to write what is sent, and to read what is received before the last request
 decode    from the last replies to the mean in the bucket. Floor: the time to read them, and to fill the bucket
-floors    the bytes of memory that is read and written in turn move at the rate of v.add_(g), 12 bytes per
-          element; those that are only written at the rate of a fill, those only read at the rate of a sum
-peer      what the strongest known program needs for encode and decode together, as a multiple of ours: torch's
-          hooks, torch.topk with error feedback, or the definition of the method in plain PyTorch
+floors    memory that is read and written in turn moves at the rate of v.add_(g), 12 bytes per element; what is
+          only written at that of a fill, what is only read at that of a sum
+peer      the strongest known program for both, as a multiple of ours: torch's hooks, torch.topk with error
+          feedback, or the definition of the method in plain PyTorch
 
-Methods, floors and peers alternate within each round, in random order. A ratio is the median over rounds of the
-ratio within a round. ns are nanoseconds per element of both, us microseconds per tensor. docs/results.md has the
-reason of each ratio above 3. The output is a table for each size and a last line of JSON.
+ns are nanoseconds per element of both, us microseconds per tensor. docs/results.md has the reason of each ratio
+above 3.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import isqrt
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -73,28 +69,20 @@ DEFAULT = [*CODES, *SPARSE, *POWERSGD]
 NAMES = [*DEFAULT, "dense", *(f"{name}-paper" for name in POWERSGD), "svd", "atomo"]
 MODELS = ("resnet18", "lstm", "resnet50", "transformer-big")
 MILLION = 10**6
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-Clock = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class Settings:
-    ranks: int
-    bucket_mb: float
-    clock: Clock
+BUCKET_MB = 25.0
 
 
 class Method:
     """The buckets of a method on the last of some ranks, whose replies are those of equal ranks."""
 
-    def __init__(self, name: str, tensors: Sequence[tuple[str, Tensor]], settings: Settings):
+    def __init__(self, name: str, tensors: Sequence[tuple[str, Tensor]], ranks: int):
         method = build(name)
         method = getattr(method, "compression", method)
         route = method if isinstance(method, Route) else Route([Rule(method)])
-        self.plans = plan_buckets(tensors, route.compressor_for, settings.bucket_mb, "bucket")
-        keep_states(self.plans, settings.ranks, settings.ranks - 1)
+        self.plans = plan_buckets(tensors, route.compressor_for, BUCKET_MB, "bucket")
+        keep_states(self.plans, ranks, ranks - 1)
         self.numel = sum(plan.bucket.numel for plan in self.plans)
-        self.clock, self._ranks = settings.clock, AlikeRanks(settings.ranks)
+        self._ranks = AlikeRanks(ranks)
         self._kept: dict[tuple[str, int, int], list[Tensor]] = {}
         self.sent = self.between = self.received = 0  # bytes of the last step; received: of the last rounds
         self.payload, self.wire = 0, 0.0  # by the meter, of the last step
@@ -118,23 +106,21 @@ class Method:
         conversation, seconds, replies = plan.states.reduce(plan.bucket), [], None
         received = 0
         while True:
-            start = self.clock()
+            start = perf_counter()
             try:
                 requests = next_requests(conversation, replies)
             except StopIteration as stop:
-                seconds.append(self.clock() - start)
+                seconds.append(perf_counter() - start)
                 assert stop.value.nonfinite is None
                 self.received += received
                 return sum(seconds[:-1]), seconds[-1]
-            seconds.append(self.clock() - start)
+            seconds.append(perf_counter() - start)
             self.between += received
             answers = [self._ranks.reply(request) for request in requests]
             parts = [self._copied((plan.bucket.name, len(seconds), i), answer) for i, answer in enumerate(answers)]
             received = sum(part.nbytes for own in parts for part in own)
-            replies = tuple(
-                own[0] if isinstance(answer, Tensor) else tuple(own)
-                for own, answer in zip(parts, answers, strict=True)
-            )
+            both = zip(parts, answers, strict=True)
+            replies = tuple(own[0] if isinstance(answer, Tensor) else tuple(own) for own, answer in both)
             self.sent += sum(request.tensor.nbytes for request in requests)  # type: ignore[union-attr, misc]
             for request in requests:
                 payload, wire, _ = bytes_of(request, self._ranks.rank, self._ranks.size)
@@ -151,21 +137,17 @@ class Method:
 class Floors:
     """Seconds per byte: of v.add_(g), of a fill, and of a sum."""
 
-    def __init__(self, numel: int, clock: Clock):
+    def __init__(self, numel: int):
         even = numel + numel % 2  # to be read as int64
-        self.g, self.v, self.clock = torch.zeros(even), torch.zeros(even), clock
+        self.g, self.v = torch.zeros(even), torch.zeros(even)
 
     def measure(self) -> tuple[float, float, float]:
-        start = self.clock()
-        self.v.add_(self.g)
-        updated = self.clock()
-        self.v.zero_()
-        filled = self.clock()
-        self.g.view(torch.int64).sum()
-        return (updated - start) / 3 / self.g.nbytes, (filled - updated) / self.g.nbytes, self._read(filled)
-
-    def _read(self, start: float) -> float:
-        return (self.clock() - start) / self.g.nbytes
+        times = [perf_counter()]
+        for work in (lambda: self.v.add_(self.g), self.v.zero_, self.g.view(torch.int64).sum):
+            work()
+            times.append(perf_counter())
+        update, fill, read = ((after - before) / self.g.nbytes for before, after in pairwise(times))
+        return update / 3, fill, read
 
     def of(self, method: Method, rates: tuple[float, float, float]) -> tuple[float, float]:
         """Seconds of encoding and of decoding at these rates."""
@@ -210,14 +192,13 @@ class GradBucket:
 
 def power_sgd_hook(rank: int) -> Callable[[Any], Any]:
     """torch's hook with its matrices in batches, which is the faster way."""
-    state = powerSGD_hook.PowerSGDState(
-        dist.group.WORLD, rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=True
-    )
+    options: dict[str, Any] = {"start_powerSGD_iter": 2, "batch_tensors_with_same_shape": True}
+    state = powerSGD_hook.PowerSGDState(dist.group.WORLD, rank, **options)
     state.iter = 2
     return partial(powerSGD_hook.powerSGD_hook, state)
 
 
-def hooked(buckets: Sequence[Bucket], hook: Callable[[Any], Any], clock: Clock) -> Callable[[Tensor], float]:
+def hooked(buckets: Sequence[Bucket], hook: Callable[[Any], Any]) -> Callable[[Tensor], float]:
     """The seconds of a step of one of torch's hooks, with equal ranks."""
     made: list[Any] = [GradBucket(b, i, i == len(buckets) - 1) for i, b in enumerate(buckets)]
 
@@ -225,16 +206,16 @@ def hooked(buckets: Sequence[Bucket], hook: Callable[[Any], Any], clock: Clock) 
         for bucket, gradient in zip(made, g.split([bucket.numel for bucket in buckets]), strict=True):
             bucket.flat.copy_(gradient)
         with patch.object(dist, "all_reduce", answered):
-            start = clock()
+            start = perf_counter()
             for bucket in made:
                 hook(bucket).wait()
-            return clock() - start
+            return perf_counter() - start
 
     return step
 
 
 def peer_of(
-    name: str, method: Method, tensors: Sequence[tuple[str, Tensor]], settings: Settings
+    name: str, method: Method, tensors: Sequence[tuple[str, Tensor]], ranks: int
 ) -> tuple[str, Callable[[Tensor], float]]:
     """The strongest known program that does the same: its name, and the seconds of its step."""
     buckets, world = [plan.bucket for plan in method.plans], dist.group.WORLD
@@ -243,15 +224,16 @@ def peer_of(
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     if name in hooks or name.startswith("powersgd-"):
         hook = partial(hooks[name], world) if name in hooks else power_sgd_hook(int(name.split("-")[1]))
-        return "torch's hook", hooked(buckets, hook, settings.clock)
+        return "torch's hook", hooked(buckets, hook)
     shares = {"topk": 0.01, "dgc-residual": 0.01, "sparseloco": 1 / 64}
     if name in shares or name.startswith("dgc"):
-        eager = TopK(layout, shares[name]) if name in shares else Eager(layout, ratio_of(name), 0.9, "cpu")
+        density = 0.01 if name == "dgc-1-percent" else 0.001
+        eager = TopK(layout, shares[name]) if name in shares else Eager(layout, density, 0.9, "cpu")
 
         def step(g: Tensor) -> float:
-            start = settings.clock()
+            start = perf_counter()
             eager.step(list(g.split([bucket.numel for bucket in buckets])))
-            return settings.clock() - start
+            return perf_counter() - start
 
         return ("torch.topk" if name in shares else "the original's steps"), step
 
@@ -262,12 +244,8 @@ def peer_of(
         finally:
             kernels.use("auto")
 
-    reference = Method(name, tensors, settings)
+    reference = Method(name, tensors, ranks)
     return "plain PyTorch", plain
-
-
-def ratio_of(name: str) -> float:
-    return 0.01 if name == "dgc-1-percent" else 0.001
 
 
 def parameters_of(model: str) -> list[tuple[str, Tensor]]:
@@ -302,13 +280,12 @@ def sizes(args: Any) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
 
 
 def measure(
-    method: Method, tensors: int, peer: Callable[[Tensor], float] | None, rounds: int, settings: Settings
+    method: Method, tensors: int, peer: Callable[[Tensor], float] | None, rounds: int, ranks: int
 ) -> dict[str, Any]:
     """The row of a method: milliseconds, and ratios to the floors and to the peer."""
     generator = torch.Generator().manual_seed(0)
-    numel = method.numel
+    numel, floors = method.numel, Floors(method.numel)
     pool = torch.randn(numel + 64, generator=generator)
-    floors = Floors(numel, settings.clock)
 
     def gradient(number: int) -> Tensor:
         return pool[number % 4 * 16 :][:numel]
@@ -322,7 +299,7 @@ def measure(
     found = in_turns(works, rounds, warm_up=3, slow=["peer"])
     times, least = found["method"], {i: floors.of(method, rates) for i, rates in found["floors"].items()}
     row: dict[str, Any] = {"payload_bytes": method.payload, "wire_bytes": method.wire}
-    row["fewer"] = all_reduce_wire_bytes(4 * numel, settings.ranks) / method.wire
+    row["fewer"] = all_reduce_wire_bytes(4 * numel, ranks) / method.wire
     for i, what in enumerate(("encode", "decode")):
         own, floor = ({number: 1e3 * both[i] for number, both in of.items()} for of in (times, least))
         row |= {f"{what}_ms": middle(own), f"{what}_floor_ms": middle(floor), what: ratio(own, floor)}
@@ -336,25 +313,19 @@ def measure(
 
 
 def main() -> None:
-    parser = options("benchmarks.methods", __doc__)
+    parser = options("benchmarks.methods", __doc__, threads=torch.get_num_threads(), rounds=7)
     add_methods(parser, NAMES, DEFAULT)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[], help="in place of --elements")
     parser.add_argument("--elements", type=float, nargs="+", default=[25, 100], help="millions of them")
     parser.add_argument("--tensors", type=int, nargs="+", default=[24])
-    parser.add_argument("--bucket-mb", type=float, default=25.0, help="as of DistributedOptimizer")
     parser.add_argument("--ranks", type=int, default=4, help="2 or more")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peers-up-to", type=float, default=25, help="millions of elements; 0 leaves peers out")
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error("--ranks: one rank sends nothing")
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for torch's hooks
-    settings = Settings(args.ranks, args.bucket_mb, CLOCKS[args.clock])
-    where = kernels.describe(torch.device("cpu"))
-    print(f"{where}, {args.threads} threads, {args.ranks} ranks, {args.clock} times")
+    print(f"{kernels.describe(torch.device('cpu'))}, {args.threads} threads, {args.ranks} ranks")
     columns = [("payload_bytes", "payload", "13,d"), ("fewer", "fewer", "8.1f")]
     for what in ("encode", "decode"):
         columns += [(f"{what}_floor_ms", "floor ms", "10.1f"), (f"{what}_ms", f"{what} ms", "11.1f")]
@@ -364,15 +335,14 @@ def main() -> None:
     with torch.no_grad():
         for shapes_are, shapes in sizes(args):
             numel = sum(tensor.numel() for _, tensor in shapes)
-            title = f"{shapes_are}, {numel:,} elements"
-            print(f"\n{title}", end="")
+            print(f"\n{(title := f'{shapes_are}, {numel:,} elements')}", end="")
             table = Table("", 17, [*columns, ("peer", "peer", "7.2f"), ("peer_is", "", "22s")])
             for name in args.methods:
-                method = Method(name, shapes, settings)
+                method = Method(name, shapes, args.ranks)
                 words, peer = "", None
                 if numel <= args.peers_up_to * MILLION:
-                    words, peer = peer_of(name, method, shapes, settings)
-                row = measure(method, len(shapes), peer, args.rounds, settings)
+                    words, peer = peer_of(name, method, shapes, args.ranks)
+                row = measure(method, len(shapes), peer, args.rounds, args.ranks)
                 table.add(name, {**row, "peer_is": f"  {words}"})
             result["found"][title] = table.rows
     dist.destroy_process_group()

@@ -29,11 +29,7 @@ def main() -> int:
         ranks_per_host(ranks, args.hosts)
         with Laboratory(args.hosts, args.rate, args.latency) as laboratory:
             link = measure(laboratory)
-            print(
-                f"netlab: {args.hosts} hosts, {args.rate} each way; one TCP connection reaches "
-                f"{link.bits_per_second / 1e6:.0f} Mbit/s, a round trip takes {link.round_trip * 1e6:.0f} us",
-                flush=True,
-            )
+            print(f"netlab: {args.hosts} hosts, {args.rate} each way; {link}", flush=True)
             before = laboratory.counters()
             status = start(laboratory, ranks, words, args.launcher)
             after = laboratory.counters()

@@ -11,10 +11,8 @@ streaming     DiLoCo in fragments of 25 MB, H = 50; each is used --delay steps a
 Every rank trains the language model of benchmarks.train_step (27 million parameters) with AdamW. A method's window
 has H steps after H + delay steps that are not measured, so it has each of its exchanges once, and nothing is in
 flight at its ends. Dense methods have --steps steps. Before and after each window, --steps steps run without
-communication: `share` is the speed compared with the mean of these two, so that a slow drift of the machine does
-not count. All methods run in one launch. While the ranks compute, Horovod's thread moves the messages, and polls
-for them. With --launcher torchrun Gloo's threads move them, which sleep until there is something to do. The output
-is a table and a line of JSON for each network.
+communication: `share` is the speed compared with the mean of these two. While the ranks compute, Horovod's thread
+polls for messages. With --launcher torchrun Gloo's threads move them, which sleep until there is something to do.
 """
 
 import argparse
@@ -39,12 +37,7 @@ NAMES = (*DENSE, *OUTER)
 
 
 class Trainer:
-    """One method with a model of its own.
-
-    Attributes:
-        window: Steps of a measurement.
-        before: Steps before it, after which no exchange is in flight.
-    """
+    """One method with a model of its own. It is measured in `window` steps, after the steps `before` them."""
 
     def __init__(self, name: str, settings: dict[str, Any], transport: Transport):
         self.work: Work = make_work("lm", settings["batch"], 0, transport.rank)
@@ -98,15 +91,9 @@ def measured(name: str, alone: Trainer, settings: dict[str, Any], transport: Tra
     sent = wrapper.meter.wire_bytes - sent
     after = seconds_per_step(alone, settings["steps"], transport)
     wrapper.close()
-    tokens = settings["batch"] * CONTEXT * transport.size
-    idle = (before + after) / 2
-    return {
-        "steps": count,
-        "tokens_per_second": tokens / own,
-        "alone_tokens_per_second": tokens / idle,
-        "share": idle / own,
-        "wire_bytes_per_step": sent / count,
-    }
+    tokens, idle = settings["batch"] * CONTEXT * transport.size, (before + after) / 2
+    speeds = {"tokens_per_second": tokens / own, "alone_tokens_per_second": tokens / idle}
+    return {"steps": count, **speeds, "share": idle / own, "wire_bytes_per_step": sent / count}
 
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:
@@ -120,9 +107,8 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     return {"parameters": sum(p.numel() for p in alone.work.model.parameters()), "methods": rows}
 
 
-def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks("benchmarks.outer_speed", vars(args), ranks, laboratory, args.launcher)
-    return result
+def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> Any:
+    return run_ranks("benchmarks.outer_speed", vars(args), ranks, laboratory, args.launcher)
 
 
 def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network: dict[str, Any] | None) -> None:

@@ -1,11 +1,11 @@
 """Payload of a step of DGC on ResNet-50, for every format of values and indices, and every treatment of vectors.
 
-    python -m benchmarks.payload_bytes [--ratio 0.001] [--ranks 1] [--values sign] [--indices rice]
+    python -m benchmarks.payload_bytes [--ratio 0.001] [--values sign] [--indices rice]
 
 Matrices are sent as `values` and `indices`. Vectors are sent whole as fp32, fp16, bf16 or int8, or sparse like
-matrices, at 1 %. Each combination takes one step on a random gradient of torchvision's ResNet-50, in buckets of
-25 MB. The meter counts what a rank contributes, with headers, slack and padding. Sizes are planned: every step at
-this ratio has the same. Ranks are simulated in one process. The output is a table and a last line of JSON.
+matrices, at 1 %. Each combination takes one step on a random gradient of torchvision's ResNet-50, in buckets of 25
+MB. The meter counts what a rank contributes, with headers, slack and padding. Sizes are planned: every step at
+this ratio has the same. Ranks are simulated in one process.
 """
 
 from collections.abc import Sequence
@@ -39,34 +39,26 @@ def resnet50() -> list[tuple[str, Tensor]]:
 
 
 def payload(
-    parameters: Sequence[tuple[str, Tensor]],
-    values: str,
-    indices: str,
-    vectors: str,
-    ratio: float = 0.001,
-    ranks: int = 1,
+    parameters: Sequence[tuple[str, Tensor]], values: str, indices: str, vectors: str, ratio: float = 0.001
 ) -> int:
     """Return the bytes that a rank contributes in one step with these gradients, and with a value of VECTORS."""
-    planned = []
-    for rank in range(ranks):
-        compressor = build("dgc-fp32-int64", ratio, values=values, indices=indices, **VECTORS[vectors])
-        planned.append(plan_buckets(parameters, Route([Rule(compressor)]).compressor_for, 25.0, "bucket"))
-        keep_states(planned[-1], ranks, rank)
-    world = LockstepWorld(ranks)
-    for plans in zip(*planned, strict=True):
-        for plan in plans:
-            for i in range(len(plan.parameters)):
-                plan.collect(i)
-        world.converse(plans[0].bucket.name, [plan.states.reduce(plan.bucket) for plan in plans])
+    compressor = build("dgc-fp32-int64", ratio, values=values, indices=indices, **VECTORS[vectors])
+    planned, world = (
+        plan_buckets(parameters, Route([Rule(compressor)]).compressor_for, 25.0, "bucket"),
+        LockstepWorld(1),
+    )
+    keep_states(planned, 1, 0)
+    for plan in planned:
+        for i in range(len(plan.parameters)):
+            plan.collect(i)
+        world.converse(plan.bucket.name, [plan.states.reduce(plan.bucket)])
     return world.meters[0].payload_bytes
 
 
 def main() -> None:
-    parser = options("benchmarks.payload_bytes", __doc__)
-    parser.add_argument("--ratio", type=float, default=0.001)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--values", nargs="+", choices=VALUES, default=list(VALUES))
-    parser.add_argument("--indices", nargs="+", choices=INDICES, default=list(INDICES))
+    parser = options("benchmarks.payload_bytes", __doc__, ratio=0.001)
+    parser.add_argument("--values", nargs="+", choices=VALUES, default=VALUES)
+    parser.add_argument("--indices", nargs="+", choices=INDICES, default=INDICES)
     args = parser.parse_args()
     parameters = resnet50()
     numel = sum(p.numel() for _, p in parameters)
@@ -76,12 +68,10 @@ def main() -> None:
     for values in args.values:
         for indices in args.indices:
             with torch.no_grad():
-                found = {
-                    name: payload(parameters, values, indices, name, args.ratio, args.ranks) for name in VECTORS
-                }
+                found = {name: payload(parameters, values, indices, name, args.ratio) for name in VECTORS}
             table.add(f"{values} {indices}", found)
     smallest = min(size for sizes in table.rows.values() for size in sizes.values())
-    settings = {"ratio": args.ratio, "ranks": args.ranks, "dense_fp32": 4 * numel, "smallest": smallest}
+    settings = {"ratio": args.ratio, "dense_fp32": 4 * numel, "smallest": smallest}
     print_json({"benchmark": "payload_bytes", **settings, "payload_bytes": table.rows})
 
 

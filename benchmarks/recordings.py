@@ -127,25 +127,14 @@ def record(name: str, data: Dataset[Any], batch: int, density: float, steps: int
     means = [t.div_(count) for t in total]
     for s, m in zip(square, means, strict=True):
         s.div_(count).addcmul_(m, m, value=-1).clamp_(min=0).sqrt_()
-    gradient = [torch.cat(g) for g in learner.gradients]
-    return Recording(
-        name,
-        [bucket.segments for bucket in learner.buckets],
-        learner.u,
-        learner.v,
-        gradient,
-        [v + (MOMENTUM * u + g) for u, v, g in zip(learner.u, learner.v, gradient, strict=True)],
-        means,
-        square,
-        mean(losses[first:]),
-    )
+    gradient, (u, v) = [torch.cat(g) for g in learner.gradients], (learner.u, learner.v)
+    sums = [b + (MOMENTUM * a + g) for a, b, g in zip(u, v, gradient, strict=True)]
+    layout = [bucket.segments for bucket in learner.buckets]
+    return Recording(name, layout, u, v, gradient, sums, means, square, mean(losses[first:]))
 
 
 class Gradients(step_overhead.Gradients):
-    """Gradients with independent normal elements, each with its recorded mean and deviation.
-
-    A gradient is valid until the next one.
-    """
+    """Independent normal elements with recorded means and deviations. A gradient is valid until the next one."""
 
     def __init__(self, recording: Recording):
         super().__init__(recording.segments, "cpu")

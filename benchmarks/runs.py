@@ -40,62 +40,39 @@ WITH_ADAM = ("dense", "dgc-adam", "onebit-adam", "powersgd-4", "scaled-sign", "d
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, for how long, and what its quality is.
+    """What is trained, for how long, and what its quality is."""
 
-    Args:
-        words: arguments of train.py: config files, then changes of single keys.
-        epochs: of a run, by default.
-        batch_size: of a rank, by default: samples, rows or tokens.
-        metric: the result that is the quality.
-        quality: its name in tables and figures.
-        also: a second result, in the lines of runs, with its name.
-        lower_is_better: whether a lower quality is better. Differences are then in percent of the first method.
-        varies: the key of the config by which runs differ.
-        runs: number of runs of a method, by default.
-        first: number of the first fold or seed.
-        methods: that are compared, by default.
-    """
-
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # arguments of train.py: config files, then changes of single keys
     epochs: int
-    batch_size: int
-    metric: str = "acc/test_top1"
-    quality: str = "accuracy"
-    also: tuple[str, str] | None = None
-    lower_is_better: bool = False
-    varies: str = "seed"
+    batch_size: int  # of a rank: samples, rows or tokens
+    item: str = "sample"
+    metric: str = "acc/test_top1"  # the result that is the quality
+    quality: str = "accuracy"  # its name in tables and figures
+    also: tuple[str, str] | None = None  # a second result, in the lines of runs, with its name
+    unit: str = " %"
+    decimals: int = 2
+    lower_is_better: bool = False  # differences are then in percent of the first method
+    varies: str = "seed"  # the key of the config by which runs differ
     runs: int = 3
-    first: int = 0
+    first: int = 0  # number of the first fold or seed
     methods: tuple[str, ...] = ("dense", "dgc")
 
     @property
     def kind(self) -> str:
         return self.varies.rpartition(".")[2]
 
-    @property
-    def item(self) -> str:
-        return "sample" if self.metric.startswith("acc/") else "token"
-
-    @property
-    def unit(self) -> str:
-        return "" if self.lower_is_better else " %"
-
-    @property
-    def decimals(self) -> int:
-        return 4 if self.lower_is_better else 2
-
 
 def characters(*words: str, epochs: int = 40, batch_size: int = 8, **settings: Any) -> Task:
     """A language model of the characters of Python's sources."""
-    of = ("bits_per_character/test", "bits per character")
-    return Task(words, epochs, batch_size, *of, lower_is_better=True, methods=WITH_ADAM, **settings)
+    of: dict[str, Any] = {"unit": "", "decimals": 4, "lower_is_better": True, "methods": WITH_ADAM, **settings}
+    return Task(words, epochs, batch_size, "token", "bits_per_character/test", "bits per character", **of)
 
 
 def numwords(*words: str) -> Task:
     """A translation of numbers into words."""
     files = ("configs/numwords/tiny.py", "configs/numwords/sgd.py", *words)
     also = ("translation/test_char_bleu", "character BLEU")
-    return Task(files, 3, 256, "translation/test_exact_match", "exact match", also)
+    return Task(files, 3, 256, "token", "translation/test_exact_match", "exact match", also)
 
 
 TASKS = {
@@ -138,25 +115,13 @@ def summary_of(train: Train, ranks: int, words: Sequence[str], place: Path, unti
     """Train with these arguments, unless `place` has the finished run, and return its summary.
 
     It is None if the run was stopped or not begun. With an end, a finished run keeps no checkpoints.
-
-    Args:
-        train: `start` or `simulate`.
-        ranks: number of ranks.
-        words: arguments of train.py, with `place` as the directory of the run.
-        place: the directory. The mode and the arguments are stored beside it.
-        until: when to stop, by `time.time`.
-
-    Raises:
-        SystemExit: the directory has a run of the other mode or with other arguments.
     """
     # Seconds of simulated ranks are not those of processes, so a run is only good for its own mode.
     arguments = [train.__name__, str(ranks), *(word for word in words if word != str(place))]
     record = Path(f"{place}.json")
     if place.exists() and (not record.exists() or json.loads(record.read_text()) != arguments):
-        raise SystemExit(
-            f"{place} has a run of the other mode or with other arguments: remove it, or keep the runs in another "
-            "folder"
-        )
+        cure = "remove it, or keep the runs in another folder"
+        raise SystemExit(f"{place} has a run of the other mode or with other arguments: {cure}")
     done, left = place / "summary.json", until - time.time()
     if not done.exists() and left > 0:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -183,14 +148,7 @@ def about(args: argparse.Namespace) -> str:
 
 
 def to_train(args: argparse.Namespace, method: str, number: int, place: Path) -> list[str]:
-    """Return the arguments of train.py for one run.
-
-    Args:
-        args: with the options of `add_runs`.
-        method: a name of scripts.methods.
-        number: of the fold or seed.
-        place: the directory of the run.
-    """
+    """Return the arguments of train.py for one run."""
     task, device = TASKS[args.task], ("--devices", "cpu") if getattr(args, "device", "cpu") == "cpu" else ON_GPU
     return [
         *("--configs", *(word for word in task.words if not word.startswith("--")), *files_of(method)),

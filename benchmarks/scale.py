@@ -4,8 +4,7 @@
 
 Bytes are recorded from the code of each method. Computing is measured on this machine, for one rank with 2, 4 and
 8 replies, and a line through the times of decoding is extended to more ranks. The table shows milliseconds of an
-exchange without overlap. --draw writes a figure, in the format that its extension names. The last line of the
-output is JSON.
+exchange without overlap. --draw writes a figure, in the format that its extension names.
 
 --work has the seconds of forward and backward of a rank. A second table then shows how many times as much all
 ranks train as one, as in figures 7 and 8 of the study of LDTE-BS: ranks * work / (work + exchange). The figure
@@ -99,14 +98,12 @@ def draw(found: dict[str, Rows], title: str, file: Path, work: float | None = No
             axes.set_ylim(0, 1)
         axes.set(xlabel="ranks", ylabel=label)
     both[1].legend(fontsize=7, frameon=False)
-    figure.suptitle(title, fontsize=9)
-    write(figure, file)
+    write(figure, file, title)
 
 
 def main() -> None:
-    parser = options("benchmarks.scale", __doc__)
+    parser = options("benchmarks.scale", __doc__, ratio=0.001)
     parser.add_argument("--model", choices=MODELS, default="resnet50")
-    parser.add_argument("--ratio", type=float, default=0.001)
     add_methods(parser, COMPRESSORS, SHOWN)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES)
     parser.add_argument("--latency", type=float, default=50e-6, help="seconds per message between machines")
@@ -126,9 +123,9 @@ def main() -> None:
         table.add(name, {str(row["ranks"]): row["exchange_ms"] for row in found[name]})
     if args.work is not None:
         print(f"\ntimes the speed of one rank, whose forward and backward take {args.work:g} s", end="")
-        table = Table("ranks", 19, columns)
-        for name, rows in found.items():
-            table.add(name, dict(zip(map(str, args.ranks), speed(rows, args.work), strict=True)))
+        sizes = [str(size) for size in args.ranks]
+        speeds = {name: dict(zip(sizes, speed(rows, args.work), strict=True)) for name, rows in found.items()}
+        Table("ranks", 19, columns, speeds)
     if args.draw is not None:
         draw(found, title, args.draw, args.work)
     print_json({"benchmark": "scale", "model": args.model, "work": args.work, "methods": found})

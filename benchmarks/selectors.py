@@ -3,27 +3,25 @@
     python -m benchmarks.selectors [--models resnet50 densenet121] [--fit-models alexnet]
 
 The study is Chen, Liu, Han 2021. Each network is trained on enlarged digits with DGC at the given ratio, on one
-rank with batches of 8. Its u, v and gradients are recorded. Sections of the output:
+rank with batches of 8. Its u, v and gradients are recorded.
 
-steps     (table 3, by model) gradient in, payload out, without forward and backward: accumulate, select, encode,
-          take. `radix` is the study's radixSelect, `sampled` its hierarchical selection, `laplace` LDTE-BS. For
-          comparison: the update of u and v only, which is the floor, torch.topk of |v| only, and the selection of
-          `exact` only. `passes` are reads of v beyond the update of u and v, `sent / k` the elements that are
-          sent. New gradients have the recorded mean and deviation of each element. Before the timing, --settle
-          steps fill v, and selectors with a history adapt. Each method continues with its own u and v
+steps     (table 3) gradient in, payload out, without forward and backward. `radix` is the study's radixSelect,
+          `sampled` its hierarchical selection, `laplace` LDTE-BS. The floor is the update of u and v. `passes` are
+          reads of v beyond it, `sent / k` the elements that are sent. New gradients have the recorded mean and
+          deviation of each element. Before the timing, --settle steps fill v, and selectors with a history adapt
 fit       (table 1) Wasserstein-1 distances between numbers and their most likely Laplace and normal distribution,
-          in standard deviations, so that tensors with large numbers do not dominate: the mean over tensors,
-          weighted by size, and the numbers of all tensors together. At most 2**18 numbers are used, evenly spaced.
-          Zeros are left out: they belong to units that no image of the batch activated
+          in standard deviations: the mean over tensors, weighted by size, and of all tensors together. At most
+          2**18 numbers are used, evenly spaced. Zeros are left out: no image of the batch activated their units
 
-Methods take turns in each round. A ratio is the median over rounds of the ratio within a round. For accuracies see
-benchmarks.convergence, which has methods of the same names. The last line of the output is JSON.
+For accuracies see benchmarks.convergence, which has methods of the same names.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,11 +29,12 @@ from torch import Tensor
 import dgc.kernels as kernels
 from benchmarks.harness import Table, middle, options, print_json, ratio
 from benchmarks.recordings import MOMENTUM, Gradients, Recording, record, small_images
-from benchmarks.selector_steps import Counts, SelectAlone, SelectorStep, count_step
-from benchmarks.step_methods import Step, TopK, floors
+from benchmarks.step_methods import Layout, Ours, Step, TopK, floors
 from benchmarks.step_overhead import measure
-from dgc.selection import Plan
-from scripts.methods import SELECTORS
+from dgc.kernels import Budget, Moments, PassInputs, Prediction, SelectionKernels, SparseVector, Tail, TopKResult
+from dgc.selection import Plan, Predicted
+from dgc.wire import CastValues, PlainIndices, SparseFormat
+from scripts.methods import SELECTORS, build
 
 TAKES = "15 min"
 MODELS = "alexnet densenet121 densenet169 resnet20 resnet50 resnet101 senet18 vgg19_bn".split()
@@ -45,10 +44,84 @@ COUNTED = 5  # steps
 KINDS = ("gradient", "accumulated")
 MOST = 1 << 18
 FEWEST = 100  # fewest values for a fit
+WIRE = SparseFormat(CastValues("fp16"), PlainIndices("int32"))
 
 
-@dataclass(frozen=True)
-class Fit:
+class SelectorStep(Ours):
+    """A step with a selector, by its name."""
+
+    def __init__(self, name: str, buckets: Layout, ratio: float):
+        super().__init__("auto", build(name).selector, buckets, ratio, MOMENTUM, WIRE, "cpu")
+        self.name = name
+        # whether a first step differs from later ones
+        self.needs_history = self.selector.remembers or isinstance(self.selector, Predicted)
+
+
+@dataclass
+class Counts:
+    """Sums over buckets and steps; `reads`, in elements, beyond the update of u and v."""
+
+    reads: float = 0.0
+    sent: float = 0.0
+    planned: float = 0.0
+    numel: float = 0.0
+
+    def row(self) -> dict[str, float]:
+        return {"passes": self.reads / self.numel, "sent": self.sent / self.planned}
+
+
+class Counting(SelectionKernels):
+    """Kernels with the results of others, which count. A choice counts as one read, where it is not part of the
+    pass over u and v. Not counted are samples, and segments that are read again because a lower bound did not fit.
+    """
+
+    def __init__(self, kernel: SelectionKernels, counts: Counts):
+        self.kernel, self.counts = kernel, counts
+
+    def moments(self, v: Tensor, bounds: Tensor) -> Moments:
+        self.counts.reads += v.numel()
+        return self.kernel.moments(v, bounds)
+
+    def tail(self, v: Tensor, bounds: Tensor, lower_bounds: Tensor) -> Tail:
+        self.counts.reads += int(bounds.diff()[~lower_bounds.isinf()].sum())
+        return self.kernel.tail(v, bounds, lower_bounds)
+
+    def select(self, v: Tensor, budget: Budget, lower_bounds: Tensor | None = None) -> TopKResult:
+        self.counts.reads += v.numel()
+        return self.kernel.select(v, budget, lower_bounds)
+
+    def radix_select(self, v: Tensor, budget: Budget) -> SparseVector:
+        self.counts.reads += 5 * v.numel()  # four digits, and the selected elements
+        return self.kernel.radix_select(v, budget)
+
+    def accumulate_and_select_(
+        self, inputs: PassInputs, budget: Budget, lower_bounds: Tensor | Prediction | None
+    ) -> TopKResult:
+        return self.kernel.accumulate_and_select_(inputs, budget, lower_bounds)
+
+
+@contextmanager
+def counting(v: Tensor, counts: Counts) -> Iterator[None]:
+    """Within this context, all kernels are those of v's device, with counts."""
+    backend = kernels.of(v)
+    counted = replace(backend, selection=Counting(backend.selection, counts))
+    with patch.object(kernels, "of", return_value=counted):
+        yield
+
+
+def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) -> None:
+    """Run `method.step` and add its counts."""
+    for i, g in enumerate(gradients):
+        with counting(g, counts):
+            selected = method.select(i, g)
+        counts.sent += int(selected.elements.count)
+        counts.planned += method.plans[i].capacity
+        counts.numel += g.numel()
+        method.send(i, selected)
+    method.steps += 1
+
+
+class Fit(NamedTuple):
     """Distances to the two distributions."""
 
     laplace: float
@@ -126,7 +199,7 @@ def compare(recording: Recording, density: float, rounds: int, settle: int) -> d
         for method in historic:
             method.step(fresh)
     first.settle()
-    alone: list[Step] = [TopK(buckets, density, "cpu"), SelectAlone(buckets, density)]
+    alone: list[Step] = [TopK(buckets, density, "cpu")]
     plain = floors("native", buckets, MOMENTUM, "cpu")
     for step in (*(m for m in methods.values() if m not in historic), *alone, *plain):
         step.start_from(first.u, first.v)
@@ -144,7 +217,7 @@ def compare(recording: Recording, density: float, rounds: int, settle: int) -> d
     columns = [("ms", "median ms", "11.2f"), ("radix", "radix /", "10.2f")]
     columns += [("exact", "exact /", "10.2f"), ("floor", "/ floor", "10.2f"), ("passes", "passes", "9.2f")]
     table = Table(recording.model, 24, [*columns, ("sent", "sent / k", "10.3f")])
-    for name in (*SELECTORS, FLOOR, TopK.name, SelectAlone.name):
+    for name in (*SELECTORS, FLOOR, TopK.name):
         row: dict[str, float] = {"ms": middle(times[name]), "floor": ratio(times[name], times[FLOOR])}
         if name in SELECTORS:
             row |= {other: ratio(times[other], times[name]) for other in ("radix", "exact")} | counted[name].row()
@@ -155,16 +228,13 @@ def compare(recording: Recording, density: float, rounds: int, settle: int) -> d
 
 
 def main() -> None:
-    parser = options("benchmarks.selectors", __doc__)
-    timed = ["resnet101", "densenet169", "resnet50", "densenet121"]
-    fitted = ["alexnet", "vgg19_bn", "resnet50", "densenet121", "senet18"]
+    parser = options("benchmarks.selectors", __doc__, ratio=0.001, threads=2, rounds=19)
+    timed = "resnet101 densenet169 resnet50 densenet121".split()
+    fitted = "alexnet vgg19_bn resnet50 densenet121 senet18".split()
     parser.add_argument("--models", nargs="+", choices=MODELS, default=timed, help="for the timing of steps")
     parser.add_argument("--fit-models", nargs="+", choices=MODELS, default=fitted, help="for the fits")
-    parser.add_argument("--ratio", type=float, default=0.001)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40, help="training steps; the last one is recorded")
     parser.add_argument("--settle", type=int, default=60, help="further steps before the timing")
-    parser.add_argument("--rounds", type=int, default=19)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     data = small_images()
@@ -183,9 +253,7 @@ def main() -> None:
             fits[model] = fits_of(recording)
     print("\ndistance to Laplace / distance to Gauss", end="")
     heads = [f"{kind}, {how}" for kind in KINDS for how in ("by tensor", "together")]
-    table = Table("", 13, [(head, head, "24.3f") for head in heads])
-    for model, row in fits.items():
-        table.add(model, row)
+    table = Table("", 13, [(head, head, "24.3f") for head in heads], fits)
     print_json({"benchmark": "selectors", "steps": steps, "fit": table.rows})
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import product
@@ -37,35 +37,21 @@ def provide_jaxtyping() -> bool:
     return True
 
 
-class MonkeyPatch:
+class MonkeyPatch(ExitStack):
     """Changes during one test."""
 
-    def __init__(self) -> None:
-        self._snapshots: list[Callable[[], object]] = []
+    undo = ExitStack.close
 
     @classmethod
-    @contextmanager
-    def context(cls) -> Iterator["MonkeyPatch"]:
-        changes = cls()
-        try:
-            yield changes
-        finally:
-            changes.undo()
+    def context(cls) -> "MonkeyPatch":
+        return cls()
 
     def setenv(self, name: str, value: str) -> None:
-        self._start(patch.dict(os.environ, {name: value}))
+        self.enter_context(patch.dict(os.environ, {name: value}))
 
     def setattr(self, target: Any, *rest: Any, raising: bool = True) -> None:
-        make = patch if isinstance(target, str) else patch.object
-        self._start(make(target, *rest, create=not raising))
-
-    def undo(self) -> None:
-        while self._snapshots:
-            self._snapshots.pop()()
-
-    def _start(self, change: Any) -> None:
-        change.__enter__()
-        self._snapshots.append(lambda: change.__exit__(None, None, None))
+        make: Any = patch if isinstance(target, str) else patch.object
+        self.enter_context(make(target, *rest, create=not raising))
 
 
 @contextmanager
@@ -111,13 +97,11 @@ def _pytest() -> ModuleType:
     mark = SimpleNamespace(
         parametrize=parametrize, proof=lambda test: test, filterwarnings=lambda warning: lambda test: test
     )
-    parts = {"MonkeyPatch": MonkeyPatch, "raises": raises, "fixture": fixture, "mark": mark}
-    module.__dict__.update(parts, param=lambda *values, marks: Row(values), importorskip=_import)
+    parts: dict[str, Any] = {"MonkeyPatch": MonkeyPatch, "raises": raises, "fixture": fixture, "mark": mark}
+    module.__dict__.update(
+        parts, param=lambda *values, marks: Row(values), importorskip=lambda name, reason="": import_module(name)
+    )
     return module
-
-
-def _import(name: str, reason: str = "") -> ModuleType:
-    return import_module(name)
 
 
 def load_tests(path: Path) -> ModuleType:

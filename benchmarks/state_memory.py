@@ -3,9 +3,8 @@
     python -m benchmarks.state_memory
 
 Each method trains a few steps in a separate process. `live` is the bytes of all tensors alive after the last step
-(parameters, gradients, buckets, optimizer and residual). `peak` is the largest resident set of the process,
-less the one before the model was built, so it includes temporary memory of a step. The output is a table and a
-last line of JSON.
+(parameters, gradients, buckets, optimizer and residual). `peak` is the largest resident set of the process, less
+the one before the model was built, so it includes temporary memory of a step.
 """
 
 import gc
@@ -31,21 +30,16 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def work(method_and_size: dict[str, Any]) -> dict[str, float]:
+def work(given: dict[str, Any]) -> dict[str, float]:
     """What the process of a method does."""
     transport = connected("mpirun")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
     optimizer: Any = torch.optim.SGD(model.parameters(), **settings)
-    if method_and_size["method"] == "dgc":
-        optimizer = DistributedOptimizer(
-            DGCSGD(model.parameters(), **settings),
-            model.named_parameters(),
-            build("dgc-fp32-int64"),
-            bucket_mb=method_and_size["bucket_mb"],
-            transport=transport,
-        )
+    if given["method"] == "dgc":
+        inner, named = DGCSGD(model.parameters(), **settings), model.named_parameters()
+        optimizer = DistributedOptimizer(inner, named, build("dgc-fp32-int64"), transport=transport)
     for _ in range(STEPS):
         optimizer.zero_grad(set_to_none=False)
         model(torch.randn(4, WIDTH)).square().mean().backward()
@@ -57,21 +51,17 @@ def work(method_and_size: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = options("benchmarks.state_memory", __doc__)
-    parser.add_argument("--bucket-mb", type=float, default=25.0)
-    args = parser.parse_args()
+    options("benchmarks.state_memory", __doc__).parse_args()
     print(f"{LAYERS} layers of {WIDTH} x {WIDTH}", end="")
     table = Table("method", 7, [("live_mb", "live MB", "9.1f"), ("peak_mb", "peak MB", "9.1f")])
     for method in ("sgd", "dgc"):
-        settings = {"method": method, "bucket_mb": args.bucket_mb}
-        row = run_ranks("benchmarks.state_memory", settings, 1)
+        row = run_ranks("benchmarks.state_memory", {"method": method}, 1)
         table.add(method, {**row, "live_mb": row["live"] / 1e6, "peak_mb": row["peak"] / 1e6})
     extra = table.rows["dgc"]["live"] - table.rows["sgd"]["live"]
     floats = extra / 4 / table.rows["sgd"]["compressed"]
     print(f"DGC keeps {extra / 1e6:.1f} MB more: {floats:.3f} floats per compressed parameter")
-    print_json(
-        {"benchmark": "state_memory", "extra_floats_per_parameter": floats, "extra_bytes": extra, **table.rows}
-    )
+    found = {"extra_floats_per_parameter": floats, "extra_bytes": extra}
+    print_json({"benchmark": "state_memory", **found, **table.rows})
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ Horovod  Horovod's DistributedOptimizer, fp32, with Horovod's settings that a us
 dense, DGC, PowerSGD    DistributedOptimizer of this library, over the same Gloo or Horovod. DGC sends 10 %
 hook ...                dgc.ddp.compress with the same methods
 
-The ranks are started by torchrun (Gloo) and by mpirun (Horovod, over MPI). Methods alternate within each round.
-The time of a step is the largest over the ranks, from a barrier to the end of optimizer.step(). `overhead` is the
-median over rounds of the time minus that of the plain step in the same round, and `/ DDP` the ratio of overheads.
-Horovod's optimizer does nothing on one rank, so there is no ratio to it there.
-The output is a table for each number of ranks and transport, and a last line of JSON.
+The ranks are started by torchrun (Gloo) and by mpirun (Horovod, over MPI). The time of a step is the largest over
+the ranks, from a barrier to the end of optimizer.step(). `overhead` is the median over rounds of the time minus
+that of the plain step in the same round, and `/ DDP` the ratio of overheads. Horovod's optimizer does nothing on
+one rank, so there is no ratio to it there.
 """
 
 import gc
@@ -28,20 +27,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Table, in_turns, options, print_json
 from benchmarks.launches import begin, run_ranks
 from dgc.comm import Transport, all_reduce
 from dgc.comm.connect import default_transport
+from dgc.ddp import compress
 from dgc.optim import DistributedOptimizer
 from scripts.methods import build
 
 TAKES = "4 min"
-METHODS = {
-    "dense": "dense",
-    "DGC": "dgc-residual",
-    "PowerSGD": "powersgd-1-half",
-}  # by name in the output; all for plain SGD
+# by name in the output; all for plain SGD
+METHODS = {"dense": "dense", "DGC": "dgc-residual", "PowerSGD": "powersgd-1-half"}
 DENSITY = 0.1
 SIZES = {"mlp": 0, "80 tensors": 80, "160 tensors": 160, "320 tensors": 320}
 BUCKET_MB = 25.0
@@ -55,17 +53,10 @@ class Tensors(nn.Module):
     def __init__(self, number: int):
         super().__init__()
         torch.manual_seed(0)
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(64, 16)) for _ in range(number)])
+        self.weights = nn.ParameterList(torch.randn(64, 16) for _ in range(number))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([(weight * x).sum() for weight in self.weights]).sum()
-
-
-def network(size: str) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    if size == "mlp":
-        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), torch.randn(16, 64)
-    return Tensors(SIZES[size]), torch.randn(64, 16)
 
 
 def step_of(model: nn.Module, x: Tensor, optimizer: Any) -> Step:
@@ -81,15 +72,13 @@ def steps(size: str, transport: Transport, over: str) -> Iterator[tuple[str, Ste
     bucket_mb = BUCKET_MB if size == "mlp" else ONE_TENSOR_MB
 
     def built() -> tuple[nn.Module, Tensor, torch.optim.Optimizer]:
-        model, x = network(size)
+        torch.manual_seed(0)
+        mlp = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        model, x = (mlp, torch.randn(16, 64)) if size == "mlp" else (Tensors(SIZES[size]), torch.randn(64, 16))
         return model, x, torch.optim.SGD(model.parameters(), lr=1e-6)
 
     yield "plain", step_of(*built())
     if over == "gloo":
-        from torch.nn.parallel import DistributedDataParallel
-
-        from dgc.ddp import compress
-
         model, x, sgd = built()
         yield "DDP", step_of(DistributedDataParallel(model, bucket_cap_mb=bucket_mb), x, sgd)
         for name, method in METHODS.items():
@@ -140,16 +129,14 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
 def report(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for size, rows in found.items():
-        overheads = {
-            name: median(t - floor for t, floor in zip(row, rows["plain"], strict=True))
-            for name, row in rows.items()
-        }
+        plain = rows["plain"]
+        overheads = {name: median(t - p for t, p in zip(row, plain, strict=True)) for name, row in rows.items()}
         opponent = next(name for name in ("DDP", "Horovod") if name in rows)
         columns = [("step_us", "step us", "10.0f"), ("overhead_us", "overhead us", "13.0f")]
         table = Table(size, 14, [*columns, ("relative", f"/ {opponent}", "11.2f")])
         for name, row in rows.items():
             # an overhead of less than a tenth of the step is noise
-            has_ratio = name != "plain" and overheads[opponent] > 0.1 * median(rows["plain"])
+            has_ratio = name != "plain" and overheads[opponent] > 0.1 * median(plain)
             times = {"step_us": 1e6 * median(row), "overhead_us": 1e6 * overheads[name]}
             table.add(name, {**times, "relative": overheads[name] / overheads[opponent] if has_ratio else None})
         result[size] = table.rows
@@ -157,21 +144,18 @@ def report(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = options("benchmarks.step_cost", __doc__)
+    parser = options("benchmarks.step_cost", __doc__, rounds=100, warmup=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--over", nargs="+", choices=("gloo", "horovod"), default=["gloo", "horovod"])
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--warmup", type=int, default=10)
     args = parser.parse_args()
     if min(args.rounds, *args.ranks) < 1 or args.warmup < 2:
         raise SystemExit("--rounds and --ranks must be at least 1, --warmup at least 2")
     result: dict[str, Any] = {"benchmark": "step_cost", "torch": torch.__version__}
     for over in args.over:
         for ranks in args.ranks:
-            settings = {"over": over, "rounds": args.rounds, "warmup": args.warmup, "sizes": args.sizes}
             launcher = "torchrun" if over == "gloo" else "mpirun"
-            found = run_ranks("benchmarks.step_cost", settings, ranks, launcher=launcher)
+            found = run_ranks("benchmarks.step_cost", {**vars(args), "over": over}, ranks, launcher=launcher)
             print(f"\n{ranks} rank(s), {over}, 1 thread each, {args.rounds} rounds")
             result[f"{over} {ranks}"] = report(found)
     print_json(result)

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.harness import Table
 from benchmarks.laboratory import sent
+from benchmarks.launches import Link
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.comm.meter import PHASES, TrafficMeter
 
@@ -73,15 +74,10 @@ def add_network(
 ) -> None:
     """Add to each row what depends on the network.
 
-    Args:
-        rows: By method.
-        network: What is known of the laboratory's network: see `benchmarks.launches.on_networks`.
-        key: The time that is compared, "exchange_ms" or "step_ms".
-        idle: Given a method, returns the one beside it that exchanges nothing. What the interface sends with that
-            one, for as long as the method takes, is taken off its bytes.
-        opponents: `faster` is the time of the fastest of these over that of the method, and `fewer` the same of
-            the bytes of the link.
-        per_step: Methods that exchange nothing and send the same bytes in every step, however long it takes.
+    key: the time that is compared. idle: given a method, the one beside it that exchanges nothing. What the
+    interface sends with that one, for as long as the method takes, is taken off its bytes; with those in
+    `per_step`, which send the same bytes in every step, however long it takes. opponents: `faster` and `fewer`
+    are time and bytes of the fastest of these over those of the method.
     """
     sent = {name: (row["link_bytes"], row["until_ms"]) for name, row in rows.items()}
     for name, row in rows.items():
@@ -102,14 +98,12 @@ def print_table(rows: dict[str, dict[str, Any]], network: dict[str, Any] | None,
     columns = [(key, key.replace("_", " "), "12.1f") for key in keys]
     columns += [("wait", "wait ms", "10.1f"), ("payload", "payload MB", "12.3f"), ("wire", "wire MB", "10.3f")]
     if network is not None:
-        mbit, trip = network["bits_per_second"] / 1e6, network["round_trip"] * 1e6
-        print(f"{network['hosts']} hosts, {network['rate']} each way: ", end="")
-        print(f"one TCP connection reaches {mbit:.0f} Mbit/s, a round trip takes {trip:.0f} us")
+        link = Link(network["bits_per_second"], network["round_trip"])
+        print(f"{network['hosts']} hosts, {network['rate']} each way: {link}")
         columns += [("link", "link MB", "10.3f"), ("link_over_meter", "/ meter", "9.3f")]
         columns += [("bound_ms", "bound ms", "10.1f"), ("faster", "faster", "8.2f"), ("fewer", "fewer", "8.2f")]
     table = Table("method", 26, columns)
     for name, row in rows.items():
-        megabytes = {
-            what: row[f"{what}_bytes"] / 1e6 for what in ("payload", "wire", "link") if f"{what}_bytes" in row
-        }
+        sizes = {what: row.get(f"{what}_bytes") for what in ("payload", "wire", "link")}
+        megabytes = {what: size / 1e6 for what, size in sizes.items() if size is not None}
         table.add(name, {**row, **megabytes, "wait": row["phases_ms"]["wait"]})

@@ -6,8 +6,7 @@ Forward and backward of each rank are replaced by a pause of --compute milliseco
 the last rank in the second of two phases. Each step then communicates a model of --numel parameters by the method.
 A time is the median over the iterations of all ranks except the last. `to the end` is the duration of the phase
 with the straggler divided by that of the phase without, for the same total number of steps of all ranks. If ranks
-may be ahead but take equally many steps, the others wait at the end. The "network" is this machine's memory. The
-output is a table and a last line of JSON.
+may be ahead but take equally many steps, the others wait at the end. The "network" is this machine's memory.
 """
 
 import time
@@ -29,18 +28,12 @@ METHODS = ("ar", "sgp", "osgp", "osgp-4-steps", "adpsgd")
 Phase = tuple[list[float], float]  # seconds of each iteration after the warm-up, and of the phase
 
 
-def make(name: str, numel: int, transport: Transport) -> Wrapper:
-    named = [("weight", torch.nn.Parameter(torch.zeros(numel)))]
-    inner = torch.optim.SGD([p for _, p in named], lr=1e-3, momentum=0.9)
-    if name == "ar":
-        return DistributedOptimizer(inner, named, build(name), transport=transport)
-    return LocalOptimizer(inner, named, build(name), transport=transport)
-
-
 def phase(name: str, pause: float, settings: dict[str, Any], transport: Transport) -> Phase:
-    optimizer = make(name, settings["numel"], transport)
+    parameter = torch.nn.Parameter(torch.zeros(settings["numel"]))
+    inner = torch.optim.SGD([parameter], lr=1e-3, momentum=0.9)
+    wrap: Any = DistributedOptimizer if name == "ar" else LocalOptimizer
+    optimizer: Wrapper = wrap(inner, [("weight", parameter)], build(name), transport=transport)
     gradient = torch.full((settings["numel"],), 1e-3)
-    (parameter,) = optimizer.param_groups[0]["params"]
     steps = settings["warmup"] + settings["repeats"]
     more_steps = optimizer.more_steps(transport.size * steps)
     barrier(transport)
@@ -79,22 +72,16 @@ def row_of(everyone: Sequence[Sequence[Phase]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = options("benchmarks.straggler", __doc__)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = options("benchmarks.straggler", __doc__, ranks=4, numel=1_000_000, warmup=4, repeats=16)
     parser.add_argument("--slow", type=float, default=5.0, help="how many times slower the last rank is")
     parser.add_argument("--compute", type=float, default=100.0, help="milliseconds of forward and backward")
-    parser.add_argument("--numel", type=int, default=1_000_000)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=16)
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error("--ranks must be at least 2: one is slow, and the others are looked at")
     everyone = run_ranks("benchmarks.straggler", vars(args), args.ranks)
-    print(
-        f"{args.ranks} ranks, {args.numel:,} parameters, {args.compute:g} ms of computing, one rank {args.slow:g} "
-        f"times slower, {args.repeats} repeats"
-    )
+    about = f"{args.ranks} ranks, {args.numel:,} parameters, {args.compute:g} ms of computing"
+    print(f"{about}, one rank {args.slow:g} times slower, {args.repeats} repeats")
     columns = [("alike_ms", "all alike ms", "13.1f"), ("straggler_ms", "one slow ms", "13.1f")]
     table = Table("method", 14, [*columns, ("ratio", "ratio", "7.2f"), ("whole_ratio", "to the end", "12.2f")])
     for name in args.methods:

@@ -1,19 +1,15 @@
 """Accuracy against seconds and bytes of whole runs over a network of limited rate, for several methods.
 
     python -m benchmarks.time_to_accuracy --hosts 4 --rate 50mbit --epochs 20 --batch-size 16 --draw FILE.svg
-    python -m benchmarks.time_to_accuracy --task pysource --hosts 4 --rate 50mbit --methods fp16 onebit-adam
     python -m benchmarks.time_to_accuracy --simulate --folds 3 --target 98.5 --methods fp16 dgc powersgd-4
 
 Each run is train.py under mpirun in a laboratory (docs/netlab.md), one rank on each host, with the same steps,
-batches and learning rate for every method. The tasks are those of benchmarks.convergence. Seconds are those of
-training, without evaluation. A rank sends the bytes. `to reach` are the seconds and bytes of the first evaluation
-that was nearly as good as the first method at its end: at most 0.5 points below a quality in percent, or at most
-2 % above bits per character; with --target, of the first one that was at least as good as this quality. With
-several folds or seeds the medians are shown. All ranks share the cores of this machine. The output is a table and
-a last line of JSON. --draw writes a figure of the first fold or seed, in the format that its extension names.
-
-With --simulate the ranks are those of one process, without a laboratory. Seconds are then those that a link of
-this rate needs for the bytes; computing is not in them.
+batches and learning rate for every method, on the tasks of benchmarks.convergence. Seconds are those of training,
+without evaluation. `to reach` are the seconds and bytes of the first evaluation that was nearly as good as the
+first method at its end: at most 0.5 points below a quality in percent, or at most 2 % above bits per character;
+with --target, of the first one that was at least as good as this quality. With several folds or seeds the medians
+are shown. --draw writes a figure of the first one, in the format that its extension names. With --simulate the
+ranks are those of one process. Seconds are then those that a link of this rate needs for the bytes.
 """
 
 import argparse
@@ -55,9 +51,7 @@ def trained(args: argparse.Namespace, laboratory: Laboratory | None, number: int
 
 
 def reached(curve: Curve, final: float, task: Task, target: float | None = None) -> tuple[float, float] | None:
-    """Seconds and bytes after the first epoch that was as good as `target`, or if that is None, nearly as good as
-    `final`. None: there is none.
-    """
+    """Seconds and bytes after the first epoch as good as `target`, or without one, nearly as good as `final`."""
     sign = -1 if task.lower_is_better else 1
     needed = final - sign * (TOLERANCE if task.unit else SHARE * final) if target is None else target
     close = ((seconds, nbytes) for seconds, nbytes, found in curve if sign * (found - needed) >= 0)
@@ -71,13 +65,10 @@ def row_of(curves: list[Curve], first: list[Curve], task: Task, target: float | 
     ends = [reached(curve, base[-1][2], task, target) for curve, base in zip(curves, first, strict=True)]
     found = [end for end in ends if end is not None]
     row["reached"] = f"{len(found)} of {len(ends)}"
-    if len(found) < len(ends):
-        return row
-    return {
-        **row,
-        "seconds_to_reach": median(s for s, _ in found),
-        "mb_to_reach": median(b for _, b in found) / 1e6,
-    }
+    if len(found) == len(ends):
+        seconds, nbytes = map(median, zip(*found, strict=True))
+        row |= {"seconds_to_reach": seconds, "mb_to_reach": nbytes / 1e6}
+    return row
 
 
 def draw(rows: dict[str, dict[str, Any]], task: Task, title: str, file: Path) -> None:
@@ -93,14 +84,11 @@ def draw(rows: dict[str, dict[str, Any]], task: Task, title: str, file: Path) ->
         axes.set(xscale="log", xlabel=label)
         axes.grid(alpha=0.2)
     found = [[quality for *_, quality in row["curves"][0]] for row in rows.values()]
-    if task.unit:  # percent
-        both[0].set_ylim(max(0.0, min(map(max, found)) - 10), 100.5)
-    else:
-        both[0].set_ylim(min(map(min, found)) * 0.97, max(map(min, found)) * 1.4)
+    bits = min(map(min, found)) * 0.97, max(map(min, found)) * 1.4
+    both[0].set_ylim(*((max(0.0, min(map(max, found)) - 10), 100.5) if task.unit else bits))  # a unit: percent
     both[0].set_ylabel(f"best test {task.quality} so far{',' if task.unit else ''}{task.unit}")
     both[0].legend(fontsize=7, frameon=False)
-    figure.suptitle(title, fontsize=9)
-    write(figure, file)
+    write(figure, file, title)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,9 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     columns = [("quality", task.quality + task.unit, f"19.{task.decimals}f"), ("seconds", "seconds", "9.1f")]
     columns += [("wire_mb", "MB sent", "10.2f"), ("seconds_to_reach", "to reach: seconds", "19.1f")]
-    table = Table("method", 16, [*columns, ("mb_to_reach", "MB", "9.2f"), ("reached", "reached", "9")])
-    for method, own in zip(args.methods, curves, strict=True):
-        table.add(method, row_of(own, curves[0], task, args.target))
+    columns += [("mb_to_reach", "MB", "9.2f"), ("reached", "reached", "9")]
+    rows = (row_of(own, curves[0], task, args.target) for own in curves)
+    table = Table("method", 16, columns, dict(zip(args.methods, rows, strict=True)))
     if args.draw is not None:
         draw(table.rows, task, title, args.draw)
     settings = {"task": args.task, "hosts": args.hosts, "bits_per_second": rate}

@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,16 +13,14 @@ import benchmarks
 import dgc.kernels as kernels
 from benchmarks import decoding, harness, outer_speed, scale
 from benchmarks.__main__ import main
-from benchmarks.methods import Method, Settings, parameters_of
+from benchmarks.methods import Method, parameters_of
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
-from benchmarks.selector_steps import Counts, SelectorStep, count_step, counting
-from benchmarks.selectors import Fit, fit, fit_tensors
+from benchmarks.selectors import Counts, Fit, SelectorStep, count_step, counting, fit, fit_tensors
 from benchmarks.train_step import Work
 from dgc.bucket import lay_out
 from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import Route, Rule, SparseCompressor
-from dgc.engine.buckets import keep_states, plan_buckets
+from dgc.compression import SparseCompressor
 from dgc.selection import Bisection, plan_selection
 from scripts.methods import METHODS, SELECTORS, build
 
@@ -200,7 +197,7 @@ def test_decoding_reads_what_the_ranks_have_recorded() -> None:
         work.single()
         assert torch.equal(bucket.flat, dense) and int((dense != 0).sum()) <= 2 * 230, name
         assert torch.equal(union.indices[union.values != 0], dense.nonzero().view(-1)), name
-        row = decoding.row_of(work, 2, perf_counter)
+        row = decoding.row_of(work, 2)
         assert row["payload_bytes"] == 2 * form.nbytes(recording.plans[0].per_tensor, N), name
         assert row["union"] == pytest.approx(union.indices.numel() / N) and row["union"] < 0.02, name
         assert all(row[key] > 0 for key in (*decoding.RATIOS, "floor_ms", "dense_ms")), name
@@ -223,15 +220,11 @@ def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
 )
 def test_an_epoch_of_the_lstm_has_the_published_bytes(method: str, published: int) -> None:
     """Vogels et al. 2019, arXiv 1905.13727: MB (2**20 bytes) that a rank contributes per epoch of WikiText-2."""
-    compressor = build(method)
     named = [(name, torch.zeros(p.shape, device="cpu")) for name, p in parameters_of("lstm")]
-    world = LockstepWorld(1)
+    taken = Method(method, named, 1)
     with torch.no_grad():
-        planned = plan_buckets(named, Route([Rule(compressor)]).compressor_for, 25.0, "bucket")
-        keep_states(planned, 1, 0)
-        for plan in planned:
-            world.converse(plan.bucket.name, [plan.states.reduce(plan.bucket)])
-    assert round(world.meters[0].payload_bytes * 70 / 2**20) == published
+        taken.step(torch.zeros(taken.numel))
+    assert round(taken.payload * 70 / 2**20) == published
 
 
 def test_the_shapes_are_those_of_the_configs() -> None:
@@ -241,7 +234,7 @@ def test_the_shapes_are_those_of_the_configs() -> None:
 def test_bytes_are_those_of_the_meter() -> None:
     named = [("matrix", torch.empty(64, 32)), ("vector", torch.empty(10))]
     for name, expected in ("dense", 4 * 2058), ("fp16", 2 * 2058), ("powersgd-2", 4 * (2 * (64 + 32) + 10) + 24):
-        method = Method(name, named, Settings(2, 25.0, perf_counter))
+        method = Method(name, named, 2)
         with torch.no_grad():
             seconds = method.step(torch.ones(2058))
         assert method.payload == method.wire == expected and min(seconds) > 0, name  # 2 ranks

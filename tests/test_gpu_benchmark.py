@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_steps
-from benchmarks.gpu import PAGE, Parts, write_table
-from benchmarks.gpu_steps import MESSAGE, stress, waits_of
+from benchmarks.gpu import PAGE
+from benchmarks.gpu_steps import MESSAGE, Parts, stress, waits_of, write_table
 from benchmarks.stand_ins import ANNOTATIONS, cases, load_tests
 from benchmarks.step_overhead import resnet50
 from dgc.comm.lockstep import LockstepWorld

@@ -24,7 +24,6 @@ ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", 
 GOSSIP = {"ar": None, **dict.fromkeys(("sgp", "osgp"), "n_peer_exponential")}
 GOSSIP |= dict.fromkeys(("dpsgd", "adpsgd"), "bipartite_exponential")
 TRAIN = ["--configs", "x"]
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
 
 

@@ -107,7 +107,7 @@ def test_the_figure_shows_where_a_method_stops_to_pay(tmp_path: Path) -> None:
     # 16 times falls to a quarter in six halvings over two decades: 1 is reached after four of the six
     assert crossing(found["dgc"]) == pytest.approx(100 * 100 ** (4 / 6))
     assert crossing(found["horovod-fp16"]) is None
-    draw_exchange(lines, 10_000, tmp_path / "figure.svg")
+    draw_exchange(lines, tmp_path / "figure.svg")
     assert "pays" not in (text := (tmp_path / "figure.svg").read_text()) and "horovod-fp16" in text
     file.write_text("no JSON\n")
     with pytest.raises(ValueError, match="no line of a benchmark with --hosts"):

@@ -57,10 +57,3 @@ def test_barrier_waits_for_all() -> None:
         return len(arrived)
 
     assert LockstepWorld(3).run(body) == [3, 3, 3]
-
-
-def test_repeated_calls_under_one_name_do_not_mix() -> None:
-    def body(transport: Any) -> Any:
-        return [all_reduce(transport, torch.tensor([step]), "sum").item() for step in range(20)]
-
-    assert LockstepWorld(2).run(body) == [[2 * step for step in range(20)]] * 2

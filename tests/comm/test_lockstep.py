@@ -11,16 +11,7 @@ from cases import case
 from optim.nets import same
 from torch import Tensor
 
-from dgc.comm import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    ReduceScatter,
-    RunningConversation,
-    TrafficMeter,
-)
+from dgc import comm
 from dgc.comm.lockstep import LockstepError, LockstepTransport, LockstepWorld
 from dgc.comm.requests import Group, Request
 
@@ -37,7 +28,7 @@ def converse(world: Any, requests: Any) -> Any:
 
 def total(transport: Any, name: str, value: float, communicator: str = "") -> Any:
     """Launches a sum over ranks. Returns its work."""
-    return transport.launch(name, (AllReduce(torch.tensor([float(value)]), "sum"),), communicator)
+    return transport.launch(name, (comm.AllReduce(torch.tensor([float(value)]), "sum"),), communicator)
 
 
 def wait(transport: Any, work: Any) -> float:
@@ -53,7 +44,7 @@ def test_all_reduce_gives_every_rank_the_same_bits() -> None:
     reductions: Any = {"sum": Tensor.sum, "mean": Tensor.mean, "min": Tensor.amin, "max": Tensor.amax}
     for size, (op, reduction) in product((1, 2, 3, 5), reductions.items()):
         own = tensors(size)
-        replies = converse(LockstepWorld(size), [AllReduce(t.clone(), op) for t in own])
+        replies = converse(LockstepWorld(size), [comm.AllReduce(t.clone(), op) for t in own])
         torch.testing.assert_close(replies[0], reduction(torch.stack(own), 0))
         assert all(torch.equal(reply, replies[0]) for reply in replies)
 
@@ -61,24 +52,24 @@ def test_all_reduce_gives_every_rank_the_same_bits() -> None:
 def test_all_gather_is_ordered_by_rank() -> None:
     for size in (1, 2, 3):
         own = tensors(size)
-        for reply in converse(LockstepWorld(size), [AllGather(t.clone()) for t in own]):
+        for reply in converse(LockstepWorld(size), [comm.AllGather(t.clone()) for t in own]):
             assert isinstance(reply, tuple) and same(reply, own)
 
 
 def test_reduce_scatter_gives_each_rank_its_share() -> None:
     for size in (1, 2, 3):
         own = tensors(size, 4 * size)
-        replies = converse(LockstepWorld(size), [ReduceScatter(t.clone(), "sum") for t in own])
+        replies = converse(LockstepWorld(size), [comm.ReduceScatter(t.clone(), "sum") for t in own])
         torch.testing.assert_close(torch.cat(replies), torch.stack(own).sum(0))
         assert all(reply.numel() == 4 for reply in replies)
     with pytest.raises(LockstepError):
-        converse(LockstepWorld(2), [ReduceScatter(torch.ones(5)) for _ in range(2)])
+        converse(LockstepWorld(2), [comm.ReduceScatter(torch.ones(5)) for _ in range(2)])
 
 
 def test_broadcast_gives_the_roots_tensor() -> None:
     own = tensors(3)
     for root in (0, 2):
-        for reply in converse(LockstepWorld(3), [Broadcast(t.clone(), root) for t in own]):
+        for reply in converse(LockstepWorld(3), [comm.Broadcast(t.clone(), root) for t in own]):
             assert torch.equal(reply, own[root])
 
 
@@ -86,7 +77,7 @@ def test_all_to_all_with_uneven_splits() -> None:
     splits = [(2, 0, 1), (1, 1, 1), (0, 3, 0)]
     own = [torch.arange(3.0) + 10 * rank for rank in range(3)]
     received = list(zip(*splits, strict=True))
-    requests = [AllToAll(t, s, receives=r) for t, s, r in zip(own, splits, received, strict=True)]
+    requests = [comm.AllToAll(t, s, receives=r) for t, s, r in zip(own, splits, received, strict=True)]
     replies = converse(LockstepWorld(3), requests)
     expected = [[[0, 1], [10], []], [[], [11], [20, 21, 22]], [[2], [12], []]]
     assert [[piece.tolist() for piece in reply] for reply in replies] == expected
@@ -95,7 +86,7 @@ def test_all_to_all_with_uneven_splits() -> None:
 def test_exchange_delivers_to_neighbours_on_a_ring() -> None:
     size = 5
     requests = [
-        Exchange({(rank + 1) % size: torch.full((rank + 1,), float(rank))}, {s: torch.empty(s + 1)})
+        comm.Exchange({(rank + 1) % size: torch.full((rank + 1,), float(rank))}, {s: torch.empty(s + 1)})
         for rank in range(size)
         for s in [(rank - 1) % size]
     ]
@@ -110,12 +101,12 @@ def test_exchanges_that_do_not_match() -> None:
         (3, {0: torch.empty(2)}, r"rank 0 sends \(3,\) torch.float32 to rank 1, which expects \(2,\)"),
     ):
         with pytest.raises(LockstepError, match=words):
-            converse(LockstepWorld(2), [Exchange({1: torch.ones(sent)}, {}), Exchange({}, expected)])
+            converse(LockstepWorld(2), [comm.Exchange({1: torch.ones(sent)}, {}), comm.Exchange({}, expected)])
 
 
 def test_replies_are_not_shared_between_ranks() -> None:
-    replies = converse(LockstepWorld(2), [AllReduce(torch.ones(3)) for _ in range(2)])
-    gathered = converse(LockstepWorld(2), [AllGather(torch.ones(3)) for _ in range(2)])
+    replies = converse(LockstepWorld(2), [comm.AllReduce(torch.ones(3)) for _ in range(2)])
+    gathered = converse(LockstepWorld(2), [comm.AllGather(torch.ones(3)) for _ in range(2)])
     replies[0].zero_()
     gathered[0][1].zero_()
     assert replies[1].tolist() == gathered[1][1].tolist() == [1.0, 1.0, 1.0]
@@ -132,9 +123,9 @@ def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
 
     def slow() -> Any:
         work(0.02)
-        yield (AllReduce(torch.ones(1)),)
+        yield (comm.AllReduce(torch.ones(1)),)
         work(0.04)
-        yield (AllReduce(torch.ones(1)),)
+        yield (comm.AllReduce(torch.ones(1)),)
         work(0.01)
 
     world, start = LockstepWorld(1), time.perf_counter()
@@ -147,10 +138,10 @@ def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
 def test_launched_tensors_are_invalidated() -> None:
     """A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN."""
     own = [torch.ones(3) for _ in range(2)]
-    replies = converse(LockstepWorld(2), [AllReduce(t, "sum") for t in own])
+    replies = converse(LockstepWorld(2), [comm.AllReduce(t, "sum") for t in own])
     assert all(t.isnan().all() for t in own) and all(reply.tolist() == [2.0] * 3 for reply in replies)
     sent = torch.ones(2)
-    exchange = [Exchange({1: sent}, {}), Exchange({}, {0: torch.empty(2)})]
+    exchange = [comm.Exchange({1: sent}, {}), comm.Exchange({}, {0: torch.empty(2)})]
     assert converse(LockstepWorld(2), exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
 
 
@@ -169,22 +160,24 @@ def test_groups_of_two_machines_of_three() -> None:
     expected: dict[Group, Any] = {"world": [15] * 6, "local": [3, 3, 3, 12, 12, 12], "cross": [3, 5, 7] * 2}
     assert [world.transports[0].group_size(group) for group in expected] == [6, 3, 2]
     for group, totals in expected.items():
-        replies = converse(world, [AllReduce(torch.tensor([rank]), "sum", group) for rank in range(6)])
+        replies = converse(world, [comm.AllReduce(torch.tensor([rank]), "sum", group) for rank in range(6)])
         assert [reply.item() for reply in replies] == totals
 
 
 def test_other_requests_within_a_group() -> None:
     world = LockstepWorld(4, local_size=2)
     own = [torch.tensor([float(rank), 10.0 + rank]) for rank in range(4)]
-    gathered = converse(world, [AllGather(t.clone(), "cross") for t in own])
+    gathered = converse(world, [comm.AllGather(t.clone(), "cross") for t in own])
     assert [[piece[0].item() for piece in reply] for reply in gathered] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    scattered = converse(world, [ReduceScatter(t.clone(), "sum", "local") for t in own])
+    scattered = converse(world, [comm.ReduceScatter(t.clone(), "sum", "local") for t in own])
     assert [reply.tolist() for reply in scattered] == [[1.0], [21.0], [5.0], [25.0]]
-    sent = converse(world, [Broadcast(t.clone(), 1, "local") for t in own])
+    sent = converse(world, [comm.Broadcast(t.clone(), 1, "local") for t in own])
     assert [reply[0].item() for reply in sent] == [1.0, 1.0, 3.0, 3.0]
-    swapped = converse(world, [AllToAll(t.clone(), (1, 1), "cross") for t in own])
+    swapped = converse(world, [comm.AllToAll(t.clone(), (1, 1), "cross") for t in own])
     assert [[p.item() for p in reply] for reply in swapped] == [[0, 2], [1, 3], [10, 12], [11, 13]]
-    pairs = [Exchange({1 - rank % 2: t}, {1 - rank % 2: torch.empty(2)}, "local") for rank, t in enumerate(own)]
+    pairs = [
+        comm.Exchange({1 - rank % 2: t}, {1 - rank % 2: torch.empty(2)}, "local") for rank, t in enumerate(own)
+    ]
     assert [next(iter(r.values()))[0].item() for r in converse(world, pairs)] == [1.0, 0.0, 3.0, 2.0]
 
 
@@ -200,16 +193,16 @@ ONE = torch.ones(2)
 
 def test_requests_that_do_not_match_name_the_rank() -> None:
     for usual, odd in (
-        (AllReduce(ONE), AllGather(ONE)),
-        (AllReduce(ONE), AllReduce(ONE, "sum")),
-        (AllReduce(ONE), AllReduce(torch.ones(3))),
-        (AllReduce(ONE), AllReduce(torch.ones(1, 2))),
-        (AllReduce(ONE), AllReduce(ONE.double())),
-        (AllReduce(ONE), AllReduce(ONE, group="local")),
-        (AllGather(ONE), AllGather(torch.ones(3))),
-        (Broadcast(ONE), Broadcast(ONE, 1)),
-        (ReduceScatter(torch.ones(3)), ReduceScatter(torch.ones(6))),
-        (AllToAll(torch.ones(3), (1, 1, 1)), AllToAll(torch.ones(3).double(), (1, 1, 1))),
+        (comm.AllReduce(ONE), comm.AllGather(ONE)),
+        (comm.AllReduce(ONE), comm.AllReduce(ONE, "sum")),
+        (comm.AllReduce(ONE), comm.AllReduce(torch.ones(3))),
+        (comm.AllReduce(ONE), comm.AllReduce(torch.ones(1, 2))),
+        (comm.AllReduce(ONE), comm.AllReduce(ONE.double())),
+        (comm.AllReduce(ONE), comm.AllReduce(ONE, group="local")),
+        (comm.AllGather(ONE), comm.AllGather(torch.ones(3))),
+        (comm.Broadcast(ONE), comm.Broadcast(ONE, 1)),
+        (comm.ReduceScatter(torch.ones(3)), comm.ReduceScatter(torch.ones(6))),
+        (comm.AllToAll(torch.ones(3), (1, 1, 1)), comm.AllToAll(torch.ones(3).double(), (1, 1, 1))),
     ):
         for culprit in (1, 2):
             requests = [odd if rank == culprit else usual for rank in range(3)]
@@ -220,7 +213,7 @@ def test_requests_that_do_not_match_name_the_rank() -> None:
 def test_different_numbers_of_requests_and_of_rounds() -> None:
     def rounds(*requests: int) -> Any:
         for number in requests:
-            yield tuple(AllReduce(ONE.clone()) for _ in range(number))
+            yield tuple(comm.AllReduce(ONE.clone()) for _ in range(number))
 
     with pytest.raises(LockstepError, match="'world' rank 1 sent {0: [^}]*}, rank 0 sent {0: .*, 1: "):
         LockstepWorld(2).converse("test", [rounds(2), rounds(1)])
@@ -236,8 +229,8 @@ def test_launch_order_is_shuffled_and_does_not_matter() -> None:
 
         def body(rank: Any, started: Any = started) -> Any:
             started.append(rank)
-            (first,) = yield (AllReduce(torch.tensor([0.1 * rank]), "sum"),)
-            (second,) = yield (AllReduce(first * rank, "sum"),)
+            (first,) = yield (comm.AllReduce(torch.tensor([0.1 * rank]), "sum"),)
+            (second,) = yield (comm.AllReduce(first * rank, "sum"),)
             return second.item()
 
         results = world.converse("test", [body(rank) for rank in range(4)])
@@ -423,21 +416,21 @@ def test_a_conversation_without_rounds_is_done_at_once() -> None:
         yield from ()
         return 7
 
-    running = RunningConversation("t", body(), LockstepWorld(1).transports[0], TrafficMeter())
+    running = comm.RunningConversation("t", body(), LockstepWorld(1).transports[0], comm.TrafficMeter())
     assert running.done and running.advance() and running.finish() == 7 and running.rounds == 0
 
 
 def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
-    world, meters = LockstepWorld(2), [TrafficMeter(), TrafficMeter()]
+    world, meters = LockstepWorld(2), [comm.TrafficMeter(), comm.TrafficMeter()]
 
     def body(value: Any) -> Any:
-        (a,) = yield (AllReduce(torch.tensor([value]), "sum"),)
-        (b,) = yield (AllReduce(a * 2, "sum"),)
+        (a,) = yield (comm.AllReduce(torch.tensor([value]), "sum"),)
+        (b,) = yield (comm.AllReduce(a * 2, "sum"),)
         return b.item()
 
-    first = RunningConversation("t", body(1.0), world.transports[0], meters[0])
+    first = comm.RunningConversation("t", body(1.0), world.transports[0], meters[0])
     assert first.rounds == 1 and not first.advance() and first.rounds == 1
-    second = RunningConversation("t", body(2.0), world.transports[1], meters[1])
+    second = comm.RunningConversation("t", body(2.0), world.transports[1], meters[1])
     assert not first.advance() and first.rounds == 2
     assert second.advance() and second.finish() == 12.0
     assert first.advance() and first.finish() == 12.0
@@ -454,16 +447,19 @@ def test_a_conversation_names_its_rounds() -> None:
             return super().launch(name, requests, communicator)
 
     def body() -> Any:
-        yield (AllReduce(torch.ones(1)),)
-        yield (AllReduce(torch.ones(1)),)
+        yield (comm.AllReduce(torch.ones(1)),)
+        yield (comm.AllReduce(torch.ones(1)),)
 
-    RunningConversation("bucket", body(), Transport(LockstepWorld(1), 0), TrafficMeter()).finish()
+    comm.RunningConversation("bucket", body(), Transport(LockstepWorld(1), 0), comm.TrafficMeter()).finish()
     assert names == ["bucket.0", "bucket.1"]
 
 
 def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others() -> None:
     def body(rank: int, aligned: bool) -> Any:
-        local, cross = AllReduce(torch.ones(1), "sum", "local"), AllGather(torch.full((1,), rank), "cross")
+        local, cross = (
+            comm.AllReduce(torch.ones(1), "sum", "local"),
+            comm.AllGather(torch.full((1,), rank), "cross"),
+        )
         mine = (cross,) if rank % 2 else ()
         replies = yield (local, *mine) if aligned else (*mine, local)
         return [[int(element) for element in reply] for reply in replies]

@@ -65,12 +65,6 @@ def test_a_broadcasts_payload_is_its_roots_within_the_group() -> None:
     assert [meter.payload_bytes for meter in world.meters] == [0, 1200, 0, 1200]
 
 
-def test_a_new_meter_is_empty() -> None:
-    meter = TrafficMeter()
-    assert (meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes, meter.rounds) == (0, 0, 0, 0)
-    assert TrafficMeter().seconds is not meter.seconds
-
-
 def test_dense_is_a_ring_all_reduce_in_fp32() -> None:
     """The dense equivalent is counted in bytes on the wire, too. A single rank sends nothing."""
     for size, expected in ((1, 0.0), (2, 4000.0), (4, 6000.0)):

@@ -9,16 +9,7 @@ import pytest
 import torch
 from optim.nets import same
 
-from dgc.comm import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    ReduceScatter,
-    RunningConversation,
-    TrafficMeter,
-)
+from dgc import comm
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.staging import StagedTransport
 
@@ -80,7 +71,7 @@ def inner() -> Recording:
 
 
 def launch(transport: Any, name: str = "a", communicator: str = "") -> Any:
-    return transport.launch(name, (AllReduce(torch.ones(3), "sum"),), communicator)
+    return transport.launch(name, (comm.AllReduce(torch.ones(3), "sum"),), communicator)
 
 
 def test_a_message_is_launched_once_its_copy_is_complete(inner: Recording) -> None:
@@ -105,7 +96,7 @@ def test_the_messages_of_a_lane_are_launched_in_order(inner: Recording) -> None:
 def test_waiting_waits_for_the_copy_first(inner: Recording) -> None:
     """Values are those at the launch: the copy is queued before any later operation on the sender's memory."""
     transport, own = OfADevice(inner), torch.ones(3)
-    work = transport.launch("a", (AllReduce(own),))
+    work = transport.launch("a", (comm.AllReduce(own),))
     own.zero_()
     (reply,) = transport.wait(work)
     assert Copying.made[0].over and torch.equal(reply, torch.ones(3))
@@ -128,12 +119,12 @@ def test_ranks_that_wait_in_different_orders_do_not_deadlock() -> None:
 
 
 REQUESTS = {
-    "all-reduce": lambda rank: AllReduce(torch.arange(4.0) + rank),
-    "all-gather": lambda rank: AllGather(torch.arange(4.0) + rank),
-    "reduce-scatter": lambda rank: ReduceScatter(torch.arange(4.0) + rank, "sum"),
-    "broadcast": lambda rank: Broadcast(torch.arange(4.0) + rank, 1),
-    "all-to-all": lambda rank: AllToAll(torch.arange(4.0) + rank, (1, 3), receives=(2 * rank + 1,) * 2),
-    "exchange": lambda rank: Exchange({1 - rank: torch.arange(4.0) + rank}, {1 - rank: torch.empty(4)}),
+    "all-reduce": lambda rank: comm.AllReduce(torch.arange(4.0) + rank),
+    "all-gather": lambda rank: comm.AllGather(torch.arange(4.0) + rank),
+    "reduce-scatter": lambda rank: comm.ReduceScatter(torch.arange(4.0) + rank, "sum"),
+    "broadcast": lambda rank: comm.Broadcast(torch.arange(4.0) + rank, 1),
+    "all-to-all": lambda rank: comm.AllToAll(torch.arange(4.0) + rank, (1, 3), receives=(2 * rank + 1,) * 2),
+    "exchange": lambda rank: comm.Exchange({1 - rank: torch.arange(4.0) + rank}, {1 - rank: torch.empty(4)}),
 }
 
 
@@ -150,7 +141,7 @@ def test_replies_are_those_of_the_inner_transport(make: Any) -> None:
             (reply,) = yield (make(transport.rank),)
             return leaves(reply)
 
-        return RunningConversation("t", body(), transport, TrafficMeter()).finish()
+        return comm.RunningConversation("t", body(), transport, comm.TrafficMeter()).finish()
 
     plain = LockstepWorld(2).run(converse)
     through = LockstepWorld(2).run(lambda transport: converse(OfADevice(transport)))
@@ -159,7 +150,7 @@ def test_replies_are_those_of_the_inner_transport(make: Any) -> None:
 
 def test_a_rank_that_only_receives_uses_host_memory() -> None:
     into = torch.zeros(3)
-    work: Any = OfADevice(LockstepWorld(2).transports[0]).launch("a", (Exchange({}, {1: into}),))
+    work: Any = OfADevice(LockstepWorld(2).transports[0]).launch("a", (comm.Exchange({}, {1: into}),))
     assert len(Copying.made) == 1 and work.requests[0].receives[1] is not into
 
 

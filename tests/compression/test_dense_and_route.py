@@ -37,11 +37,7 @@ def gradients(size: Any, scale: float = 1.0) -> Any:
 
 
 def test_only_a_compressor_that_decides_has_a_dense_share_and_dense_leaves_nan_to_the_user() -> None:
-    makers = (
-        DenseCompressor,
-        partial(PowerSGDCompressor, 1),
-        partial(DGCCompressor, 0.01, NoMemory()),
-    )
+    makers = (DenseCompressor, partial(PowerSGDCompressor, 1), partial(DGCCompressor, 0.01, NoMemory()))
     assert [Ranks(1, make, [(N,)]).states[0].dense_share for make in makers] == [None, None, 0.0]
     ranks, (own,) = Ranks(1, DenseCompressor, {"w": (N,)}), gradients(1)
     own[7] = float("nan")

@@ -11,21 +11,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from kernels.interpreter import interpreter as interpreter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-with pytest.MonkeyPatch.context() as environment:
-    environment.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from benchmarks.gpu_steps import FREE, Whole, same_bits
-    from dgc import kernels
-    from dgc.bucket import Bucket
-    from dgc.comm.requests import next_requests
-    from dgc.compression import DGCCompressor, SparseCompressor, sparse
-    from dgc.compression.cuda_graphs import WARM_UP, StepGraph, graph_of
-    from dgc.kernels.triton_tables import Launcher
-    from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
+from benchmarks.gpu_steps import FREE, Whole, same_bits
+from dgc import kernels
+from dgc.bucket import Bucket
+from dgc.comm.requests import next_requests
+from dgc.compression import DGCCompressor, SparseCompressor, sparse
+from dgc.compression.cuda_graphs import WARM_UP, StepGraph, graph_of
+from dgc.kernels.triton_tables import Launcher
+from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
 SHAPES = [(20, 30), (15, 20)]
@@ -120,7 +118,7 @@ class Rank(Whole):
     def __init__(self, compressor: Any, graph: StepGraph | None):
         self.backend, self.compressor = "triton" if graph else "reference", compressor
         with patch.object(sparse, "graph_of", lambda bucket: graph):
-            super().__init__("", compressor, [SHAPES], CPU)
+            super().__init__(compressor, [SHAPES], CPU)
         (self.bucket,), self.gradient = self.buckets, torch.empty(NUMEL)
 
     def run(self, number: int, watch: Any = None, moves: bool = False) -> list[Tensor]:

@@ -8,32 +8,26 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from kernels.interpreter import interpreter as interpreter
+from triton.runtime.interpreter import InterpreterBuilder
 
-with pytest.MonkeyPatch.context() as environment:
-    environment.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from kernels import compile_triton
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    from benchmarks.gpu import DGC_BYTES
-    from benchmarks.gpu_steps import FORMATS, bytes_of_dgc
-    from benchmarks.step_methods import Ours
-    from benchmarks.step_overhead import plan_buckets, resnet50
-    from dgc import kernels
-    from dgc.bucket import lay_out
-    from dgc.kernels.triton_blocks import TritonBlocks
-    from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
-    from dgc.kernels.triton_elements import TritonElementCoder
-    from dgc.kernels.triton_lowrank import TritonLowRank
-    from dgc.kernels.triton_quantize import TritonQuantizers
-    from dgc.kernels.triton_selection import TritonSelection
-    from dgc.kernels.triton_tables import SECTOR, Launcher, bytes_moved
-    from dgc.selection import Predicted
+from benchmarks.gpu_steps import DGC_BYTES, FORMATS, bytes_of_dgc
+from benchmarks.step_methods import Ours
+from benchmarks.step_overhead import plan_buckets, resnet50
+from dgc import kernels
+from dgc.bucket import lay_out
+from dgc.kernels.triton_blocks import TritonBlocks
+from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
+from dgc.kernels.triton_elements import TritonElementCoder
+from dgc.kernels.triton_lowrank import TritonLowRank
+from dgc.kernels.triton_quantize import TritonQuantizers
+from dgc.kernels.triton_selection import TritonSelection
+from dgc.kernels.triton_tables import SECTOR, Launcher, bytes_moved
+from dgc.selection import Predicted
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "_asked", "triton")
 
 
@@ -84,6 +78,8 @@ def measured() -> Iterator[list[tuple[str, int, tuple[int, int], tuple[int, int]
 
 def test_no_kernel_moves_more_than_it_states() -> None:
     """But for a few numbers per program, and the rest of a sector where a tile begins or ends within it."""
+    from kernels import compile_triton  # after `kernels.interpreter`
+
     with measured() as found:
         compile_triton.every_operation(TritonSelection(), [torch.float16, torch.float32])
         compile_triton.every_quantizer(TritonQuantizers())

@@ -10,30 +10,19 @@ import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, assert_same_choice, same
+from kernels.interpreter import DEVICE
+from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-with pytest.MonkeyPatch.context() as patch:
-    if DEVICE == "cpu":
-        patch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc.kernels.quantize import Quantizers, layout_of
-    from dgc.kernels.selection import TOO_LARGE, PassInputs, SparseVector
-    from dgc.kernels.triton_quantize import TritonQuantizers
-    from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
-    from dgc.kernels.triton_tables import as_rows, cut
+from dgc.kernels.quantize import Quantizers, layout_of
+from dgc.kernels.selection import TOO_LARGE, PassInputs, SparseVector
+from dgc.kernels.triton_quantize import TritonQuantizers
+from dgc.kernels.triton_selection import TritonSelection
+from dgc.kernels.triton_tables import as_rows, cut
 
-assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
 TILE, SLOTS = 64, 8
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these tests alone."""
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

@@ -7,29 +7,18 @@ import pytest
 import torch
 from cases import case
 from kernels.comparison import CODES, CUTS, encoded, numbers, random, same
+from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.interpreter import interpreter as interpreter
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-with pytest.MonkeyPatch.context() as patch:
-    if DEVICE == "cpu":
-        patch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc.kernels.blocks import Blocks
-    from dgc.kernels.codec import Codec, Terms
-    from dgc.kernels.triton_blocks import TritonBlocks
-    from dgc.kernels.triton_codec import TritonCodec
-    from dgc.kernels.triton_selection import INTERPRETED
+from dgc.kernels.blocks import Blocks
+from dgc.kernels.codec import Codec, Terms
+from dgc.kernels.triton_blocks import TritonBlocks
+from dgc.kernels.triton_codec import TritonCodec
 
 REFERENCE = Blocks()
 ORDERS: tuple[Any, ...] = (range,)
 if INTERPRETED:  # a race would give other bits in another order
     ORDERS += (lambda *n: range(*n)[::-1], lambda *n: Random(0).sample(range(*n), len(range(*n))))
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these tests alone."""
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def test_tiers_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,20 +8,17 @@ import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, same
+from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 from wire.payloads import noise_in, seal_
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-with pytest.MonkeyPatch.context() as patch:
-    if DEVICE == "cpu":
-        patch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc import wire
-    from dgc.kernels.codec import PLAIN, WORDS, Codec, IndexKind
-    from dgc.kernels.selection import PassInputs, SparseVector
-    from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder, counters_on
-    from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
-    from dgc.wire.payload import PayloadPlan
+from dgc import wire
+from dgc.kernels.codec import PLAIN, WORDS, Codec, IndexKind
+from dgc.kernels.selection import PassInputs, SparseVector
+from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder, counters_on
+from dgc.kernels.triton_selection import TritonSelection
+from dgc.wire.payload import PayloadPlan
 
 CASTS = ("fp32", "fp16", "bf16")
 VALUES = (*map(wire.CastValues, CASTS), wire.SignValues(), wire.Int8Values(), wire.TwoBitValues())
@@ -34,13 +31,6 @@ INDICES = {
 }
 # elements of the bucket, of a selection, of the payload: none, one, an odd number, more than one program
 SIZES = ((5000, 0, 50), (10, 1, 1), (5000, 37, 51), (9000, 2100, 2100))
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these tests alone."""
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def plan_of(values: Any, indices: Any, numel: Any, capacity: Any) -> Any:

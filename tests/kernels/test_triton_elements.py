@@ -9,20 +9,16 @@ import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import same
+from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-with pytest.MonkeyPatch.context() as patch:
-    if DEVICE == "cpu":
-        patch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc import compression, kernels
-    from dgc.bucket import Bucket, lay_out
-    from dgc.comm.requests import AllGather, next_requests
-    from dgc.engine.state import BucketStates
-    from dgc.kernels.triton_elements import TritonElementCoder, sums_on
-    from dgc.kernels.triton_selection import INTERPRETED
-    from dgc.wire.envelope import PayloadError
+from dgc import compression, kernels
+from dgc.bucket import Bucket, lay_out
+from dgc.comm.requests import AllGather, next_requests
+from dgc.engine.state import BucketStates
+from dgc.kernels.triton_elements import TritonElementCoder, sums_on
+from dgc.wire.envelope import PayloadError
 
 METHODS = {
     "scaled signs": compression.ScaledSignCompressor,
@@ -42,13 +38,6 @@ METHODS = {
 }
 SHAPES = [(2, 70), (33,), (0, 5), (65,)]
 NUMEL = 140 + 33 + 65
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these tests alone."""
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 class Steps:

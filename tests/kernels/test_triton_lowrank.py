@@ -11,30 +11,20 @@ import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, same
+from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-with pytest.MonkeyPatch.context() as patch:
-    if DEVICE == "cpu":
-        patch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from dgc import kernels as backends
-    from dgc.compression import PowerSGDCompressor
-    from dgc.kernels.lowrank import Batch, Cast, LowRank, SentUpdate
-    from dgc.kernels.selection import TOO_LARGE
-    from dgc.kernels.triton_lowrank import TritonLowRank, in_one, tiles_of
-    from dgc.kernels.triton_selection import INTERPRETED, TritonSelection
-    from dgc.testing import Fleet
+from dgc import kernels as backends
+from dgc.compression import PowerSGDCompressor
+from dgc.kernels.lowrank import Batch, Cast, LowRank, SentUpdate
+from dgc.kernels.selection import TOO_LARGE
+from dgc.kernels.triton_lowrank import TritonLowRank, in_one, tiles_of
+from dgc.kernels.triton_selection import TritonSelection
+from dgc.testing import Fleet
 
 EXACT = Cast(torch.float32, None, None)
 REST = 75
-
-
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these tests alone."""
-    if INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
@@ -249,9 +239,7 @@ def test_a_bucket_too_large_for_32_bits_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"num_iters_per_step": 2}, {"mode": "paper", "wire": "fp16"}, {"mode": "square"}],
-    ids=str,
+    "settings", [{}, {"num_iters_per_step": 2}, {"mode": "paper", "wire": "fp16"}, {"mode": "square"}], ids=str
 )
 def test_steps_and_dropped_steps_lose_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where dimension 0 is not outermost in memory."""

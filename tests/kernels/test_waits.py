@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.interpreter import DEVICE
+from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-with pytest.MonkeyPatch.context() as environment:
-    if DEVICE == "cpu":
-        environment.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from benchmarks.gpu_steps import COUNTED, launches_of
-    from dgc import compression, kernels, wire
-    from dgc.bucket import Bucket, lay_out
-    from dgc.comm.requests import AllGather, AllToAll, next_requests
-    from dgc.compression import PowerSGDCompressor
-    from dgc.engine.state import BucketStates
-    from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
-    from dgc.selection import TopKPerChunk
+from benchmarks.gpu_steps import COUNTED, launches_of
+from dgc import compression, kernels, wire
+from dgc.bucket import Bucket, lay_out
+from dgc.comm.requests import AllGather, AllToAll, next_requests
+from dgc.compression import PowerSGDCompressor
+from dgc.engine.state import BucketStates
+from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
+from dgc.selection import TopKPerChunk
 
 # Numbers that are in host memory already are read at once. On a GPU, `read` does not wait.
 READ = {"comm/requests.py read"} if DEVICE == "cpu" else set()
@@ -30,8 +27,6 @@ READ = {"comm/requests.py read"} if DEVICE == "cpu" else set()
 
 @pytest.fixture(autouse=True)
 def triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "_asked", "triton")
 
 

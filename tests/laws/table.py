@@ -10,31 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgc import compression as methods
 from dgc import paper
 from dgc.bucket import Bucket
-from dgc.compression import (
-    AtomoCompressor,
-    BF16Compressor,
-    BlockwiseCompressor,
-    ChunkCompressor,
-    Compressor,
-    DenseCompressor,
-    DGCCompressor,
-    DoubleSqueezeCompressor,
-    EF21Compressor,
-    FP16Compressor,
-    NaturalCompressor,
-    OneBitCompressor,
-    QSGDCompressor,
-    RandomBlockCompressor,
-    RandomKCompressor,
-    ScaledSignCompressor,
-    SignSGDCompressor,
-    SVDCompressor,
-    TernGradCompressor,
-    ThresholdCompressor,
-    TwoPhaseCompressor,
-)
 from dgc.compression.dense import CastCompressor
 from dgc.compression.error_feedback import AllGatherCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
@@ -96,10 +74,10 @@ class Row:
     """
 
     name: str
-    make: Callable[[], Compressor]
+    make: Callable[[], methods.Compressor]
     payload: Payload
     conserves: bool = True
-    dense_limit: Callable[[], Compressor] | None = None
+    dense_limit: Callable[[], methods.Compressor] | None = None
     tolerance: float = 4 * 2.0**-24
     momentum: float = 0.0
     first_step: float = 1.0
@@ -138,18 +116,18 @@ def sealed_two_bytes(bucket: Bucket, *_: int) -> int:
     return 24 + -(-2 * bucket.numel // 8) * 8
 
 
-def dgc(memory: Callable[[], Any], **settings: Any) -> Callable[[], Compressor]:
+def dgc(memory: Callable[[], Any], **settings: Any) -> Callable[[], methods.Compressor]:
     settings = {"compress_ratio": 0.05, **settings}
 
-    def make() -> Compressor:
-        compressor = DGCCompressor(memory=memory(), **settings)
+    def make() -> methods.Compressor:
+        compressor = methods.DGCCompressor(memory=memory(), **settings)
         compressor.begin_epoch(0)
         return compressor
 
     return make
 
 
-def rounded(name: str, make: Callable[[], Compressor], payload: Payload, tolerance: float) -> Row:
+def rounded(name: str, make: Callable[[], methods.Compressor], payload: Payload, tolerance: float) -> Row:
     return Row(name, make, payload, conserves=False, dense_limit=make, tolerance=tolerance)
 
 
@@ -185,7 +163,7 @@ def with_momentum(
     return Row(name, dgc(memory, **settings), payload, conserves=False, momentum=0.9, first_step=first_step)
 
 
-def powersgd(**settings: Any) -> Callable[[], Compressor]:
+def powersgd(**settings: Any) -> Callable[[], methods.Compressor]:
     return lambda: PowerSGDCompressor(**settings)
 
 
@@ -227,9 +205,9 @@ POWERSGD: dict[str, dict[str, Any]] = {
 
 SELECTORS = (Trimmed(), Bisection(), MSTopk(), Laplace(warm_start=True), Exponential(), Gaussian(), Histogram())
 GENERAL = [
-    Row("dense", DenseCompressor, own_bytes),
-    rounded("fp16", FP16Compressor, two_bytes, HALF),
-    rounded("bf16", BF16Compressor, sealed_two_bytes, BRAIN),
+    Row("dense", methods.DenseCompressor, own_bytes),
+    rounded("fp16", methods.FP16Compressor, two_bytes, HALF),
+    rounded("bf16", methods.BF16Compressor, sealed_two_bytes, BRAIN),
     rounded("horovod-fp16", lambda: CastCompressor(HalfLikeHorovod()), two_bytes, HALF),
     residual("top-k", sample_ratio=1.0),
     residual("sampled", sample_ratio=0.01),
@@ -336,7 +314,7 @@ def two_phase_bytes(bits: int, block: int, bucket: Bucket, size: int, *_: int) -
 
 def two_phases(name: str, bits: int, block: int, **settings: Any) -> Row:
     payload = partial(two_phase_bytes, bits, block)
-    return Row(name, lambda: TwoPhaseCompressor(bits, block, **settings), payload, by_size=True)
+    return Row(name, lambda: methods.TwoPhaseCompressor(bits, block, **settings), payload, by_size=True)
 
 
 def half_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
@@ -344,7 +322,7 @@ def half_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
 
 
 def chunks(memory: Callable[[], Memory] = ResidualMemory, ratio: float = 0.05, dtype: str = "fp16") -> Any:
-    return lambda: ChunkCompressor(ratio, memory(), 64, dtype)
+    return lambda: methods.ChunkCompressor(ratio, memory(), 64, dtype)
 
 
 def chunk_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
@@ -372,7 +350,7 @@ def feedback(name: str, make: Callable[[], AllGatherCompressor]) -> Row:
 
 
 def threshold(bits: int, name: str, value: float | None, per_tensor: int = 0, **promises: Any) -> Row:
-    make, payload = partial(ThresholdCompressor, bits, value), partial(threshold_bytes, bits, per_tensor)
+    make, payload = partial(methods.ThresholdCompressor, bits, value), partial(threshold_bytes, bits, per_tensor)
     return Row(name, make, payload, by_size=True, feedback=True, one_element=False, **promises)
 
 
@@ -387,25 +365,27 @@ def dense_bytes(code: int, reduced: int, gathers_up_to: int, bucket: Bucket, siz
 def dense_values(name: str, code: int, reduced: int, gathers_up_to: int, **promises: Any) -> Row:
     """The compressor of what DGC does not compress."""
 
-    def make() -> Compressor:
-        return DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
+    def make() -> methods.Compressor:
+        return methods.DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
 
     payload = partial(dense_bytes, code, reduced, gathers_up_to)
     return Row(f"dense-values-{name}", make, payload, by_size=True, feedback=True, **promises)
 
 
-def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = None) -> Compressor:
-    return DGCCompressor(ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio)
+def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = None) -> methods.Compressor:
+    return methods.DGCCompressor(
+        ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio
+    )
 
 
-def ef21(make: Callable[[], Compressor]) -> Compressor:
-    return EF21Compressor(make(), beta=0.5)
+def ef21(make: Callable[[], methods.Compressor]) -> methods.Compressor:
+    return methods.EF21Compressor(make(), beta=0.5)
 
 
-EF21: list[tuple[str, Callable[[], Compressor], Payload, bool]] = [
-    ("dense", DenseCompressor, lambda bucket, *_: 4 * bucket.numel, False),
+EF21: list[tuple[str, Callable[[], methods.Compressor], Payload, bool]] = [
+    ("dense", methods.DenseCompressor, lambda bucket, *_: 4 * bucket.numel, False),
     ("top-k", dgc(ResidualMemory), dgc_bytes(), False),
-    ("int4", partial(TwoPhaseCompressor, 4, 128), partial(two_phase_bytes, 4, 128), True),
+    ("int4", partial(methods.TwoPhaseCompressor, 4, 128), partial(two_phase_bytes, 4, 128), True),
 ]
 chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
 QUANTIZED = [
@@ -417,23 +397,23 @@ QUANTIZED = [
     threshold(2, "2bit-adaptive", None, per_tensor=4, left=0.35),
     # a rank whose own gradient stays beyond 1, as here, can never send all of it
     threshold(1, "1bit", 0.0, at_zero=False, left=0.5),
-    feedback("scaled-sign", ScaledSignCompressor),
-    feedback("onebit", OneBitCompressor),
-    feedback("blockwise", lambda: BlockwiseCompressor(block=100)),
-    Row("double-squeeze", DoubleSqueezeCompressor, double_squeeze_bytes, by_size=True),
+    feedback("scaled-sign", methods.ScaledSignCompressor),
+    feedback("onebit", methods.OneBitCompressor),
+    feedback("blockwise", lambda: methods.BlockwiseCompressor(block=100)),
+    Row("double-squeeze", methods.DoubleSqueezeCompressor, double_squeeze_bytes, by_size=True),
     two_phases("int8", 8, 64),
     two_phases("int4", 4, 128),
     two_phases("int4-hadamard", 4, 64, hadamard=True),
-    biased("signsgd", SignSGDCompressor),
-    biased("signum", lambda: SignSGDCompressor(0.5)),
-    unbiased("qsgd", QSGDCompressor),
-    unbiased("terngrad", TernGradCompressor),
-    unbiased("natural", NaturalCompressor),
-    biased("atomo", lambda: AtomoCompressor(2), by_shape=True),
+    biased("signsgd", methods.SignSGDCompressor),
+    biased("signum", lambda: methods.SignSGDCompressor(0.5)),
+    unbiased("qsgd", methods.QSGDCompressor),
+    unbiased("terngrad", methods.TernGradCompressor),
+    unbiased("natural", methods.NaturalCompressor),
+    biased("atomo", lambda: methods.AtomoCompressor(2), by_shape=True),
     coded_row(
         "svd",
-        lambda: SVDCompressor(2),
-        dense_limit=lambda: SVDCompressor(1000),
+        lambda: methods.SVDCompressor(2),
+        dense_limit=lambda: methods.SVDCompressor(1000),
         tolerance=64 * 2.0**-24,
         by_shape=True,
     ),
@@ -446,8 +426,8 @@ QUANTIZED = [
             tolerance=tolerance,
         )
         for name, make, values, itemsize, tolerance in (
-            ("random-k", RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
-            ("random-block-fp16", RandomBlockCompressor, "fp16", 2, HALF),
+            ("random-k", methods.RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
+            ("random-block-fp16", methods.RandomBlockCompressor, "fp16", 2, HALF),
         )
     ),
     *(
@@ -481,9 +461,9 @@ QUANTIZED = [
     ),
     Row(
         "threshold-v",
-        lambda: DGCCompressor(0.05, ResidualMemory(), selector=Fixed(0.01)),
+        lambda: methods.DGCCompressor(0.05, ResidualMemory(), selector=Fixed(0.01)),
         partial(sparse_bytes, 4, 8),
-        dense_limit=lambda: DGCCompressor(1.0, ResidualMemory(), selector=Fixed(0.01)),
+        dense_limit=lambda: methods.DGCCompressor(1.0, ResidualMemory(), selector=Fixed(0.01)),
     ),
 ]
 
@@ -597,12 +577,7 @@ def codes_and_flag(bits: int, bucket: Bucket, *_: int) -> int:
 
 DEFINITIONS = [
     Row(
-        "paper-ef21",
-        lambda: paper.EF21(0.05, 0.5),
-        pairs_and_flag,
-        conserves=False,
-        momentum=0.5,
-        first_step=0.5,
+        "paper-ef21", lambda: paper.EF21(0.05, 0.5), pairs_and_flag, conserves=False, momentum=0.5, first_step=0.5
     ),
     Row("paper-dgc", lambda: paper.DGC(0.05), pairs_and_flag, conserves=False, momentum=0.9),
     Row(

@@ -10,19 +10,8 @@ from cases import case
 from laws.table import EXCHANGES, TABLE, Row
 from torch import Tensor
 
+from dgc import testing
 from dgc.compression import Compressor, DenseCompressor
-from dgc.testing import (
-    LIKE,
-    ROUNDING,
-    SHAPES,
-    Fleet,
-    check_dropped_step,
-    check_nothing_lost,
-    check_replicas,
-    check_state,
-    flat,
-    gradients,
-)
 
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 # 2 ranks gather codes where more reduce them; 3 are the fewest for which the order of a sum matters
@@ -41,31 +30,31 @@ def types_are_checked_once(request: pytest.FixtureRequest) -> None:
 @every_row
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_replicas_are_bitwise_equal(row: Row, size: int) -> None:
-    check_replicas(row.make, size)
+    testing.check_replicas(row.make, size)
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.conserves], ids=lambda row: row.name)
 @two_and_more
 def test_nothing_is_lost(row: Row, size: int) -> None:
-    check_nothing_lost(row.make, size, row.tolerance)
+    testing.check_nothing_lost(row.make, size, row.tolerance)
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.dense_limit], ids=lambda row: row.name)
 @one_and_more
 def test_reaches_dense(row: Row, size: int) -> None:
     assert row.dense_limit is not None
-    limit, dense = Fleet(row.dense_limit, size), Fleet(DenseCompressor, size)
+    limit, dense = testing.Fleet(row.dense_limit, size), testing.Fleet(DenseCompressor, size)
     for step in range(3):
-        own = [gradients(rank, step) for rank in range(size)]
+        own = [testing.gradients(rank, step) for rank in range(size)]
         expected = dense.step(own)[0]
-        largest = max(float(flat(g).abs().max()) for g in own)
+        largest = max(float(testing.flat(g).abs().max()) for g in own)
         assert float((limit.step(own)[0] - expected).abs().max()) <= row.tolerance * largest * size
 
 
 @every_row
 @two_and_more
 def test_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
-    check_state(row.make, size)
+    testing.check_state(row.make, size)
 
 
 def real_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -80,9 +69,9 @@ def real_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 @every_row
 def test_a_state_with_nan_is_refused(row: Row) -> None:
     """Wherever it is: every later step would be dropped, or worse."""
-    fleet, other = Fleet(row.make, 2), Fleet(row.make, 2, seed=1)
+    fleet, other = testing.Fleet(row.make, 2), testing.Fleet(row.make, 2, seed=1)
     for step in range(2):
-        fleet.step([gradients(rank, step) for rank in range(2)])
+        fleet.step([testing.gradients(rank, step) for rank in range(2)])
     state = fleet.states[0].state_dict()
     for path, tensor in real_tensors(state):
         kept = tensor.clone()
@@ -97,9 +86,9 @@ def test_a_state_with_nan_is_refused(row: Row) -> None:
 @every_row
 @one_and_more
 def test_zeros_stay_zero(row: Row, size: int) -> None:
-    fleet = Fleet(row.make, size)
+    fleet = testing.Fleet(row.make, size)
     for _ in range(2):
-        mean = fleet.step([LIKE] * size)[0]
+        mean = fleet.step([testing.LIKE] * size)[0]
         assert bool(torch.isfinite(mean).all())
         assert not mean.any() or not row.at_zero
 
@@ -111,11 +100,11 @@ SMALLEST: tuple[tuple[tuple[int, ...], ...], ...] = (((1,),), ((1, 1),), ((0, 4)
 def test_smallest_buckets(row: Row) -> None:
     for shapes, size in product(SMALLEST, (1, 3)):
         with case(shapes, "of", size, "ranks"):
-            fleet = Fleet(row.make, size, [torch.zeros(shape, dtype=torch.float32) for shape in shapes])
-            own = [gradients(rank, 0, shapes) for rank in range(size)]
+            fleet = testing.Fleet(row.make, size, [torch.zeros(shape, dtype=torch.float32) for shape in shapes])
+            own = [testing.gradients(rank, 0, shapes) for rank in range(size)]
             mean = fleet.step(own)[0]
             if mean.numel() == 1 and row.one_element:
-                expected = row.first_step * sum(flat(g) for g in own) / size
+                expected = row.first_step * sum(testing.flat(g) for g in own) / size
                 torch.testing.assert_close(mean, expected, rtol=2.0**-7, atol=1e-6)
             assert bool(torch.isfinite(mean).all())
 
@@ -130,7 +119,7 @@ def test_layout_of_the_gradient_plays_no_part(row: Row) -> None:
     plain = torch.zeros(4, 6, 5, 3, dtype=torch.float32)
     for like in (plain.to(memory_format=torch.channels_last), plain.permute(3, 0, 2, 1)):
         order = sorted(range(4), key=like.stride, reverse=True)
-        fleet, reference = Fleet(row.make, 2, [like]), Fleet(row.make, 2, [like.permute(order)])
+        fleet, reference = testing.Fleet(row.make, 2, [like]), testing.Fleet(row.make, 2, [like.permute(order)])
         for step in range(3):
             own = [normal(like.shape, step + r) for r in range(2)]
             mean = fleet.step([[g] for g in own])[0]
@@ -144,7 +133,7 @@ def test_order_in_memory_plays_no_part(row: Row) -> None:
     transposed = torch.zeros(3, 8, 5, 6, dtype=torch.float32).permute(1, 3, 2, 0)
     other = (plain.to(memory_format=torch.channels_last), transposed)
     for like in (*other, torch.zeros(5, 3, 6, 8, dtype=torch.float32).permute(3, 2, 0, 1)):
-        fleet, reference = Fleet(row.make, 2, [like]), Fleet(row.make, 2, [plain])
+        fleet, reference = testing.Fleet(row.make, 2, [like]), testing.Fleet(row.make, 2, [plain])
         for step in range(3):
             own = [[normal(plain.shape, 9 * step + r)] for r in range(2)]
             mean, expected = fleet.step(own)[0], reference.step(own)[0].view(plain.shape)
@@ -155,9 +144,9 @@ def test_order_in_memory_plays_no_part(row: Row) -> None:
 @every_row
 def test_half_precision_gradients(row: Row) -> None:
     for dtype, size in ((torch.float16, 3), (torch.bfloat16, 2)):
-        fleet = Fleet(row.make, size, [torch.zeros(shape, dtype=dtype) for shape in SHAPES])
+        fleet = testing.Fleet(row.make, size, [torch.zeros(shape, dtype=dtype) for shape in testing.SHAPES])
         for step in range(2):
-            means = fleet.step([[g.to(dtype) for g in gradients(rank, step)] for rank in range(size)])
+            means = fleet.step([[g.to(dtype) for g in testing.gradients(rank, step)] for rank in range(size)])
             with case(dtype, size):
                 assert means[0].dtype == dtype and bool(torch.isfinite(means[0]).all())
                 assert all(torch.equal(means[0], mean) for mean in means)
@@ -172,13 +161,13 @@ def named(tensor: int, rank: int) -> str:
 def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row) -> None:
     for size, bad in ((1, float("nan")), (2, -float("inf")), (3, float("nan"))):
         with case(size, "ranks", bad):
-            fleet = Fleet(row.make, size)
-            own = [gradients(rank, 0) for rank in range(size)]
+            fleet = testing.Fleet(row.make, size)
+            own = [testing.gradients(rank, 0) for rank in range(size)]
             own[size - 1][2][1, 2, 3] = bad
             fleet.step(own)
             assert fleet.nonfinite == [named(2, size - 1)] * size
             assert all(bool(torch.isfinite(error).all()) for error in fleet.errors())
-            mean = fleet.step([gradients(rank, 1) for rank in range(size)])[0]
+            mean = fleet.step([testing.gradients(rank, 1) for rank in range(size)])[0]
             assert fleet.nonfinite == [None] * size and bool(torch.isfinite(mean).all())
 
 
@@ -190,15 +179,15 @@ KEEPING += [(row, row.dense_limit) for row in TABLE if row.keeps and row.dense_l
 @two_and_more
 def test_nothing_is_lost_in_a_dropped_step(row: Row, make: Callable[[], Compressor], size: int) -> None:
     """What a rank sent is its own again, bit for bit; NaN and inf count as zero."""
-    check_dropped_step(make, size)
+    testing.check_dropped_step(make, size)
 
 
 @every_row
 def test_metered_bytes_are_the_formula_s(row: Row) -> None:
     for size in (1, 2, 5):
-        fleet = Fleet(row.make, size)
+        fleet = testing.Fleet(row.make, size)
         for step in range(2):
-            fleet.step([gradients(rank, step) for rank in range(size)])
+            fleet.step([testing.gradients(rank, step) for rank in range(size)])
         for rank, (meter, bucket) in enumerate(zip(fleet.world.meters, fleet.buckets, strict=True)):
             assert meter.payload_bytes == 2 * row.payload(bucket, size, rank), (size, rank)
 
@@ -209,9 +198,9 @@ def test_the_ratio_tells_whether_bytes_are_saved(row: Row) -> None:
     assert 0 < row.make().compress_ratio <= 1  # before anything is planned
     shapes = ((40, 60), (30, 5, 5))
     for size in (1, 3):
-        fleet = Fleet(row.make, size, [torch.zeros(shape) for shape in shapes])
+        fleet = testing.Fleet(row.make, size, [torch.zeros(shape) for shape in shapes])
         for step in range(2):
-            fleet.step([gradients(rank, step, shapes) for rank in range(size)])
+            fleet.step([testing.gradients(rank, step, shapes) for rank in range(size)])
         bytes_per_element = fleet.world.meters[0].payload_bytes / 2 / fleet.buckets[0].numel
         ratio = fleet.states[0].compress_ratio
         assert ratio < 1 or bytes_per_element >= 2
@@ -223,10 +212,10 @@ def test_the_ratio_tells_whether_bytes_are_saved(row: Row) -> None:
 def test_converges_on_a_quadratic(row: Row) -> None:
     """min over x of the mean over ranks of |x - c_r|^2 / 2: x must come to the mean of c_r."""
     size, shapes = 2, ((10, 8), (5,))
-    targets = [gradients(rank, 99, shapes) for rank in range(size)]
-    best: Any = sum(flat(t) for t in targets) / size
+    targets = [testing.gradients(rank, 99, shapes) for rank in range(size)]
+    best: Any = sum(testing.flat(t) for t in targets) / size
     x = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
-    fleet = Fleet(row.make, size, x)
+    fleet = testing.Fleet(row.make, size, x)
     steps = 100
     for step in range(steps):
         mean = fleet.step([[a - b for a, b in zip(x, target, strict=True)] for target in targets])[0]
@@ -234,7 +223,7 @@ def test_converges_on_a_quadratic(row: Row) -> None:
         for part, change in zip(x, mean.split([80, 5]), strict=True):
             part -= lr * change.view(part.shape)
     share = row.left or (0.4 if row.momentum else 0.1)
-    assert float((flat(x) - best).norm()) < share * float(best.norm())
+    assert float((testing.flat(x) - best).norm()) < share * float(best.norm())
 
 
 # --- gradients near the end of fp32's range: dropped like NaN, or a finite mean; never an exception ------
@@ -244,10 +233,10 @@ def test_converges_on_a_quadratic(row: Row) -> None:
 def test_enormous_gradients_leave_no_trace(row: Row) -> None:
     size = 3
     for make, (huge, who) in product(filter(None, (row.make, row.dense_limit)), ((3e38, [1]), (-3e38, [0, 1, 2]))):
-        fleet = Fleet(make, size)
-        fleet.step([gradients(rank, 0) for rank in range(size)])
+        fleet = testing.Fleet(make, size)
+        fleet.step([testing.gradients(rank, 0) for rank in range(size)])
         for step in range(1, 3):
-            own = [gradients(rank, step) for rank in range(size)]
+            own = [testing.gradients(rank, step) for rank in range(size)]
             before = fleet.errors()
             for rank in who:
                 own[rank][0].fill_(huge)
@@ -262,7 +251,7 @@ def test_enormous_gradients_leave_no_trace(row: Row) -> None:
                     assert torch.equal(new.float(), old.float() + counted)
             assert all(bool(torch.isfinite(error).all()) for error in fleet.errors())
         for step in range(3, 5):
-            means = fleet.step([gradients(rank, step) for rank in range(size)])
+            means = fleet.step([testing.gradients(rank, step) for rank in range(size)])
             assert fleet.nonfinite == [None] * size
             assert bool(torch.isfinite(means[0]).all()) and bool(means[0].any())
             assert all(torch.equal(means[0], mean) for mean in means)
@@ -275,14 +264,16 @@ def test_enormous_gradients_leave_no_trace(row: Row) -> None:
 @pytest.mark.parametrize("row", EXCHANGES, ids=lambda row: row.name)
 @pytest.mark.parametrize("size", [4, 8, pytest.param(16, marks=pytest.mark.proof)])
 def test_further_numbers_of_ranks_keep_the_laws(row: Row, size: int) -> None:
-    check_replicas(row.make, size)
-    check_state(row.make, size)
-    check_dropped_step(row.make, size, row.conserves)
+    testing.check_replicas(row.make, size)
+    testing.check_state(row.make, size)
+    testing.check_dropped_step(row.make, size, row.conserves)
     if row.conserves:  # a sum of more ranks is rounded more often
-        check_nothing_lost(row.make, size, ROUNDING * size / 4)
-    fleet = Fleet(row.make, size)  # NaN, also in a tensor of a single element, of which most ranks have no part
+        testing.check_nothing_lost(row.make, size, testing.ROUNDING * size / 4)
+    fleet = testing.Fleet(
+        row.make, size
+    )  # NaN, also in a tensor of a single element, of which most ranks have no part
     for tensor, culprit in ((3, 0), (1, size - 1), (4, size // 2)):
-        own = [gradients(rank, tensor) for rank in range(size)]
+        own = [testing.gradients(rank, tensor) for rank in range(size)]
         own[culprit][tensor].view(-1)[-1] = float("nan")
         fleet.step(own)
         assert fleet.nonfinite == [named(tensor, culprit)] * size

@@ -9,20 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from cases import case
-from gossip.networks import (
-    IN_TWO_PARTS,
-    Trained,
-    adam,
-    after,
-    after_joint_steps,
-    check_that_means_stay,
-    losses,
-    mean,
-    off,
-    on,
-    same,
-    top_k,
-)
+from gossip import networks
 from on_ranks import on_ranks
 from torch import Tensor
 
@@ -43,12 +30,14 @@ def two_bits() -> methods.SparseCompressor:
 
 
 def by_dimension() -> methods.Route:
-    return methods.Route([methods.Rule(methods.PowerSGDCompressor(rank=1), min_dim=2), methods.Rule(top_k())])
+    return methods.Route(
+        [methods.Rule(methods.PowerSGDCompressor(rank=1), min_dim=2), methods.Rule(networks.top_k())]
+    )
 
 
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     "dense": lambda: None,
-    "top-k": top_k,
+    "top-k": networks.top_k,
     "2 bits": two_bits,
     "rank 1": lambda: methods.PowerSGDCompressor(rank=1),
     "signs": methods.ScaledSignCompressor,
@@ -60,11 +49,11 @@ COMPRESSIONS: dict[str, Callable[[], Any]] = {
 SIZES = [*((name, size) for name in COMPRESSIONS for size in (1, 3)), ("2 bits", 64)]
 
 
-def named(own: Trained, flat: Tensor) -> dict[str, Tensor]:
+def named(own: networks.Trained, flat: Tensor) -> dict[str, Tensor]:
     return {s.name: s.of(flat).double() for s in own.optimizer.model.segments}
 
 
-def errors(own: Trained) -> dict[str, Tensor]:
+def errors(own: networks.Trained) -> dict[str, Tensor]:
     """The residual of a rank, that of its chunk as a server included, by parameter name; zeros without one."""
     found = named(own, torch.zeros_like(own.z))
     for states in own.algorithm.exchange.states:
@@ -81,14 +70,16 @@ def check_that_nothing_is_lost(found: Any) -> None:
     found: of each rank, z0, z before the exchange, the old error, z after it and the new error, by tensor.
     """
     for tensor, z0 in found[0][0].items():
-        _, local, old, now, new = (mean([of_rank[i][tensor].double() for of_rank in found]) for i in range(5))
+        _, local, old, now, new = (
+            networks.mean([of_rank[i][tensor].double() for of_rank in found]) for i in range(5)
+        )
         torch.testing.assert_close(z0 - local + old, z0 - now + new, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
 def test_replicas_are_equal_and_nothing_is_lost(name: str, size: int) -> None:
     def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(2, compression=COMPRESSIONS[name]()))
+        own = networks.Trained(transport, OuterSteps(2, compression=COMPRESSIONS[name]()))
         found = []
         for _ in range(2):
             own.step()
@@ -98,12 +89,12 @@ def test_replicas_are_equal_and_nothing_is_lost(name: str, size: int) -> None:
             found.append((z0, named(own, local[0]), before, named(own, own.z), errors(own), own.z.clone()))
         return found
 
-    for step in zip(*on(size, body), strict=True):
+    for step in zip(*networks.on(size, body), strict=True):
         check_that_nothing_is_lost(step)
         assert all(torch.equal(s[5], step[0][5]) for s in step)
 
 
-def recorded(own: Trained) -> list[Tensor]:
+def recorded(own: networks.Trained) -> list[Tensor]:
     """Becomes the model after each step of the inner optimizer, before an exchange."""
     models: list[Tensor] = []
     inner = own.optimizer.inner.step
@@ -116,7 +107,7 @@ def recorded(own: Trained) -> list[Tensor]:
     return models
 
 
-def z0_of(own: Trained) -> dict[str, Tensor]:
+def z0_of(own: networks.Trained) -> dict[str, Tensor]:
     return {name: z.double() for name, z in own.algorithm.exchange.state_dict()["z0"].items()}
 
 
@@ -124,20 +115,20 @@ def test_diloco_by_hand() -> None:
     """Against plain torch in float64, with the models that the ranks had before each exchange."""
 
     def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(3, outer=Nesterov(0.7, 0.9)))
+        own = networks.Trained(transport, OuterSteps(3, outer=Nesterov(0.7, 0.9)))
         first, models, afters = own.z.double(), recorded(own), []
         for _ in range(3):
             own.steps(3)
             afters.append(own.z.double())
         return first, models[2::3], afters
 
-    found = on(4, body)
+    found = networks.on(4, body)
     z0, u = found[0][0], torch.zeros_like(found[0][0])
     for i in range(3):
-        d = mean([z0 - locals_[i] for _, locals_, _ in found])
+        d = networks.mean([z0 - locals_[i] for _, locals_, _ in found])
         u = 0.9 * u + d
         z0 = z0 - 0.7 * (d + 0.9 * u)
-        assert all(off(afters[i], z0) < 1e-5 for *_, afters in found)
+        assert all(networks.off(afters[i], z0) < 1e-5 for *_, afters in found)
 
 
 def test_the_outer_learning_rate_follows_its_schedule() -> None:
@@ -147,48 +138,51 @@ def test_the_outer_learning_rate_follows_its_schedule() -> None:
         return OuterSteps(4, outer=partial(torch.optim.SGD, lr=0.5), delay=2, outer_schedule=Ramp(0.4, 1.0, 10))
 
     def body(transport: Any) -> Any:
-        own = Trained(transport, make())
+        own = networks.Trained(transport, make())
         before, local = own.z.double(), recorded(own)
         own.steps(5)
         state = copy.deepcopy(own.optimizer.compression_state_dict())
-        own = Trained(transport, make())
+        own = networks.Trained(transport, make())
         own.optimizer.load_compression_state_dict(state)
         own.step()
         first, more = own.z.double(), recorded(own)
         own.steps(4)
         return before, local[3], first, more[1], own.z.double()
 
-    (z0, *_), *_ = found = on(2, body)
+    (z0, *_), *_ = found = networks.on(2, body)
     for i, factor in ((1, 0.64), (3, 0.88)):
-        z0 = z0 - 0.5 * factor * mean([z0 - of_rank[i] for of_rank in found])
-        assert all(off(of_rank[i + 1], z0) < 1e-5 for of_rank in found)
+        z0 = z0 - 0.5 * factor * networks.mean([z0 - of_rank[i] for of_rank in found])
+        assert all(networks.off(of_rank[i + 1], z0) < 1e-5 for of_rank in found)
 
 
 def test_outer_momentum_repeats_what_arrives_late() -> None:
     """The reason why SparseLoCo has none. Dense, the two end alike."""
 
     def loss(outer: Any, compression: Any) -> float:
-        return losses(120, lambda: OuterSteps(12, outer=outer, compression=compression()), 2)[1]
+        return networks.losses(120, lambda: OuterSteps(12, outer=outer, compression=compression()), 2)[1]
 
-    late = loss(Nesterov(), top_k)
-    assert late > 2 * loss(None, top_k) and late > 10 * loss(Nesterov(), lambda: None)
+    late = loss(Nesterov(), networks.top_k)
+    assert late > 2 * loss(None, networks.top_k) and late > 10 * loss(Nesterov(), lambda: None)
 
 
 def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
     """Averages of models after each step, with momentum of their own, are SGD on the mean gradient."""
-    models = after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
-    assert same(models, [models[0]] * 3) and off(models[0], after_joint_steps(12, 3)) < 1e-5
+    models = networks.after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
+    assert (
+        networks.same(models, [models[0]] * 3)
+        and networks.off(models[0], networks.after_joint_steps(12, 3)) < 1e-5
+    )
 
 
 def test_a_step_sends_at_most_the_largest_fragment() -> None:
     def body(transport: Any, **options: Any) -> Any:
-        own, sent = Trained(transport, OuterSteps(6, **options)), [0]
+        own, sent = networks.Trained(transport, OuterSteps(6, **options)), [0]
         for _ in range(13):
             own.step()
             sent.append(own.optimizer.meter.payload_bytes - sum(sent))
         return sent[1:]
 
-    (whole,), (parts,) = on(1, body), on(1, partial(body, **IN_TWO_PARTS, delay=2))
+    (whole,), (parts,) = networks.on(1, body), networks.on(1, partial(body, **networks.IN_TWO_PARTS, delay=2))
     assert whole == [0, 0, 0, 0, 0, 4 * 93] * 2 + [0]
     # fragments of 63 and 30 elements, three steps apart
     assert parts == [0, 0, 4 * 30, 0, 0, 4 * 63] * 2 + [0]
@@ -198,13 +192,13 @@ def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
     """The mean is that of the step in which the exchange began. Steps since then stay with a share of alpha."""
 
     def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(4, delay=2, alpha=0.25))
+        own = networks.Trained(transport, OuterSteps(4, delay=2, alpha=0.25))
         local = recorded(own)
         own.steps(6)
         return local, own.z.double()
 
-    found = on(3, body)
-    z0 = mean([local[3] for local, _ in found])
+    found = networks.on(3, body)
+    z0 = networks.mean([local[3] for local, _ in found])
     for local, z in found:
         torch.testing.assert_close(z, 0.25 * local[5] + 0.75 * z0, rtol=0, atol=1e-6)
 
@@ -212,7 +206,7 @@ def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
 @pytest.mark.parametrize("make", COMPRESSIONS.values(), ids=COMPRESSIONS)
 def test_a_rank_that_diverges_drops_the_outer_step_of_all(make: Any) -> None:
     def body(transport: Any) -> Any:
-        own = Trained(transport, OuterSteps(2, outer=Nesterov(), compression=make()))
+        own = networks.Trained(transport, OuterSteps(2, outer=Nesterov(), compression=make()))
         own.steps(2)
         common = own.z.clone()
         own.step()
@@ -227,17 +221,17 @@ def test_a_rank_that_diverges_drops_the_outer_step_of_all(make: Any) -> None:
         return own.z.clone()
 
     with pytest.warns(UserWarning, match="0.weight on rank 1 has NaN or inf") as caught:
-        models = on(3, body)
+        models = networks.on(3, body)
     assert len([w for w in caught if "dropped_outer_steps" in str(w.message)]) == 1
-    assert bool(models[0].isfinite().all()) and same(models, [models[0]] * 3)
+    assert bool(models[0].isfinite().all()) and networks.same(models, [models[0]] * 3)
 
 
 @pytest.mark.filterwarnings("ignore:.*has NaN or inf")
-@pytest.mark.parametrize("make", [top_k, two_bits, methods.ScaledSignCompressor])
+@pytest.mark.parametrize("make", [networks.top_k, two_bits, methods.ScaledSignCompressor])
 @on_ranks(2)
 def test_what_a_dropped_exchange_has_sent_is_an_error_again(transport: Any, make: Any) -> None:
     """e + d of each rank, where NaN counts as zero."""
-    own = Trained(transport, OuterSteps(2, compression=make()))
+    own = networks.Trained(transport, OuterSteps(2, compression=make()))
     own.steps(2)
     old, z0, local = errors(own), named(own, own.z), recorded(own)
     inner = own.optimizer.inner.step
@@ -256,18 +250,18 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
     """As for algorithms with a base. Without one, ranks keep their states: see test_islands.py."""
 
     def make() -> OuterSteps:
-        return OuterSteps(6, None, Nesterov(), top_k(), **IN_TWO_PARTS, delay=2)
+        return OuterSteps(6, None, Nesterov(), networks.top_k(), **networks.IN_TWO_PARTS, delay=2)
 
-    def seen(own: Trained) -> list[Tensor]:
+    def seen(own: networks.Trained) -> list[Tensor]:
         return [own.z.double(), *errors(own).values()]
 
     # after 10 steps the second exchange of the second fragment is in flight
-    models = check_that_means_stay(lambda transport: Trained(transport, make()), seen, 10, new)
+    models = networks.check_that_means_stay(lambda transport: networks.Trained(transport, make()), seen, 10, new)
     assert all(bool(z.isfinite().all()) for z in models)
 
 
 def test_what_cannot_be_is_refused() -> None:
-    shared = top_k()
+    shared = networks.top_k()
     steps, ramp, slowmo = cast(Any, (OuterSteps, Ramp, SlowMo))  # arguments of another type than annotated
 
     def failing(factor: Any) -> tuple[Any, str]:
@@ -309,21 +303,24 @@ def test_what_cannot_be_is_refused() -> None:
             lambda: steps(2, compression=methods.DGCCompressor(0.1, DGCSGDMemory(0.9))),
             r"memory=ResidualMemory\(\)",
         ),
-        (lambda: steps(2, compression=methods.EF21Compressor(top_k())), "EF21Compressor applies momentum to pse"),
-        (lambda: steps(1, **IN_TWO_PARTS), "2 fragments, but average_every=1"),
-        (lambda: steps(6, **IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
-        (lambda: steps(2, compression=top_k), "compression must be a compressor"),
+        (
+            lambda: steps(2, compression=methods.EF21Compressor(networks.top_k())),
+            "EF21Compressor applies momentum to pse",
+        ),
+        (lambda: steps(1, **networks.IN_TWO_PARTS), "2 fragments, but average_every=1"),
+        (lambda: steps(6, **networks.IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
+        (lambda: steps(2, compression=networks.top_k), "compression must be a compressor"),
         (lambda: steps(2, compression=shared), "has the residual of another"),
     ]
-    on(1, lambda transport: Trained(transport, OuterSteps(2, compression=shared)))
+    networks.on(1, lambda transport: networks.Trained(transport, OuterSteps(2, compression=shared)))
     for make, words in rows:
         with case(words), pytest.raises(ValueError, match=words):
-            on(1, lambda transport: Trained(transport, make()))  # noqa: B023
+            networks.on(1, lambda transport: networks.Trained(transport, make()))  # noqa: B023
 
 
 @on_ranks(2)
 def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent(transport: Any) -> None:
-    own = Trained(transport, OuterSteps(2, outer_schedule=lambda step: 1.0 if step < 4 else math.nan))
+    own = networks.Trained(transport, OuterSteps(2, outer_schedule=lambda step: 1.0 if step < 4 else math.nan))
     own.steps(3)
     sent = own.optimizer.meter.payload_bytes
     with pytest.raises(ValueError, match="outer_schedule returned nan at step 4"):
@@ -332,31 +329,33 @@ def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent(transpo
     # models that differ at the start would differ for ever, since ranks exchange changes only
     with pytest.raises(ValueError, match="rank 1 has another model at the start than rank 0: call .*broadcast"):
         weight = torch.nn.Parameter(torch.full((2,), float(transport.rank)))
-        LocalOptimizer(adam([weight]), [("weight", weight)], OuterSteps(2), transport=transport)
+        LocalOptimizer(networks.adam([weight]), [("weight", weight)], OuterSteps(2), transport=transport)
 
 
 @pytest.mark.parametrize("base", [lambda: SGP(star), lambda: HierarchicalGossip(SGP())])
 def test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes(base: Any) -> None:
     """Compressors would otherwise send differences as large as the weights."""
-    first, last = losses(80, lambda: OuterSteps(4, base(), compression=methods.ScaledSignCompressor()), 4, 2)
+    first, last = networks.losses(
+        80, lambda: OuterSteps(4, base(), compression=methods.ScaledSignCompressor()), 4, 2
+    )
     assert last < 0.2 * first
 
 
 @on_ranks(1)
 def test_a_state_of_other_settings_is_refused(transport: Any) -> None:
     def make(*settings: Any) -> Any:
-        return Trained(transport, OuterSteps(3, *settings))
+        return networks.Trained(transport, OuterSteps(3, *settings))
 
-    own = make(None, adam, top_k())
+    own = make(None, networks.adam, networks.top_k())
     own.steps(4)
     state = own.optimizer.compression_state_dict()["OuterSteps.0"]
     for settings, match in (
-        ((None, adam), "state of other compressors"),
-        ((OSGP(), adam, top_k()), "state of another algorithm"),
-        ((None, adam, methods.QSGDCompressor()), "state of other compressors"),
+        ((None, networks.adam), "state of other compressors"),
+        ((OSGP(), networks.adam, networks.top_k()), "state of another algorithm"),
+        ((None, networks.adam, methods.QSGDCompressor()), "state of other compressors"),
     ):
         with pytest.raises(ValueError, match=match):
             make(*settings).algorithm.load_state_dict(state)
     state["outer"]["0.weight"]["exp_avg"][0] = float("nan")
     with pytest.raises(ValueError, match="outer exp_avg of 0.weight has NaN"):
-        make(None, adam, top_k()).algorithm.load_state_dict(state)
+        make(None, networks.adam, networks.top_k()).algorithm.load_state_dict(state)

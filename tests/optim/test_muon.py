@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9"),
 ]
 HEAD = ["last.*"]
-OUT_OF_RANGE: Any = ({"ns_steps": 0}, {"momentum": 1.0}, {"muon_lr_ratio": 0.0})
 
 
 def muon(model: Any, split: Any = None, **options: Any) -> Any:

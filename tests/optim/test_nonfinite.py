@@ -12,22 +12,15 @@ from optim import nets
 from refusals import check_refusals
 from torch import nn
 
-from dgc.compression import (
-    BF16Compressor,
-    DenseCompressor,
-    DGCCompressor,
-    FP16Compressor,
-    NonFiniteGradientError,
-    TwoPhaseCompressor,
-)
+from dgc import compression as methods
 from dgc.memory import ResidualMemory
 
 COMPRESSIONS = {
-    "dense": DenseCompressor,
-    "fp16": FP16Compressor,
-    "bf16": BF16Compressor,
+    "dense": methods.DenseCompressor,
+    "fp16": methods.FP16Compressor,
+    "bf16": methods.BF16Compressor,
     "horovod": lambda: nets.Half,
-    "two phases": lambda: TwoPhaseCompressor(4),
+    "two phases": lambda: methods.TwoPhaseCompressor(4),
     "dgc": lambda: nets.dgc(0.1),
     "dgc dense": lambda: nets.dgc(1.0),
     "dgc int8 vectors": lambda: nets.dgc(0.1, dense_values="int8"),
@@ -99,7 +92,7 @@ def test_raise_is_one_error_on_every_rank_and_training_can_continue(compression:
         for step in range(4):
             try:
                 nets.train(model, optimizer, [step], transport.rank, loss=spoilt(1))
-            except NonFiniteGradientError as error:
+            except methods.NonFiniteGradientError as error:
                 messages.append((step, str(error)))
         assert optimizer.dropped_steps == 0
 
@@ -127,8 +120,8 @@ def test_what_was_sent_in_any_bucket_returns(model: Any, transport: Any, ratio: 
 def test_an_overflow_of_the_wire_alone_names_no_rank() -> None:
     """Finite gradients beyond fp16: the mean is inf, though no rank has a gradient that is not finite."""
     training = {"loss": lambda *given: 1e6 * nets.loss_of(*given)}
-    with pytest.raises(NonFiniteGradientError, match="overflows the dtype that carries it"):
-        nets.trained(2, [0], compression=FP16Compressor, training=training, nonfinite="raise")
+    with pytest.raises(methods.NonFiniteGradientError, match="overflows the dtype that carries it"):
+        nets.trained(2, [0], compression=methods.FP16Compressor, training=training, nonfinite="raise")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +144,7 @@ def test_large_gradients_stay_in_range_and_arrive_in_the_end(
 
     def body(model: Any, transport: Any) -> None:
         nn.init.zeros_(model.weight)
-        compression = DGCCompressor(ratio, ResidualMemory(), fp16_values=fp16_values)
+        compression = methods.DGCCompressor(ratio, ResidualMemory(), fp16_values=fp16_values)
         sgd = torch.optim.SGD(model.parameters(), lr=lr)
         optimizer = nets.wrap(model, transport, lambda m: sgd, compression=compression)
         for step in range(60):

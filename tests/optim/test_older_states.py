@@ -19,21 +19,9 @@ import torch
 from optim.nets import train
 from torch import Tensor, nn
 
+from dgc import compression as methods
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import (
-    ChunkCompressor,
-    DGCAdamCompressor,
-    DGCCompressor,
-    DoubleSqueezeCompressor,
-    OneBitAdamCompressor,
-    PowerSGDCompressor,
-    QSGDCompressor,
-    RandomKCompressor,
-    ScaledSignCompressor,
-    SparseCompressor,
-    ThresholdCompressor,
-)
 from dgc.gossip import CHOCO, DPSGD, OSGP, SGP, PowerGossip, TopK
 from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
@@ -123,24 +111,28 @@ def aggregating(model: Any, transport: Any) -> Any:
     return sgd(model.parameters()), PowerSGD(model.parameters(), config, transport)
 
 
-def sparse(**options: Any) -> SparseCompressor:
-    return SparseCompressor(0.1, ResidualMemory(), **options)
+def sparse(**options: Any) -> methods.SparseCompressor:
+    return methods.SparseCompressor(0.1, ResidualMemory(), **options)
 
 
 IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 40 * 4 / 2**20}
 CASES: dict[str, Any] = {
-    "dgc": exchanging(lambda: DGCCompressor(0.1, DGCSGDMemory(momentum=0.9)), dgc_sgd),
+    "dgc": exchanging(lambda: methods.DGCCompressor(0.1, DGCSGDMemory(momentum=0.9)), dgc_sgd),
     "top-k, vectors as int8": exchanging(lambda: sparse(dense_values="int8")),
-    "PowerSGD": exchanging(lambda: PowerSGDCompressor(rank=1, min_compression_rate=1)),
-    "PowerSGD, adaptive": exchanging(lambda: PowerSGDCompressor(rank=1, high_rank=2, min_compression_rate=0)),
-    "QSGD": exchanging(QSGDCompressor),
-    "signs": exchanging(ScaledSignCompressor),
-    "2 bits": exchanging(lambda: ThresholdCompressor(threshold=0.05)),
-    "DoubleSqueeze": exchanging(DoubleSqueezeCompressor),
-    "random k": exchanging(lambda: RandomKCompressor(0.5)),
-    "chunks": exchanging(lambda: ChunkCompressor(0.3, ResidualMemory(), 8)),
-    "1-bit Adam": exchanging(OneBitAdamCompressor, lambda ps: OneBitAdam(ps, lr=0.05, freeze_step=2)),
-    "DGC for Adam": exchanging(lambda: DGCAdamCompressor(0.2), lambda ps: DGCAdam(ps, lr=0.05, freeze_step=2)),
+    "PowerSGD": exchanging(lambda: methods.PowerSGDCompressor(rank=1, min_compression_rate=1)),
+    "PowerSGD, adaptive": exchanging(
+        lambda: methods.PowerSGDCompressor(rank=1, high_rank=2, min_compression_rate=0)
+    ),
+    "QSGD": exchanging(methods.QSGDCompressor),
+    "signs": exchanging(methods.ScaledSignCompressor),
+    "2 bits": exchanging(lambda: methods.ThresholdCompressor(threshold=0.05)),
+    "DoubleSqueeze": exchanging(methods.DoubleSqueezeCompressor),
+    "random k": exchanging(lambda: methods.RandomKCompressor(0.5)),
+    "chunks": exchanging(lambda: methods.ChunkCompressor(0.3, ResidualMemory(), 8)),
+    "1-bit Adam": exchanging(methods.OneBitAdamCompressor, lambda ps: OneBitAdam(ps, lr=0.05, freeze_step=2)),
+    "DGC for Adam": exchanging(
+        lambda: methods.DGCAdamCompressor(0.2), lambda ps: DGCAdam(ps, lr=0.05, freeze_step=2)
+    ),
     "aggregate": aggregating,
     "SGP": mixing(SGP),
     "OSGP": mixing(OSGP),

@@ -15,16 +15,8 @@ from cases import case
 from optim import nets
 from refusals import check_refusals
 
+from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import (
-    DenseCompressor,
-    DGCAdamCompressor,
-    DGCCompressor,
-    FP16Compressor,
-    OneBitAdamCompressor,
-    Route,
-    Rule,
-)
 from dgc.local import ZeroOneSteps
 from dgc.memory import ResidualMemory
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
@@ -49,12 +41,12 @@ def adamw(model: Any, **options: Any) -> Any:
 
 def wrapped(model: Any, transport: Any, make: Any = onebit_adam, **options: Any) -> Any:
     return nets.wrap(
-        model, transport, make, **{"compression": OneBitAdamCompressor(), "bucket_mb": 2e-4, **options}
+        model, transport, make, **{"compression": methods.OneBitAdamCompressor(), "bucket_mb": 2e-4, **options}
     )
 
 
 def wrapped_dgc(model: Any, transport: Any) -> Any:
-    return wrapped(model, transport, dgc_adam, compression=DGCAdamCompressor(0.2, vectors="sparse"))
+    return wrapped(model, transport, dgc_adam, compression=methods.DGCAdamCompressor(0.2, vectors="sparse"))
 
 
 both = pytest.mark.parametrize("wrapped", [wrapped, wrapped_dgc], ids=["1-bit Adam", "DGC for Adam"])
@@ -77,10 +69,10 @@ def test_gradients_of_the_warm_up_in_half_the_bytes() -> None:
 
         return nets.values(nets.run(2, body)[0]).values(), sent[0]
 
-    expected, half = ends(adamw, FP16Compressor)
-    sparse = partial(DGCAdamCompressor, 0.1, vectors="sparse")
-    for make, compressor in ((onebit_adam, OneBitAdamCompressor), (dgc_adam, sparse)):
-        for gradients, factor in ((FP16Compressor(), 1), (None, 2)):
+    expected, half = ends(adamw, methods.FP16Compressor)
+    sparse = partial(methods.DGCAdamCompressor, 0.1, vectors="sparse")
+    for make, compressor in ((onebit_adam, methods.OneBitAdamCompressor), (dgc_adam, sparse)):
+        for gradients, factor in ((methods.FP16Compressor(), 1), (None, 2)):
             found, nbytes = ends(make, partial(compressor, gradients=gradients))
             difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
             assert (difference < 1e-7) == (factor == 1) and nbytes == factor * half
@@ -192,9 +184,9 @@ def test_momentum_that_was_clipped_is_reported_once() -> None:
 def test_the_warm_up_is_adamw_bit_for_bit() -> None:
     for steps, equal in ((5, True), (6, False)):
         onebit = nets.trained(
-            2, range(steps), partial(onebit_adam, freeze_step=5, **SETTINGS), OneBitAdamCompressor
+            2, range(steps), partial(onebit_adam, freeze_step=5, **SETTINGS), methods.OneBitAdamCompressor
         )
-        expected = nets.trained(2, range(steps), partial(adamw, **SETTINGS), DenseCompressor)
+        expected = nets.trained(2, range(steps), partial(adamw, **SETTINGS), methods.DenseCompressor)
         assert nets.same(nets.values(expected).values(), nets.values(onebit).values()) == equal
 
 
@@ -227,7 +219,7 @@ def test_small_second_moments_are_raised_at_the_end_of_the_warm_up() -> None:
     def moved(transport: Any, **options: Any) -> Any:
         p = torch.nn.Parameter(torch.zeros(64))
         adam = OneBitAdam([p], lr=0.01, freeze_step=WARM_UP, **options)
-        optimizer = DistributedOptimizer(adam, [("p", p)], OneBitAdamCompressor(), transport=transport)
+        optimizer = DistributedOptimizer(adam, [("p", p)], methods.OneBitAdamCompressor(), transport=transport)
         for step in range(WARM_UP + 6):
             if step == WARM_UP:
                 v = adam.state[p]["exp_avg_sq"].clone()
@@ -248,7 +240,9 @@ def test_small_second_moments_are_raised_at_the_end_of_the_warm_up() -> None:
 @nets.each_rank(2)
 def test_other_compressors_send_gradients_to_it(model: Any, transport: Any) -> None:
     """Vectors go dense here. Their momentum is the optimizer's own, with the frozen second moment."""
-    route = Route([Rule(OneBitAdamCompressor(), min_dim=2), Rule(DenseCompressor())])
+    route = methods.Route(
+        [methods.Rule(methods.OneBitAdamCompressor(), min_dim=2), methods.Rule(methods.DenseCompressor())]
+    )
     optimizer = wrapped(model, transport, compression=route)
     assert not optimizer.receives_momentum
     nets.train(model, optimizer, range(WARM_UP + 2), transport.rank)
@@ -258,7 +252,7 @@ def test_other_compressors_send_gradients_to_it(model: Any, transport: Any) -> N
     for p in model.parameters():
         expected = p.grad if p.dim() > 1 else before[p].lerp(p.grad, 1 - 0.9)
         assert torch.equal(optimizer.state[p]["exp_avg"], expected)
-    sparse = wrapped(nets.net(), nets.alone(), compression=DGCCompressor(0.1, ResidualMemory()))
+    sparse = wrapped(nets.net(), nets.alone(), compression=methods.DGCCompressor(0.1, ResidualMemory()))
     nets.train(nets.net(), sparse, range(2))
 
 
@@ -343,7 +337,7 @@ def test_every_step_is_that_of_the_formulas_and_sends_the_planned_bytes() -> Non
     def body(transport: Any, ratio: float, correct: bool) -> Any:
         p = torch.nn.Parameter(torch.zeros(SHAPE))
         inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, bias_correction=correct)
-        compression = DGCAdamCompressor(ratio, int32_indices=True)
+        compression = methods.DGCAdamCompressor(ratio, int32_indices=True)
         optimizer, sent = DistributedOptimizer(inner, [("p", p)], compression, transport=transport), [0]
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -369,7 +363,7 @@ def test_what_does_not_fit_is_refused() -> None:
         first = {"params": list(model.first.parameters()), "betas": (0.5, 0.9)}
         return DGCAdam([first, others], freeze_step=2)
 
-    onebit, for_adam = OneBitAdamCompressor(), DGCAdamCompressor(0.1, vectors="sparse")
+    onebit, for_adam = methods.OneBitAdamCompressor(), methods.DGCAdamCompressor(0.1, vectors="sparse")
     refused: list[tuple[Any, Any, str]] = [
         (adamw, onebit, "AdamW does not share its own: use .*OneBitAdam"),
         (adamw, for_adam, "use .*DGCAdam"),
@@ -412,21 +406,21 @@ def test_wrong_arguments() -> None:
         ({"betas": (0.9,)}, "betas must be two numbers"),
     ]
     check_refusals(*((partial(onebit_adam, nets.net(), **options), words) for options, words in wrong))
-    given: tuple[Any, ...] = (FP16Compressor, OneBitAdamCompressor())
+    given: tuple[Any, ...] = (methods.FP16Compressor, methods.OneBitAdamCompressor())
     for gradients in given:
         for make in (
-            OneBitAdamCompressor,
-            partial(DGCAdamCompressor, 0.01),
+            methods.OneBitAdamCompressor,
+            partial(methods.DGCAdamCompressor, 0.01),
             partial(ZeroOneSteps, 1),
         ):
             with pytest.raises(ValueError, match="gradients must be a compressor without state"):
                 make(gradients=gradients)
     none = r"momentum of a dgc.optim.OneBitAdam, and has none.*DoubleSqueeze"
     check_refusals(
-        (lambda: DGCAdamCompressor(0.1, memory=ResidualMemory()), "has a memory of its own"),
+        (lambda: methods.DGCAdamCompressor(0.1, memory=ResidualMemory()), "has a memory of its own"),
         (
-            lambda: Fleet(lambda: DGCAdamCompressor(0.1), 1),
+            lambda: Fleet(lambda: methods.DGCAdamCompressor(0.1), 1),
             "second moment of a dgc.optim.DGCAdam, and has none",
         ),
-        (lambda: Fleet(OneBitAdamCompressor, 1), none),
+        (lambda: Fleet(methods.OneBitAdamCompressor, 1), none),
     )

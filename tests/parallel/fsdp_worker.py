@@ -359,7 +359,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "ef21": lambda: EF21Compressor(top_k(vectors="sparse")),
     "powersgd": lambda: PowerSGDCompressor(2, min_compression_rate=0),
     "8 bits": TwoPhaseCompressor,
-    "4 bits": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
+    "hadamard": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
 }
 
 

@@ -47,10 +47,7 @@ def test_one_process_without_a_launcher(group: Group) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("launch", "ranks", "how"),
-    [
-        (torchrun, 2, "sleeps"),
-        *((mpirun, ranks, how) for ranks in (2, 4, 5) for how in ("sleeps", "is_stopped")),
-    ],
+    [(torchrun, 2, "sleeps"), *((mpirun, ranks, how) for ranks in (2, 4, 5) for how in ("sleeps", "is_stopped"))],
 )
 def test_a_rank_that_times_out_is_named_to_all_others(
     launch: Launcher, ranks: int, how: str, tmp_path: Path

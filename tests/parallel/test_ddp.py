@@ -34,36 +34,26 @@ def test_accumulated_gradients_are_those_of_distributed_optimizer(group: Group, 
     on_replicas(group, worker.beside_optimizer, method, ("default", "unused", "view"), worker.Net, 3)
 
 
-def test_a_parameter_without_a_gradient_counts_as_zero_and_its_error_state_is_delivered(group: Group) -> None:
-    on_replicas(group, worker.unused_parameters)
+ALIKE = {
+    "a parameter without a gradient counts as zero, and its error state is delivered": worker.unused_parameters,
+    "an overflow on one rank makes every scaler skip, and leaves the error state unscaled": worker.loss_scaling,
+    "a NaN on one rank drops the step or raises on every rank, and training goes on": worker.nonfinite,
+    "epochs are counted or set": worker.epochs,
+    "ranks without further data take part in join": worker.uneven_data,
+}
+OF_EACH = {
+    "a later backward pass exchanges the earlier mean again": worker.several_exchanges,
+    "means of blocks are written into DDP's buckets": worker.delivered,
+    "buffers and models are freed": worker.memory,
+}
 
 
-def test_an_overflow_on_one_rank_makes_every_scaler_skip_and_leaves_the_error_state_unscaled(group: Group) -> None:
-    on_replicas(group, worker.loss_scaling)
-
-
-def test_a_nan_on_one_rank_drops_the_step_or_raises_on_every_rank_and_training_goes_on(group: Group) -> None:
-    on_replicas(group, worker.nonfinite)
-
-
-def test_epochs_are_counted_or_set(group: Group) -> None:
-    on_replicas(group, worker.epochs)
-
-
-def test_ranks_without_further_data_take_part_in_join(group: Group) -> None:
-    on_replicas(group, worker.uneven_data)
-
-
-def test_a_later_backward_pass_exchanges_the_earlier_mean_again(group: Group) -> None:
-    group.run(worker.several_exchanges)
-
-
-def test_means_of_blocks_are_written_into_ddps_buckets(group: Group) -> None:
-    group.run(worker.delivered)
-
-
-def test_buffers_and_models_are_freed(group: Group) -> None:
-    group.run(worker.memory)
+@pytest.mark.parametrize("law", [*ALIKE, *OF_EACH])
+def test_law(group: Group, law: str) -> None:
+    if law in ALIKE:
+        on_replicas(group, ALIKE[law])
+    else:
+        group.run(OF_EACH[law])
 
 
 def test_a_state_continues_bit_for_bit_also_in_other_buckets_optimizers_and_processes_even_after_an_error(

@@ -53,12 +53,6 @@ def test_tiny_tensors_send_at_least_one() -> None:
         assert torch.equal(chosen, largest(v, math.ceil(n / 1000))), n
 
 
-def test_seeds_differ() -> None:
-    v, plan = laplace(60_000), plan_of(60_000, ratio=0.005)
-    different = {tuple(indices_of(Sampled(), v, plan, seed).tolist()) for seed in range(6)}
-    assert len(different) > 1
-
-
 @pytest.mark.parametrize("n", [2001, 4096, 10_000, 65_536, 99_999, 300_001])
 def test_strided_samples(n: Any) -> None:
     """Enough of them, an odd stride, and a start that varies."""

@@ -220,7 +220,7 @@ ON_2_RANKS = {
         ("", "train.batch_size=10", "train.batch_size is 10 tokens, fewer than the"),
     ],
     "pysource/gpt": [
-        ("gossip/sgp", "train.precision=fp16", "every rank would have a loss scale of its own: use bf16"),
+        ("gossip/sgp", "train.precision=fp16", "every rank would have a loss scale of its own: use bf16")
     ],
 }
 ON_OTHERS = [

@@ -10,17 +10,7 @@ import torch
 from cases import case
 from kernels.backends import NAMES, backend
 from kernels.comparison import REFERENCE, same
-from wire.payloads import (
-    FORMATS,
-    SOME,
-    budget_of,
-    clustered,
-    decode,
-    encode,
-    scattered,
-    seal_,
-    selection_of,
-)
+from wire.payloads import FORMATS, SOME, budget_of, clustered, decode, encode, scattered, seal_, selection_of
 
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.wire import PayloadError, ValueFormat

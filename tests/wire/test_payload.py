@@ -21,14 +21,7 @@ from wire.payloads import (
     selection_of,
 )
 
-from dgc.wire import (
-    CastValues,
-    PackedIndices,
-    PlainIndices,
-    RiceIndices,
-    SparseFormat,
-    TwoBitValues,
-)
+from dgc import wire
 
 NUMEL = 5000
 PAIR_BYTES = {"fp32 int64": 12, "fp32 int32": 8, "fp16 int64": 10, "fp16 int32": 6, "bf16 int32": 6}
@@ -174,7 +167,7 @@ def sent_values(name: Any, values: Any, *bounds: Any, result: Any = torch.float3
     values = torch.tensor(values)
     numel = values.numel()
     budget = budget_of(numel, *(bounds or (0, numel)))
-    form = SparseFormat(VALUES[name], PlainIndices("int32"))
+    form = wire.SparseFormat(VALUES[name], wire.PlainIndices("int32"))
     done = encode(form, selection_of(torch.arange(numel), values), budget, numel, result=result)
     (got,), _ = decode(form, [done.payload], budget, numel)
     assert torch.equal(got.values, done.sent.values) and got.values.isfinite().all()
@@ -239,7 +232,7 @@ def bins_of(values: Any, range_in_sigmas: Any) -> Any:
 
 
 def in_2_bits(values: Any, range_in_sigmas: Any, *bounds: Any) -> Any:
-    form, k = SparseFormat(TwoBitValues(range_in_sigmas), PlainIndices("int32")), values.numel()
+    form, k = wire.SparseFormat(wire.TwoBitValues(range_in_sigmas), wire.PlainIndices("int32")), values.numel()
     return encode(form, selection_of(torch.arange(k), values), budget_of(k, *bounds), k).sent.values
 
 
@@ -274,29 +267,29 @@ def test_2_bits_keep_signs_and_are_closer_than_signs_are() -> None:
 def test_a_range_that_is_none_is_refused() -> None:
     for wrong in (0, -1.0, math.inf, math.nan, True, "6", None):
         with pytest.raises(ValueError, match="range_in_sigmas must be a positive number of standard dev"):
-            TwoBitValues(wrong)  # type: ignore[arg-type]
+            wire.TwoBitValues(wrong)  # type: ignore[arg-type]
 
 
 def test_values_beyond_the_range_are_cut_and_not_infinite() -> None:
     """Nor are sums on a wire that adds."""
     wide = torch.tensor([LARGEST, -LARGEST, 0.5, 0.0])
-    for values in (CastValues("fp16"), CastValues("bf16")):
+    for values in (wire.CastValues("fp16"), wire.CastValues("bf16")):
         limit = torch.finfo(values.torch_dtype).max
         assert values.quantize(wide).float().tolist() == [limit, -limit, 0.5, 0.0]
     # from just below half a step beyond the range on
-    cut = CastValues("fp16").quantize(torch.tensor([65519.0, 65520.0, 1e30, -1e30]))
+    cut = wire.CastValues("fp16").quantize(torch.tensor([65519.0, 65520.0, 1e30, -1e30]))
     assert cut.tolist() == [65504.0, 65504.0, 65504.0, -65504.0]
-    assert (4 * CastValues("fp16").quantize(torch.full((3,), 1e5), summands=4)).isfinite().all()
+    assert (4 * wire.CastValues("fp16").quantize(torch.full((3,), 1e5), summands=4)).isfinite().all()
     dense = {name: values.dense.dtype for name, values in VALUES.items()}
     assert dense == {**dict.fromkeys(VALUES, "fp32"), "fp16": "fp16"}
 
 
 def test_unknown_names_and_indices_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="fp32, fp16, bf16"):
-        CastValues("float16")
+        wire.CastValues("float16")
     with pytest.raises(ValueError, match="int64 or int32"):
-        PlainIndices("int16")
-    for indices in (PlainIndices(), PlainIndices("int32"), PackedIndices(), RiceIndices()):
+        wire.PlainIndices("int16")
+    for indices in (wire.PlainIndices(), wire.PlainIndices("int32"), wire.PackedIndices(), wire.RiceIndices()):
         indices.plan(1, 2**31 - 1)
         with pytest.raises(ValueError, match="too large"):
             indices.plan(1, 2**31)
