@@ -13,8 +13,9 @@ cycle time: they have a launch of their own. Bytes are those that one rank contr
 With --hosts (benchmarks.netlab), the bytes that a host's interface has sent in a step stand beside the meter's,
 without 66 bytes of headers for each packet, and without what Horovod sends all the time; `noop` measures it.
 `bound` is the time of the wire bytes at the rate that one TCP connection reached. `faster` compares with the
-faster one of `fp16` and `horovod-fp16`, and `fewer` the bytes of the link. All ranks share the cores of this machine,
-and without --hosts the "network" is memory: it shows the cost, not the gain. `benchmarks.figures` draws the JSON.
+faster one of `fp16` and `horovod-fp16`, and `fewer` the bytes of the link. All ranks share the cores of this
+machine, and without --hosts the "network" is memory: it shows the cost, not the gain. `benchmarks.figures` draws
+the lines of JSON.
 """
 
 import argparse
