@@ -85,10 +85,11 @@ def fast(size: int, gamma: Any, Adam: Any, wrapped: Any, **settings: Any) -> Any
     return LockstepWorld(size).run(body)
 
 
-def check(found: Any, expected: Any, begin: int, atol: float) -> None:
-    """begin: of the second stage."""
+def check(found: Any, expected: Any, begin: int) -> None:
+    """Each step may round both parameters, by half a unit in the last place. begin: of the second stage."""
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours[:, 0], normal(1)[0].expand(STEPS + 1))  # v is zero
+        atol = STEPS * float(theirs.abs().max()) * torch.finfo(torch.float32).eps
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
         assert float((theirs[-1] - theirs[begin]).abs().max()) > 0.1
 
@@ -103,7 +104,7 @@ def test_onebit_adam(size: int) -> None:
         return DistributedOptimizer(adam, named, OneBitAdamCompressor(), transport=transport)
 
     found = fast(size, lambda t: gamma, OneBitAdam, wrapped, freeze_step=warm_up)
-    check(found, expected[:1] * size, warm_up, 2e-6)
+    check(found, expected[:1] * size, warm_up)
 
 
 @each_size
@@ -121,7 +122,7 @@ def test_zero_one_adam(size: int) -> None:
         return LocalOptimizer(adam, named, ZeroOneSteps(freeze, kappa, scaler, clipper), transport=transport)
 
     found = fast(size, gamma, ZeroOneAdam, wrapped)
-    check(found, expected, freeze, 4e-6)
+    check(found, expected, freeze)
     for step in range(STEPS):  # the ranks have one model after each step of T_u, and only then
         same = all(torch.equal(ours[step + 1], found[0][step + 1]) for ours in found)
         assert same == (step in T_u or size == 1), step
