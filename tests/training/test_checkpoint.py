@@ -340,7 +340,7 @@ METHODS: dict[str, Any] = {
 }
 # (ranks, ranks of each machine; None: all ranks alike)
 FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
-BETWEEN_RANKS = [((old, None), (new, None)) for old, new in ((3, 2), (3, 4), (4, 1), (1, 4), (2, 5))]
+BETWEEN_RANKS = [((old, None), (new, None)) for old, new in ((3, 2), (4, 1), (2, 5))]
 BETWEEN_MACHINES: list[Any] = [
     (TWO_BY_TWO, FLAT_4), (FLAT_4, TWO_BY_TWO), (FLAT_3, TWO_BY_THREE), (TWO_BY_TWO, THREE_BY_TWO),
     (THREE_BY_TWO, TWO_BY_THREE), (TWO_BY_THREE, FLAT_3),
@@ -419,9 +419,11 @@ def test_a_blend_is_rounded_once_and_keeps_what_is_equal_on_all_ranks_bit_for_bi
 def test_values_that_cannot_be_summed_and_parts_that_contradict_are_reported() -> None:
     zeros, ones = torch.zeros(2), torch.ones(2).long()
     two: list[Any] = [(1, 2), (1, 1.0), ([1], [1, 2]), (zeros, torch.zeros(3)), (ones, 2 * ones)]
-    for first, second in (*(({"a": one}, {"a": other}) for one, other in two), ({"a": 1}, {"b": 1})):
-        with case(first, second), pytest.raises(ValueError, match=r"^state\.a|^state has different keys"):
-            blend({0: first, 1: second}, shares(2, 1, 0))
+    for first, second in two:
+        with pytest.raises(ValueError, match=r"^state\.a"):
+            blend({0: {"a": first}, 1: {"a": second}}, shares(2, 1, 0))
+    with pytest.raises(ValueError, match="^state has different keys"):
+        blend({0: {"a": 1}, 1: {"b": 1}}, shares(2, 1, 0))
     assert merge([{"steps": 0, "v": {}}, {"steps": 3, "v": {"w": 1.5}}]) == {"steps": 3, "v": {"w": 1.5}}
     assert merge([{"kind": "a"}, {"kind": "a"}]) == {"kind": "a"}
     for first, second in (("a", "b"), (zeros, torch.ones(2)), (True, 1), (zeros, None)):

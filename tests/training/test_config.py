@@ -45,7 +45,6 @@ def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None
     tree = load([CNN, WM5, later])
     assert tree.train.scheduler.T_max == 95
     assert (tree.train.compression.memory.momentum, tree.train.compression.seed) == (0.5, 7)
-    assert tree.model.num_classes == tree.dataset.num_classes == 10
     # formulas in lists
     text = "configs.train.scheduler = Config(torch.optim.lr_scheduler.MultiStepLR)\n"
     text += "configs.train.scheduler.milestones = [derived('train.num_epochs // 2 - train.warmup_lr_epochs'), "
@@ -109,12 +108,7 @@ def test_dgc_files_set_what_they_say() -> None:
     assert (c.warmup_epochs, c.warmup_coeff, c["values"], c.indices) == (5, None, "fp16", "int32")
     assert c.memory.momentum_masking is False
     assert load([CNN, "configs/dgc/wm0.py"]).train.compression.warmup_epochs == 0
-    assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1, 1, 1, 1, 1]
-    compressor, ratios = instantiate(c), []
-    for epoch in range(6):
-        compressor.begin_epoch(epoch)
-        ratios.append(compressor.compress_ratio)
-    assert ratios == pytest.approx([0.25, 0.063, 0.0158, 0.004, 0.001, 0.001], rel=0.01)
+    assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1] * 5
 
 
 def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path: Path) -> None:
@@ -130,14 +124,12 @@ def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path
     rest, folder = write(tmp_path, "rest.yaml", model), tmp_path / "no_base/a/b"
     tree = load([folder / "c.py", rest])
     assert (tree.seed, tree.deterministic, tree.train.num_epochs) == (20, True, 9)
-    assert load([folder, rest]).seed == 2
-    assert load([folder / "c", folder / "c.py", rest]).seed == 200
+    assert load([folder, rest]).seed == 2 and load([folder / "c", folder / "c.py", rest]).seed == 200
     assert load([f"{folder}/", tmp_path / "no_base/a", rest]).seed == 2
 
 
 def test_any_working_directory(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    expected = load([CNN, WM5])
-    mine = write(tmp_path, "mine.yml", "seed: 3")
+    expected, mine = load([CNN, WM5]), write(tmp_path, "mine.yml", "seed: 3")
     monkeypatch.chdir(tmp_path)
     assert load([CNN, WM5]) == load([REPOSITORY / CNN, "./configs/dgc/wm5"]) == expected
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -249,7 +241,7 @@ def test_literals() -> None:
     cases |= {"[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []}
     cases |= {"{b: null, c: 'null of it', d: [x]}": {"b": None, "c": "null of it", "d": ["x"]}}
     cases |= {'"5"': "5", "'null'": "null", "''": ""}
-    texts = ["010", "nan", "resnet20", "1-2", "os.getcwd()", "__import__('os')", "acc/test_top1", "conv\\d+[.]a"]
+    texts = ["010", "nan", "resnet20", "1-2", "__import__('os').getcwd()", "acc/test_top1", "conv\\d+[.]a"]
     for text, value in (cases | {text: text for text in texts}).items():
         found = literal(text, "key")
         assert found == value and type(found) is type(value), text

@@ -117,7 +117,7 @@ UNKNOWN = [
     ("model.zzzzzzzzzzzz 5", "takes no keyword 'zzzzzzzzzzzz'; there are: model.num_classes"),
     ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
     ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
-    ("train.compression.compress_ratio 1", "stack a file of configs/dgc/... or"), ("train null", "be a mapping"),
+    ("train.compression.compress_ratio 1", "or configs/dgc/... or"), ("train null", "be a mapping"),
 ]  # fmt: skip
 
 
@@ -157,8 +157,8 @@ def test_a_users_own_root_base_declares_keys_types_and_limits(tmp_path: Path) ->
     message = refusal(CNN, deep, words="--configs.mine.depth abc")
     assert message.endswith("mine.depth is 'abc', but it must be a whole number")
     base.unlink()
-    text = "from dgc_training.config import Key\nconfigs.mine = {'depth': Key(int | None, 3, least=2)}\n"
-    python(tmp_path / "__init__.py", text + "configs.mine.name = Key(str)\n")
+    text = "from dgc_training.config import Key\nconfigs.mine = {}\nconfigs.mine.name = Key(str)\n"
+    python(tmp_path / "__init__.py", text + "configs.mine.depth = Key(int | None, 3, least=2)\n")
     named = yaml(tmp_path / "named.yaml", "mine: {name: a}")
     assert load([CNN, named], ["--configs.mine.depth", "null"]).mine == {"depth": None, "name": "a"}
     message = refusal(CNN, named, words="--configs.mine.depth 1")
@@ -167,8 +167,7 @@ def test_a_users_own_root_base_declares_keys_types_and_limits(tmp_path: Path) ->
 
 
 def test_wrong_types_and_values(file: Path) -> None:
-    node = "a node that names its constructor (_target_)"
-    whole = "a whole number, at least 1"
+    node, whole = "a node that names its constructor (_target_)", "a whole number, at least 1"
     for key, values, kind in (
         ("train.num_epochs", ["abc", "1.5", "0", "true", "[1]", '${derive:"1/2"}'], whole),
         ("train.num_batches_per_step", ["null", "-1"], whole), ("train.checkpoint_every", ["0.5", "abc"], whole),
@@ -381,12 +380,6 @@ def test_words_that_are_no_overrides() -> None:
     for value in (*formulas, "9" * 1000 + "x", f"[{long}, {{]"):
         message = message_of(CNN, words=["--configs.train.scheduler.T_max", value])
         assert ("..." in message or "is no value or formula" in message) and len(message) < 400
-
-
-def test_values_are_never_run(file: Path) -> None:
-    text = "__import__('pathlib').Path('made').touch()"
-    tree = load([CNN], ["--configs.train.metric", text])
-    assert tree.train.metric == text and not list(file.parent.iterdir())
 
 
 def test_config_nodes_are_mappings_with_attributes() -> None:

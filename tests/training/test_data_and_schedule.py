@@ -108,8 +108,7 @@ def test_a_position_suffices_to_resume(passes: int) -> None:
         found = batches(NOISY, 3, passes, rank=1, size=2).epoch(2, start)
         return [(step, torch.stack([x for x, _ in step_passes])) for step, step_passes in found]
 
-    state = torch.get_rng_state()
-    whole = inputs(0)
+    state, whole = torch.get_rng_state(), inputs(0)
     assert torch.equal(state, torch.get_rng_state()) and len(whole[0][1]) == passes
     torch.rand(3)
     assert_equal(inputs(1), whole[1:])
@@ -188,8 +187,7 @@ def test_all_generators_continue_and_a_temporary_seed_leaves_them_alone() -> Non
     for seed in (1, 1, 2):
         with temporary_seed(seed):
             drawn.append(draw())
-    assert drawn[0] == drawn[1] and not {*drawn[0][:4]} & {*drawn[2][:4]}
-    assert draw() == first
+    assert drawn[0] == drawn[1] and not {*drawn[0][:4]} & {*drawn[2][:4]} and draw() == first
     restore_random_state(state, CPU)
     assert [draw() for _ in range(3)] == expected
 
@@ -299,8 +297,7 @@ def test_the_rate_of_every_step() -> None:
     warm_up = [scaled * (i / STEPS * (4 - 1) / 3 + 1) / 4 for i in range(3 * STEPS)]
     assert seen == pytest.approx(warm_up + [scaled] * (2 * STEPS)) and seen[0] == pytest.approx(0.1 * 2)
     # one rank never warms up
-    assert warmup_factor(0.0, 1, 5) == 1.0
-    assert set(rates(make(size=1), epochs=5)) == {0.1 * 2}
+    assert warmup_factor(0.0, 1, 5) == 1.0 and set(rates(make(size=1), epochs=5)) == {0.1 * 2}
     assert set(rates(make(warmup=0), epochs=3)) == {scaled}
     # milestones 2 and 4 are epochs 5 and 7
     seen = rates(make(lambda o: lrs.MultiStepLR(o, [2, 4])), epochs=10)[::STEPS]

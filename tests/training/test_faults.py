@@ -86,12 +86,10 @@ def test_the_rank_with_other_code_is_reported(tmp_path: Path, monkeypatch: Monke
     file = tmp_path / "dgc_models" / "a.py"
     file.parent.mkdir()
     file.write_text("a = 1\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(agreement, "FOLDERS", (file.parent,))
-        before = code_hashes()
-        file.write_text("a = 2\n")
-        assert code_difference(before, code_hashes()) == "dgc_models/a.py"
-    assert code_difference(before, before) is None
+    monkeypatch.setattr(agreement, "FOLDERS", (file.parent,))
+    before = code_hashes()
+    file.write_text("a = 2\n")
+    assert code_difference(before, code_hashes()) == "dgc_models/a.py" and code_difference(before, before) is None
     assert code_difference({}, {"x.py": "1"}) == "x.py (one of them has no such file)"
     own = threading.local()
     monkeypatch.setattr(agreement, "code_hashes", lambda: own.hashes)
@@ -120,9 +118,8 @@ def test_the_rank_that_does_not_wait_is_stuck() -> None:
     watched, seen = WatchedTransport(slow), list[Any]()
     slow.wait.side_effect = lambda work: seen.append(watched.waiting)
     watched.wait(watched.launch("a", ()))
-    assert (
-        seen[0][1] == "a" and watched.waiting is None and slow.wait.call_args.args == (slow.launch.return_value,)
-    )
+    slow.wait.assert_called_once_with(slow.launch.return_value)
+    assert seen[0][1] == "a" and watched.waiting is None
 
 
 def test_torchrun_ends_with_the_message_of_the_first_rank(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -287,9 +284,9 @@ def test_only_unbounded_growth_gives_a_warning() -> None:
         assert "not finite" in text
     # Low-rank methods have a compress_ratio below 1. A ratio of 1 would turn the monitor off.
     for make in (SVDCompressor, AtomoCompressor):
-        model, options = torch.nn.Linear(40, 60), {"transport": LockstepWorld(1).transports[0]}
+        model, transport = torch.nn.Linear(40, 60), LockstepWorld(1).transports[0]
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(sgd, model.named_parameters(), make(2), **options)
+        optimizer = DistributedOptimizer(sgd, model.named_parameters(), make(2), transport=transport)
         assert optimizer.compress_ratio == 2 * (40 + 60) / (40 * 60)
         (text,) = warnings_of(linear, ratio=optimizer.compress_ratio)
         assert "compress_ratio 0.0833" in text

@@ -70,7 +70,7 @@ from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD
 configs.train.dgc = True
 configs.train.compression = Config(DGCCompressor)
-configs.train.compression.sample_ratio = 0.05
+configs.train.compression.compress_ratio = 0.01
 before = configs.train.optimizer
 configs.train.optimizer = Config(DGCSGD)
 for name, value in before.items():
@@ -89,11 +89,12 @@ def place(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     rows = table("there | here | where", "migrating.md")
     edits = [[re.findall("`(.+?)`", cell) for cell in row[:2]] for row in rows]
     for name, text in FILES.items():
+        text = ENGINE + text
+        for there, here in edits:
+            text = text.replace(there[0], "\n".join(here))
         file = tmp_path / "configs" / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(
-            reduce(lambda text, edit: text.replace(edit[0][0], "\n".join(edit[1])), edits, ENGINE + text)
-        )
+        file.write_text(text)
     everything = ENGINE + "".join(FILES.values())
     assert len(edits) == 7 and all(there[0] in everything for there, _ in edits)
     monkeypatch.chdir(tmp_path)
@@ -181,8 +182,7 @@ def test_a_saved_config_is_that_of_the_present_files(tmp_path: Path) -> None:
 
 
 def test_names_of_still_earlier_versions() -> None:
-    sgp = {"_target_": "dgc.gossip.SGP"}
-    slowmo = {"_target_": "dgc.gossip.SlowMo", "beta": 0.5}
+    sgp, slowmo = {"_target_": "dgc.gossip.SGP"}, {"_target_": "dgc.gossip.SlowMo", "beta": 0.5}
     machines = {"_target_": "dgc.gossip.Machines", "base": sgp}
     gossip = {"_target_": "dgc.gossip.Periodic", "average_every": 48, "base": machines, "outer": slowmo}
     derived = {"steps": '${derive:"2 * train.gossip.average_every"}'}

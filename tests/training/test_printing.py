@@ -145,7 +145,7 @@ def test_colour_and_bar_of_a_terminal(capsys: CaptureFixture[str], monkeypatch: 
     _, bar, blank, head, row = output.out.replace("\n", "\r").rstrip("\r").split("\r")
     assert bar.startswith("epoch 1/3") and "/12" in bar and len(bar) <= 70 and not blank.strip()
     assert head.startswith("epoch ") and row.startswith("  1/3") and not output.err
-    silent = Console(1, 3, 12, "acc/test_top1")
+    silent = Console(1, 3, 12, "acc/test_top1")  # of another rank
     silent.step(0, 1, "")
     silent.end_epoch(1, VALUES, best=True)
     assert capsys.readouterr() == ("", "")
@@ -161,8 +161,7 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
     command = command if launched else [sys.executable, "-c", TELL]
     environment |= {"PYTHONPATH": str(REPOSITORY)}
     master, slave = pty.openpty()
-    name = os.ttyname(slave)
-    tagged = [command[0], "--tag-output", *command[1:]]
+    name, tagged = os.ttyname(slave), [command[0], "--tag-output", *command[1:]]
     untagged = [*tagged[:2], "-mca", "orte_tag_output", "0", *command[1:]]  # as horovodrun with --mpi-args
     rows = [(command, slave, name), (command, subprocess.PIPE, "None")]
     for words, errors, second in rows + [(tagged, slave, "None"), (untagged, slave, name)] * launched:
@@ -176,9 +175,9 @@ def test_the_terminal_is_found_under_mpirun(launched: Any) -> None:
 def test_what_a_run_says_of_its_bytes(capsys: CaptureFixture[str], tmp_path: Path) -> None:
     """One process sends nothing, a dense warm-up is explained, and gossip may send more than dense."""
     gossip = [CNN, "configs/gossip/dpsgd.py", "configs/topology/full.py"]
-    outputs, quick = [], ["train.num_epochs=1", "train.batch_size=90", "model.width=8"]
-    for number, (stack, size) in enumerate((([CNN], 1), (STACK, 4), (gossip, 4))):
-        train_in(tmp_path / str(number), stack, quick, size)
+    outputs, quick = list[str](), ["train.num_epochs=1", "train.batch_size=90", "model.width=8"]
+    for stack, size in (([CNN], 1), (STACK, 4), (gossip, 4)):
+        train_in(tmp_path / str(len(outputs)), stack, quick, size)
         outputs.append(capsys.readouterr().out)
     alone, warmup, more = outputs
     assert "1 rank on cpu" in alone and alone.count("1 process: nothing is sent") == 2 and "MB" not in alone

@@ -74,8 +74,8 @@ def test_streams_are_contiguous_and_resume_anywhere(passes: int) -> None:
         rows += inputs[:, 0].tolist()
         assert 160 <= inputs.size(1) + 5 * passes and inputs.size(1) <= 166
     assert rows == [166 * n for n in range(6)]
-    whole = steps(1, [0, 1])
-    assert_equal(steps(1, range(9), per_epoch=5)[: len(whole)], whole)
+    whole, short = steps(1, [0, 1]), steps(1, range(9), per_epoch=5)
+    assert_equal(short[: len(whole)], whole[: len(short)])
     assert torch.equal(steps(0, [1], 3)[0].inputs, steps(0, [1])[3 * passes].inputs)
     with pytest.raises(ValueError, match=r"1000 tokens, too few for one step of 2 ranks x 3 rows"):
         TokenStreams(tokens, 500, 3, rank=0, size=2, device=CPU)
@@ -122,14 +122,12 @@ def test_every_token_but_the_first_is_evaluated_once() -> None:
 
 def test_a_state_continues_and_a_decoder_is_causal() -> None:
     torch.manual_seed(0)
-    tokens = torch.randint(11, (2, 8))
-    lstm = LSTM(11, width=6, layers=2, dropout=0.0)
+    tokens, lstm = torch.randint(11, (2, 8)), LSTM(11, width=6, layers=2, dropout=0.0)
     whole, _ = lstm(tokens)
     first, state = lstm(tokens[:, :5])
     second, _ = lstm(tokens[:, 5:], state)
     assert torch.allclose(whole, torch.cat([first, second], dim=1), atol=1e-6)
-    gpt = GPT(11, context=8, width=8, layers=2, heads=2)
-    changed = tokens.clone()
+    gpt, changed = GPT(11, context=8, width=8, layers=2, heads=2), tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 11
     assert torch.allclose(gpt(tokens)[:, :5], gpt(changed)[:, :5], atol=1e-6)
     assert not torch.allclose(gpt(tokens)[:, 5:], gpt(changed)[:, 5:], atol=1e-3)
@@ -155,8 +153,7 @@ def test_meters_of_uniform_predictions() -> None:
 
 def test_warmup_then_cosine_and_clipping() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    scheduler = warmup_cosine(optimizer, warmup_steps=4, total_steps=24, final=0.1)
-    rates = []
+    scheduler, rates = warmup_cosine(optimizer, warmup_steps=4, total_steps=24, final=0.1), []
     for _ in range(26):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -208,12 +205,12 @@ def test_an_epoch_goes_on_at_the_same_step(tmp_path: Path, monkeypatch: MonkeyPa
 
 
 CPU = torch.device("cpu")
-SIZES = {"train_numbers": 300, "test_numbers": 37, "vocabulary_size": 60}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> NumberWords:
-    return NumberWords(str(tmp_path_factory.mktemp("numbers")), **SIZES)  # type: ignore[arg-type]
+    folder = str(tmp_path_factory.mktemp("numbers"))
+    return NumberWords(folder, train_numbers=300, test_numbers=37, vocabulary_size=60)
 
 
 def batches(data: NumberWords, rank: int, size: int, passes: int = 1) -> TranslationBatches:
@@ -306,13 +303,11 @@ def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None
     own, references = model(data).eval(), data.texts("test")[1]
     source, target = collate([data["test"][index] for index in range(37)])
     limits = 2 * (source != PADDING).sum(1) + 10
-    options: Any = {"begin": 2, "end": 3, "max_length": limits}
-    expected = data.vocabulary.decode(greedy(own, source, **options))
+    expected = data.vocabulary.decode(greedy(own, source, begin=2, end=3, max_length=limits))
     exact = sum(a == b for a, b in zip(expected, references, strict=True)) / 37
     assert results["translation/test_exact_match"] == pytest.approx(100 * exact)
     loss = torch.nn.CrossEntropyLoss(ignore_index=PADDING)
-    with torch.no_grad():
-        nll = loss(own(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+    nll = loss(own(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
     assert results["translation/test_nll"] == pytest.approx(float(nll), rel=1e-5)
     for size in (2, 3):
         other, other_texts = evaluate(data, size)
@@ -374,8 +369,7 @@ def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: CaptureFixture[str
     data = NumberWords(str(tmp_path / "numbers"), train_numbers=1500, test_numbers=51)
     own = TranslationBatches(data["train"], 64, rank=0, size=2, seed=42, device=CPU)
     expected = sum(2 * (batch.tokens // 2) for _, step in own.epoch(0) for batch in step)
-    assert summary["tokens"] == expected
-    assert "tokens/s" in capsys.readouterr().out
+    assert summary["tokens"] == expected and "tokens/s" in capsys.readouterr().out
     events = events_of(tmp_path / "run")
     assert {"translation/test_nll", "time/tokens_per_second"} <= set(events.Tags()["scalars"])
     texts = [event.tensor_proto.string_val[0] for event in events.Tensors("translations/test/text_summary")]
