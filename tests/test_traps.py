@@ -48,9 +48,11 @@ STATED = {
         "optim/test_state::test_horovods_broadcast_of_optimizer_state"
     ),
     "MultiStepLR resumed right after a milestone decays twice": (
-        "training/test_schedule::test_a_resumed_schedule_continues_identically"
+        "training/test_data_and_schedule::test_a_resumed_schedule_continues_identically"
     ),
-    "padding counts some samples twice": ("training/test_data::test_the_result_does_not_depend_on_the_ranks"),
+    "padding counts some samples twice": (
+        "training/test_data_and_schedule::test_the_result_does_not_depend_on_the_ranks"
+    ),
     "a checkpoint has the batch norm of rank 0, and each rank evaluates its own": (
         "training/test_train::test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks"
     ),

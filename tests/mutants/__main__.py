@@ -7,13 +7,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from functools import cache
 from math import inf
 from pathlib import Path
-from queue import SimpleQueue
+from typing import NamedTuple
 
 from coverage import Coverage
 from environment import patient, slowness
@@ -32,8 +32,7 @@ LIMIT = 300.0  # after which they hang
 RECORDING_LIMIT = 3600.0
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The end of one fault. said: the first failing test, or why there is none."""
 
     fault: str
@@ -61,14 +60,12 @@ def recorded(faults: Sequence[Fault], copy: Copy, workers: int, folder: Path) ->
     seconds = json.loads((folder / SECONDS).read_text())
     coverage = Coverage(folder / LINES, config_file=False)
     coverage.combine()
-    lines_of = {
-        file: coverage.get_data().contexts_by_lineno(str(copy.root / file)) for file in {f.file for f in faults}
-    }
-    found: defaultdict[str, set[str]] = defaultdict(set)
+    tests_of, found = cache(coverage.get_data().contexts_by_lineno), dict[str, list[str]]()
     for fault in faults:
-        for line in fault.lines:
-            found[fault.key] |= {*filter(None, lines_of[fault.file].get(line, ()))}
-    return {fault.key: within_budget(found[fault.key], seconds) for fault in faults}
+        by_line = tests_of(str(copy.root / fault.file))
+        ran = {test for line in fault.lines for test in by_line.get(line, ()) if test}
+        found[fault.key] = within_budget(ran, seconds)
+    return found
 
 
 def within_budget(tests: set[str], seconds: dict[str, float]) -> list[str]:
@@ -95,18 +92,15 @@ def judge(fault: Fault, tests: Sequence[str], copy: Copy) -> Verdict:
     return Verdict(fault.key, fault.package, fault.line, detected, said, time.perf_counter() - start)
 
 
-def judge_all(faults: Sequence[Fault], tests: dict[str, list[str]], copies: Sequence[Copy]) -> Iterator[Verdict]:
+def judge_all(faults: Sequence[Fault], tests: dict[str, list[str]], copies: list[Copy]) -> Iterator[Verdict]:
     """Judges the faults, one at a time in each copy."""
-    free: SimpleQueue[Copy] = SimpleQueue()
-    for copy in copies:
-        free.put(copy)
 
     def judge_in_a_free_copy(fault: Fault) -> Verdict:
-        copy = free.get()
+        copy = copies.pop()
         try:
             return judge(fault, tests[fault.key], copy)
         finally:
-            free.put(copy)
+            copies.append(copy)
 
     with ThreadPoolExecutor(len(copies)) as pool:
         yield from pool.map(judge_in_a_free_copy, faults)
@@ -121,12 +115,13 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--count", type=int, default=200, help="least number of faults")
-    parser.add_argument("--seed", type=int, default=1, help="other faults with each seed")
-    parser.add_argument("--package", action="append", choices=[*PACKAGES], help="only of this one (repeatable)")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="faults at a time")
-    parser.add_argument("--list", action="store_true", help="only print the faults")
-    parser.add_argument("--record", type=Path, help="file for the verdicts, as JSON")
+    add, cores = parser.add_argument, len(os.sched_getaffinity(0))
+    add("--count", type=int, default=200, help="least number of faults")
+    add("--seed", type=int, default=1, help="other faults with each seed")
+    add("--package", action="append", choices=[*PACKAGES], help="only of this one (repeatable)")
+    add("--workers", type=int, default=cores, help="faults at a time")
+    add("--list", action="store_true", help="only print the faults")
+    add("--record", type=Path, help="file for the verdicts, as JSON")
     args = parser.parse_args()
     faults = drawn(ROOT, args.package or [*PACKAGES], args.count, args.seed)
     if args.list:
@@ -143,7 +138,7 @@ def main() -> int:
             print(verdict, flush=True)
             verdicts.append(verdict)
             if args.record:
-                args.record.write_text(json.dumps([asdict(each) for each in verdicts], indent=1))
+                args.record.write_text(json.dumps([each._asdict() for each in verdicts], indent=1))
     print(f"{summary(verdicts)}\n{(time.perf_counter() - start) / 60:.0f} minutes")
     return int(sum(verdict.detected for verdict in verdicts) < LEAST * len(verdicts))
 

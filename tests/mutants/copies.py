@@ -24,9 +24,9 @@ FIRST = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run of tests ended. `output` has everything that it printed."""
+    """How a run of tests ended, and everything that it printed. status: None if it did not end in time."""
 
-    status: int | None  # None: it did not end in time
+    status: int | None
     output: str = ""
 
     @property
@@ -49,22 +49,18 @@ class Copy:
 
         After `limit` seconds of a quiet machine they are killed, with all that they started.
         """
-        bytecode = {"PYTHONDONTWRITEBYTECODE": "" if write_bytecode else "1"}
-        path = {"PYTHONPATH": python_path().replace(str(ROOT), str(self.root))}
+        variables = {"PYTHONPATH": python_path().replace(str(ROOT), str(self.root)), "OMP_NUM_THREADS": "1"}
+        variables["PYTHONDONTWRITEBYTECODE"] = "" if write_bytecode else "1"
         own = self.root.with_name(self.root.name + "-tmp")
         chosen = own.with_suffix(".json")
         chosen.write_text(json.dumps(tests))
         # a test function has one argument for all of its parameters; the plugin selects from them
         functions = dict.fromkeys(test.partition("[")[0] for test in tests)
+        command = [sys.executable, *PYTEST, f"--basetemp={own}", f"--chosen={chosen}", *options, *functions]
         process = subprocess.Popen(
-            [sys.executable, *PYTEST, f"--basetemp={own}", f"--chosen={chosen}", *options, *functions],
-            cwd=self.root,
-            env={**os.environ, **path, **bytecode, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+            command, cwd=self.root, env={**os.environ, **variables}, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=patient(limit))
         except subprocess.TimeoutExpired:

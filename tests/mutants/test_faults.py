@@ -50,8 +50,8 @@ def test_a_seed_draws_the_same_faults_of_each_operator() -> None:
     def draw(seed: int) -> list[str]:
         return [fault.key for fault in drawn(ROOT, ["dgc/state", "dgc/bucket"], 8, seed)]
 
-    assert draw(1) == draw(1) != draw(2)
-    assert len(draw(1)) >= 8 and len({key.split(":")[2] for key in draw(1)}) > 4
+    assert (keys := draw(1)) == draw(1) != draw(2)
+    assert len(keys) >= 8 and len({key.split(":")[2] for key in keys}) > 4
 
 
 def test_every_package_has_tests() -> None:

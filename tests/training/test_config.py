@@ -45,7 +45,6 @@ def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None
     tree = load([CNN, WM5, later])
     assert tree.train.scheduler.T_max == 95
     assert (tree.train.compression.memory.momentum, tree.train.compression.seed) == (0.5, 7)
-    assert tree.model.num_classes == tree.dataset.num_classes == 10
     # formulas in lists
     text = "configs.train.scheduler = Config(torch.optim.lr_scheduler.MultiStepLR)\n"
     text += "configs.train.scheduler.milestones = [derived('train.num_epochs // 2 - train.warmup_lr_epochs'), "
@@ -57,16 +56,10 @@ def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None
 
 def test_a_formula_is_arithmetic_and_nothing_else() -> None:
     for formula, value in (
-        ("2 + 3 * 4 - 1", 13),
-        ("7 / 2", 3.5),
-        ("7 // 2 % 2", 1),
-        ("-2 ** 2", -4.0),
-        ("2 ** -1", 0.5),
-        ("min(seed, 3) + max(1, 2.5)", 5.5),
-        ("(seed - 40) * +2", 4),
-        ("seed / a.b", 14.0),
+        ("2 + 3 * 4 - 1", 13), ("7 / 2", 3.5), ("7 // 2 % 2", 1), ("-2 ** 2", -4.0), ("2 ** -1", 0.5),
+        ("min(seed, 3) + max(1, 2.5)", 5.5), ("(seed - 40) * +2", 4), ("seed / a.b", 14.0),
         ("max(1e1, 2.) + 1_0 ** 2", 110.0),
-    ):
+    ):  # fmt: skip
         tree = OmegaConf.create({"seed": 42, "a": {"b": 3}, "x": f'${{derive:"{formula}"}}'})
         assert tree.x == value and type(tree.x) is type(value), formula
     wrong = ("f(1)", "a[0]", "'a'", "a if b else c", "lambda: 1", "a.b()", "max()", "a <", "True", "min(a, key=b)")
@@ -80,33 +73,32 @@ def shipped() -> list[str]:
     return [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
 
 
+BEFORE = {  # what stands before a file, or before those of a folder; otherwise CNN
+    "digits": [], "selection": [CNN, WM5], "topology": [CNN, SGP], "wmt16/tokens400k": ["configs/wmt16/base.py"],
+    **dict.fromkeys(("gossip/fp16", "gossip/bf16", "gossip/int8"), [CNN, SGP]),
+    **dict.fromkeys(("numwords/sgd", "numwords/by_epoch"), ["configs/numwords/tiny.py"]),
+    "pysource/sgd": ["configs/pysource/lstm.py"], "pysource/gpt2_small": ["configs/pysource/gpt.py"],
+    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_file_stacks_and_builds(name: str) -> None:
-    needs = {"configs/digits": [], "configs/selection": [CNN, WM5], "configs/topology": [CNN, SGP]}
-    message = Path(name).stem in ("fp16", "bf16", "int8") and "gossip" in name
-    before = [CNN, SGP] if message else needs.get(str(Path(name).parent), [CNN])
-    variants = {"configs/wmt16/tokens400k.py": ["configs/wmt16/base.py"],
-                "configs/numwords/sgd.py": ["configs/numwords/tiny.py"],
-                "configs/numwords/by_epoch.py": ["configs/numwords/tiny.py"],
-                "configs/pysource/sgd.py": ["configs/pysource/lstm.py"],
-                "configs/pysource/gpt2_small.py": ["configs/pysource/gpt.py"],
-                "configs/adam/fp16.py": [CNN, "configs/adam/onebit_adam.py"]}  # fmt: skip
-    tree = load([*variants.get(name, before), name])
+    short = name.removeprefix("configs/").removesuffix(".py")
+    tree = load([*BEFORE.get(short, BEFORE.get(short.partition("/")[0], [CNN])), name])
     for key in ("compression", "gossip", "criterion"):
         instantiate(tree.train[key])
     with torch.device("meta"):
         model = instantiate(tree.model)
     assert sum(p.numel() for p in model.parameters()) >= 100_000
     groups = parameter_groups(model, False, tree.train.parameter_groups)
-    optimizer = instantiate(tree.train.optimizer, groups)
-    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(instantiate(tree.train.optimizer, groups), torch.optim.Optimizer)
 
 
 def test_dgc_files_set_what_they_say() -> None:
     ways = "exact histogram predicted sampled trimmed bisection mstopk laplace gaussian exponential".split()
     names = [f"dgc/{name}" for name in "fp16 int32 mm nm wm0 wm5 wm5o".split()]
-    names += [f"selection/{way}" for way in ways]
-    assert {f"configs/{name}.py" for name in [*names, "digits/cnn", "digits/resnet20"]} <= set(shipped())
+    assert {f"configs/{name}.py" for name in [*names, *(f"selection/{way}" for way in ways)]} <= set(shipped())
     dense, dgc = load([CNN]).train, load([CNN, WM5]).train
     assert (dense.dgc, dgc.dgc) == (False, True)
     assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"
@@ -116,12 +108,7 @@ def test_dgc_files_set_what_they_say() -> None:
     assert (c.warmup_epochs, c.warmup_coeff, c["values"], c.indices) == (5, None, "fp16", "int32")
     assert c.memory.momentum_masking is False
     assert load([CNN, "configs/dgc/wm0.py"]).train.compression.warmup_epochs == 0
-    assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1, 1, 1, 1, 1]
-    compressor, ratios = instantiate(c), []
-    for epoch in range(6):
-        compressor.begin_epoch(epoch)
-        ratios.append(compressor.compress_ratio)
-    assert ratios == pytest.approx([0.25, 0.063, 0.0158, 0.004, 0.001, 0.001], rel=0.01)
+    assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1] * 5
 
 
 def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path: Path) -> None:
@@ -137,14 +124,12 @@ def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path
     rest, folder = write(tmp_path, "rest.yaml", model), tmp_path / "no_base/a/b"
     tree = load([folder / "c.py", rest])
     assert (tree.seed, tree.deterministic, tree.train.num_epochs) == (20, True, 9)
-    assert load([folder, rest]).seed == 2
-    assert load([folder / "c", folder / "c.py", rest]).seed == 200
+    assert load([folder, rest]).seed == 2 and load([folder / "c", folder / "c.py", rest]).seed == 200
     assert load([f"{folder}/", tmp_path / "no_base/a", rest]).seed == 2
 
 
 def test_any_working_directory(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    expected = load([CNN, WM5])
-    mine = write(tmp_path, "mine.yml", "seed: 3")
+    expected, mine = load([CNN, WM5]), write(tmp_path, "mine.yml", "seed: 3")
     monkeypatch.chdir(tmp_path)
     assert load([CNN, WM5]) == load([REPOSITORY / CNN, "./configs/dgc/wm5"]) == expected
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -206,9 +191,8 @@ def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces
     """The same for a YAML file and for the command line; Config(Target), assigned in Python, replaces."""
     same, other = "{_target_: torch.optim.SGD, lr: 0.1}", "{_target_: torch.optim.Adam, lr: 0.1}"
     sgd, adam = ({"_target_": f"torch.optim.{name}", "lr": 0.1} for name in ("SGD", "Adam"))
-    before = values(load([CNN]).train.optimizer)
-    assert before["lr"] != 0.1
-    for mapping, found in ((same, {**before, "lr": 0.1}), ("{lr: 0.1}", {**before, "lr": 0.1}), (other, adam)):
+    merged = {**values(load([CNN]).train.optimizer), "lr": 0.1}
+    for mapping, found in ((same, merged), ("{lr: 0.1}", merged), (other, adam)):
         file = write(tmp_path, "a.yaml", f"train: {{optimizer: {mapping}}}")
         for tree in (load([CNN, file]), load([CNN], ["--configs.train.optimizer", mapping])):
             assert values(tree.train.optimizer) == found
@@ -218,10 +202,9 @@ def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces
     # In nodes inside of the mapping too, and in a list's items.
     memory = "{_target_: dgc.memory.DGCSGDMemory, momentum: 0.5}"
     mapping = f"{{_target_: dgc.compression.DGCCompressor, memory: {memory}}}"
-    tree = load([CNN, WM5], ["--configs.train.compression", mapping])
     expected = values(load([CNN, WM5]).train.compression)
     expected["memory"]["momentum"] = 0.5
-    assert values(tree.train.compression) == expected
+    assert values(load([CNN, WM5], ["--configs.train.compression", mapping]).train.compression) == expected
     route = [CNN, "configs/powersgd/rank2.py", "configs/route/matrices_only.py"]
     tree = load(route, ["--configs.train.compression.rules.0.compressor", "{rank: 3}"])
     before = values(load(route).train.compression.rules[0].compressor)
@@ -229,47 +212,37 @@ def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces
 
 
 def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> None:
-    text = "configs.train.meters = Config()\n"
-    meter = "configs.train.meters.m = Config('dgc_training.meters.TopKClassMeter')"
-    drop = write(tmp_path, "drop.py", text + meter)
-    stacks: list[list[str | Path]] = [[CNN], [CNN, WM5, "configs/dgc/fp16.py"], [CNN, drop]]
+    # it keeps nothing that its stack took away
+    text = "configs.train.meters = Config()\nconfigs.train.metric = None\n"
+    own = write(tmp_path, "own.py", text + "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
+    stacks: list[list[str | Path]] = [[CNN], [CNN, WM5, "configs/dgc/fp16.py"], [CNN, own]]
     for stack in stacks:
         tree = load(stack, ["--configs.train.optimizer.lr", "1e-5", "--configs.train.scheduler.eta_min", "0"])
         saved = write(tmp_path, "runs/name/config.yaml", to_yaml(tree, resolve=False))
         assert load([saved]) == tree and to_yaml(load([saved])) == to_yaml(tree)
         again = load([saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"])
         assert again.train.scheduler.T_max == 495
-        if len(stack) == 3:
-            assert again.train.compression.memory.momentum == 0.8
+        assert len(stack) < 3 or again.train.compression.memory.momentum == 0.8
         saved.write_text(to_yaml(tree, resolve=True))
         assert values(load([saved])) == values(tree)
-    # it keeps nothing that its stack took away
-    text += "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)\nconfigs.train.metric = None"
-    tree = load([CNN, write(tmp_path, "own.py", text)])
-    assert load([write(tmp_path, "config.yaml", to_yaml(tree))]) == tree
     # it brings the keys that its stack declared
     write(tmp_path, "own/__init__.yaml", "mine: {depth: 3}")
     tree = load([CNN, write(tmp_path, "own/deep.yaml", "mine: {depth: 4}")])
     saved = write(tmp_path, "config.yaml", to_yaml(tree))
-    assert load([saved], ["--configs.mine.depth", "5"]).mine.depth == 5
-    assert load([saved]) == tree
+    assert load([saved]) == tree and load([saved], ["--configs.mine.depth", "5"]).mine.depth == 5
     # it can be stacked under DGC
     saved = write(tmp_path, "config.yaml", to_yaml(load([CNN], ["--configs.seed", "9"])))
     assert load([saved, WM5]) == load([CNN, WM5], ["--configs.seed", "9"])
 
 
 def test_literals() -> None:
-    numbers = {"500": 500, "-3": -3, "1e-4": 1e-4, "-.5": -0.5, "1_000": 1000}
-    constants = {"null": None, "None": None, "~": None, "true": True, "False": False}
-    lists = {"[1, 2]": [1, 2], "[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []}
-    mappings = {
-        "{a: 1, b: [x]}": {"a": 1, "b": ["x"]},
-        "{b: null, c: 'null of it'}": {"b": None, "c": "null of it"},
-    }
-    quoted = {'"5"': "5", "'null'": "null", "''": ""}
-    texts = ["010", "nan", "resnet20", "1-2", "os.getcwd()", "__import__('os')", "acc/test_top1", "conv\\d+[.]a"]
-    cases = numbers | constants | lists | mappings | quoted | {text: text for text in texts}
-    for text, value in cases.items():
+    cases: dict[str, Any] = {"500": 500, "-3": -3, "1e-4": 1e-4, "-.5": -0.5, "1_000": 1000}
+    cases |= {"null": None, "None": None, "~": None, "true": True, "False": False}
+    cases |= {"[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []}
+    cases |= {"{b: null, c: 'null of it', d: [x]}": {"b": None, "c": "null of it", "d": ["x"]}}
+    cases |= {'"5"': "5", "'null'": "null", "''": ""}
+    texts = ["010", "nan", "resnet20", "1-2", "__import__('os').getcwd()", "acc/test_top1", "conv\\d+[.]a"]
+    for text, value in (cases | {text: text for text in texts}).items():
         found = literal(text, "key")
         assert found == value and type(found) is type(value), text
 
@@ -309,12 +282,10 @@ def test_overrides_in_every_form() -> None:
 
 def test_import_paths_are_short_and_lead_back() -> None:
     for target, path in (
-        (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"),
-        (torch.optim.SGD, "torch.optim.SGD"),
+        (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"), (torch.optim.SGD, "torch.optim.SGD"),
         (torch.optim.lr_scheduler.CosineAnnealingLR, "torch.optim.lr_scheduler.CosineAnnealingLR"),
-        (torch.nn.functional.cross_entropy, "torch.nn.functional.cross_entropy"),
-        (Path, "pathlib.Path"),
-    ):
+        (torch.nn.functional.cross_entropy, "torch.nn.functional.cross_entropy"), (Path, "pathlib.Path"),
+    ):  # fmt: skip
         assert import_path(target) == path and import_target(path) is target
     for nameless in (dict.fromkeys, lambda: 1):
         with pytest.raises(ValueError):

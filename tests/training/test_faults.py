@@ -12,18 +12,20 @@ import warnings
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from environment import patient, python_path
 from omegaconf import OmegaConf
+from on_ranks import on_ranks
 from pytest import CaptureFixture, MonkeyPatch
 from simulated import CNN, assert_same_end, train_in
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from warm import python
 
-from dgc.comm import Transport, barrier
+from dgc.comm import barrier
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import AtomoCompressor, DGCCompressor, SVDCompressor
 from dgc.memory import DGCSGDMemory
@@ -38,41 +40,36 @@ from dgc_training.startup.agreement import check_agreement, code_difference, cod
 from dgc_training.synchronization import check_replicas, minority_ranks
 
 
-def test_a_rank_that_sends_no_more_datagrams_is_missing() -> None:
-    """Rank 2 takes no part in the second exchange. Ranks that have never sent one are not listed."""
-
-    def body(transport: Any) -> list[int]:
-        heartbeat = Heartbeat(transport)
-        for exchange in range(2):
-            if transport.rank < 3 and (transport.rank, exchange) != (2, 1):
-                heartbeat.send()
-            barrier(transport)
-        deadline, missing = time.monotonic() + patient(10), heartbeat.missing()
-        while transport.rank == 0 and missing != [2] and time.monotonic() < deadline:  # datagrams take a moment
-            missing = heartbeat.missing()
+@on_ranks(4)
+def test_a_rank_that_sends_no_more_datagrams_is_missing(transport: Any) -> None:
+    """Rank 2 takes no part in the second exchange. Rank 3, which has never sent one, is not listed."""
+    heartbeat = Heartbeat(transport)
+    for exchange in range(2):
+        if transport.rank < 3 and (transport.rank, exchange) != (2, 1):
+            heartbeat.send()
         barrier(transport)
-        heartbeat.close()
-        return missing
-
-    assert LockstepWorld(4).run(body)[0] == [2]
+    deadline = time.monotonic() + patient(10)
+    while (missing := heartbeat.missing()) != [2] and transport.rank == 0 and time.monotonic() < deadline:
+        pass  # datagrams take a moment
+    barrier(transport)
+    heartbeat.close()
+    assert transport.rank or missing == [2]
 
 
 def test_the_rank_with_other_weights_is_reported() -> None:
-    sums: Any
-    for sums, odd in (([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2])):
+    rows: Any = (([1, 1], []), ([1, 2, 1], [1]), ([2, 1, 1], [0]), ([1, 2], [1]), ([1, 2, 2, 1], [1, 2]))
+    for sums, odd in (*rows, ([1, None, 1], [1])):
         assert minority_ranks(sums) == odd
-    assert minority_ranks([1, None, 1]) == [1]
 
     def body(transport: Any, changed: int) -> None:
-        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False)
         # Simulated ranks are threads of one process and share its random generator.
-        torch.nn.init.constant_(model[0].weight, 0.5)
-        torch.nn.init.constant_(model[0].bias, 0.5)
+        model[0].weight.fill_(0.5)
+        model[0].bias.fill_(0.5)
         model[1].running_mean.fill_(transport.rank)
         check_replicas(model, transport)
         if transport.rank == changed:
-            with torch.no_grad():
-                model[0].bias[2] = torch.nextafter(model[0].bias[2], torch.tensor(9.0))
+            model[0].bias[2] = torch.nextafter(model[0].bias[2], torch.tensor(9.0))
         message = rf"parameter 0\.bias of rank {changed} differs from the other"
         if transport.size == 2:
             message = r"rank 1 differs .*\(no majority: rank 0's value"
@@ -89,12 +86,10 @@ def test_the_rank_with_other_code_is_reported(tmp_path: Path, monkeypatch: Monke
     file = tmp_path / "dgc_models" / "a.py"
     file.parent.mkdir()
     file.write_text("a = 1\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(agreement, "FOLDERS", (file.parent,))
-        before = code_hashes()
-        file.write_text("a = 2\n")
-        assert code_difference(before, code_hashes()) == "dgc_models/a.py"
-    assert code_difference(before, before) is None
+    monkeypatch.setattr(agreement, "FOLDERS", (file.parent,))
+    before = code_hashes()
+    file.write_text("a = 2\n")
+    assert code_difference(before, code_hashes()) == "dgc_models/a.py" and code_difference(before, before) is None
     assert code_difference({}, {"x.py": "1"}) == "x.py (one of them has no such file)"
     own = threading.local()
     monkeypatch.setattr(agreement, "code_hashes", lambda: own.hashes)
@@ -108,33 +103,22 @@ def test_the_rank_with_other_code_is_reported(tmp_path: Path, monkeypatch: Monke
 
 
 def test_the_rank_that_does_not_wait_is_stuck() -> None:
-    waits: Any
     joined = "rank 1 did not join dgc0.1.0, for which the others have waited 6 s$"
-    for waits, stuck, why in (
-        ([None, (3.0, "loss"), None], None, ""),
-        ([None, None], None, ""),
+    rows: Any = (
+        ([None, (3.0, "loss"), None], None, ""), ([None, None], None, ""),
         ([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 1, joined),
         ([(6.0, "a"), None, None], 1, r"ranks \[1, 2\] did not join a"),
         ([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 1, ".*rank 0 for loss; rank 1 for replicas"),
-    ):
+    )  # fmt: skip
+    for waits, stuck, why in rows:
         found = find_stuck_rank(waits, 5.0)
-        assert (found and found[0]) == stuck
-        assert found is None or re.match(why, found[1])
+        assert (found and found[0]) == stuck and (found is None or re.match(why, found[1]))
     # a watched transport records its waits
-    seen: list[Any] = []
-
-    class Slow:
-        rank, size, local_rank, local_size, point_to_point = 0, 1, 0, 1, False
-
-        def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
-            return "work"
-
-        def wait(self, work: Any) -> Any:
-            seen.append(watched.waiting)
-            return (work,)
-
-    watched = WatchedTransport(cast(Transport, Slow()))
-    assert watched.wait(watched.launch("a", ())) == ("work",)
+    slow: Any = Mock(rank=0, size=1, local_rank=0, local_size=1, point_to_point=False)
+    watched, seen = WatchedTransport(slow), list[Any]()
+    slow.wait.side_effect = lambda work: seen.append(watched.waiting)
+    watched.wait(watched.launch("a", ()))
+    slow.wait.assert_called_once_with(slow.launch.return_value)
     assert seen[0][1] == "a" and watched.waiting is None
 
 
@@ -146,7 +130,6 @@ def test_torchrun_ends_with_the_message_of_the_first_rank(tmp_path: Path, monkey
     assert print_error("wrong setting") == 2
     assert ProcessFailure(0, 1, 2, file).message["message"] == "wrong setting"  # type: ignore[index]
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     program = "import time; from dgc_training.launcher import print_error; sleep = time.sleep; "
     program += "time.sleep = lambda seconds: (print('waits', flush=True), sleep(60)); print_error('wrong')"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as rank:
@@ -282,30 +265,30 @@ def warnings_of(norms: Any, ratio: float = 0.01) -> Any:
 
 
 def test_only_unbounded_growth_gives_a_warning() -> None:
+    linear = [float(i) for i in range(1, 600)]
     for time_constant in (20, 100, 300):
         assert warnings_of([10 * (1 - math.exp(-10 * i / time_constant)) for i in range(1, 400)]) == []
     walk = [math.sqrt(min(10 * i, 1000)) for i in range(1, 500)]  # random, until coordinates are sent
     assert warnings_of(walk, ratio=0.001) == []
     assert warnings_of([1.0] * 40 + [50.0] * 9 + [49.0] * 200) == [], "a high plateau"
-    assert warnings_of([float(i) for i in range(1, 600)], ratio=1.0) == [], "dense training"
+    assert warnings_of(linear, ratio=1.0) == [], "dense training"
     # a new ratio starts a new reference
     monitor = ErrorGrowthMonitor()
     for ratio, norm in ((0.25, 1.0), (0.063, 8.0), (0.016, 60.0), (0.001, 500.0)):
         assert not any(monitor.update(norm * (1 + i / 1000), ratio, 10) for i in range(200))
-    for norms in ([1.02**i for i in range(1, 600)], [float(i) for i in range(1, 600)]):
+    for norms in ([1.02**i for i in range(1, 600)], linear):
         (text,) = warnings_of(norms)
         assert "residual's norm has grown from" in text and "compress_ratio 0.01" in text
     for norm in (math.nan, math.inf):
         (text,) = warnings_of([1.0, norm, norm])
         assert "not finite" in text
     # Low-rank methods have a compress_ratio below 1. A ratio of 1 would turn the monitor off.
-    transport = LockstepWorld(1).transports[0]
     for make in (SVDCompressor, AtomoCompressor):
-        model = torch.nn.Linear(40, 60)
+        model, transport = torch.nn.Linear(40, 60), LockstepWorld(1).transports[0]
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = DistributedOptimizer(sgd, model.named_parameters(), make(2), transport=transport)
         assert optimizer.compress_ratio == 2 * (40 + 60) / (40 * 60)
-        (text,) = warnings_of([1.02**i for i in range(600)], ratio=optimizer.compress_ratio)
+        (text,) = warnings_of(linear, ratio=optimizer.compress_ratio)
         assert "compress_ratio 0.0833" in text
 
 

@@ -16,7 +16,7 @@ from small_data import write_cifar
 import dgc.aggregate
 import dgc.gossip
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DenseCompressor, DGCCompressor
+from dgc.compression import DenseCompressor
 from dgc.memory import DGCSGDMemory
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.earlier import converted
@@ -71,8 +71,6 @@ from dgc.optim import DGCSGD
 configs.train.dgc = True
 configs.train.compression = Config(DGCCompressor)
 configs.train.compression.compress_ratio = 0.01
-configs.train.compression.sample_ratio = 0.05
-configs.train.compression.max_adaptation_iters = 4
 before = configs.train.optimizer
 configs.train.optimizer = Config(DGCSGD)
 for name, value in before.items():
@@ -80,34 +78,25 @@ for name, value in before.items():
 configs.train.compression.memory = Config(DGCSGDMemory)
 configs.train.compression.memory.momentum = configs.train.optimizer.momentum
 """,
-    "dgc/dense_first.py": """
-configs.train.compression.warmup_epochs = 1
-configs.train.compression.warmup_coeff = [1]
-""",
+    "dgc/dense_first.py": "configs.train.compression.update(warmup_epochs=1, warmup_coeff=[1])\n",
     "dgc/half.py": "configs.train.compression.fp16_values = True\n",
 }
-
-
-def edits() -> list[tuple[str, str]]:
-    rows = table("there | here | where", "migrating.md")
-    spans = [[re.findall("`(.+?)`", cell) for cell in row[:2]] for row in rows]
-    return [(there[0], "\n".join(here)) for there, here in spans]
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """The working directory of a user who made the edits."""
-    unused = dict(edits())
+    rows = table("there | here | where", "migrating.md")
+    edits = [[re.findall("`(.+?)`", cell) for cell in row[:2]] for row in rows]
     for name, text in FILES.items():
         text = ENGINE + text
-        for there, here in edits():
-            if there in text:
-                text = text.replace(there, here)
-                unused.pop(there, None)
+        for there, here in edits:
+            text = text.replace(there[0], "\n".join(here))
         file = tmp_path / "configs" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    assert len(edits()) == 7 and not unused
+    everything = ENGINE + "".join(FILES.values())
+    assert len(edits) == 7 and all(there[0] in everything for there, _ in edits)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -121,14 +110,12 @@ def test_files_in_the_original_form_load(place: Path) -> None:
     # what `configs.train = Config()` left out has the shipped root base's value
     assert plain.train.bucket_mb == 25.0 and plain.train.gossip is None and plain.data.num_workers == 0
     for extra in ([], ["configs/images/nesterov.py"]):
-        tree = load(["configs/images/small.py", *extra, "configs/dgc/dense_first.py", "configs/dgc/half"])
-        assert tree.train.optimizer._target_ == "dgc.optim.DGCSGD"
-        assert tree.train.optimizer.lr == 0.05 and tree.train.optimizer.momentum == 0.8
-        compression = instantiate(tree.train.compression)
-        assert type(compression) is DGCCompressor
-        memory = compression.memory
-        assert isinstance(memory, DGCSGDMemory) and memory.correction.momentum == 0.8
-        assert memory.correction.nesterov == bool(extra)
+        train = load(["configs/images/small.py", *extra, "configs/dgc/dense_first.py", "configs/dgc/half"]).train
+        assert train.optimizer._target_ == "dgc.optim.DGCSGD"
+        assert train.optimizer.lr == 0.05 and train.optimizer.momentum == 0.8
+        memory = instantiate(train.compression).memory
+        assert train.compression._target_ == "dgc.compression.DGCCompressor" and isinstance(memory, DGCSGDMemory)
+        assert memory.correction.momentum == 0.8 and memory.correction.nesterov == bool(extra)
     with (place / "configs/__init__.py").open("a") as file:
         file.write("del configs.deterministic\n")
     with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
@@ -155,13 +142,9 @@ def test_replacement_names_exist() -> None:
 
 SGP, DILOCO, ZERO_ONE = "configs/gossip/sgp.py", "configs/local/diloco.py", "configs/adam/zero_one_adam.py"
 STACKS = [
-    [DILOCO],
-    [SGP, "configs/local/slowmo.py"],
-    [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
-    [DILOCO, "configs/local/machines.py"],
-    ["configs/local/sparseloco.py", "configs/local/ramp.py"],
-    [ZERO_ONE],
-]
+    [DILOCO], [SGP, "configs/local/slowmo.py"], [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
+    [DILOCO, "configs/local/machines.py"], ["configs/local/sparseloco.py", "configs/local/ramp.py"], [ZERO_ONE],
+]  # fmt: skip
 
 
 def earlier(saved: str) -> dict[str, Any]:
@@ -199,8 +182,7 @@ def test_a_saved_config_is_that_of_the_present_files(tmp_path: Path) -> None:
 
 
 def test_names_of_still_earlier_versions() -> None:
-    sgp = {"_target_": "dgc.gossip.SGP"}
-    slowmo = {"_target_": "dgc.gossip.SlowMo", "beta": 0.5}
+    sgp, slowmo = {"_target_": "dgc.gossip.SGP"}, {"_target_": "dgc.gossip.SlowMo", "beta": 0.5}
     machines = {"_target_": "dgc.gossip.Machines", "base": sgp}
     gossip = {"_target_": "dgc.gossip.Periodic", "average_every": 48, "base": machines, "outer": slowmo}
     derived = {"steps": '${derive:"2 * train.gossip.average_every"}'}

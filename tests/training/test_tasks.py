@@ -6,12 +6,15 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from pytest import CaptureFixture, MonkeyPatch
+from refusals import check_refusals
 from sacrebleu.metrics.bleu import BLEU
 from simulated import events_of, rewound, summary_of, train_in
+from states import assert_equal
 from training.test_runs import LSTM as SETTINGS
 from training.test_runs import write_wikitext
 
@@ -42,16 +45,16 @@ def test_texts(tmp_path: Path) -> None:
     counts = train.bincount(minlength=64)[1:].tolist()
     assert counts == sorted(counts, reverse=True) and torch.equal(train, PythonSources(64, 40_000)["train"])
     assert 150 < sum(is_held_out(f"package/module{n}.py") for n in range(4000)) < 250
-    for arguments in ({"vocabulary_size": 1}, {"characters": 5}):
-        with pytest.raises(ValueError, match=r"dataset\.\w+ is \d; it must be at least"):
-            PythonSources(**arguments)
     data = WikiText2(str(write_wikitext(tmp_path / "data")))
     assert {split: len(tokens) for split, tokens in data.items()} == {"train": 1000, "val": 76, "test": 30}
     first = data["train"][:10].tolist()
     assert first[0] == first[4] == 1 and first[7] == 0 and len(set(first)) == 9
     assert data["val"][70:75].tolist() == [0] * 5 and int(data["val"][75]) == first[9]
-    with pytest.raises(ValueError, match=r"wiki\.train\.tokens, .* not found in .*put the three files"):
-        WikiText2(str(tmp_path))
+    check_refusals(
+        (lambda: PythonSources(vocabulary_size=1), r"dataset\.vocabulary_size is 1; it must be at least"),
+        (lambda: PythonSources(characters=5), r"dataset\.characters is 5; it must be at least"),
+        (lambda: WikiText2(str(tmp_path)), r"wiki\.train\.tokens, .* not found in .*put the three files"),
+    )
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -71,10 +74,8 @@ def test_streams_are_contiguous_and_resume_anywhere(passes: int) -> None:
         rows += inputs[:, 0].tolist()
         assert 160 <= inputs.size(1) + 5 * passes and inputs.size(1) <= 166
     assert rows == [166 * n for n in range(6)]
-    whole = steps(1, [0, 1])
-    short = steps(1, range(9), per_epoch=5)
-    for a, b in zip(whole, short, strict=False):
-        assert torch.equal(a.inputs, b.inputs) and a.begins == b.begins
+    whole, short = steps(1, [0, 1]), steps(1, range(9), per_epoch=5)
+    assert_equal(short[: len(whole)], whole[: len(short)])
     assert torch.equal(steps(0, [1], 3)[0].inputs, steps(0, [1])[3 * passes].inputs)
     with pytest.raises(ValueError, match=r"1000 tokens, too few for one step of 2 ranks x 3 rows"):
         TokenStreams(tokens, 500, 3, rank=0, size=2, device=CPU)
@@ -121,28 +122,21 @@ def test_every_token_but_the_first_is_evaluated_once() -> None:
 
 def test_a_state_continues_and_a_decoder_is_causal() -> None:
     torch.manual_seed(0)
-    tokens = torch.randint(11, (2, 8))
-    lstm = LSTM(11, width=6, layers=2, dropout=0.0)
+    tokens, lstm = torch.randint(11, (2, 8)), LSTM(11, width=6, layers=2, dropout=0.0)
     whole, _ = lstm(tokens)
     first, state = lstm(tokens[:, :5])
     second, _ = lstm(tokens[:, 5:], state)
     assert torch.allclose(whole, torch.cat([first, second], dim=1), atol=1e-6)
-    gpt = GPT(11, context=8, width=8, layers=2, heads=2)
-    changed = tokens.clone()
+    gpt, changed = GPT(11, context=8, width=8, layers=2, heads=2), tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 11
     assert torch.allclose(gpt(tokens)[:, :5], gpt(changed)[:, :5], atol=1e-6)
     assert not torch.allclose(gpt(tokens)[:, 5:], gpt(changed)[:, 5:], atol=1e-3)
     assert gpt(tokens[:, :3]).shape == (2, 3, 11)
-    model: Any
-    for model, vocabulary, arguments, message in (
-        (GPT, 11, {"width": 10, "heads": 4}, "width 10 cannot be divided into 4 heads"),
-        (GPT, 11, {"dropout": 1.0}, "dropout must be"),
-        (GPT, 0, {}, "vocabulary_size must be at least 1"),
-        (LSTM, 11, {"layers": 0}, "layers must be at least 1"),
-        (LSTM, 11, {"dropout": -0.1}, "dropout must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(vocabulary, **arguments)
+    check_refusals(
+        (lambda: GPT(11, width=10, heads=4), "width 10 cannot be divided into 4 heads"),
+        (lambda: GPT(11, dropout=1.0), "dropout must be"), (lambda: LSTM(11, dropout=-0.1), "dropout must be"),
+        (lambda: GPT(0), "vocabulary_size must be at least 1"), (lambda: LSTM(11, layers=0), "layers must be at"),
+    )  # fmt: skip
 
 
 def test_meters_of_uniform_predictions() -> None:
@@ -159,8 +153,7 @@ def test_meters_of_uniform_predictions() -> None:
 
 def test_warmup_then_cosine_and_clipping() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    scheduler = warmup_cosine(optimizer, warmup_steps=4, total_steps=24, final=0.1)
-    rates = []
+    scheduler, rates = warmup_cosine(optimizer, warmup_steps=4, total_steps=24, final=0.1), []
     for _ in range(26):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -180,9 +173,8 @@ def test_a_gpt_run_learns_on_any_number_of_ranks(tmp_path: Path, capsys: Capture
     settings += "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=10 "
     settings += "model.heads=2 model.width=16"
     for size in (1, 2):
-        directory = tmp_path / str(size)
-        train_in(directory, ["configs/pysource/gpt.py"], settings.split(), size)
-        summary = summary_of(directory)
+        train_in(tmp_path / str(size), ["configs/pysource/gpt.py"], settings.split(), size)
+        summary = summary_of(tmp_path / str(size))
         best = summary["best"]
         assert best["bits_per_character/test"] == pytest.approx(best["loss/test"] / math.log(2))
         # a guess has 6 bits, and lower is better
@@ -202,37 +194,27 @@ def test_an_epoch_goes_on_at_the_same_step(tmp_path: Path, monkeypatch: MonkeyPa
     summary = summary_of(tmp_path / "run")
     assert summary["tokens"] == 2 * 5 * 2 * 4 * 8
     assert summary["best"]["perplexity/val"] == pytest.approx(math.exp(summary["best"]["loss/val"]))
-    taken: list[int] = []
-    step = Stepping.step
-
-    def counted(stepping: Stepping) -> None:
-        taken.append(stepping.optimizer.transport.rank)
-        step(stepping)
-
-    monkeypatch.setattr(Stepping, "step", counted)
     for size, start, steps in ((1, "e0001s00003", 2), (3, "e0001s00003", 2), (3, "e0001", 5)):
-        taken.clear()
         again = rewound(tmp_path / "run", tmp_path / f"{start} {size}", start)
+        taken = Mock(wraps=Stepping.step)
+        monkeypatch.setattr(Stepping, "step", lambda stepping, taken=taken: taken(stepping))
         with pytest.warns(UserWarning, match=f"was saved by 2 ranks and is resumed by {size}"):
             train_in(again, stack, settings, size)
-        assert taken.count(0) == steps and summary_of(again)["epochs"] == 2
+        assert taken.call_count == size * steps and summary_of(again)["epochs"] == 2
+        monkeypatch.undo()
 
 
 CPU = torch.device("cpu")
-SIZES = {"train_numbers": 300, "test_numbers": 37, "vocabulary_size": 60}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> NumberWords:
-    return NumberWords(str(tmp_path_factory.mktemp("numbers")), **SIZES)  # type: ignore[arg-type]
+    folder = str(tmp_path_factory.mktemp("numbers"))
+    return NumberWords(folder, train_numbers=300, test_numbers=37, vocabulary_size=60)
 
 
 def batches(data: NumberWords, rank: int, size: int, passes: int = 1) -> TranslationBatches:
     return TranslationBatches(data["train"], 200, passes, rank=rank, size=size, seed=7, device=CPU)
-
-
-def same(a: Any, b: Any) -> bool:
-    return torch.equal(a.source, b.source) and torch.equal(a.target, b.target) and bool(a.tokens == b.tokens)
 
 
 @pytest.mark.parametrize(("size", "passes"), [(1, 1), (3, 1), (2, 3)])
@@ -245,8 +227,7 @@ def test_each_pair_is_seen_once_up_to_the_last_batches(data: NumberWords, size: 
         seen: list[Any] = []
         for own in ranks:
             found = list(own.epoch(epoch))
-            assert [step for step, _ in found] == list(range(steps))
-            assert all(len(step) == passes for _, step in found)
+            assert [(step, len(batches)) for step, batches in found] == [(step, passes) for step in range(steps)]
             targets = [row for _, step in found for batch in step for row in batch.target]
             seen += [tuple(row[row != PADDING].tolist()) for row in targets]
         assert len(seen) == len(set(seen)), "no pair twice"
@@ -262,13 +243,13 @@ def test_a_run_resumes_at_any_step_and_may_take_more_steps(data: NumberWords) ->
     own = batches(data, 1, 2)
     whole, steps = list(own.epoch(3)), own.steps_per_epoch
     for start in (0, 1, steps - 1):
-        for (at, some), (step, others) in zip(batches(data, 1, 2).epoch(3, start), whole[start:], strict=True):
-            assert at == step and all(map(same, some, others)) and len(some) == len(others)
+        assert_equal(list(batches(data, 1, 2).epoch(3, start)), whole[start:])
     # with another order for the steps of a rank that takes more
-    left = iter(range(2 * steps))
-    found = list(batches(data, 0, 2).epoch(0, more_steps=lambda: next(left, None) is not None))
+    left = iter([True] * 2 * steps)
+    found = list(batches(data, 0, 2).epoch(0, more_steps=lambda: next(left, False)))
     assert [step for step, _ in found] == list(range(2 * steps))
-    assert not all(same(a[0], b[0]) for (_, a), (_, b) in zip(found[:steps], found[steps:], strict=True))
+    with pytest.raises(AssertionError):
+        assert_equal([step for _, step in found[:steps]], [step for _, step in found[steps:]])
 
 
 def test_sums_over_ranks_give_the_bleu_of_all_sentences() -> None:
@@ -322,13 +303,11 @@ def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None
     own, references = model(data).eval(), data.texts("test")[1]
     source, target = collate([data["test"][index] for index in range(37)])
     limits = 2 * (source != PADDING).sum(1) + 10
-    options: Any = {"begin": 2, "end": 3, "max_length": limits}
-    expected = data.vocabulary.decode(greedy(own, source, **options))
+    expected = data.vocabulary.decode(greedy(own, source, begin=2, end=3, max_length=limits))
     exact = sum(a == b for a, b in zip(expected, references, strict=True)) / 37
     assert results["translation/test_exact_match"] == pytest.approx(100 * exact)
     loss = torch.nn.CrossEntropyLoss(ignore_index=PADDING)
-    with torch.no_grad():
-        nll = loss(own(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+    nll = loss(own(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
     assert results["translation/test_nll"] == pytest.approx(float(nll), rel=1e-5)
     for size in (2, 3):
         other, other_texts = evaluate(data, size)
@@ -382,17 +361,15 @@ TINY = ["configs/numwords/tiny.py"]
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
-    root = f"dataset.root={tmp_path / 'numbers'}"
-    words = [root, "dataset.train_numbers=1500", "dataset.test_numbers=51", "train.num_epochs=1"]
-    words += ["train.batch_size=64", "train.optimizer.lr=0.0025", "data.num_threads_per_worker=1"]
-    train_in(tmp_path / "run", TINY, words)
+    words = f"dataset.root={tmp_path / 'numbers'} dataset.train_numbers=1500 dataset.test_numbers=51"
+    words += " train.num_epochs=1 train.batch_size=64 train.optimizer.lr=0.0025 data.num_threads_per_worker=1"
+    train_in(tmp_path / "run", TINY, words.split())
     summary = summary_of(tmp_path / "run")
     assert summary["best"]["translation/test_exact_match"] > 5 and summary["best"]["translation/test_bleu"] > 40
     data = NumberWords(str(tmp_path / "numbers"), train_numbers=1500, test_numbers=51)
     own = TranslationBatches(data["train"], 64, rank=0, size=2, seed=42, device=CPU)
     expected = sum(2 * (batch.tokens // 2) for _, step in own.epoch(0) for batch in step)
-    assert summary["tokens"] == expected
-    assert "tokens/s" in capsys.readouterr().out
+    assert summary["tokens"] == expected and "tokens/s" in capsys.readouterr().out
     events = events_of(tmp_path / "run")
     assert {"translation/test_nll", "time/tokens_per_second"} <= set(events.Tags()["scalars"])
     texts = [event.tensor_proto.string_val[0] for event in events.Tensors("translations/test/text_summary")]
@@ -400,20 +377,19 @@ def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: CaptureFixture[str
 
 
 def test_other_or_too_little_data_and_other_vocabularies_are_refused(data: NumberWords) -> None:
-    def with_own_vocabulary(transport: Any) -> str:
+    def with_own_vocabulary(transport: Any) -> None:
         mine = NumberWords.__new__(NumberWords)
         mine.update(data)
         mine.fingerprint = f"of rank {transport.rank}"
         with pytest.raises(ConfigError, match="rank 1 has another vocabulary than rank 0"):
             TranslationEvaluation(mine, transport, CPU, max_tokens=80)
-        return "refused"
 
-    assert LockstepWorld(2).run(with_own_vocabulary) == ["refused"] * 2
-    transport, net = LockstepWorld(1).transports[0], torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="task is Translation, but dataset is a Digits"):
-        Translation(Setup(load(TINY), Digits(), net, transport, CPU))
-    with pytest.raises(ValueError, match="too few for one step of 50 ranks x 2 passes"):
-        batches(data, 0, 50, 2)
+    LockstepWorld(2).run(with_own_vocabulary)
+    setup = Setup(load(TINY), Digits(), torch.nn.Linear(2, 2), transport := LockstepWorld(1).transports[0], CPU)
+    check_refusals(
+        (lambda: Translation(setup), "task is Translation, but dataset is a Digits"),
+        (lambda: batches(data, 0, 50, 2), "too few for one step of 50 ranks x 2 passes"),
+    )
     # a lower likelihood is no better checkpoint
     for metric, lower in (("nll", True), ("bleu", False)):
         tree = load(TINY, [f"--configs.train.metric=translation/test_{metric}"])

@@ -1,4 +1,4 @@
-"""Order and sharding of the data, the state of all random generators, and evaluation over ranks."""
+"""Order of the data, random generators, evaluation over ranks, learning rates and groups of parameters."""
 
 import io
 import math
@@ -18,7 +18,11 @@ import pytest
 import torch
 from environment import patient, python_path
 from omegaconf import OmegaConf
+from refusals import check_refusals
+from states import assert_equal
 from torch import nn
+from torch.optim import SGD
+from torch.optim import lr_scheduler as lrs
 from torch.utils.data import Dataset, TensorDataset
 
 from dgc.comm.lockstep import LockstepWorld
@@ -26,6 +30,8 @@ from dgc_training.data import PassSampler, TrainBatches, check_workers, evaluati
 from dgc_training.evaluation import Evaluation, averaged_batch_norm, batch_norm_buffers, evaluate
 from dgc_training.meters import TopKClassMeter
 from dgc_training.random_state import random_state, restore_random_state, seed_everything, temporary_seed
+from dgc_training.schedule import Schedule, inverse_square_root, scale_learning_rate, warmup_factor
+from dgc_training.startup.build import parameter_groups
 
 CPU = torch.device("cpu")
 
@@ -48,7 +54,7 @@ def batches(dataset: Dataset, *args: Any, rank: int = 0, size: int = 1, **option
     return TrainBatches(dataset, *args, rank=rank, size=size, seed=7, device=CPU, **options)
 
 
-STEPS = {  # of this many samples, ranks, samples of a batch and passes
+NUMBER_OF_STEPS = {  # of this many samples, ranks, samples of a batch and passes
     (1437, 4, 32, 1): 12,  # 360 each: 11 full steps and one of 8
     (1437, 4, 32, 2): 5,  # the rest is dropped where a step is several passes
     (50_000, 8, 128, 1): 49,
@@ -60,17 +66,16 @@ STEPS = {  # of this many samples, ranks, samples of a batch and passes
 
 
 def test_number_of_steps() -> None:
-    assert {sizes: steps_per_epoch(*sizes) for sizes in STEPS} == STEPS
-    with pytest.raises(ValueError, match="too few for one step of 4 ranks x 2 passes x 8 samples"):
-        batches(FIVE, 8, 2, size=4)
-    with pytest.raises(ValueError, match="train.batch_size is 0"):
-        batches(FIVE, 0)
+    assert {sizes: steps_per_epoch(*sizes) for sizes in NUMBER_OF_STEPS} == NUMBER_OF_STEPS
+    check_refusals(
+        (lambda: batches(FIVE, 8, 2, size=4), "too few for one step of 4 ranks x 2 passes x 8 samples"),
+        (lambda: batches(FIVE, 0), "train.batch_size is 0"),
+    )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_ranks_together_use_all_samples_in_equal_steps(size: int) -> None:
-    samplers = [sampler(rank, size) for rank in range(size)]
-    for epoch in (0, 1):
+def test_the_ranks_together_use_all_samples_in_equal_steps() -> None:
+    for size, epoch in product((1, 2, 3, 5), (0, 1)):
+        samplers = [sampler(rank, size) for rank in range(size)]
         for s in samplers:
             s.epoch = epoch
         passes = [[p.indices for p in s] for s in samplers]
@@ -103,12 +108,10 @@ def test_a_position_suffices_to_resume(passes: int) -> None:
         found = batches(NOISY, 3, passes, rank=1, size=2).epoch(2, start)
         return [(step, torch.stack([x for x, _ in step_passes])) for step, step_passes in found]
 
-    state = torch.get_rng_state()
-    whole = inputs(0)
-    assert torch.equal(state, torch.get_rng_state())
+    state, whole = torch.get_rng_state(), inputs(0)
+    assert torch.equal(state, torch.get_rng_state()) and len(whole[0][1]) == passes
     torch.rand(3)
-    for (step, seen), (expected_step, expected) in zip(inputs(1), whole[1:], strict=True):
-        assert step == expected_step and len(seen) == passes and torch.equal(seen, expected)
+    assert_equal(inputs(1), whole[1:])
 
     # augmentation differs between epochs and ranks
     def noise(rank: int, epoch: int) -> Any:
@@ -154,12 +157,20 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
     assert values == [str(int(y)) for _, [(_, targets)] in expected.epoch(0) for y in targets]
     # too many are an error
     message = r"num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64 GB"
-    with pytest.raises(ValueError, match=message):
-        check_workers(500, local_size=2, cores=8, memory=64 * 10**9)
-    with pytest.raises(ValueError, match="at most 5 .* 64 cores and 4 GB"):
-        check_workers(6, local_size=1, cores=64, memory=4 * 10**9)
+    check_refusals(
+        (lambda: check_workers(500, local_size=2, cores=8, memory=64 * 10**9), message),
+        (lambda: check_workers(6, local_size=1, cores=64, memory=4 * 10**9), "at most 5 .* 64 cores and 4 GB"),
+    )
     for count, size, cores, memory in ((0, 8, 1, 10**9), (8, 1, 1, 16 * 10**9), (32, 2, 8, 64 * 10**9)):
         check_workers(count, size, cores, memory)
+
+
+def from_file(state: Any) -> Any:
+    """What a file of this state has."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def draw() -> Any:
@@ -169,19 +180,15 @@ def draw() -> Any:
 
 def test_all_generators_continue_and_a_temporary_seed_leaves_them_alone() -> None:
     seed_everything(5)
-    first = draw()
-    file = io.BytesIO()
-    torch.save(random_state(CPU), file)
+    first, state = draw(), from_file(random_state(CPU))
     expected = [draw() for _ in range(3)]
     seed_everything(5)
     drawn = []
     for seed in (1, 1, 2):
         with temporary_seed(seed):
             drawn.append(draw())
-    assert drawn[0] == drawn[1] and not {*drawn[0][:4]} & {*drawn[2][:4]}
-    assert draw() == first
-    file.seek(0)
-    restore_random_state(torch.load(file, weights_only=True), CPU)
+    assert drawn[0] == drawn[1] and not {*drawn[0][:4]} & {*drawn[2][:4]} and draw() == first
+    restore_random_state(state, CPU)
     assert [draw() for _ in range(3)] == expected
 
 
@@ -260,3 +267,125 @@ def test_top_k_accuracy() -> None:
     assert meter.compute() == 25.0
     with pytest.raises(ValueError, match="at least 1"):
         TopKClassMeter(0)
+
+
+STEPS = 4
+
+
+def make(
+    scheduler: Any = None, size: int = 4, passes: int = 2, warmup: int = 3, per_epoch: bool = True, lr: float = 0.1
+) -> Any:
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=lr, momentum=0.9)
+    scale_learning_rate(optimizer, passes * size)
+    options: Any = {"size": size, "steps_per_epoch": STEPS, "warmup_epochs": warmup, "per_epoch": per_epoch}
+    return Schedule(optimizer, scheduler or (lambda scaled: None), **options)
+
+
+def rates(schedule: Any, epochs: int, start: int = 0, stop: int | None = None) -> Any:
+    """The rate of each step, from the step `start` on."""
+    seen = []
+    for step in range(start, epochs * STEPS if stop is None else stop):
+        schedule.begin_step(*divmod(step, STEPS))
+        schedule.optimizer.step()
+        seen.append(schedule.rates()[0])
+    return seen
+
+
+def test_the_rate_of_every_step() -> None:
+    """The scheduler starts after the warm-up: its epoch 0 is epoch 3."""
+    seen, scaled = rates(make(), epochs=5), 0.1 * 2 * 4
+    warm_up = [scaled * (i / STEPS * (4 - 1) / 3 + 1) / 4 for i in range(3 * STEPS)]
+    assert seen == pytest.approx(warm_up + [scaled] * (2 * STEPS)) and seen[0] == pytest.approx(0.1 * 2)
+    # one rank never warms up
+    assert warmup_factor(0.0, 1, 5) == 1.0 and set(rates(make(size=1), epochs=5)) == {0.1 * 2}
+    assert set(rates(make(warmup=0), epochs=3)) == {scaled}
+    # milestones 2 and 4 are epochs 5 and 7
+    seen = rates(make(lambda o: lrs.MultiStepLR(o, [2, 4])), epochs=10)[::STEPS]
+    assert seen[3:] == pytest.approx([scaled * factor for factor in (1, 1, 0.1, 0.1, 0.01, 0.01, 0.01)])
+    # a cosine per step reaches zero at its end
+    cosine = make(lambda o: lrs.CosineAnnealingLR(o, 2 * STEPS - 1), per_epoch=False)
+    seen = rates(cosine, epochs=5)[3 * STEPS :]
+    assert seen[0] == pytest.approx(0.8) and seen[-1] == pytest.approx(0.0, abs=1e-12)
+    assert sorted(seen, reverse=True) == seen
+    # a scheduler keeps its low starting rate
+    linear = make(lambda o: lrs.LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1)
+    assert rates(linear, epochs=5)[::STEPS] == pytest.approx([0.1 * factor for factor in (0.25, 0.5, 0.75, 1, 1)])
+
+
+SCHEDULERS: dict[str, Any] = {
+    "none": None, "step": lambda o: lrs.StepLR(o, 2), "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
+    "multistep": lambda o: lrs.MultiStepLR(o, [1, 2]), "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0), "linear": lambda o: lrs.LinearLR(o, 0.25, 1.0, 3),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
+    "inverse square root": lambda o: inverse_square_root(o, 5),
+    "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=1.0, total_steps=100),
+}  # fmt: skip
+
+
+def resume(second: Any, first: Any) -> None:
+    """With the state of the first schedule from a file."""
+    optimizer, schedule = from_file([first.optimizer.state_dict(), first.state_dict()])
+    second.optimizer.load_state_dict(optimizer)
+    second.load_state_dict(schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("per_epoch", [True, False])
+def test_a_resumed_schedule_continues_identically(name: Any, per_epoch: Any) -> None:
+    undisturbed = rates(make(SCHEDULERS[name], per_epoch=per_epoch), epochs=8)
+    # In warm-up, at its end, right after a milestone (the checkpoint after epoch 4), and in mid-epoch.
+    for at in (2, 3 * STEPS - 1, 3 * STEPS, 3 * STEPS + 1, 4 * STEPS, 5 * STEPS, 5 * STEPS + 3):
+        first, second = (make(SCHEDULERS[name], per_epoch=per_epoch) for _ in range(2))
+        before = rates(first, epochs=8, stop=at)
+        resume(second, first)
+        assert before + rates(second, epochs=8, start=at) == undisturbed
+
+
+@pytest.mark.parametrize("name", ["none", "multistep", "cosine", "inverse square root"])
+def test_the_rate_is_rescaled_on_another_number_of_ranks(name: Any) -> None:
+    first, second, again = (make(SCHEDULERS[name], size=size) for size in (4, 2, 4))
+    rates(first, epochs=5)
+    resume(second, first)
+    expected = rates(make(SCHEDULERS[name], size=2), epochs=8)[5 * STEPS :]
+    assert rates(second, epochs=8, start=5 * STEPS) == pytest.approx(expected)
+    # a run can resume at the first step of an epoch that it has already begun: no step of the scheduler
+    first.begin_step(5, 0)
+    resume(again, first)
+    assert rates(again, epochs=8, start=5 * STEPS) == rates(make(SCHEDULERS[name]), epochs=8)[5 * STEPS :]
+
+
+def test_inverse_square_root_rises_to_the_rate_and_falls() -> None:
+    """The published settings: from 1e-7 to 5e-4 in 4000 steps."""
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=5e-4)
+    factor = inverse_square_root(optimizer).lr_lambdas[0]
+    found = [5e-4 * factor(step) for step in (0, 1, 2000, 4000, 16_000, 400_000)]
+    assert found == pytest.approx([1e-7, 1e-7 + (5e-4 - 1e-7) / 4000, 2.5005e-4, 5e-4, 2.5e-4, 5e-5])
+    assert [inverse_square_root(optimizer, 0).lr_lambdas[0](step) for step in (0, 1, 4)] == [1, 1, 0.5]
+    check_refusals(
+        (lambda: inverse_square_root(optimizer, warmup_steps=-1), "warmup_steps is -1"),
+        (lambda: inverse_square_root(optimizer, start=2.0), "start is 2.0"),
+        (lambda: make(lrs.ReduceLROnPlateau), "ReduceLROnPlateau"),
+        (lambda: make(type), "not a learning-rate scheduler"), (lambda: make(warmup=-1), "warmup_lr_epochs"),
+        (lambda: make().load_state_dict(make(SCHEDULERS["cosine"]).state_dict()), "another train.scheduler"),
+    )  # fmt: skip
+
+
+def test_batch_norm_has_a_group_of_its_own() -> None:
+    for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        batch_norm: Any = norm(2)
+        model = nn.Sequential(nn.Linear(2, 2), batch_norm, nn.Linear(2, 2))
+        assert [len(group["params"]) for group in parameter_groups(model, False)] == [6]
+        others, normalization = parameter_groups(model, True)
+        assert normalization == {"params": [batch_norm.weight, batch_norm.bias], "weight_decay": 0.0}
+        assert len(others["params"]) == 4 and "weight_decay" not in others
+    # shared parameters appear once, and no group is empty
+    bn, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    groups = parameter_groups(nn.Sequential(linear, bn, linear, bn), True)
+    assert [len(group["params"]) for group in groups] == [2, 2]
+    for module, count in ((linear, 1), (bn, 1), (nn.BatchNorm1d(2, affine=False), 0)):
+        assert len(parameter_groups(module, True)) == count
+    # a layer inside of a batch norm is none
+    bn.gate = linear
+    others, normalization = parameter_groups(bn, True)
+    assert others["params"] == list(linear.parameters()) and len(normalization["params"]) == 2
