@@ -13,12 +13,6 @@ NAMES = ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "OPAL_PREFIX", "OMPI_
 NAMES += ["OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_btl", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE"]
 
 
-def prepare_environment() -> None:
-    from dgc.comm.horovod import prepare_environment as prepare  # imports Horovod
-
-    prepare()
-
-
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
@@ -27,40 +21,29 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.horovod
-def test_what_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.2", "OMPI_MCA_mpi_yield_when_idle": "1"}
+def test_what_the_user_chose_is_kept_and_a_lone_process_finds_its_open_mpi_and_ends_without_a_sleep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from dgc.comm.horovod import prepare_environment  # imports Horovod
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "orted").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
     prepare_environment()
+    assert "OPAL_PREFIX" not in os.environ and "OMPI_MCA_btl" not in os.environ
+    for name in ranks:
+        monkeypatch.delenv(name)
+    prepare_environment()
+    assert os.environ["OPAL_PREFIX"] == str(tmp_path) and os.environ["OMPI_MCA_btl"] == "^ofi"
+    ours = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.2", "OMPI_MCA_mpi_yield_when_idle": "1"}
     assert {name: os.environ[name] for name in ours} == ours
     for name in ours:
         monkeypatch.setenv(name, "7")
     prepare_environment()
     assert all(os.environ[name] == "7" for name in ours)
-
-
-@pytest.mark.horovod
-def test_a_lone_process_finds_the_environment_s_open_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "orted").touch()
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    prepare_environment()
-    assert "OPAL_PREFIX" not in os.environ
-    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
-    prepare_environment()
-    assert os.environ["OPAL_PREFIX"] == str(tmp_path)
-
-
-@pytest.mark.horovod
-def test_a_lone_process_ends_without_open_mpi_s_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1"}
-    for name, value in ranks.items():
-        monkeypatch.setenv(name, value)
-    prepare_environment()
-    assert "OMPI_MCA_btl" not in os.environ
-    for name in ranks:
-        monkeypatch.delenv(name)
-    prepare_environment()
-    assert os.environ["OMPI_MCA_btl"] == "^ofi"
 
 
 def run(executable: str, program: str) -> None:
