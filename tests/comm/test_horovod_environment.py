@@ -24,8 +24,10 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_user_chose_is_kept_and_a_lone_process_finds_its_open_mpi_and_ends_without_a_sleep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from dgc.comm.horovod import prepare_environment  # imports Horovod
+    from dgc.comm.horovod import prepare_environment  # prepares when it is imported first
 
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "orted").touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))

@@ -17,6 +17,8 @@ from dgc.comm import all_gather_object, all_reduce, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepError, LockstepTransport, LockstepWorld
 from dgc.comm.requests import Group, Request
 
+ONE = torch.ones(2)
+
 
 def ask(request: Request) -> Any:
     """A conversation of one round with one request."""
@@ -133,9 +135,6 @@ def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
     assert seconds["compress"] + seconds["decode"] <= passed
 
 
-# --- groups --------------------------------------------------------------------------------------
-
-
 def test_groups_of_two_machines_of_three() -> None:
     transports = (world := LockstepWorld(6, local_size=3)).transports
     assert [(t.local_rank, t.local_size) for t in transports] == [(0, 3), (1, 3), (2, 3)] * 2
@@ -170,9 +169,6 @@ def test_other_requests_within_a_group() -> None:
     mates = [1 - rank % 2 for rank in range(4)]
     pairs = [comm.Exchange({m: t}, {m: torch.empty(2)}, "local") for m, t in zip(mates, own, strict=True)]
     assert [next(iter(r.values()))[0].item() for r in converse(world, pairs)] == [1.0, 0.0, 3.0, 2.0]
-
-
-# --- disagreements ---------------------------------------------------------------------------------
 
 
 def test_requests_that_do_not_match_name_the_rank() -> None:
@@ -219,9 +215,6 @@ def test_launch_order_is_shuffled_and_does_not_matter() -> None:
         sums.update(LockstepWorld(4, seed=seed).converse("test", [body(rank, started) for rank in range(4)]))
         orders.add(tuple(started))
     assert len(orders) > 3 and len(sums) == 1
-
-
-# --- threads ---------------------------------------------------------------------------------------
 
 
 def test_requests_are_matched_by_name_in_any_launch_order_but_not_in_a_strict_world() -> None:
@@ -366,9 +359,6 @@ def test_ranks_that_wait_in_vain() -> None:
         assert len(caught) == 1 and words in caught[0]
 
 
-# --- RunningConversation ---------------------------------------------------------------------------
-
-
 def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
     world, meters = LockstepWorld(2), [comm.TrafficMeter(), comm.TrafficMeter()]
 
@@ -420,9 +410,6 @@ def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others(
     assert LockstepWorld(4, 2).converse("test", [body(rank, True) for rank in range(4)]) == expected
     with pytest.raises(LockstepError, match=r"'local' rank 1 sent {1: .*}, rank 0 sent {0: "):
         LockstepWorld(4, 2).converse("test", [body(rank, False) for rank in range(4)])
-
-
-# --- blocking collectives ------------------------------------------------------------------------
 
 
 def test_all_reduce_leaves_the_tensor_of_each_rank_and_keeps_shape_and_integers() -> None:

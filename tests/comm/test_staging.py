@@ -169,9 +169,6 @@ def test_ranks_and_replies_are_those_of_the_inner_transport() -> None:
     assert all(map(same, plain, through)) and len(plain[0]) > len(REQUESTS)
 
 
-# --- numbers that a conversation reads from its device ---------------------------------------------
-
-
 def reading(rank: int) -> Any:
     """Reads its sum between two rounds, and after them."""
     (total,) = yield (comm.AllReduce(torch.full((2,), float(rank + 1)), "sum"),)

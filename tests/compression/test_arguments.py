@@ -123,4 +123,3 @@ def test_the_ratio_of_each_epoch() -> None:
     assert compressor.compress_ratio == pytest.approx(0.001**0.4)
     warmup = RatioWarmup(0.001, 5)  # a resumed run begins somewhere: nothing is remembered from the last call
     assert [warmup.at(e) for e in (9, 0, 3)] == pytest.approx([0.001, 0.001**0.2, 0.001**0.8])
-

@@ -8,7 +8,6 @@ import torch
 from cases import case
 from compression.ranks import Ranks, normal
 
-from dgc.comm.meter import all_reduce_wire_bytes
 from dgc.compression import DoubleSqueezeCompressor, TwoPhaseCompressor
 from dgc.compression.double_squeeze import divide_into_chunks
 from dgc.engine.redistribute import redistribute
@@ -45,19 +44,6 @@ def test_chunks_are_whole_words_and_may_be_empty() -> None:
         chunks = divide_into_chunks(bucket, size, size - 1)
         assert chunks.edges == edges and chunks.own[-1] == edges[-1] - edges[-2]
         assert set(edges) | {0, 140, 173, 178} == set(chunks.bounds.tolist())
-
-
-def test_wire_bytes_of_two_phases_hardly_depend_on_the_ranks() -> None:
-    """Of one tensor, beside an all-reduce in fp32: with as many blocks for each rank, without headers."""
-    n = 16 * 256 * 64
-    for bits, block, fewer in (8, 256, 3.97), (4, 128, 7.76), (4, 64, 7.53):
-        for size in (2, 4, 8, 16):
-            ranks = Ranks(size, partial(TwoPhaseCompressor, bits, block), [(n,)])
-            ranks.step([normal(n, rank) for rank in range(size)])
-            exact = 2 * (size - 1) / size * n * (bits / 8 + 2 / block)
-            with case(bits, block, size):
-                assert {meter.wire_bytes for meter in ranks.world.meters} == {exact + 2 * (size - 1) * 24}
-                assert round(all_reduce_wire_bytes(4 * n, size) / exact, 2) == fewer
 
 
 def trained(make: Any, size: int) -> Any:

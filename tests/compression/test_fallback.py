@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
-
 from dgc.compression.dense import ClippedCompressor
 from dgc.compression.uniform import DenseValuesCompressor
 from dgc.memory import ClipByNorm, ClipByValue, DGCSGDMemory, ResidualMemory
@@ -43,7 +42,6 @@ def test_dense_values_fit_the_values_of_the_method_unless_they_are_named() -> No
         assert isinstance(chosen, DenseValuesCompressor) and chosen.values == name
         assert chosen.correction is None  # momentum stays with the optimizer
     assert isinstance(fallback("fp32", clipping=ClipByValue(1.0)), ClippedCompressor)
-
 
 
 @pytest.mark.parametrize(("name", "most", "reduced"), [("int8", 7, 4), ("bf16", 4, 4), ("fp16", 2, 2)])

@@ -1,6 +1,5 @@
 """PowerSGD: what it recovers, loses and keeps."""
 
-from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -208,7 +207,6 @@ def test_it_resumes_in_other_buckets(settings: Any) -> None:
     assert torch.equal(here.step(1)["p0"], there.step(1)["p0"])
 
 
-
 def test_a_resumed_run_may_have_another_rank() -> None:
     fleet = fleet_of([(30, 40)], num_iters_per_step=2)
     fleet.step([[normal(30, 40)]])
@@ -263,7 +261,6 @@ def test_ranks_switch_at_the_ends_of_epochs() -> None:
     assert_equal(fleet.states[0].state_dict(), other.states[0].state_dict())
     own = [[normal(30, 40, seed=r), normal(40, 30, seed=r)] for r in range(2)]
     assert torch.equal(fleet.step(own)[0], other.step(own)[0])
-
 
 
 @pytest.mark.parametrize("zero_grad", [False, True])
@@ -350,4 +347,3 @@ def test_the_original_s_aggregators_and_its_step_counter(transport: Any) -> None
     assert AllReduce(transport).aggregate([]) == [] and plain.aggregate([torch.ones(3)])[0].sum() == 3
     with pytest.raises(ValueError, match=r"gradient 0 has shape \(1,\), not \(3,\)"):
         plain.aggregate([torch.ones(1)])
-

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cases import case
 from gossip import networks
 from on_ranks import on_ranks
+from optim.nets import alone
+from refusals import check_refusals
 from torch import Tensor
 
 from dgc import compression as methods
@@ -24,29 +25,27 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 def two_bits() -> methods.SparseCompressor:
-    return methods.SparseCompressor(
-        0.1, ResidualMemory(), values=TwoBitValues(), indices=RiceIndices(), vectors="sparse"
-    )
+    form: Any = {"values": TwoBitValues(), "indices": RiceIndices()}
+    return methods.SparseCompressor(0.1, ResidualMemory(), vectors="sparse", **form)
+
+
+def rank_1() -> methods.PowerSGDCompressor:
+    return methods.PowerSGDCompressor(rank=1)
 
 
 def by_dimension() -> methods.Route:
-    return methods.Route(
-        [methods.Rule(methods.PowerSGDCompressor(rank=1), min_dim=2), methods.Rule(networks.top_k())]
-    )
+    return methods.Route([methods.Rule(rank_1(), min_dim=2), methods.Rule(networks.top_k())])
 
 
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     "dense": lambda: None,
     "top-k": networks.top_k,
     "2 bits": two_bits,
-    "rank 1": lambda: methods.PowerSGDCompressor(rank=1),
+    "rank 1": rank_1,
     "signs": methods.ScaledSignCompressor,
     "4 bits": lambda: methods.TwoPhaseCompressor(4, 64),
     "by dimension": by_dimension,
 }
-
-
-SIZES = [*((name, size) for name in COMPRESSIONS for size in (1, 3)), ("2 bits", 64)]
 
 
 def named(own: networks.Trained, flat: Tensor) -> dict[str, Tensor]:
@@ -76,10 +75,9 @@ def check_that_nothing_is_lost(found: Any) -> None:
         torch.testing.assert_close(z0 - local + old, z0 - now + new, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(("name", "size"), SIZES)
-def test_replicas_are_equal_and_nothing_is_lost(name: str, size: int) -> None:
-    def body(transport: Any) -> Any:
-        own = networks.Trained(transport, OuterSteps(2, compression=COMPRESSIONS[name]()))
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_replicas_are_equal_and_nothing_is_lost(name: str) -> None:
+    def body(own: Any) -> Any:
         found = []
         for _ in range(2):
             own.step()
@@ -89,9 +87,11 @@ def test_replicas_are_equal_and_nothing_is_lost(name: str, size: int) -> None:
             found.append((z0, named(own, local[0]), before, named(own, own.z), errors(own), own.z.clone()))
         return found
 
-    for step in zip(*networks.on(size, body), strict=True):
-        check_that_nothing_is_lost(step)
-        assert all(torch.equal(s[5], step[0][5]) for s in step)
+    for size in (1, 3, 64) if name == "2 bits" else (1, 3):
+        of_ranks = networks.each(size, lambda: OuterSteps(2, compression=COMPRESSIONS[name]()), body)
+        for step in zip(*of_ranks, strict=True):
+            check_that_nothing_is_lost(step)
+            assert all(torch.equal(s[5], step[0][5]) for s in step)
 
 
 def recorded(own: networks.Trained) -> list[Tensor]:
@@ -114,15 +114,14 @@ def z0_of(own: networks.Trained) -> dict[str, Tensor]:
 def test_diloco_by_hand() -> None:
     """Against plain torch in float64, with the models that the ranks had before each exchange."""
 
-    def body(transport: Any) -> Any:
-        own = networks.Trained(transport, OuterSteps(3, outer=Nesterov(0.7, 0.9)))
+    def body(own: Any) -> Any:
         first, models, afters = own.z.double(), recorded(own), []
         for _ in range(3):
             own.steps(3)
             afters.append(own.z.double())
         return first, models[2::3], afters
 
-    found = networks.on(4, body)
+    found = networks.each(4, lambda: OuterSteps(3, outer=Nesterov(0.7, 0.9)), body)
     z0, u = found[0][0], torch.zeros_like(found[0][0])
     for i in range(3):
         d = networks.mean([z0 - locals_[i] for _, locals_, _ in found])
@@ -141,9 +140,7 @@ def test_the_outer_learning_rate_follows_its_schedule() -> None:
         own = networks.Trained(transport, make())
         before, local = own.z.double(), recorded(own)
         own.steps(5)
-        state = copy.deepcopy(own.optimizer.compression_state_dict())
-        own = networks.Trained(transport, make())
-        own.optimizer.load_compression_state_dict(state)
+        own = networks.Trained(transport, make()).resume(own.state())
         own.step()
         first, more = own.z.double(), recorded(own)
         own.steps(4)
@@ -167,22 +164,21 @@ def test_outer_momentum_repeats_what_arrives_late() -> None:
 
 def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
     """Averages of models after each step, with momentum of their own, are SGD on the mean gradient."""
-    models = networks.after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
-    assert (
-        networks.same(models, [models[0]] * 3)
-        and networks.off(models[0], networks.after_joint_steps(12, 3)) < 1e-5
-    )
+    first, *others = networks.after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
+    assert networks.off(first, networks.after_joint_steps(12, 3)) < 1e-5
+    assert networks.same(others, [first, first])
 
 
 def test_a_step_sends_at_most_the_largest_fragment() -> None:
-    def body(transport: Any, **options: Any) -> Any:
-        own, sent = networks.Trained(transport, OuterSteps(6, **options)), [0]
+    def body(own: Any) -> Any:
+        sent = [0]
         for _ in range(13):
             own.step()
             sent.append(own.optimizer.meter.payload_bytes - sum(sent))
         return sent[1:]
 
-    (whole,), (parts,) = networks.on(1, body), networks.on(1, partial(body, **networks.IN_TWO_PARTS, delay=2))
+    streaming = partial(OuterSteps, 6, **networks.IN_TWO_PARTS, delay=2)
+    (whole,), (parts,) = (networks.each(1, make, body) for make in (partial(OuterSteps, 6), streaming))
     assert whole == [0, 0, 0, 0, 0, 4 * 93] * 2 + [0]
     # fragments of 63 and 30 elements, three steps apart
     assert parts == [0, 0, 4 * 30, 0, 0, 4 * 63] * 2 + [0]
@@ -191,13 +187,12 @@ def test_a_step_sends_at_most_the_largest_fragment() -> None:
 def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
     """The mean is that of the step in which the exchange began. Steps since then stay with a share of alpha."""
 
-    def body(transport: Any) -> Any:
-        own = networks.Trained(transport, OuterSteps(4, delay=2, alpha=0.25))
+    def body(own: Any) -> Any:
         local = recorded(own)
         own.steps(6)
         return local, own.z.double()
 
-    found = networks.on(3, body)
+    found = networks.each(3, partial(OuterSteps, 4, delay=2, alpha=0.25), body)
     z0 = networks.mean([local[3] for local, _ in found])
     for local, z in found:
         torch.testing.assert_close(z, 0.25 * local[5] + 0.75 * z0, rtol=0, atol=1e-6)
@@ -205,23 +200,22 @@ def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
 
 @pytest.mark.parametrize("make", COMPRESSIONS.values(), ids=COMPRESSIONS)
 def test_a_rank_that_diverges_drops_the_outer_step_of_all(make: Any) -> None:
-    def body(transport: Any) -> Any:
-        own = networks.Trained(transport, OuterSteps(2, outer=Nesterov(), compression=make()))
+    def body(own: Any) -> Any:
         own.steps(2)
         common = own.z.clone()
         own.step()
-        if transport.rank == 1:
+        if own.rank == 1:
             own.optimizer.inner.step = lambda: own.z[7].fill_(float("nan"))
         own.step()
         assert torch.equal(own.z, common)
-        if transport.rank == 1:
+        if own.rank == 1:
             del own.optimizer.inner.step
         own.steps(2)
         assert own.optimizer.metrics()["dropped_outer_steps"] == 1.0
         return own.z.clone()
 
     with pytest.warns(UserWarning, match="0.weight on rank 1 has NaN or inf") as caught:
-        models = networks.on(3, body)
+        models = networks.each(3, lambda: OuterSteps(2, outer=Nesterov(), compression=make()), body)
     assert len([w for w in caught if "dropped_outer_steps" in str(w.message)]) == 1
     assert bool(models[0].isfinite().all()) and networks.same(models, [models[0]] * 3)
 
@@ -261,26 +255,27 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
 
 
 def test_what_cannot_be_is_refused() -> None:
-    shared = networks.top_k()
+    shared, ef21 = networks.top_k(), methods.EF21Compressor(networks.top_k())
+    with_momentum = methods.DGCCompressor(0.1, DGCSGDMemory(0.9))
     steps, ramp, slowmo = cast(Any, (OuterSteps, Ramp, SlowMo))  # arguments of another type than annotated
 
     def failing(factor: Any) -> tuple[Any, str]:
         return lambda: steps(2, outer_schedule=lambda _: factor), f"outer_schedule returned {factor} at step 2"
 
+    def never(H: Any) -> tuple[Any, str]:
+        return lambda: steps(H), f"average_every must .* at least 1 step, not {H!r}"
+
     rows: list[tuple[Any, str]] = [
-        *(
-            (partial(steps, H), f"average_every must .* at least 1 step, not {H!r}")
-            for H in (0, 2.5, math.nan, True, "2")
-        ),
+        *map(never, (0, 2.5, math.nan, True, "2")),
         (lambda: steps(2, delay=0.5), "delay must be a whole number of 0 steps or more, not 0.5"),
         (lambda: steps(2, warmup_steps=None), "warmup_steps must be a whole number of 0 steps or more"),
         (lambda: steps(2, alpha="0"), "alpha must be a number, not '0'"),
         (lambda: steps(2, fragment_mb="1"), "fragment_mb must be a number, or None for one fragment"),
         (lambda: steps(2, bucket_mb="1"), "bucket_mb must be a number, not '1'"),
         (lambda: steps(2, Nesterov()), "base must be a gossip algorithm such as"),
-        (lambda: steps(2, outer=Nesterov), "outer must make an optimizer"),
+        *((partial(steps, 2, outer=outer), "outer must make an optimizer") for outer in (Nesterov, 0.7)),
         (lambda: steps(2, outer=len), "outer must return an optimizer of torch"),
-        (lambda: steps(2, outer_schedule=Ramp), "outer_schedule must return a factor"),
+        *((partial(steps, 2, outer_schedule=f), "outer_schedule must return a factor") for f in (Ramp, 0.4)),
         *map(failing, (math.nan, -1.0, None)),
         (lambda: ramp(steps=2.5), "steps must be a whole number of at least 1, not 2.5"),
         (lambda: ramp(math.inf), "Ramp needs first and last above 0 and finite, not inf"),
@@ -288,8 +283,6 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: SlowMo(alpha=math.inf), "SlowMo needs beta in"),
         (lambda: Nesterov(math.inf), "Nesterov needs momentum in"),
         (lambda: steps(2, ADPSGD()), "asynchronous"),
-        (lambda: steps(2, outer=0.7), "must make an optimizer"),
-        (lambda: steps(2, outer_schedule=0.4), "must return a factor"),
         (lambda: steps(2, outer=SlowMo(), outer_schedule=Ramp()), "_SlowMomentum has none"),
         (lambda: ramp(0.0), "Ramp needs first and last above 0"),
         (lambda: steps(2, fragment_mb=0), "fragment_mb must be positive"),
@@ -299,23 +292,16 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: steps(2, compression=by_dimension(), alpha=0.5), "PowerSGDCompressor sends later what it"),
         (lambda: steps(2, warmup_steps=-1), "warmup_steps must be a whole number of 0 steps or more"),
         (lambda: steps(2, OSGP(), delay=1), "OSGP mixes whole models"),
-        (
-            lambda: steps(2, compression=methods.DGCCompressor(0.1, DGCSGDMemory(0.9))),
-            r"memory=ResidualMemory\(\)",
-        ),
-        (
-            lambda: steps(2, compression=methods.EF21Compressor(networks.top_k())),
-            "EF21Compressor applies momentum to pse",
-        ),
+        (lambda: steps(2, compression=with_momentum), r"memory=ResidualMemory\(\)"),
+        (lambda: steps(2, compression=ef21), "EF21Compressor applies momentum to pse"),
         (lambda: steps(1, **networks.IN_TWO_PARTS), "2 fragments, but average_every=1"),
         (lambda: steps(6, **networks.IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
         (lambda: steps(2, compression=networks.top_k), "compression must be a compressor"),
         (lambda: steps(2, compression=shared), "has the residual of another"),
     ]
-    networks.on(1, lambda transport: networks.Trained(transport, OuterSteps(2, compression=shared)))
-    for make, words in rows:
-        with case(words), pytest.raises(ValueError, match=words):
-            networks.on(1, lambda transport: networks.Trained(transport, make()))  # noqa: B023
+    networks.Trained(alone(), OuterSteps(2, compression=shared))
+    starts = (lambda make=make: networks.Trained(alone(), make()) for make, _ in rows)
+    check_refusals(*((start, words) for start, (_, words) in zip(starts, rows, strict=True)))
 
 
 @on_ranks(2)
@@ -335,27 +321,25 @@ def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent(transpo
 @pytest.mark.parametrize("base", [lambda: SGP(star), lambda: HierarchicalGossip(SGP())])
 def test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes(base: Any) -> None:
     """Compressors would otherwise send differences as large as the weights."""
-    first, last = networks.losses(
-        80, lambda: OuterSteps(4, base(), compression=methods.ScaledSignCompressor()), 4, 2
-    )
+    make = partial(OuterSteps, 4, compression=methods.ScaledSignCompressor())
+    first, last = networks.losses(80, lambda: make(base()), 4, 2)
     assert last < 0.2 * first
 
 
-@on_ranks(1)
-def test_a_state_of_other_settings_is_refused(transport: Any) -> None:
-    def make(*settings: Any) -> Any:
-        return networks.Trained(transport, OuterSteps(3, *settings))
+def test_a_state_of_other_settings_is_refused() -> None:
+    def algorithm(*settings: Any) -> Any:
+        own = networks.Trained(alone(), OuterSteps(3, *settings))
+        own.steps(4)
+        return own.algorithm
 
-    own = make(None, networks.adam, networks.top_k())
-    own.steps(4)
-    state = own.optimizer.compression_state_dict()["OuterSteps.0"]
-    for settings, match in (
-        ((None, networks.adam), "state of other compressors"),
-        ((OSGP(), networks.adam, networks.top_k()), "state of another algorithm"),
-        ((None, networks.adam, methods.QSGDCompressor()), "state of other compressors"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            make(*settings).algorithm.load_state_dict(state)
-    state["outer"]["0.weight"]["exp_avg"][0] = float("nan")
-    with pytest.raises(ValueError, match="outer exp_avg of 0.weight has NaN"):
-        make(None, networks.adam, networks.top_k()).algorithm.load_state_dict(state)
+    adam, top_k = networks.adam, networks.top_k
+    state = algorithm(None, adam, top_k()).state_dict()
+    bad = copy.deepcopy(state)
+    bad["outer"]["0.weight"]["exp_avg"][0] = float("nan")
+    rows: list[tuple[Any, Any, str]] = [
+        ((None, adam), state, "state of other compressors"),
+        ((OSGP(), adam, top_k()), state, "state of another algorithm"),
+        ((None, adam, methods.QSGDCompressor()), state, "state of other compressors"),
+        ((None, adam, top_k()), bad, "outer exp_avg of 0.weight has NaN"),
+    ]
+    check_refusals(*((partial(algorithm(*given).load_state_dict, of), words) for given, of, words in rows))
