@@ -1,4 +1,4 @@
-"""PowerSGD: what it recovers, loses and keeps."""
+"""PowerSGD: what it recovers, loses and keeps, and its orthonormal rows, for each matrix of a batch by itself."""
 
 from itertools import pairwise, product
 from typing import Any
@@ -15,7 +15,7 @@ from dgc.aggregate import Aggregator, AllReduce, Config, PowerSGD, optimizer_ste
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
-from dgc.compression.matrices import Accordion, CompressionRule, Regime
+from dgc.compression.matrices import Accordion, CompressionRule, Regime, orthonormalize
 from dgc.engine.state import BucketStates
 from dgc.testing import Fleet, flat
 from dgc_models import resnet18
@@ -263,23 +263,22 @@ def test_ranks_switch_at_the_ends_of_epochs() -> None:
     assert torch.equal(fleet.step(own)[0], other.step(own)[0])
 
 
-@pytest.mark.parametrize("zero_grad", [False, True])
-def test_three_lines_train(zero_grad: Any) -> None:
+def test_three_lines_train() -> None:
+    """Gradients are zero after a step, whether or not zero_grad is called."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     config = Config(rank=1, min_compression_rate=5, num_iters_per_step=2, start_compressing_after_num_steps=0)
     powersgd, inputs, losses = PowerSGD(model.parameters(), config, alone()), normal(64, 20), []
-    for _ in range(200):
+    for step in range(200):
         loss = (model(inputs) - inputs[:, :1] * inputs[:, 1:2]).square().mean()
         loss.backward()
         optimizer_step(optimizer, powersgd)
         assert not any(p.grad is None or p.grad.any() for p in model.parameters())
-        if zero_grad:
+        if step % 20 >= 10:
             optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0]
-    assert powersgd.state_dict()["errors"]["param0"].any()
+    assert losses[-1] < 0.2 * losses[0] and powersgd.state_dict()["errors"]["param0"].any()
     with pytest.raises(ValueError, match="built with other parameters"):
         optimizer_step(torch.optim.SGD(list(model.parameters())[::-1], lr=0.1), powersgd)
 
@@ -347,3 +346,61 @@ def test_the_original_s_aggregators_and_its_step_counter(transport: Any) -> None
     assert AllReduce(transport).aggregate([]) == [] and plain.aggregate([torch.ones(3)])[0].sum() == 3
     with pytest.raises(ValueError, match=r"gradient 0 has shape \(1,\), not \(3,\)"):
         plain.aggregate([torch.ones(1)])
+
+
+every_way = pytest.mark.parametrize("way", ["auto", "qr", "gram_schmidt", "cholesky_qr"])
+
+
+def basis_of(x: Any, *options: Any, **named: Any) -> Any:
+    return orthonormalize([x], *options, **named)[0]
+
+
+def assert_orthonormal(x: Any, tolerance: float = 2e-6) -> None:
+    eye = torch.eye(x.shape[1]).expand(len(x), -1, -1)
+    torch.testing.assert_close(x @ x.mT, eye, rtol=0, atol=tolerance)
+
+
+@every_way
+def test_rows_are_orthonormal_and_span_the_same(way: Any) -> None:
+    for shape in ((1, 1, 1), (4, 1, 7), (3, 2, 50), (2, 5, 5), (5, 7, 1000)):
+        x = normal(*shape) * torch.logspace(-6, 6, shape[0])[:, None, None]
+        basis = basis_of(x, way)
+        assert_orthonormal(basis)
+        for k in range(1, shape[1] + 1):
+            part, first = basis[:, :k], x[:, :k]
+            outside = first - first @ part.mT @ part
+            norms = first.flatten(1).norm(dim=1)
+            assert bool((outside.flatten(1).norm(dim=1) <= 1e-5 * norms).all())
+        for scale in (1e-30, 1e30):
+            assert_orthonormal(basis_of(normal(*shape) * scale, way))
+    # a matrix does not depend on the others of its batch
+    x = normal(6, 1, 40) * torch.tensor([1e-8, 1.0, 1e8, 3.0, 0.1, 7.0])[:, None, None]
+    together = basis_of(x, way)
+    for i in range(6):
+        torch.testing.assert_close(together[i : i + 1], basis_of(x[i : i + 1], way))
+
+
+@every_way
+def test_zeros_become_random_directions(way: Any) -> None:
+    for r in (1, 3):
+        x, noise = normal(3, r, 30), normal(3, r, 30, seed=5)
+        x[1] = 0
+        basis, found = basis_of(x, way), basis_of(x, way, noise=lambda b: noise)  # noqa: B023
+        assert_orthonormal(basis)
+        assert_orthonormal(found)
+        assert float((found[1] @ noise[1].T @ noise[1]).norm()) > 1
+        torch.testing.assert_close(found[0], basis[0])
+
+
+@every_way
+def test_dependent_rows_keep_what_there_is(way: Any) -> None:
+    x = normal(2, 4, 30)
+    x[0, 1] = 2 * x[0, 0]
+    x[0, 2] = x[0, 0] + 1e-5 * x[0, 3]
+    x[1, 0] = 0
+    basis = basis_of(x, way, epsilon=1e-6)
+    assert_orthonormal(basis)
+    for i in range(2):
+        rows = x[i] / x[i].norm(dim=1, keepdim=True).clamp(min=1e-30)
+        outside = rows - rows @ basis[i].T @ basis[i]
+        assert float(outside.norm(dim=1)[[0, 1, 3]].max()) < 1e-4
