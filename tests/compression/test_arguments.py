@@ -188,7 +188,7 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     (HIGH_RANK, {"rank_every": 0}, "rank_every at least 1"),
     (POWERSGD, {"orthogonalization": "svd"}, "orthogonalization must be one of auto, qr, gram_sch"),
     *((POWERSGD, {"epsilon": epsilon}, "epsilon must lie between 0 and 1") for epsilon in (0.0, -1.0, 1.0)),
-    (partial(Accordion, 4), {"high_rank": 2}, "high_rank must be at least rank = 4, not 2"),
+    (partial(Accordion, 4), {"high": 2}, "high_rank must be at least rank = 4, not 2"),
     (methods.Route, {"rules": []}, "at least one Rule"),
 ]
 

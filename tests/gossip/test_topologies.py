@@ -149,16 +149,17 @@ def mixed(topology: Any, mixing: Any, rounds: Any) -> Any:
 
 
 @at_every_size(ROWS, SIZES)
-def test_rounds_equal_the_mixing_matrix(row: Any, size: Any) -> None:
+def test_rounds_preserve_sums_and_equal_the_mixing_matrix(row: Any, size: Any) -> None:
     topology, own = row.make(size), values(size, shape=(3,))
     states = [initial_state(x) for x in own]
     for t in range(4):
         rounds = [gossip.push_sum_round(state, rank, t, topology) for rank, state in enumerate(states)]
         states = LockstepWorld(size).converse("round", rounds)
-    P = mixed(topology, uniform, 4)
-    assert float(P.sum()) == pytest.approx(size, abs=1e-12), "sums are preserved"
-    torch.testing.assert_close(torch.stack([s.x for s in states]), P @ torch.stack(own))
-    torch.testing.assert_close(torch.stack([s.w for s in states]), P.sum(1))
+    x, w, P = torch.stack([s.x for s in states]), torch.stack([s.w for s in states]), mixed(topology, uniform, 4)
+    torch.testing.assert_close(x, P @ torch.stack(own))
+    torch.testing.assert_close(w, P.sum(1))
+    torch.testing.assert_close(x.sum(0), sum(own), rtol=0, atol=1e-12)
+    assert float(w.sum()) == pytest.approx(size, abs=1e-12)
 
 
 def long_product(topology: Any, mixing: Any) -> Any:
