@@ -320,8 +320,11 @@ def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent(transpo
 @pytest.mark.parametrize("base", [lambda: SGP(star), lambda: HierarchicalGossip(SGP())])
 def test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes(base: Any) -> None:
     """Compressors would otherwise send differences as large as the weights."""
-    make = partial(OuterSteps, 4, compression=methods.ScaledSignCompressor())
-    first, last = nets.losses(80, lambda: make(base()), 4, 2)
+
+    def make() -> OuterSteps:
+        return OuterSteps(4, base(), compression=methods.ScaledSignCompressor())
+
+    first, last = nets.losses(80, make, 4, 2)
     assert last < 0.2 * first
 
 
