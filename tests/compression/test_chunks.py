@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import case
 from compression.ranks import Ranks, normal
+from optim.nets import alone, dgc_sgd, wrap
 
 from dgc.compression import ChunkCompressor, DenseCompressor, DenseResult, FP16Compressor, SparseResult
 from dgc.compression.chunks import divide, largest
@@ -160,3 +161,17 @@ def test_it_takes_matrices_and_sends_vectors_dense() -> None:
     assert [compressor.accepts(s) for s in segments] == [True, False]
     assert isinstance(compressor.fallback, FP16Compressor) and isinstance(fp32.fallback, DenseCompressor)
     assert compressor.compress_ratio == 0.1
+
+
+def test_a_step_of_the_optimizer() -> None:
+    """The sparse update of DGCSGD for matrices, and the fallback for vectors."""
+    model, inputs = torch.nn.Linear(16, 12), normal(32, 0).view(2, 16)
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    method = ChunkCompressor(0.3, DGCSGDMemory(0.9), SIZE, "fp32")
+    optimizer = wrap(model, alone(), dgc_sgd, compression=method)
+    model(inputs).square().sum().backward()
+    dw, db = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters()])
+    optimizer.step()
+    rows = dw.abs().sum(1).topk(4).indices  # one chunk per row
+    torch.testing.assert_close(model.weight.detach(), weight.index_add(0, rows, dw[rows], alpha=-0.1))
+    torch.testing.assert_close(model.bias.detach(), bias - 0.1 * db)

@@ -12,6 +12,7 @@ from memory.held import Held
 from optim.nets import alone, net, wrap
 
 from dgc.bucket import Segment, make_bucket
+from dgc.comm.lockstep import LockstepError
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import next_requests
 from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseResult
@@ -241,6 +242,14 @@ def test_a_rank_with_other_settings_is_named() -> None:
         conversations, messages = first_messages("gtopk", [usual, odd, usual])
         with pytest.raises(PayloadError, match=words):
             conversations[2].send((tuple(message.tensor for message in messages),))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
+    ratios, make = [0.01, 0.02], partial(DGCCompressor, memory=ResidualMemory(), exchange="reduce_scatter")
+    ranks = Ranks(2, lambda: make(ratios.pop()), [(300, 100)])
+    with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
+        ranks.step([normal(30_000, rank) for rank in range(2)])
 
 
 def test_a_transport_of_messages_between_ranks_is_asked_for_and_any_other_refused(monkeypatch: Any) -> None:
