@@ -1,6 +1,7 @@
-"""Channels: order, tags, memory, and the start of the MPI channel."""
+"""Channels and messages over MPI: order, tags, memory, the buffers that are posted, and the start of MPI."""
 
 import subprocess
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,81 +10,111 @@ from channels import ChannelWorld
 from environment import patient
 from warm import python
 
+from dgc.comm import Exchange
+from dgc.comm import mpi as point_to_point
 from dgc.comm.channel import Channel
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.mpi import MPIChannel, PointToPointTransport, mpi_buffer
 
 
-def send(world: Any, source: Any, to: Any, *content: int, tag: int = 0) -> Any:
-    message = torch.tensor(content)
-    return message, world.channels[source].isend(to, message, tag)
+def test_simulated_messages_of_one_rank_and_tag_arrive_in_order_and_some_are_copied_when_they_arrive() -> None:
+    """About half of the messages are copied at once. The same seed gives the same times."""
 
+    def received(world: Any, rank: Any, tag: Any = 0, tests: int = 200) -> Any:
+        buffer = torch.zeros(3, dtype=torch.int64)
+        handle = world.channels[rank].irecv(buffer, tag)
+        return next((buffer.tolist() for _ in range(tests) if world.channels[rank].test(handle)), None)
 
-def received(world: Any, rank: Any, tag: Any = 0, tests: int = 200) -> Any:
-    buffer = torch.zeros(3, dtype=torch.int64)
-    handle = world.channels[rank].irecv(buffer, tag)
-    return next((buffer.tolist() for _ in range(tests) if world.channels[rank].test(handle)), None)
-
-
-def test_messages_of_one_rank_arrive_in_order_and_the_same_seed_gives_the_same_times() -> None:
     def arrived(seed: int) -> Any:
-        world = ChannelWorld(3, seed)
-        for number in range(30):
-            for source in (0, 1):
-                send(world, source, 2, source, number)
-        assert world.in_flight == 60
-        found = [received(world, 2)[:2] for _ in range(60)]
-        assert [n for s, n in found if s == 0] == [n for s, n in found if s == 1] == list(range(30))
-        assert [s for s, _ in found] != [0, 1] * 30
-        assert world.in_flight == 0 and received(world, 2) is None
+        world, sent = ChannelWorld(3, seed), []
+        assert isinstance(world.channels[0], Channel)
+        for number, source in product(range(30), (0, 1)):
+            message = torch.tensor([source, number, 0])
+            sent.append((message, world.channels[source].isend(2, message, 0)))
+        world.channels[1].isend(0, torch.tensor([7, 7, 7]), 5)
+        gone = [world.channels[0].test(handle) for _, handle in sent]
+        for message, _ in sent:
+            message[2] = 1
+        found = [received(world, 2) for _ in sent]
+        for source in (0, 1):
+            expected = [[source, number, int(not gone[2 * number + source])] for number in range(30)]
+            assert [message for message in found if message[0] == source] == expected
+        assert 15 < sum(gone) < 45 and all(world.channels[0].test(handle) for _, handle in sent)
+        assert received(world, 0) is received(world, 2) is None and received(world, 0, tag=5) == [7, 7, 7]
+        assert world.in_flight == 0
         return found
 
     orders = [arrived(seed) for seed in range(5)]
     assert orders[0] == arrived(0) != orders[1]
-
-
-def test_a_receive_takes_only_its_tag() -> None:
     world = ChannelWorld(2)
-    for tag in (1, 2):
-        send(world, 0, 1, tag, tag=tag)
-    assert received(world, 1, 3) is None
-    assert received(world, 1, 2)[0] == 2 and received(world, 1, 1)[0] == 1
-
-
-def test_a_message_is_sent_once_it_is_copied() -> None:
-    """About half of the messages at once, the others when they are received."""
-    world = ChannelWorld(2)
-    messages, handles = zip(*(send(world, 0, 1, n) for n in range(40)), strict=True)
-    gone = [world.channels[0].test(handle) for handle in handles]
-    assert 5 < sum(gone) < 35
-    for message in messages:
-        message += 100
-    arrived = [received(world, 1)[0] for _ in messages]
-    assert arrived == [n if at_once else n + 100 for n, at_once in enumerate(gone)]
-    assert all(map(world.channels[0].test, handles))
-
-
-def test_a_message_that_is_too_long_is_an_error() -> None:
-    world = ChannelWorld(2)
-    send(world, 0, 1, 0, 0, 0, 0)
+    world.channels[0].isend(1, torch.zeros(4, dtype=torch.int64), 0)
     with pytest.raises(ValueError, match="4 elements for a buffer of 3"):
         received(world, 1)
 
 
-def test_both_are_channels() -> None:
-    from dgc.comm.mpi import MPIChannel
-
-    assert isinstance(ChannelWorld(1).channels[0], Channel)
-    assert all(hasattr(MPIChannel, name) for name in ("isend", "irecv", "test"))
-
-
 def test_without_mpi_the_cure_is_named() -> None:
+    assert all(hasattr(MPIChannel, name) for name in ("isend", "irecv", "test"))
     pytest.importorskip("mpi4py")
-    program = """
-from dgc.comm.mpi import MPIChannel
-try:
-    MPIChannel()
-except ValueError as error:
-    print(error)
-"""
-    words = [python(), "-c", program]
+    words = [python(), "-c", "from dgc.comm.mpi import MPIChannel; MPIChannel()"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=patient(60), check=False)
-    assert "need MPI" in done.stdout and "mpirun" in done.stdout, done.stderr
+    assert "ValueError" in done.stderr and "need MPI" in done.stderr and "mpirun" in done.stderr
+
+
+class RecordingMPI:
+    """MPI with two ranks that records posted messages and delivers none."""
+
+    TAG_UB, BYTE, INT32_T = None, "byte", "int32"
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.COMM_WORLD = self
+        self.posted: list[tuple[str, Any, Any]] = []
+
+    def Dup(self) -> Any:
+        return self
+
+    def Get_attr(self, key: Any) -> Any:
+        return 2**20
+
+    def Irecv(self, buffer: Any, source: Any, tag: Any) -> None:
+        self.posted.append(("from", source, buffer))
+
+    def Isend(self, buffer: Any, to: Any, tag: Any) -> None:
+        self.posted.append(("to", to, buffer))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    MPI = RecordingMPI()
+    monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
+    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
+    inner: Any = LockstepWorld(2).transports[0]
+    inner.members = lambda group: [0, 1]
+    return PointToPointTransport(inner), MPI.posted
+
+
+def test_a_buffer_is_the_memory_of_the_tensor() -> None:
+    """Both ends of a message choose the same unit, by its length and not by its address."""
+    for length, first in product((0, 3, 4, 7, 4096), (0, 1)):
+        tensor = torch.arange(length + 1, dtype=torch.int64).to(torch.uint8)[first:][:length]
+        memory, count, kind = mpi_buffer(tensor, RecordingMPI)
+        assert (count, kind) == ((length, "byte") if length % 4 else (length // 4, "int32"))
+        assert memory.tolist() == tensor.tolist()
+        memory.fill(0)
+        assert not tensor.any()
+
+
+def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded: Any) -> None:
+    """One that is longer is refused before anything is posted."""
+    transport, posted = recorded
+    short = torch.empty(8, dtype=torch.uint8)
+    for nbytes in (101, 404):
+        long = torch.empty(nbytes, dtype=torch.uint8)
+        words = f"a message of {nbytes} bytes is too large: MPI carries at most 100, or 400 "
+        for exchange in (Exchange({1: long}, {1: short}), Exchange({1: short}, {1: long})):
+            with pytest.raises(ValueError, match=words):
+                transport.launch("a", (exchange,))
+    assert not posted
+    transport.launch("a", (Exchange({1: torch.ones(100)}, {1: torch.empty(400, dtype=torch.uint8)}),))
+    found = [(way, peer, *buffer[1:]) for way, peer, buffer in posted]
+    assert found == [("from", 1, 100, "int32"), ("to", 1, 100, "int32")]

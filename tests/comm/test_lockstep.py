@@ -2,18 +2,22 @@
 
 import threading
 import time
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from cases import case
-from optim.nets import same
+from environment import patient
+from optim.nets import alone, same
 from torch import Tensor
 
 from dgc import comm
+from dgc.comm import all_gather_object, all_reduce, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepError, LockstepTransport, LockstepWorld
 from dgc.comm.requests import Group, Request
+
+ONE = torch.ones(2)
 
 
 def ask(request: Request) -> Any:
@@ -40,37 +44,27 @@ def tensors(size: Any, n: int = 6) -> Any:
     return [torch.randn(n, generator=generator) for _ in range(size)]
 
 
-def test_all_reduce_gives_every_rank_the_same_bits() -> None:
+def test_replies_of_collectives() -> None:
+    """Of sums and other reductions every rank has the same bits."""
     reductions: Any = {"sum": Tensor.sum, "mean": Tensor.mean, "min": Tensor.amin, "max": Tensor.amax}
-    for size, (op, reduction) in product((1, 2, 3, 5), reductions.items()):
-        own = tensors(size)
-        replies = converse(LockstepWorld(size), [comm.AllReduce(t.clone(), op) for t in own])
-        torch.testing.assert_close(replies[0], reduction(torch.stack(own), 0))
-        assert all(torch.equal(reply, replies[0]) for reply in replies)
-
-
-def test_all_gather_is_ordered_by_rank() -> None:
-    for size in (1, 2, 3):
-        own = tensors(size)
-        for reply in converse(LockstepWorld(size), [comm.AllGather(t.clone()) for t in own]):
-            assert isinstance(reply, tuple) and same(reply, own)
-
-
-def test_reduce_scatter_gives_each_rank_its_share() -> None:
-    for size in (1, 2, 3):
+    for size in (1, 2, 3, 5):
         own = tensors(size, 4 * size)
-        replies = converse(LockstepWorld(size), [comm.ReduceScatter(t.clone(), "sum") for t in own])
-        torch.testing.assert_close(torch.cat(replies), torch.stack(own).sum(0))
-        assert all(reply.numel() == 4 for reply in replies)
+
+        def replies(request: Any, *options: Any, own: Any = own) -> Any:
+            return converse(LockstepWorld(len(own)), [request(t.clone(), *options) for t in own])
+
+        for op, reduction in reductions.items():
+            first, *others = replies(comm.AllReduce, op)
+            torch.testing.assert_close(first, reduction(torch.stack(own), 0))
+            assert all(torch.equal(first, other) for other in others)
+        assert all(isinstance(reply, tuple) and same(reply, own) for reply in replies(comm.AllGather))
+        shares = replies(comm.ReduceScatter, "sum")
+        torch.testing.assert_close(torch.cat(shares), torch.stack(own).sum(0))
+        assert all(share.numel() == 4 for share in shares)
+        for root in (0, size - 1):
+            assert all(torch.equal(reply, own[root]) for reply in replies(comm.Broadcast, root))
     with pytest.raises(LockstepError):
         converse(LockstepWorld(2), [comm.ReduceScatter(torch.ones(5)) for _ in range(2)])
-
-
-def test_broadcast_gives_the_roots_tensor() -> None:
-    own = tensors(3)
-    for root in (0, 2):
-        for reply in converse(LockstepWorld(3), [comm.Broadcast(t.clone(), root) for t in own]):
-            assert torch.equal(reply, own[root])
 
 
 def test_all_to_all_with_uneven_splits() -> None:
@@ -104,12 +98,18 @@ def test_exchanges_that_do_not_match() -> None:
             converse(LockstepWorld(2), [comm.Exchange({1: torch.ones(sent)}, {}), comm.Exchange({}, expected)])
 
 
-def test_replies_are_not_shared_between_ranks() -> None:
-    replies = converse(LockstepWorld(2), [comm.AllReduce(torch.ones(3)) for _ in range(2)])
+def test_replies_are_not_shared_between_ranks_and_launched_tensors_are_invalidated() -> None:
+    """A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN."""
+    own = [torch.ones(3) for _ in range(2)]
+    replies = converse(LockstepWorld(2), [comm.AllReduce(t, "sum") for t in own])
     gathered = converse(LockstepWorld(2), [comm.AllGather(torch.ones(3)) for _ in range(2)])
+    assert all(t.isnan().all() for t in own) and all(reply.tolist() == [2.0] * 3 for reply in replies)
     replies[0].zero_()
     gathered[0][1].zero_()
-    assert replies[1].tolist() == gathered[1][1].tolist() == [1.0, 1.0, 1.0]
+    assert replies[1].tolist() == [2.0] * 3 and gathered[1][1].tolist() == [1.0] * 3
+    sent = torch.ones(2)
+    exchange = [comm.Exchange({1: sent}, {}), comm.Exchange({}, {0: torch.empty(2)})]
+    assert converse(LockstepWorld(2), exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
 
 
 def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
@@ -135,60 +135,40 @@ def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
     assert seconds["compress"] + seconds["decode"] <= passed
 
 
-def test_launched_tensors_are_invalidated() -> None:
-    """A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN."""
-    own = [torch.ones(3) for _ in range(2)]
-    replies = converse(LockstepWorld(2), [comm.AllReduce(t, "sum") for t in own])
-    assert all(t.isnan().all() for t in own) and all(reply.tolist() == [2.0] * 3 for reply in replies)
-    sent = torch.ones(2)
-    exchange = [comm.Exchange({1: sent}, {}), comm.Exchange({}, {0: torch.empty(2)})]
-    assert converse(LockstepWorld(2), exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
-
-
-# --- groups --------------------------------------------------------------------------------------
-
-
 def test_groups_of_two_machines_of_three() -> None:
-    world = LockstepWorld(6, local_size=3)
-    assert [t.local_rank for t in world.transports] == [0, 1, 2, 0, 1, 2]
-    assert [t.local_size for t in world.transports] == [3] * 6
-    assert [world.transports[rank].members("local") for rank in (0, 2, 4)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
-    assert [world.transports[rank].members("cross") for rank in (0, 2, 4)] == [[0, 3], [2, 5], [1, 4]]
-    assert [t.group_rank("local") for t in world.transports] == [0, 1, 2, 0, 1, 2]
-    assert [t.group_rank("cross") for t in world.transports] == [0, 0, 0, 1, 1, 1]
-    assert [t.group_rank("world") for t in world.transports] == list(range(6))
+    transports = (world := LockstepWorld(6, local_size=3)).transports
+    assert [(t.local_rank, t.local_size) for t in transports] == [(0, 3), (1, 3), (2, 3)] * 2
+    assert [transports[rank].members("local") for rank in (0, 2, 4)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+    assert [transports[rank].members("cross") for rank in (0, 2, 4)] == [[0, 3], [2, 5], [1, 4]]
+    assert [t.group_rank("local") for t in transports] == [0, 1, 2, 0, 1, 2]
+    assert [t.group_rank("cross") for t in transports] == [0, 0, 0, 1, 1, 1]
+    assert [t.group_rank("world") for t in transports] == list(range(6))
     expected: dict[Group, Any] = {"world": [15] * 6, "local": [3, 3, 3, 12, 12, 12], "cross": [3, 5, 7] * 2}
-    assert [world.transports[0].group_size(group) for group in expected] == [6, 3, 2]
+    assert [transports[0].group_size(group) for group in expected] == [6, 3, 2]
     for group, totals in expected.items():
         replies = converse(world, [comm.AllReduce(torch.tensor([rank]), "sum", group) for rank in range(6)])
         assert [reply.item() for reply in replies] == totals
+    with pytest.raises(ValueError, match="local_size must divide the number of ranks, 5, but it is 2"):
+        LockstepWorld(5, local_size=2)
 
 
 def test_other_requests_within_a_group() -> None:
     world = LockstepWorld(4, local_size=2)
     own = [torch.tensor([float(rank), 10.0 + rank]) for rank in range(4)]
-    gathered = converse(world, [comm.AllGather(t.clone(), "cross") for t in own])
+
+    def replies(request: Any, *options: Any) -> Any:
+        return converse(world, [request(t.clone(), *options) for t in own])
+
+    gathered = replies(comm.AllGather, "cross")
     assert [[piece[0].item() for piece in reply] for reply in gathered] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    scattered = converse(world, [comm.ReduceScatter(t.clone(), "sum", "local") for t in own])
+    scattered = replies(comm.ReduceScatter, "sum", "local")
     assert [reply.tolist() for reply in scattered] == [[1.0], [21.0], [5.0], [25.0]]
-    sent = converse(world, [comm.Broadcast(t.clone(), 1, "local") for t in own])
-    assert [reply[0].item() for reply in sent] == [1.0, 1.0, 3.0, 3.0]
-    swapped = converse(world, [comm.AllToAll(t.clone(), (1, 1), "cross") for t in own])
+    assert [reply[0].item() for reply in replies(comm.Broadcast, 1, "local")] == [1.0, 1.0, 3.0, 3.0]
+    swapped = replies(comm.AllToAll, (1, 1), "cross")
     assert [[p.item() for p in reply] for reply in swapped] == [[0, 2], [1, 3], [10, 12], [11, 13]]
-    pairs = [
-        comm.Exchange({1 - rank % 2: t}, {1 - rank % 2: torch.empty(2)}, "local") for rank, t in enumerate(own)
-    ]
+    mates = [1 - rank % 2 for rank in range(4)]
+    pairs = [comm.Exchange({m: t}, {m: torch.empty(2)}, "local") for m, t in zip(mates, own, strict=True)]
     assert [next(iter(r.values()))[0].item() for r in converse(world, pairs)] == [1.0, 0.0, 3.0, 2.0]
-
-
-def test_local_size_must_divide_the_size() -> None:
-    with pytest.raises(ValueError, match="local_size must divide the number of ranks, 5, but it is 2"):
-        LockstepWorld(5, local_size=2)
-
-
-# --- disagreements ---------------------------------------------------------------------------------
-
-ONE = torch.ones(2)
 
 
 def test_requests_that_do_not_match_name_the_rank() -> None:
@@ -223,24 +203,18 @@ def test_different_numbers_of_requests_and_of_rounds() -> None:
 
 def test_launch_order_is_shuffled_and_does_not_matter() -> None:
     orders, sums = set(), set()
+
+    def body(rank: Any, started: Any) -> Any:
+        started.append(rank)
+        (first,) = yield (comm.AllReduce(torch.tensor([0.1 * rank]), "sum"),)
+        (second,) = yield (comm.AllReduce(first * rank, "sum"),)
+        return second.item()
+
     for seed in range(12):
-        world = LockstepWorld(4, seed=seed)
         started: list[int] = []
-
-        def body(rank: Any, started: Any = started) -> Any:
-            started.append(rank)
-            (first,) = yield (comm.AllReduce(torch.tensor([0.1 * rank]), "sum"),)
-            (second,) = yield (comm.AllReduce(first * rank, "sum"),)
-            return second.item()
-
-        results = world.converse("test", [body(rank) for rank in range(4)])
+        sums.update(LockstepWorld(4, seed=seed).converse("test", [body(rank, started) for rank in range(4)]))
         orders.add(tuple(started))
-        sums.update(results)
-    assert len(orders) > 3
-    assert len(sums) == 1
-
-
-# --- threads ---------------------------------------------------------------------------------------
+    assert len(orders) > 3 and len(sums) == 1
 
 
 def test_requests_are_matched_by_name_in_any_launch_order_but_not_in_a_strict_world() -> None:
@@ -259,19 +233,12 @@ def test_communicators_have_an_order_of_their_own_and_must_be_opened() -> None:
         transport.open_communicator("other")
         lanes = ["", "other"] if transport.rank else ["other", ""]
         works = [total(transport, f"x{lane}", 1, lane) for lane in lanes]
-        return [wait(transport, work) for work in works]
+        again = [total(transport, "a", i) for i in range(3)]  # reused before the others launch
+        return [wait(transport, work) for work in (*works, *again)]
 
-    assert LockstepWorld(2).run(body) == [[2.0, 2.0]] * 2
+    assert LockstepWorld(2).run(body) == [[2.0, 2.0, 0.0, 2.0, 4.0]] * 2
     with pytest.raises(LockstepError, match="a: rank 0 has not opened the communicator 'other'"):
-        total(LockstepWorld(1).transports[0], "a", 1, "other")
-
-
-def test_a_name_that_is_reused_before_the_others_launch() -> None:
-    def body(transport: Any) -> Any:
-        works = [total(transport, "a", i) for i in range(3)]
-        return [wait(transport, work) for work in works]
-
-    assert LockstepWorld(3).run(body) == [[0.0, 3.0, 6.0]] * 3
+        total(alone(), "a", 1, "other")
 
 
 def test_ranks_take_turns_always_in_the_same_order() -> None:
@@ -298,26 +265,21 @@ def test_ranks_take_turns_always_in_the_same_order() -> None:
 
 
 def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
-    def draw(rank: int, exchange: Any) -> list[Tensor]:
+    def draw(rank: int, exchange: Any) -> Tensor:
         torch.manual_seed(rank)
-        drawn = []
-        for step in range(3):
-            drawn.append(torch.rand(2))
-            exchange(step)
-        return drawn
+        return torch.stack([(torch.rand(2), exchange(step))[0] for step in range(3)])
 
-    def body(transport: Any) -> list[Tensor]:
+    def body(transport: Any) -> Tensor:
         def exchange(step: int) -> None:
             work = total(transport, f"step{step}", 1)
-            if step != 1:
-                while not transport.poll(work):
-                    pass
+            while step != 1 and not transport.poll(work):
+                pass
             transport.wait(work)
 
         return draw(transport.rank, exchange)
 
     for rank, drawn in enumerate(LockstepWorld(3).run(body)):
-        assert torch.equal(torch.stack(drawn), torch.stack(draw(rank, lambda step: None)))
+        assert torch.equal(drawn, draw(rank, lambda step: None))
 
 
 def test_ranks_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,15 +308,12 @@ def test_ranks_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert events.count("idle") >= 4 and all(a == b for a, b in switches)
 
 
-def test_poll_returns_whether_all_ranks_have_launched() -> None:
-    world = LockstepWorld(2)
-    first = total(world.transports[0], "a", 1)
-    assert not world.transports[0].poll(first)
-    second = total(world.transports[1], "a", 1)
-    assert world.transports[0].poll(first) and world.transports[1].poll(second)
-
-
-def test_waiting_alone_outside_of_run_raises_at_once() -> None:
+def test_poll_returns_whether_all_ranks_have_launched_and_waiting_alone_outside_of_run_raises() -> None:
+    one, other = LockstepWorld(2).transports
+    first = total(one, "a", 1)
+    assert not one.poll(first)
+    second = total(other, "a", 1)
+    assert one.poll(first) and other.poll(second)
     transport = LockstepWorld(3).transports[1]
     with pytest.raises(LockstepError, match=r"a: rank 1 waits for ranks \[0, 2\]"):
         wait(transport, total(transport, "a", 1))
@@ -379,45 +338,25 @@ def test_a_failing_rank_ends_all_ranks_with_its_error_and_their_requests_are_dro
     assert world.run(lambda transport: body(transport, 1, False)) == [3.0] * 3
 
 
-def in_time(call: Any, seconds: int = 10) -> Any:
-    """Return the error of a call. It runs in a thread, so that a call that hangs does not block the test."""
-    caught = []
-
-    def work() -> None:
-        try:
-            call()
-        except BaseException as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it hangs"
-    return caught[0] if caught else None
-
-
 def test_ranks_that_wait_in_vain() -> None:
-    """A rank returns early, or ranks wait for each other under different names."""
+    """A rank returns early, or ranks wait for each other under different names. In a thread, which may hang."""
 
     def body(transport: Any, early: int) -> None:
         if transport.rank != early:
             wait(transport, total(transport, "a" if early >= 0 else f"step{transport.rank}", 1))
 
+    def work(early: int, caught: list[str]) -> None:
+        try:
+            LockstepWorld(3, strict=early > 0).run(lambda transport: body(transport, early))
+        except LockstepError as error:
+            caught.append(str(error))
+
     for early, words in ((2, "[2]"), (-1, "waits for ranks")):
-        error = in_time(lambda early=early: LockstepWorld(3, strict=early > 0).run(lambda t: body(t, early)))
-        assert isinstance(error, LockstepError) and words in str(error)
-
-
-# --- RunningConversation ---------------------------------------------------------------------------
-
-
-def test_a_conversation_without_rounds_is_done_at_once() -> None:
-    def body() -> Any:
-        yield from ()
-        return 7
-
-    running = comm.RunningConversation("t", body(), LockstepWorld(1).transports[0], comm.TrafficMeter())
-    assert running.done and running.advance() and running.finish() == 7 and running.rounds == 0
+        caught: list[str] = []
+        thread = threading.Thread(target=work, args=(early, caught), daemon=True)
+        thread.start()
+        thread.join(patient(10))
+        assert len(caught) == 1 and words in caught[0]
 
 
 def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
@@ -438,7 +377,7 @@ def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
     assert set(meters[0].seconds) == {"compress", "launch", "wait", "decode", "step"}
 
 
-def test_a_conversation_names_its_rounds() -> None:
+def test_a_conversation_names_its_rounds_and_is_done_at_once_without_any() -> None:
     names = []
 
     class Transport(LockstepTransport):
@@ -446,21 +385,24 @@ def test_a_conversation_names_its_rounds() -> None:
             names.append(name)
             return super().launch(name, requests, communicator)
 
-    def body() -> Any:
-        yield (comm.AllReduce(torch.ones(1)),)
-        yield (comm.AllReduce(torch.ones(1)),)
+    def body(rounds: int) -> Any:
+        for _ in range(rounds):
+            yield (comm.AllReduce(torch.ones(1)),)
+        return 7
 
-    comm.RunningConversation("bucket", body(), Transport(LockstepWorld(1), 0), comm.TrafficMeter()).finish()
-    assert names == ["bucket.0", "bucket.1"]
+    def running(rounds: int) -> Any:
+        transport = Transport(LockstepWorld(1), 0)
+        return comm.RunningConversation("bucket", body(rounds), transport, comm.TrafficMeter())
+
+    assert running(2).finish() == 7 and names == ["bucket.0", "bucket.1"]
+    ended = running(0)
+    assert ended.done and ended.advance() and ended.finish() == 7 and ended.rounds == 0 and len(names) == 2
 
 
 def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others() -> None:
     def body(rank: int, aligned: bool) -> Any:
-        local, cross = (
-            comm.AllReduce(torch.ones(1), "sum", "local"),
-            comm.AllGather(torch.full((1,), rank), "cross"),
-        )
-        mine = (cross,) if rank % 2 else ()
+        local, cross = comm.AllReduce(torch.ones(1), "sum", "local"), torch.full((1,), rank)
+        mine = (comm.AllGather(cross, "cross"),) if rank % 2 else ()
         replies = yield (local, *mine) if aligned else (*mine, local)
         return [[int(element) for element in reply] for reply in replies]
 
@@ -468,3 +410,41 @@ def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others(
     assert LockstepWorld(4, 2).converse("test", [body(rank, True) for rank in range(4)]) == expected
     with pytest.raises(LockstepError, match=r"'local' rank 1 sent {1: .*}, rank 0 sent {0: "):
         LockstepWorld(4, 2).converse("test", [body(rank, False) for rank in range(4)])
+
+
+def test_all_reduce_leaves_the_tensor_of_each_rank_and_keeps_shape_and_integers() -> None:
+    ops: Any = ("mean", "sum", "min", "max")
+
+    def body(transport: Any) -> Any:
+        own = torch.tensor([float(transport.rank)])
+        counts = all_reduce(transport, torch.full((2, 3), transport.rank + 1), "sum", "counts")
+        assert counts.dtype == torch.int64 and counts.tolist() == [[sum(range(transport.size + 1))] * 3] * 2
+        return [all_reduce(transport, own, op).item() for op in ops], own.item()
+
+    for size in (1, 2, 3):
+        expected = [(size - 1) / 2, size * (size - 1) / 2, 0.0, size - 1.0]
+        assert LockstepWorld(size).run(body) == [(expected, float(rank)) for rank in range(size)]
+
+
+def test_objects_of_uneven_sizes_and_tensors() -> None:
+    def of(rank: Any) -> Any:
+        return {"rank": rank, "data": "x" * 1000 * rank} if rank else None
+
+    def body(transport: Any) -> Any:
+        own, last = of(transport.rank), transport.size - 1
+        assert broadcast_object(transport, torch.arange(3) * (transport.rank == 0)).tolist() == [0, 1, 2]
+        return all_gather_object(transport, own), [broadcast_object(transport, own, root) for root in (0, last)]
+
+    for size in (1, 2, 3):
+        assert LockstepWorld(size).run(body) == [([*map(of, range(size))], [of(0), of(size - 1)])] * size
+
+
+def test_barrier_waits_for_all() -> None:
+    arrived = []
+
+    def body(transport: Any) -> Any:
+        arrived.append(transport.rank)
+        barrier(transport)
+        return len(arrived)
+
+    assert LockstepWorld(3).run(body) == [3, 3, 3]

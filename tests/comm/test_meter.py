@@ -13,12 +13,11 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import PHASES, Trace, bytes_of
 
 T = torch.zeros(300)  # 1200 bytes
-THIRDS = AllToAll(torch.zeros(300), (100, 50, 150))
+THIRDS = AllToAll(T, (100, 50, 150))
 
 
-@pytest.mark.parametrize(
-    ("request_", "rank", "payload", "wire"),
-    [
+def test_formulas() -> None:
+    for request, rank, payload, wire in (
         (AllReduce(T), 0, 1200, 1600.0),
         (AllReduce(T.half()), 0, 600, 800.0),
         (AllGather(T), 2, 1200, 2400.0),
@@ -32,37 +31,25 @@ THIRDS = AllToAll(torch.zeros(300), (100, 50, 150))
         (Exchange({0: T, 2: torch.zeros(25)}, {2: T}), 1, 1300, 1300.0),
         (Exchange({1: T, 2: torch.zeros(25)}, {2: T}), 1, 100, 100.0),
         (Exchange({}, {2: T}), 1, 0, 0.0),
-    ],
-)
-def test_formulas(request_: Any, rank: Any, payload: Any, wire: Any) -> None:
-    assert bytes_of(request_, rank, 3)[:2] == (payload, pytest.approx(wire))
-    if not isinstance(request_, AllToAll | Exchange):
-        assert bytes_of(request_, 0, 1)[1] == 0  # one rank sends nothing
+    ):
+        assert bytes_of(request, rank, 3)[:2] == (payload, pytest.approx(wire)), request
+        if not isinstance(request, AllToAll | Exchange):
+            assert bytes_of(request, 0, 1)[1] == 0  # one rank sends nothing
 
 
-def test_a_conversation_is_counted_with_its_groups_size() -> None:
-    world = LockstepWorld(6, local_size=3)
-
+def test_a_conversation_is_counted_with_its_groups_size_and_a_broadcast_as_its_root_s() -> None:
     def body() -> Any:
         yield (AllReduce(T.clone()), AllGather(T))
         yield (AllGather(T, "local"),)
         yield (AllGather(T, "cross"),)
-
-    world.converse("test", [body() for _ in range(6)])
-    for meter in world.meters:
-        assert meter.payload_bytes == 4 * 1200
-        assert meter.wire_bytes == pytest.approx(2 * 1200 * 5 / 6 + 1200 * 5 + 1200 * 2 + 1200 * 1)
-        assert meter.rounds == 3
-
-
-def test_a_broadcasts_payload_is_its_roots_within_the_group() -> None:
-    world = LockstepWorld(4, local_size=2)
-
-    def body() -> Any:
         yield (Broadcast(T.clone(), 1, "local"),)
 
-    world.converse("test", [body() for _ in range(4)])
-    assert [meter.payload_bytes for meter in world.meters] == [0, 1200, 0, 1200]
+    world = LockstepWorld(6, local_size=3)
+    world.converse("test", [body() for _ in range(6)])
+    for rank, meter in enumerate(world.meters):
+        assert meter.payload_bytes == (4 + (rank % 3 == 1)) * 1200 and meter.rounds == 4
+        wire = 2 * 1200 * 5 / 6 + 1200 * 5 + 1200 * 2 + 1200 * 1 + 1200 * 2 / 3
+        assert meter.wire_bytes == pytest.approx(wire)
 
 
 def test_dense_is_a_ring_all_reduce_in_fp32() -> None:
@@ -88,12 +75,6 @@ def test_totals_continue_from_a_saved_state() -> None:
         second.load_state_dict({"bytes": 1.0})
 
 
-def saved(trace: Any, folder: Any) -> Any:
-    path = folder / "deep" / "trace.json"
-    trace.save(path)
-    return json.loads(path.read_text())
-
-
 def test_a_step_has_every_phase_of_every_bucket(tmp_path: Path) -> None:
     steps = 3
 
@@ -105,11 +86,11 @@ def test_a_step_has_every_phase_of_every_bucket(tmp_path: Path) -> None:
         return [plan.bucket.name for plan in optimizer.planned], optimizer.meter
 
     for rank, (buckets, meter) in enumerate(LockstepWorld(2).run(body)):
-        events = saved(meter.trace, tmp_path)["traceEvents"]
+        meter.trace.save(path := tmp_path / "deep" / "trace.json")
+        events = json.loads(path.read_text())["traceEvents"]
         rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
         drawn = [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-        assert {e["pid"] for e in events} == {rank}
-        assert len(buckets) > 2
+        assert {e["pid"] for e in events} == {rank} and len(buckets) > 2
         for bucket in buckets:
             for phase in ("compress", "launch", "wait", "decode"):
                 count = sum(row == bucket and name == phase for row, name, _, _ in drawn)
@@ -123,11 +104,9 @@ def test_a_step_has_every_phase_of_every_bucket(tmp_path: Path) -> None:
         for phase in PHASES:
             total = sum(long for _, name, _, long in drawn if name == phase)
             assert abs(total * 1e-6 - meter.seconds[phase]) < 1e-4
-
-
-def test_a_full_trace_counts_what_it_drops(tmp_path: Path) -> None:
-    trace = Trace(0, limit=2)
+    trace = Trace(0, limit=2)  # counts what it drops
     for i in range(5):
         trace.add("wait", "b", i, i + 1)
-    document = saved(trace, tmp_path)
+    trace.save(path)
+    document = json.loads(path.read_text())
     assert sum(e["ph"] == "X" for e in document["traceEvents"]) == 2 and document["droppedEvents"] == 3

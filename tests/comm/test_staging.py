@@ -1,21 +1,26 @@
-"""Messages through host memory: the time of their launch, and that nothing else about them changes.
+"""Messages and numbers through host memory: when they are launched and read, and that nothing else changes.
 
-No GPU is needed: a stand-in for its event says when a copy is done.
+No GPU is needed: stand-ins for an event and for a copy say when they are done.
 """
 
 from typing import Any
 
 import pytest
 import torch
-from optim.nets import same
+from optim.nets import alone, same
 
 from dgc import comm
-from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.staging import StagedTransport
+from dgc.bucket import make_bucket
+from dgc.comm.lockstep import LockstepTransport, LockstepWorld
+from dgc.comm.requests import Read, next_requests, read
+from dgc.comm.staging import HostCopy, StagedTransport
+from dgc.compression import DenseResult, Reduced, StatelessCompressor
+from dgc.engine.buckets import PlannedBucket, keep_states
+from dgc.engine.loop import Engine
 
 
 class Copying:
-    """An event that is over once `done` is called, or when a caller waits for it."""
+    """An event that is over once `over` is set, or when a caller waits for it."""
 
     made: list[Any] = []
 
@@ -35,9 +40,29 @@ class Copying:
         self.over = True
 
 
+class SlowCopy(HostCopy):
+    """Complete only once it is waited for, as on a device that has other work."""
+
+    made: list[Any] = []
+
+    def __init__(self, numbers: torch.Tensor):
+        super().__init__(numbers)
+        self.waited = 0
+        self.made.append(self)
+
+    def poll(self, work: Any = None) -> bool:
+        return self.waited > 0
+
+    def wait(self, work: Any = None) -> list[int]:
+        self.waited += 1
+        return super().wait()
+
+
 @pytest.fixture(autouse=True)
-def _forget() -> None:
-    Copying.made.clear()
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copying, "made", [])
+    monkeypatch.setattr(SlowCopy, "made", [])
+    monkeypatch.setattr("dgc.comm.conversation.HostCopy", SlowCopy)
 
 
 class OfADevice(StagedTransport):
@@ -50,40 +75,40 @@ class OfADevice(StagedTransport):
         return True
 
 
-class Recording:
-    """Passes launches on and keeps their names."""
+class Noting(LockstepTransport):
+    """Keeps the names of launches."""
 
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
+    def __init__(self) -> None:
+        super().__init__(LockstepWorld(1), 0)
         self.launched: list[str] = []
-
-    def __getattr__(self, name: Any) -> Any:
-        return getattr(self._transport, name)
 
     def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
         self.launched.append(name)
-        return self._transport.launch(name, requests, communicator)
-
-
-@pytest.fixture
-def inner() -> Recording:
-    return Recording(LockstepWorld(1).transports[0])
+        return super().launch(name, requests, communicator)
 
 
 def launch(transport: Any, name: str = "a", communicator: str = "") -> Any:
     return transport.launch(name, (comm.AllReduce(torch.ones(3), "sum"),), communicator)
 
 
-def test_a_message_is_launched_once_its_copy_is_complete(inner: Recording) -> None:
+def test_a_message_is_launched_once_its_copy_is_complete() -> None:
+    """On the host it is at once. A rank that only receives uses host memory, too."""
+    inner = Noting()
     transport = OfADevice(inner)
     work = launch(transport)
     assert inner.launched == [] and not transport.poll(work) and inner.launched == []
     Copying.made[0].over = True
     assert transport.poll(work) and inner.launched == ["a"]
     assert torch.equal(transport.wait(work)[0], torch.ones(3)) and inner.launched == ["a"]
+    launch(StagedTransport(inner), "b")
+    assert inner.launched == ["a", "b"] and len(Copying.made) == 1
+    into = torch.zeros(3)
+    receiving: Any = OfADevice(LockstepWorld(2).transports[0]).launch("a", (comm.Exchange({}, {1: into}),))
+    assert len(Copying.made) == 2 and receiving.requests[0].receives[1] is not into
 
 
-def test_the_messages_of_a_lane_are_launched_in_order(inner: Recording) -> None:
+def test_the_messages_of_a_lane_are_launched_in_order() -> None:
+    inner = Noting()
     transport = OfADevice(inner)
     transport.open_communicator("other")
     works = [launch(transport, name, "other" if name == "c" else "") for name in "abc"]
@@ -93,22 +118,16 @@ def test_the_messages_of_a_lane_are_launched_in_order(inner: Recording) -> None:
     assert transport.poll(works[1]) and inner.launched == ["c", "a", "b"]
 
 
-def test_waiting_waits_for_the_copy_first(inner: Recording) -> None:
-    """Values are those at the launch: the copy is queued before any later operation on the sender's memory."""
-    transport, own = OfADevice(inner), torch.ones(3)
+def test_waiting_waits_for_the_copy_first_and_launches_everything_pending() -> None:
+    """Values are those at the launch: the copy is queued before any later operation on the sender's memory.
+
+    Ranks that wait in different orders do not deadlock.
+    """
+    transport, own = OfADevice(alone()), torch.ones(3)
     work = transport.launch("a", (comm.AllReduce(own),))
     own.zero_()
     (reply,) = transport.wait(work)
     assert Copying.made[0].over and torch.equal(reply, torch.ones(3))
-
-
-def test_tensors_on_the_host_are_launched_at_once(inner: Recording) -> None:
-    launch(StagedTransport(inner))
-    assert inner.launched == ["a"] and not Copying.made
-
-
-def test_ranks_that_wait_in_different_orders_do_not_deadlock() -> None:
-    """A rank that waits first launches everything pending: the others may be waiting for it."""
 
     def body(transport: Any) -> Any:
         own = OfADevice(transport)
@@ -118,43 +137,90 @@ def test_ranks_that_wait_in_different_orders_do_not_deadlock() -> None:
     assert LockstepWorld(2).run(body) == [[[2.0] * 3] * 2] * 2
 
 
-REQUESTS = {
-    "all-reduce": lambda rank: comm.AllReduce(torch.arange(4.0) + rank),
-    "all-gather": lambda rank: comm.AllGather(torch.arange(4.0) + rank),
-    "reduce-scatter": lambda rank: comm.ReduceScatter(torch.arange(4.0) + rank, "sum"),
-    "broadcast": lambda rank: comm.Broadcast(torch.arange(4.0) + rank, 1),
-    "all-to-all": lambda rank: comm.AllToAll(torch.arange(4.0) + rank, (1, 3), receives=(2 * rank + 1,) * 2),
-    "exchange": lambda rank: comm.Exchange({1 - rank: torch.arange(4.0) + rank}, {1 - rank: torch.empty(4)}),
-}
+REQUESTS: list[Any] = [
+    lambda rank: comm.AllReduce(torch.arange(4.0) + rank),
+    lambda rank: comm.AllGather(torch.arange(4.0) + rank),
+    lambda rank: comm.ReduceScatter(torch.arange(4.0) + rank, "sum"),
+    lambda rank: comm.Broadcast(torch.arange(4.0) + rank, 1),
+    lambda rank: comm.AllToAll(torch.arange(4.0) + rank, (1, 3), receives=(2 * rank + 1,) * 2),
+    lambda rank: comm.Exchange({1 - rank: torch.arange(4.0) + rank}, {1 - rank: torch.empty(4)}),
+]
 
 
-def leaves(reply: Any) -> Any:
-    if isinstance(reply, torch.Tensor):
-        return [reply]
-    return list(reply.values()) if isinstance(reply, dict) else list(reply)
-
-
-@pytest.mark.parametrize("make", REQUESTS.values(), ids=REQUESTS)
-def test_replies_are_those_of_the_inner_transport(make: Any) -> None:
-    def converse(transport: Any) -> Any:
-        def body() -> Any:
-            (reply,) = yield (make(transport.rank),)
-            return leaves(reply)
-
-        return comm.RunningConversation("t", body(), transport, comm.TrafficMeter()).finish()
-
-    plain = LockstepWorld(2).run(converse)
-    through = LockstepWorld(2).run(lambda transport: converse(OfADevice(transport)))
-    assert all(map(same, plain, through))
-
-
-def test_a_rank_that_only_receives_uses_host_memory() -> None:
-    into = torch.zeros(3)
-    work: Any = OfADevice(LockstepWorld(2).transports[0]).launch("a", (comm.Exchange({}, {1: into}),))
-    assert len(Copying.made) == 1 and work.requests[0].receives[1] is not into
-
-
-def test_ranks_are_those_of_the_inner_transport() -> None:
+def test_ranks_and_replies_are_those_of_the_inner_transport() -> None:
     transport = OfADevice(LockstepWorld(3).transports[2])
     assert (transport.rank, transport.size) == (2, 3)
     assert transport.group_size("world") == 3 and transport.group_rank("world") == 2
+
+    def replies(transport: Any) -> Any:
+        def body(make: Any) -> Any:
+            (reply,) = yield (make(transport.rank),)
+            return (
+                [reply]
+                if isinstance(reply, torch.Tensor)
+                else list(reply.values() if isinstance(reply, dict) else reply)
+            )
+
+        running = (comm.RunningConversation("t", body(make), transport, comm.TrafficMeter()) for make in REQUESTS)
+        return [part for conversation in running for part in conversation.finish()]
+
+    plain = LockstepWorld(2).run(replies)
+    through = LockstepWorld(2).run(lambda transport: replies(OfADevice(transport)))
+    assert all(map(same, plain, through)) and len(plain[0]) > len(REQUESTS)
+
+
+def reading(rank: int) -> Any:
+    """Reads its sum between two rounds, and after them."""
+    (total,) = yield (comm.AllReduce(torch.full((2,), float(rank + 1)), "sum"),)
+    numbers = yield Read(total.int())
+    (total,) = yield (comm.AllReduce(total + sum(numbers), "sum"),)
+    return (yield Read(total.int()))
+
+
+class Reading(StatelessCompressor):
+    result: Any = None
+
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        self.result = yield from reading(state.rank)
+        return Reduced(DenseResult(is_finite=True), state)
+
+
+def test_finish_waits_for_what_is_read_and_advance_does_not() -> None:
+    meter = comm.TrafficMeter()
+
+    def body(transport: LockstepTransport) -> Any:
+        methods, buckets = [Reading(), Reading()], [make_bucket(name, [(name, torch.zeros(1))]) for name in "ab"]
+        plans = [PlannedBucket(b, method, (torch.zeros(1),)) for b, method in zip(buckets, methods, strict=True)]
+        keep_states(plans, transport.size, transport.rank)
+        engine = Engine([[plan] for plan in plans], transport, meter, "test")
+        for g in range(2):
+            engine.start(g)
+        for _ in range(3):
+            engine.advance()
+        if transport.size == 1:
+            assert [copy.waited for copy in SlowCopy.made] == [0]  # b launches its round 1 after a
+        engine.finish()
+        return [method.result for method in methods]
+
+    assert LockstepWorld(1).run(body) == [[[3, 3]] * 2]
+    assert [copy.waited for copy in SlowCopy.made] == [1] * 4
+    assert meter.rounds == 4  # a read is no round
+    assert LockstepWorld(2).run(body) == [[[18, 18]] * 2] * 2
+
+
+def test_numbers_in_host_memory_are_read_at_once() -> None:
+    with pytest.raises(StopIteration) as ended:
+        next(read([torch.tensor(7), torch.tensor(True)]))
+    assert ended.value.value == [7, 1]
+    copy = HostCopy(torch.tensor([1, 2], dtype=torch.int32))
+    assert copy.poll() and copy.wait() == [1, 2]
+
+
+def test_without_a_transport_the_numbers_come_with_the_requests() -> None:
+    conversation = reading(0)
+    first: Any = next_requests(conversation)[0]
+    second: Any = next_requests(conversation, (first.tensor,))[0]
+    assert second.tensor.tolist() == [3.0, 3.0]
+    with pytest.raises(StopIteration) as ended:
+        next_requests(conversation, (second.tensor,))
+    assert ended.value.value == [3, 3]

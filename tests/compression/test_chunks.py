@@ -8,14 +8,11 @@ import pytest
 import torch
 from cases import case
 from compression.ranks import Ranks, normal
-from refusals import check_refusals
+from optim.nets import alone, dgc_sgd, wrap
 
-from dgc.bucket import make_bucket
-from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import ChunkCompressor, DenseResult, FP16Compressor, SparseResult
+from dgc.compression import ChunkCompressor, DenseCompressor, DenseResult, FP16Compressor, SparseResult
 from dgc.compression.chunks import divide, largest
 from dgc.memory import DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.testing import flat
 from dgc.wire import PayloadError
 
@@ -101,7 +98,8 @@ def test_the_momentum_of_sent_chunks_is_masked() -> None:
             assert torch.equal(momentum, torch.where(sent, 0.0, gradient) if masking else gradient)
 
 
-def test_what_fp16_rounds_and_cannot_hold_stays() -> None:
+def test_what_fp16_rounds_and_cannot_hold_stays_and_a_sum_that_overflows_is_named(monkeypatch: Any) -> None:
+    """Its limit keeps sums in range. Without it, the report is that of FP16Compressor, and nothing is lost."""
     ranks = ranks_of(3, dtype="fp16")
     own = [g * 1e5 for g in gradients(3, 0)]
     mean, limit = ranks.step(own), torch.finfo(torch.float16).max / 6
@@ -109,10 +107,6 @@ def test_what_fp16_rounds_and_cannot_hold_stays() -> None:
     for error, gradient in zip(ranks.errors(), own, strict=True):
         values = gradient.clamp(-limit, limit).half().float()
         assert torch.equal(error, torch.where(mean != 0, gradient - values, gradient))
-
-
-def test_a_sum_that_overflows_is_named_and_undone(monkeypatch: Any) -> None:
-    """Its limit keeps sums in range. Without it, the report is that of FP16Compressor."""
     ranks = ranks_of(2, dtype="fp16")
     monkeypatch.setattr(type(ranks.compressors[0].cast), "quantize", lambda self, values, *_: values.half())
     own = [torch.where(torch.arange(NUMEL) < 205, 1.0, 60_000.0)] * 2
@@ -124,28 +118,22 @@ def test_a_sum_that_overflows_is_named_and_undone(monkeypatch: Any) -> None:
     assert all(map(torch.equal, ranks.errors(), own))
 
 
-def test_nothing_is_sent_after_a_rank_has_reported_nan() -> None:
+def test_the_cheaper_way_is_taken_and_nothing_is_sent_after_a_rank_has_reported_nan() -> None:
+    """2 bytes per element of 17 chunks against 4 per sum and 2 per sent element, whatever the number of ranks."""
     ranks, own = ranks_of(3), gradients(3, 0)
     own[1][230] = float("nan")
     for bucket, gradient in zip(ranks.buckets, own, strict=True):
         bucket.flat.copy_(gradient)
     ranks.world.converse("b", [c.reduce(b) for c, b in zip(ranks.states, ranks.buckets, strict=True)])
-    assert [meter.rounds for meter in ranks.world.meters] == [1] * 3
     own[1][230] = 0.0
-    assert all(map(torch.equal, ranks.errors(), own))
-
-
-def test_the_cheaper_way_is_taken() -> None:
-    """2 bytes per element of 17 chunks against 4 per sum and 2 per sent element, whatever the number of ranks."""
+    assert all(meter.rounds == 1 for meter in ranks.world.meters) and all(map(torch.equal, ranks.errors(), own))
     for size in (1, 2, 5):
         for ratio, sparse in ((0.8, True), (0.85, False), (1.0, False)):
             ranks = ranks_of(size, ratio, dtype="fp16")
             (result, *_), _ = ranks.exchange(gradients(size, 0))
             assert isinstance(result, SparseResult) == sparse, (size, ratio)
-            chunks = divide(NUMEL, SIZE, ratio)
-            sent = chunks.sent * chunks.length
-            payload = 24 + (4 * 17 + 2 * sent if sparse else 2 * NUMEL)
-            meter = ranks.world.meters[0]
+            chunks, meter = divide(NUMEL, SIZE, ratio), ranks.world.meters[0]
+            payload = 24 + (4 * 17 + 2 * chunks.sent * chunks.length if sparse else 2 * NUMEL)
             assert meter.payload_bytes == payload
             assert meter.wire_bytes == pytest.approx(2 * (payload - 24) * (size - 1) / size + 24 * (size - 1))
 
@@ -166,36 +154,24 @@ def test_warm_up_sends_more_and_then_the_planned_number() -> None:
         ranks.exchange(gradients(3, 0))
 
 
+@pytest.mark.usefixtures("no_type_checks")
+def test_it_takes_matrices_and_sends_vectors_dense() -> None:
+    compressor, fp32 = ChunkCompressor(10, NoMemory()), ChunkCompressor(0.1, NoMemory(), dtype="fp32")
+    segments = Ranks(1, lambda: compressor, {"w": (3, 4), "b": (4,)}).buckets[0].segments
+    assert [compressor.accepts(s) for s in segments] == [True, False]
+    assert isinstance(compressor.fallback, FP16Compressor) and isinstance(fp32.fallback, DenseCompressor)
+    assert compressor.compress_ratio == 0.1
+
+
 def test_a_step_of_the_optimizer() -> None:
-    """The sparse update of DGCSGD, and the fallback for vectors."""
+    """The sparse update of DGCSGD for matrices, and the fallback for vectors."""
     model, inputs = torch.nn.Linear(16, 12), normal(32, 0).view(2, 16)
-    named, transport = model.named_parameters(), LockstepWorld(1).transports[0]
     weight, bias = (p.detach().clone() for p in model.parameters())
-    inner = DGCSGD(model.parameters(), lr=0.5, momentum=0.9)
     method = ChunkCompressor(0.3, DGCSGDMemory(0.9), SIZE, "fp32")
-    optimizer = DistributedOptimizer(inner, named, method, transport=transport)
+    optimizer = wrap(model, alone(), dgc_sgd, compression=method)
     model(inputs).square().sum().backward()
     dw, db = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters()])
     optimizer.step()
     rows = dw.abs().sum(1).topk(4).indices  # one chunk per row
-    torch.testing.assert_close(model.weight.detach(), weight.index_add(0, rows, dw[rows], alpha=-0.5))
-    torch.testing.assert_close(model.bias.detach(), bias - 0.5 * db)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_it_takes_matrices_and_sends_vectors_dense_and_what_it_refuses() -> None:
-    compressor = ChunkCompressor(0.1, NoMemory())
-    segments = make_bucket("b", [("w", torch.zeros(3, 4)), ("b", torch.zeros(4))]).segments
-    assert [compressor.accepts(s) for s in segments] == [True, False]
-    assert isinstance(compressor.fallback, FP16Compressor)
-    assert compressor.compress_ratio == 0.1 == ChunkCompressor(10, NoMemory()).compress_ratio
-    rows: list[tuple[dict[str, Any], str]] = [
-        ({"chunk_size": 0}, "chunk_size must be 1 element or more, not 0"),
-        ({"chunk_size": 1.5}, "chunk_size must be a whole number of elements, not 1.5"),
-        ({"dtype": "bf16"}, "dtype must be one of fp16, fp32, not 'bf16'"),
-        ({"compress_ratio": 0}, "compress_ratio must be positive and finite"),
-        ({"memory": None}, "memory must be one of 'dgc', 'residual', 'none', or an object of dgc.memory"),
-        ({"warmup_epochs": 3, "warmup_coeff": [1]}, "warmup_coeff lists 1 ratios for 3"),
-    ]
-    given = {"compress_ratio": 0.1, "memory": NoMemory()}
-    check_refusals(*((partial(ChunkCompressor, **{**given, **wrong}), words) for wrong, words in rows))
+    torch.testing.assert_close(model.weight.detach(), weight.index_add(0, rows, dw[rows], alpha=-0.1))
+    torch.testing.assert_close(model.bias.detach(), bias - 0.1 * db)

@@ -1,16 +1,22 @@
-"""DGCCompressor against its paper's algorithm in dgc/paper, bit for bit."""
+"""DGCCompressor: its ways to send, its kinds of means, its seeds, and its states."""
 
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from compression.ranks import Ranks, normal
+from compression.ranks import Ranks, dense, normal
 
 from dgc import paper
 from dgc.bucket import make_bucket
-from dgc.compression import DenseResult, DGCCompressor, SparseResult
+from dgc.comm.requests import AllGather, next_requests
+from dgc.compression import DenseResult, DGCCompressor, SparseCompressor, SparseResult
+from dgc.compression.sparse_sum import AllGatherExchange
+from dgc.kernels import SparseVector
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.selection import Exact, Laplace
+from dgc.selection import Exact, Laplace, plan_selection
+from dgc.wire import RiceIndices, SignValues, SparseFormat
+from dgc.wire.payload import PayloadPlan
 
 SHAPES = {"first": (20, 10), "second": (6, 5, 2), "third": (3, 1)}
 NUMEL = 200 + 60 + 3
@@ -42,6 +48,40 @@ def test_the_cheaper_way_is_taken() -> None:
         assert isinstance(result, SparseResult) == sparse
         both = (24 + 12 * round(ratio * 10_000)) * (size - 1), 2 * 40_000 * (size - 1) / size
         assert ranks.world.meters[0].wire_bytes <= min(both) + 24 * size
+
+
+def test_a_mean_is_sparse_only_where_it_can_be_used_so() -> None:
+    small: Any = {"values": SignValues(), "indices": RiceIndices()}
+    residual = partial(SparseCompressor, 0.01, ResidualMemory(), **small)
+    for make, dtype, kind in (
+        (residual, torch.float32, DenseResult),
+        (residual, torch.float16, SparseResult),
+        (dgc(0.01, **small), torch.float32, SparseResult),
+    ):
+        ranks = Ranks(2, make, [(40, 30), (700, 10)], dtype)
+        results, mean = ranks.exchange([normal(8200, r).to(dtype) for r in range(2)])
+        assert [type(result) for result in results] == [kind, kind]
+        assert 0 < int((mean != 0).sum()) <= 2 * 82
+        for bucket, result in zip(ranks.buckets, results, strict=True):
+            result.write_to(bucket)
+            assert torch.equal(dense(DenseResult(), bucket).float(), mean.to(dtype).float())
+
+
+def test_a_sum_that_overflows_is_named() -> None:
+    """No gradients reach this through a memory, so the payloads are made by hand."""
+    bucket, form = make_bucket("b", [("p", torch.zeros(10, 10))]), SparseFormat()
+    plan, size = plan_selection(bucket.segments, 0.01), 2
+    one, none = torch.ones((), dtype=torch.int32), torch.tensor(bucket.numel)
+    elements = SparseVector(torch.full((1,), 7, dtype=torch.int32), torch.full((1,), 3e38), one)
+    payload = PayloadPlan(form, plan.per_tensor, bucket.numel, 0.01, "bucket b")
+    exchange = AllGatherExchange(payload, size, 0, wants_sparse=True)
+    conversation = exchange.mean(bucket, exchange.encode(elements, none))
+    (message,) = next_requests(conversation)
+    assert isinstance(message, AllGather)
+    with pytest.raises(StopIteration) as ended:
+        next_requests(conversation, ((message.tensor,) * size,))
+    words = "the mean gradient of p overflows the dtype that carries it (no rank has NaN or inf)"
+    assert ended.value.value[0].nonfinite == words
 
 
 def test_what_waits_leaves_with_a_dense_step() -> None:
@@ -82,18 +122,14 @@ def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first() -> None:
     mixed = {"mixed": (60, 50), **{f"s{i}": (1, 1) for i in range(250)}}
 
     def step(pair: Any, number: Any) -> Any:
-        results = [
-            ranks.exchange([normal(ranks.buckets[0].numel, 10 * number + i)]) for i, ranks in enumerate(pair)
-        ]
+        own = [normal(ranks.buckets[0].numel, 10 * number + i) for i, ranks in enumerate(pair)]
+        results = [ranks.exchange([gradient]) for ranks, gradient in zip(pair, own, strict=True)]
         return [type(kind) for (kind,), _ in results], torch.cat([mean for _, mean in results])
 
-    def make() -> Any:
-        pair = [Ranks(1, dgc(0.01, warmup_epochs=1, warmup_coeff=[0.3]), s) for s in ({"large": (50, 60)}, mixed)]
-        for ranks in pair:
-            ranks.states[0].begin_epoch(0)
-        return pair
-
-    pair, others = make(), make()
+    make, shapes = dgc(0.01, warmup_epochs=1, warmup_coeff=[0.3]), ({"large": (50, 60)}, mixed)
+    pair, others = ([Ranks(1, make, of_bucket) for of_bucket in shapes] for _ in range(2))
+    for ranks in (*pair, *others):
+        ranks.states[0].begin_epoch(0)
     for number in range(3):
         assert step(pair, number)[0] == [SparseResult, DenseResult]
     for ranks, other in zip(pair, others, strict=True):

@@ -192,28 +192,24 @@ def on(size: int, body: Callable[[LockstepTransport], Any], local_size: int | No
     return LockstepWorld(size, local_size).run(body)
 
 
-def after(
-    steps: int,
-    make: Callable[[], gossip.Gossip],
-    size: int,
-    local_size: int | None = None,
-    make_optimizer: MakeOptimizer = momentum,
-) -> list[Tensor]:
+def each(size: int, make: Any, body: Any, local_size: int | None = None, **options: Any) -> list[Any]:
+    """What `body` returns on every rank for a new Trained of this algorithm."""
+    return on(size, lambda transport: body(Trained(transport, make(), **options)), local_size)
+
+
+def after(steps: int, make: Any, size: int, local_size: int | None = None, **options: Any) -> list[Tensor]:
     """Every rank's model after so many steps, and once no message is in flight."""
 
-    def body(transport: LockstepTransport) -> Tensor:
-        own = Trained(transport, make(), make_optimizer)
+    def body(own: Trained) -> Tensor:
         own.steps(steps)
         return own.finish()
 
-    return on(size, body, local_size)
+    return each(size, make, body, local_size, **options)
 
 
-def losses(
-    steps: int, make: Callable[[], gossip.Gossip], size: int, local_size: int | None = None
-) -> tuple[float, float]:
+def losses(steps: int, make: Any, size: int, local_size: int | None = None) -> tuple[float, float]:
     """The first and the last, as means over ranks."""
-    found = on(size, lambda transport: Trained(transport, make()).steps(steps), local_size)
+    found = each(size, make, lambda own: own.steps(steps), local_size)
     return mean([of_rank[0] for of_rank in found]), mean([of_rank[-1] for of_rank in found])
 
 

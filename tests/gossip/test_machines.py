@@ -5,19 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from gossip.networks import BASES, Trained, after, farthest, mean, of_machines, off, on, same
-from on_ranks import on_ranks
+from gossip.networks import BASES, Trained, after, each, farthest, mean, of_machines, off, on, same
 from refusals import check_refusals
 
 from dgc import gossip
-from dgc.comm.lockstep import LockstepTransport, LockstepWork
+from dgc.comm.lockstep import LockstepTransport, LockstepWork, LockstepWorld
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import AllReduce
 from dgc.comm.transport import CrossMachineTransport
 from dgc.engine.options import unique_prefix
 from dgc.gossip import ADPSGD, DPSGD, OSGP, SGP, HierarchicalGossip
 from dgc.local import OuterSteps
-from dgc.wire.envelope import sealed_bytes
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 each_size = pytest.mark.parametrize(("size", "local"), [(6, 2), (6, 3)])
@@ -26,16 +24,15 @@ each_size = pytest.mark.parametrize(("size", "local"), [(6, 2), (6, 3)])
 @pytest.mark.parametrize("base", [base for name, base in BASES.items() if name != "slowmo"])
 @each_size
 def test_without_gradients_the_mean_over_machines_is_kept(base: Any, size: Any, local: Any) -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, HierarchicalGossip(base()))
-        machine = torch.Generator().manual_seed(transport.rank // local)
+    def body(own: Any) -> Any:
+        machine = torch.Generator().manual_seed(own.rank // local)
         own.z.add_(torch.randn(own.z.numel(), generator=machine))
         own.optimizer.model.scatter()
         start = own.z.double()
         own.only_gossip(7)
         return start, own.biased_parameters(), own.finish()
 
-    starts, between, ends = zip(*on(size, body, local), strict=True)
+    starts, between, ends = zip(*each(size, of_machines(base), body, local), strict=True)
     wanted = mean(starts)
     assert off(mean(between), wanted) < 1e-5
     assert all(torch.equal(ends[rank], ends[rank - rank % local]) for rank in range(size))
@@ -44,8 +41,7 @@ def test_without_gradients_the_mean_over_machines_is_kept(base: Any, size: Any, 
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_it_learns_and_a_machine_has_one_model(base: Any) -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, HierarchicalGossip(base()))
+    def body(own: Any) -> Any:
         models, losses = [], []
         for _ in range(40):
             own.optimizer.zero_grad()
@@ -56,7 +52,7 @@ def test_it_learns_and_a_machine_has_one_model(base: Any) -> None:
         buffers = [own.optimizer.inner.state[p]["momentum_buffer"] for p in own.model.parameters()]
         return losses[0], loss, [*models, *buffers, own.z.clone()]
 
-    before, ends, models = zip(*on(6, body, 3), strict=True)
+    before, ends, models = zip(*each(6, of_machines(base), body, 3), strict=True)
     assert mean(ends) < 0.4 * mean(before)
     assert all(same(models[rank], models[rank - rank % 3]) for rank in range(6))
 
@@ -81,32 +77,22 @@ def test_machines_are_ranks_with_the_mean_gradient(base: Any, size: Any, local: 
 
 
 def test_one_rank_per_machine_and_one_machine() -> None:
-    """The first is the base itself, the others all-reduce SGD."""
+    """The first is the base itself, the others all-reduce SGD. Optimizers between machines have own names."""
+    transport = LockstepWorld(2, 1).transports[0]
+    transports = (CrossMachineTransport(transport), CrossMachineTransport(transport), transport)
+    assert [unique_prefix(t) for t in transports] == ["dgc0", "dgc1", "dgc2"]
     for size, local in ((3, 1), (3, 3), (1, 1)):
         plain = after(8, SGP if local == 1 else partial(SGP, None), size)
         assert farthest(after(8, of_machines(SGP), size, local), plain) < 1e-5
 
 
-def test_bytes_are_those_of_the_formula() -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, HierarchicalGossip(SGP()))
-        own.steps(3)
-        return own.finish().numel(), own.algorithm._slice, own.optimizer.meter.payload_bytes
-
-    for n, own, payload in on(8, body, 4):
-        between = sealed_bytes(4 * (own.stop - own.start) + 8)
-        # slices are put together before the first step, too, and once more at the end
-        assert payload == 3 * (between + 4 * (n + 4)) + 4 * 4 * -(-n // 4)
-
-
 def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine() -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, HierarchicalGossip(OuterSteps(100)))
+    def body(own: Any) -> Any:
         own.step()
         before = own.z.clone()
         own.optimizer.zero_grad()
         own.loss().backward()
-        if transport.rank == 1:
+        if own.rank == 1:
             own.model[0].bias.grad[2] = float("nan")
         own.optimizer.step()
         moved = not torch.equal(before, own.z)
@@ -114,18 +100,17 @@ def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine() -> None:
         return moved, own.z.clone()
 
     with pytest.warns(UserWarning, match="bias on rank 1 has NaN"):
-        found = on(4, body, 2)
+        found = each(4, of_machines(partial(OuterSteps, 100)), body, 2)
     assert [moved for moved, _ in found] == [False, False, True, True]
     assert torch.equal(found[0][1], found[1][1]) and bool(found[0][1].isfinite().all())
 
 
 def test_gradients_that_some_ranks_lack() -> None:
-    def body(transport: Any) -> Any:
-        own = Trained(transport, HierarchicalGossip(SGP()))
+    def body(own: Any) -> Any:
         own.optimizer.zero_grad()
         own.model(own.inputs).sum().backward()
         own.model[0].bias.grad = None
-        if transport.rank % 2:
+        if own.rank % 2:
             own.model[2].bias.grad = None
         before = [p.detach().clone() for p in own.model.parameters()]
         mine = before[3] if own.model[2].bias.grad is None else own.model[2].bias.grad.clone()
@@ -133,16 +118,10 @@ def test_gradients_that_some_ranks_lack() -> None:
         kept = [torch.equal(p, old) for p, old in zip(own.model.parameters(), before, strict=True)]
         return kept, mine, own.model[2].bias.grad
 
-    found = on(4, body, 2)
+    found = each(4, of_machines(SGP), body, 2)
     for rank, (kept, _, grad) in enumerate(found):
         assert kept == [False, True, False, False]
         assert off(grad, found[rank - rank % 2][1] / 2) < 1e-6
-
-
-@on_ranks(2, 1)
-def test_optimizers_between_machines_have_names_of_their_own(transport: Any) -> None:
-    transports = (*(CrossMachineTransport(transport) for _ in range(2)), transport)
-    assert [unique_prefix(t) for t in transports] == ["dgc0", "dgc1", "dgc2"]
 
 
 class InPlaceTransport(LockstepTransport):
@@ -164,14 +143,15 @@ def test_what_cannot_be_is_refused() -> None:
         flat = gossip.FlatModel(list(torch.nn.Linear(1, 1).named_parameters()))
         HierarchicalGossip(SGP()).start(flat, transport, TrafficMeter())
 
-    def algorithm(transport: Any) -> Any:
-        return Trained(transport, HierarchicalGossip(SGP())).algorithm
+    def exchanged(own: Any) -> None:
+        own.algorithm.load_state_dict(states[own.rank])
 
-    states, words = on(4, lambda t: algorithm(t).state_dict(), 2), "ranks of a machine have different gradients"
+    make, words = of_machines(SGP), "ranks of a machine have different gradients"
+    states = each(4, make, lambda own: own.algorithm.state_dict(), 2)
     check_refusals(
         (lambda: on(4, partial(not_averaged, kind=LockstepTransport), 2), words),
         (lambda: on(4, partial(not_averaged, kind=InPlaceTransport), 2), words),
         (lambda: HierarchicalGossip(ADPSGD()), "ADPSGD is asynchronous"),
         (lambda: on(4, tiny), "2 elements cannot be divided into 4 slices"),
-        (lambda: on(4, lambda t: algorithm(t).load_state_dict(states[t.rank])), "another slice of the model"),
+        (lambda: each(4, make, exchanged), "another slice of the model"),
     )

@@ -1,14 +1,18 @@
-"""Topologies: laws for all of them, the published peer schedules entry by entry, and refused arguments."""
+"""Topologies and averages over them: laws for all, the published schedules, exact means, refused arguments."""
 
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from cases import at_every_size
-from gossip.table import ROWS, SIZES, named
+from gossip.table import ROWS, SIZES
 from refusals import check_refusals
 
 from dgc import gossip
+from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import Topology, TopologyError, check_mixing, metropolis, uniform
+from dgc.gossip.average import initial_state
 from dgc.gossip.topology import mixing_from_weights, mixing_matrix
 
 
@@ -18,20 +22,15 @@ def schedule(topology: Any, rank: int = 0) -> Any:
 
 
 @at_every_size(ROWS, SIZES)
-def test_in_peers_mirror_out_peers(row: Any, size: Any) -> None:
+def test_in_peers_mirror_out_peers_and_shares_keep_sums(row: Any, size: Any) -> None:
+    """Equal shares keep the sum over ranks, Metropolis weights every rank's total too."""
     topology = row.make(size)
     assert topology.size == size
     for t in range(2 * topology.period + 1):
         sent = {(rank, peer) for rank in range(size) for peer in topology.out_peers(rank, t)}
-        received = {(peer, rank) for rank in range(size) for peer in topology.in_peers(rank, t)}
-        assert sent == received
+        assert sent == {(peer, rank) for rank in range(size) for peer in topology.in_peers(rank, t)}
         assert topology.out_peers(0, t) == topology.out_peers(0, t + topology.period)
     assert topology.is_symmetric or not row.pairs
-
-
-@at_every_size(ROWS, SIZES)
-def test_equal_shares_keep_the_sum_over_ranks_and_metropolis_weights_every_total(row: Any, size: Any) -> None:
-    topology = row.make(size)
     check_mixing(topology, uniform, doubly_stochastic=row.doubly_stochastic or size < 3)
     if topology.is_symmetric:
         check_mixing(topology, metropolis, doubly_stochastic=True)
@@ -40,28 +39,24 @@ def test_equal_shares_keep_the_sum_over_ranks_and_metropolis_weights_every_total
             check_mixing(topology, metropolis)
 
 
-@pytest.mark.parametrize(
-    ("topology", "expected"),
-    [
-        (lambda: gossip.n_peer_exponential(8), [(1,), (2,), (4,)]),
-        (lambda: gossip.n_peer_exponential(9), [(1,), (2,), (4,), (8,)]),
-        (lambda: gossip.n_peer_exponential(9, 2), [(1, 2), (3, 6)]),
-        (lambda: gossip.n_peer_exponential(243, 2), [(3**i, 2 * 3**i) for i in range(5)]),
-        (lambda: gossip.exponential(8), [(1,), (7,), (2,), (6,), (4,)]),
-        (lambda: gossip.exponential(8, order="later"), [(1,), (7,), (2,), (6,), (4,), (4,)]),
-        (lambda: gossip.linear(6), [(1,), (5,), (3,)]),
-        (lambda: gossip.linear(6, order="later"), [(1,), (5,), (3,), (3,), (5,), (1,)]),
-        (lambda: gossip.ring(5), [(1,)]),
-        (lambda: gossip.ring(5, 2), [(1, 4)]),
-        (lambda: gossip.bipartite_exponential(8, order="later"), [(1,), (7,), (3,), (5,), (5,), (3,)]),
-        (lambda: gossip.bipartite_exponential(8), [(7,), (1,), (5,), (3,)]),
-        (lambda: gossip.bipartite_linear(4), [(3,), (1,)]),
-        (lambda: gossip.static_exponential(6), [(1, 2, 4)]),
-    ],
-    ids=named,
-)
-def test_the_schedules_of_rank_0(topology: Any, expected: Any) -> None:
-    assert schedule(topology()) == expected
+def test_the_schedules_of_rank_0() -> None:
+    for topology, expected in (
+        (gossip.n_peer_exponential(8), [(1,), (2,), (4,)]),
+        (gossip.n_peer_exponential(9), [(1,), (2,), (4,), (8,)]),
+        (gossip.n_peer_exponential(9, 2), [(1, 2), (3, 6)]),
+        (gossip.n_peer_exponential(243, 2), [(3**i, 2 * 3**i) for i in range(5)]),
+        (gossip.exponential(8), [(1,), (7,), (2,), (6,), (4,)]),
+        (gossip.exponential(8, order="later"), [(1,), (7,), (2,), (6,), (4,), (4,)]),
+        (gossip.linear(6), [(1,), (5,), (3,)]),
+        (gossip.linear(6, order="later"), [(1,), (5,), (3,), (3,), (5,), (1,)]),
+        (gossip.ring(5), [(1,)]),
+        (gossip.ring(5, 2), [(1, 4)]),
+        (gossip.bipartite_exponential(8, order="later"), [(1,), (7,), (3,), (5,), (5,), (3,)]),
+        (gossip.bipartite_exponential(8), [(7,), (1,), (5,), (3,)]),
+        (gossip.bipartite_linear(4), [(3,), (1,)]),
+        (gossip.static_exponential(6), [(1, 2, 4)]),
+    ):
+        assert schedule(topology) == expected, topology.name
 
 
 @at_every_size([row for row in ROWS if "bipartite" in row.name], SIZES)
@@ -70,8 +65,7 @@ def test_a_round_of_a_bipartite_graph_is_a_set_of_pairs_as_published(row: Any, s
     for t in range(topology.period):
         mates = [topology.out_peers(rank, t)[0] for rank in range(size)]
         assert all((rank + mate) % 2 for rank, mate in enumerate(mates))
-        paired = all(mates[mate] == rank for rank, mate in enumerate(mates))
-        assert paired or "later" in row.name
+        assert "later" in row.name or all(mates[mate] == rank for rank, mate in enumerate(mates))
 
 
 def test_a_matching_changes_and_repeats_with_its_seed_and_the_schedules_of_other_ranks() -> None:
@@ -84,14 +78,14 @@ def test_a_matching_changes_and_repeats_with_its_seed_and_the_schedules_of_other
     assert schedule(gossip.hierarchical(8, 2), rank=3) == [(2,), (5,), (2,), (7,)]
 
 
-def mine(size: int, peers: Any) -> Topology:
-    return Topology("mine", size, 1, lambda rank, _: peers(rank))
-
-
 def test_unusable_graphs_are_one_clear_error() -> None:
     for size, peers in ((6, 2), (18, 2), (54, 2), (8, 3), (12, 3), (24, 3), (32, 3), (10, 4)):
         with pytest.raises(TopologyError, match=r"sends to (itself|one rank twice).*peers=1 works"):
             gossip.n_peer_exponential(size, peers)
+
+    def mine(size: int, peers: Any) -> Any:
+        return lambda: Topology("mine", size, 1, lambda rank, _: peers(rank))
+
     check_refusals(
         (lambda: gossip.bipartite_exponential(5), "even number of ranks, not 5"),
         (lambda: gossip.bipartite_linear(7), "even number"),
@@ -106,12 +100,12 @@ def test_unusable_graphs_are_one_clear_error() -> None:
         (lambda: gossip.random_matching(64, rounds=1), "(?s)never reaches.*another seed"),
         (lambda: gossip.from_weights([]), "at least one matrix"),
         (lambda: gossip.from_weights([[[1.0, 0.0]]]), "rows and columns"),
-        (lambda: mine(3, lambda rank: (rank,)), "mine with 3 ranks: rank 0 sends to itself"),
-        (lambda: mine(3, lambda rank: (7,)), "rank 7 of 3"),
-        (lambda: mine(3, lambda rank: (1, 1) if rank == 0 else ()), "twice"),
-        (lambda: mine(3, lambda rank: (1,) if rank == 0 else (0,)), r"never reaches ranks \[2\]"),
-        (lambda: mine(3, lambda rank: (1, 2) if rank == 0 else ()), "rank 0 is never reached from"),
-        (lambda: mine(0, lambda rank: ()), "at least 1"),
+        (mine(3, lambda rank: (rank,)), "mine with 3 ranks: rank 0 sends to itself"),
+        (mine(3, lambda rank: (7,)), "rank 7 of 3"),
+        (mine(3, lambda rank: (1, 1) if rank == 0 else ()), "twice"),
+        (mine(3, lambda rank: (1,) if rank == 0 else (0,)), r"never reaches ranks \[2\]"),
+        (mine(3, lambda rank: (1, 2) if rank == 0 else ()), "rank 0 is never reached from"),
+        (mine(0, lambda rank: ()), "at least 1"),
         kind=TopologyError,
     )
 
@@ -133,3 +127,94 @@ def test_a_users_weights_are_a_graph_and_its_shares_and_preserve_the_sum() -> No
         changed[i][j] = value
         with pytest.raises(TopologyError, match=words):
             check_mixing(gossip.from_weights([changed]), mixing_from_weights([changed]))
+
+
+def values(size: Any, dtype: Any = torch.float64, shape: Any = (5,)) -> Any:
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+
+
+def averaged(average: Any, own: Any, rounds: Any, topology: Any) -> Any:
+    world = LockstepWorld(len(own))
+    conversations = [average(x, rounds, rank, topology) for rank, x in enumerate(own)]
+    return world.converse("average", conversations), world.meters
+
+
+def mixed(topology: Any, mixing: Any, rounds: Any) -> Any:
+    """The product of the mixing matrices of the first `rounds` rounds."""
+    P = torch.eye(topology.size, dtype=torch.float64)
+    for t in range(rounds):
+        P = mixing_matrix(topology, mixing, t) @ P
+    return P
+
+
+@at_every_size(ROWS, SIZES)
+def test_rounds_preserve_sums_and_equal_the_mixing_matrix(row: Any, size: Any) -> None:
+    topology, own = row.make(size), values(size, shape=(3,))
+    states = [initial_state(x) for x in own]
+    for t in range(4):
+        rounds = [gossip.push_sum_round(state, rank, t, topology) for rank, state in enumerate(states)]
+        states = LockstepWorld(size).converse("round", rounds)
+    x, w, P = torch.stack([s.x for s in states]), torch.stack([s.w for s in states]), mixed(topology, uniform, 4)
+    torch.testing.assert_close(x, P @ torch.stack(own))
+    torch.testing.assert_close(w, P.sum(1))
+    torch.testing.assert_close(x.sum(0), sum(own), rtol=0, atol=1e-12)
+    assert float(w.sum()) == pytest.approx(size, abs=1e-12)
+
+
+def long_product(topology: Any, mixing: Any) -> Any:
+    """The product of about 100 rounds per rank."""
+    periods = -(-100 * topology.size // topology.period)
+    return torch.linalg.matrix_power(mixed(topology, mixing, topology.period), periods)
+
+
+@at_every_size(ROWS, SIZES)
+def test_every_graph_converges_to_the_mean_and_symmetric_graphs_without_weights(row: Any, size: Any) -> None:
+    P = long_product(row.make(size), uniform)
+    mean = torch.full_like(P, 1 / size)
+    torch.testing.assert_close(P / P.sum(1, keepdim=True), mean, rtol=0, atol=1e-6)
+    assert row.pairs or not row.doubly_stochastic or bool((P.sum(1) - 1).abs().max() < 1e-9)
+    if row.pairs:
+        torch.testing.assert_close(long_product(row.make(size), metropolis), mean, rtol=0, atol=1e-6)
+
+
+def test_push_pull_is_push_sum_where_weights_stay_one_and_both_take_no_integers() -> None:
+    averages = (gossip.push_pull_average, gossip.push_sum_average)
+    pull, push = (averaged(average, values(5), 7, gossip.ring(5, 2))[0][3] for average in averages)
+    assert pull.allclose(push, rtol=0, atol=1e-12)
+    for average, dtype in product(averages, (torch.int64, torch.bool)):
+        with pytest.raises(ValueError, match=f"floating-point numbers, not {dtype}"):
+            averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
+    _, meters = averaged(gossip.push_sum_average, values(8, torch.float32, (100,)), 3, gossip.exponential(8, 2))
+    assert [meter.payload_bytes for meter in meters] == [3 * 2 * (24 + 400 + 8)] * 8
+
+
+def test_one_peer_exponential_is_exact_after_log2_n_rounds_and_one_of_all_after_one() -> None:
+    for power in range(1, 7):
+        size = 2**power
+        own = [torch.full((1,), float(rank), dtype=torch.float64) for rank in range(size)]
+        reached, _ = averaged(gossip.push_sum_average, own, power, gossip.n_peer_exponential(size))
+        assert all(float(z) == (size - 1) / 2 for z in reached), "sums of halves are exact"
+        if power > 1:
+            early, _ = averaged(gossip.push_sum_average, own, power - 1, gossip.n_peer_exponential(size))
+            assert any(float(z) != (size - 1) / 2 for z in early)
+    for size in (2, 3, 4, 5, 8):
+        own = values(size)
+        for topology in (gossip.full(size), gossip.n_peer_exponential(size, size - 1)):
+            reached, _ = averaged(gossip.push_sum_average, own, 1, topology)
+            for z in reached:
+                torch.testing.assert_close(z, sum(own) / size, rtol=0, atol=1e-15)
+                assert torch.equal(z, reached[0]), "added in one order"
+
+
+def test_dtypes_shapes_and_unchanged_inputs() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        own = values(4, dtype, shape=(3, 1, 2))
+        kept = [x.clone() for x in own]
+        reached, _ = averaged(gossip.push_sum_average, own, 2, gossip.n_peer_exponential(4))
+        assert all(torch.equal(x, before) for x, before in zip(own, kept, strict=True))
+        for z in reached:
+            assert z.dtype == dtype and z.shape == (3, 1, 2)
+            torch.testing.assert_close(z.float(), (sum(x.float() for x in own) / 4), rtol=2e-2, atol=2e-2)
+    (single,) = averaged(gossip.push_sum_average, [torch.tensor(2.5)], 3, gossip.full(1))[0]
+    assert float(single) == 2.5

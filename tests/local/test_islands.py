@@ -13,6 +13,8 @@ import torch
 from cases import case
 from gossip.networks import IN_TWO_PARTS, Trained, momentum, muon, on, same, top_k
 from local import test_outer_steps as outer_steps
+from optim.nets import alone
+from refusals import check_refusals
 from simulated import rewind, summary_of, train_in
 
 from dgc.comm.lockstep import LockstepWorld
@@ -94,8 +96,7 @@ def test_others_keep_their_state_and_who_joins_has_the_common_model(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", WITH_ERRORS)
-@pytest.mark.parametrize("new", [3, 5])
-def test_nothing_of_those_that_stay_is_lost(tmp_path: Path, name: str, new: int) -> None:
+def test_nothing_of_those_that_stay_is_lost(tmp_path: Path, name: str) -> None:
     def make() -> OuterSteps:
         return OuterSteps(2, compression=outer_steps.COMPRESSIONS[name]())
 
@@ -107,7 +108,8 @@ def test_nothing_of_those_that_stay_is_lost(tmp_path: Path, name: str, new: int)
         return z0, outer_steps.named(own, local[0]), unsent, outer_steps.named(own, own.z), outer_steps.errors(own)
 
     on(4, lambda transport: save(trained(transport, make(), 3), transport, tmp_path))
-    outer_steps.check_that_nothing_is_lost(on(new, body))
+    for new in (3, 5):
+        outer_steps.check_that_nothing_is_lost(on(new, body))
 
 
 def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) -> None:
@@ -184,29 +186,25 @@ def test_which_rank_continues_which() -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    def body(transport: Any, act: Any = resume) -> Any:
-        return act(trained(transport), transport, tmp_path)
+    def resumed(transport: Any) -> Any:
+        return resume(trained(transport), transport, tmp_path)
 
-    on(2, partial(body, act=save))
+    on(2, lambda transport: save(trained(transport), transport, tmp_path))
     (tmp_path / "e0001/rank0.pt").write_bytes(b"damaged")
-    for size in (2, 3):
-        with pytest.raises(UsageError, match=r"is damaged: .*rank0.pt is not the file"):
-            on(size, body)
+    damaged = [(partial(on, size, resumed), r"is damaged: .*rank0.pt is not the file") for size in (2, 3)]
+    check_refusals(*damaged, kind=UsageError)
     for rank in range(2):
         (tmp_path / f"e0001/rank{rank}.pt").unlink()
-    with pytest.raises(UsageError, match="is incomplete: no machine has the file of a rank"):
-        on(2, body)
+    check_refusals((partial(on, 2, resumed), "is incomplete: no machine has the file of a rank"), kind=UsageError)
 
 
 def test_who_cannot_join() -> None:
-    transport = LockstepWorld(1).transports[0]
     for algorithm in (OuterSteps(2, SGP()), SGP(), HierarchicalGossip(SGP())):
-        own = Trained(transport, algorithm)
+        own = Trained(alone(), algorithm)
         assert own.optimizer.island is None
-        with pytest.raises(ValueError, match="use `dgc.local.OuterSteps` without a base"):
-            own.optimizer.join()
+        check_refusals((own.optimizer.join, "use `dgc.local.OuterSteps` without a base"))
     for method in (DoubleSqueezeCompressor(), TwoPhaseCompressor(4)):
-        assert Trained(transport, OuterSteps(2, compression=method)).optimizer.island is None
+        assert Trained(alone(), OuterSteps(2, compression=method)).optimizer.island is None
 
     def on_machines(transport: Any) -> Any:
         """Only the first slice has tensors of the rule."""
@@ -214,22 +212,20 @@ def test_who_cannot_join() -> None:
         own = Trained(transport, HierarchicalGossip(OuterSteps(2, compression=route)))
         return own.optimizer.island, [type(states.compressor) for states in own.algorithm.base.exchange.states]
 
-    found = on(4, on_machines, 2)
-    assert [island for island, _ in found] == [None] * 4
-    assert found[0][1] != found[1][1]
+    islands, kinds = zip(*on(4, on_machines, 2), strict=True)
+    assert islands == (None,) * 4 and kinds[0] != kinds[1]
 
 
-def test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
-    """Rank 1 was lost, rank 2 came to the same step as rank 1, and rank 1 returns with its old disk."""
+def test_a_rank_returns_with_an_old_disk_whose_file_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
+    """Rank 1 was lost, rank 2 came to the same step as rank 1, and rank 1 returns."""
     old_disk, others = tmp_path / "old", tmp_path / "others"
 
-    def body(transport: Any, steps: int, disk: Path) -> Any:
-        own = trained(transport, steps=steps)
-        save(own, transport, disk)
-        return own.z.clone()
+    def before(transport: Any, steps: int, disk: Path) -> Any:
+        save(own := trained(transport, steps=steps), transport, disk)
+        return seen(own)
 
-    on(3, partial(body, steps=1, disk=old_disk))
-    expected = on(2, partial(body, steps=3, disk=others))
+    on(3, partial(before, steps=1, disk=old_disk))
+    old = on(2, partial(before, steps=3, disk=others))
 
     def resumed(transport: Any) -> Any:
         disk = tmp_path / f"disk{transport.rank}"
@@ -237,11 +233,11 @@ def test_a_file_of_an_earlier_checkpoint_of_the_same_name_is_not_taken(tmp_path:
         for rank in {0, 1} - {{0: 0, 2: 1}.get(transport.rank, 1)}:
             (disk / f"e0001/rank{rank}.pt").unlink()
         own = trained(transport)
-        return resume(own, transport, disk).islands.continues, own.z.clone()
+        return resume(own, transport, disk).islands.continues, seen(own)
 
-    found = on(3, resumed)
-    assert found[0][0] == (0, None, 1)
-    assert torch.equal(found[0][1], expected[0]) and torch.equal(found[2][1], expected[1])
+    continues, found = zip(*on(3, resumed), strict=True)
+    assert continues == ((0, None, 1),) * 3
+    check_who_continues(found, old, (0, None, 1))
 
 
 def test_machines_with_disks_of_their_own_keep_the_checkpoint_that_was_just_written(tmp_path: Path) -> None:

@@ -1,22 +1,28 @@
-"""SparseLoCo: by hand, bits per element, and the two formats of its indices."""
+"""SparseLoCo by hand, its bits per element, and what every file of configs/local builds, and when it exchanges."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gossip.networks import mean, off, on
+from gossip.networks import Trained, mean, off, on
 from torch import Tensor, nn
 
 from dgc.bucket import make_bucket
 from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import SparseCompressor
+from dgc.gossip import HierarchicalGossip
 from dgc.local import OuterSteps
 from dgc.memory import ResidualMemory
 from dgc.optim import LocalOptimizer
 from dgc.selection import TopKPerChunk
 from dgc.wire import CastValues, ChunkIndices, PlainIndices, RiceIndices, TwoBitValues
+from dgc_training.config import ConfigError, instantiate, load
 
+CNN = "configs/digits/cnn.py"
+FILES = Path(__file__).parents[2].joinpath("configs/local").glob("*.py")
+NAMES = sorted(path.stem for path in FILES if path.stem not in ("__init__", "machines"))
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
@@ -29,23 +35,14 @@ def sparseloco(chunk: int = 4096, k: int = 64, beta: float = 0.95, **formats: An
     return SparseCompressor(k / chunk, memory, selector, vectors="sparse", **formats)
 
 
-def by_hand(e: Tensor, chunk: int, k: int) -> Tensor:
-    """q of the paper without quantization: the k largest of each chunk, zeros elsewhere."""
-    parts = e.view(-1, chunk)
-    kept = parts.abs().topk(k).indices
-    return torch.zeros_like(parts).scatter(1, kept, parts.gather(1, kept)).view(-1)
-
-
 def test_sparseloco_by_hand() -> None:
     """e = beta e + d; q = top-k of e; e = e - q; z0 = z0 - alpha mean(q)."""
     alpha, beta, chunk, k, size = 0.7, 0.9, 16, 2, 3
 
     def body(transport: Any) -> Any:
-        p, inner = nn.Parameter(normal(48, 0)), partial(torch.optim.SGD, lr=0.1)
-        compression = sparseloco(chunk, k, beta, values=CastValues("fp32"))
+        p, compression = nn.Parameter(normal(48, 0)), sparseloco(chunk, k, beta, values=CastValues("fp32"))
         outer = OuterSteps(2, outer=partial(torch.optim.SGD, lr=alpha), compression=compression)
-        optimizer = LocalOptimizer(inner([p]), [("p", p)], outer, transport=transport)
-        found = []
+        optimizer, found = LocalOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], outer, transport=transport), []
         for _ in range(5):
             for _ in range(2):
                 optimizer.zero_grad()
@@ -53,6 +50,12 @@ def test_sparseloco_by_hand() -> None:
                 optimizer.step()
             found.append(p.detach().double())
         return found
+
+    def top_k(e: Tensor) -> Tensor:
+        """Without quantization: the k largest of each chunk, zeros elsewhere."""
+        parts = e.view(-1, chunk)
+        kept = parts.abs().topk(k).indices
+        return torch.zeros_like(parts).scatter(1, kept, parts.gather(1, kept)).view(-1)
 
     found = on(size, body)
     z0, errors = normal(48, 0).double(), [torch.zeros(48, dtype=torch.float64) for _ in range(size)]
@@ -63,9 +66,8 @@ def test_sparseloco_by_hand() -> None:
             for _ in range(2):
                 z -= 0.1 * 2 * (z - normal(48, 1 + rank).double())
             e = beta * errors[rank] + (z0 - z)
-            q = by_hand(e, chunk, k)
-            errors[rank] = e - q
-            sent.append(q)
+            sent.append(top_k(e))
+            errors[rank] = e - sent[-1]
         z0 = z0 - alpha * mean(sent)
         assert all(off(models[i], z0) < 1e-5 for models in found)
 
@@ -75,9 +77,8 @@ def test_sparseloco_by_hand() -> None:
 )
 def test_bits_per_element(indices: Any, bits: float) -> None:
     """Header, table of values and padding included, of a bucket of 64 of 4096 elements. The paper's are 14."""
-    sizes = {"a": 1 << 19, "b": 1 << 20}
-    bucket = make_bucket("b", [(name, torch.zeros(n, dtype=torch.float32)) for name, n in sizes.items()])
-    compressor = sparseloco(values=TwoBitValues(), indices=indices)
+    named = [(name, torch.zeros(n, dtype=torch.float32)) for name, n in (("a", 1 << 19), ("b", 1 << 20))]
+    bucket, compressor = make_bucket("b", named), sparseloco(values=TwoBitValues(), indices=indices)
     bucket.flat.normal_(generator=torch.Generator().manual_seed(0))
     conversation = compressor.reduce(bucket, compressor.init(bucket, 2, 0))
     (request,) = next_requests(conversation)
@@ -85,7 +86,47 @@ def test_bits_per_element(indices: Any, bits: float) -> None:
     payload, k = request.tensor.numel(), bucket.numel // 64
     with pytest.raises(StopIteration) as ended:
         next_requests(conversation, ((request.tensor, request.tensor),))
-    sent = int(ended.value.value.state.sent.count)
     less = 4 * bucket.numel / payload
-    print(f"{indices}: {8 * payload / sent:.2f} bits per element, {less:.0f} times less than fp32")
-    assert sent == k and 8 * payload / k <= bits
+    print(f"{indices}: {8 * payload / k:.2f} bits per element, {less:.0f} times less than fp32")
+    assert ended.value.value.state.sent.count == k and 8 * payload / k <= bits
+
+
+def tree_of(*stack: str, **settings: Any) -> Any:
+    words = [word for key, value in settings.items() for word in (f"--configs.train.local.{key}", str(value))]
+    return load([CNN, *stack], words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("before", [[], ["configs/local/diloco.py"]], ids=["alone", "after diloco"])
+def test_a_file_exchanges_after_its_steps(name: str, before: list[str]) -> None:
+    tree = tree_of(*before, f"configs/local/{name}.py", average_every=4)
+
+    def body(transport: Any) -> Any:
+        own = Trained(transport, instantiate(tree.train.local))
+        own.steps(4 + own.algorithm.delay)
+        sent = own.optimizer.meter.payload_bytes
+        own.optimizer.synchronize_messages()
+        with own.optimizer.consensus():
+            pass
+        return sent, own.optimizer.consensus_distance
+
+    for sent, distance in on(2, body):
+        assert 0 < sent <= 4 * 93 + 64 and (name == "streaming" or distance == 0.0)
+
+
+def test_sparseloco_is_the_published_one_and_gossip_between_exchanges_and_islands() -> None:
+    algorithm = instantiate(tree_of("configs/local/sparseloco.py").train.local)
+    (rule,) = algorithm.compression.rules
+    assert algorithm.average_every == 30 and rule.compressor.compress_ratio == 64 / 4096
+    assert isinstance(rule.compressor.memory, ResidualMemory) and rule.compressor.memory.decay == 0.95
+    assert rule.compressor.selector == TopKPerChunk(4096)
+    assert (rule.compressor.format.values, rule.compressor.format.indices) == (TwoBitValues(6.0), RiceIndices())
+    optimizer = algorithm.outer([torch.zeros(1)])
+    assert optimizer.defaults["lr"] == 1.0 and optimizer.defaults["momentum"] == 0
+    gossiping = instantiate(tree_of("configs/gossip/sgp.py", "configs/local/sign.py").train.local)
+    assert type(gossiping.base).__name__ == "SGP"
+    islands = instantiate(load([CNN, "configs/local/sparseloco.py", "configs/local/machines.py"]).train.local)
+    assert isinstance(islands, HierarchicalGossip) and isinstance(islands.base, OuterSteps)
+    assert islands.base.average_every == 30
+    with pytest.raises(ConfigError, match="train.compression._target_"):
+        load([CNN, "configs/powersgd/rank2.py", "configs/local/diloco.py"])

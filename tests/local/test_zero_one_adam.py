@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from gossip.networks import Trained, check_that_a_saved_state_goes_on, check_that_means_stay, mean, on, same
+from gossip.networks import Trained, check_that_a_saved_state_goes_on, check_that_means_stay, each, mean, on, same
 from on_ranks import on_ranks
 from optim.nets import alone, net, wrap
 from refusals import check_refusals
@@ -57,19 +57,17 @@ def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
             ratio, before = own.optimizer.compress_ratio, own.optimizer.meter.payload_bytes
             own.step()
             found.append((ratio, own.optimizer.meter.payload_bytes - before))
-        return found
+        return tuple(found)
 
-    (found,) = {tuple(ranks) for ranks in on(2, body)}
-    sent = [nbytes for _, nbytes in found]
+    (found,) = set(on(2, body))
+    ratios, sent = zip(*found, strict=True)
     assert [t for t in range(15) if sent[t] == 4 * N] == [0, 1, 2, 4]
     assert [t for t in range(15) if sent[t] == 0] == [8, 10, 11, 13, 14]
     counts = [ZeroOneSchedule(*NUMBERS).exchanges(steps) for steps in range(16)]
     assert counts == [sum(nbytes > 0 for nbytes in sent[:steps]) for steps in range(16)]
     # two chunks of 64 and 29: the larger has 3 pieces of 3, 27, 9 and 25 elements or so, in whole words
     assert {sent[t] for t in (3, 5, 6, 7, 9, 12)} == {sent[3]} and 0 < sent[3] < 4 * N / 2
-    ratios = [ratio for ratio, _ in found]
-    assert ratios[:5] == [1.0, 1.0, 1.0, 1 / 32, 1.0]
-    assert ratios[5:] == [1 / 32] * 3 + [1 / 64] * 2 + [1 / 96] * 5
+    assert ratios == (1.0, 1.0, 1.0, 1 / 32, 1.0, *[1 / 32] * 3, *[1 / 64] * 2, *[1 / 96] * 5)
 
 
 @on_ranks(2)
@@ -80,17 +78,17 @@ def test_gradients_of_the_second_moment_in_half_the_bytes(transport: Any) -> Non
     assert own.optimizer.meter.payload_bytes == 2 * N and same(gradients, [g.half().float() for g in gradients])
 
 
-@pytest.mark.parametrize("stop", [3, 9, 11])
-def test_it_goes_on_from_a_saved_state_bit_for_bit(stop: int) -> None:
+def test_it_goes_on_from_a_saved_state_bit_for_bit() -> None:
     """In both stages, and in the middle of an interval. The last step is one after which models differ."""
-    check_that_a_saved_state_goes_on(lambda transport: trained(transport, weight_decay=0.1), 3, 15, stop)
+    for stop in (3, 9, 11):
+        check_that_a_saved_state_goes_on(lambda transport: trained(transport, weight_decay=0.1), 3, 15, stop)
 
 
-@pytest.mark.parametrize("new", [2, 6])
-def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
+def test_another_number_of_ranks_goes_on_from_the_same_means() -> None:
     """To the step after which all ranks have one model."""
-    models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
-    assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
+    for new in (2, 6):
+        models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
+        assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
 
 
 @on_ranks(2)
@@ -108,18 +106,16 @@ def test_weight_decay_goes_on_between_exchanges(transport: Any) -> None:
 def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> None:
     def groups(parameters: Any) -> Any:
         first, second, *others = parameters
-        still = {"params": [first, second], "lr": 0.0}
-        return adam([still, {"params": others, "betas": (0.5, 0.9)}])
+        return adam([{"params": [first, second], "lr": 0.0}, {"params": others, "betas": (0.5, 0.9)}])
 
-    def body(transport: Any) -> Any:
-        own = Trained(transport, ZeroOneSteps(*NUMBERS), groups)
+    def body(own: Any) -> Any:
         start = [p.detach().clone() for p in own.model.parameters()]
         own.steps(8)
         moved = [not torch.equal(p, q) for p, q in zip(own.model.parameters(), start, strict=True)]
         assert moved == [False, False, True, True] and not moments(own, "exp_avg")[0].any()
         return moments(own, "exp_avg")[2]
 
-    first, second = on(2, body)
+    first, second = each(2, partial(ZeroOneSteps, *NUMBERS), body, make_optimizer=groups)
     assert torch.equal(first, second) and bool(first.any())
 
 
@@ -145,24 +141,19 @@ def test_parameters_of_half_precision() -> None:
     assert torch.equal(*models) and mean(lasts) < 0.6 * mean(firsts)
 
 
-def all_of(own: Trained) -> Any:
-    return [own.z.clone(), *moments(own, "exp_avg"), *moments(own, "exp_avg_sq")]
-
-
-def poison(own: Trained) -> None:
-    own.optimizer.zero_grad()
-    (own.model(own.inputs).sum() * float("nan")).backward()
-    own.optimizer.step()
-
-
 def test_a_gradient_that_is_not_finite() -> None:
     """In a step of T_v nobody moves. In another step its rank alone leaves out its part."""
+
+    def all_of(own: Trained) -> Any:
+        return [own.z.clone(), *moments(own, "exp_avg"), *moments(own, "exp_avg_sq")]
 
     def body(transport: Any, steps: Any, alike: Any) -> Any:
         own = trained(transport)
         own.steps(steps)
         before = all_of(own)
-        (poison if transport.rank == 1 else Trained.step)(own)
+        own.optimizer.zero_grad()
+        (own.loss() * (float("nan") if transport.rank == 1 else 1.0)).backward()
+        own.optimizer.step()
         assert same(before, all_of(own)) == (alike or transport.rank == 1)
         assert own.optimizer.metrics()["dropped_exchanges"] == float(alike)
         own.steps(13 - own.algorithm.adam.steps)
