@@ -1,6 +1,7 @@
 """The epoch of a compressor with a ratio warm-up: set by the training loop, or counted by steps."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,13 +21,12 @@ def advance(model: Any, optimizer: Any, steps: Any, rank: int = 0, **training: A
     return ratios
 
 
-def warm(model: Any, transport: Any, steps_per_epoch: Any = None, **options: Any) -> Any:
-    compression = dgc(0.1, **WARM)
-    return wrap(model, transport, dgc_sgd, compression=compression, steps_per_epoch=steps_per_epoch, **options)
-
-
 def counting(model: Any, transport: Any, steps_per_epoch: Any = 2, **options: Any) -> Any:
-    return warm(model, transport, steps_per_epoch, **options)
+    options = {"compression": dgc(0.1, **WARM), "steps_per_epoch": steps_per_epoch, **options}
+    return wrap(model, transport, dgc_sgd, **options)
+
+
+warm = partial(counting, steps_per_epoch=None)
 
 
 def test_a_missing_begin_epoch_warns_once_and_correct_use_does_not() -> None:
@@ -35,15 +35,15 @@ def test_a_missing_begin_epoch_warns_once_and_correct_use_does_not() -> None:
     with pytest.warns(UserWarning) as caught:
         advance(model, warm(model, alone()), range(3))
     (said,) = [str(w.message) for w in caught]
-    words = ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5")
-    assert all(word in said for word in words)
-    for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0)):
-        model, compression = net(), dgc(0.1, **WARM)
-        optimizer = wrap(model, alone(), dgc_sgd, compression=compression)
-        begin(optimizer, compression)
+    assert all(
+        word in said for word in ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5")
+    )
+    for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0), None):
+        model, compression = net(), dgc(0.1, **(WARM if begin else {}))
+        optimizer = warm(model, alone(), compression=compression)
+        if begin:
+            begin(optimizer, compression)
         advance(model, optimizer, range(2))
-    model = net()
-    advance(model, wrap(model, alone(), dgc_sgd, compression=dgc(0.1)), range(2))
 
 
 def test_steps_are_counted_into_epochs() -> None:

@@ -1,8 +1,14 @@
-"""Whose state it is: the state of this rank loads, that of any other is refused by name, for every adapter."""
+"""Whose state it is: the state of this rank loads, that of any other is refused by name, for every adapter.
+
+And states that earlier versions saved load, and training continues as it did there.
+"""
 
 import copy
+import io
+import lzma
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +17,21 @@ import torch.distributed as dist
 from cases import case
 from gossip.networks import Trained, top_k
 from on_ranks import on_ranks
-from optim.nets import alone, dgc, dgc_sgd, loss_of, net, train, wrap
+from optim.nets import alone, dgc, dgc_sgd, loss_of, momentum_sgd, net, train, wrap
 from states import assert_equal
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc import compression as methods
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
 from dgc.ddp import compress
-from dgc.gossip import OSGP, SGP
-from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
+from dgc.gossip import CHOCO, DPSGD, OSGP, SGP, PowerGossip, TopK
+from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import broadcast_optimizer_state, redistribute
+from dgc.optim import DGCAdam, LocalOptimizer, OneBitAdam, broadcast_optimizer_state, redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -48,10 +56,9 @@ class Adapter:
         self._load(copy.deepcopy(state), **options)
 
 
-def optimizer(transport: Any, hierarchical: str = "off", **options: Any) -> Adapter:
+def optimizer(transport: Any, **options: Any) -> Adapter:
     model = net()
-    options = {"compression": dgc(0.1), "hierarchical": hierarchical, **options}
-    wrapped = wrap(model, transport, dgc_sgd, **options)
+    wrapped = wrap(model, transport, dgc_sgd, **{"compression": dgc(0.1), "hierarchical": "off", **options})
     return Adapter(wrapped, lambda number: train(model, wrapped, [number], transport.rank))
 
 
@@ -76,16 +83,16 @@ def gossiping(algorithm: Any, *make: Any) -> Any:
 
 
 def zero_one(clipper: int = 2) -> Any:
-    return gossiping(lambda: ZeroOneSteps(2, 1, 1, clipper), lambda parameters: ZeroOneAdam(parameters, lr=0.02))
+    return gossiping(lambda: ZeroOneSteps(2, 1, 1, clipper), partial(ZeroOneAdam, lr=0.02))
 
 
-def outer_steps(number: int, outer: Any = None, **options: Any) -> Any:
-    return gossiping(lambda: OuterSteps(number, None, outer and outer(), **options))
+def diloco(number: int, **options: Any) -> Any:
+    return gossiping(lambda: OuterSteps(number, None, Nesterov(), **options))
 
 
 ADAPTERS: dict[str, Any] = {
     "optimizer": optimizer,
-    "two levels": lambda transport: optimizer(transport, "on"),
+    "two levels": partial(optimizer, hierarchical="on"),
     "aggregator": aggregator,
     "outer steps": gossiping(lambda: OuterSteps(2, compression=top_k())),
     "0/1 Adam": zero_one(),
@@ -177,8 +184,7 @@ def test_ddp() -> None:
         exchange = compress(model, dgc(0.1), sgd, transport=alone())
         return Adapter(exchange, lambda number: train(model, sgd, [number]))
 
-    state = build().train(range(3)).state()
-    again = build()
+    state, again = build().train(range(3)).state(), build()
     again.load(state)
     assert again.train(range(3, 4)).state()["identity"]["step"] == 4
     foreign = {**state, "identity": {**state["identity"], "rank": 1, "size": 2}}
@@ -191,7 +197,7 @@ def test_ddp() -> None:
 
 @on_ranks(2)
 def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any) -> None:
-    diloco = partial(outer_steps, outer=Nesterov)
+
     for saved, loaded, message in (
         (diloco(4), diloco(3), "OuterSteps.0.average_every=4, and here it is 3"),
         (diloco(4, fragment_mb=2.5e-4), diloco(4), "OuterSteps.0.fragment_mb=0.00025, and here it is None"),
@@ -300,3 +306,135 @@ def test_steps_of_asynchronous_ranks_are_not_compared_and_another_memory_is_refu
     found = r"state of another compressor: it has \['history', 'momentums', 'steps', 'velocities'\]"
     with pytest.raises(ValueError, match=found):
         optimizer(alone(), compression=SparseCompressor(0.1, ResidualMemory())).load(state)
+
+
+# --- states of earlier versions ---------------------------------------------------------------------------
+
+# The files have, by case, the states of two ranks after 3 steps, and the models 3 steps later. To write such a
+# file for another version, call `write` in its checkout.
+FILES = {
+    "older": "no identity, and one number of steps for all parameters",
+    "nested": "the state of a memory, and the ratio of a history, in tables of their own",
+}
+SAVED, CONTINUED = range(3), range(3, 6)
+
+
+def small_net() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) / 2)
+    return model.float()
+
+
+def loss_of_small(model: nn.Module, step: int, rank: int) -> Tensor:
+    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float32)
+    return (model(inputs) - inputs[:, :2].sin()).square().mean()
+
+
+def started(transport: Any, make: Any) -> tuple[nn.Module, Any, Adapter]:
+    """One rank of a case."""
+    model = small_net()
+    optimizer, owner = make(model, transport)
+
+    def step(number: int) -> None:
+        if optimizer is owner:
+            train(model, optimizer, [number], transport.rank, loss=loss_of_small)
+        else:
+            loss_of_small(model, number, transport.rank).backward()
+            optimizer_step(optimizer, owner)
+
+    return model, optimizer, Adapter(owner, step)
+
+
+def continued(model: nn.Module, adapter: Adapter) -> list[Tensor]:
+    adapter.train(CONTINUED)
+    if isinstance(adapter.owner, LocalOptimizer):
+        adapter.owner.method.flush()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def exchanging(compression: Callable[[], Any], make: Any = momentum_sgd) -> Any:
+    return lambda model, t: (wrap(model, t, make, compression=compression(), bucket_mb=1e-4),) * 2
+
+
+def mixing(algorithm: Callable[[], Any], make: Any = momentum_sgd) -> Any:
+    return lambda model, t: (LocalOptimizer(make(model), model.named_parameters(), algorithm(), transport=t),) * 2
+
+
+def aggregating(model: Any, transport: Any) -> Any:
+    config = Config(1, 1.0, start_compressing_after_num_steps=1)
+    return momentum_sgd(model), PowerSGD(model.parameters(), config, transport)
+
+
+def adam(kind: Any, **options: Any) -> Any:
+    return lambda model: kind(model.parameters(), lr=0.05, **options)
+
+
+def sparse(**options: Any) -> SparseCompressor:
+    return SparseCompressor(0.1, ResidualMemory(), **options)
+
+
+low_rank = partial(methods.PowerSGDCompressor, rank=1)
+IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 40 * 4 / 2**20}
+CASES: dict[str, Any] = {
+    "dgc": exchanging(
+        lambda: methods.DGCCompressor(0.1, DGCSGDMemory(momentum=0.9)), partial(dgc_sgd, weight_decay=1e-2)
+    ),
+    "top-k, vectors as int8": exchanging(partial(sparse, dense_values="int8")),
+    "PowerSGD": exchanging(partial(low_rank, min_compression_rate=1)),
+    "PowerSGD, adaptive": exchanging(partial(low_rank, high_rank=2, min_compression_rate=0)),
+    "QSGD": exchanging(methods.QSGDCompressor),
+    "signs": exchanging(methods.ScaledSignCompressor),
+    "2 bits": exchanging(partial(methods.ThresholdCompressor, threshold=0.05)),
+    "DoubleSqueeze": exchanging(methods.DoubleSqueezeCompressor),
+    "random k": exchanging(partial(methods.RandomKCompressor, 0.5)),
+    "chunks": exchanging(lambda: methods.ChunkCompressor(0.3, ResidualMemory(), 8)),
+    "1-bit Adam": exchanging(methods.OneBitAdamCompressor, adam(OneBitAdam, freeze_step=2)),
+    "DGC for Adam": exchanging(partial(methods.DGCAdamCompressor, 0.2), adam(DGCAdam, freeze_step=2)),
+    "aggregate": aggregating,
+    "SGP": mixing(SGP),
+    "OSGP": mixing(OSGP),
+    "D-PSGD": mixing(DPSGD),
+    "CHOCO": mixing(lambda: CHOCO(quantizer=TopK(0.25))),
+    "PowerGossip": mixing(partial(PowerGossip, rank=1)),
+    "SlowMo": mixing(lambda: OuterSteps(2, OSGP(), SlowMo())),
+    "DiLoCo, top-k": mixing(lambda: OuterSteps(2, None, Nesterov(), sparse(vectors="sparse"))),
+    "streaming": mixing(lambda: OuterSteps(4, None, Nesterov(), **IN_TWO_PARTS, delay=2)),
+    "0/1 Adam": mixing(partial(ZeroOneSteps, 2, 1, 1, 3), adam(ZeroOneAdam)),
+}
+
+
+def write(file: Path) -> None:
+    def body(transport: Any, make: Any) -> Any:
+        model, optimizer, adapter = started(transport, make)
+        own = adapter.train(SAVED).state()
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), own))
+        return state, continued(model, adapter)
+
+    found = {name: LockstepWorld(2).run(partial(body, make=make)) for name, make in CASES.items()}
+    whole = io.BytesIO()
+    torch.save(found, whole, _use_new_zipfile_serialization=False)
+    file.write_bytes(lzma.compress(whole.getvalue(), preset=9))
+
+
+@cache
+def read(name: str) -> Any:
+    content = lzma.decompress(Path(__file__).with_name(f"{name}_states.pt.xz").read_bytes())
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:this state does not say whose it is")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("file", FILES)
+def test_a_state_of_an_earlier_version_continues(file: str, name: str) -> None:
+    def body(transport: Any) -> None:
+        (weights, inner, own), result = read(file)[name][transport.rank]
+        model, optimizer, adapter = started(transport, CASES[name])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(inner))
+        adapter.load(own)
+        # matrix products differ in the last bits between processors
+        torch.testing.assert_close(continued(model, adapter), result, rtol=1e-3, atol=1e-4)
+
+    LockstepWorld(2).run(body)

@@ -1,4 +1,4 @@
-"""The state of a DistributedOptimizer: saved, loaded, broadcast."""
+"""The state of a DistributedOptimizer: saved, loaded, broadcast, gathered in one object on rank 0."""
 
 import copy
 import io
@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from cases import case
+from on_ranks import on_ranks
 from optim import nets
+from states import assert_equal
 from torch import nn
 
 from dgc.comm.collectives import broadcast_object
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import OneBitAdamCompressor
-from dgc.optim import OneBitAdam, broadcast_optimizer_state, broadcast_parameters
+from dgc.compression import DGCCompressor, OneBitAdamCompressor, PowerSGDCompressor
+from dgc.engine.gathered import on_cpu
+from dgc.optim import DGCSGD, DistributedOptimizer, OneBitAdam, broadcast_optimizer_state, broadcast_parameters
 
 
 def test_begin_epoch_returns_the_ratio_in_force_and_the_norm_of_the_residual() -> None:
@@ -88,19 +92,18 @@ def horovods_broadcast_optimizer_state(optimizer: Any, transport: Any) -> None:
         group.update(values)
 
 
-HOROVODS: dict[str, tuple[Any, Any]] = {
-    "adam": (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1), lambda: None),
-    "sgd": (partial(nets.momentum_sgd, weight_decay=0.1, dampening=0.1), lambda: None),
-    "dgc": (partial(nets.dgc_sgd, weight_decay=0.1), lambda: nets.dgc(0.1)),
-    "1-bit adam": (lambda m: OneBitAdam(m.parameters(), freeze_step=2), OneBitAdamCompressor),
-    "stateless": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), lambda: None),
-}
+HOROVODS: list[tuple[Any, Any]] = [
+    (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1), lambda: None),
+    (partial(nets.momentum_sgd, weight_decay=0.1, dampening=0.1), lambda: None),
+    (partial(nets.dgc_sgd, weight_decay=0.1), lambda: nets.dgc(0.1)),
+    (lambda m: OneBitAdam(m.parameters(), freeze_step=2), OneBitAdamCompressor),
+    (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), lambda: None),
+]
 
 
-@pytest.mark.parametrize("name", HOROVODS)
-def test_horovods_broadcast_of_optimizer_state(name: Any) -> None:
+@pytest.mark.parametrize(("make", "compression"), HOROVODS)
+def test_horovods_broadcast_of_optimizer_state(make: Any, compression: Any) -> None:
     """On a fresh start it changes nothing. If only rank 0 has loaded a checkpoint, every rank goes on with it."""
-    make, compression = HOROVODS[name]
     checkpoints: list[Any] = [None, None]
 
     def fresh(model: Any, transport: Any) -> None:
@@ -135,10 +138,8 @@ def test_horovods_broadcast_of_optimizer_state(name: Any) -> None:
 
 
 def test_broadcast_optimizer_state() -> None:
-    models = [nets.net(seed) for seed in range(3)]
-
     def body(transport: Any) -> Any:
-        model = models[transport.rank]
+        model = nets.net(transport.rank)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (transport.rank + 1))
         if transport.rank == 1:
             nets.loss_of(model, 0).backward()
@@ -174,3 +175,74 @@ def test_broadcast_parameters(root: Any) -> None:
     for model in models:
         torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+# --- gather_state and load_gathered -----------------------------------------------------------------------
+
+METHODS = (lambda: DGCCompressor(0.01), lambda: PowerSGDCompressor(rank=2))
+
+
+def wrapped(transport: Any, compression: Any, hierarchical: str = "off") -> Any:
+    model = nn.Linear(40, 40)
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+    kind = DGCSGD if isinstance(compression, DGCCompressor) else torch.optim.SGD
+    inner, named = kind(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
+    return model, DistributedOptimizer(inner, named, compression, transport=transport, hierarchical=hierarchical)
+
+
+def gathered(world: LockstepWorld, make: Any, hierarchical: str = "off") -> tuple[Any, list[Any]]:
+    """What rank 0 gathers after two steps, and the state of every rank."""
+
+    def body(transport: Any) -> Any:
+        model, optimizer = wrapped(transport, make(), hierarchical)
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(transport.rank))
+        nets.train(model, optimizer, range(2), loss=lambda model, *_: model(x).square().mean())
+        return optimizer.gather_state(), optimizer.compression_state_dict()
+
+    whole, states = zip(*world.run(body), strict=True)
+    assert [one is None for one in whole] == [False] + [True] * (len(whole) - 1)
+    return whole[0], list(states)
+
+
+@pytest.mark.parametrize("make", METHODS)
+@pytest.mark.parametrize(("size", "local", "hierarchical"), [(3, 1, "off"), (4, 2, "on")])
+def test_every_rank_gets_its_own_gathered_state_back(make: Any, size: int, local: int, hierarchical: str) -> None:
+    whole, states = gathered(LockstepWorld(size, local), make, hierarchical)
+    file = io.BytesIO()
+    torch.save(whole, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+
+    def body(transport: Any) -> Any:
+        _, optimizer = wrapped(transport, make(), hierarchical)
+        optimizer.load_gathered(read if transport.rank == 0 else None)
+        return optimizer.compression_state_dict()
+
+    assert_equal(LockstepWorld(size, local).run(body), states)
+
+
+def test_a_gathered_state_of_another_number_of_ranks_has_the_same_mean() -> None:
+    whole, states = gathered(LockstepWorld(4), METHODS[0])
+
+    def error(transport: Any, load: Any) -> Any:
+        _, optimizer = wrapped(transport, METHODS[0]())
+        load(optimizer)
+        return torch.cat(list(optimizer.errors())).double()
+
+    def of_one(state: Any) -> Any:
+        return error(nets.alone(), lambda own: own.load_compression_state_dict(state, allow_other_rank=True))
+
+    mean = torch.stack([of_one(state) for state in states]).mean(0)
+    after = LockstepWorld(2).run(partial(error, load=lambda optimizer: optimizer.load_gathered(whole)))
+    assert mean.abs().max() > 0 and torch.allclose(torch.stack(after).mean(0), mean, atol=1e-7)
+
+
+@on_ranks(2)
+def test_a_wrong_gathered_state_is_one_error_on_every_rank(transport: Any) -> None:
+    for wrong in (None, {}, {"ranks": "all"}, {"ranks": [1]}):
+        _, optimizer = wrapped(transport, METHODS[0]())
+        with case(wrong), pytest.raises(ValueError, match="load_gathered needs on rank 0 what gather_state"):
+            optimizer.load_gathered(wrong)
+    value = {"a": torch.ones(1), "b": [(torch.zeros(2), 3)], "c": None}  # tensors anywhere in a state are moved
+    assert_equal(on_cpu(value), value)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from selection.shapes import indices_of, laplace, plan_of
 
@@ -20,9 +19,8 @@ def test_plan_rounds_up_and_sends_at_least_one() -> None:
         assert plan_of(numel, ratio=ratio).ks == (k,)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ratio", "counts", "ks"),
-    [
+def test_free_slots_are_given_in_proportion_to_the_surplus_and_never_more_than_the_capacity() -> None:
+    for sizes, ratio, counts, ks in (
         ([40] * 3, 0.1, [0, 4, 3], [0, 4, 3]),  # what fits is kept
         # 4 slots each; the first leaves 4 free, the others have 6 and 3 too many
         ([40] * 3, 0.1, [0, 10, 7], [0, 4 + 4 * 6 // 9, 4 + 4 * 3 // 9]),
@@ -30,13 +28,8 @@ def test_plan_rounds_up_and_sends_at_least_one() -> None:
         # free slots times surplus exceed 32 bits
         ([3_000_000] * 2, 0.5, [0, 3_000_000], [0, 3_000_000]),
         ([3_000_000] * 2, 0.5, [10, 2_999_999], [10, 2_999_990]),
-    ],
-)
-def test_free_slots_are_given_in_proportion_to_the_surplus(sizes: Any, ratio: Any, counts: Any, ks: Any) -> None:
-    assert plan_of(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks
-
-
-def test_never_more_than_the_capacity() -> None:
+    ):
+        assert plan_of(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks, counts
     generator = torch.Generator().manual_seed(0)
     plan = plan_of(*[1000] * 9, ratio=0.01)
     for _ in range(200):
@@ -55,9 +48,8 @@ def test_history_moves_to_other_buckets() -> None:
 
 
 def by_topk(part: Any, chunk: int, ratio: float) -> list[int]:
-    n, k = part.numel(), share(part.numel(), ratio)
+    n, k, chosen = part.numel(), share(part.numel(), ratio), list[int]()
     count = min(-(-n // chunk), k)
-    chosen: list[int] = []
     for i in range(count):
         first, last = i * k // count, (i + 1) * k // count
         start, end = first * n // k, last * n // k
@@ -67,21 +59,15 @@ def by_topk(part: Any, chunk: int, ratio: float) -> list[int]:
     return chosen
 
 
-CASES = [(4096, 64 / 4096), (64, 0.03), (7, 0.5), (2, 0.9), (10**6, 0.01), (1, 0.25)]
-
-
-@pytest.mark.parametrize(("chunk", "ratio"), CASES)
-def test_the_largest_of_each_chunk(chunk: int, ratio: float) -> None:
+def test_the_largest_of_each_chunk_whatever_their_magnitudes_but_no_zeros() -> None:
     numels = (8192, 20_000, 0, 3, 1)
-    plan = plan_of(*numels, ratio=ratio)
     v = laplace(sum(numels))
-    parts = zip(plan.segments, plan.split(v), strict=True)
-    expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
-    assert indices_of(TopKPerChunk(chunk), v, plan, 0).tolist() == expected
-    assert len(expected) == plan.capacity
-
-
-def test_64_of_each_4096_whatever_their_magnitudes_but_no_zeros() -> None:
+    for chunk, ratio in ((4096, 64 / 4096), (64, 0.03), (7, 0.5), (2, 0.9), (10**6, 0.01), (1, 0.25)):
+        plan = plan_of(*numels, ratio=ratio)
+        parts = zip(plan.segments, plan.split(v), strict=True)
+        expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
+        assert indices_of(TopKPerChunk(chunk), v, plan, 0).tolist() == expected, chunk
+        assert len(expected) == plan.capacity
     plan, v = plan_of(3 * 4096, ratio=64 / 4096), laplace(3 * 4096)
     v[4096:8192] *= 1e-3
     chosen = indices_of(TopKPerChunk(4096), v, plan, 0)
