@@ -55,7 +55,6 @@ class Row:
 
 
 def kept(bucket: Bucket) -> int:
-    """Elements of a sparse payload: 5 % of each tensor, as everywhere here."""
     return sum(-(-s.numel // 20) for s in bucket.segments)
 
 
@@ -93,7 +92,6 @@ def form_of(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def dgc_bytes(fp16_values: bool = False, int32_indices: bool = False, **form: Any) -> Payload:
-    """In the format of these settings of DGCCompressor."""
     if form:
         return partial(planned_bytes, wire.SparseFormat(**form))
     return partial(sparse_bytes, 2 if fp16_values else 4, 4 if int32_indices else 8)
@@ -134,7 +132,6 @@ def low_rank_bytes(
     wire: str = "",
     warm_start: bool = True,
 ) -> int:
-    """Of an even number of half steps."""
     floats = 0
     side = -int(-math.sqrt(bucket.numel) // 1)
     matrices: list[tuple[tuple[int, ...], int]] = [(s.shape, s.numel) for s in bucket.segments]
@@ -266,7 +263,6 @@ def half_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
 
 
 def half(name: str, make: Any, values: str, itemsize: int, tolerance: float) -> Row:
-    """Half of the elements, drawn at random."""
     limit, payload = partial(make, 1.0, values=values), partial(half_bytes, itemsize)
     return Row(name, partial(make, 0.5, values=values), payload, dense_limit=limit, tolerance=tolerance)
 
@@ -305,8 +301,6 @@ def dense_bytes(code: int, reduced: int, gathers_up_to: int, bucket: Bucket, siz
 
 
 def dense_values(name: str, code: int, reduced: int, gathers_up_to: int, **promises: Any) -> Row:
-    """The compressor of what DGC does not compress."""
-
     def make() -> methods.Compressor:
         return methods.DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
 
@@ -331,7 +325,6 @@ def vectors(name: str, selector: selection.Selector | None) -> Row:
 
 
 def ef21(name: str, make: Make, payload: Payload, by_size: bool = False) -> Row:
-    """The factor of the first step is beta."""
     options: dict[str, Any] = {"momentum": 0.5, "first_step": 0.5, "by_size": by_size}
     return Row(f"ef21-{name}", lambda: methods.EF21Compressor(make(), beta=0.5), payload, False, **options)
 

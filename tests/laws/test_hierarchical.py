@@ -37,15 +37,12 @@ every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 
 @pytest.fixture(autouse=True)
 def types_are_checked_once(request: pytest.FixtureRequest) -> None:
-    """For every row on two machines of two ranks."""
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
     if (parameters.get("machines"), parameters.get("local_size")) != (2, 2):
         request.getfixturevalue("no_type_checks")
 
 
 class Machines(Fleet):
-    """Simulated ranks on machines, with two levels. `make` makes the compressor between the machines."""
-
     def __init__(
         self, make: Callable[[], Any], machines: int, local_size: int, like: Sequence[Tensor] = LIKE, seed: int = 0
     ) -> None:
@@ -91,7 +88,6 @@ class Reference:
 
 
 def four(step: int) -> list[list[Tensor]]:
-    """The gradients of four ranks."""
     return [gradients(rank, step) for rank in range(4)]
 
 
@@ -155,7 +151,7 @@ def test_half_precision_gradients(row: Row) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         fleet = Machines(row.make, 2, 2, [tensor.to(dtype) for tensor in LIKE])
         for step in range(2):
-            means = fleet.step([[g.to(dtype) for g in gradients(rank, step)] for rank in range(4)])
+            means = fleet.step([[g.to(dtype) for g in own] for own in four(step)])
             assert means[0].dtype == dtype and bool(torch.isfinite(means[0]).all())
             assert all(torch.equal(means[0], mean) for mean in means)
 
@@ -209,27 +205,23 @@ def on_a_device(reads: list[Read]) -> Iterator[None]:
 
 
 def results(fleet: Fleet) -> tuple[list[list[float]], list[str | None]]:
-    """Of a step, and of one with NaN, which is dropped."""
-    size = len(fleet.buckets)
-    means = [fleet.step([gradients(rank, 0) for rank in range(size)])[0].tolist()]
-    own = [gradients(rank, 1) for rank in range(size)]
-    own[1][2].view(-1)[5] = float("nan")
-    fleet.step(own)
+    first, second = ([gradients(rank, step) for rank in range(len(fleet.buckets))] for step in range(2))
+    means = [fleet.step(first)[0].tolist()]
+    second[1][2].view(-1)[5] = float("nan")
+    fleet.step(second)
     return [*means, *(errors.tolist() for errors in fleet.errors())], fleet.nonfinite
 
 
 def test_numbers_that_are_read_from_a_device_change_no_result_of_a_method_or_one_between_machines() -> None:
     """A method reads while other conversations go on."""
-    makes: dict[str, Callable[[], Fleet]] = {r.name: partial(Fleet, r.make, 3) for r in table.TABLE}
+    makes: dict[str, Callable[[], Fleet]] = {row.name: partial(Fleet, row.make, 3) for row in table.TABLE}
     makes |= {f"{row.name} between machines": partial(Machines, row.make, 2, 2) for row in TABLE}
     silent = 0
     for name, make in makes.items():
-        with case(name):
-            reads: list[Read] = []
-            expected = results(make())
-            with on_a_device(reads):
-                assert results(make()) == expected
-            silent += not reads
+        reads, expected = list[Read](), results(make())
+        with case(name), on_a_device(reads):
+            assert results(make()) == expected
+        silent += not reads
     assert silent < len(makes) / 2
 
 

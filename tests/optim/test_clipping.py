@@ -18,7 +18,6 @@ SHAPES: dict[str, tuple[int, ...]] = {"weight": (10, 10), "bias": (100,), "empty
 
 
 def moved(transport: Any, compression: Any, gradients: Any) -> Any:
-    """The change of a matrix and two vectors, one of them empty, in one step at learning rate 1."""
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
     inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)

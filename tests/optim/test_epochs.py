@@ -77,7 +77,6 @@ def test_every_kind_of_step_counts_once() -> None:
 
 
 def test_a_resumed_run_continues_with_the_ratio() -> None:
-    """Also mid-epoch, at the end of an epoch, and with another number of steps per epoch."""
     for done, per_epoch, expected in ((3, 2, [0.3, 0.2, 0.2, 0.1]), (4, 2, [0.2, 0.2, 0.1]), (3, 4, [0.3, 0.2])):
         model, again = net(), net()
         optimizer = counting(model, alone())

@@ -18,7 +18,12 @@ from dgc.optim import DGCSGD, MuonWithAdamW, muon_groups
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
-LOW_RANK = methods.PowerSGDCompressor(1)
+
+def mixed() -> methods.Route:
+    low_rank = methods.Rule(methods.PowerSGDCompressor(1), min_dim=2, max_numel=500)
+    return methods.Route([low_rank, methods.Rule(METHODS["dgc"]())])
+
+
 METHODS: dict[str, Callable[[], Any]] = {
     "dgc": lambda: methods.DGCCompressor(0.05, DGCSGDMemory(0.9)),
     "residual": lambda: methods.DGCCompressor(0.05, ResidualMemory()),  # momentum is the optimizer's
@@ -27,9 +32,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "2bit": lambda: methods.ThresholdCompressor(threshold=0.01),
     "dense": methods.DenseCompressor,
     "ef21": lambda: methods.EF21Compressor(METHODS["residual"](), 0.5),
-    "route": lambda: methods.Route(
-        [methods.Rule(LOW_RANK, min_dim=2, max_numel=500), methods.Rule(METHODS["dgc"]())]
-    ),
+    "route": mixed,
     "int8": methods.TwoPhaseCompressor,
     "int4": partial(methods.TwoPhaseCompressor, 4, 64),
 }
@@ -107,42 +110,38 @@ def test_on_off_and_auto() -> None:
         choices(LockstepWorld(2), "yes")
 
 
-class Uneven:
-    """A transport of 3 ranks on two machines, of two ranks and one."""
-
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def group_size(self, group: str) -> int:
-        sizes = {"world": (3, 3, 3), "local": (2, 2, 1), "cross": (2, 1, 2)}
-        return sizes[group][self._transport.rank]
+def uneven(transport: Any) -> Any:
+    """Of 3 ranks on two machines, of two ranks and one."""
+    sizes = {"world": (3, 3, 3), "local": (2, 2, 1), "cross": (2, 1, 2)}
+    transport.group_size = lambda group: sizes[group][transport.rank]
+    return transport
 
 
-class WithoutGroups(Uneven):
-    def group_size(self, group: str) -> int:
+def without_groups(transport: Any) -> Any:
+    def group_size(group: str) -> int:
         if group != "world":
             raise ValueError(f"group {group!r} does not exist: use connect(hierarchical=True)")
-        return int(self._transport.size)
+        return int(transport.size)
+
+    transport.group_size = group_size
+    return transport
 
 
 def test_machines_with_different_numbers_of_ranks_and_a_transport_without_groups() -> None:
-    def places(size: int, kind: type[Uneven], hierarchical: str) -> list[Any]:
+    def places(size: int, kind: Any, hierarchical: str) -> list[Any]:
         made = models(size)
         return LockstepWorld(size).run(lambda t: wrapped(made[t.rank], kind(t), hierarchical=hierarchical).place)
 
     words = "needs the same number of ranks on every machine, not 1 to 2"
     with pytest.raises(ValueError, match=f"^hierarchical='on' {words}$"):
-        places(3, Uneven, "on")
+        places(3, uneven, "on")
     with pytest.warns(UserWarning) as caught:
-        assert places(3, Uneven, "auto") == [None] * 3
+        assert places(3, uneven, "auto") == [None] * 3
     (line,) = [str(warning.message) for warning in caught]
     assert words in line and "hierarchical='auto' treats all ranks alike" in line
     with pytest.raises(ValueError, match=r"use connect\(hierarchical=True\)"):
-        places(2, WithoutGroups, "on")
-    assert places(2, WithoutGroups, "auto") == [None] * 2
+        places(2, without_groups, "on")
+    assert places(2, without_groups, "auto") == [None] * 2
 
 
 def test_each_rank_holds_its_tensors_alone() -> None:

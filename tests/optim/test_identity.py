@@ -8,6 +8,7 @@ import io
 import lzma
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,6 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 class Adapter:
-    """What owns a state, and the step of a model of its own."""
-
     def __init__(self, owner: Any, step: Callable[[int], object]) -> None:
         self.owner, self._step = owner, step
         prefix = "compression_" if hasattr(owner, "compression_state_dict") else ""
@@ -102,12 +101,12 @@ ADAPTERS: dict[str, Any] = {
 OWN_PARTS = ("gossip with overlap", "0/1 Adam")  # messages and server errors have a place of their own on a rank
 
 
-def states_of(build: Any, world: LockstepWorld) -> list[Any]:
-    return world.run(lambda transport: build(transport).train(range(3)).state())
-
-
 def world(name: str, size: int = 2) -> LockstepWorld:
     return LockstepWorld(2 * size, 2) if name == "two levels" else LockstepWorld(size)
+
+
+def states_of(name: str, size: int) -> list[Any]:
+    return world(name, size).run(lambda transport: ADAPTERS[name](transport).train(range(3)).state())
 
 
 def without(state: Any, *keys: str) -> Any:
@@ -116,8 +115,7 @@ def without(state: Any, *keys: str) -> Any:
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_only_the_state_of_this_rank_loads(name: str) -> None:
-    build = ADAPTERS[name]
-    larger = states_of(build, world(name, 3))
+    build, larger = ADAPTERS[name], states_of(name, 3)
 
     def body(transport: Any) -> None:
         rank, size = transport.rank, transport.size
@@ -211,43 +209,40 @@ def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any
 @on_ranks(2)
 def test_ratio_formats_and_buckets_may_change(transport: Any) -> None:
     state = optimizer(transport).train(range(3)).state()
-    for ratio, options in ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True})):
-        for bucket_mb in (25.0, 1e-4):
-            other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
-            other.load(state)
-            for table in ("momentums", "velocities"):
-                tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
-                torch.testing.assert_close(*tables, rtol=0, atol=0)
-            other.train(range(3, 4))
+    others = ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True}))
+    for (ratio, options), bucket_mb in product(others, (25.0, 1e-4)):
+        other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
+        other.load(state)
+        for table in ("momentums", "velocities"):
+            tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
+            torch.testing.assert_close(*tables, rtol=0, atol=0)
+        other.train(range(3, 4))
 
 
 @pytest.mark.parametrize("name", ["optimizer", "aggregator"])
 @pytest.mark.parametrize("new", [1, 2, 6])
 def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: int) -> None:
-    build = ADAPTERS[name]
-    states = states_of(build, LockstepWorld(4))
+    states = states_of(name, 4)
     mixed = redistribute([states[2], states[0], states[3], states[1]], new)  # identities say which is which
     assert [state["identity"]["rank"] for state in mixed] == list(range(new))
     assert_equal(mixed, redistribute(states, new))
 
     def body(transport: Any) -> Any:
-        adapter = build(transport)
+        adapter = ADAPTERS[name](transport)
         adapter.load(mixed[transport.rank])
         found = adapter.state()
         adapter.train(range(3, 4))
         return found
 
-    found = LockstepWorld(new).run(body)
-
     def mean(states: Any) -> torch.Tensor:
         errors = [s["errors"] if name == "aggregator" else s["DGCCompressor.0"]["velocities"] for s in states]
         return torch.stack([torch.cat([e.flatten().double() for e in its.values()]) for its in errors]).mean(0)
 
-    torch.testing.assert_close(mean(found), mean(states), rtol=0, atol=1e-6)
+    torch.testing.assert_close(mean(LockstepWorld(new).run(body)), mean(states), rtol=0, atol=1e-6)
 
 
 def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
-    states = states_of(optimizer, LockstepWorld(3))
+    states = states_of("optimizer", 3)
     for wrong in (states[:2], [*states[:2], states[1]], [*states, states[0]]):
         with pytest.raises(ValueError, match="pass the state of every rank once"):
             redistribute(wrong, 2)
@@ -259,7 +254,7 @@ def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
 
 
 def test_states_are_redistributed_to_two_levels_and_back() -> None:
-    flat = states_of(optimizer, LockstepWorld(3))
+    flat = states_of("optimizer", 3)
 
     def on_machines(transport: Any) -> Any:
         adapter = ADAPTERS["two levels"](transport)
@@ -273,11 +268,10 @@ def test_states_are_redistributed_to_two_levels_and_back() -> None:
 
 
 def test_shards_are_redistributed_among_machines() -> None:
-    def state(machine: int, shard: int) -> dict[str, Any]:
+    states: list[dict[str, Any]] = []
+    for machine, shard in product(range(2), range(2)):
         identity = {"rank": machine, "size": 2, "step": 3, "shard": shard, "shards": 2, "settings": {}}
-        return {"errors": {"w": torch.full((2,), 10.0 * shard + machine)}, "identity": identity}
-
-    states = [state(machine, shard) for machine in range(2) for shard in range(2)]
+        states += [{"errors": {"w": torch.full((2,), 10.0 * shard + machine)}, "identity": identity}]
     one = redistribute(states[::-1], 2)
     assert [s["errors"]["w"][0].item() for s in one] == [0.5, 10.5]
     places = [[s["identity"][key] for key in ("rank", "size", "shard")] for s in one]
@@ -308,8 +302,6 @@ def test_steps_of_asynchronous_ranks_are_not_compared_and_another_memory_is_refu
         optimizer(alone(), compression=SparseCompressor(0.1, ResidualMemory())).load(state)
 
 
-# --- states of earlier versions ---------------------------------------------------------------------------
-
 # The files have, by case, the states of two ranks after 3 steps, and the models 3 steps later. To write such a
 # file for another version, call `write` in its checkout.
 FILES = {
@@ -333,7 +325,6 @@ def loss_of_small(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def started(transport: Any, make: Any) -> tuple[nn.Module, Any, Adapter]:
-    """One rank of a case."""
     model = small_net()
     optimizer, owner = make(model, transport)
 

@@ -24,9 +24,6 @@ BROKEN = r"an earlier step ended with an exception, MemoryError: own: ranks may 
 SMALL = 1e-4  # MB: several buckets, of which some start during backward
 
 
-# --- the order of rounds ----------------------------------------------------------------------------------
-
-
 class ThreeRounds(StatelessCompressor):
     def reduce(self, bucket: Any, state: Any) -> Any:
         for _ in range(3):
@@ -90,9 +87,6 @@ def test_buckets_start_in_the_order_in_which_backward_fills_them() -> None:
         optimizer.step()
         launched = [name.rpartition(".")[0] for event, name in transport.events if event == "launch"]
         assert [name for name in launched if name in names] == expected
-
-
-# --- gradients that change in flight ----------------------------------------------------------------------
 
 
 CHANGES = {
@@ -168,9 +162,6 @@ def test_the_documented_recipe_and_partial_sums_may_be_clipped(model: Any, trans
         nets.loss_of(model, 10 + step, transport.rank).backward()
         nets.through_gradients(model, optimizer, clip)
     assert not torch.equal(model.first.weight, nets.net().first.weight)
-
-
-# --- exceptions -------------------------------------------------------------------------------------------
 
 
 def fail(*_: Any) -> None:

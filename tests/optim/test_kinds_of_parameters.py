@@ -87,18 +87,12 @@ def test_parameters_that_are_frozen_later_stay(model: Any, transport: Any, compr
     assert not torch.equal(model.first.weight, before)
 
 
-class Tied(nn.Sequential):
-    def __init__(self) -> None:
-        first = nn.Linear(6, 6)
-        super().__init__(first, nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
-        self[2].weight = first.weight
-
-
 @pytest.mark.parametrize("duplicates", [False, True])
 @pytest.mark.parametrize("ratio", [None, 0.1, 1.0])
 def test_tied_parameters(duplicates: Any, ratio: Any) -> None:
     torch.manual_seed(0)
-    reference: Any = Tied()
+    reference: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
+    reference[2].weight = reference[0].weight
 
     def body(model: Any, transport: Any) -> None:
         named = model.named_parameters(remove_duplicate=not duplicates)
@@ -198,8 +192,6 @@ def test_channels_last() -> None:
 
 
 class Complex(nn.Module):
-    """Complex parameters, one with another memory order, and a gradient that autograd stores conjugated."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -32,8 +32,6 @@ def clipped(model: Any) -> None:
 
 
 def test_one_rank_has_the_bits_of_the_two_optimizers() -> None:
-    """With a schedule, clipping, and a group's own settings."""
-
     model, other = nets.net(), nets.net()
     vectors = [*other.last.parameters(), other.first.bias, other.spare.bias]
     two = [
@@ -126,8 +124,6 @@ WARNINGS: list[tuple[Any, str, str]] = [
 @pytest.mark.parametrize(("make", "name", "words"), WARNINGS)
 @pytest.mark.parametrize("outer", [False, True])
 def test_warnings_of_compressors(make: Any, name: str, words: str, outer: bool) -> None:
-    """Of PowerSGD for Muon, and of signs of gradients for the matrices of AdamW."""
-
     def body(model: Any, transport: Any) -> None:
         route = methods.Route(
             [methods.Rule(make(), name=name, min_dim=2), methods.Rule(methods.DenseCompressor())]

@@ -72,8 +72,6 @@ def test_different_models_name_the_rank() -> None:
 
 
 class OfAUser(StatelessCompressor):
-    """A compressor of the user. speak: its reduce."""
-
     def __init__(self, seed: Any = 0, table: Any = (1.0,), speak: Any = None) -> None:
         self._seed, self.table, self.speak = seed, torch.tensor(table), speak
 
@@ -178,9 +176,6 @@ def test_a_memory_without_a_momentum_of_its_own_takes_that_of_the_optimizer(nest
         wrap(net(), alone(), sgd, compression=dgc())
 
 
-# --- settings that must be the same on every rank ------------------------------------------------------------
-
-
 def at_2bit(threshold: Any) -> Any:
     return methods.ThresholdCompressor(threshold=threshold)
 
@@ -267,7 +262,6 @@ def test_gossip_algorithms_too(transport: Any) -> None:
 
 @on_ranks(2)
 def test_values_of_a_rank_may_differ(transport: Any) -> None:
-    """Learning rates, random number generators, parameters before a broadcast, numbers of devices."""
     rank, model = transport.rank, nn.Linear(3, 3)
     compression: Any = OfAUser(1)
     compression.generator = torch.Generator().manual_seed(rank)
@@ -293,30 +287,16 @@ def test_description() -> None:
         numbers: dict[str, tuple[float, ...]]
         function: object
 
+    def text(**values: Any) -> str:
+        return ", ".join(f"{path} {value}" for path, value in describe(**values).items()).replace(__name__, "here")
+
     Settings.__qualname__, kinds = "Settings", Enum("Kind", {"A": 1})
-    texts = describe(a=Settings({"x": (1.0, 2.0)}, partial(sorted, reverse=True)), b=Slotted(), c=kinds(1))
-    here = __name__
-    assert texts == {
-        "a": f"{here}.Settings",
-        "a.numbers": "builtins.dict",
-        "a.numbers['x']": "builtins.tuple",
-        "a.numbers['x'][0]": "1.0",
-        "a.numbers['x'][1]": "2.0",
-        "a.function": "functools.partial",
-        "a.function.func": "builtins.sorted",
-        "a.function.args": "builtins.tuple",
-        "a.function.keywords": "builtins.dict",
-        "a.function.keywords['reverse']": "True",
-        "b": f"{here}.Slotted",
-        "b.limit": "7",
-        "b.value": "builtins.set",
-        "b.value[0]": "'1'",
-        "b.value[1]": "'3'",
-        "c": "<Kind.A: 1>",
-    }
-    assert describe(d=torch.float16, e=object(), f=Slotted.__init__, g=None) == {
-        "d": "torch.float16",
-        "e": "<object object>",
-        "f": f"{here}.Slotted.__init__",
-        "g": "None",
-    }
+    assert text(a=Settings({"x": (1.0, 2.0)}, partial(sorted, reverse=True)), b=Slotted(), c=kinds(1)) == (
+        "a here.Settings, a.numbers builtins.dict, a.numbers['x'] builtins.tuple, a.numbers['x'][0] 1.0, "
+        "a.numbers['x'][1] 2.0, a.function functools.partial, a.function.func builtins.sorted, "
+        "a.function.args builtins.tuple, a.function.keywords builtins.dict, a.function.keywords['reverse'] True, "
+        "b here.Slotted, b.limit 7, b.value builtins.set, b.value[0] '1', b.value[1] '3', c <Kind.A: 1>"
+    )
+    assert text(d=torch.float16, e=object(), f=Slotted.__init__, g=None) == (
+        "d torch.float16, e <object object>, f here.Slotted.__init__, g None"
+    )

@@ -18,7 +18,6 @@ def random(*shape: Any, seed: int = 0) -> Any:
 
 
 def layouts() -> Any:
-    """Parameters of every layout, by name, each with its own storage."""
     return {
         "contiguous": random(4, 5, seed=2),
         "transposed": random(5, 4, seed=3).t(),
@@ -95,7 +94,6 @@ def test_corrected_gradients_without_decay_keep_no_state() -> None:
 
 
 def test_decoupled_decay() -> None:
-    """SGDW: p (1 - lr wd), followed by a step without decay."""
     for corrected in (False, True):
         own, others, optimizer = pair(lr=0.1, momentum=0.9, weight_decay=0.2, decoupled_weight_decay=True)
         if corrected:

@@ -14,7 +14,7 @@ from optim import nets
 from states import assert_equal
 from torch import nn
 
-from dgc.comm.collectives import broadcast_object
+from dgc.comm.collectives import all_gather_object, broadcast_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, OneBitAdamCompressor, PowerSGDCompressor
 from dgc.engine.gathered import on_cpu
@@ -41,48 +41,40 @@ EXACT = partial(nets.dgc, 0.1, sample_ratio=1, warmup_epochs=1)
 INTO = [(compression, 25.0) for compression in nets.KINDS.values()] + [(EXACT, mb) for mb in (25.0, 2e-4, 1e-5)]
 
 
-@pytest.mark.parametrize(("compression", "other_bucket_mb"), INTO)
-def test_saved_runs_continue_bit_by_bit(compression: Any, other_bucket_mb: Any) -> None:
+@pytest.mark.parametrize(("compression", "other_mb"), INTO)
+def test_saved_runs_continue_bit_by_bit(compression: Any, other_mb: Any) -> None:
     """Also into other buckets: exact selection acts on each tensor separately."""
 
-    def build(model: Any, transport: Any, bucket_mb: Any = 25.0) -> Any:
-        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), bucket_mb=bucket_mb)
+    def build(model: Any, transport: Any, mb: Any = 25.0) -> Any:
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), bucket_mb=mb)
         optimizer.begin_epoch(1)
         return optimizer
 
-    nets.check_that_a_saved_state_goes_on(build, saved=4, again=partial(build, bucket_mb=other_bucket_mb))
+    nets.check_that_a_saved_state_goes_on(build, saved=4, again=partial(build, mb=other_mb))
 
 
 @nets.every_kind
-def test_copying_the_optimizer_is_an_error_with_a_cure(compression: Any) -> None:
-    optimizer = nets.wrap(nets.net(), nets.alone(), nets.dgc_sgd, compression=compression())
+@nets.each_rank(2)
+def test_copying_the_optimizer_is_an_error_with_a_cure_and_copies_of_the_model_are_free_of_hooks(
+    model: Any, transport: Any, compression: Any
+) -> None:
+    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
+    nets.train(model, optimizer, [0], transport.rank)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        nets.assert_same(twin, model, exactly=True)
+        nets.loss_of(twin, 0).backward()
+        assert not optimizer._engine.in_flight
+    nets.train(model, optimizer, [1], transport.rank)
     for copied in (copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
         with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
             copied(optimizer)
 
 
-@nets.every_kind
-@nets.each_rank(2)
-def test_copies_of_the_model_are_free_of_hooks(model: Any, transport: Any, compression: Any) -> None:
-    """A model with hooks can be deep-copied, for an average of weights, and saved whole."""
-    optimizer, file = nets.wrap(model, transport, nets.dgc_sgd, compression=compression()), io.BytesIO()
-    nets.train(model, optimizer, [0], transport.rank)
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        nets.assert_same(twin, model, exactly=True)
-        nets.loss_of(twin, 0).backward()
-        assert not optimizer._engine.in_flight
-    nets.train(model, optimizer, [1], transport.rank)
-
-
 def horovods_broadcast_optimizer_state(optimizer: Any, transport: Any) -> None:
     """As hvd.broadcast_optimizer_state: ranks without state create it by step(), then rank 0's is broadcast."""
     if not optimizer.state_dict()["state"]:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    p.grad = p.data.new(p.size()).zero_()
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = p.data.new(p.size()).zero_()
         optimizer.step()
     state = optimizer.state_dict()
     tensors = {f"{i}.{name}": t for i, own in state["state"].items() for name, t in own.items()}
@@ -103,7 +95,6 @@ HOROVODS: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("make", "compression"), HOROVODS)
 def test_horovods_broadcast_of_optimizer_state(make: Any, compression: Any) -> None:
-    """On a fresh start it changes nothing. If only rank 0 has loaded a checkpoint, every rank goes on with it."""
     checkpoints: list[Any] = [None, None]
 
     def fresh(model: Any, transport: Any) -> None:
@@ -137,21 +128,17 @@ def test_horovods_broadcast_of_optimizer_state(make: Any, compression: Any) -> N
         nets.assert_same(model, expected, exactly=True)
 
 
-def test_broadcast_optimizer_state() -> None:
-    def body(transport: Any) -> Any:
-        model = nets.net(transport.rank)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (transport.rank + 1))
-        if transport.rank == 1:
-            nets.loss_of(model, 0).backward()
-            optimizer.step()
-        broadcast_optimizer_state(optimizer, root=1, transport=transport)
-        return optimizer.state_dict()
-
-    states = LockstepWorld(3).run(body)
-    assert all(state["param_groups"][0]["lr"] == 0.2 for state in states)
-    expected = states[1]["state"]
-    assert len(expected) == 6
-    torch.testing.assert_close([s["state"] for s in states], [expected] * 3, rtol=0, atol=0)
+@on_ranks(3)
+def test_broadcast_optimizer_state(transport: Any) -> None:
+    model = nets.net(transport.rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (transport.rank + 1))
+    if transport.rank == 1:
+        nets.loss_of(model, 0).backward()
+        optimizer.step()
+    broadcast_optimizer_state(optimizer, root=1, transport=transport)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.2 and len(state["state"]) == 6
+    assert_equal(*(all_gather_object(transport, state["state"])[rank] for rank in (1, transport.rank)))
 
 
 @pytest.mark.parametrize("root", [0, 1])
@@ -160,9 +147,12 @@ def test_broadcast_parameters(root: Any) -> None:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3))
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        model.register_buffer("mask", torch.rand(5) > 0.5)
-        model.register_buffer("narrow", torch.rand(3).bfloat16())
-        model.register_buffer("empty", torch.zeros(0))
+        for name, buffer in (
+            ("mask", torch.rand(5) > 0.5),
+            ("narrow", torch.rand(3).bfloat16()),
+            ("0", torch.zeros(0)),
+        ):
+            model.register_buffer(name, buffer)
         model[1].num_batches_tracked += seed
         return model
 
@@ -177,8 +167,6 @@ def test_broadcast_parameters(root: Any) -> None:
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-# --- gather_state and load_gathered -----------------------------------------------------------------------
-
 METHODS = (lambda: DGCCompressor(0.01), lambda: PowerSGDCompressor(rank=2))
 
 
@@ -192,8 +180,6 @@ def wrapped(transport: Any, compression: Any, hierarchical: str = "off") -> Any:
 
 
 def gathered(world: LockstepWorld, make: Any, hierarchical: str = "off") -> tuple[Any, list[Any]]:
-    """What rank 0 gathers after two steps, and the state of every rank."""
-
     def body(transport: Any) -> Any:
         model, optimizer = wrapped(transport, make(), hierarchical)
         x = torch.randn(4, 40, generator=torch.Generator().manual_seed(transport.rank))
@@ -209,10 +195,7 @@ def gathered(world: LockstepWorld, make: Any, hierarchical: str = "off") -> tupl
 @pytest.mark.parametrize(("size", "local", "hierarchical"), [(3, 1, "off"), (4, 2, "on")])
 def test_every_rank_gets_its_own_gathered_state_back(make: Any, size: int, local: int, hierarchical: str) -> None:
     whole, states = gathered(LockstepWorld(size, local), make, hierarchical)
-    file = io.BytesIO()
-    torch.save(whole, file)
-    file.seek(0)
-    read = torch.load(file, weights_only=True)
+    read = nets.through_a_file(whole)
 
     def body(transport: Any) -> Any:
         _, optimizer = wrapped(transport, make(), hierarchical)
