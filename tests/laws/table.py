@@ -122,27 +122,17 @@ def with_momentum(
     return Row(name, dgc(memory, **settings), payload, conserves=False, momentum=0.9, first_step=first_step)
 
 
-def low_rank_bytes(
-    bucket: Bucket,
-    *_: int,
-    rank: int,
-    mode: str,
-    num_iters_per_step: int = 2,
-    min_compression_rate: float = 2,
-    wire: str = "",
-    warm_start: bool = True,
-) -> int:
-    floats = 0
-    side = -int(-math.sqrt(bucket.numel) // 1)
-    matrices: list[tuple[tuple[int, ...], int]] = [(s.shape, s.numel) for s in bucket.segments]
-    if mode == "square":
-        matrices = [((side, side), bucket.numel)]
-    for shape, numel in matrices:
+def low_rank_bytes(settings: dict[str, Any], bucket: Bucket, *_: int) -> int:
+    """Of an even number of half steps."""
+    half_steps, rate = settings.get("num_iters_per_step", 2), settings.get("min_compression_rate", 2)
+    floats, side = 0, -int(-math.sqrt(bucket.numel) // 1)
+    square, matrices = settings["mode"] == "square", [(s.shape, s.numel) for s in bucket.segments]
+    for shape, numel in [((side, side), bucket.numel)] if square else matrices:
         n = shape[0]
-        m = numel // n if mode != "square" else side
-        cost = min(rank, n, m) * (n + m) * num_iters_per_step // 2
-        floats += cost if len(shape) > 1 and numel > min_compression_rate * cost else numel
-    return (2 if wire else 4) * floats + 24
+        m = side if square else numel // n
+        cost = min(settings["rank"], n, m) * (n + m) * half_steps // 2
+        floats += cost if len(shape) > 1 and numel > rate * cost else numel
+    return (2 if "wire" in settings else 4) * floats + 24
 
 
 HALF = 2.0**-10  # rounding of fp16 over a sum of a few ranks
@@ -163,7 +153,7 @@ def powersgd(name: str, settings: dict[str, Any]) -> Row:
     return Row(
         f"powersgd-{name}",
         make,
-        partial(low_rank_bytes, **settings),
+        partial(low_rank_bytes, settings),
         dense_limit=partial(make, rank=10**6, min_compression_rate=0),
         # at full rank these are sums of up to 64 products, and random Q have a condition
         tolerance=HALF if settings.keys() & {"wire", "warm_start"} else 32 * 2.0**-24,
@@ -429,7 +419,7 @@ def row(
     left: float | None = None,
 ) -> Row:
     """left: a step changes at most 2 k elements, where the all-gather changes the k of every rank."""
-    payloads = {"auto": auto_bytes, "gtopk": partial(gtopk_bytes, form)}
+    payloads: dict[str, Payload] = {"auto": auto_bytes, "gtopk": partial(gtopk_bytes, form)}
     return Row(
         f"{exchange.replace('_', '-')}-{name}",
         dgc(memory, exchange=exchange, values=form.values, indices=form.indices),

@@ -43,10 +43,15 @@ def test_replicas_are_bitwise_equal(row: Row, size: int) -> None:
     testing.check_replicas(row.make, size)
 
 
-@each(row for row in TABLE if row.conserves)
+@every_row
 @two_and_more
-def test_nothing_is_lost(row: Row, size: int) -> None:
-    testing.check_nothing_lost(row.make, size, row.tolerance)
+def test_nothing_is_lost_and_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
+    """After a dropped step what a rank sent is its own again, bit for bit; NaN and inf count as zero."""
+    if row.conserves:
+        testing.check_nothing_lost(row.make, size, row.tolerance)
+    testing.check_state(row.make, size)
+    for make in filter(None, (row.make, row.dense_limit) if row.keeps else ()):
+        testing.check_dropped_step(make, size)
 
 
 @each(row for row in TABLE if row.dense_limit)
@@ -59,12 +64,6 @@ def test_reaches_dense(row: Row, size: int) -> None:
         expected = dense.step(own)[0]
         largest = max(float(testing.flat(g).abs().max()) for g in own)
         assert float((limit.step(own)[0] - expected).abs().max()) <= row.tolerance * largest * size
-
-
-@every_row
-@two_and_more
-def test_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
-    testing.check_state(row.make, size)
 
 
 @every_row
@@ -164,17 +163,6 @@ def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row) -> None:
             assert all(bool(torch.isfinite(error).all()) for error in fleet.errors())
             mean = fleet.step([testing.gradients(rank, 1) for rank in range(size)])[0]
             assert fleet.nonfinite == [None] * size and bool(torch.isfinite(mean).all())
-
-
-KEEPING = [(row, row.make) for row in TABLE if row.keeps]
-KEEPING += [(row, row.dense_limit) for row in TABLE if row.keeps and row.dense_limit is not None]
-
-
-@pytest.mark.parametrize(("row", "make"), KEEPING, ids=lambda given: getattr(given, "name", ""))
-@two_and_more
-def test_nothing_is_lost_in_a_dropped_step(row: Row, make: Callable[[], Compressor], size: int) -> None:
-    """What a rank sent is its own again, bit for bit; NaN and inf count as zero."""
-    testing.check_dropped_step(make, size)
 
 
 @every_row

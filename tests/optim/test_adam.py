@@ -77,7 +77,7 @@ def test_weight_decay_of_adamw_is_not_compressed() -> None:
         assert torch.equal(p, start * (1 - 0.1 * 0.5))
 
 
-OF_THEIR_OWN = [
+OF_THEIR_OWN: list[Any] = [
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(partial(OneBitAdam, freeze_step=1), partial(DGCAdam, freeze_step=1)),
     partial(torch.optim.RMSprop, momentum=0.9),
@@ -147,10 +147,7 @@ def test_gradients_of_the_warm_up_in_half_the_bytes() -> None:
 def test_a_run_of_adamw_goes_on() -> None:
     model, other = nets.net(), nets.net()
     before = adamw(model, **SETTINGS)
-    for step in range(3):
-        before.zero_grad()
-        nets.loss_of(model, step, 0).backward()
-        before.step()
+    nets.train(model, before, range(3))
     other.load_state_dict(model.state_dict())
     saved = copy.deepcopy(before.state_dict())
     for make in (onebit_adam, dgc_adam):
@@ -164,20 +161,17 @@ def test_a_run_of_adamw_goes_on() -> None:
     after.load_state_dict(saved)
     assert after.param_groups[0].items() >= {**SETTINGS, "freeze_step": 5}.items()
     for step in (3, 4):
-        for of, optimizer in ((model, before), (other, after)):
-            optimizer.zero_grad()
-            nets.loss_of(of, step, 0).backward()
-            optimizer.step()
+        nets.train(model, before, [step])
+        nets.train(other, after, [step])
         nets.assert_same(other, model)
     assert after.exchanges_momentum
-    for kind, options in ((torch.optim.AdamW, {"amsgrad": True}), (torch.optim.Adam, {"weight_decay": 0.1})):
-        state = kind(model.parameters(), **options).state_dict()
-        with case(options), pytest.raises(ValueError, match="from AdamW without amsgrad and maximize"):
-            after.load_state_dict(state)
     del saved["state"][0]["step"]
-    for state in (saved, torch.optim.SGD(model.parameters(), lr=0.1).state_dict()):
-        with pytest.raises(ValueError, match="that of another optimizer than OneBitAdam"):
-            after.load_state_dict(state)
+    others = (adamw(model, amsgrad=True), torch.optim.Adam(model.parameters(), weight_decay=0.1))
+    loaded, sgd = partial(partial, after.load_state_dict), nets.momentum_sgd(model)
+    check_refusals(
+        *((loaded(other.state_dict()), "from AdamW without amsgrad and maximize") for other in others),
+        *((loaded(state), "that of another optimizer than OneBitAdam") for state in (saved, sgd.state_dict())),
+    )
 
 
 @both
@@ -361,8 +355,8 @@ def by_hand(size: int, ratio: float, correct: bool, floor: float) -> Any:
 
 def test_every_step_is_that_of_the_formulas_and_sends_the_planned_bytes() -> None:
     def body(transport: Any, ratio: float, correct: bool, floor: float) -> Any:
-        p, settings = torch.nn.Parameter(torch.zeros(SHAPE)), {"bias_correction": correct, "floor": floor}
-        inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, **settings)
+        p = torch.nn.Parameter(torch.zeros(SHAPE))
+        inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, bias_correction=correct, floor=floor)
         compression = methods.DGCAdamCompressor(ratio, int32_indices=True)
         optimizer, sent = DistributedOptimizer(inner, [("p", p)], compression, transport=transport), [0]
         for step in range(STEPS):
@@ -373,10 +367,14 @@ def test_every_step_is_that_of_the_formulas_and_sends_the_planned_bytes() -> Non
         return p.detach(), sent[1:]
 
     n = SHAPE[0] * SHAPE[1]
-    for size, *row in ((1, 0.1, True, 0.01), (3, 0.05, True, 0.01), (3, 0.1, False, 0.5), (2, 0.999, True, 0.1)):
-        expected, ratio = by_hand(size, *row), row[0]
-        with case(size, *row):
-            found, sent = zip(*LockstepWorld(size).run(lambda t, row=row: body(t, *row)), strict=True)
+    rows = ((1, 0.1, True, 0.01), (3, 0.05, True, 0.01), (3, 0.1, False, 0.5), (2, 0.999, True, 0.1))
+    for size, ratio, correct, floor in rows:
+        expected, one = (
+            by_hand(size, ratio, correct, floor),
+            partial(body, ratio=ratio, correct=correct, floor=floor),
+        )
+        with case(size, ratio, correct, floor):
+            found, sent = zip(*LockstepWorld(size).run(one), strict=True)
             assert all(torch.equal(x, found[0]) for x in found)
             torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-5)
             assert float(expected.abs().max()) > 0.1 or size == 1

@@ -73,30 +73,28 @@ def aggregator(transport: Any) -> Adapter:
     return Adapter(powersgd, step)
 
 
-def gossiping(algorithm: Any, *make: Any) -> Any:
-    def build(transport: Any) -> Adapter:
-        own = Trained(transport, algorithm(), *make)
-        return Adapter(own.optimizer, lambda number: own.step())
-
-    return build
+def gossiping(transport: Any, algorithm: Any, **options: Any) -> Adapter:
+    own = Trained(transport, algorithm(), **options)
+    return Adapter(own.optimizer, lambda number: own.step())
 
 
-def zero_one(clipper: int = 2) -> Any:
-    return gossiping(lambda: ZeroOneSteps(2, 1, 1, clipper), partial(ZeroOneAdam, lr=0.02))
+def zero_one(transport: Any, clipper: int = 2) -> Adapter:
+    adam = partial(ZeroOneAdam, lr=0.02)
+    return gossiping(transport, partial(ZeroOneSteps, 2, 1, 1, clipper), make_optimizer=adam)
 
 
-def diloco(number: int, **options: Any) -> Any:
-    return gossiping(lambda: OuterSteps(number, None, Nesterov(), **options))
+def diloco(transport: Any, number: int, **options: Any) -> Adapter:
+    return gossiping(transport, lambda: OuterSteps(number, None, Nesterov(), **options))
 
 
 ADAPTERS: dict[str, Any] = {
     "optimizer": optimizer,
     "two levels": partial(optimizer, hierarchical="on"),
     "aggregator": aggregator,
-    "outer steps": gossiping(lambda: OuterSteps(2, compression=top_k())),
-    "0/1 Adam": zero_one(),
-    "gossip": gossiping(SGP),
-    "gossip with overlap": gossiping(OSGP),
+    "outer steps": partial(gossiping, algorithm=lambda: OuterSteps(2, compression=top_k())),
+    "0/1 Adam": zero_one,
+    "gossip": partial(gossiping, algorithm=SGP),
+    "gossip with overlap": partial(gossiping, algorithm=OSGP),
 }
 OWN_PARTS = ("gossip with overlap", "0/1 Adam")  # messages and server errors have a place of their own on a rank
 
@@ -154,21 +152,14 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
 @pytest.mark.parametrize("steps", [{0: 3, 1: 2}, {0: 3, 1: 0}])
 def test_states_of_different_steps_are_refused_before_anything_is_sent(name: str, steps: Any) -> None:
     """Also where one rank has loaded none."""
-    build = ADAPTERS[name]
-
-    def saved(transport: Any) -> dict[int, Any]:
-        adapter = build(transport)
-        return {n: adapter.train([n]).state() for n in (1, 2, 3)}
-
-    states = world(name).run(saved)
 
     def body(transport: Any) -> None:
-        its = steps.get(transport.rank, 3)
-        adapter = build(transport)
-        if its:
-            adapter.load(states[transport.rank][its])
+        adapter, again = ADAPTERS[name](transport), ADAPTERS[name](transport)
+        states = {number: adapter.train([number]).state() for number in (1, 2, 3)}
+        if its := steps.get(transport.rank, 3):
+            again.load(states[its])
         with pytest.raises(ValueError, match=rf"ranks? 0.*: step 3; rank 1: step {steps[1]}\): .*on every rank"):
-            adapter.train(range(3, 4))
+            again.train(range(3, 4))
 
     world(name).run(body)
 
@@ -195,11 +186,11 @@ def test_ddp() -> None:
 
 @on_ranks(2)
 def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any) -> None:
-
+    in_parts = partial(diloco, number=4, fragment_mb=2.5e-4)
     for saved, loaded, message in (
-        (diloco(4), diloco(3), "OuterSteps.0.average_every=4, and here it is 3"),
-        (diloco(4, fragment_mb=2.5e-4), diloco(4), "OuterSteps.0.fragment_mb=0.00025, and here it is None"),
-        (zero_one(2), zero_one(4), "ZeroOneSteps.0.local_step_clipper=2, and here it is 4"),
+        (partial(diloco, number=4), partial(diloco, number=3), "OuterSteps.0.average_every=4, and here it is 3"),
+        (in_parts, partial(diloco, number=4), "OuterSteps.0.fragment_mb=0.00025, and here it is None"),
+        (zero_one, partial(zero_one, clipper=4), "ZeroOneSteps.0.local_step_clipper=2, and here it is 4"),
     ):
         state = saved(transport).train(range(3)).state()
         with case(message), pytest.raises(ValueError, match=message):
@@ -209,7 +200,7 @@ def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any
 @on_ranks(2)
 def test_ratio_formats_and_buckets_may_change(transport: Any) -> None:
     state = optimizer(transport).train(range(3)).state()
-    others = ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True}))
+    others: Any = ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True}))
     for (ratio, options), bucket_mb in product(others, (25.0, 1e-4)):
         other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
         other.load(state)
@@ -294,7 +285,7 @@ def test_steps_of_asynchronous_ranks_are_not_compared_and_another_memory_is_refu
     class Alone(SGP):
         is_synchronous = False
 
-    own = gossiping(Alone)(alone()).owner
+    own = gossiping(alone(), Alone).owner
     assert own.compression_state_dict()["identity"]["step"] is None
     state = optimizer(alone(), compression=SparseCompressor(0.1, DGCSGDMemory())).state()
     found = r"state of another compressor: it has \['history', 'momentums', 'steps', 'velocities'\]"

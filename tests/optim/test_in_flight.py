@@ -32,34 +32,26 @@ class ThreeRounds(StatelessCompressor):
         return Reduced(DenseResult(), state)
 
 
-class Recorder:
-    """A transport that records its calls. is_prompt: replies are there at once, or never before `wait`."""
+def recording(is_prompt: bool = False) -> tuple[Any, list[Any]]:
+    """A transport, and its calls. is_prompt: replies are there at once, or never before `wait`."""
+    transport, events = nets.alone(), list[Any]()
+    launch, wait = transport.launch, transport.wait
 
-    def __init__(self, is_prompt: bool) -> None:
-        self._transport, self.is_prompt = nets.alone(), is_prompt
-        self.events: list[Any] = []
+    def noted(name: Any, requests: Any, communicator: Any = "") -> Any:
+        events.append(("launch", name))
+        return name, launch(name, requests, communicator)
 
-    def __getattr__(self, name: Any) -> Any:
-        return getattr(self._transport, name)
-
-    def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
-        self.events.append(("launch", name))
-        return name, self._transport.launch(name, requests, communicator)
-
-    def poll(self, work: Any) -> Any:
-        return self.is_prompt
-
-    def wait(self, work: Any) -> Any:
-        self.events.append(("wait", work[0]))
-        return self._transport.wait(work[1])
+    transport.launch, transport.poll = noted, lambda work: is_prompt
+    transport.wait = lambda work: events.append(("wait", work[0])) or wait(work[1])  # type: ignore[func-returns-value]
+    return transport, events
 
 
 def test_rounds_of_all_buckets_are_in_flight_together_and_available_replies_are_used_during_backward() -> None:
     """One round of each bucket in turn: all second rounds are launched before a third one is waited for."""
     for is_prompt in (False, True):
-        model, transport = nets.net(), Recorder(is_prompt)
+        model, (transport, events) = nets.net(), recording(is_prompt)
         optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
-        names, events = [plan.bucket.name for plan in optimizer.planned], transport.events
+        names = [plan.bucket.name for plan in optimizer.planned]
         assert len(names) > 2
         events.clear()
         if is_prompt:
@@ -77,15 +69,15 @@ def test_rounds_of_all_buckets_are_in_flight_together_and_available_replies_are_
 def test_buckets_start_in_the_order_in_which_backward_fills_them() -> None:
     """From the second step on. In the first one it is the reverse order of registration."""
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("last", "first")})
-    transport = Recorder(is_prompt=False)
+    transport, events = recording()
     optimizer = nets.wrap(model, transport, bucket_mb=1e-6)
     names = [plan.bucket.name for plan in optimizer.planned]
     for expected in (names, names[::-1]):
         optimizer.zero_grad()
-        transport.events.clear()
+        events.clear()
         model["last"](model["first"](torch.ones(3, 4))).sum().backward()
         optimizer.step()
-        launched = [name.rpartition(".")[0] for event, name in transport.events if event == "launch"]
+        launched = [name.rpartition(".")[0] for event, name in events if event == "launch"]
         assert [name for name in launched if name in names] == expected
 
 

@@ -290,7 +290,8 @@ def test_description() -> None:
     def text(**values: Any) -> str:
         return ", ".join(f"{path} {value}" for path, value in describe(**values).items()).replace(__name__, "here")
 
-    Settings.__qualname__, kinds = "Settings", Enum("Kind", {"A": 1})
+    Settings.__qualname__ = "Settings"
+    kinds: Any = Enum("Kind", {"A": 1})
     assert text(a=Settings({"x": (1.0, 2.0)}, partial(sorted, reverse=True)), b=Slotted(), c=kinds(1)) == (
         "a here.Settings, a.numbers builtins.dict, a.numbers['x'] builtins.tuple, a.numbers['x'][0] 1.0, "
         "a.numbers['x'][1] 2.0, a.function functools.partial, a.function.func builtins.sorted, "

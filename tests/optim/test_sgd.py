@@ -67,7 +67,7 @@ def test_equals_torchs_sgd() -> None:
 def test_corrected_gradients_with_weight_decay_are_momentum_sgd() -> None:
     """Momentum is linear: momentum of the gradient, applied before, plus momentum of the weight decay."""
     for nesterov in (False, True):
-        options = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
+        options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
         own, others, optimizer = pair(**options)
         optimizer.skip_momentum_of(own)
         reference, momenta = torch.optim.SGD(others, **options), [torch.zeros_like(p) for p in own]
@@ -114,7 +114,7 @@ def update_of(p: Any, indices: Any, values: Any) -> Any:
 
 
 def test_sparse_updates_equal_dense_ones() -> None:
-    decays = ({}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True})
+    decays: Any = ({}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True})
     for decay, layout in product(decays, layouts()):
         p, q = (torch.nn.Parameter(layouts()[layout]) for _ in range(2))
         first, second = (DGCSGD([x], lr=0.1, momentum=0.9, **decay) for x in (p, q))

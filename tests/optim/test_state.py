@@ -1,4 +1,7 @@
-"""The state of a DistributedOptimizer: saved, loaded, broadcast, gathered in one object on rank 0."""
+"""The state of a DistributedOptimizer: saved, loaded, broadcast, gathered in one object on rank 0.
+
+And the epoch of a compressor with a ratio warm-up: set by the training loop, or counted by steps.
+"""
 
 import copy
 import io
@@ -147,11 +150,8 @@ def test_broadcast_parameters(root: Any) -> None:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3))
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        for name, buffer in (
-            ("mask", torch.rand(5) > 0.5),
-            ("narrow", torch.rand(3).bfloat16()),
-            ("0", torch.zeros(0)),
-        ):
+        buffers = {"mask": torch.rand(5) > 0.5, "narrow": torch.rand(3).bfloat16(), "empty": torch.zeros(0)}
+        for name, buffer in buffers.items():
             model.register_buffer(name, buffer)
         model[1].num_batches_tracked += seed
         return model
@@ -229,3 +229,105 @@ def test_a_wrong_gathered_state_is_one_error_on_every_rank(transport: Any) -> No
             optimizer.load_gathered(wrong)
     value = {"a": torch.ones(1), "b": [(torch.zeros(2), 3)], "c": None}  # tensors anywhere in a state are moved
     assert_equal(on_cpu(value), value)
+
+
+WARM: dict[str, Any] = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
+
+
+def advance(model: Any, optimizer: Any, steps: Any, rank: int = 0, **training: Any) -> Any:
+    ratios = []
+    for step in steps:
+        nets.train(model, optimizer, [step], rank, **training)
+        ratios.append(optimizer.compress_ratio)
+    return ratios
+
+
+def counting(model: Any, transport: Any, steps_per_epoch: Any = 2, **options: Any) -> Any:
+    options = {"compression": nets.dgc(0.1, **WARM), "steps_per_epoch": steps_per_epoch, **options}
+    return nets.wrap(model, transport, nets.dgc_sgd, **options)
+
+
+warm = partial(counting, steps_per_epoch=None)
+
+
+def test_a_missing_begin_epoch_warns_once_and_correct_use_does_not() -> None:
+    """Warnings are errors in tests. The loop of the original DGC code calls the compressor itself."""
+    model = nets.net()
+    with pytest.warns(UserWarning) as caught:
+        advance(model, warm(model, nets.alone()), range(3))
+    (said,) = [str(w.message) for w in caught]
+    assert all(
+        word in said for word in ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5")
+    )
+    for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0), None):
+        model, compression = nets.net(), nets.dgc(0.1, **(WARM if begin else {}))
+        optimizer = warm(model, nets.alone(), compression=compression)
+        if begin:
+            begin(optimizer, compression)
+        advance(model, optimizer, range(2))
+
+
+def test_steps_are_counted_into_epochs() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = counting(model, transport)
+        assert optimizer.compress_ratio == 0.5
+        assert advance(model, optimizer, range(8), transport.rank) == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2, 0.1, 0.1]
+
+    def by_hand(model: Any, transport: Any) -> None:
+        optimizer = warm(model, transport)
+        for epoch in range(4):
+            optimizer.begin_epoch(epoch)
+            advance(model, optimizer, range(2 * epoch, 2 * epoch + 2), transport.rank)
+
+    nets.assert_same(nets.run(2, body)[0], nets.run(2, by_hand)[0], exactly=True)
+
+
+def test_every_kind_of_step_counts_once() -> None:
+    model = nets.net()
+    optimizer = counting(model, nets.alone(), backward_passes_per_step=2)
+    for p in model.parameters():  # as hvd.broadcast_optimizer_state: no step
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    ratios = advance(model, optimizer, range(6), passes=2, finish=nets.through_gradients)
+    assert ratios == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2]
+    dropping = counting(other := nets.net(), nets.alone())
+    (nets.loss_of(other, 0) * float("nan")).backward()
+    with pytest.warns(UserWarning, match="drops this step"):
+        dropping.step()
+    assert advance(other, dropping, range(3)) == [0.5, 0.3, 0.3]
+
+
+def test_a_resumed_run_continues_with_the_ratio() -> None:
+    for done, per_epoch, expected in ((3, 2, [0.3, 0.2, 0.2, 0.1]), (4, 2, [0.2, 0.2, 0.1]), (3, 4, [0.3, 0.2])):
+        model, again = nets.net(), nets.net()
+        optimizer = counting(model, nets.alone())
+        advance(model, optimizer, range(done))
+        resumed = counting(again, nets.alone(), steps_per_epoch=per_epoch)
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        resumed.load_compression_state_dict(optimizer.compression_state_dict())
+        assert resumed.compress_ratio == expected[0]
+        ratios = advance(again, resumed, range(done, done + len(expected)))
+        if per_epoch == 2:
+            assert ratios == expected
+            advance(model, optimizer, range(done, done + len(expected)))
+            nets.assert_same(model, again, exactly=True)
+        else:  # 1.5 epochs are done: two of four steps are left
+            assert advance(again, resumed, range(9, 10)) == [0.2] and ratios == [0.3, 0.3]
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_what_steps_per_epoch_refuses() -> None:
+    with pytest.raises(ValueError, match="begin_epoch.*steps_per_epoch=2"):
+        counting(nets.net(), nets.alone()).begin_epoch(1)
+    for wrong in (0, -1, 2.5, "ten", True):
+        with pytest.raises(ValueError, match="steps_per_epoch must be"):
+            counting(nets.net(), None, wrong)  # before the transport is started
+
+
+def test_other_methods_get_epochs_too() -> None:
+    model = nets.net()
+    compression = PowerSGDCompressor(1, min_compression_rate=0, high_rank=2)
+    optimizer = nets.wrap(model, nets.alone(), compression=compression, steps_per_epoch=2)
+    before = optimizer.compress_ratio
+    assert min(advance(model, optimizer, [0] * 7)) < before
