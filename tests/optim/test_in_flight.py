@@ -41,8 +41,11 @@ def recording(is_prompt: bool = False) -> tuple[Any, list[Any]]:
         events.append(("launch", name))
         return name, launch(name, requests, communicator)
 
-    transport.launch, transport.poll = noted, lambda work: is_prompt
-    transport.wait = lambda work: events.append(("wait", work[0])) or wait(work[1])  # type: ignore[func-returns-value]
+    def waited(work: Any) -> Any:
+        events.append(("wait", work[0]))
+        return wait(work[1])
+
+    transport.launch, transport.wait, transport.poll = noted, waited, lambda work: is_prompt
     return transport, events
 
 
