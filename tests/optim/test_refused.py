@@ -291,8 +291,8 @@ def test_description() -> None:
         return ", ".join(f"{path} {value}" for path, value in describe(**values).items()).replace(__name__, "here")
 
     Settings.__qualname__ = "Settings"
-    kinds: Any = Enum("Kind", {"A": 1})
-    assert text(a=Settings({"x": (1.0, 2.0)}, partial(sorted, reverse=True)), b=Slotted(), c=kinds(1)) == (
+    Kind = Enum("Kind", "A")
+    assert text(a=Settings({"x": (1.0, 2.0)}, partial(sorted, reverse=True)), b=Slotted(), c=Kind.A) == (
         "a here.Settings, a.numbers builtins.dict, a.numbers['x'] builtins.tuple, a.numbers['x'][0] 1.0, "
         "a.numbers['x'][1] 2.0, a.function functools.partial, a.function.func builtins.sorted, "
         "a.function.args builtins.tuple, a.function.keywords builtins.dict, a.function.keywords['reverse'] True, "
