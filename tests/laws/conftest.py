@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from laws.default_dtype import default
 
 
 @pytest.fixture(autouse=True)
 def default_dtype() -> Iterator[None]:
-    with default(getattr(torch, os.environ.get("LAWS_DEFAULT_DTYPE", "float32"))):
-        yield
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, os.environ.get("LAWS_DEFAULT_DTYPE", "float32")))
+    yield
+    torch.set_default_dtype(before)

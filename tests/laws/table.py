@@ -4,61 +4,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import isqrt
 from typing import Any
 
 import torch
-from torch import Tensor
+from optim.nets import Half
 
 from dgc import compression as methods
-from dgc import paper
+from dgc import paper, selection, wire
 from dgc.bucket import Bucket
 from dgc.compression.dense import CastCompressor
 from dgc.compression.error_feedback import AllGatherCompressor
-from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.kernels import Budget
-from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, Memory, NoMemory, ResidualMemory
-from dgc.selection import (
-    Bisection,
-    Exponential,
-    Fixed,
-    Gaussian,
-    Histogram,
-    Laplace,
-    MSTopk,
-    Predicted,
-    Sampled,
-    Selector,
-    TopKPerChunk,
-    Trimmed,
-    plan_selection,
-)
-from dgc.wire import (
-    CastValues,
-    ChunkIndices,
-    Int8Values,
-    PackedIndices,
-    PlainIndices,
-    RiceIndices,
-    SignValues,
-    SparseFormat,
-    TwoBitValues,
-)
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.wire.envelope import sealed_bytes
 
-
-class HalfLikeHorovod:
-    """The shape of hvd.Compression.fp16."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return tensor.half(), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor.to(ctx)
-
-
+Make = Callable[[], methods.Compressor]
 Payload = Callable[[Bucket, int, int], int]
 
 
@@ -74,10 +34,10 @@ class Row:
     """
 
     name: str
-    make: Callable[[], methods.Compressor]
+    make: Make
     payload: Payload
     conserves: bool = True
-    dense_limit: Callable[[], methods.Compressor] | None = None
+    dense_limit: Make | None = None
     tolerance: float = 4 * 2.0**-24
     momentum: float = 0.0
     first_step: float = 1.0
@@ -94,14 +54,16 @@ class Row:
         return self.conserves and (self.feedback or self.dense_limit is not None)
 
 
+def kept(bucket: Bucket) -> int:
+    return sum(-(-s.numel // 20) for s in bucket.segments)
+
+
 def sparse_bytes(value: int, index: int, bucket: Bucket, *_: int) -> int:
-    """5 % of each tensor, as are all sparse payloads here."""
-    capacity = sum(-(-s.numel // 20) for s in bucket.segments)
-    return -(-(24 + capacity * (value + index)) // 8) * 8
+    return -(-(24 + kept(bucket) * (value + index)) // 8) * 8
 
 
-def planned_bytes(form: SparseFormat, bucket: Bucket, *_: int) -> int:
-    return form.nbytes(plan_selection(bucket.segments, 0.05).per_tensor, bucket.numel)
+def planned_bytes(form: wire.SparseFormat, bucket: Bucket, *_: int) -> int:
+    return form.nbytes(selection.plan_selection(bucket.segments, 0.05).per_tensor, bucket.numel)
 
 
 def own_bytes(bucket: Bucket, *_: int) -> int:
@@ -112,22 +74,16 @@ def two_bytes(bucket: Bucket, *_: int) -> int:
     return 2 * bucket.numel
 
 
-def sealed_two_bytes(bucket: Bucket, *_: int) -> int:
-    return 24 + -(-2 * bucket.numel // 8) * 8
-
-
-def dgc(memory: Callable[[], Any], **settings: Any) -> Callable[[], methods.Compressor]:
-    settings = {"compress_ratio": 0.05, **settings}
-
+def dgc(memory: Callable[[], Any], **settings: Any) -> Make:
     def make() -> methods.Compressor:
-        compressor = methods.DGCCompressor(memory=memory(), **settings)
+        compressor = methods.DGCCompressor(memory=memory(), **{"compress_ratio": 0.05, **settings})
         compressor.begin_epoch(0)
         return compressor
 
     return make
 
 
-def rounded(name: str, make: Callable[[], methods.Compressor], payload: Payload, tolerance: float) -> Row:
+def rounded(name: str, make: Make, payload: Payload, tolerance: float) -> Row:
     return Row(name, make, payload, conserves=False, dense_limit=make, tolerance=tolerance)
 
 
@@ -136,25 +92,28 @@ def form_of(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def dgc_bytes(fp16_values: bool = False, int32_indices: bool = False, **form: Any) -> Payload:
-    """In the format of these settings of DGCCompressor."""
     if form:
-        return partial(planned_bytes, SparseFormat(**form))
+        return partial(planned_bytes, wire.SparseFormat(**form))
     return partial(sparse_bytes, 2 if fp16_values else 4, 4 if int32_indices else 8)
 
 
 def residual(name: str, tolerance: float = 4 * 2.0**-24, **settings: Any) -> Row:
-    form = form_of(settings)
+    form, make = form_of(settings), dgc(ResidualMemory, **settings)
     limit = dgc(ResidualMemory, compress_ratio=1.0, **form)
-    make = dgc(ResidualMemory, **settings)
     return Row(f"{name}-residual", make, dgc_bytes(**form), dense_limit=limit, tolerance=tolerance)
 
 
 PLAIN_MOMENTUM = partial(DGCSGDMemory, 0.9)
+CLIPPED = partial(DGCSGDMemory, 0.9, gradient_clipping=ClipByGlobalNorm(50.0))
+
+
+def no_momentum() -> DGCSGDMemory:
+    return DGCSGDMemory(momentum=0.0)
 
 
 def with_momentum(
     name: str,
-    memory: Callable[[], DGCSGDMemory] = PLAIN_MOMENTUM,
+    memory: Any = PLAIN_MOMENTUM,
     payload: Payload | None = None,
     first_step: float = 1.0,
     **settings: Any,
@@ -163,32 +122,17 @@ def with_momentum(
     return Row(name, dgc(memory, **settings), payload, conserves=False, momentum=0.9, first_step=first_step)
 
 
-def powersgd(**settings: Any) -> Callable[[], methods.Compressor]:
-    return lambda: PowerSGDCompressor(**settings)
-
-
-def low_rank_bytes(
-    bucket: Bucket,
-    *_: int,
-    rank: int,
-    mode: str,
-    num_iters_per_step: int = 2,
-    min_compression_rate: float = 2,
-    wire: str = "",
-    warm_start: bool = True,
-) -> int:
+def low_rank_bytes(settings: dict[str, Any], bucket: Bucket, *_: int) -> int:
     """Of an even number of half steps."""
-    floats = 0
-    side = -int(-math.sqrt(bucket.numel) // 1)
-    matrices: list[tuple[tuple[int, ...], int]] = [(s.shape, s.numel) for s in bucket.segments]
-    if mode == "square":
-        matrices = [((side, side), bucket.numel)]
-    for shape, numel in matrices:
+    half_steps, rate = settings.get("num_iters_per_step", 2), settings.get("min_compression_rate", 2)
+    floats, side = 0, -int(-math.sqrt(bucket.numel) // 1)
+    square, matrices = settings["mode"] == "square", [(s.shape, s.numel) for s in bucket.segments]
+    for shape, numel in [((side, side), bucket.numel)] if square else matrices:
         n = shape[0]
-        m = numel // n if mode != "square" else side
-        cost = min(rank, n, m) * (n + m) * num_iters_per_step // 2
-        floats += cost if len(shape) > 1 and numel > min_compression_rate * cost else numel
-    return (2 if wire else 4) * floats + 24
+        m = side if square else numel // n
+        cost = min(settings["rank"], n, m) * (n + m) * half_steps // 2
+        floats += cost if len(shape) > 1 and numel > rate * cost else numel
+    return (2 if "wire" in settings else 4) * floats + 24
 
 
 HALF = 2.0**-10  # rounding of fp16 over a sum of a few ranks
@@ -203,77 +147,66 @@ POWERSGD: dict[str, dict[str, Any]] = {
     "square": {"rank": 2, "mode": "square"},
 }
 
-SELECTORS = (Trimmed(), Bisection(), MSTopk(), Laplace(warm_start=True), Exponential(), Gaussian(), Histogram())
+
+def powersgd(name: str, settings: dict[str, Any]) -> Row:
+    make = partial(methods.PowerSGDCompressor, **settings)
+    return Row(
+        f"powersgd-{name}",
+        make,
+        partial(low_rank_bytes, settings),
+        dense_limit=partial(make, rank=10**6, min_compression_rate=0),
+        # at full rank these are sums of up to 64 products, and random Q have a condition
+        tolerance=HALF if settings.keys() & {"wire", "warm_start"} else 32 * 2.0**-24,
+        by_shape=settings["mode"] != "square",
+    )
+
+
+ESTIMATORS = (
+    *(selection.Trimmed(), selection.Bisection(), selection.MSTopk(), selection.Laplace(warm_start=True)),
+    *(selection.Exponential(), selection.Gaussian(), selection.Histogram()),
+)
+SMALL_SAMPLE: dict[str, Any] = {"sample_ratio": 0.01, "strided_sample": False, "resample": False}
+PER_CHUNK = selection.TopKPerChunk(64)
+RICE, PACKED, CHUNKS = wire.RiceIndices(), wire.PackedIndices(), wire.ChunkIndices()
+NARROW: dict[str, Any] = {"fp16_values": True, "int32_indices": True}
 GENERAL = [
     Row("dense", methods.DenseCompressor, own_bytes),
     rounded("fp16", methods.FP16Compressor, two_bytes, HALF),
-    rounded("bf16", methods.BF16Compressor, sealed_two_bytes, BRAIN),
-    rounded("horovod-fp16", lambda: CastCompressor(HalfLikeHorovod()), two_bytes, HALF),
+    rounded("bf16", methods.BF16Compressor, lambda bucket, *_: sealed_bytes(2 * bucket.numel), BRAIN),
+    rounded("horovod-fp16", lambda: CastCompressor(Half()), two_bytes, HALF),
     residual("top-k", sample_ratio=1.0),
     residual("sampled", sample_ratio=0.01),
-    residual(
-        "sampled-fp16-int32",
-        tolerance=HALF,
-        fp16_values=True,
-        int32_indices=True,
-        sample_ratio=0.01,
-        strided_sample=False,
-        resample=False,
-    ),
-    *(residual(type(selector).__name__.lower(), selector=selector) for selector in SELECTORS),
-    Row(  # small elements never travel: it comes closer, not home
-        "sampled-no-memory", dgc(NoMemory, sample_ratio=0.01), dgc_bytes(), conserves=False, left=0.9
-    ),
-    residual("per-bucket-rice", selector=Predicted(per_bucket=True), indices=RiceIndices()),
-    residual("bf16-packed", values=CastValues("bf16"), indices=PackedIndices()),
-    residual("int8", values=Int8Values(), indices=PlainIndices("int32")),
-    residual("sign-rice", values=SignValues(), indices=RiceIndices()),
-    residual("2-bit-values-rice", values=TwoBitValues(), indices=RiceIndices()),
-    residual("per-chunk-2-bit-values", selector=TopKPerChunk(64), values=TwoBitValues(), indices=ChunkIndices()),
+    residual("sampled-fp16-int32", HALF, **NARROW, **SMALL_SAMPLE),
+    *(residual(type(selector).__name__.lower(), selector=selector) for selector in ESTIMATORS),
+    # small elements never travel: it comes closer, not home
+    Row("sampled-no-memory", dgc(NoMemory, sample_ratio=0.01), dgc_bytes(), conserves=False, left=0.9),
+    residual("per-bucket-rice", selector=selection.Predicted(per_bucket=True), indices=RICE),
+    residual("bf16-packed", values=wire.CastValues("bf16"), indices=PACKED),
+    residual("int8", values=wire.Int8Values(), indices=wire.PlainIndices("int32")),
+    residual("sign-rice", values=wire.SignValues(), indices=RICE),
+    residual("2-bit-values-rice", values=wire.TwoBitValues(), indices=RICE),
+    residual("per-chunk-2-bit-values", selector=PER_CHUNK, values=wire.TwoBitValues(), indices=CHUNKS),
     Row(
         "per-chunk-residual-that-decays",  # 0.95: sparseloco
-        dgc(lambda: ResidualMemory(decay=0.95), selector=TopKPerChunk(64), indices=ChunkIndices()),
-        dgc_bytes(indices=ChunkIndices()),
+        dgc(lambda: ResidualMemory(decay=0.95), selector=PER_CHUNK, indices=CHUNKS),
+        dgc_bytes(indices=CHUNKS),
         conserves=False,
         left=0.25,
     ),
-    with_momentum("dgc-2-bit-values-packed", values=TwoBitValues(4.0), indices=PackedIndices()),
-    with_momentum("dgc-sign-rice", values=SignValues(), indices=RiceIndices()),
-    Row(
-        "dgc-zero-momentum",
-        dgc(lambda: DGCSGDMemory(momentum=0.0)),
-        dgc_bytes(),
-        dense_limit=dgc(lambda: DGCSGDMemory(momentum=0.0), compress_ratio=1.0),
-    ),
-    with_momentum("dgc-laplace", selector=Laplace()),
+    with_momentum("dgc-2-bit-values-packed", values=wire.TwoBitValues(4.0), indices=PACKED),
+    with_momentum("dgc-sign-rice", values=wire.SignValues(), indices=RICE),
+    Row("dgc-zero-momentum", dgc(no_momentum), dgc_bytes(), dense_limit=dgc(no_momentum, compress_ratio=1.0)),
+    with_momentum("dgc-laplace", selector=selection.Laplace()),
     with_momentum("dgc"),
-    with_momentum("dgc-nesterov", partial(DGCSGDMemory, 0.9, nesterov=True), first_step=1.9, int32_indices=True),
+    with_momentum("dgc-nesterov", partial(PLAIN_MOMENTUM, nesterov=True), first_step=1.9, int32_indices=True),
+    with_momentum("dgc-no-masking-fp16", partial(PLAIN_MOMENTUM, momentum_masking=False), **NARROW),
     with_momentum(
-        "dgc-no-masking-fp16",
-        partial(DGCSGDMemory, 0.9, momentum_masking=False),
-        fp16_values=True,
-        int32_indices=True,
-    ),
-    with_momentum(
-        "dgc-clipped",
-        lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0)),
-        lambda bucket, *_: sparse_bytes(4, 8, bucket) + 4 * len(bucket.segments),
+        "dgc-clipped", CLIPPED, lambda bucket, *_: sparse_bytes(4, 8, bucket) + 4 * len(bucket.segments)
     ),
     with_momentum(
         "dgc-warm-up", payload=lambda bucket, *_: own_bytes(bucket) + 24, warmup_epochs=1, warmup_coeff=[1.0]
     ),
-    *(
-        Row(
-            f"powersgd-{name}",
-            powersgd(**settings),
-            partial(low_rank_bytes, **settings),
-            dense_limit=powersgd(**{**settings, "rank": 10**6, "min_compression_rate": 0}),
-            # at full rank these are sums of up to 64 products, and random Q have a condition
-            tolerance=HALF if settings.keys() & {"wire", "warm_start"} else 32 * 2.0**-24,
-            by_shape=settings["mode"] != "square",
-        )
-        for name, settings in POWERSGD.items()
-    ),
+    *(powersgd(name, settings) for name, settings in POWERSGD.items()),
 ]
 
 
@@ -295,13 +228,11 @@ def threshold_bytes(bits: int, per_tensor: int, bucket: Bucket, size: int, *_: i
 
 def double_squeeze_bytes(bucket: Bucket, size: int, *_: int) -> int:
     """Signs and scales of a chunk to each of `size` servers, and of one chunk from this rank's own."""
-    length = 32 * -(-bucket.numel // (32 * size))
-    largest = 0
+    length, largest = 32 * -(-bucket.numel // (32 * size)), 0
+    filled = [(s.offset, s.offset + s.numel) for s in bucket.segments if s.numel]
     for begin in range(0, bucket.numel, max(1, length)):
-        chunk = range(begin, min(begin + length, bucket.numel))
-        inside = [
-            min(s.offset + s.numel, chunk.stop) - max(s.offset, chunk.start) for s in bucket.segments if s.numel
-        ]
+        end = min(begin + length, bucket.numel)
+        inside = [min(last, end) - max(first, begin) for first, last in filled]
         largest = max(largest, sum(4 + 4 * -(-d // 32) for d in inside if d > 0))
     return (size + 1) * sealed_bytes(largest)
 
@@ -314,14 +245,19 @@ def two_phase_bytes(bits: int, block: int, bucket: Bucket, size: int, *_: int) -
 
 def two_phases(name: str, bits: int, block: int, **settings: Any) -> Row:
     payload = partial(two_phase_bytes, bits, block)
-    return Row(name, lambda: methods.TwoPhaseCompressor(bits, block, **settings), payload, by_size=True)
+    return Row(name, partial(methods.TwoPhaseCompressor, bits, block, **settings), payload, by_size=True)
 
 
 def half_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
     return itemsize * sum(-(-s.numel // 2) for s in bucket.segments) + 24
 
 
-def chunks(memory: Callable[[], Memory] = ResidualMemory, ratio: float = 0.05, dtype: str = "fp16") -> Any:
+def half(name: str, make: Any, values: str, itemsize: int, tolerance: float) -> Row:
+    limit, payload = partial(make, 1.0, values=values), partial(half_bytes, itemsize)
+    return Row(name, partial(make, 0.5, values=values), payload, dense_limit=limit, tolerance=tolerance)
+
+
+def chunks(memory: Any = ResidualMemory, ratio: float = 0.05, dtype: str = "fp16") -> Make:
     return lambda: methods.ChunkCompressor(ratio, memory(), 64, dtype)
 
 
@@ -336,17 +272,9 @@ def coded_row(name: str, make: Callable[[], AllGatherCompressor], **promises: An
     return Row(name, make, lambda bucket, *_: sealed_bytes(make().nbytes(bucket)), **promises)
 
 
-def biased(name: str, make: Callable[[], AllGatherCompressor], left: float = 0.9, by_shape: bool = False) -> Row:
-    """Without a residual."""
-    return coded_row(name, make, conserves=False, one_element=False, left=left, by_shape=by_shape)
-
-
-def unbiased(name: str, make: Callable[[], AllGatherCompressor]) -> Row:
-    return biased(name, make, left=0.25)
-
-
-def feedback(name: str, make: Callable[[], AllGatherCompressor]) -> Row:
-    return coded_row(name, make, feedback=True)
+# without a residual
+biased = partial(coded_row, conserves=False, one_element=False, left=0.9)
+unbiased = partial(biased, left=0.25)
 
 
 def threshold(bits: int, name: str, value: float | None, per_tensor: int = 0, **promises: Any) -> Row:
@@ -363,8 +291,6 @@ def dense_bytes(code: int, reduced: int, gathers_up_to: int, bucket: Bucket, siz
 
 
 def dense_values(name: str, code: int, reduced: int, gathers_up_to: int, **promises: Any) -> Row:
-    """The compressor of what DGC does not compress."""
-
     def make() -> methods.Compressor:
         return methods.DGCCompressor(0.05, ResidualMemory(), dense_values=name).fallback
 
@@ -372,22 +298,31 @@ def dense_values(name: str, code: int, reduced: int, gathers_up_to: int, **promi
     return Row(f"dense-values-{name}", make, payload, by_size=True, feedback=True, **promises)
 
 
-def with_vectors(ratio: float, vector_ratio: float, selector: Selector | None = None) -> methods.Compressor:
-    return methods.DGCCompressor(
-        ratio, ResidualMemory(), selector=selector, vectors="sparse", vector_ratio=vector_ratio
+def with_vectors(ratio: float, vector_ratio: float, selector: selection.Selector | None) -> Make:
+    return dgc(
+        ResidualMemory, compress_ratio=ratio, selector=selector, vectors="sparse", vector_ratio=vector_ratio
     )
 
 
-def ef21(make: Callable[[], methods.Compressor]) -> methods.Compressor:
-    return methods.EF21Compressor(make(), beta=0.5)
+def vector_bytes(bucket: Bucket, *_: int) -> int:
+    """5 % of each matrix, and 20 % of each vector."""
+    return sealed_bytes(12 * sum(-(-s.numel // (20 if len(s.shape) > 1 else 5)) for s in bucket.segments))
 
 
-EF21: list[tuple[str, Callable[[], methods.Compressor], Payload, bool]] = [
-    ("dense", methods.DenseCompressor, lambda bucket, *_: 4 * bucket.numel, False),
-    ("top-k", dgc(ResidualMemory), dgc_bytes(), False),
-    ("int4", partial(methods.TwoPhaseCompressor, 4, 128), partial(two_phase_bytes, 4, 128), True),
-]
+def vectors(name: str, selector: selection.Selector | None) -> Row:
+    make, limit = with_vectors(0.05, 0.2, selector), with_vectors(1.0, 1.0, None)
+    return Row(f"vectors-sparse-{name}", make, vector_bytes, dense_limit=limit)
+
+
+def ef21(name: str, make: Make, payload: Payload, by_size: bool = False) -> Row:
+    options: dict[str, Any] = {"momentum": 0.5, "first_step": 0.5, "by_size": by_size}
+    return Row(f"ef21-{name}", lambda: methods.EF21Compressor(make(), beta=0.5), payload, False, **options)
+
+
+above = partial(dgc, ResidualMemory, selector=selection.Fixed(0.01))
 chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
+full_chunks, full_precise_chunks = chunks(ratio=1.0), chunks(ratio=1.0, dtype="fp32")
+svd: dict[str, Any] = {"dense_limit": partial(methods.SVDCompressor, 1000), "tolerance": 64 * 2.0**-24}
 QUANTIZED = [
     dense_values("int8", 1, 4, 7),
     dense_values("bf16", 2, 4, 4),
@@ -397,111 +332,70 @@ QUANTIZED = [
     threshold(2, "2bit-adaptive", None, per_tensor=4, left=0.35),
     # a rank whose own gradient stays beyond 1, as here, can never send all of it
     threshold(1, "1bit", 0.0, at_zero=False, left=0.5),
-    feedback("scaled-sign", methods.ScaledSignCompressor),
-    feedback("onebit", methods.OneBitCompressor),
-    feedback("blockwise", lambda: methods.BlockwiseCompressor(block=100)),
+    coded_row("scaled-sign", methods.ScaledSignCompressor, feedback=True),
+    coded_row("onebit", methods.OneBitCompressor, feedback=True),
+    coded_row("blockwise", partial(methods.BlockwiseCompressor, block=100), feedback=True),
     Row("double-squeeze", methods.DoubleSqueezeCompressor, double_squeeze_bytes, by_size=True),
     two_phases("int8", 8, 64),
     two_phases("int4", 4, 128),
     two_phases("int4-hadamard", 4, 64, hadamard=True),
     biased("signsgd", methods.SignSGDCompressor),
-    biased("signum", lambda: methods.SignSGDCompressor(0.5)),
+    biased("signum", partial(methods.SignSGDCompressor, 0.5)),
     unbiased("qsgd", methods.QSGDCompressor),
     unbiased("terngrad", methods.TernGradCompressor),
     unbiased("natural", methods.NaturalCompressor),
-    biased("atomo", lambda: methods.AtomoCompressor(2), by_shape=True),
-    coded_row(
-        "svd",
-        lambda: methods.SVDCompressor(2),
-        dense_limit=lambda: methods.SVDCompressor(1000),
-        tolerance=64 * 2.0**-24,
-        by_shape=True,
-    ),
-    *(
-        Row(
-            name,
-            partial(make, 0.5, values=values),
-            partial(half_bytes, itemsize),
-            dense_limit=partial(make, 1.0, values=values),
-            tolerance=tolerance,
-        )
-        for name, make, values, itemsize, tolerance in (
-            ("random-k", methods.RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
-            ("random-block-fp16", methods.RandomBlockCompressor, "fp16", 2, HALF),
-        )
-    ),
-    *(
-        Row(
-            f"vectors-sparse-{name}",
-            partial(with_vectors, 0.05, 0.2, selector),
-            lambda bucket, *_: sealed_bytes(
-                12 * sum(-(-s.numel // 20) if len(s.shape) > 1 else -(-s.numel // 5) for s in bucket.segments)
-            ),
-            dense_limit=partial(with_vectors, 1.0, 1.0),
-        )
-        for name, selector in (("exact", None), ("sampled", Sampled(0.01)))
-    ),
-    Row("chunks-residual", chunks(), partial(chunk_bytes, 2), dense_limit=chunks(ratio=1.0), tolerance=HALF),
-    Row(
-        "chunks-residual-fp32",
-        chunks(dtype="fp32"),
-        partial(chunk_bytes, 4),
-        dense_limit=chunks(ratio=1.0, dtype="fp32"),
-    ),
-    *(
-        Row(f"ef21-{name}", partial(ef21, make), payload, False, momentum=0.5, first_step=0.5, by_size=by_size)
-        for name, make, payload, by_size in EF21
-    ),
+    biased("atomo", partial(methods.AtomoCompressor, 2), by_shape=True),
+    coded_row("svd", partial(methods.SVDCompressor, 2), by_shape=True, **svd),
+    half("random-k", methods.RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
+    half("random-block-fp16", methods.RandomBlockCompressor, "fp16", 2, HALF),
+    vectors("exact", None),
+    vectors("sampled", selection.Sampled(0.01)),
+    Row("chunks-residual", chunks(), partial(chunk_bytes, 2), dense_limit=full_chunks, tolerance=HALF),
+    Row("chunks-residual-fp32", chunks(dtype="fp32"), partial(chunk_bytes, 4), dense_limit=full_precise_chunks),
+    ef21("dense", methods.DenseCompressor, lambda bucket, *_: 4 * bucket.numel),
+    ef21("top-k", dgc(ResidualMemory), dgc_bytes()),
+    ef21("int4", partial(methods.TwoPhaseCompressor, 4, 128), partial(two_phase_bytes, 4, 128), by_size=True),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
-    chunks_of_dgc("chunks-dgc", chunks(partial(DGCSGDMemory, 0.9)), partial(chunk_bytes, 2)),
+    chunks_of_dgc("chunks-dgc", chunks(PLAIN_MOMENTUM), partial(chunk_bytes, 2)),
     chunks_of_dgc(
         "chunks-dgc-clipped",
-        chunks(lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(50.0)), dtype="fp32"),
+        chunks(CLIPPED, dtype="fp32"),
         lambda bucket, *_: chunk_bytes(4, bucket) + 4 * len(bucket.segments),
     ),
-    Row(
-        "threshold-v",
-        lambda: methods.DGCCompressor(0.05, ResidualMemory(), selector=Fixed(0.01)),
-        partial(sparse_bytes, 4, 8),
-        dense_limit=lambda: methods.DGCCompressor(1.0, ResidualMemory(), selector=Fixed(0.01)),
-    ),
+    Row("threshold-v", above(), partial(sparse_bytes, 4, 8), dense_limit=above(compress_ratio=1.0)),
 ]
 
 
 # --- exchanges of sparse payloads other than the all-gather ----------------------------------------------
 
-INT32 = SparseFormat(CastValues(), PlainIndices("int32"))
-SMALL = SparseFormat(CastValues("fp16"), PackedIndices())
-SMALLEST = SparseFormat(Int8Values(), RiceIndices())
+INT32 = wire.SparseFormat(wire.CastValues(), wire.PlainIndices("int32"))
+SMALL = wire.SparseFormat(wire.CastValues("fp16"), PACKED)
+SMALLEST = wire.SparseFormat(wire.Int8Values(), RICE)
 
 
-def settings_of(form: SparseFormat) -> dict[str, Any]:
-    return {"values": form.values, "indices": form.indices}
-
-
-def nbytes(form: SparseFormat, capacity: int, tensors: int, numel: int) -> int:
+def nbytes(form: wire.SparseFormat, capacity: int, tensors: int, numel: int) -> int:
     bounds = torch.zeros(tensors + 1, dtype=torch.int64)
     return form.nbytes(Budget(bounds, bounds[1:], capacity), numel)
 
 
-def reduce_scatter_bytes(form: SparseFormat, bucket: Bucket, size: int, *_: int) -> int:
+def reduce_scatter_bytes(form: wire.SparseFormat, bucket: Bucket, size: int, *_: int) -> int:
     """N payloads of k/N elements and a deviation, and one of what six words leave, from 1.5 to 2 k/N."""
-    k = sum(-(-s.numel // 20) for s in bucket.segments)
+    k = kept(bucket)
     turns, rest = divmod(bucket.numel, 13 * size)
     region = turns * 13 + min(13, rest)
-    send = -(-(k + isqrt(k * (size - 1))) // size)
+    send = -(-(k + math.isqrt(k * (size - 1))) // size)
     room = 3 * k // (size - 1) - 6 - send if size > 1 else k
     keep = min(-(-2 * k // size), max(-(-3 * k // 2 // size), room), send * size)
     first, second = (nbytes(form, n, len(bucket.segments), region) for n in (send, keep))
     return size * first + second
 
 
-def gtopk_bytes(form: SparseFormat, bucket: Bucket, size: int, rank: int) -> int:
+def gtopk_bytes(form: wire.SparseFormat, bucket: Bucket, size: int, rank: int) -> int:
     """A header, the selection in a rank's first message, and twice as many elements in those of sums.
 
     A rank sends in every doubling of the power of two up to N, and to its twin beyond that power.
     """
-    k = sum(-(-s.numel // 20) for s in bucket.segments)
+    k = kept(bucket)
     doublings = size.bit_length() - 1
     power = 2**doublings
     first, later = (nbytes(form, n, len(bucket.segments), bucket.numel) for n in (k, min(bucket.numel, 2 * k)))
@@ -519,17 +413,18 @@ def auto_bytes(bucket: Bucket, size: int, *_: int) -> int:
 def row(
     exchange: str,
     name: str,
-    memory: Callable[[], Any],
-    form: SparseFormat,
+    memory: Any,
+    form: wire.SparseFormat,
     momentum: float = 0.0,
     left: float | None = None,
 ) -> Row:
     """left: a step changes at most 2 k elements, where the all-gather changes the k of every rank."""
+    payloads: dict[str, Payload] = {"auto": auto_bytes, "gtopk": partial(gtopk_bytes, form)}
     return Row(
         f"{exchange.replace('_', '-')}-{name}",
-        dgc(memory, exchange=exchange, **settings_of(form)),
-        partial(reduce_scatter_bytes if exchange == "reduce_scatter" else gtopk_bytes, form),
-        by_size=exchange == "reduce_scatter",
+        dgc(memory, exchange=exchange, values=form.values, indices=form.indices),
+        payloads.get(exchange, partial(reduce_scatter_bytes, form)),
+        by_size=exchange != "gtopk",
         conserves=not momentum,
         dense_limit=None if momentum else dgc(memory, compress_ratio=1.0, exchange=exchange),
         momentum=momentum,
@@ -537,59 +432,39 @@ def row(
     )
 
 
-def no_momentum() -> DGCSGDMemory:
-    return DGCSGDMemory(momentum=0.0)
-
-
-EXCHANGES = [
-    Row(
-        "auto-residual",
-        dgc(ResidualMemory, exchange="auto", **settings_of(INT32)),
-        auto_bytes,
-        by_size=True,
-        dense_limit=dgc(ResidualMemory, compress_ratio=1.0, exchange="auto"),
-    )
-]
-EXCHANGES += [
-    row(exchange, *others)
-    for exchange in ("reduce_scatter", "gtopk")
-    for others in (
-        ("residual", ResidualMemory, INT32),
-        ("residual-int8-rice", ResidualMemory, SMALLEST),
-        ("dgc-zero-momentum-fp16-packed", no_momentum, SMALL),
-        ("dgc", partial(DGCSGDMemory, 0.9), INT32, 0.9, 0.4),
-        ("dgc-int8-rice", partial(DGCSGDMemory, 0.9), SMALLEST, 0.9, 0.4),
-    )
-]
+EXCHANGES = [row("auto", "residual", ResidualMemory, INT32)]
+for exchange in ("reduce_scatter", "gtopk"):
+    EXCHANGES += [
+        row(exchange, "residual", ResidualMemory, INT32),
+        row(exchange, "residual-int8-rice", ResidualMemory, SMALLEST),
+        row(exchange, "dgc-zero-momentum-fp16-packed", no_momentum, SMALL),
+        row(exchange, "dgc", PLAIN_MOMENTUM, INT32, 0.9, 0.4),
+        row(exchange, "dgc-int8-rice", PLAIN_MOMENTUM, SMALLEST, 0.9, 0.4),
+    ]
 
 
 # --- dgc/paper: the definitions keep the laws too --------------------------------------------------------
 
 
 def pairs_and_flag(bucket: Bucket, *_: int) -> int:
-    """5 % of each tensor as fp32 values and int64 indices; the flag is an int64."""
-    return 12 * sum(-(-s.numel // 20) for s in bucket.segments) + 8
+    """fp32 values and int64 indices; the flag is an int64."""
+    return 12 * kept(bucket) + 8
 
 
 def codes_and_flag(bits: int, bucket: Bucket, *_: int) -> int:
     return sum(4 * -(-s.numel * bits // 32) for s in bucket.segments) + 8
 
 
+def defined(name: str, definition: Any, payload: Payload, *settings: Any, **promises: Any) -> Row:
+    return Row(f"paper-{name}", partial(definition, *settings), payload, **promises)
+
+
 DEFINITIONS = [
-    Row(
-        "paper-ef21", lambda: paper.EF21(0.05, 0.5), pairs_and_flag, conserves=False, momentum=0.5, first_step=0.5
-    ),
-    Row("paper-dgc", lambda: paper.DGC(0.05), pairs_and_flag, conserves=False, momentum=0.9),
-    Row(
-        "paper-dgc-zero-momentum",
-        lambda: paper.DGC(0.05, momentum=0.0),
-        pairs_and_flag,
-        dense_limit=lambda: paper.DGC(1.0, momentum=0.0),
-    ),
-    Row("paper-ldte-bs", lambda: paper.LDTEBS(0.05), pairs_and_flag, dense_limit=lambda: paper.LDTEBS(1.0)),
-    Row(
-        "paper-2bit", lambda: paper.Threshold(2, 2.0), partial(codes_and_flag, 2), feedback=True, one_element=False
-    ),
+    defined("ef21", paper.EF21, pairs_and_flag, 0.05, 0.5, conserves=False, momentum=0.5, first_step=0.5),
+    defined("dgc", paper.DGC, pairs_and_flag, 0.05, conserves=False, momentum=0.9),
+    defined("dgc-zero-momentum", paper.DGC, pairs_and_flag, 0.05, 0.0, dense_limit=lambda: paper.DGC(1.0, 0.0)),
+    defined("ldte-bs", paper.LDTEBS, pairs_and_flag, 0.05, dense_limit=lambda: paper.LDTEBS(1.0)),
+    defined("2bit", paper.Threshold, partial(codes_and_flag, 2), 2, 2.0, feedback=True, one_element=False),
     Row(
         "paper-1bit",
         lambda: paper.Threshold(1, 0.0),

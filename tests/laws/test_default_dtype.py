@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 from gossip.networks import MORE, OUTER, ROWS, Trained
 from gossip.test_adpsgd import Simulation
 from kernels.codecs import CODECS
-from laws.default_dtype import OTHERS, Declared, check
 from laws.table import DEFINITIONS, TABLE, Row
 from optim.nets import data, dgc, dgc_sgd, net, wrap
 from selection.shapes import SHAPES as DATA
 from selection.test_selectors import SELECTORS, chosen_by, plan_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from wire.payloads import FORMATS, budget_of, decode, encode, scattered, selection_of
 
 import dgc.kernels as kernels
@@ -43,20 +45,44 @@ CONSTRUCTORS = set(
     "as_tensor scalar_tensor from_numpy Tensor".split()
 )
 pytestmark = pytest.mark.usefixtures("no_type_checks")
+# less precise than fp32, and more
+OTHERS = (torch.float16, torch.float64)
+
+
+class Declared(TorchDispatchMode):
+    """No operation takes its dtype from the default: floats come from floats, or the operation names a dtype."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, given = func(*args, **(kwargs or {})), tree_leaves((args, kwargs))
+        if isinstance(made, Tensor) and made.is_floating_point():
+            tensors = [x for x in given if isinstance(x, Tensor)]
+            declared = any(isinstance(x, torch.dtype) for x in given)
+            assert declared or any(x.is_floating_point() for x in tensors), f"{func}: {[x.dtype for x in tensors]}"
+        return made
+
+
+def check(history: Callable[[], list[Tensor]]) -> None:
+    """`history` gives the same tensors, bit for bit, under every default dtype, and never depends on it."""
+    before = torch.get_default_dtype()
+    with Declared():
+        expected = history()
+    for dtype in OTHERS:
+        torch.set_default_dtype(dtype)  # the fixture in conftest.py resets it after a failure
+        found = history()
+        torch.set_default_dtype(before)
+        for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert ours.dtype == theirs.dtype, (dtype, i)
+            assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (ours, theirs))), (dtype, i)
 
 
 def undeclared(source: str) -> list[str]:
-    """Calls of torch that make a tensor and do not say of which dtype."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    return [
-        f"line {call.lineno}: {ast.unparse(call)}"
-        for call in calls
-        if isinstance(call.func, ast.Attribute)
-        and isinstance(call.func.value, ast.Name)
-        and call.func.value.id == "torch"
-        and call.func.attr in CONSTRUCTORS
-        and all(keyword.arg != "dtype" for keyword in call.keywords)
-    ]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and all(keyword.arg != "dtype" for keyword in node.keywords):
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            if module == "torch" and name in CONSTRUCTORS:
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
 
 
 def test_every_tensor_is_made_with_a_dtype() -> None:
@@ -67,7 +93,6 @@ def test_every_tensor_is_made_with_a_dtype() -> None:
 
 
 def history(make: Callable[[], Compressor], size: int) -> list[Tensor]:
-    """Means and errors of some steps, in which one is dropped and a state reloaded."""
     fleet, found = Fleet(make, size, LIKE), []
     for step in range(4):
         own = [gradients(rank, step) for rank in range(size)]
@@ -120,17 +145,18 @@ def test_selectors() -> None:
 
 def test_payloads() -> None:
     count, numel = 131, 3000
-    budget = budget_of(count, 0, 20, numel)
-    selection = selection_of(scattered(numel, count))
-    sizes = torch.tensor(numel)
+    budget, selection, sizes = (
+        budget_of(count, 0, 20, numel),
+        selection_of(scattered(numel, count)),
+        torch.tensor(numel),
+    )
 
     def coded() -> list[Tensor]:
         found = []
-        for codec in CODECS.values():
-            for form in FORMATS.values():
-                made = PayloadPlan(form, budget, numel).encode(codec, selection, sizes)
-                (got,), _ = decode(form, [made.payload], budget, numel, codec)
-                found += [made.payload, made.own, got.indices, got.values, got.count]
+        for codec, form in product(CODECS.values(), FORMATS.values()):
+            made = PayloadPlan(form, budget, numel).encode(codec, selection, sizes)
+            (got,), _ = decode(form, [made.payload], budget, numel, codec)
+            found += [made.payload, made.own, got.indices, got.values, got.count]
         return found
 
     check(coded)
@@ -138,8 +164,6 @@ def test_payloads() -> None:
 
 
 def declared(body: Callable[[LockstepTransport], list[Tensor]]) -> Callable[[LockstepTransport], list[Tensor]]:
-    """A dispatch mode is its thread's own, and so each rank's. Once, as `check` does, since it takes longer."""
-
     def watched(transport: LockstepTransport) -> list[Tensor]:
         with Declared() if torch.get_default_dtype() == torch.float32 else nullcontext():
             return body(transport)
@@ -169,29 +193,23 @@ def test_gossip(make: Callable[[], Gossip]) -> None:
     check(lambda: average_models(make, LockstepWorld(2)))
 
 
-def test_gossip_between_machines() -> None:
-    check(lambda: average_models(lambda: HierarchicalGossip(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
-
-
-def test_adpsgd() -> None:
+def test_gossip_between_machines_and_of_asynchronous_ranks() -> None:
     def averaged() -> list[Tensor]:
         simulation = Simulation(bipartite_complete(4), seed=4)
         simulation.run(160)
         simulation.drain()
         return simulation.xs
 
+    check(lambda: average_models(lambda: HierarchicalGossip(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
     check(averaged)
 
 
-START = net()
-BATCHES = [[data(step, rank) for rank in range(2)] for step in range(5)]
+START, BATCHES = net(), [[data(step, rank) for rank in range(2)] for step in range(5)]
 
 
 def onebit_adam(model: torch.nn.Module, transport: LockstepTransport) -> Any:
-    def make(model: torch.nn.Module) -> OneBitAdam:
-        return OneBitAdam(model.parameters(), lr=0.01, freeze_step=2)
-
-    return wrap(model, transport, make, compression=OneBitAdamCompressor())
+    adam = OneBitAdam(model.parameters(), lr=0.01, freeze_step=2)
+    return wrap(model, transport, lambda _: adam, compression=OneBitAdamCompressor())
 
 
 def zero_one_adam(model: torch.nn.Module, transport: LockstepTransport) -> Any:
@@ -204,13 +222,12 @@ def clipped(clipping: Clipping, model: torch.nn.Module, transport: LockstepTrans
     return wrap(model, transport, dgc_sgd, compression=DGCCompressor(0.1, memory))
 
 
+NESTEROV = partial(dgc_sgd, nesterov=True, weight_decay=1e-2)
 CLIPPINGS = (ClipByNorm(0.1), ClipByValue(0.1), ClipByGlobalNorm(0.1))
 TRAININGS: dict[str, Callable[[torch.nn.Module, LockstepTransport], Any]] = {
     "dense": wrap,
     "momentum sgd, qsgd": lambda model, t: wrap(model, t, compression=QSGDCompressor(), bucket_mb=1e-4),
-    "nesterov": lambda model, t: wrap(
-        model, t, lambda m: dgc_sgd(m, nesterov=True, weight_decay=1e-2), compression=dgc(0.1, nesterov=True)
-    ),
+    "nesterov": lambda model, t: wrap(model, t, NESTEROV, compression=dgc(0.1, nesterov=True)),
     **{type(clipping).__name__: partial(clipped, clipping) for clipping in CLIPPINGS},
     "bf16": lambda model, t: wrap(model.to(torch.bfloat16), t, dgc_sgd, compression=dgc(0.1)),
     "1-bit adam": onebit_adam,
@@ -232,8 +249,7 @@ def test_optimizers(make: Callable[[torch.nn.Module, LockstepTransport], Any]) -
             ((model(x) - y).square().mean() * (torch.nan if step == 1 else 1.0)).backward()
             optimizer.step()
             if step == 2:
-                state = copy.deepcopy(optimizer.compression_state_dict())
-                optimizer.load_compression_state_dict(state)
+                optimizer.load_compression_state_dict(copy.deepcopy(optimizer.compression_state_dict()))
         assert optimizer.dropped_steps == 1
         return [p.detach().clone() for p in model.parameters()]
 

@@ -26,20 +26,20 @@ CASES = [(row, SIZE) for row in TABLE if row not in DEFINITIONS]
 CASES += [(row, 2) for row in TABLE if row.name in ("2bit", "1bit", "dense-values-fp16")]
 
 
-def step(make: Callable[[], Compressor], world: LockstepWorld) -> None:
-    fleet = Fleet(make, world.size, LIKE)
-    fleet.world = world
-    fleet.step([gradients(rank, 0, SHAPES) for rank in range(world.size)])
-
-
 def unnoticed(make: Callable[[], Compressor], match: str, size: int, local_size: int | None = None) -> list[str]:
     """The flipped bits of rank 1 that no rank reports."""
+
+    def step(world: LockstepWorld) -> None:
+        fleet = Fleet(make, size, LIKE)
+        fleet.world = world
+        fleet.step([gradients(rank, 0, SHAPES) for rank in range(size)])
+
     clean, found = Noisy(size, local_size), []
-    step(make, clean)
+    step(clean)
     for number, nbytes in enumerate(clean.messages):
         for byte in places(nbytes):
             try:
-                step(make, Noisy(size, local_size, flip(byte), number))
+                step(Noisy(size, local_size, flip(byte), number))
             except PayloadError as error:
                 assert match in str(error), error
             else:

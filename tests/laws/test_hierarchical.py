@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from laws.table import TABLE as ALL
+from laws import table
 from laws.table import Row
 from torch import Tensor
 
@@ -25,8 +25,8 @@ from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.engine.hierarchy import HierarchicalCompressor
 from dgc.testing import LIKE, Fleet, flat, gradients
 
-POINT_TO_POINT = [row for row in ALL if row.make().point_to_point]
-TABLE = [row for row in ALL if row not in POINT_TO_POINT]
+POINT_TO_POINT = [row for row in table.TABLE if row.make().point_to_point]
+TABLE = [row for row in table.TABLE if row not in POINT_TO_POINT]
 # a row, machines, ranks of each: the smallest worlds for one row of each class
 ONE_OF_A_CLASS = {type(row.make()): row for row in reversed(TABLE)}.values()
 WORLDS = [(row, *world) for row in TABLE for world in ((3, 2), (2, 3))]
@@ -37,23 +37,19 @@ every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 
 @pytest.fixture(autouse=True)
 def types_are_checked_once(request: pytest.FixtureRequest) -> None:
-    """For every row on two machines of two ranks."""
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
     if (parameters.get("machines"), parameters.get("local_size")) != (2, 2):
         request.getfixturevalue("no_type_checks")
 
 
 class Machines(Fleet):
-    """Simulated ranks on machines, with two levels. `make` makes the compressor between the machines."""
-
     def __init__(
         self, make: Callable[[], Any], machines: int, local_size: int, like: Sequence[Tensor] = LIKE, seed: int = 0
     ) -> None:
         self.machines, self.local_size, size = machines, local_size, machines * local_size
         places = [MachineRank(m, machines, r, local_size) for m in range(machines) for r in range(local_size)]
-        self.hierarchical = [HierarchicalCompressor(make(), place) for place in places]
-        made = iter(self.hierarchical)
-        super().__init__(lambda: next(made), size, like, seed)
+        given = iter(places)
+        super().__init__(lambda: HierarchicalCompressor(make(), next(given)), size, like, seed)
         self.world = LockstepWorld(size, local_size, seed=seed)
 
     def shares(self) -> list[Bucket]:
@@ -80,14 +76,9 @@ class Reference:
                 self.groups.append((numbers, world))
 
     def step(self, own: Sequence[Sequence[Tensor]]) -> Tensor:
-        L, means = self.fleet.local_size, []
-        for machine in range(self.fleet.machines):
-            here = own[machine * L :][:L]
-            totals = [gradient.clone() for gradient in here[0]]
-            for other in here[1:]:
-                for total, gradient in zip(totals, other, strict=True):
-                    total += gradient
-            means.append([total / L for total in totals])
+        L = self.fleet.local_size
+        machines = [own[m * L :][:L] for m in range(self.fleet.machines)]
+        means = [[sum(tensors[1:], tensors[0]) / L for tensors in zip(*here, strict=True)] for here in machines]
         results = [world.step([[mean[i] for i in numbers] for mean in means])[0] for numbers, world in self.groups]
         return torch.cat(results)
 
@@ -96,16 +87,18 @@ class Reference:
         return [torch.cat(of_machine) for of_machine in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("row", "machines", "local_size"), WORLDS, ids=lambda value: getattr(value, "name", value)
-)
+def four(step: int) -> list[list[Tensor]]:
+    return [gradients(rank, step) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("row", "machines", "local_size"), WORLDS, ids=lambda one: getattr(one, "name", one))
 def test_equals_means_of_machines_and_the_method_between_them(row: Row, machines: int, local_size: int) -> None:
     fleet = Machines(row.make, machines, local_size)
     reference = Reference(row.make, fleet)
     for step in range(4):
         own = [gradients(rank, step) for rank in range(machines * local_size)]
-        results, expected = fleet.step(own), reference.step(own)
-        assert all(torch.equal(result.view(torch.int32), expected.view(torch.int32)) for result in results)
+        expected = reference.step(own).view(torch.int32)
+        assert all(torch.equal(result.view(torch.int32), expected) for result in fleet.step(own))
         assert fleet.nonfinite == [None] * len(own)
     assert all(map(torch.equal, fleet.errors(), reference.errors()))
 
@@ -114,21 +107,20 @@ def test_equals_means_of_machines_and_the_method_between_them(row: Row, machines
 def test_a_reloaded_state_goes_on_bit_for_bit(row: Row) -> None:
     fleet, other = Machines(row.make, 2, 2), Machines(row.make, 2, 2, seed=1)
     for step in range(3):
-        fleet.step([gradients(rank, step) for rank in range(4)])
+        fleet.step(four(step))
     for old, new in zip(fleet.states, other.states, strict=True):
         new.load_state_dict(old.state_dict())
     for step in range(3, 6):
-        own = [gradients(rank, step) for rank in range(4)]
-        assert all(map(torch.equal, *([f.step(own)[0], *f.errors()] for f in (fleet, other))))
+        assert all(map(torch.equal, *([f.step(four(step))[0], *f.errors()] for f in (fleet, other))))
 
 
 @every_row
 def test_a_dropped_step_is_reported_alike_and_returns_what_was_sent(row: Row) -> None:
     fleet = Machines(row.make, 2, 2)
     for step in range(3):
-        fleet.step([gradients(rank, step) for rank in range(4)])
+        fleet.step(four(step))
     for i, bad in ((4, "nan"), (0, "-inf")):
-        before, own = fleet.errors(), [gradients(rank, 9) for rank in range(4)]
+        before, own = fleet.errors(), four(9)
         own[2][i].view(-1)[0] = float(bad)
         fleet.step(own)
         assert fleet.nonfinite == [f"the gradient of p{i} on rank 2 has NaN or inf, or is 2**64 or more"] * 4
@@ -137,7 +129,7 @@ def test_a_dropped_step_is_reported_alike_and_returns_what_was_sent(row: Row) ->
             if row.keeps:
                 mean = (flat(own[2 * machine]).float() + flat(own[2 * machine + 1]).float()) / 2
                 assert torch.equal(new.float(), old.float() + mean.nan_to_num(0.0, 0.0, 0.0))
-    mean = fleet.step([gradients(rank, 10) for rank in range(4)])[0]
+    mean = fleet.step(four(10))[0]
     assert fleet.nonfinite == [None] * 4 and bool(mean.isfinite().all())
 
 
@@ -159,7 +151,7 @@ def test_half_precision_gradients(row: Row) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         fleet = Machines(row.make, 2, 2, [tensor.to(dtype) for tensor in LIKE])
         for step in range(2):
-            means = fleet.step([[g.to(dtype) for g in gradients(rank, step)] for rank in range(4)])
+            means = fleet.step([[g.to(dtype) for g in own] for own in four(step)])
             assert means[0].dtype == dtype and bool(torch.isfinite(means[0]).all())
             assert all(torch.equal(means[0], mean) for mean in means)
 
@@ -167,29 +159,25 @@ def test_half_precision_gradients(row: Row) -> None:
 def test_rounds_are_those_of_the_longest_share_and_two() -> None:
     """PowerSGD needs four rounds for a share with matrices and one for a share of vectors."""
     like = [torch.zeros(1500, dtype=torch.float32), torch.zeros((40, 40), dtype=torch.float32)]
-    fleet = Machines(lambda: PowerSGDCompressor(1, num_iters_per_step=4), 2, 2, like)
-    rounds = []
+    fleet, rounds = Machines(lambda: PowerSGDCompressor(1, num_iters_per_step=4), 2, 2, like), [0]
     for step in range(4):
-        before = fleet.world.meters[0].rounds
         own = [gradients(rank, step, ((1500,), (40, 40))) for rank in range(4)]
         if step == 2:
             own[0][1][0, 0] = float("nan")
         fleet.step(own)
-        rounds.append(fleet.world.meters[0].rounds - before)
-    assert rounds == [1 + 4 + 1, 1 + 4 + 1, 1 + 4 + 1 + 1, 1 + 4 + 1]  # a round more says which rank has NaN
+        rounds.append(fleet.world.meters[0].rounds - sum(rounds))
+    assert rounds[1:] == [1 + 4 + 1, 1 + 4 + 1, 1 + 4 + 1 + 1, 1 + 4 + 1]  # a round more says which rank has NaN
 
 
-def test_machine_means_that_overflow_on_the_way_are_no_ranks_fault() -> None:
+def test_machine_means_that_overflow_on_the_way_and_a_complaint_without_a_cause_are_no_ranks_fault() -> None:
     fleet = Machines(FP16Compressor, 2, 2)
-    own = [[g * 0 + 50000.0 for g in gradients(rank, 0)] for rank in range(4)]
+    own = [[g * 0 + 50000.0 for g in of_rank] for of_rank in four(0)]
     fleet.step(own)
     assert fleet.nonfinite == [None] * 4 or all("overflows the dtype" in str(text) for text in fleet.nonfinite)
     fleet.step([[g * 4 for g in of_rank] for of_rank in own])
     (text,) = set(fleet.nonfinite)
     assert text is not None and "of p0 overflows the dtype that carries it (no rank has NaN or inf)" in text
 
-
-def test_a_complaint_without_a_cause_is_reported_too() -> None:
     class Complains(StatelessCompressor):
         def reduce(self, bucket: Any, state: Any) -> Any:
             (mean,) = yield (AllReduce(bucket.flat),)
@@ -197,7 +185,7 @@ def test_a_complaint_without_a_cause_is_reported_too() -> None:
             return Reduced(DenseResult("no"), state)
 
     fleet = Machines(Complains, 2, 2)
-    fleet.step([gradients(rank, 0) for rank in range(4)])
+    fleet.step(four(0))
     assert fleet.nonfinite == ["a gradient of bucket bucket is not finite"] * 4
 
 
@@ -217,53 +205,43 @@ def on_a_device(reads: list[Read]) -> Iterator[None]:
 
 
 def results(fleet: Fleet) -> tuple[list[list[float]], list[str | None]]:
-    """Of a step, and of one with NaN, which is dropped."""
-    size = len(fleet.buckets)
-    means = [fleet.step([gradients(rank, 0) for rank in range(size)])[0].tolist()]
-    own = [gradients(rank, 1) for rank in range(size)]
-    own[1][2].view(-1)[5] = float("nan")
-    fleet.step(own)
+    first, second = ([gradients(rank, step) for rank in range(len(fleet.buckets))] for step in range(2))
+    means = [fleet.step(first)[0].tolist()]
+    second[1][2].view(-1)[5] = float("nan")
+    fleet.step(second)
     return [*means, *(errors.tolist() for errors in fleet.errors())], fleet.nonfinite
 
 
 def test_numbers_that_are_read_from_a_device_change_no_result_of_a_method_or_one_between_machines() -> None:
     """A method reads while other conversations go on."""
-    makes: dict[str, Callable[[], Fleet]] = {r.name: partial(Fleet, r.make, 3) for r in ALL}
+    makes: dict[str, Callable[[], Fleet]] = {row.name: partial(Fleet, row.make, 3) for row in table.TABLE}
     makes |= {f"{row.name} between machines": partial(Machines, row.make, 2, 2) for row in TABLE}
     silent = 0
     for name, make in makes.items():
-        with case(name):
-            reads: list[Read] = []
-            expected = results(make())
-            with on_a_device(reads):
-                assert results(make()) == expected
-            silent += not reads
+        reads, expected = list[Read](), results(make())
+        with case(name), on_a_device(reads):
+            assert results(make()) == expected
+        silent += not reads
     assert silent < len(makes) / 2
 
 
-def segments(*sizes: int) -> list[Segment]:
-    return [Segment(str(i), sum(sizes[:i]), n, (n,), (1,)) for i, n in enumerate(sizes)]
+DIVISIONS: list[
+    tuple[tuple[int, ...], tuple[int, ...], list[int]]
+] = [  # sizes, loads, and the first of each group
+    ((10, 10, 10, 10), (0, 0), [0, 2, 4]),
+    ((10, 10, 10, 100), (0, 0), [0, 3, 4]),
+    ((7,), (7, 0, 0), [0, 0, 0, 1]),
+    ((7,), (0, 7, 7), [0, 1, 1, 1]),
+    ((7,), (7, 0, 7), [0, 0, 1, 1]),
+    ((0, 0), (0, 0), [0, 0, 2]),
+    ((), (3, 0), [0, 0, 0]),
+]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "loads", "firsts"),
-    [
-        ((10, 10, 10, 10), (0, 0), [0, 2, 4]),
-        ((10, 10, 10, 100), (0, 0), [0, 3, 4]),
-        ((7,), (7, 0, 0), [0, 0, 0, 1]),
-        ((7,), (0, 7, 7), [0, 1, 1, 1]),
-        ((7,), (7, 0, 7), [0, 0, 1, 1]),
-        ((0, 0), (0, 0), [0, 0, 2]),
-        ((), (3, 0), [0, 0, 0]),
-    ],
-)
-def test_groups_are_adjacent_and_balance_the_loads(
-    sizes: tuple[int, ...], loads: tuple[int, ...], firsts: list[int]
-) -> None:
-    assert divide(segments(*sizes), loads) == firsts
-
-
-def test_large_tensors_go_to_every_rank_in_turn() -> None:
+def test_groups_are_adjacent_and_balance_the_loads_and_large_tensors_go_to_every_rank_in_turn() -> None:
+    for sizes, loads, firsts in DIVISIONS:
+        segments = [Segment(str(i), sum(sizes[:i]), n, (n,), (1,)) for i, n in enumerate(sizes)]
+        assert divide(segments, loads) == firsts, (sizes, loads)
     compressor = HierarchicalCompressor(DenseCompressor(), MachineRank(0, 2, 0, 4))
     for i in range(8):
         compressor.init(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)

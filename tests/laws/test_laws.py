@@ -1,6 +1,10 @@
-"""The laws: what every compressor keeps, in lockstep at 1, 2, 3 and 5 ranks, and exchanges at 4 and 8."""
+"""The laws: what every compressor keeps, in lockstep at 1, 2, 3 and 5 ranks, and exchanges at 4 and 8.
 
-from collections.abc import Callable, Iterator
+And dgc.testing finds each broken law by name, in a compressor that breaks only this one.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,11 +13,18 @@ import torch
 from cases import case
 from laws.table import EXCHANGES, TABLE, Row
 from torch import Tensor
+from torch.utils._pytree import tree_leaves_with_path
 
 from dgc import testing
-from dgc.compression import Compressor, DenseCompressor
+from dgc.compression import Compressor, DenseCompressor, RandomKCompressor
+from dgc.state import State
 
-every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+
+def each(rows: Iterable[Row]) -> Any:
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+
+
+every_row = each(TABLE)
 # 2 ranks gather codes where more reduce them; 3 are the fewest for which the order of a sum matters
 one_and_more = pytest.mark.parametrize("size", [1, 3])
 two_and_more = pytest.mark.parametrize("size", [2, 3])
@@ -21,7 +32,6 @@ two_and_more = pytest.mark.parametrize("size", [2, 3])
 
 @pytest.fixture(autouse=True)
 def types_are_checked_once(request: pytest.FixtureRequest) -> None:
-    """In whole steps of every row at two ranks, and in tests of single parts: it takes longer than to run them."""
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
     if (request.node.originalname, parameters.get("size")) != ("test_replicas_are_bitwise_equal", 2):
         request.getfixturevalue("no_type_checks")
@@ -33,13 +43,18 @@ def test_replicas_are_bitwise_equal(row: Row, size: int) -> None:
     testing.check_replicas(row.make, size)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.conserves], ids=lambda row: row.name)
+@every_row
 @two_and_more
-def test_nothing_is_lost(row: Row, size: int) -> None:
-    testing.check_nothing_lost(row.make, size, row.tolerance)
+def test_nothing_is_lost_and_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
+    """After a dropped step what a rank sent is its own again, bit for bit; NaN and inf count as zero."""
+    if row.conserves:
+        testing.check_nothing_lost(row.make, size, row.tolerance)
+    testing.check_state(row.make, size)
+    for make in filter(None, (row.make, row.dense_limit) if row.keeps else ()):
+        testing.check_dropped_step(make, size)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.dense_limit], ids=lambda row: row.name)
+@each(row for row in TABLE if row.dense_limit)
 @one_and_more
 def test_reaches_dense(row: Row, size: int) -> None:
     assert row.dense_limit is not None
@@ -52,45 +67,29 @@ def test_reaches_dense(row: Row, size: int) -> None:
 
 
 @every_row
-@two_and_more
-def test_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
-    testing.check_state(row.make, size)
-
-
-def real_tensors(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of floating-point numbers in a nested state, by its place."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from real_tensors(value, f"{path}.{key}")
-    elif isinstance(state, Tensor) and state.is_floating_point() and state.numel():
-        yield path, state
-
-
-@every_row
 def test_a_state_with_nan_is_refused(row: Row) -> None:
-    """Wherever it is: every later step would be dropped, or worse."""
     fleet, other = testing.Fleet(row.make, 2), testing.Fleet(row.make, 2, seed=1)
     for step in range(2):
         fleet.step([testing.gradients(rank, step) for rank in range(2)])
     state = fleet.states[0].state_dict()
-    for path, tensor in real_tensors(state):
-        kept = tensor.clone()
-        tensor.view(-1)[-1] = float("nan")
-        with pytest.raises(ValueError, match="has NaN"):
-            other.states[0].load_state_dict(state)
-            pytest.fail(f"{path} was taken")
-        tensor.copy_(kept)
+    for path, tensor in tree_leaves_with_path(state):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
+            kept = tensor.clone()
+            tensor.view(-1)[-1] = float("nan")
+            with pytest.raises(ValueError, match="has NaN"):
+                other.states[0].load_state_dict(state)
+                pytest.fail(f"{path} was taken")
+            tensor.copy_(kept)
     other.states[0].load_state_dict(state)
 
 
 @every_row
-@one_and_more
-def test_zeros_stay_zero(row: Row, size: int) -> None:
-    fleet = testing.Fleet(row.make, size)
-    for _ in range(2):
-        mean = fleet.step([testing.LIKE] * size)[0]
-        assert bool(torch.isfinite(mean).all())
-        assert not mean.any() or not row.at_zero
+def test_zeros_stay_zero(row: Row) -> None:
+    for size in (1, 3):
+        fleet = testing.Fleet(row.make, size)
+        for _ in range(2):
+            mean = fleet.step([testing.LIKE] * size)[0]
+            assert bool(torch.isfinite(mean).all()) and (not mean.any() or not row.at_zero), size
 
 
 SMALLEST: tuple[tuple[tuple[int, ...], ...], ...] = (((1,),), ((1, 1),), ((0, 4),), ((0, 4), (3, 5)), ((),))
@@ -109,11 +108,7 @@ def test_smallest_buckets(row: Row) -> None:
             assert bool(torch.isfinite(mean).all())
 
 
-def normal(shape: Any, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-
-
-@pytest.mark.parametrize("row", [row for row in TABLE if not row.by_shape], ids=lambda row: row.name)
+@each(row for row in TABLE if not row.by_shape)
 def test_layout_of_the_gradient_plays_no_part(row: Row) -> None:
     """channels_last and transposed parameters: the same elements, in the parameter's own order of memory."""
     plain = torch.zeros(4, 6, 5, 3, dtype=torch.float32)
@@ -121,12 +116,11 @@ def test_layout_of_the_gradient_plays_no_part(row: Row) -> None:
         order = sorted(range(4), key=like.stride, reverse=True)
         fleet, reference = testing.Fleet(row.make, 2, [like]), testing.Fleet(row.make, 2, [like.permute(order)])
         for step in range(3):
-            own = [normal(like.shape, step + r) for r in range(2)]
-            mean = fleet.step([[g] for g in own])[0]
-            assert torch.equal(mean, reference.step([[g.permute(order)] for g in own])[0])
+            own = [testing.gradients(rank, step, (like.shape,)) for rank in range(2)]
+            assert torch.equal(fleet.step(own)[0], reference.step([[g.permute(order)] for (g,) in own])[0])
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.by_shape], ids=lambda row: row.name)
+@each(row for row in TABLE if row.by_shape)
 def test_order_in_memory_plays_no_part(row: Row) -> None:
     """Tensors of one shape, contiguous, channels_last and transposed, give the same, up to the order of sums."""
     plain = torch.zeros(8, 6, 5, 3, dtype=torch.float32)
@@ -135,7 +129,7 @@ def test_order_in_memory_plays_no_part(row: Row) -> None:
     for like in (*other, torch.zeros(5, 3, 6, 8, dtype=torch.float32).permute(3, 2, 0, 1)):
         fleet, reference = testing.Fleet(row.make, 2, [like]), testing.Fleet(row.make, 2, [plain])
         for step in range(3):
-            own = [[normal(plain.shape, 9 * step + r)] for r in range(2)]
+            own = [testing.gradients(rank, step, (plain.shape,)) for rank in range(2)]
             mean, expected = fleet.step(own)[0], reference.step(own)[0].view(plain.shape)
             found = fleet.buckets[0].segments[0].of(mean)
             torch.testing.assert_close(found, expected, rtol=0, atol=max(1e-4, 4 * row.tolerance))
@@ -171,17 +165,6 @@ def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row) -> None:
             assert fleet.nonfinite == [None] * size and bool(torch.isfinite(mean).all())
 
 
-KEEPING = [(row, row.make) for row in TABLE if row.keeps]
-KEEPING += [(row, row.dense_limit) for row in TABLE if row.keeps and row.dense_limit is not None]
-
-
-@pytest.mark.parametrize(("row", "make"), KEEPING, ids=lambda given: getattr(given, "name", ""))
-@two_and_more
-def test_nothing_is_lost_in_a_dropped_step(row: Row, make: Callable[[], Compressor], size: int) -> None:
-    """What a rank sent is its own again, bit for bit; NaN and inf count as zero."""
-    testing.check_dropped_step(make, size)
-
-
 @every_row
 def test_metered_bytes_are_the_formula_s(row: Row) -> None:
     for size in (1, 2, 5):
@@ -211,33 +194,27 @@ def test_the_ratio_tells_whether_bytes_are_saved(row: Row) -> None:
 @pytest.mark.usefixtures("no_type_checks")
 def test_converges_on_a_quadratic(row: Row) -> None:
     """min over x of the mean over ranks of |x - c_r|^2 / 2: x must come to the mean of c_r."""
-    size, shapes = 2, ((10, 8), (5,))
-    targets = [testing.gradients(rank, 99, shapes) for rank in range(size)]
-    best: Any = sum(testing.flat(t) for t in targets) / size
+    shapes = ((10, 8), (5,))
+    targets = [testing.gradients(rank, 99, shapes) for rank in range(2)]
+    best: Any = sum(testing.flat(t) for t in targets) / 2
     x = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
-    fleet = testing.Fleet(row.make, size, x)
-    steps = 100
-    for step in range(steps):
+    fleet = testing.Fleet(row.make, 2, x)
+    for step in range(100):
         mean = fleet.step([[a - b for a, b in zip(x, target, strict=True)] for target in targets])[0]
-        lr = 0.2 * (1 - row.momentum) * 0.01 ** (step / steps)
+        lr = 0.2 * (1 - row.momentum) * 0.01 ** (step / 100)
         for part, change in zip(x, mean.split([80, 5]), strict=True):
             part -= lr * change.view(part.shape)
     share = row.left or (0.4 if row.momentum else 0.1)
     assert float((testing.flat(x) - best).norm()) < share * float(best.norm())
 
 
-# --- gradients near the end of fp32's range: dropped like NaN, or a finite mean; never an exception ------
-
-
 @every_row
 def test_enormous_gradients_leave_no_trace(row: Row) -> None:
-    size = 3
     for make, (huge, who) in product(filter(None, (row.make, row.dense_limit)), ((3e38, [1]), (-3e38, [0, 1, 2]))):
-        fleet = testing.Fleet(make, size)
-        fleet.step([testing.gradients(rank, 0) for rank in range(size)])
+        fleet = testing.Fleet(make, 3)
+        fleet.step([testing.gradients(rank, 0) for rank in range(3)])
         for step in range(1, 3):
-            own = [testing.gradients(rank, step) for rank in range(size)]
-            before = fleet.errors()
+            own, before = [testing.gradients(rank, step) for rank in range(3)], fleet.errors()
             for rank in who:
                 own[rank][0].fill_(huge)
                 own[rank][2][1, 2, 3] = own[rank][4][7:90] = huge
@@ -251,17 +228,14 @@ def test_enormous_gradients_leave_no_trace(row: Row) -> None:
                     assert torch.equal(new.float(), old.float() + counted)
             assert all(bool(torch.isfinite(error).all()) for error in fleet.errors())
         for step in range(3, 5):
-            means = fleet.step([testing.gradients(rank, step) for rank in range(size)])
-            assert fleet.nonfinite == [None] * size
+            means = fleet.step([testing.gradients(rank, step) for rank in range(3)])
+            assert fleet.nonfinite == [None] * 3
             assert bool(torch.isfinite(means[0]).all()) and bool(means[0].any())
             assert all(torch.equal(means[0], mean) for mean in means)
         assert all(float(error.abs().max()) < 1e3 for error in fleet.errors())
 
 
-# --- exchanges whose way depends on the number of ranks ---------------------------------------------------
-
-
-@pytest.mark.parametrize("row", EXCHANGES, ids=lambda row: row.name)
+@each(EXCHANGES)
 @pytest.mark.parametrize("size", [4, 8, pytest.param(16, marks=pytest.mark.proof)])
 def test_further_numbers_of_ranks_keep_the_laws(row: Row, size: int) -> None:
     testing.check_replicas(row.make, size)
@@ -269,11 +243,57 @@ def test_further_numbers_of_ranks_keep_the_laws(row: Row, size: int) -> None:
     testing.check_dropped_step(row.make, size, row.conserves)
     if row.conserves:  # a sum of more ranks is rounded more often
         testing.check_nothing_lost(row.make, size, testing.ROUNDING * size / 4)
-    fleet = testing.Fleet(
-        row.make, size
-    )  # NaN, also in a tensor of a single element, of which most ranks have no part
+    # NaN, also in a tensor of a single element, of which most ranks have no part
+    fleet = testing.Fleet(row.make, size)
     for tensor, culprit in ((3, 0), (1, size - 1), (4, size // 2)):
         own = [testing.gradients(rank, tensor) for rank in range(size)]
         own[culprit][tensor].view(-1)[-1] = float("nan")
         fleet.step(own)
         assert fleet.nonfinite == [named(tensor, culprit)] * size
+
+
+class Whole(RandomKCompressor):
+    def __init__(self) -> None:
+        super().__init__(0.5)
+
+
+def broken(change: Callable[..., Any]) -> type[Whole]:
+    class Broken(Whole):
+        def exchange(self, bucket: Any, state: Any, *given: Any) -> Any:
+            mean, kept, numbers = yield from super().exchange(bucket, state, *given)
+            return change(state.rank, mean, kept, numbers)
+
+    return Broken
+
+
+class Restarted(State):
+    def loaded(self, bucket: Any, tables: Any) -> Any:
+        return replace(super().loaded(bucket, tables), steps=0)
+
+
+class Restarts(Whole):
+    def init(self, bucket: Any, size: int, rank: int) -> Restarted:
+        return Restarted(**vars(super().init(bucket, size, rank)))
+
+
+class KeepsDropped(Whole):
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        reduced = yield from super().reduce(bucket, state)
+        return replace(reduced, dropped=reduced.state)
+
+
+BROKEN: list[tuple[Callable[[], Compressor], str]] = [
+    (broken(lambda rank, mean, kept, numbers: (mean + 1e-6 * rank, kept, numbers)), "equal replicas"),
+    (broken(lambda rank, mean, kept, numbers: (mean, 0.999 * kept, numbers)), "nothing lost"),
+    (Restarts, "state"),
+    (KeepsDropped, "dropped steps: what was sent"),
+    (broken(lambda rank, mean, kept, numbers: (mean, kept, [0] * len(numbers))), "dropped steps: .* reported"),
+]
+
+
+def test_a_correct_compressor_passes_and_a_broken_law_is_named() -> None:
+    testing.check_compressor(Whole)
+    for make, law in BROKEN:
+        with case(law), pytest.raises(AssertionError, match=law):
+            testing.check_compressor(make)
+    testing.check_compressor(BROKEN[1][0], conserves=False)  # what is lost is not asked for

@@ -9,7 +9,7 @@ class Tests(NamedTuple):
     ranks: tuple[str, ...] = ()
 
 
-LAWS = ("tests/laws/test_laws.py", "tests/laws/test_testing.py")
+LAWS = ("tests/laws/test_laws.py",)
 TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
 TRAINER = Tests(("tests/training",), ("tests/training/test_failure.py",))
 TRAINER_PACKAGES = (

@@ -20,8 +20,6 @@ SIZES = [1, 2, 3]
 
 
 class Net(nn.Module):
-    """Two layers, and one that `forward` uses only on request."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
@@ -54,7 +52,6 @@ def loss_of(model: Any, step: Any, rank: int = 0, **options: Any) -> Any:
 
 
 def joint_loss(model: Any, step: Any, size: Any, **options: Any) -> Any:
-    """The mean of the losses of all ranks, computed in one process."""
     return sum(loss_of(model, step, rank, **options) for rank in range(size)) / size
 
 
@@ -66,18 +63,7 @@ def wrap(model: Any, transport: Any, make: Any = momentum_sgd, **options: Any) -
     return DistributedOptimizer(make(model), model.named_parameters(), transport=transport, **options)
 
 
-def train(
-    model: Any,
-    optimizer: Any,
-    steps: Any,
-    rank: int = 0,
-    *,
-    loss: Any = loss_of,
-    passes: int = 1,
-    zero: Any = "own",
-    finish: Any = None,
-    **options: Any,
-) -> None:
+def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, *, loss: Any = loss_of, **options: Any) -> None:
     """Train with `loss(model, number of the batch, rank, **options)`.
 
     Args:
@@ -85,6 +71,7 @@ def train(
         zero: What begins a step: a key of `ZEROS`, or a function of the model and the optimizer.
         finish: `finish(model, optimizer)` in place of `optimizer.step()`.
     """
+    passes, zero, finish = options.pop("passes", 1), options.pop("zero", "own"), options.pop("finish", None)
     for step in steps:
         ZEROS.get(zero, zero)(model, optimizer)
         for part in range(passes):
@@ -93,7 +80,6 @@ def train(
 
 
 def through_gradients(model: Any, optimizer: Any, change: Any = None) -> None:
-    """The step through `.grad`, which `change(model)` may change."""
     optimizer.synchronize()
     if change:
         change(model)
@@ -116,9 +102,7 @@ def same(a: Any, b: Any) -> bool:
 
 def run(size: Any, body: Any, models: Any = None) -> Any:
     """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them.
-
-    Args:
-        size: The number of ranks, or a pair of it and of that of a machine.
+    size: the number of ranks, or a pair of it and of that of a machine.
     """
     world = LockstepWorld(size) if isinstance(size, int) else LockstepWorld(*size)
     models = models or [net() for _ in range(world.size)]
@@ -136,11 +120,8 @@ def each_rank(size: Any, models: Any = None) -> Any:
 def trained(
     size: Any, steps: Any, make: Any = momentum_sgd, compression: Any = None, models: Any = None, **options: Any
 ) -> Any:
-    """The model that `size` ranks have trained.
-
-    Args:
-        compression: Returns the compression of one rank.
-        options: Of the optimizer; `training` has the arguments of `train`.
+    """The model that `size` ranks have trained. compression: returns that of one rank. options: of the optimizer;
+    `training` has the arguments of `train`.
     """
     training = options.pop("training", {})
     options.setdefault("backward_passes_per_step", training.get("passes", 1))
@@ -153,41 +134,39 @@ def trained(
 
 
 def trained_alone(size: int, steps: Any, make: Any = momentum_sgd, model: Any = None, **training: Any) -> Any:
-    """The model that one process has trained on the data of `size` ranks."""
     model = model or net()
     train(model, make(model), steps, size, **{"loss": joint_loss, **training})
     return model
 
 
-def check_that_a_saved_state_goes_on(
-    wrapped: Any, saved: int, used: int = 0, again: Any = None, size: Any = 2, models: Any = None, **training: Any
-) -> None:
-    """Train, save after `saved` steps, load into optimizers that made `used` steps, and train both on.
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
-    Args:
-        wrapped: `wrapped(model, transport)` returns the optimizer. again: That which loads, if it differs.
+
+def check_that_a_saved_state_goes_on(wrapped: Any, saved: int, used: int = 0, again: Any = None) -> None:
+    """Train, save after `saved` steps, load into optimizers that made `used` steps, and train both on.
+    wrapped: `wrapped(model, transport)` returns the optimizer. again: that which loads, if it differs.
     """
 
     def body(model: Any, transport: Any) -> None:
-        def advance(model: Any, optimizer: Any, first: int, number: int) -> None:
-            train(model, optimizer, range(first, first + number), transport.rank, **training)
-
-        optimizer, file = wrapped(model, transport), io.BytesIO()
-        advance(model, optimizer, 0, saved)
+        optimizer = wrapped(model, transport)
+        train(model, optimizer, range(saved), transport.rank)
         other = copy.deepcopy(model)
-        torch.save([optimizer.state_dict(), optimizer.compression_state_dict(), model.state_dict()], file)
+        states = [model.state_dict(), optimizer.state_dict(), optimizer.compression_state_dict()]
+        weights, state, errors = through_a_file(states)
         resumed = (again or wrapped)(other, transport)
-        advance(other, resumed, 90, used)  # what it has kept must not stay
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
-        other.load_state_dict(state[2])
-        resumed.load_state_dict(state[0])
-        resumed.load_compression_state_dict(state[1])
-        advance(other, resumed, saved, 5)
-        advance(model, optimizer, saved, 5)
+        train(other, resumed, range(90, 90 + used), transport.rank)  # what it has kept must not stay
+        other.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        resumed.load_compression_state_dict(errors)
+        for one, own in ((other, resumed), (model, optimizer)):
+            train(one, own, range(saved, saved + 5), transport.rank)
         assert same(values(model).values(), values(other).values())
 
-    run(size, body, models)
+    run(2, body)
 
 
 def alone() -> Any:
@@ -203,8 +182,6 @@ def dgc_sgd(model: Any, **options: Any) -> Any:
 
 
 class Half:
-    """A compression with the interface of Horovod's."""
-
     @staticmethod
     def compress(tensor: Any) -> Any:
         return tensor.half(), tensor.dtype

@@ -1,36 +1,44 @@
-"""Adam after compression: the size of its steps, as described in docs/methods.md."""
+"""Adam and compression: the size of its steps, as described in docs/methods.md, 1-bit Adam, and DGC for Adam.
 
+The latter two are AdamW in a warm-up. Then momentum travels in one bit, or DGC of preconditioned gradients.
+"""
+
+import copy
 import math
+import warnings
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from optim.nets import alone
+from cases import case
+from optim import nets
+from refusals import check_refusals
 
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
+from dgc.local import ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DistributedOptimizer, OneBitAdam
+from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
+from dgc.testing import Fleet
+from dgc.wire.envelope import sealed_bytes
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-STEPS = 160
-SHAPE = (20, 50)
-SLOPES = torch.logspace(-1, 0, SHAPE[0] * SHAPE[1]).view(SHAPE)
 
 
-def travel(make: Any, optimizer: Any = torch.optim.Adam, steps: Any = STEPS, **settings: Any) -> Any:
+def travel(make: Any, steps: int = 160, **settings: Any) -> Any:
     """The distance that two ranks move with constant gradients, in units of learning rate and step."""
 
     def body(transport: Any) -> Any:
-        p = torch.nn.Parameter(torch.zeros(SHAPE))
-        inner = optimizer([p], lr=1.0, **settings)
-        wrapped = DistributedOptimizer(inner, [("p", p)], make(), transport=transport)
+        p, slopes = torch.nn.Parameter(torch.zeros(20, 50)), torch.logspace(-1, 0, 1000).view(20, 50)
+        adam = torch.optim.Adam([p], lr=1.0, **settings)
+        wrapped = DistributedOptimizer(adam, [("p", p)], make(), transport=transport)
         for step in range(steps):
             if step == steps // 2:
                 middle = p.detach().clone()
             wrapped.zero_grad()
-            (p * SLOPES).sum().backward()
+            (p * slopes).sum().backward()
             wrapped.step()
         return (middle - p.detach()) / (steps - steps // 2)
 
@@ -39,16 +47,16 @@ def travel(make: Any, optimizer: Any = torch.optim.Adam, steps: Any = STEPS, **s
     return first
 
 
-@pytest.mark.parametrize("ratio", [0.25, 0.1])
-def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio(ratio: Any) -> None:
+def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio() -> None:
     """An element sent every T steps is T times as large: the first moment stays g, the second becomes T g^2.
 
     All elements converge though few are sent.
     """
-    steps = travel(lambda: methods.DGCCompressor(ratio, ResidualMemory()), betas=(0.9, 0.99))
-    assert float(steps.mean()) == pytest.approx(math.sqrt(ratio), rel=0.35)
-    assert float(steps.mean()) < 0.75
-    assert ratio < 0.25 or bool((steps > 0.1).all())
+    for ratio in (0.25, 0.1):
+        steps = travel(partial(methods.DGCCompressor, ratio, ResidualMemory()), betas=(0.9, 0.99))
+        assert float(steps.mean()) == pytest.approx(math.sqrt(ratio), rel=0.35)
+        assert float(steps.mean()) < 0.75
+        assert ratio < 0.25 or bool((steps > 0.1).all())
 
 
 def test_dense_gradients_do_not_change_the_steps_and_scaled_signs_move_all_elements_alike() -> None:
@@ -60,37 +68,368 @@ def test_dense_gradients_do_not_change_the_steps_and_scaled_signs_move_all_eleme
 
 
 def test_weight_decay_of_adamw_is_not_compressed() -> None:
-    def body(transport: Any) -> Any:
-        p = torch.nn.Parameter(torch.ones(SHAPE))
-        inner = torch.optim.AdamW([p], lr=0.1, weight_decay=0.5)
-        top_k = methods.DGCCompressor(0.01, ResidualMemory())
-        optimizer = DistributedOptimizer(inner, [("p", p)], top_k, transport=transport)
-        optimizer.zero_grad()
-        (p * 0).sum().backward()
-        optimizer.step()
-        return p.detach()
+    def decaying(model: Any) -> Any:
+        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
 
-    assert torch.equal(LockstepWorld(2).run(body)[0], torch.full(SHAPE, 1 - 0.1 * 0.5))
+    nothing = {"loss": lambda model, *_: sum((p * 0).sum() for p in model.parameters())}
+    model = nets.trained(2, [0], decaying, lambda: methods.DGCCompressor(0.01, ResidualMemory()), training=nothing)
+    for p, start in zip(model.parameters(), nets.net().parameters(), strict=True):
+        assert torch.equal(p, start * (1 - 0.1 * 0.5))
 
 
-MOMENTUM_OF_THEIR_OWN = [
+OF_THEIR_OWN: list[Any] = [
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
-    partial(OneBitAdam, freeze_step=1),
+    *(partial(OneBitAdam, freeze_step=1), partial(DGCAdam, freeze_step=1)),
     partial(torch.optim.RMSprop, momentum=0.9),
 ]
 
 
-@pytest.mark.parametrize("make", MOMENTUM_OF_THEIR_OWN)
-def test_momentum_correction_is_refused(make: Any) -> None:
-    """Of every compressor that has it, by a message with the cure; plain error feedback is accepted."""
+def test_momentum_correction_is_refused_where_the_optimizer_has_momentum() -> None:
+    for make in OF_THEIR_OWN:
+        name = getattr(make, "func", make).__name__
+        of_adam = "" if name == "RMSprop" else "DGCAdamCompressor.*OneBitAdamCompressor.*"
+        words = f"{name} would apply it again.*{of_adam}DGCSGD.*ResidualMemory"
+        wrapped = partial(nets.wrap, make=lambda model, make=make: make(model.parameters()))
+        for compressor in (methods.DGCCompressor, methods.SparseCompressor, methods.ChunkCompressor):
+            with case(name, compressor), pytest.raises(ValueError, match=words):
+                wrapped(nets.net(), nets.alone(), compression=compressor(0.01, DGCSGDMemory(0.9)))
+            wrapped(nets.net(), nets.alone(), compression=compressor(0.01, ResidualMemory()))
 
-    def wrapped(memory: Any, compressor: Any) -> None:
+
+WARM_UP = 4
+SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def onebit_adam(model: Any, freeze_step: int = WARM_UP, kind: Any = OneBitAdam, **options: Any) -> Any:
+    return kind(model.parameters(), **{"lr": 0.01, **options}, freeze_step=freeze_step)
+
+
+dgc_adam = partial(onebit_adam, kind=DGCAdam)
+
+
+def adamw(model: Any, **options: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), foreach=False, **options)
+
+
+def wrapped(model: Any, transport: Any, make: Any = onebit_adam, **options: Any) -> Any:
+    options = {"compression": methods.OneBitAdamCompressor(), "bucket_mb": 2e-4, **options}
+    return nets.wrap(model, transport, make, **options)
+
+
+def wrapped_dgc(model: Any, transport: Any) -> Any:
+    return wrapped(model, transport, dgc_adam, compression=methods.DGCAdamCompressor(0.2, vectors="sparse"))
+
+
+both = pytest.mark.parametrize("wrapped", [wrapped, wrapped_dgc], ids=["1-bit Adam", "DGC for Adam"])
+
+
+def moments(optimizer: Any, name: str) -> Any:
+    return [optimizer.state[p][name].clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_gradients_of_the_warm_up_in_half_the_bytes() -> None:
+    def ends(transport: Any, make: Any, compression: Any) -> Any:
+        model = nets.net()
+        optimizer = nets.wrap(model, transport, partial(make, **SETTINGS), compression=compression())
+        nets.train(model, optimizer, range(WARM_UP - 1), transport.rank)
+        return nets.values(model).values(), optimizer.meter.payload_bytes
+
+    (expected, half), _ = LockstepWorld(2).run(partial(ends, make=adamw, compression=methods.FP16Compressor))
+    sparse = partial(methods.DGCAdamCompressor, 0.1, vectors="sparse")
+    for make, compressor in ((onebit_adam, methods.OneBitAdamCompressor), (dgc_adam, sparse)):
+        for gradients, factor in ((methods.FP16Compressor(), 1), (None, 2)):
+            compression = partial(compressor, gradients=gradients)
+            (found, nbytes), _ = LockstepWorld(2).run(partial(ends, make=make, compression=compression))
+            difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+            assert (difference < 1e-7) == (factor == 1) and nbytes == factor * half
+
+
+def test_a_run_of_adamw_goes_on() -> None:
+    model, other = nets.net(), nets.net()
+    before = adamw(model, **SETTINGS)
+    nets.train(model, before, range(3))
+    other.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(before.state_dict())
+    for make in (onebit_adam, dgc_adam):
+        with pytest.raises(ValueError, match="has 3 steps, .* freeze_step is 3: .* set freeze_step to 4 or more"):
+            make(other, 3).load_state_dict(saved)
+        wrapper = nets.wrap(other, nets.alone(), partial(make, freeze_step=5))
+        wrapper.load_state_dict(saved)
+        wrapper.close()
+        assert wrapper.inner.param_groups[0]["steps"] == 3
+    after = onebit_adam(other, 5)
+    after.load_state_dict(saved)
+    assert after.param_groups[0].items() >= {**SETTINGS, "freeze_step": 5}.items()
+    for step in (3, 4):
+        nets.train(model, before, [step])
+        nets.train(other, after, [step])
+        nets.assert_same(other, model)
+    assert after.exchanges_momentum
+    del saved["state"][0]["step"]
+    others = (adamw(model, amsgrad=True), torch.optim.Adam(model.parameters(), weight_decay=0.1))
+    loaded, sgd = partial(partial, after.load_state_dict), nets.momentum_sgd(model)
+    check_refusals(
+        *((loaded(other.state_dict()), "from AdamW without amsgrad and maximize") for other in others),
+        *((loaded(state), "that of another optimizer than OneBitAdam") for state in (saved, sgd.state_dict())),
+    )
+
+
+@both
+def test_a_saved_state_goes_on_bit_for_bit(wrapped: Any) -> None:
+    for saved, used in product((2, WARM_UP, WARM_UP + 3), (0, WARM_UP + 2)):
+        with case(saved, used):
+            nets.check_that_a_saved_state_goes_on(wrapped, saved, used)
+
+
+@both
+@pytest.mark.parametrize("steps", [WARM_UP - 1, WARM_UP, WARM_UP + 2])
+@pytest.mark.filterwarnings("ignore:.*rank 1 has NaN")
+@nets.each_rank(2)
+def test_a_dropped_step_never_was(model: Any, transport: Any, wrapped: Any, steps: int) -> None:
+    optimizer = wrapped(model, transport)
+    nets.train(model, optimizer, range(steps), transport.rank)
+
+    def everything() -> Any:
+        # the velocity of DGC then has the finite gradients too
+        own = optimizer.compression_state_dict().get("OneBitAdamCompressor.0", {})
+        errors = [t.clone() for part in ("errors", "server_errors") for t in own.get(part, {}).values()]
+        both = [*moments(optimizer, "exp_avg"), *moments(optimizer, "exp_avg_sq")]
+        return [*nets.values(model).values(), *both, *errors]
+
+    before, counted = everything(), optimizer.param_groups[0]["steps"]
+    optimizer.zero_grad()
+    (nets.loss_of(model, 9, transport.rank) * (float("nan") if transport.rank else 1.0)).backward()
+    optimizer.step()
+    assert optimizer.dropped_steps == 1 and optimizer.param_groups[0]["steps"] == counted == steps
+    assert nets.same(before, everything())
+    nets.train(model, optimizer, range(5), transport.rank)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@both
+@nets.each_rank(2)
+def test_a_tensor_without_gradients_in_the_warm_up_stays(model: Any, transport: Any, wrapped: Any) -> None:
+    """Its second moment is zero: the scale that its signs stand for would be divided by eps."""
+    optimizer = wrapped(model, transport)
+    still = copy.deepcopy(model.spare)
+    nets.train(model, optimizer, range(WARM_UP), transport.rank, spare=False)
+    nets.train(model, optimizer, range(WARM_UP, WARM_UP + 5), transport.rank)
+    assert nets.same(still.parameters(), model.spare.parameters())
+    assert all(float(p.detach().abs().max()) < 2 for p in model.parameters())
+
+
+def test_momentum_that_was_clipped_is_reported_once() -> None:
+    def body(model: Any, transport: Any, first: int, limit: float) -> None:
+        optimizer = wrapped(model, transport)
+        for step in range(3 * WARM_UP):
+            clip = (lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), limit)) if step >= first else None
+            finish = partial(nets.through_gradients, change=clip)
+            nets.train(model, optimizer, [step], transport.rank, finish=finish)
+
+    # clipped from the warm-up on; by a limit that is not reached; never
+    for first, limit, reports in ((0, 1e-3, 1), (WARM_UP, 1e3, 0), (3 * WARM_UP, 1e-3, 0)):
+        with case(first), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            nets.run(2, partial(body, first=first, limit=limit))
+            assert ["max_grad_norm=0" in str(w.message) for w in said].count(True) == reports
+
+
+def test_the_warm_up_is_adamw_bit_for_bit() -> None:
+    make = partial(onebit_adam, freeze_step=5, **SETTINGS)
+    for steps, equal in ((5, True), (6, False)):
+        onebit = nets.trained(2, range(steps), make, methods.OneBitAdamCompressor)
+        expected = nets.trained(2, range(steps), partial(adamw, **SETTINGS), methods.DenseCompressor)
+        assert nets.same(nets.values(expected).values(), nets.values(onebit).values()) == equal
+
+
+@nets.each_rank(3)
+def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays(model: Any, transport: Any) -> None:
+    optimizer = wrapped(model, transport, bucket_mb=25)
+    ratios, sent = [], [0]
+    for step in range(WARM_UP + 3):
+        ratios.append(optimizer.compress_ratio)
+        nets.train(model, optimizer, [step], transport.rank)
+        sent.append(optimizer.meter.payload_bytes - sum(sent))
+        if step == WARM_UP - 1:
+            frozen = moments(optimizer, "exp_avg_sq")
+    n = sum(p.numel() for p in model.parameters())
+    assert n == 155 and ratios == [1.0] * WARM_UP + [1 / 32] * 3
+    # Of 3 chunks of 64, 64 and 27 elements the first one has the most pieces: of 3, 24, 8 and 29 elements of
+    # four tensors, in the order of backward. Each has a scale and a word of signs
+    assert sent == [0] + [4 * n] * WARM_UP + [4 * sealed_bytes(4 * 8)] * 3
+    assert nets.same(frozen, moments(optimizer, "exp_avg_sq"))
+    assert nets.same(moments(optimizer, "exp_avg"), [p.grad for p in model.parameters()])
+
+
+@nets.each_rank(2)
+def test_other_compressors_send_gradients_to_it(model: Any, transport: Any) -> None:
+    """Vectors go dense here. Their momentum is the optimizer's own, with the frozen second moment."""
+    rules = [methods.Rule(methods.OneBitAdamCompressor(), min_dim=2), methods.Rule(methods.DenseCompressor())]
+    optimizer = wrapped(model, transport, compression=methods.Route(rules))
+    assert not optimizer.receives_momentum
+    nets.train(model, optimizer, range(WARM_UP + 2), transport.rank)
+    assert optimizer.receives_momentum
+    before = {p: optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
+    nets.train(model, optimizer, [7], transport.rank)
+    for p in model.parameters():
+        expected = p.grad if p.dim() > 1 else before[p].lerp(p.grad, 1 - 0.9)
+        assert torch.equal(optimizer.state[p]["exp_avg"], expected)
+    sparse = wrapped(nets.net(), nets.alone(), compression=methods.DGCCompressor(0.1, ResidualMemory()))
+    nets.train(nets.net(), sparse, range(2))
+
+
+def two_groups(model: Any, kind: Any = OneBitAdam, **first: Any) -> Any:
+    groups = [{"params": list(model.first.parameters()), "betas": (0.5, 0.9), **first}]
+    groups += [{"params": [*model.spare.parameters(), *model.last.parameters()]}]
+    return kind(groups, lr=0.01, freeze_step=2)
+
+
+@nets.each_rank(2)
+def test_groups_have_their_own_settings(model: Any, transport: Any) -> None:
+    optimizer, start = wrapped(model, transport, partial(two_groups, lr=0.0)), nets.values(model)
+    nets.train(model, optimizer, range(2), transport.rank)
+    p = model.first.weight
+    ((beta1, momentum),) = optimizer.inner.momentum_of([p])
+    assert beta1 == 0.5 and momentum is optimizer.state[p]["exp_avg"]
+    nets.train(model, optimizer, range(2, 6), transport.rank)
+    moved = {name for name, value in nets.values(model).items() if not torch.equal(value, start[name])}
+    assert moved == {name for name in start if not name.startswith("first")}
+
+
+@nets.each_rank((4, 2))
+def test_machines_exchange_momentum_between_them(model: Any, transport: Any) -> None:
+    optimizer = wrapped(model, transport, hierarchical="on")
+    nets.train(model, optimizer, range(WARM_UP + 4), transport.rank)
+    assert optimizer.compress_ratio == 1 / 32 and optimizer.error_norm() > 0
+
+
+def test_alone_it_is_adamw_with_a_constant_second_moment() -> None:
+    optimizer = onebit_adam(model := nets.net())
+    nets.train(model, optimizer, range(WARM_UP))
+    assert optimizer.exchanges_momentum and not optimizer.receives_momentum
+    m, v = moments(optimizer, "exp_avg"), moments(optimizer, "exp_avg_sq")
+    nets.train(model, optimizer, [WARM_UP])
+    expected = [a.lerp(p.grad, 1 - 0.9) for a, p in zip(m, model.parameters(), strict=True)]
+    assert nets.same(expected, moments(optimizer, "exp_avg")) and nets.same(v, moments(optimizer, "exp_avg_sq"))
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients it is no step
+    assert optimizer.param_groups[0]["steps"] == WARM_UP + 1
+
+
+STEPS, SHAPE = 40, (6, 10)
+LR, BETAS, EPS, DECAY = 0.05, (0.8, 0.9), 1e-6, 0.1
+
+
+def gradient(x: Any, rank: int, step: int) -> Any:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    g = x - rank + torch.randn(SHAPE, generator=generator) / 4
+    return g.index_fill(0, torch.tensor([0]), 0.0) if step < WARM_UP + 3 else g
+
+
+def by_hand(size: int, ratio: float, correct: bool, floor: float) -> Any:
+    x, m, v = (torch.zeros(SHAPE) for _ in range(3))
+    us, errors = ([torch.zeros(SHAPE) for _ in range(size)] for _ in range(2))
+    (beta1, beta2), k = BETAS, round(ratio * x.numel())
+    for step in range(STEPS):
+        t, gs = step + 1, [gradient(x, rank, step) for rank in range(size)]
+        c1, c2 = (1 - beta1**t, 1 - beta2 ** min(t, WARM_UP)) if correct else (1.0, 1.0)
+        if t <= WARM_UP:
+            g = sum(gs) / size
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            if t == WARM_UP:
+                v = v.clamp(min=floor * v.mean())
+                root = (v / (1 - beta2**WARM_UP if correct else 1.0)).sqrt() + EPS
+            x = x * (1 - LR * DECAY) - LR / c1 * m / ((v / c2).sqrt() + EPS)
+            continue
+        mean = torch.zeros(SHAPE)
+        for rank, g in enumerate(gs):
+            us[rank] = beta1 * us[rank] + g / root
+            errors[rank] = errors[rank] + us[rank]
+            chosen = errors[rank].view(-1).abs().topk(k).indices
+            sent = torch.zeros(x.numel()).index_put((chosen,), errors[rank].view(-1)[chosen]).view(SHAPE)
+            errors[rank], mean = errors[rank] - sent, mean + sent / size
+        m = beta1 * m
+        x = x * (1 - LR * DECAY) - LR / c1 * ((1 - beta1) * mean + m / root)
+    return x
+
+
+def test_every_step_is_that_of_the_formulas_and_sends_the_planned_bytes() -> None:
+    def body(transport: Any, ratio: float, correct: bool, floor: float) -> Any:
         p = torch.nn.Parameter(torch.zeros(SHAPE))
-        DistributedOptimizer(make([p]), [("p", p)], compressor(0.01, memory), transport=alone())
+        inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, bias_correction=correct, floor=floor)
+        compression = methods.DGCAdamCompressor(ratio, int32_indices=True)
+        optimizer, sent = DistributedOptimizer(inner, [("p", p)], compression, transport=transport), [0]
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            p.grad = gradient(p.detach(), transport.rank, step)
+            optimizer.step()
+            sent.append(optimizer.meter.payload_bytes - sum(sent))
+        return p.detach(), sent[1:]
 
-    name = getattr(make, "func", make).__name__
-    of_adam = "" if name == "RMSprop" else "DGCAdamCompressor.*OneBitAdamCompressor.*"
-    for compressor in (methods.DGCCompressor, methods.SparseCompressor, methods.ChunkCompressor):
-        with pytest.raises(ValueError, match=f"{name} would apply it again.*{of_adam}DGCSGD.*ResidualMemory"):
-            wrapped(DGCSGDMemory(0.9), compressor)
-        wrapped(ResidualMemory(), compressor)
+    n = SHAPE[0] * SHAPE[1]
+    rows = ((1, 0.1, True, 0.01), (3, 0.05, True, 0.01), (3, 0.1, False, 0.5), (2, 0.999, True, 0.1))
+    for size, ratio, correct, floor in rows:
+        expected, one = (
+            by_hand(size, ratio, correct, floor),
+            partial(body, ratio=ratio, correct=correct, floor=floor),
+        )
+        with case(size, ratio, correct, floor):
+            found, sent = zip(*LockstepWorld(size).run(one), strict=True)
+            assert all(torch.equal(x, found[0]) for x in found)
+            torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-5)
+            assert float(expected.abs().max()) > 0.1 or size == 1
+            later = sealed_bytes(min(8 * round(ratio * n), 4 * n))
+            assert sent == ([4 * n] * WARM_UP + [later] * (STEPS - WARM_UP),) * size
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    onebit, for_adam = methods.OneBitAdamCompressor(), methods.DGCAdamCompressor(0.1, vectors="sparse")
+    refused: list[tuple[Any, Any, str]] = [
+        (adamw, onebit, "AdamW does not share its own: use .*OneBitAdam"),
+        (adamw, for_adam, "use .*DGCAdam"),
+        (onebit_adam, for_adam, "OneBitAdam does not share its own: use dgc.optim.DGCAdam"),
+        (dgc_adam, onebit, "DGCAdam takes updates in its place: use dgc.optim.OneBitAdam"),
+        (partial(two_groups, kind=DGCAdam), for_adam, r"one beta1 to all parameters, not \[0.5, 0.9\]"),
+    ]
+    wrong = [
+        (partial(wrapped, nets.net(), nets.alone(), make, compression=c), words) for make, c, words in refused
+    ]
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    groups = [{"params": [a]}, {"params": [b], "freeze_step": 5}]
+
+    def freeze_apart(model: Any, transport: Any) -> None:
+        wrapped(model, transport, partial(onebit_adam, freeze_step=WARM_UP + transport.rank))
+
+    as_sums = partial(wrapped, op="sum")
+    check_refusals(
+        *wrong,
+        (lambda: nets.run(2, as_sums), "Compressor exchanges means of momentum: use op='average'"),
+        (lambda: OneBitAdam(groups, freeze_step=4), "freeze_step is 4 in group 0 and 5 in group 1"),
+        (lambda: nets.run(2, freeze_apart), r"param_groups\[0\]\['freeze_step'\] is 4 on rank 0 and 5 on rank 1"),
+        (onebit_adam(embedding).step, "OneBitAdam takes dense gradients: set sparse=False"),
+    )
+
+
+def test_wrong_arguments() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"freeze_step": 0}, "freeze_step must be a whole number of at least 1, not 0"),
+        ({"freeze_step": 1.5}, "freeze_step must be a whole number"),
+        ({"lr": -1.0}, "lr must be 0 or more"),
+        ({"eps": float("nan")}, "eps must be 0 or more"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
+        ({"floor": 1.5}, "floor must be a fraction from 0 to 1, not 1.5"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+    ]
+    onebit, for_adam = methods.OneBitAdamCompressor, partial(methods.DGCAdamCompressor, 0.01)
+    kinds: list[Any] = [onebit, for_adam, partial(ZeroOneSteps, 1)]
+    no_gradients: list[Any] = [methods.FP16Compressor, methods.OneBitAdamCompressor()]
+    stateless = [partial(make, gradients=given) for make, given in product(kinds, no_gradients)]
+    check_refusals(
+        *((partial(onebit_adam, nets.net(), **options), words) for options, words in wrong),
+        *((make, "gradients must be a compressor without state") for make in stateless),
+        (partial(for_adam, memory=ResidualMemory()), "has a memory of its own"),
+        (lambda: Fleet(for_adam, 1), "second moment of a dgc.optim.DGCAdam, and has none"),
+        (lambda: Fleet(onebit, 1), r"momentum of a dgc.optim.OneBitAdam, and has none.*DoubleSqueeze"),
+    )

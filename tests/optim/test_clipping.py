@@ -18,7 +18,6 @@ SHAPES: dict[str, tuple[int, ...]] = {"weight": (10, 10), "bias": (100,), "empty
 
 
 def moved(transport: Any, compression: Any, gradients: Any) -> Any:
-    """The change of a matrix and two vectors, one of them empty, in one step at learning rate 1."""
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
     inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
@@ -33,7 +32,9 @@ def normal(rank: Any, scale: float = 1.0) -> Any:
 
 
 def clipped(clipping: Any, ratio: float = 0.5, **options: Any) -> Any:
-    return DGCCompressor(ratio, DGCSGDMemory(0.9, gradient_clipping=clipping), **options)
+    compression = DGCCompressor(ratio, DGCSGDMemory(0.9, gradient_clipping=clipping), **options)
+    compression.begin_epoch(0)
+    return compression
 
 
 def moved_together(compression: Any, gradients: Any) -> Any:
@@ -46,13 +47,9 @@ def test_a_bias_moves_no_further_than_the_limit_nor_does_a_matrix_in_a_dense_war
             step, _ = moved(alone(), clipped(ClipByNorm(1.0), ratio, **options), normal(0, 100.0))
             assert float(step["weight"].norm()) < 1.001 and 0.99 < float(step["bias"].norm()) < 1.001
 
-    def warming(clipping: Any) -> Any:
-        compression = clipped(clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
-        compression.begin_epoch(0)
-        return compression
-
     for clipping in (ClipByNorm(1.0), ClipByGlobalNorm(1.0)):
-        for step in moved_together(partial(warming, clipping), [normal(rank, 100.0) for rank in range(2)]):
+        warming = partial(clipped, clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
+        for step in moved_together(warming, [normal(rank, 100.0) for rank in range(2)]):
             assert float(step["weight"].norm()) < 1.001 and float(step["bias"].norm()) < 1.001
 
 

@@ -1,6 +1,7 @@
 """DistributedOptimizer over a lockstep world: its results, in the ways in which training scripts use it."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,21 +11,18 @@ from optim import nets
 from torch import nn
 
 from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, Route, Rule
-from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.optim import DGCSGD
 
 
 @pytest.mark.parametrize("size", nets.SIZES)
 @pytest.mark.parametrize("compression", [None, DenseCompressor], ids=str)
 def test_dense_equals_one_process(size: Any, compression: Any) -> None:
     """Of the ops, 0 and 1 are Horovod's constants."""
-    means, sums = ["average", 0, "Average", "mean"], ["sum", 1, "SUM"]
-    for op in means + sums:
-
-        def scaled(model: Any, step: Any, size: Any, scale: Any = size if op in sums else 1) -> Any:
-            return nets.joint_loss(model, step, size) * scale
-
+    for ops, scale in ((["average", 0, "Average", "mean"], 1), (["sum", 1, "SUM"], size)):
+        scaled = partial(lambda scale, *given: nets.joint_loss(*given) * scale, scale)
         expected = nets.trained_alone(size, range(5), loss=scaled)
-        for bucket_mb in (25.0, 1e-4):
+        for op, bucket_mb in product(ops, (25.0, 1e-4)):
             with case(op, bucket_mb):
                 found = nets.trained(size, range(5), compression=compression, bucket_mb=bucket_mb, op=op)
                 nets.assert_same(found, expected)
@@ -44,27 +42,24 @@ def test_dgc_at_ratio_one_is_momentum_sgd(size: Any, options: Any) -> None:
     nets.assert_same(found, nets.trained_alone(size, range(6), partial(nets.momentum_sgd, **options)))
 
 
-@pytest.mark.parametrize("size", nets.SIZES)
-def test_dgc_keeps_replicas_equal_and_sends_less(size: Any) -> None:
-    def body(model: Any, transport: Any) -> None:
-        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=nets.dgc(0.05), bucket_mb=2e-4)
-        nets.train(model, optimizer, range(8), transport.rank)
-        meter, numel = optimizer.meter, sum(p.numel() for p in model.parameters())
-        assert optimizer.error_norm() > 0
-        assert meter.dense_wire_bytes == pytest.approx(8 * 4 * numel * 2 * (size - 1) / size)
-        assert meter.payload_bytes < 8 * 4 * numel / 2
-        assert set(meter.seconds) == {"compress", "launch", "wait", "decode", "step"}
-
-    assert not torch.equal(nets.run(size, body)[0].first.weight, nets.net().first.weight)
+@nets.each_rank(3)
+def test_dgc_keeps_replicas_equal_and_sends_less(model: Any, transport: Any) -> None:
+    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=nets.dgc(0.05), bucket_mb=2e-4)
+    nets.train(model, optimizer, range(8), transport.rank)
+    meter, numel = optimizer.meter, sum(p.numel() for p in model.parameters())
+    assert optimizer.error_norm() > 0 and not torch.equal(model.first.weight, nets.net().first.weight)
+    assert meter.dense_wire_bytes == pytest.approx(8 * 4 * numel * 2 * 2 / 3)
+    assert meter.payload_bytes < 8 * 4 * numel / 2
+    assert set(meter.seconds) == {"compress", "launch", "wait", "decode", "step"}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradient_accumulation(size: Any) -> None:
-    expected = nets.trained_alone(size, range(3), passes=3)
-    for zero in ("own", "model"):
-        nets.assert_same(nets.trained(size, range(3), training={"passes": 3, "zero": zero}), expected)
-    # fewer passes than planned are exchanged by step(), and one more is refused
-    nets.assert_same(nets.trained(size, [0], backward_passes_per_step=4), nets.trained_alone(size, [0]))
+def test_gradient_accumulation() -> None:
+    for size in (1, 2):
+        expected = nets.trained_alone(size, range(3), passes=3)
+        for zero in ("own", "model"):
+            nets.assert_same(nets.trained(size, range(3), training={"passes": 3, "zero": zero}), expected)
+        # fewer passes than planned are exchanged by step(), and one more is refused
+        nets.assert_same(nets.trained(size, [0], backward_passes_per_step=4), nets.trained_alone(size, [0]))
     model = nets.net()
     optimizer = nets.wrap(model, nets.alone(), backward_passes_per_step=2)
     for part in range(2):
@@ -74,52 +69,119 @@ def test_gradient_accumulation(size: Any) -> None:
     assert optimizer._engine.in_flight
 
 
-@pytest.mark.parametrize("compression", [DenseCompressor, lambda: nets.dgc(0.2)], ids=["dense", "dgc"])
-def test_every_way_to_zero_gradients(compression: Any) -> None:
+def mixed(model: Any, optimizer: Any) -> None:
+    step = optimizer.compression_state_dict()["identity"]["step"]
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    if step == 1:
+        model.first.weight.grad = None
+    if step == 2:
+        model.last.weight.grad = torch.zeros_like(model.last.weight)
+
+
+PLACES = [(1, None, 0), (1, None, 0.05), (2, 0.5, 0.05), (1, 0.5, 1.0), (2, None, 1.0)]
+
+
+@pytest.mark.parametrize(("passes", "clipping", "ratio"), PLACES)
+def test_every_way_to_zero_gradients(passes: Any, clipping: Any, ratio: Any) -> None:
+    """Gradients are read where they are, in the bucket or outside of it: their place changes no bit."""
+
+    def compression() -> Any:
+        clip = clipping and ClipByGlobalNorm(clipping)
+        return DGCCompressor(ratio, DGCSGDMemory(0.9, gradient_clipping=clip)) if ratio else DenseCompressor()
+
     own = partial(nets.trained, 2, range(4), nets.dgc_sgd, compression, bucket_mb=2e-4)
-    first, *others = (own(training={"zero": zero}) for zero in nets.ZEROS)
+    first, *others = (own(training={"zero": zero, "passes": passes}) for zero in (*nets.ZEROS, mixed))
     for other in others:
         nets.assert_same(other, first, exactly=True)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_own_zero_grad_clears_frozen_ones_and_keeps_views_if_asked(keep: Any) -> None:
+@nets.each_rank(1)
+def test_a_compressed_bucket_has_no_memory_of_its_own(model: Any, transport: Any) -> None:
+    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=nets.dgc(0.05))
+    compressed = [plan.bucket for plan in optimizer.planned if isinstance(plan.compressor, DGCCompressor)]
+    for step in range(3):
+        optimizer.zero_grad()
+        nets.loss_of(model, step).backward()
+        own = model.first.weight.grad
+        optimizer.step()
+        assert model.first.weight.grad is own
+        assert compressed and not any("_flat" in bucket.__dict__ for bucket in compressed)
+    optimizer.zero_grad(set_to_none=False)
+    assert any("_flat" in bucket.__dict__ for bucket in compressed)
+
+
+def test_gradients_laid_out_in_another_way_are_copied() -> None:
+    """A hook may replace a gradient by a transposed one. Its elements must keep their positions."""
+    models = [nets.net() for _ in range(2)]
+    for model in models:
+        model.first.weight.register_hook(lambda g: g.t().contiguous().t())
+    first, second = (nets.trained(2, range(4), nets.dgc_sgd, nets.dgc, own) for own in (models, None))
+    nets.assert_same(first, second, exactly=True)
+
+
+@pytest.mark.parametrize("memory", [ResidualMemory, NoMemory, lambda: DGCSGDMemory(0.9)])
+def test_sparse_steps_equal_steps_through_gradients(memory: Any) -> None:
+    """If the memory does not correct momentum, DGCSGD equals SGD, and a sparse mean is treated as dense."""
+    corrects = memory().correction is not None
+
+    def body(model: Any, transport: Any, finish: Any) -> None:
+        compression = DGCCompressor(0.05, memory())
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression, bucket_mb=2e-4)
+        nets.train(model, optimizer, range(5), transport.rank, finish=finish)
+        assert all("momentum_buffer" in optimizer.state[p] for p in model.parameters()) != corrects
+
+    direct, through = (nets.run(2, partial(body, finish=end))[0] for end in (None, nets.through_gradients))
+    nets.assert_same(direct, through, exactly=not corrects)
+
+
+def test_a_memory_format_that_changes_after_wrapping() -> None:
+    def result(finish: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
+        optimizer = nets.wrap(model, nets.alone(), nets.dgc_sgd, compression=nets.dgc(0.05))
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        training: Any = {"loss": lambda model, step, _: model(torch.full((2, 8, 3, 3), 1.0 + step)).square().sum()}
+        nets.train(model, optimizer, range(3), finish=finish, **training)
+        return model
+
+    nets.assert_same(result(None), result(nets.through_gradients))
+
+
+def test_own_zero_grad_clears_frozen_ones_and_keeps_views_if_asked() -> None:
     model = nets.net()
     model.last.bias.requires_grad_(False)
     optimizer = nets.wrap(model, nets.alone())
-    model.last.bias.grad = torch.ones(3)
-    nets.loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match="zero_grad"):  # in flight
-        optimizer.zero_grad()
-    optimizer.step()
-    views = [model.first.weight.grad, model.first.bias.grad]
-    optimizer.zero_grad(set_to_none=not keep)
-    if keep:
-        assert model.first.weight.grad is views[0] and model.first.bias.grad is views[1]
-        assert not any(view.any() for view in views) and model.last.bias.grad is None
-    else:
-        assert all(p.grad is None for p in model.parameters())
+    for keep in (True, False):
+        model.last.bias.grad = torch.ones(3)
+        nets.loss_of(model, 0).backward()
+        with pytest.raises(RuntimeError, match="zero_grad"):  # in flight
+            optimizer.zero_grad()
+        optimizer.step()
+        views = [p.grad for p in model.first.parameters()]
+        optimizer.zero_grad(set_to_none=not keep)
+        assert model.last.bias.grad is None
+        assert all(
+            p.grad is (view if keep else None) for p, view in zip(model.first.parameters(), views, strict=True)
+        )
+        assert not keep or not any(view.any() for view in views)
 
 
 @pytest.mark.parametrize("kind", nets.KINDS)
 def test_groups_and_a_scheduler(kind: Any) -> None:
     def groups(model: Any) -> Any:
-        last = {"params": list(model.last.parameters()), "lr": 0.5}
+        last = {"params": [*model.last.parameters()], "lr": 0.5}
         others = {"params": [*model.first.parameters(), *model.spare.parameters()], "weight_decay": 0.1}
         return DGCSGD([last, others], lr=0.05, momentum=0.9)
 
-    def scheduled(model: Any, optimizer: Any, rank: Any, loss: Any) -> None:
+    def scheduled(model: Any, optimizer: Any, rank: Any, loss: Any = nets.loss_of) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
         for step in range(5):
             nets.train(model, optimizer, [step], rank, loss=loss)
             scheduler.step()
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.0005])
 
-    def body(model: Any, transport: Any) -> None:
-        optimizer = nets.wrap(model, transport, groups, compression=nets.KINDS[kind]())
-        scheduled(model, optimizer, transport.rank, nets.loss_of)
-
-    (model, _), reference = nets.run(2, body), nets.net()
+    wrapped, reference = partial(nets.wrap, make=groups), nets.net()
+    (model, _) = nets.run(2, lambda m, t: scheduled(m, wrapped(m, t, compression=nets.KINDS[kind]()), t.rank))
     scheduled(reference, groups(reference), 2, nets.joint_loss)
     if kind != "dgc":
         nets.assert_same(model, reference)
@@ -127,22 +189,20 @@ def test_groups_and_a_scheduler(kind: Any) -> None:
 
 @nets.each_rank(2)
 def test_a_group_is_added_by_wrapping_again(model: Any, transport: Any) -> None:
-    inner, before = torch.optim.SGD(model.first.parameters(), lr=0.1), model.last.weight.detach().clone()
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
+    inner = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    optimizer = nets.wrap(model, transport, lambda _: inner)
     with pytest.raises(ValueError, match=r"cannot be added here: close\(\) this optimizer, add the group"):
         optimizer.add_param_group({"params": model.last.parameters()})
     optimizer.close()
-    optimizer.inner.add_param_group({"params": model.last.parameters()})
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), transport=transport)
-    nets.train(model, optimizer, [0], transport.rank)
-    assert not torch.equal(model.last.weight, before)
+    inner.add_param_group({"params": model.last.parameters()})
+    nets.train(model, nets.wrap(model, transport, lambda _: inner), [0], transport.rank)
+    assert not torch.equal(model.last.weight, nets.net().last.weight)
 
 
 def test_a_scheduler_of_the_inner_optimizer_and_step_after_synchronize() -> None:
     model = nets.net()
-    inner = nets.momentum_sgd(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda epoch: 0.5**epoch)
-    optimizer = nets.wrap(model, nets.alone(), lambda m: inner)
+    optimizer = nets.wrap(model, nets.alone())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.inner, lambda epoch: 0.5**epoch)
     nets.train(model, optimizer, [0])
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
@@ -154,41 +214,41 @@ def test_a_scheduler_of_the_inner_optimizer_and_step_after_synchronize() -> None
     optimizer.step()
 
 
-def test_closures_and_clipping_after_synchronize() -> None:
+def test_a_closure() -> None:
     def body(model: Any, transport: Any) -> None:
-        optimizer = nets.wrap(model, transport)
-
         def closure() -> Any:
             optimizer.zero_grad()
             loss = nets.loss_of(model, 0, transport.rank)
             loss.backward()
             return loss.item()
 
-        assert optimizer.step(closure) == pytest.approx(nets.loss_of(nets.net(), 0, transport.rank).item())
+        optimizer, loss = nets.wrap(model, transport), nets.loss_of(model, 0, transport.rank).item()
+        assert optimizer.step(closure) == pytest.approx(loss)
 
+    nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, [0]))
+
+
+@nets.every_kind
+def test_clipping_after_synchronize_and_synchronizing_twice_is_synchronizing_once(compression: Any) -> None:
     def clip(model: Any) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    def twice(model: Any, optimizer: Any) -> None:
+        optimizer.synchronize()
+        nets.through_gradients(model, optimizer, clip)
 
     def clipped_step(model: Any, optimizer: Any) -> None:
         clip(model)
         optimizer.step()
 
-    nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, [0]))
-    found = nets.trained(2, range(3), training={"finish": partial(nets.through_gradients, change=clip)})
-    nets.assert_same(found, nets.trained_alone(2, range(3), finish=clipped_step))
-
-
-@nets.every_kind
-def test_synchronizing_twice_is_synchronizing_once(compression: Any) -> None:
-    def twice(model: Any, optimizer: Any) -> None:
-        optimizer.synchronize()
-        nets.through_gradients(model, optimizer)
-
-    first, second = (
-        nets.trained(2, range(3), nets.dgc_sgd, compression, training={"finish": finish})
-        for finish in (twice, nets.through_gradients)
+    own, once = (
+        partial(nets.trained, 2, range(3), nets.dgc_sgd, compression),
+        partial(nets.through_gradients, change=clip),
     )
+    first, second = (own(training={"finish": finish}) for finish in (twice, once))
     nets.assert_same(first, second, exactly=True)
+    if compression is DenseCompressor:
+        nets.assert_same(first, nets.trained_alone(2, range(3), finish=clipped_step))
 
 
 @pytest.mark.parametrize("zero", ["own", "model"])
@@ -197,9 +257,8 @@ def test_a_step_that_was_left_out_after_synchronize(zero: Any) -> None:
 
     def body(model: Any, transport: Any) -> None:
         optimizer = nets.wrap(model, transport)
-        nets.train(model, optimizer, [0], transport.rank, zero=zero)
-        nets.train(model, optimizer, [1], transport.rank, zero=zero, finish=lambda model, own: own.synchronize())
-        nets.train(model, optimizer, [2], transport.rank, zero=zero)
+        for step, finish in enumerate((None, lambda model, own: own.synchronize(), None)):
+            nets.train(model, optimizer, [step], transport.rank, zero=zero, finish=finish)
 
     nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, [0, 2]))
 
@@ -209,28 +268,21 @@ def test_a_route_of_compressors(model: Any, transport: Any) -> None:
     route = Route([Rule(BF16Compressor(), name="last.*"), Rule(nets.dgc(0.1), min_dim=2), Rule(DenseCompressor())])
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=route)
     kinds = {s.name: type(p.compressor) for p in optimizer.planned for s in p.bucket.segments}
-    assert kinds == {
-        **dict.fromkeys(("first.weight", "spare.weight"), DGCCompressor),
-        **dict.fromkeys(("first.bias", "spare.bias"), DenseCompressor),
-        **dict.fromkeys(("last.weight", "last.bias"), BF16Compressor),
-    }
+    assert {kinds.pop("last.weight"), kinds.pop("last.bias")} == {BF16Compressor} and len(kinds) == 4
+    assert all(kind is (DGCCompressor if "weight" in name else DenseCompressor) for name, kind in kinds.items())
     nets.train(model, optimizer, range(3), transport.rank)
 
 
 @nets.each_rank(2)
 def test_two_optimizers_on_one_transport(model: Any, transport: Any) -> None:
-    def part(module: Any, prefix: Any) -> Any:
-        inner = torch.optim.SGD(module.parameters(), lr=0.1)
-        return DistributedOptimizer(inner, module.named_parameters(prefix), transport=transport)
-
-    optimizers, before = [part(model.first, "a"), part(model.last, "b")], model.first.weight.detach().clone()
+    optimizers = [nets.wrap(module, transport) for module in (model.first, model.last)]
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
         nets.loss_of(model, step, transport.rank).backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert not torch.equal(model.first.weight, before)
+    assert not torch.equal(model.first.weight, nets.net().first.weight)
 
 
 def test_a_horovod_compression() -> None:

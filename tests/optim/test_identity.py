@@ -1,8 +1,15 @@
-"""Whose state it is: the state of this rank loads, that of any other is refused by name, for every adapter."""
+"""Whose state it is: the state of this rank loads, that of any other is refused by name, for every adapter.
+
+And states that earlier versions saved load, and training continues as it did there.
+"""
 
 import copy
+import io
+import lzma
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,26 +18,26 @@ import torch.distributed as dist
 from cases import case
 from gossip.networks import Trained, top_k
 from on_ranks import on_ranks
-from optim.nets import alone, dgc, dgc_sgd, loss_of, net, train, wrap
+from optim.nets import alone, dgc, dgc_sgd, loss_of, momentum_sgd, net, train, wrap
 from states import assert_equal
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc import compression as methods
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
 from dgc.ddp import compress
-from dgc.gossip import OSGP, SGP
-from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
+from dgc.gossip import CHOCO, DPSGD, OSGP, SGP, PowerGossip, TopK
+from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import broadcast_optimizer_state, redistribute
+from dgc.optim import DGCAdam, LocalOptimizer, OneBitAdam, broadcast_optimizer_state, redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 class Adapter:
-    """What owns a state, and the step of a model of its own."""
-
     def __init__(self, owner: Any, step: Callable[[int], object]) -> None:
         self.owner, self._step = owner, step
         prefix = "compression_" if hasattr(owner, "compression_state_dict") else ""
@@ -48,10 +55,9 @@ class Adapter:
         self._load(copy.deepcopy(state), **options)
 
 
-def optimizer(transport: Any, hierarchical: str = "off", **options: Any) -> Adapter:
+def optimizer(transport: Any, **options: Any) -> Adapter:
     model = net()
-    options = {"compression": dgc(0.1), "hierarchical": hierarchical, **options}
-    wrapped = wrap(model, transport, dgc_sgd, **options)
+    wrapped = wrap(model, transport, dgc_sgd, **{"compression": dgc(0.1), "hierarchical": "off", **options})
     return Adapter(wrapped, lambda number: train(model, wrapped, [number], transport.rank))
 
 
@@ -67,40 +73,38 @@ def aggregator(transport: Any) -> Adapter:
     return Adapter(powersgd, step)
 
 
-def gossiping(algorithm: Any, *make: Any) -> Any:
-    def build(transport: Any) -> Adapter:
-        own = Trained(transport, algorithm(), *make)
-        return Adapter(own.optimizer, lambda number: own.step())
-
-    return build
+def gossiping(transport: Any, algorithm: Any, **options: Any) -> Adapter:
+    own = Trained(transport, algorithm(), **options)
+    return Adapter(own.optimizer, lambda number: own.step())
 
 
-def zero_one(clipper: int = 2) -> Any:
-    return gossiping(lambda: ZeroOneSteps(2, 1, 1, clipper), lambda parameters: ZeroOneAdam(parameters, lr=0.02))
+def zero_one(transport: Any, clipper: int = 2) -> Adapter:
+    adam = partial(ZeroOneAdam, lr=0.02)
+    return gossiping(transport, partial(ZeroOneSteps, 2, 1, 1, clipper), make_optimizer=adam)
 
 
-def outer_steps(number: int, outer: Any = None, **options: Any) -> Any:
-    return gossiping(lambda: OuterSteps(number, None, outer and outer(), **options))
+def diloco(transport: Any, number: int, **options: Any) -> Adapter:
+    return gossiping(transport, lambda: OuterSteps(number, None, Nesterov(), **options))
 
 
 ADAPTERS: dict[str, Any] = {
     "optimizer": optimizer,
-    "two levels": lambda transport: optimizer(transport, "on"),
+    "two levels": partial(optimizer, hierarchical="on"),
     "aggregator": aggregator,
-    "outer steps": gossiping(lambda: OuterSteps(2, compression=top_k())),
-    "0/1 Adam": zero_one(),
-    "gossip": gossiping(SGP),
-    "gossip with overlap": gossiping(OSGP),
+    "outer steps": partial(gossiping, algorithm=lambda: OuterSteps(2, compression=top_k())),
+    "0/1 Adam": zero_one,
+    "gossip": partial(gossiping, algorithm=SGP),
+    "gossip with overlap": partial(gossiping, algorithm=OSGP),
 }
 OWN_PARTS = ("gossip with overlap", "0/1 Adam")  # messages and server errors have a place of their own on a rank
 
 
-def states_of(build: Any, world: LockstepWorld) -> list[Any]:
-    return world.run(lambda transport: build(transport).train(range(3)).state())
-
-
 def world(name: str, size: int = 2) -> LockstepWorld:
     return LockstepWorld(2 * size, 2) if name == "two levels" else LockstepWorld(size)
+
+
+def states_of(name: str, size: int) -> list[Any]:
+    return world(name, size).run(lambda transport: ADAPTERS[name](transport).train(range(3)).state())
 
 
 def without(state: Any, *keys: str) -> Any:
@@ -109,8 +113,7 @@ def without(state: Any, *keys: str) -> Any:
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_only_the_state_of_this_rank_loads(name: str) -> None:
-    build = ADAPTERS[name]
-    larger = states_of(build, world(name, 3))
+    build, larger = ADAPTERS[name], states_of(name, 3)
 
     def body(transport: Any) -> None:
         rank, size = transport.rank, transport.size
@@ -149,21 +152,14 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
 @pytest.mark.parametrize("steps", [{0: 3, 1: 2}, {0: 3, 1: 0}])
 def test_states_of_different_steps_are_refused_before_anything_is_sent(name: str, steps: Any) -> None:
     """Also where one rank has loaded none."""
-    build = ADAPTERS[name]
-
-    def saved(transport: Any) -> dict[int, Any]:
-        adapter = build(transport)
-        return {n: adapter.train([n]).state() for n in (1, 2, 3)}
-
-    states = world(name).run(saved)
 
     def body(transport: Any) -> None:
-        its = steps.get(transport.rank, 3)
-        adapter = build(transport)
-        if its:
-            adapter.load(states[transport.rank][its])
+        adapter, again = ADAPTERS[name](transport), ADAPTERS[name](transport)
+        states = {number: adapter.train([number]).state() for number in (1, 2, 3)}
+        if its := steps.get(transport.rank, 3):
+            again.load(states[its])
         with pytest.raises(ValueError, match=rf"ranks? 0.*: step 3; rank 1: step {steps[1]}\): .*on every rank"):
-            adapter.train(range(3, 4))
+            again.train(range(3, 4))
 
     world(name).run(body)
 
@@ -177,8 +173,7 @@ def test_ddp() -> None:
         exchange = compress(model, dgc(0.1), sgd, transport=alone())
         return Adapter(exchange, lambda number: train(model, sgd, [number]))
 
-    state = build().train(range(3)).state()
-    again = build()
+    state, again = build().train(range(3)).state(), build()
     again.load(state)
     assert again.train(range(3, 4)).state()["identity"]["step"] == 4
     foreign = {**state, "identity": {**state["identity"], "rank": 1, "size": 2}}
@@ -191,11 +186,11 @@ def test_ddp() -> None:
 
 @on_ranks(2)
 def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any) -> None:
-    diloco = partial(outer_steps, outer=Nesterov)
+    in_parts = partial(diloco, number=4, fragment_mb=2.5e-4)
     for saved, loaded, message in (
-        (diloco(4), diloco(3), "OuterSteps.0.average_every=4, and here it is 3"),
-        (diloco(4, fragment_mb=2.5e-4), diloco(4), "OuterSteps.0.fragment_mb=0.00025, and here it is None"),
-        (zero_one(2), zero_one(4), "ZeroOneSteps.0.local_step_clipper=2, and here it is 4"),
+        (partial(diloco, number=4), partial(diloco, number=3), "OuterSteps.0.average_every=4, and here it is 3"),
+        (in_parts, partial(diloco, number=4), "OuterSteps.0.fragment_mb=0.00025, and here it is None"),
+        (zero_one, partial(zero_one, clipper=4), "ZeroOneSteps.0.local_step_clipper=2, and here it is 4"),
     ):
         state = saved(transport).train(range(3)).state()
         with case(message), pytest.raises(ValueError, match=message):
@@ -205,43 +200,40 @@ def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any
 @on_ranks(2)
 def test_ratio_formats_and_buckets_may_change(transport: Any) -> None:
     state = optimizer(transport).train(range(3)).state()
-    for ratio, options in ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True})):
-        for bucket_mb in (25.0, 1e-4):
-            other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
-            other.load(state)
-            for table in ("momentums", "velocities"):
-                tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
-                torch.testing.assert_close(*tables, rtol=0, atol=0)
-            other.train(range(3, 4))
+    others: Any = ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True}))
+    for (ratio, options), bucket_mb in product(others, (25.0, 1e-4)):
+        other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
+        other.load(state)
+        for table in ("momentums", "velocities"):
+            tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
+            torch.testing.assert_close(*tables, rtol=0, atol=0)
+        other.train(range(3, 4))
 
 
 @pytest.mark.parametrize("name", ["optimizer", "aggregator"])
 @pytest.mark.parametrize("new", [1, 2, 6])
 def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: int) -> None:
-    build = ADAPTERS[name]
-    states = states_of(build, LockstepWorld(4))
+    states = states_of(name, 4)
     mixed = redistribute([states[2], states[0], states[3], states[1]], new)  # identities say which is which
     assert [state["identity"]["rank"] for state in mixed] == list(range(new))
     assert_equal(mixed, redistribute(states, new))
 
     def body(transport: Any) -> Any:
-        adapter = build(transport)
+        adapter = ADAPTERS[name](transport)
         adapter.load(mixed[transport.rank])
         found = adapter.state()
         adapter.train(range(3, 4))
         return found
 
-    found = LockstepWorld(new).run(body)
-
     def mean(states: Any) -> torch.Tensor:
         errors = [s["errors"] if name == "aggregator" else s["DGCCompressor.0"]["velocities"] for s in states]
         return torch.stack([torch.cat([e.flatten().double() for e in its.values()]) for its in errors]).mean(0)
 
-    torch.testing.assert_close(mean(found), mean(states), rtol=0, atol=1e-6)
+    torch.testing.assert_close(mean(LockstepWorld(new).run(body)), mean(states), rtol=0, atol=1e-6)
 
 
 def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
-    states = states_of(optimizer, LockstepWorld(3))
+    states = states_of("optimizer", 3)
     for wrong in (states[:2], [*states[:2], states[1]], [*states, states[0]]):
         with pytest.raises(ValueError, match="pass the state of every rank once"):
             redistribute(wrong, 2)
@@ -253,7 +245,7 @@ def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
 
 
 def test_states_are_redistributed_to_two_levels_and_back() -> None:
-    flat = states_of(optimizer, LockstepWorld(3))
+    flat = states_of("optimizer", 3)
 
     def on_machines(transport: Any) -> Any:
         adapter = ADAPTERS["two levels"](transport)
@@ -267,11 +259,10 @@ def test_states_are_redistributed_to_two_levels_and_back() -> None:
 
 
 def test_shards_are_redistributed_among_machines() -> None:
-    def state(machine: int, shard: int) -> dict[str, Any]:
+    states: list[dict[str, Any]] = []
+    for machine, shard in product(range(2), range(2)):
         identity = {"rank": machine, "size": 2, "step": 3, "shard": shard, "shards": 2, "settings": {}}
-        return {"errors": {"w": torch.full((2,), 10.0 * shard + machine)}, "identity": identity}
-
-    states = [state(machine, shard) for machine in range(2) for shard in range(2)]
+        states += [{"errors": {"w": torch.full((2,), 10.0 * shard + machine)}, "identity": identity}]
     one = redistribute(states[::-1], 2)
     assert [s["errors"]["w"][0].item() for s in one] == [0.5, 10.5]
     places = [[s["identity"][key] for key in ("rank", "size", "shard")] for s in one]
@@ -294,9 +285,138 @@ def test_steps_of_asynchronous_ranks_are_not_compared_and_another_memory_is_refu
     class Alone(SGP):
         is_synchronous = False
 
-    own = gossiping(Alone)(alone()).owner
+    own = gossiping(alone(), Alone).owner
     assert own.compression_state_dict()["identity"]["step"] is None
     state = optimizer(alone(), compression=SparseCompressor(0.1, DGCSGDMemory())).state()
     found = r"state of another compressor: it has \['history', 'momentums', 'steps', 'velocities'\]"
     with pytest.raises(ValueError, match=found):
         optimizer(alone(), compression=SparseCompressor(0.1, ResidualMemory())).load(state)
+
+
+# The files have, by case, the states of two ranks after 3 steps, and the models 3 steps later. To write such a
+# file for another version, call `write` in its checkout.
+FILES = {
+    "older": "no identity, and one number of steps for all parameters",
+    "nested": "the state of a memory, and the ratio of a history, in tables of their own",
+}
+SAVED, CONTINUED = range(3), range(3, 6)
+
+
+def small_net() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) / 2)
+    return model.float()
+
+
+def loss_of_small(model: nn.Module, step: int, rank: int) -> Tensor:
+    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float32)
+    return (model(inputs) - inputs[:, :2].sin()).square().mean()
+
+
+def started(transport: Any, make: Any) -> tuple[nn.Module, Any, Adapter]:
+    model = small_net()
+    optimizer, owner = make(model, transport)
+
+    def step(number: int) -> None:
+        if optimizer is owner:
+            train(model, optimizer, [number], transport.rank, loss=loss_of_small)
+        else:
+            loss_of_small(model, number, transport.rank).backward()
+            optimizer_step(optimizer, owner)
+
+    return model, optimizer, Adapter(owner, step)
+
+
+def continued(model: nn.Module, adapter: Adapter) -> list[Tensor]:
+    adapter.train(CONTINUED)
+    if isinstance(adapter.owner, LocalOptimizer):
+        adapter.owner.method.flush()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def exchanging(compression: Callable[[], Any], make: Any = momentum_sgd) -> Any:
+    return lambda model, t: (wrap(model, t, make, compression=compression(), bucket_mb=1e-4),) * 2
+
+
+def mixing(algorithm: Callable[[], Any], make: Any = momentum_sgd) -> Any:
+    return lambda model, t: (LocalOptimizer(make(model), model.named_parameters(), algorithm(), transport=t),) * 2
+
+
+def aggregating(model: Any, transport: Any) -> Any:
+    config = Config(1, 1.0, start_compressing_after_num_steps=1)
+    return momentum_sgd(model), PowerSGD(model.parameters(), config, transport)
+
+
+def adam(kind: Any, **options: Any) -> Any:
+    return lambda model: kind(model.parameters(), lr=0.05, **options)
+
+
+def sparse(**options: Any) -> SparseCompressor:
+    return SparseCompressor(0.1, ResidualMemory(), **options)
+
+
+low_rank = partial(methods.PowerSGDCompressor, rank=1)
+IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 40 * 4 / 2**20}
+CASES: dict[str, Any] = {
+    "dgc": exchanging(
+        lambda: methods.DGCCompressor(0.1, DGCSGDMemory(momentum=0.9)), partial(dgc_sgd, weight_decay=1e-2)
+    ),
+    "top-k, vectors as int8": exchanging(partial(sparse, dense_values="int8")),
+    "PowerSGD": exchanging(partial(low_rank, min_compression_rate=1)),
+    "PowerSGD, adaptive": exchanging(partial(low_rank, high_rank=2, min_compression_rate=0)),
+    "QSGD": exchanging(methods.QSGDCompressor),
+    "signs": exchanging(methods.ScaledSignCompressor),
+    "2 bits": exchanging(partial(methods.ThresholdCompressor, threshold=0.05)),
+    "DoubleSqueeze": exchanging(methods.DoubleSqueezeCompressor),
+    "random k": exchanging(partial(methods.RandomKCompressor, 0.5)),
+    "chunks": exchanging(lambda: methods.ChunkCompressor(0.3, ResidualMemory(), 8)),
+    "1-bit Adam": exchanging(methods.OneBitAdamCompressor, adam(OneBitAdam, freeze_step=2)),
+    "DGC for Adam": exchanging(partial(methods.DGCAdamCompressor, 0.2), adam(DGCAdam, freeze_step=2)),
+    "aggregate": aggregating,
+    "SGP": mixing(SGP),
+    "OSGP": mixing(OSGP),
+    "D-PSGD": mixing(DPSGD),
+    "CHOCO": mixing(lambda: CHOCO(quantizer=TopK(0.25))),
+    "PowerGossip": mixing(partial(PowerGossip, rank=1)),
+    "SlowMo": mixing(lambda: OuterSteps(2, OSGP(), SlowMo())),
+    "DiLoCo, top-k": mixing(lambda: OuterSteps(2, None, Nesterov(), sparse(vectors="sparse"))),
+    "streaming": mixing(lambda: OuterSteps(4, None, Nesterov(), **IN_TWO_PARTS, delay=2)),
+    "0/1 Adam": mixing(partial(ZeroOneSteps, 2, 1, 1, 3), adam(ZeroOneAdam)),
+}
+
+
+def write(file: Path) -> None:
+    def body(transport: Any, make: Any) -> Any:
+        model, optimizer, adapter = started(transport, make)
+        own = adapter.train(SAVED).state()
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), own))
+        return state, continued(model, adapter)
+
+    found = {name: LockstepWorld(2).run(partial(body, make=make)) for name, make in CASES.items()}
+    whole = io.BytesIO()
+    torch.save(found, whole, _use_new_zipfile_serialization=False)
+    file.write_bytes(lzma.compress(whole.getvalue(), preset=9))
+
+
+@cache
+def read(name: str) -> Any:
+    content = lzma.decompress(Path(__file__).with_name(f"{name}_states.pt.xz").read_bytes())
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:this state does not say whose it is")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("file", FILES)
+def test_a_state_of_an_earlier_version_continues(file: str, name: str) -> None:
+    def body(transport: Any) -> None:
+        (weights, inner, own), result = read(file)[name][transport.rank]
+        model, optimizer, adapter = started(transport, CASES[name])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(inner))
+        adapter.load(own)
+        # matrix products differ in the last bits between processors
+        torch.testing.assert_close(continued(model, adapter), result, rtol=1e-3, atol=1e-4)
+
+    LockstepWorld(2).run(body)

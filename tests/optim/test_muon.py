@@ -7,21 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
 from optim import nets
 from refusals import check_refusals
 from torch import nn
 
-from dgc.compression import (
-    DenseCompressor,
-    DoubleSqueezeCompressor,
-    EF21Compressor,
-    PowerSGDCompressor,
-    Route,
-    Rule,
-    ScaledSignCompressor,
-    TwoPhaseCompressor,
-)
+from dgc import compression as methods
 from dgc.local import Nesterov, OuterSteps
 from dgc.optim import LocalOptimizer, MuonWithAdamW, muon_groups
 from dgc.optim.muon import newton_schulz
@@ -42,23 +32,18 @@ def clipped(model: Any) -> None:
 
 
 def test_one_rank_has_the_bits_of_the_two_optimizers() -> None:
-    """With a schedule, clipping, and a group's own settings."""
-
-    def schedule(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
     model, other = nets.net(), nets.net()
-    matrices, vectors = [other.first.weight, other.spare.weight], [*other.last.parameters()]
-    vectors += [other.first.bias, other.spare.bias]
+    vectors = [*other.last.parameters(), other.first.bias, other.spare.bias]
     two = [
-        torch.optim.Muon(matrices, 0.03, adjust_lr_fn="match_rms_adamw", momentum=0.9),
+        torch.optim.Muon(
+            [other.first.weight, other.spare.weight], 0.03, adjust_lr_fn="match_rms_adamw", momentum=0.9
+        ),
         torch.optim.AdamW(vectors, 0.01, (0.9, 0.95), weight_decay=0.1, foreach=False),
     ]
     groups = [{**group, "foreach": False} if not group["muon"] else group for group in muon_groups(model, HEAD)]
-    wrapped = nets.wrap(
-        model, nets.alone(), lambda _: MuonWithAdamW(groups, 0.01, muon_lr_ratio=3.0, momentum=0.9)
-    )
-    schedules = [schedule(optimizer) for optimizer in (wrapped.inner, *two)]
+    own = MuonWithAdamW(groups, 0.01, muon_lr_ratio=3.0, momentum=0.9)
+    wrapped = nets.wrap(model, nets.alone(), lambda _: own)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in (own, *two)]
     for step in range(4):
         nets.train(model, wrapped, [step], finish=partial(nets.through_gradients, change=clipped))
         other.zero_grad()
@@ -72,27 +57,27 @@ def test_one_rank_has_the_bits_of_the_two_optimizers() -> None:
     assert [group["lr"] for group in wrapped.param_groups] == [0.01 / 5, 0.03 / 5]
 
 
+def split(first: Any, spare: Any) -> list[Any]:
+    return [part.clone() for part in (*first.split([2, 6]), *spare.split(4))]
+
+
 def test_parts_are_matrices_of_their_own_and_a_copy_goes_on() -> None:
     for precision in ("bf16", "fp32"):
-        model, other = nets.net(), nets.net()
+        model = nets.net()
         whole = muon(model, {"first*": [2, 6], "spare*": 2}, ns_precision=precision)
-        parts = [
-            nn.Parameter(p.detach()) for p in (*other.first.weight.split([2, 6]), *other.spare.weight.split(4))
-        ]
+        parts = [nn.Parameter(part) for part in split(model.first.weight.detach(), model.spare.weight.detach())]
         own = MuonWithAdamW([{"params": parts, "muon": True}], lr=0.01, ns_precision=precision)
         for step in range(4):
             model.zero_grad()
             nets.loss_of(model, step).backward()
-            weights = (model.first.weight, model.spare.weight)
-            split = [p.grad.split(rows) for p, rows in zip(weights, ([2, 6], 4), strict=True)]
-            for part, gradient in zip(parts, [g for gradients in split for g in gradients], strict=True):
-                part.grad = gradient.clone()
+            for part, gradient in zip(parts, split(model.first.weight.grad, model.spare.weight.grad), strict=True):
+                part.grad = gradient
             whole.step()
             own.step()
             if step == 1:
                 model, whole = copy.deepcopy((model, whole))
-            torch.testing.assert_close(torch.cat((*parts[:2],)), model.first.weight, rtol=0, atol=0)
-            torch.testing.assert_close(torch.cat((*parts[2:],)), model.spare.weight, rtol=0, atol=0)
+            expected = split(model.first.weight, model.spare.weight)
+            torch.testing.assert_close([*parts], expected, rtol=0, atol=0)
 
 
 def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near_one() -> None:
@@ -101,9 +86,8 @@ def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near
         for precision in ("bf16", "fp32"):
             p = nn.Parameter(torch.zeros(shape))
             p.grad = gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-            optimizer = MuonWithAdamW(
-                [{"params": [p], "muon": True}], 1.0, ns_precision=precision, adjust_lr_fn="original"
-            )
+            group = {"params": [p], "muon": True}
+            optimizer = MuonWithAdamW([group], 1.0, ns_precision=precision, adjust_lr_fn="original")
             optimizer.step()
             ends.append(p.detach().flatten())
         assert torch.cosine_similarity(ends[0], ends[1], dim=0) > 0.999
@@ -112,49 +96,51 @@ def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near
 
 
 def test_states_and_ranks_with_four_bits() -> None:
-    for split, more in ((None, {}), ({"spare*": 2}, {"ns_precision": "fp32"})):
+    for options in ({}, {"split": {"spare*": 2}, "ns_precision": "fp32"}):
 
-        def wrapped(model: Any, transport: Any, split: Any = split, more: Any = more) -> Any:
-            return nets.wrap(
-                model, transport, partial(muon, split=split, **more), compression=TwoPhaseCompressor(4)
-            )
+        def wrapped(model: Any, transport: Any, options: Any = options) -> Any:
+            return nets.wrap(model, transport, partial(muon, **options), compression=methods.TwoPhaseCompressor(4))
 
         nets.check_that_a_saved_state_goes_on(wrapped, 3, used=2)
     # the mean of the ranks' gradients, without compression
     nets.assert_same(nets.trained(3, range(3), muon), nets.trained_alone(3, range(3), muon))
 
 
-def test_warnings_of_compressors() -> None:
-    """Of PowerSGD for Muon, and of signs of gradients for the matrices of AdamW."""
-    power, signs = partial(PowerSGDCompressor, 2), ScaledSignCompressor
-    for compressor, name, words in (
-        (power, "spare*", "PowerSGDCompressor loses much with Muon"),
-        (signs, "last*", "ScaledSignCompressor of embeddings ruins AdamW's step"),
-        (DoubleSqueezeCompressor, "spare*", "DoubleSqueezeCompressor loses much with Muon"),
-        (lambda: EF21Compressor(signs()), "spare*", "EF21Compressor has momentum, and Muon applies its own again"),
-        (signs, "spare*", ""),
-        (power, "last*", ""),
-    ):
-        for outer in (False, True)[: 1 if "EF21" in words else 2]:  # outer steps refuse it
+POWER, SIGNS = partial(methods.PowerSGDCompressor, 2), methods.ScaledSignCompressor
+WARNINGS: list[tuple[Any, str, str]] = [
+    (POWER, "spare*", "PowerSGDCompressor loses much with Muon"),
+    (SIGNS, "last*", "ScaledSignCompressor of embeddings ruins AdamW's step"),
+    (methods.DoubleSqueezeCompressor, "spare*", "DoubleSqueezeCompressor loses much with Muon"),
+    (
+        lambda: methods.EF21Compressor(SIGNS()),
+        "spare*",
+        "EF21Compressor has momentum, and Muon applies its own again",
+    ),
+    (SIGNS, "spare*", ""),
+    (POWER, "last*", ""),
+]
 
-            def body(
-                model: Any, transport: Any, outer: bool = outer, name: str = name, make: Any = compressor
-            ) -> None:
-                route = Route([Rule(make(), name=name, min_dim=2), Rule(DenseCompressor())])
-                if outer:
-                    method = OuterSteps(2, outer=Nesterov(0.7, 0.8), compression=route)
-                    optimizer: Any = LocalOptimizer(
-                        muon(model), model.named_parameters(), method, transport=transport
-                    )
-                else:
-                    optimizer = nets.wrap(model, transport, muon, compression=route)
-                nets.train(model, optimizer, range(4), transport.rank)
 
-            with case((words, outer)), warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                nets.run(2, body)
-            found = [str(warning.message) for warning in caught]
-            assert [words in text for text in found] == [True] * bool(words and (not outer or "Power" in words))
+@pytest.mark.parametrize(("make", "name", "words"), WARNINGS)
+@pytest.mark.parametrize("outer", [False, True])
+def test_warnings_of_compressors(make: Any, name: str, words: str, outer: bool) -> None:
+    def body(model: Any, transport: Any) -> None:
+        route = methods.Route(
+            [methods.Rule(make(), name=name, min_dim=2), methods.Rule(methods.DenseCompressor())]
+        )
+        if outer:
+            method = OuterSteps(2, outer=Nesterov(0.7, 0.8), compression=route)
+            optimizer: Any = LocalOptimizer(muon(model), model.named_parameters(), method, transport=transport)
+        else:
+            optimizer = nets.wrap(model, transport, muon, compression=route)
+        nets.train(model, optimizer, range(4), transport.rank)
+
+    if not (outer and "EF21" in words):  # outer steps refuse it
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            nets.run(2, body)
+        found = [words in str(warning.message) for warning in caught]
+        assert found == [True] * bool(words and (not outer or "Power" in words))
 
 
 class Everything(nn.Module):
@@ -198,31 +184,27 @@ def test_groups_of_a_wrapped_model_are_those_of_the_model() -> None:
 
 def test_refused() -> None:
     model = nets.net()
-    half, vector = nn.Linear(4, 4, dtype=torch.bfloat16), torch.zeros(3)
+    half_net = nn.ModuleDict({"first": nn.Linear(4, 4, dtype=torch.bfloat16), "last": nn.Linear(2, 2)})
     phase = torch.zeros(2, 2, dtype=torch.complex64)
     other = muon(nets.net(), {"spare*": 2})
-    as_muon: Any = lambda p: MuonWithAdamW([{"params": [p], "muon": True}])  # noqa: E731
+    refused: list[tuple[dict[str, Any], str]] = [
+        *(({"ns_steps": 0}, "MuonWithAdamW needs"), ({"momentum": 1.0}, "MuonWithAdamW needs")),
+        ({"muon_lr_ratio": 0.0}, "MuonWithAdamW needs"),
+        ({"ns_precision": "fp16"}, "ns_precision must be one of bf16, fp32"),
+        ({"split": {"first*": 3}}, "cannot be split into parts=3"),
+    ]
     check_refusals(
+        *((partial(muon, model, **options), words) for options, words in refused),
         (lambda: muon_groups(model, ["output.*"]), "no parameter has a name like 'output.*'"),
         (lambda: muon_groups(nn.Embedding(3, 3)), "the model has no matrix for Muon"),
-        (lambda: muon(model, {"first*": 3}), "cannot be split into parts=3"),
         (lambda: MuonWithAdamW(model.parameters()), "no group has muon=True"),
-        (lambda: muon(half_net(half), nesterov=False), "overwrites its momentum"),
-        *((partial(as_muon, p), "Muon takes real matrices") for p in (vector, phase)),
-        *(
-            (partial(muon, model, **wrong), "MuonWithAdamW needs")
-            for wrong in ({"ns_steps": 0}, {"momentum": 1.0})
-        ),
-        (lambda: muon(model, muon_lr_ratio=0.0), "MuonWithAdamW needs"),
-        (lambda: muon(model, ns_precision="fp16"), "ns_precision must be one of bf16, fp32"),
+        (lambda: muon(half_net, nesterov=False), "overwrites its momentum"),
+        (lambda: MuonWithAdamW([{"params": [torch.zeros(3)], "muon": True}]), "Muon takes real matrices"),
+        (lambda: MuonWithAdamW([{"params": [phase], "muon": True}]), "Muon takes real matrices"),
         (lambda: muon(model).load_state_dict(other.state_dict()), "other groups of Muon and AdamW"),
         (lambda: nets.wrap(model, nets.alone(), muon, compression=nets.dgc()), "would apply it again"),
     )
-    muon(half_net(half))  # with Nesterov momentum
-
-
-def half_net(layer: Any) -> Any:
-    return nn.ModuleDict({"first": layer, "last": nn.Linear(2, 2)})
+    muon(half_net)  # with Nesterov momentum
 
 
 def test_a_torch_without_muon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,31 +1,39 @@
-"""What DistributedOptimizer refuses or warns about, and that momentum is applied once."""
+"""What DistributedOptimizer refuses or warns about, that momentum is applied once, and settings that differ."""
 
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import case
+from on_ranks import on_ranks
 from optim.nets import alone, dgc, dgc_sgd, momentum_sgd, net, train, trained, values, wrap
 from refusals import check_refusals
 from torch import nn
 
+from dgc import compression as methods
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
 from dgc.compression import DenseCompressor, DenseResult, DGCCompressor, Route, Rule
 from dgc.compression.protocol import StatelessCompressor
+from dgc.engine.agreement import describe
 from dgc.engine.options import as_route
-from dgc.memory import DGCSGDMemory, MomentumCorrection, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.gossip import DPSGD, from_weights
+from dgc.local import OuterSteps
+from dgc.memory import ClipByNorm, DGCSGDMemory, MomentumCorrection, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
+from dgc.selection import Sampled
+from dgc.wire import CastValues, PackedIndices
 
 
 def sgd(model: Any) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def adam(model: Any) -> Any:
-    return torch.optim.Adam(model.parameters())
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -41,33 +49,31 @@ def test_wrong_named_parameters() -> None:
         ([("a", 1.0)], pairs),
         ([(p, name) for name, p in named], pairs),
     ]
-    for given, words in wrong:
-        # pairs are checked before anything is started
-        with case(words), pytest.raises(ValueError, match=words):
-            DistributedOptimizer(momentum_sgd(model), given, transport=None if words == pairs else alone())
+    # pairs are checked before anything is started
+    wrapped = partial(DistributedOptimizer, momentum_sgd(model))
+    starts = [(partial(wrapped, g, transport=None if words == pairs else alone()), words) for g, words in wrong]
+    check_refusals(*starts)
     train(model, DistributedOptimizer(momentum_sgd(model), transport=alone()), [0])  # names may be left out
 
 
-@pytest.mark.parametrize("odd", ["shape", "name", "count"])
-def test_different_models_name_the_rank(odd: Any) -> None:
-    def body(transport: Any) -> None:
-        width = 5 if odd == "shape" and transport.rank == 1 else 4
-        model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
-        if odd == "count" and transport.rank == 1:
-            model = nn.Sequential(*model, nn.Linear(2, 2))
-        rename = "x" if odd == "name" and transport.rank == 1 else ""
-        named = [(rename + name, p) for name, p in model.named_parameters()]
-        DistributedOptimizer(sgd(model), named, transport=transport)
+def test_different_models_name_the_rank() -> None:
+    def body(transport: Any, other: dict[str, Any]) -> None:
+        model = nn.ModuleDict(other if transport.rank else {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)})
+        wrap(model, transport, sgd)
 
-    with pytest.raises(ValueError, match="rank [01] and rank [01] train different models"):
-        LockstepWorld(2).run(body)
+    last = nn.Linear(4, 2)
+    for other in (
+        {"a": nn.Linear(3, 5), "b": nn.Linear(5, 2)},
+        {"a": nn.Linear(3, 4), "c": last},
+        {"a": nn.Linear(3, 4), "b": last, "c": nn.Linear(2, 2)},
+    ):
+        with case(other), pytest.raises(ValueError, match="rank [01] and rank [01] train different models"):
+            LockstepWorld(2).run(partial(body, other=other))
 
 
-class Own(StatelessCompressor):
-    """A compressor of the user. speak: its reduce."""
-
-    def __init__(self, speak: Any) -> None:
-        self.speak = speak
+class OfAUser(StatelessCompressor):
+    def __init__(self, seed: Any = 0, table: Any = (1.0,), speak: Any = None) -> None:
+        self._seed, self.table, self.speak = seed, torch.tensor(table), speak
 
     def reduce(self, bucket: Any, state: Any) -> Any:
         return self.speak(bucket, state)
@@ -81,13 +87,13 @@ def no_result(bucket: Any, state: Any) -> Any:
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_custom_compressor_that_is_no_generator() -> None:
     for speak, words in (
-        (lambda bucket, state: None, "reduce of Own must be a generator.*yields.*not NoneType"),
-        (lambda bucket, state: DenseResult(), "reduce of Own must be a generator.*not DenseResult"),
-        (no_result, "reduce of Own must return a Reduced, not None"),
+        (lambda bucket, state: None, "reduce of OfAUser must be a generator.*yields.*not NoneType"),
+        (lambda bucket, state: DenseResult(), "reduce of OfAUser must be a generator.*not DenseResult"),
+        (no_result, "reduce of OfAUser must return a Reduced, not None"),
+        (DenseCompressor().reduce, ""),  # a function that returns a generator
     ):
-        with case(words), pytest.raises(ValueError, match=words):
-            trained(2, [0], compression=partial(Own, speak))
-    trained(1, [0], compression=lambda: Own(DenseCompressor().reduce))  # a function that returns a generator
+        with case(words), pytest.raises(ValueError, match=words) if words else nullcontext():
+            trained(2, [0], compression=partial(OfAUser, speak=speak))
 
 
 def test_bad_options() -> None:
@@ -99,13 +105,13 @@ def test_bad_options() -> None:
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
         ({"nonfinite": "zero"}, "nonfinite must be 'skip' or 'raise', not 'zero'"),
     ]
-    check_refusals(*((partial(wrap, net(), alone(), **options), words) for options, words in bad))
+    kinds: tuple[Any, ...] = (DenseCompressor, DGCCompressor, Route)
+    check_refusals(
+        *((partial(wrap, net(), alone(), **options), words) for options, words in bad),
+        *((partial(as_route, k), rf"compression={k.__name__} is a class: pass an instance") for k in kinds),
+    )
     with pytest.warns(UserWarning, match="bucket_mb"):
         wrap(net(), alone(), num_groups=2)
-    kinds: tuple[Any, ...] = (DenseCompressor, DGCCompressor, Route)
-    for kind in kinds:
-        with pytest.raises(ValueError, match=rf"compression={kind.__name__} is a class: pass an instance"):
-            as_route(kind)
 
 
 def test_the_same_parameters_or_compressor_twice() -> None:
@@ -128,21 +134,14 @@ def test_momentum_has_one_owner() -> None:
     refused: list[tuple[Any, Any, str]] = [
         (momentum_sgd, dgc(), "DGCSGD"),
         (momentum_sgd, DGCCompressor(0.1), "SGD would apply it again: use dgc.optim.DGCSGD"),
-        (adam, dgc(), "Adam"),
         (dgc_sgd, dgc(momentum=0.8), "momentum=0.8"),
-        (dgc_sgd, dgc(nesterov=True), "nesterov=True"),
-        (
-            dgc_sgd,
-            DGCCompressor(0.1, DGCSGDMemory(nesterov=True)),
-            "nesterov=True, the optimizer momentum=0.9, nesterov=False",
-        ),
+        (dgc_sgd, dgc(nesterov=True), "nesterov=True, the optimizer momentum=0.9, nesterov=False"),
+        (dgc_sgd, DGCCompressor(0.1, DGCSGDMemory(nesterov=True)), "nesterov=True, the optimizer momentum=0.9"),
         (partial(dgc_sgd, nesterov=True), dgc(), "nesterov=True"),
         (partial(dgc_sgd, dampening=0.1), dgc(), "dampening"),
         (lambda m: DGCSGD(m.parameters(), lr=0.1), dgc(), "momentum=0.0"),
     ]
-    for make, compression, words in refused:
-        with case(words), pytest.raises(ValueError, match=words):
-            wrap(net(), alone(), make, compression=compression)
+    check_refusals(*((partial(wrap, net(), alone(), make, compression=c), words) for make, c, words in refused))
 
 
 @pytest.mark.filterwarnings("ignore:the memory applies momentum only to compressed parameters")
@@ -175,3 +174,130 @@ def test_a_memory_without_a_momentum_of_its_own_takes_that_of_the_optimizer(nest
         DGCCompressor(0.1).init(make_bucket("b", [("w", torch.zeros(4, 4))]), 1, 0)
     with pytest.warns(UserWarning, match="exchanged dense"):  # of SGD without momentum
         wrap(net(), alone(), sgd, compression=dgc())
+
+
+def at_2bit(threshold: Any) -> Any:
+    return methods.ThresholdCompressor(threshold=threshold)
+
+
+def clipped(norm: float) -> Any:
+    return DGCCompressor(0.1, DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(norm)))
+
+
+# (setting's path, its value on rank 0 and on the last rank, and the options with a value)
+OPTIONS: list[tuple[str, Any, Any, Any]] = [
+    ("op", "average", "sum", lambda op: {"op": op}),
+    ("nonfinite", "skip", "raise", lambda n: {"nonfinite": n}),
+    ("bucket_mb", 25.0, 24.0, lambda mb: {"bucket_mb": mb}),
+    ("backward_passes_per_step", 1, 2, lambda n: {"backward_passes_per_step": n}),
+    ("uses_grad_scaler", True, False, lambda used: {"grad_scaler": torch.amp.GradScaler("cpu", enabled=used)}),
+]
+# the same of the compression
+COMPRESSIONS: list[tuple[str, Any, Any, Any]] = [
+    ("threshold", 0.5, 0.25, at_2bit),
+    ("threshold", 0.5, None, at_2bit),
+    ("_seed", 0, 1, lambda s: methods.QSGDCompressor(seed=s)),
+    ("_seed", 3, 4, OfAUser),
+    ("compress_ratio", 0.1, 0.2, dgc),
+    ("memory.correction.momentum", 0.9, 0.8, lambda m: dgc(momentum=m)),
+    ("memory.gradient_clipping.max_norm", 1.0, 2.0, clipped),
+    ("selector.sample_ratio", 0.1, 0.2, lambda r: dgc(selector=Sampled(r))),
+    ("format.values.dtype", "fp16", "bf16", lambda v: dgc(values=CastValues(v))),
+    ("dense_values", "bf16", "int8", lambda v: dgc(dense_values=v)),
+    ("vectors", "dense", "sparse", lambda v: dgc(vectors=v)),
+    ("vector_ratio", 0.1, None, lambda r: dgc(vectors="sparse", vector_ratio=r)),
+    ("warmup.warmup_coeff[1]", 0.2, 0.3, lambda c: dgc(warmup_epochs=2, warmup_coeff=[0.5, c])),
+    ("rules[0].compressor.threshold", 1.0, 2.0, lambda t: Route([Rule(at_2bit(t)), Rule(DenseCompressor())])),
+    ("rules[0].min_numel", 1, 2, lambda n: Route([Rule(DenseCompressor(), min_numel=n)])),
+]
+KINDS: list[tuple[Any, Any, str]] = [
+    (DenseCompressor(), at_2bit(1.0), "compression is dgc.compression.dense.DenseCompressor"),
+    (methods.PowerSGDCompressor(1), methods.PowerSGDCompressor(2), "compression.rank is 1 on rank 0 and 2"),
+    (
+        dgc(),
+        dgc(indices=PackedIndices()),
+        "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0 and dgc",
+    ),
+    (OfAUser(1), OfAUser(1, (2.0,)), "compression.table is tensor of shape (1,), torch.float32"),
+]
+
+
+def refusal(*values: Any, make: Callable[[Any], Any] = lambda one: one, option: str = "compression") -> str:
+    """What all ranks are told. values: of each rank. option: empty if `make` returns several."""
+
+    def body(transport: Any) -> str:
+        made = make(values[transport.rank])
+        with pytest.raises(ValueError, match="every rank needs the same settings") as caught:
+            wrap(nn.Linear(3, 3), transport, dgc_sgd, **({option: made} if option else made))
+        return str(caught.value)
+
+    (told,) = set(LockstepWorld(len(values)).run(body))
+    return told
+
+
+def test_the_setting_that_differs_is_named_on_every_rank() -> None:
+    for rows, option in ((OPTIONS, ""), (COMPRESSIONS, "compression")):
+        for path, first, last, make in rows:
+            told, place = refusal(first, first, last, make=make, option=option), f"{option}.{path}".lstrip(".")
+            assert told.startswith(f"{place} is {first!r} on rank 0 and {last!r} on rank 2"), told
+    for one, other, words in KINDS:
+        assert words in refusal(one, other)
+
+
+@on_ranks(2)
+def test_gossip_algorithms_too(transport: Any) -> None:
+    def weighted(own: Any) -> Any:
+        return lambda size: from_weights([[[own, 1 - own], [1 - own, own]]])
+
+    rank, model = transport.rank, nn.Linear(3, 3)
+    for path, method in (
+        ("method", OuterSteps(2) if rank else DPSGD()),
+        ("method.average_every", OuterSteps(2 + rank)),
+        ("method._graphs[0].own", DPSGD(weighted(0.5 + 0.1 * rank))),
+    ):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=rf"^{re.escape(path)} is .* on rank 0 and .* on rank 1: every"):
+            LocalOptimizer(sgd, model.named_parameters(), method, transport=transport)
+
+
+@on_ranks(2)
+def test_values_of_a_rank_may_differ(transport: Any) -> None:
+    rank, model = transport.rank, nn.Linear(3, 3)
+    compression: Any = OfAUser(1)
+    compression.generator = torch.Generator().manual_seed(rank)
+    compression.module = nn.Linear(2 + rank, 2)
+    compression.parameter = nn.Parameter(torch.full((2,), float(rank)))
+    compression.device, compression.itself = torch.device("cuda", rank), compression
+    compression.transport = transport
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+    DistributedOptimizer(optimizer, model.named_parameters(), compression, transport=transport)
+
+
+class Slotted:
+    __slots__ = ("empty", "value")
+    limit = 7
+
+    def __init__(self) -> None:
+        self.value = {3, 1}
+
+
+def test_description() -> None:
+    @dataclass
+    class Settings:
+        numbers: dict[str, tuple[float, ...]]
+        function: object
+
+    def text(**values: Any) -> str:
+        return ", ".join(f"{path} {value}" for path, value in describe(**values).items()).replace(__name__, "here")
+
+    Settings.__qualname__ = "Settings"
+    Kind = Enum("Kind", "A")
+    assert text(a=Settings({"x": (1.0, 2.0)}, partial(sorted, reverse=True)), b=Slotted(), c=Kind.A) == (
+        "a here.Settings, a.numbers builtins.dict, a.numbers['x'] builtins.tuple, a.numbers['x'][0] 1.0, "
+        "a.numbers['x'][1] 2.0, a.function functools.partial, a.function.func builtins.sorted, "
+        "a.function.args builtins.tuple, a.function.keywords builtins.dict, a.function.keywords['reverse'] True, "
+        "b here.Slotted, b.limit 7, b.value builtins.set, b.value[0] '1', b.value[1] '3', c <Kind.A: 1>"
+    )
+    assert text(d=torch.float16, e=object(), f=Slotted.__init__, g=None) == (
+        "d torch.float16, e <object object>, f here.Slotted.__init__, g None"
+    )

@@ -1,9 +1,12 @@
 """DGCSGD against torch.optim.SGD."""
 
+from functools import partial
+from itertools import product
 from typing import Any
 
-import pytest
 import torch
+from cases import case
+from refusals import check_refusals
 
 from dgc.bucket import make_bucket
 from dgc.engine.buckets import SparseUpdate
@@ -15,7 +18,6 @@ def random(*shape: Any, seed: int = 0) -> Any:
 
 
 def layouts() -> Any:
-    """Parameters of every layout, by name, each with its own storage."""
     return {
         "contiguous": random(4, 5, seed=2),
         "transposed": random(5, 4, seed=3).t(),
@@ -24,6 +26,9 @@ def layouts() -> Any:
         "offset": random(40, seed=5)[7:27].view(4, 5),
         "scalar": random(1, seed=6)[0],
     }
+
+
+MORE: tuple[dict[str, Any], ...] = ({"dampening": 0.3}, {"nesterov": True})
 
 
 def pair(**options: Any) -> Any:
@@ -42,50 +47,38 @@ def assert_close(own: Any, others: Any, rtol: float = 1e-6) -> None:
         torch.testing.assert_close(p, q, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"momentum": 0.9},
-        {"momentum": 0.9, "dampening": 0.3},
-        {"momentum": 0.9, "nesterov": True},
-        {"weight_decay": 0.1},
-        {"momentum": 0.9, "weight_decay": 0.1},
-        {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.5},
-        {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
-    ],
-    ids=str,
-)
-def test_equals_torchs_sgd(options: Any) -> None:
-    own, others, optimizer = pair(lr=0.1, **options)
-    reference = torch.optim.SGD(others, lr=0.1, **options)
-    for step in range(5):
-        for group in (*optimizer.param_groups, *reference.param_groups):
-            group["lr"] = 0.1 / (step + 1)
-        give(step, own, others)
-        if step == 2:
-            own[0].grad = others[0].grad = None
-        optimizer.step()
-        reference.step()
-    assert_close(own, others)
+def test_equals_torchs_sgd() -> None:
+    ways: tuple[dict[str, Any], ...] = ({}, {"momentum": 0.9}, *({"momentum": 0.9, **o} for o in MORE))
+    for options in (*ways, *({"weight_decay": 0.1, **way} for way in ways)):
+        own, others, optimizer = pair(lr=0.1, **options)
+        reference = torch.optim.SGD(others, lr=0.1, **options)
+        for step in range(5):
+            for group in (*optimizer.param_groups, *reference.param_groups):
+                group["lr"] = 0.1 / (step + 1)
+            give(step, own, others)
+            if step == 2:
+                own[0].grad = others[0].grad = None
+            optimizer.step()
+            reference.step()
+        with case(options):
+            assert_close(own, others)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_corrected_gradients_with_weight_decay_are_momentum_sgd(nesterov: Any) -> None:
+def test_corrected_gradients_with_weight_decay_are_momentum_sgd() -> None:
     """Momentum is linear: momentum of the gradient, applied before, plus momentum of the weight decay."""
-    options = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
-    own, others, optimizer = pair(**options)
-    optimizer.skip_momentum_of(own)
-    reference = torch.optim.SGD(others, **options)
-    momenta = [torch.zeros_like(p) for p in own]
-    for step in range(6):
-        give(step, own, others)
-        for p, u in zip(own, momenta, strict=True):
-            u.mul_(0.9).add_(p.grad)
-            p.grad = p.grad + 0.9 * u if nesterov else u.clone()
-        optimizer.step()
-        reference.step()
-    assert_close(own, others, rtol=1e-5)
+    for nesterov in (False, True):
+        options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
+        own, others, optimizer = pair(**options)
+        optimizer.skip_momentum_of(own)
+        reference, momenta = torch.optim.SGD(others, **options), [torch.zeros_like(p) for p in own]
+        for step in range(6):
+            give(step, own, others)
+            for p, u in zip(own, momenta, strict=True):
+                u.mul_(0.9).add_(p.grad)
+                p.grad = p.grad + 0.9 * u if nesterov else u.clone()
+            optimizer.step()
+            reference.step()
+        assert_close(own, others, rtol=1e-5)
 
 
 def test_corrected_gradients_without_decay_keep_no_state() -> None:
@@ -101,7 +94,6 @@ def test_corrected_gradients_without_decay_keep_no_state() -> None:
 
 
 def test_decoupled_decay() -> None:
-    """SGDW: p (1 - lr wd), followed by a step without decay."""
     for corrected in (False, True):
         own, others, optimizer = pair(lr=0.1, momentum=0.9, weight_decay=0.2, decoupled_weight_decay=True)
         if corrected:
@@ -121,28 +113,26 @@ def update_of(p: Any, indices: Any, values: Any) -> Any:
     return SparseUpdate((p,), torch.tensor([0, p.numel()]), indices, values)
 
 
-@pytest.mark.parametrize(
-    "decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}]
-)
-@pytest.mark.parametrize("layout", list(layouts()))
-def test_sparse_updates_equal_dense_ones(layout: Any, decay: Any) -> None:
-    p, q = (torch.nn.Parameter(layouts()[layout]) for _ in range(2))
-    first, second = (DGCSGD([x], lr=0.1, momentum=0.9, **decay) for x in (p, q))
-    first.skip_momentum_of([p])
-    second.skip_momentum_of([q])
-    for step in range(3):
-        bucket = make_bucket("b", [("p", p)])
-        flat, count = bucket.flat, max(1, p.numel() // 3)
-        generator = torch.Generator().manual_seed(step)
-        indices = torch.randperm(flat.numel(), generator=generator)[:count].sort().values
-        flat[indices] = values = torch.randn(count, generator=generator)
-        q.grad = bucket.segments[0].of(flat)
-        first.step(sparse=[update_of(p, indices, values)])
-        second.step()
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    # memory around the parameter does not change
-    whole = [torch.empty(0).set_(x.detach().untyped_storage()) for x in (p, q)]
-    torch.testing.assert_close(*whole, rtol=1e-6, atol=1e-7)
+def test_sparse_updates_equal_dense_ones() -> None:
+    decays: Any = ({}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True})
+    for decay, layout in product(decays, layouts()):
+        p, q = (torch.nn.Parameter(layouts()[layout]) for _ in range(2))
+        first, second = (DGCSGD([x], lr=0.1, momentum=0.9, **decay) for x in (p, q))
+        first.skip_momentum_of([p])
+        second.skip_momentum_of([q])
+        with case(decay, layout):
+            for step in range(3):
+                bucket, count = make_bucket("b", [("p", p)]), max(1, p.numel() // 3)
+                generator = torch.Generator().manual_seed(step)
+                indices = torch.randperm(bucket.numel, generator=generator)[:count].sort().values
+                bucket.flat[indices] = values = torch.randn(count, generator=generator)
+                q.grad = bucket.segments[0].of(bucket.flat)
+                first.step(sparse=[update_of(p, indices, values)])
+                second.step()
+                torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+            # memory around the parameter does not change
+            whole = [torch.empty(0).set_(x.detach().untyped_storage()) for x in (p, q)]
+            torch.testing.assert_close(*whole, rtol=1e-6, atol=1e-7)
 
 
 def test_a_sparse_update_takes_the_rate_of_each_parameters_group_and_decays_if_it_is_empty() -> None:
@@ -159,22 +149,22 @@ def test_a_sparse_update_takes_the_rate_of_each_parameters_group_and_decays_if_i
     torch.testing.assert_close(ones.detach(), torch.full((3,), 0.95))
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_decay_with_a_buffer_of_another_memory_format(nesterov: Any) -> None:
+def test_decay_with_a_buffer_of_another_memory_format() -> None:
     """torch.optim loads the buffers of a checkpoint with their saved strides."""
-    results = []
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(0)
-        p = torch.nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
+
+    def end(memory_format: Any, nesterov: bool) -> Any:
+        p = torch.nn.Parameter(random(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
         optimizer = DGCSGD([p], lr=0.1, momentum=0.9, weight_decay=0.5, nesterov=nesterov)
         optimizer.skip_momentum_of([p])
-        buffer = torch.randn(4, 3, 5, 5).contiguous(memory_format=memory_format)
+        buffer = random(4, 3, 5, 5, seed=1).contiguous(memory_format=memory_format)
         optimizer.state[p]["momentum_buffer"] = buffer
         for _ in range(2):
             p.grad = torch.zeros_like(p)
             optimizer.step()
-        results.append(p.detach().clone())
-    assert torch.equal(*results)
+        return p.detach()
+
+    for nesterov in (False, True):
+        assert torch.equal(*(end(form, nesterov) for form in (torch.contiguous_format, torch.channels_last)))
 
 
 def test_closure_and_bad_options() -> None:
@@ -188,12 +178,9 @@ def test_closure_and_bad_options() -> None:
         return loss.item()
 
     assert optimizer.step(closure) == 2.0 and not p.detach().any()
-    for options, word in (
-        ({"lr": -0.1}, "lr"),
-        ({"momentum": -0.1}, "momentum"),
-        ({"weight_decay": -1.0}, "weight_decay"),
+    wrong: list[tuple[dict[str, Any], str]] = [
+        *(({name: -0.1}, name) for name in ("lr", "momentum", "weight_decay")),
         ({"nesterov": True}, "nesterov"),
         ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            DGCSGD([p], **options)
+    ]
+    check_refusals(*((partial(DGCSGD, [p], **options), word) for options, word in wrong))

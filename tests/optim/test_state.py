@@ -1,4 +1,7 @@
-"""The state of a DistributedOptimizer: saved, loaded, broadcast."""
+"""The state of a DistributedOptimizer: saved, loaded, broadcast, gathered in one object on rank 0.
+
+And the epoch of a compressor with a ratio warm-up: set by the training loop, or counted by steps.
+"""
 
 import copy
 import io
@@ -8,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from cases import case
+from on_ranks import on_ranks
 from optim import nets
+from states import assert_equal
 from torch import nn
 
-from dgc.comm.collectives import broadcast_object
+from dgc.comm.collectives import all_gather_object, broadcast_object
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import OneBitAdamCompressor
-from dgc.optim import OneBitAdam, broadcast_optimizer_state, broadcast_parameters
+from dgc.compression import DGCCompressor, OneBitAdamCompressor, PowerSGDCompressor
+from dgc.engine.gathered import on_cpu
+from dgc.optim import DGCSGD, DistributedOptimizer, OneBitAdam, broadcast_optimizer_state, broadcast_parameters
 
 
 def test_begin_epoch_returns_the_ratio_in_force_and_the_norm_of_the_residual() -> None:
@@ -37,48 +44,40 @@ EXACT = partial(nets.dgc, 0.1, sample_ratio=1, warmup_epochs=1)
 INTO = [(compression, 25.0) for compression in nets.KINDS.values()] + [(EXACT, mb) for mb in (25.0, 2e-4, 1e-5)]
 
 
-@pytest.mark.parametrize(("compression", "other_bucket_mb"), INTO)
-def test_saved_runs_continue_bit_by_bit(compression: Any, other_bucket_mb: Any) -> None:
+@pytest.mark.parametrize(("compression", "other_mb"), INTO)
+def test_saved_runs_continue_bit_by_bit(compression: Any, other_mb: Any) -> None:
     """Also into other buckets: exact selection acts on each tensor separately."""
 
-    def build(model: Any, transport: Any, bucket_mb: Any = 25.0) -> Any:
-        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), bucket_mb=bucket_mb)
+    def build(model: Any, transport: Any, mb: Any = 25.0) -> Any:
+        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), bucket_mb=mb)
         optimizer.begin_epoch(1)
         return optimizer
 
-    nets.check_that_a_saved_state_goes_on(build, saved=4, again=partial(build, bucket_mb=other_bucket_mb))
+    nets.check_that_a_saved_state_goes_on(build, saved=4, again=partial(build, mb=other_mb))
 
 
 @nets.every_kind
-def test_copying_the_optimizer_is_an_error_with_a_cure(compression: Any) -> None:
-    optimizer = nets.wrap(nets.net(), nets.alone(), nets.dgc_sgd, compression=compression())
+@nets.each_rank(2)
+def test_copying_the_optimizer_is_an_error_with_a_cure_and_copies_of_the_model_are_free_of_hooks(
+    model: Any, transport: Any, compression: Any
+) -> None:
+    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
+    nets.train(model, optimizer, [0], transport.rank)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        nets.assert_same(twin, model, exactly=True)
+        nets.loss_of(twin, 0).backward()
+        assert not optimizer._engine.in_flight
+    nets.train(model, optimizer, [1], transport.rank)
     for copied in (copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
         with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
             copied(optimizer)
 
 
-@nets.every_kind
-@nets.each_rank(2)
-def test_copies_of_the_model_are_free_of_hooks(model: Any, transport: Any, compression: Any) -> None:
-    """A model with hooks can be deep-copied, for an average of weights, and saved whole."""
-    optimizer, file = nets.wrap(model, transport, nets.dgc_sgd, compression=compression()), io.BytesIO()
-    nets.train(model, optimizer, [0], transport.rank)
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        nets.assert_same(twin, model, exactly=True)
-        nets.loss_of(twin, 0).backward()
-        assert not optimizer._engine.in_flight
-    nets.train(model, optimizer, [1], transport.rank)
-
-
 def horovods_broadcast_optimizer_state(optimizer: Any, transport: Any) -> None:
     """As hvd.broadcast_optimizer_state: ranks without state create it by step(), then rank 0's is broadcast."""
     if not optimizer.state_dict()["state"]:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    p.grad = p.data.new(p.size()).zero_()
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = p.data.new(p.size()).zero_()
         optimizer.step()
     state = optimizer.state_dict()
     tensors = {f"{i}.{name}": t for i, own in state["state"].items() for name, t in own.items()}
@@ -88,19 +87,17 @@ def horovods_broadcast_optimizer_state(optimizer: Any, transport: Any) -> None:
         group.update(values)
 
 
-HOROVODS: dict[str, tuple[Any, Any]] = {
-    "adam": (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1), lambda: None),
-    "sgd": (partial(nets.momentum_sgd, weight_decay=0.1, dampening=0.1), lambda: None),
-    "dgc": (partial(nets.dgc_sgd, weight_decay=0.1), lambda: nets.dgc(0.1)),
-    "1-bit adam": (lambda m: OneBitAdam(m.parameters(), freeze_step=2), OneBitAdamCompressor),
-    "stateless": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), lambda: None),
-}
+HOROVODS: list[tuple[Any, Any]] = [
+    (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1), lambda: None),
+    (partial(nets.momentum_sgd, weight_decay=0.1, dampening=0.1), lambda: None),
+    (partial(nets.dgc_sgd, weight_decay=0.1), lambda: nets.dgc(0.1)),
+    (lambda m: OneBitAdam(m.parameters(), freeze_step=2), OneBitAdamCompressor),
+    (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), lambda: None),
+]
 
 
-@pytest.mark.parametrize("name", HOROVODS)
-def test_horovods_broadcast_of_optimizer_state(name: Any) -> None:
-    """On a fresh start it changes nothing. If only rank 0 has loaded a checkpoint, every rank goes on with it."""
-    make, compression = HOROVODS[name]
+@pytest.mark.parametrize(("make", "compression"), HOROVODS)
+def test_horovods_broadcast_of_optimizer_state(make: Any, compression: Any) -> None:
     checkpoints: list[Any] = [None, None]
 
     def fresh(model: Any, transport: Any) -> None:
@@ -134,23 +131,17 @@ def test_horovods_broadcast_of_optimizer_state(name: Any) -> None:
         nets.assert_same(model, expected, exactly=True)
 
 
-def test_broadcast_optimizer_state() -> None:
-    models = [nets.net(seed) for seed in range(3)]
-
-    def body(transport: Any) -> Any:
-        model = models[transport.rank]
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (transport.rank + 1))
-        if transport.rank == 1:
-            nets.loss_of(model, 0).backward()
-            optimizer.step()
-        broadcast_optimizer_state(optimizer, root=1, transport=transport)
-        return optimizer.state_dict()
-
-    states = LockstepWorld(3).run(body)
-    assert all(state["param_groups"][0]["lr"] == 0.2 for state in states)
-    expected = states[1]["state"]
-    assert len(expected) == 6
-    torch.testing.assert_close([s["state"] for s in states], [expected] * 3, rtol=0, atol=0)
+@on_ranks(3)
+def test_broadcast_optimizer_state(transport: Any) -> None:
+    model = nets.net(transport.rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (transport.rank + 1))
+    if transport.rank == 1:
+        nets.loss_of(model, 0).backward()
+        optimizer.step()
+    broadcast_optimizer_state(optimizer, root=1, transport=transport)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.2 and len(state["state"]) == 6
+    assert_equal(*(all_gather_object(transport, state["state"])[rank] for rank in (1, transport.rank)))
 
 
 @pytest.mark.parametrize("root", [0, 1])
@@ -159,9 +150,9 @@ def test_broadcast_parameters(root: Any) -> None:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3))
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        model.register_buffer("mask", torch.rand(5) > 0.5)
-        model.register_buffer("narrow", torch.rand(3).bfloat16())
-        model.register_buffer("empty", torch.zeros(0))
+        buffers = {"mask": torch.rand(5) > 0.5, "narrow": torch.rand(3).bfloat16(), "empty": torch.zeros(0)}
+        for name, buffer in buffers.items():
+            model.register_buffer(name, buffer)
         model[1].num_batches_tracked += seed
         return model
 
@@ -174,3 +165,169 @@ def test_broadcast_parameters(root: Any) -> None:
     for model in models:
         torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+METHODS = (lambda: DGCCompressor(0.01), lambda: PowerSGDCompressor(rank=2))
+
+
+def wrapped(transport: Any, compression: Any, hierarchical: str = "off") -> Any:
+    model = nn.Linear(40, 40)
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+    kind = DGCSGD if isinstance(compression, DGCCompressor) else torch.optim.SGD
+    inner, named = kind(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
+    return model, DistributedOptimizer(inner, named, compression, transport=transport, hierarchical=hierarchical)
+
+
+def gathered(world: LockstepWorld, make: Any, hierarchical: str = "off") -> tuple[Any, list[Any]]:
+    def body(transport: Any) -> Any:
+        model, optimizer = wrapped(transport, make(), hierarchical)
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(transport.rank))
+        nets.train(model, optimizer, range(2), loss=lambda model, *_: model(x).square().mean())
+        return optimizer.gather_state(), optimizer.compression_state_dict()
+
+    whole, states = zip(*world.run(body), strict=True)
+    assert [one is None for one in whole] == [False] + [True] * (len(whole) - 1)
+    return whole[0], list(states)
+
+
+@pytest.mark.parametrize("make", METHODS)
+@pytest.mark.parametrize(("size", "local", "hierarchical"), [(3, 1, "off"), (4, 2, "on")])
+def test_every_rank_gets_its_own_gathered_state_back(make: Any, size: int, local: int, hierarchical: str) -> None:
+    whole, states = gathered(LockstepWorld(size, local), make, hierarchical)
+    read = nets.through_a_file(whole)
+
+    def body(transport: Any) -> Any:
+        _, optimizer = wrapped(transport, make(), hierarchical)
+        optimizer.load_gathered(read if transport.rank == 0 else None)
+        return optimizer.compression_state_dict()
+
+    assert_equal(LockstepWorld(size, local).run(body), states)
+
+
+def test_a_gathered_state_of_another_number_of_ranks_has_the_same_mean() -> None:
+    whole, states = gathered(LockstepWorld(4), METHODS[0])
+
+    def error(transport: Any, load: Any) -> Any:
+        _, optimizer = wrapped(transport, METHODS[0]())
+        load(optimizer)
+        return torch.cat(list(optimizer.errors())).double()
+
+    def of_one(state: Any) -> Any:
+        return error(nets.alone(), lambda own: own.load_compression_state_dict(state, allow_other_rank=True))
+
+    mean = torch.stack([of_one(state) for state in states]).mean(0)
+    after = LockstepWorld(2).run(partial(error, load=lambda optimizer: optimizer.load_gathered(whole)))
+    assert mean.abs().max() > 0 and torch.allclose(torch.stack(after).mean(0), mean, atol=1e-7)
+
+
+@on_ranks(2)
+def test_a_wrong_gathered_state_is_one_error_on_every_rank(transport: Any) -> None:
+    for wrong in (None, {}, {"ranks": "all"}, {"ranks": [1]}):
+        _, optimizer = wrapped(transport, METHODS[0]())
+        with case(wrong), pytest.raises(ValueError, match="load_gathered needs on rank 0 what gather_state"):
+            optimizer.load_gathered(wrong)
+    value = {"a": torch.ones(1), "b": [(torch.zeros(2), 3)], "c": None}  # tensors anywhere in a state are moved
+    assert_equal(on_cpu(value), value)
+
+
+WARM: dict[str, Any] = {"warmup_epochs": 3, "warmup_coeff": [0.5, 0.3, 0.2]}
+
+
+def advance(model: Any, optimizer: Any, steps: Any, rank: int = 0, **training: Any) -> Any:
+    ratios = []
+    for step in steps:
+        nets.train(model, optimizer, [step], rank, **training)
+        ratios.append(optimizer.compress_ratio)
+    return ratios
+
+
+def counting(model: Any, transport: Any, steps_per_epoch: Any = 2, **options: Any) -> Any:
+    options = {"compression": nets.dgc(0.1, **WARM), "steps_per_epoch": steps_per_epoch, **options}
+    return nets.wrap(model, transport, nets.dgc_sgd, **options)
+
+
+warm = partial(counting, steps_per_epoch=None)
+
+
+def test_a_missing_begin_epoch_warns_once_and_correct_use_does_not() -> None:
+    """Warnings are errors in tests. The loop of the original DGC code calls the compressor itself."""
+    model = nets.net()
+    with pytest.warns(UserWarning) as caught:
+        advance(model, warm(model, nets.alone()), range(3))
+    (said,) = [str(w.message) for w in caught]
+    assert all(
+        word in said for word in ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5")
+    )
+    for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0), None):
+        model, compression = nets.net(), nets.dgc(0.1, **(WARM if begin else {}))
+        optimizer = warm(model, nets.alone(), compression=compression)
+        if begin:
+            begin(optimizer, compression)
+        advance(model, optimizer, range(2))
+
+
+def test_steps_are_counted_into_epochs() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = counting(model, transport)
+        assert optimizer.compress_ratio == 0.5
+        assert advance(model, optimizer, range(8), transport.rank) == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2, 0.1, 0.1]
+
+    def by_hand(model: Any, transport: Any) -> None:
+        optimizer = warm(model, transport)
+        for epoch in range(4):
+            optimizer.begin_epoch(epoch)
+            advance(model, optimizer, range(2 * epoch, 2 * epoch + 2), transport.rank)
+
+    nets.assert_same(nets.run(2, body)[0], nets.run(2, by_hand)[0], exactly=True)
+
+
+def test_every_kind_of_step_counts_once() -> None:
+    model = nets.net()
+    optimizer = counting(model, nets.alone(), backward_passes_per_step=2)
+    for p in model.parameters():  # as hvd.broadcast_optimizer_state: no step
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    ratios = advance(model, optimizer, range(6), passes=2, finish=nets.through_gradients)
+    assert ratios == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2]
+    dropping = counting(other := nets.net(), nets.alone())
+    (nets.loss_of(other, 0) * float("nan")).backward()
+    with pytest.warns(UserWarning, match="drops this step"):
+        dropping.step()
+    assert advance(other, dropping, range(3)) == [0.5, 0.3, 0.3]
+
+
+def test_a_resumed_run_continues_with_the_ratio() -> None:
+    for done, per_epoch, expected in ((3, 2, [0.3, 0.2, 0.2, 0.1]), (4, 2, [0.2, 0.2, 0.1]), (3, 4, [0.3, 0.2])):
+        model, again = nets.net(), nets.net()
+        optimizer = counting(model, nets.alone())
+        advance(model, optimizer, range(done))
+        resumed = counting(again, nets.alone(), steps_per_epoch=per_epoch)
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        resumed.load_compression_state_dict(optimizer.compression_state_dict())
+        assert resumed.compress_ratio == expected[0]
+        ratios = advance(again, resumed, range(done, done + len(expected)))
+        if per_epoch == 2:
+            assert ratios == expected
+            advance(model, optimizer, range(done, done + len(expected)))
+            nets.assert_same(model, again, exactly=True)
+        else:  # 1.5 epochs are done: two of four steps are left
+            assert advance(again, resumed, range(9, 10)) == [0.2] and ratios == [0.3, 0.3]
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_what_steps_per_epoch_refuses() -> None:
+    with pytest.raises(ValueError, match="begin_epoch.*steps_per_epoch=2"):
+        counting(nets.net(), nets.alone()).begin_epoch(1)
+    for wrong in (0, -1, 2.5, "ten", True):
+        with pytest.raises(ValueError, match="steps_per_epoch must be"):
+            counting(nets.net(), None, wrong)  # before the transport is started
+
+
+def test_other_methods_get_epochs_too() -> None:
+    model = nets.net()
+    compression = PowerSGDCompressor(1, min_compression_rate=0, high_rank=2)
+    optimizer = nets.wrap(model, nets.alone(), compression=compression, steps_per_epoch=2)
+    before = optimizer.compress_ratio
+    assert min(advance(model, optimizer, [0] * 7)) < before

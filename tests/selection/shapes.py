@@ -26,7 +26,6 @@ def plan_of(*numels: Any, ratio: Any) -> Any:
 
 
 def indices_of(selector: Selector, v: Any, plan: Any, seed: Any) -> Any:
-    """The indices that a selector chooses, ascending."""
     selection = selector.choose(v, plan, seed)
     return selection.indices[: int(selection.count)].long()
 
