@@ -8,7 +8,7 @@ import pytest
 import torch
 from ddp.failing_net import Net
 from optim.nets import alone
-from parallel.ddp_worker import OPTIONS
+from parallel.ddp_trainer import OPTIONS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
