@@ -79,10 +79,8 @@ def refused(message: str, act: Act, *arguments: Any, kind: type[Exception] = Val
 def test_arguments_are_named(transport: Transport, model: Any) -> None:
     compressor, scaler = top_k(), torch.amp.GradScaler
     half = shard(transport, network().half(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    connected, sharded = (
-        "transport must be what dgc.comm connects",
-        "model must be a torch.nn.Module on which fully",
-    )
+    connected = "transport must be what dgc.comm connects"
+    sharded = "model must be a torch.nn.Module on which fully"
 
     def attempt(message: str, model: Any = model, **options: Any) -> None:
         refused(message, compress, model, compressor, **{"transport": transport, **options})

@@ -226,5 +226,3 @@ class Trainer:
         self.model.load_state_dict(model)
         self.inner.load_state_dict(optimizer)
         self.exchange.load_compression_state_dict(compression)
-
-

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from environment import patient
+from environment import REPOSITORY, patient
 
 
 def free_port() -> int:
@@ -46,6 +46,21 @@ def send(pid: int, number: int) -> None:
     """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start(command: Sequence[str], output: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in the repository and in a session of its own, with all output in a file."""
+    variables = {**environment, "OMP_NUM_THREADS": "1"}
+    with open(output, "w") as file:
+        options: Any = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(command, cwd=REPOSITORY, env=variables, **options)
 
 
 def run_together(

@@ -138,7 +138,7 @@ def each_rank_of(*groups: Any, **options: Any) -> Callable[[Callable[..., Any]],
         @wraps(body)
         def test(group: Group, **values: Any) -> None:
             found = group.run(test, *(values[argument.name] for argument in given), **options)
-            assert found == [found[0]] * group.size
+            assert found == [found[0]] * group.size, found
 
         changed: Any = test
         changed.__signature__ = Signature([Parameter("group", Parameter.POSITIONAL_OR_KEYWORD), *given])
