@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -36,6 +37,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "view": {"gradient_as_bucket_view": True},
 }
 
+
+def top_k() -> DGCCompressor:
+    return DGCCompressor(0.1, ResidualMemory())
+
+
 METHODS: dict[str, Callable[[], Any]] = {
     "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(momentum=0.9)),
     "sign values": lambda: DGCCompressor(0.05, ResidualMemory(), values=SignValues()),
@@ -50,13 +56,9 @@ METHODS: dict[str, Callable[[], Any]] = {
     "hadamard": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
     "dense": DenseCompressor,
     "fp16": FP16Compressor,
-    "ef21": lambda: EF21Compressor(DGCCompressor(0.1, ResidualMemory())),
+    "ef21": lambda: EF21Compressor(top_k()),
     "route": lambda: Route(
-        [
-            Rule(PowerSGDCompressor(1), name="layers.1"),
-            Rule(DGCCompressor(0.1, ResidualMemory()), min_dim=2),
-            Rule(FP16Compressor()),
-        ]
+        [Rule(PowerSGDCompressor(1), name="layers.1"), Rule(top_k(), min_dim=2), Rule(FP16Compressor())]
     ),
 }
 SOME = ("dgc", "powersgd", "2-bit", "4 bits")
@@ -157,25 +159,19 @@ class Trainer:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [".ignored"])
             self.forward = DistributedDataParallel(self.model, bucket_cap_mb=0.004, **options)
             self.exchange = compress(self.forward, compression, self.inner, **kept)
-            self._record_layouts()
+            self.exchange.add = partial(self.recording, self.exchange.add)
         else:
             if net is Convolutions:
                 self.model.ignored.requires_grad_(False)
             self.forward = self.model
-            self.exchange = DistributedOptimizer(
-                self.inner, self.model.named_parameters(), compression, passes, **kept
-            )
+            named = self.model.named_parameters()
+            self.exchange = DistributedOptimizer(self.inner, named, compression, passes, **kept)
 
-    def _record_layouts(self) -> None:
-        add = self.exchange.add
-
-        def recording(bucket: Any) -> Any:
-            self.layouts[-1].append([id(p) for p in bucket.parameters()])
-            if bucket.is_last():
-                self.layouts.append([])
-            return add(bucket)
-
-        self.exchange.add = recording
+    def recording(self, add: Any, bucket: Any) -> Any:
+        self.layouts[-1].append([id(p) for p in bucket.parameters()])
+        if bucket.is_last():
+            self.layouts.append([])
+        return add(bucket)
 
     @property
     def rebuilt(self) -> bool:
@@ -216,7 +212,7 @@ class Trainer:
         error, sent = self.exchange.error_norm(), self.exchange.meter.payload_bytes
         return {"weights": self.weights, "error": error, "bytes": sent}
 
-    def state(self) -> Any:
+    def state(self) -> bytes:
         states = [self.model.state_dict(), self.inner.state_dict(), self.exchange.compression_state_dict()]
         torch.save(states, file := BytesIO())
         return file.getvalue()

@@ -18,19 +18,7 @@ from parallel.found import digest, told
 from parallel.ranks import Group, alone, each_rank_of, horovodrun, mpirun, over, torchrun
 from states import assert_equal
 
-from dgc import kernels, paper
-from dgc.comm import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    ReduceScatter,
-    RunningConversation,
-    TrafficMeter,
-    all_gather_object,
-    broadcast_object,
-)
+from dgc import comm, kernels, paper
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import (
     BF16Compressor,
@@ -74,7 +62,13 @@ def test_one_process_without_a_launcher_sends_nothing(group: Group, chosen: str)
 def started(transport: Any) -> list[Any]:
     """What the network does for requests in a group of one rank: operations of Gloo, or Horovod's handles."""
     own = torch.arange(4.0)
-    sent = (AllReduce(own), AllGather(own), AllToAll(own, (4,)), ReduceScatter(own), Broadcast(own, 0))
+    sent = (
+        comm.AllReduce(own),
+        comm.AllGather(own),
+        comm.AllToAll(own, (4,)),
+        comm.ReduceScatter(own),
+        comm.Broadcast(own, 0),
+    )
     work = transport.launch("started", sent)
     operations = getattr(work, "operations", None)
     found = [handle for _, handle in work if handle is not None] if operations is None else sum(operations, [])
@@ -86,14 +80,14 @@ def conversation(rank: int, size: int) -> Any:
     ones = torch.arange(2 * size, dtype=torch.float32) + rank
     bytes_ = torch.full((3,), rank, dtype=torch.uint8)
     right, left = (rank + 1) % size, (rank - 1) % size
-    exchange = Exchange({right: ones[: rank + 1].clone()}, {left: torch.empty(left + 1)})
+    exchange = comm.Exchange({right: ones[: rank + 1].clone()}, {left: torch.empty(left + 1)})
     replies = []
     for requests in (
-        (AllReduce(ones.clone(), "sum"), AllReduce(ones.clone(), "mean"), AllGather(bytes_)),
-        (AllReduce(ones.clone(), "min"), AllReduce(ones.clone(), "max")),
-        (AllToAll(ones.clone(), (2,) * size), ReduceScatter(ones.clone(), "sum")),
-        (Broadcast(ones.clone(), size - 1), exchange),
-        (AllReduce(ones.clone(), "sum", "local"), AllGather(bytes_, "cross")),
+        (comm.AllReduce(ones.clone(), "sum"), comm.AllReduce(ones.clone(), "mean"), comm.AllGather(bytes_)),
+        (comm.AllReduce(ones.clone(), "min"), comm.AllReduce(ones.clone(), "max")),
+        (comm.AllToAll(ones.clone(), (2,) * size), comm.ReduceScatter(ones.clone(), "sum")),
+        (comm.Broadcast(ones.clone(), size - 1), exchange),
+        (comm.AllReduce(ones.clone(), "sum", "local"), comm.AllGather(bytes_, "cross")),
     ):
         replies.append((yield requests))
     return replies
@@ -103,13 +97,13 @@ def check_requests(transport: Any) -> None:
     rank, size = transport.rank, transport.size
     world = LockstepWorld(size)
     expected = world.converse("all", [conversation(r, size) for r in range(size)])[rank]
-    meter = TrafficMeter()
+    meter = comm.TrafficMeter()
     for _ in range(2):  # a name is used again
-        replies = RunningConversation("all", conversation(rank, size), transport, meter).finish()
+        replies = comm.RunningConversation("all", conversation(rank, size), transport, meter).finish()
         torch.testing.assert_close(replies, expected, rtol=0, atol=0)
     assert meter.payload_bytes == 2 * world.meters[rank].payload_bytes
-    assert all_gather_object(transport, "x" * rank) == ["x" * r for r in range(size)]
-    assert broadcast_object(transport, {"from": rank}, root=size - 1) == {"from": size - 1}
+    assert comm.all_gather_object(transport, "x" * rank) == ["x" * r for r in range(size)]
+    assert comm.broadcast_object(transport, {"from": rank}, root=size - 1) == {"from": size - 1}
 
 
 @each_rank_of(*ALL, WITH_GLOO)

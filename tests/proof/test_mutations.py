@@ -13,7 +13,6 @@ import io
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -39,36 +38,36 @@ SECONDS = 60  # time limit of a case
 CASES = [("dgc", "config", 110), ("dgc", "words", 70), ("dgc", "checkpoint", 90), ("dgc", "saved_config", 30)]
 OTHERS = [method for method in METHODS if method != "dgc"]
 CASES += [(method, kind, n) for method in OTHERS for kind, n in (("config", 15), ("words", 5), ("checkpoint", 30))]
-QUICK = [
-    *("--configs.train.num_epochs", "2", "--configs.train.batch_size", "400", "--configs.train.timeout", "50"),
-    *("--configs.train.warmup_lr_epochs", "1", "--configs.train.checkpoint_every", "2"),
-    *("--configs.model.width", "4", "--configs.data.num_threads_per_worker", "1"),
-]
+QUICK = (
+    "train.num_epochs 2 train.batch_size 400 train.timeout 50 train.warmup_lr_epochs 1 train.checkpoint_every 2"
+)
+QUICK += " model.width 4 data.num_threads_per_worker 1"
 VALUES: list[Any] = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf"), 10**30]
 VALUES += ["", "abc", "${x}", "${", "1e-3", "\u00e9\u0000"]
 VALUES += [[], [1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
+
+
+Place = tuple[dict[Any, Any], Any, str]
+Case = tuple[str, Path, list[str]]  # what is damaged, the directory, and the words of the command line
 
 
 class TimeLimit(BaseException):
     """The case has reached its time limit."""
 
 
+def stop(signum: int, frame: Any) -> None:
+    raise TimeLimit
+
+
 def call(words: list[str]) -> tuple[int, str]:
     """Runs train.py. Returns the exit status and the output."""
-
-    def leave(status: int) -> None:
-        raise SystemExit(status)
-
-    def stop(signum: int, frame: Any) -> None:
-        raise TimeLimit
-
     output = io.StringIO()
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            status = train.main(words, connect=lambda **_: LockstepWorld(1).transports[0], leave=leave)
+            status = train.main(words, connect=lambda **_: LockstepWorld(1).transports[0], leave=sys.exit)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     finally:
@@ -83,7 +82,7 @@ def flip(content: bytes, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
-def places(node: Any, path: str = "") -> Iterator[tuple[dict[Any, Any], Any, str]]:
+def places(node: Any, path: str = "") -> Iterator[Place]:
     """Every key below a node: the mapping, the key and its path."""
     for key, value in node.items() if isinstance(node, dict) else ():
         yield node, key, f"{path}.{key}"
@@ -125,7 +124,8 @@ class Reference:
 
     def __init__(self, folder: Path, method: str) -> None:
         files, words = METHODS[method]
-        self.folder, self.words = folder, ["configs/digits/cnn.py", *files, *QUICK, *words]
+        quick = [f"--configs.{word}" if "." in word else word for word in QUICK.split()]
+        self.folder, self.words = folder, ["configs/digits/cnn.py", *files, *quick, *words]
         self.good = folder / "good"
         status, output = call(["--configs", *self.words, "--devices", "cpu", "--run-dir", str(self.good)])
         assert status == 0, output
@@ -148,7 +148,7 @@ class Reference:
         return ["--configs", *configs, "--devices", "cpu", "--run-dir", str(directory)]
 
 
-def config(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
+def config(reference: Reference, draw: random.Random) -> Case:
     """A damaged config file, for a new or an existing run."""
     path = reference.folder / "mutated.yaml"
     content, what = mutate_text(reference.text, draw)
@@ -161,7 +161,7 @@ def config(reference: Reference, draw: random.Random) -> tuple[str, Path, list[s
     return what, directory, reference.resume(directory, path)
 
 
-def words(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
+def words(reference: Reference, draw: random.Random) -> Case:
     """A damaged command line."""
     directory = reference.new(draw)
     good = reference.resume(directory)
@@ -171,22 +171,17 @@ def words(reference: Reference, draw: random.Random) -> tuple[str, Path, list[st
     keys = [f"train.{key}" for key in f"{of_train} meters.x bucket_mb metric log_every timeout".split()]
     key = draw.choice([*keys, "seed", "model", "train", "dataset.fold", "x.y", "data.num_workers", ""])
     strays = ["--evaluat", "-x", "--", "", "--devices", "--suffix", "--configs", "é", "="]
-    changed = draw.choice(
-        [
-            good[:where] + good[where + 1 :],
-            good[:where] + [good[where] + draw.choice("xs./=[-")] + good[where + 1 :],
-            [*good, f"--configs.{key}={value}"],
-            [*good, f"--configs.{key}", value],
-            [*good, draw.choice(strays)],
-        ]
-    )
+    longer = [good[where] + draw.choice("xs./=[-")]
+    more = draw.choice([[f"--configs.{key}={value}"], [f"--configs.{key}", value], [draw.choice(strays)]])
+    kinds = [good[:where] + good[where + 1 :], good[:where] + longer + good[where + 1 :], *3 * [good + more]]
+    changed = draw.choice(kinds)
     if "--run-dir" not in changed or str(directory) not in changed:
         changed = [*changed, "--run-dir", str(directory)]  # no case may write elsewhere
     differing = [word for word in changed if word not in good] or ["one word removed"]
     return f"words {differing}", directory, changed
 
 
-def checkpoint(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
+def checkpoint(reference: Reference, draw: random.Random) -> Case:
     """A damaged file below checkpoints/. The manifest may contain its new length and checksum."""
     directory = reference.copy()
     folder = directory / "checkpoints" / "e0001s00002"
@@ -249,7 +244,7 @@ def damage_tensor(tree: Any, draw: random.Random) -> str:
     return f"{path} bad tensor: {what}"
 
 
-def saved_config(reference: Reference, draw: random.Random) -> tuple[str, Path, list[str]]:
+def saved_config(reference: Reference, draw: random.Random) -> Case:
     """A damaged config.yaml in the run directory."""
     directory = reference.copy()
     content, what = mutate_text(reference.text, draw)
@@ -257,32 +252,27 @@ def saved_config(reference: Reference, draw: random.Random) -> tuple[str, Path, 
     return f"config.yaml: {what}", directory, reference.resume(directory)
 
 
-KINDS: dict[str, Callable[[Reference, random.Random], tuple[str, Path, list[str]]]] = {
+KINDS: dict[str, Callable[[Reference, random.Random], Case]] = {
     kind.__name__: kind for kind in (config, words, checkpoint, saved_config)
 }
 
 
-def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]) -> tuple[str, str | None]:
-    """Returns a description of the case, and the problem; None if the case is good."""
+def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]) -> tuple[str, str]:
+    """Returns a description of the case, and the problem, if there is one."""
     shutil.rmtree(reference.folder / "new", ignore_errors=True)
     what, directory, line = make(reference, draw)
     before = contents(directory)
     try:
         status, output = call(line)
-    except TimeLimit:
-        return what, "time limit"
     except BaseException as error:
         return what, f"exception: {type(error).__name__}: {error}"
     if status == 0:
-        return what + " -> trains", "a bad tensor was loaded" if "bad tensor" in what else None
+        return what, "a bad tensor was loaded" if "bad tensor" in what else ""
     after = contents(directory)
-    lost = [file for file in before if after.get(file) != before[file]]
-    if lost:
+    if lost := [file for file in before if after.get(file) != before[file]]:
         return what, f"changed {lost}"
-    message = re.sub(r"\s+", " ", output.strip())[-300:]
-    if status != 2 or "Traceback" in output or not message:
-        return what, f"status {status}: {output.strip()[-1500:]}"
-    return f"{what} -> {message[:150]}", None
+    is_good = status == 2 and "Traceback" not in output and output.strip()
+    return what, "" if is_good else f"status {status}: {output.strip()[-1500:]}"
 
 
 def main(method: str, kind: str, count: int, seed: int) -> int:
@@ -291,7 +281,7 @@ def main(method: str, kind: str, count: int, seed: int) -> int:
         reference = Reference(Path(folder), method)
         for number in range(count):
             what, problem = run_case(reference, random.Random(f"{kind} {seed} {number}"), KINDS[kind])
-            if problem is not None:
+            if problem:
                 bad += 1
                 print(f"--- {kind} {seed} {number}: {what}\n{problem}", flush=True)
     return min(100, bad)
