@@ -14,6 +14,7 @@ The conversations of one rank of --ranks run without a transport, by buckets of 
 are copies of what it sends, made outside the measured time.
 
 payload   bytes that the rank contributes per step. fewer: how many times fewer it sends than dense fp32
+state     bytes of error states and momenta per element, which it keeps from step to step
 encode    from the gradient to the last request. Floor: the time to read the gradient, to read and write each error
           state and momentum, to write what is sent, and to read what is received before the last request
 decode    from the last replies to the mean in the bucket. Floor: the time to read them, and to fill the bucket
@@ -305,7 +306,7 @@ def measure(
         row |= {f"{what}_ms": middle(own), f"{what}_floor_ms": middle(floor), what: ratio(own, floor)}
     whole = {number: sum(both) for number, both in times.items()}
     row["step"] = ratio(whole, {number: sum(both) for number, both in least.items()})
-    row["ns"] = 1e9 * middle(whole) / numel
+    row |= {"ns": 1e9 * middle(whole) / numel, "state_bytes": method.state_bytes / numel}
     row["us_per_tensor"] = 1e6 * middle(whole) / tensors
     if peer is not None:
         row["peer"] = ratio(found["peer"], whole)
@@ -326,7 +327,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for torch's hooks
     print(f"{kernels.describe(torch.device('cpu'))}, {args.threads} threads, {args.ranks} ranks")
-    columns = [("payload_bytes", "payload", "13,d"), ("fewer", "fewer", "8.1f")]
+    columns = [("payload_bytes", "payload", "13,d"), ("fewer", "fewer", "8.1f"), ("state_bytes", "state", "7.2f")]
     for what in ("encode", "decode"):
         columns += [(f"{what}_floor_ms", "floor ms", "10.1f"), (f"{what}_ms", f"{what} ms", "11.1f")]
         columns.append((what, "ratio", "7.2f"))

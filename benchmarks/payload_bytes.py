@@ -43,10 +43,8 @@ def payload(
 ) -> int:
     """Return the bytes that a rank contributes in one step with these gradients, and with a value of VECTORS."""
     compressor = build("dgc-fp32-int64", ratio, values=values, indices=indices, **VECTORS[vectors])
-    planned, world = (
-        plan_buckets(parameters, Route([Rule(compressor)]).compressor_for, 25.0, "bucket"),
-        LockstepWorld(1),
-    )
+    planned = plan_buckets(parameters, Route([Rule(compressor)]).compressor_for, 25.0, "bucket")
+    world = LockstepWorld(1)
     keep_states(planned, 1, 0)
     for plan in planned:
         for i in range(len(plan.parameters)):

@@ -5,7 +5,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,23 +20,23 @@ from dgc.wire.payload import PayloadPlan
 Layout = Sequence[Sequence[Segment]]
 
 
-class Step(Protocol):
+class Step:
+    """What one of the methods does with the gradients of all buckets."""
+
     name: str
-    is_floor: bool
-    is_slow: bool
-    bytes_per_parameter: int  # memory traffic; 0 if it depends on the data
-
-    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None: ...
-
-    def step(self, gradients: list[Tensor]) -> None: ...
-
-
-class Stateful:
-    """u and v of every bucket, and the sent elements that the next step removes from them."""
-
     is_floor = False
     is_slow = False
-    bytes_per_parameter = 0
+    bytes_per_parameter = 0  # memory traffic; 0 if it depends on the data
+
+    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None:
+        """Take these values of u and v, if it has any."""
+
+    def step(self, gradients: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class Stateful(Step):
+    """u and v of every bucket, and the sent elements that the next step removes from them."""
 
     def __init__(self, buckets: Layout, device: str):
         self.sizes = [[segment.numel for segment in bucket] for bucket in buckets]
@@ -240,19 +239,14 @@ class TopK(Stateful):
                 torch.topk(part.abs(), k, sorted=False)
 
 
-class Copy:
+class Copy(Step):
     """A copy of one fp32 value per parameter."""
 
     name = "copy of g"
-    is_floor = False
-    is_slow = False
     bytes_per_parameter = 8
 
     def __init__(self, numel: int, device: str):
         self.source, self.target = (torch.ones(numel, device=device) for _ in range(2))
-
-    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None:
-        pass
 
     def step(self, gradients: list[Tensor]) -> None:
         self.target.copy_(self.source)

@@ -155,6 +155,9 @@ WITH_MUON: dict[str, Words] = {
     "muloco-2-bits-h10": ("configs/local/twobit.py", *MULOCO, every(10)),
     "muloco-sign-h10": ("configs/local/sign.py", *MULOCO, every(10)),
     "muloco-sign-h32": ("configs/local/sign.py", *MULOCO, every(32)),
+    "muloco-sign-h64": ("configs/local/sign.py", *MULOCO, every(64)),
+    "muloco-sparse16-h10": ("configs/muon/muloco.py", *sparse(16, 10), FP32_MATRICES),
+    "muloco-streaming-h10": ("configs/muon/muloco.py", *STREAMING, FP32_MATRICES, f"{LOCAL}.outer.momentum=0.8"),
 }
 GOSSIP: dict[str, Words] = {
     "ar": ("configs/gossip/ar.py",),

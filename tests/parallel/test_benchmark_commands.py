@@ -27,7 +27,6 @@ OVER_GLOO = {
 }
 UNDER_MPIRUN = {
     "exchange": "--ranks 2 --model resnet18 --warmup 1 --repeats 1 --methods noop dgc sgp horovod",
-    "state_memory": "",
     "step_cost": "--ranks 1 --over horovod --sizes mlp --rounds 1 --warmup 2",
     "straggler": "--ranks 2 --compute 1 --numel 100 --repeats 2 --warmup 1 --methods ar sgp",
     "train_step": "--ranks 2 --model resnet18 --image 32 --batch 2 --repeats 1 --methods noop dgc ddp-fp16",
