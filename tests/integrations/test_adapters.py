@@ -102,7 +102,7 @@ def test_the_model_is_sharded_without_replicas_and_other_parallelism_is_refused(
     backend.parallelism.spmd_backend = "full_dtensor"
     names = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}
     others = [(made(), {f"{kind}_enabled": True}, f"{name} parallelism") for kind, name in names.items()]
-    changed = [(graphs, {}, "CUDA graphs"), (backend, {}, "--parallelism.spmd_backend other")]
+    changed: list[Any] = [(graphs, {}, "CUDA graphs"), (backend, {}, "--parallelism.spmd_backend other")]
     for config, enabled, message in [*others, *changed]:
         with pytest.raises(ValueError, match=f"does not support {message}"):
             parallelized(config, "model", dims_of(**enabled))

@@ -4,7 +4,6 @@ Two agents of torchrun stand for two machines. The store through which they meet
 """
 
 import json
-import operator
 import os
 import re
 import shutil
@@ -62,8 +61,7 @@ class Restart(NamedTuple):
         if self.resumed.epoch > self.before.epoch:
             return 0.0
         assert self.resumed.epoch == self.before.epoch, self
-        ahead = self.before.step * self.before.size - self.resumed.step * self.resumed.size
-        return max(0.0, ahead / self.before.size)
+        return max(0.0, (self.before.key()[1] - self.resumed.key()[1]) / self.before.size)
 
     def mean_error(self) -> float:
         """Largest difference between the means of the residual over the old and over the new ranks.
@@ -111,7 +109,7 @@ class Agent:
         self.process = start(command, self.output, {**os.environ, **variables})
 
     def ranks(self) -> list[int]:
-        """Process ids of its ranks."""
+        """Process ids."""
         return children(self.process.pid)
 
     def kill(self) -> None:
@@ -190,11 +188,12 @@ class ElasticRun:
     def finish(self, timeout: float = 300) -> None:
         """Waits for the end of the run, which must be a success."""
         self.wait(patient(timeout))
-        survivors = [agent.process.poll() for agent in self.agents]
-        # An agent that is started when the run is about to end finds that it has ended.
-        late = [LATE in agent.output.read_text() for agent in self.agents]
-        ends = [status in (0, -signal.SIGKILL) for status in survivors]
-        assert all(map(operator.or_, ends, late)) and 0 in survivors, (survivors, self.text()[-6000:])
+        ends = {agent: agent.process.poll() for agent in self.agents}
+        assert 0 in ends.values(), self.text()[-6000:]
+        for agent, status in ends.items():
+            # an agent that is started when the run is about to end finds that it has ended
+            is_late = LATE in agent.output.read_text()
+            assert is_late or status in (0, -signal.SIGKILL), (status, self.text()[-6000:])
 
     def _record(self) -> None:
         self._copy_latest()

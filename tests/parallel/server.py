@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 import warnings
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,14 +21,11 @@ class Horovod:
     """The transports of a process, which live as long as it does."""
 
     def __init__(self, hierarchical: Any) -> None:
-        self._transports: dict[Any, Any] = {}
-        self.open(hierarchical=hierarchical)  # the first connection decides whether there can be groups later
+        self._open = cache(connect)
+        self._open(hierarchical=hierarchical)  # the first connection decides whether there can be groups later
 
     def open(self, **options: Any) -> Any:
-        key = tuple(sorted(options.items()))
-        if key not in self._transports:
-            self._transports[key] = connect(**options)
-        return self._transports[key]
+        return self._open(**options)
 
     def close(self, transport: Any) -> None:
         """Nothing is left behind."""
@@ -48,9 +46,8 @@ class Torch:
 
     def close(self, transport: Any) -> None:
         gc.collect()  # of models and optimizers that still use the groups
-        close = getattr(transport, "close", None)  # a wrapper for GPUs has none
-        if close is not None:
-            close()
+        if hasattr(transport, "close"):  # a wrapper for GPUs has none
+            transport.close()
 
 
 def serve(tests: Connection) -> None:

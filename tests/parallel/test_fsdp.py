@@ -330,7 +330,7 @@ def test_bytes_between_machines(transport: Any) -> None:
     rows, selected = ((26, 52), (25, 50))[transport.local_rank]
     dense = 4 * rows * 201
     for compressor, sent in ((DenseCompressor(), dense), (top_k(0.01), 24 + 12 * selected + 4 * rows)):
-        model = fully_shard(nn.Linear(200, 51), mesh=machine(transport))
+        model: Any = fully_shard(nn.Linear(200, 51), mesh=machine(transport))
         exchange = compress(model, compressor, transport=transport)
         for _ in range(2):
             model(torch.ones(2, 200)).square().mean().backward()

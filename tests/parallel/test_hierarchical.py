@@ -89,8 +89,8 @@ def test_models_are_those_of_simulated_machines_with_half_of_the_bytes_between_t
         of_all = all_gather_object(transport, (message, model))
         assert of_all == [(message, model)] * 4 and "on rank 3 has NaN" in message, (name, of_all)
         if transport.rank == 0:
-            alike = LockstepWorld(4, 2).run(lambda simulated, name=name: train(simulated, name)[2])
-            assert alike[0] == model, name
+            alike = LockstepWorld(4, 2).run(partial(train, method=name))
+            assert alike[0][2] == model, name
         if is_initialized():
             ways = [train(transport, name, through=way)[1:] for way in ("synchronize()", "DDP")]
             assert ways[0] == ways[1] and ways[0][0] == message, name
