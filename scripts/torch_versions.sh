@@ -22,6 +22,6 @@ for version in "$@"; do
     "$python" -m pytest -q tests/ddp tests/engine tests/optim tests/parallel/test_ddp.py \
         -k "${older:+not other_kinds_of_parameters}"
     if [ -z "$older" ]; then  # the oldest of dgc.fsdp is 2.13
-        "$python" -m pytest -q tests/fsdp tests/parallel/test_fsdp.py tests/parallel/test_fsdp_quantized.py
+        "$python" -m pytest -q tests/fsdp tests/parallel/test_fsdp*.py
     fi
 done

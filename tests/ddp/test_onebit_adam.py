@@ -1,6 +1,6 @@
 """1-bit Adam, and DGC for Adam, as a communication hook: the same as in DistributedOptimizer, on one rank."""
 
-import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,26 +12,17 @@ from dgc.compression import DGCAdamCompressor, OneBitAdamCompressor
 from dgc.ddp import compress
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
 
-METHODS: dict[str, tuple[Any, Any]] = {
-    "OneBitAdam": (OneBitAdam, OneBitAdamCompressor),
-    "DGCAdam": (DGCAdam, lambda: DGCAdamCompressor(0.2)),
-}
+METHODS: list[tuple[Any, Any]] = [(OneBitAdam, OneBitAdamCompressor), (DGCAdam, partial(DGCAdamCompressor, 0.2))]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("make", "compression"), METHODS, ids=["OneBitAdam", "DGCAdam"])
 @pytest.mark.filterwarnings("ignore:.*has NaN or inf")
-def test_the_hook_exchanges_momentum(name: str) -> None:
-    make, compression = METHODS[name]
-
-    def adam(model: Any) -> Any:
-        return make(model.parameters(), lr=0.01, freeze_step=3)
-
-    model = net()
-    other = copy.deepcopy(model)
+def test_the_hook_exchanges_momentum(make: Any, compression: Any) -> None:
+    model, other = net(), net()
     wrapped = DistributedDataParallel(model)
-    inner = adam(model)
+    inner, adam = (make(m.parameters(), lr=0.01, freeze_step=3) for m in (model, other))
     exchange = compress(wrapped, compression(), inner, transport=alone())
-    optimizer = DistributedOptimizer(adam(other), other.named_parameters(), compression(), transport=alone())
+    optimizer = DistributedOptimizer(adam, other.named_parameters(), compression(), transport=alone())
     for step in range(8):
         factor = float("nan") if step in (1, 5) else 1.0
         for m, o in ((wrapped, inner), (other, optimizer)):

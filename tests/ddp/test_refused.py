@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,32 +44,10 @@ def momentum() -> DGCCompressor:
     return DGCCompressor(0.5, DGCSGDMemory(momentum=0.9))
 
 
-def with_hook() -> DistributedDataParallel:
+def after(act: Callable[[Any], Any]) -> DistributedDataParallel:
     model = wrapped()
-    model.register_comm_hook(None, allreduce_hook)
+    act(model)
     return model
-
-
-def with_exchange() -> DistributedDataParallel:
-    model = wrapped()
-    hook(model)
-    return model
-
-
-def in_an_optimizer() -> DistributedDataParallel:
-    model = wrapped()
-    DistributedOptimizer(sgd(model), model.module.named_parameters(), transport=alone())
-    return model
-
-
-def with_mixed_precision() -> DistributedDataParallel:
-    model = wrapped()
-    model.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # DDP itself accepts it on a GPU only
-    return model
-
-
-def with_sparse_embedding() -> DistributedDataParallel:
-    return wrapped(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
 
 
 def with_python_reducer() -> DistributedDataParallel:
@@ -82,6 +61,10 @@ def with_delayed_parameters() -> DistributedDataParallel:
     return wrapped(module, delay_all_reduce_named_params=named[:1], param_to_hook_all_reduce=named[-1][1])
 
 
+def in_an_optimizer(model: Any) -> DistributedOptimizer:
+    return DistributedOptimizer(sgd(model), model.module.named_parameters(), transport=alone())
+
+
 def with_optimizer_in_backward() -> DistributedDataParallel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
@@ -93,28 +76,34 @@ def with_optimizer_in_backward() -> DistributedDataParallel:
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_model_that_a_hook_cannot_serve() -> None:
-    unused = partial(wrapped, skip_all_reduce_unused_params=True, find_unused_parameters=True)
+    half = _MixedPrecision(param_dtype=torch.bfloat16)  # DDP itself accepts it on a GPU only
+    changes = "mixed_precision= changes the type of the buckets: use torch.autocast"
+    sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     rows: list[tuple[Any, str]] = [
-        (net, "compress needs a model in DistributedDataParallel, not Sequential: wrap it first"),
-        (with_hook, "it has a communication hook already"),
-        (with_exchange, "it has a communication hook already"),
-        (in_an_optimizer, "belongs to another DistributedOptimizer already"),
-        (with_python_reducer, "torch.compile's python_reducer calls no hooks"),
-        (with_delayed_parameters, "delay_all_reduce_named_params bypasses the hook"),
-        (with_mixed_precision, "mixed_precision= changes the type of the buckets: use torch.autocast"),
-        (with_sparse_embedding, "0 has sparse gradients, .*: set sparse=False"),
-        (with_optimizer_in_backward, "an optimizer steps 0.weight, 0.bias, 1.weight during backward"),
+        (net(), "compress needs a model in DistributedDataParallel, not Sequential: wrap it first"),
+        (
+            after(lambda model: model.register_comm_hook(None, allreduce_hook)),
+            "it has a communication hook already",
+        ),
+        (after(hook), "it has a communication hook already"),
+        (after(in_an_optimizer), "belongs to another DistributedOptimizer already"),
+        (with_python_reducer(), "torch.compile's python_reducer calls no hooks"),
+        (with_delayed_parameters(), "delay_all_reduce_named_params bypasses the hook"),
+        (after(lambda model: setattr(model, "mixed_precision", half)), changes),
+        (wrapped(sparse), "0 has sparse gradients, .*: set sparse=False"),
+        (with_optimizer_in_backward(), "an optimizer steps 0.weight, 0.bias, 1.weight during backward"),
     ]
     if torch.__version__ >= "2.13":  # the argument is new there
+        unused = wrapped(skip_all_reduce_unused_params=True, find_unused_parameters=True)
         rows.append((unused, "skip_all_reduce_unused_params leaves out buckets"))
-    check_refusals(*((partial(hook, make()), message) for make, message in rows))
+    check_refusals(*((partial(hook, model), message) for model, message in rows))
 
 
 def test_a_distributed_optimizer_of_compressed_parameters() -> None:
-    model = with_exchange()
+    model = after(hook)
     module = model.module
     with pytest.raises(ValueError, match="^dgc.ddp.compress exchanges the gradient of 0.weight already"):
-        DistributedOptimizer(sgd(module), module.named_parameters(), transport=alone())
+        in_an_optimizer(model)
     again = DistributedDataParallel(module)
     hook(again)  # in place of the first one
     del model, again
@@ -123,15 +112,13 @@ def test_a_distributed_optimizer_of_compressed_parameters() -> None:
 
 
 def test_momentum_that_would_be_applied_twice() -> None:
+    lacks = "applies momentum to 1 parameters that the optimizer lacks, such as 0.weight"
     rows: list[tuple[Any, str]] = [
         (lambda model: None, "pass the optimizer to compress"),
         (lambda model: sgd(model, momentum=0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
         (lambda model: torch.optim.Adam(model.parameters()), "Adam would apply it again"),
         (lambda model: DGCSGD(model.parameters(), lr=0.1, momentum=0.5), "they must agree"),
-        (
-            lambda model: DGCSGD([model.module[1].weight], lr=0.1, momentum=0.9),
-            "applies momentum to 1 parameters that the optimizer lacks, such as 0.weight",
-        ),
+        (lambda model: DGCSGD([model.module[1].weight], lr=0.1, momentum=0.9), lacks),
     ]
     for optimizer, message in rows:
         model = wrapped()

@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,10 +20,6 @@ from dgc.optim import DGCSGD
 LAYERS, SIZE = 4, 8
 RESET = r"an exception has ended a backward pass, and FSDP2 has not been reset: call reset_iter_state\(\)"
 BROKEN = "an earlier step ended with an exception, in backward"
-
-
-def fail(*_: Any) -> None:
-    raise MemoryError("of the model")
 
 
 def shard(transport: Transport) -> Any:
@@ -63,10 +60,9 @@ def test_after_an_exception_the_exchange_is_clean_or_refuses(
     transport: Transport, at: int, reset: bool, steps: int
 ) -> None:
     """Before any group, after one, and after all but the outermost. The first pass starts none until its end."""
-    one, other = Trainer(transport), Trainer(transport)
-    for _ in range(steps):
-        for trainer in (one, other):
-            trainer.step()
+    one, other = both = Trainer(transport), Trainer(transport)
+    for trainer in steps * both:
+        trainer.step()
     one.fail(at)
     if reset:
         one.model.reset_iter_state()
@@ -74,15 +70,12 @@ def test_after_an_exception_the_exchange_is_clean_or_refuses(
         with pytest.raises(RuntimeError, match=BROKEN):
             one.exchange.compression_state_dict()
     if reset and not has_started:
-        for _ in range(3):
-            for trainer in (one, other):
-                trainer.step()
+        for trainer in 3 * both:
+            trainer.step()
     else:
-        for _ in range(2):
+        for act in 2 * (one.step, one.optimizer.step):
             with pytest.raises(RuntimeError, match=BROKEN if has_started else RESET):
-                one.step()
-            with pytest.raises(RuntimeError, match=BROKEN if has_started else RESET):
-                one.optimizer.step()
+                act()
         one.model.reset_iter_state()
     assert all(map(torch.equal, one.weights, other.weights))
     assert not reset or has_started or one.exchange.error_norm() == other.exchange.error_norm() > 0
@@ -91,7 +84,7 @@ def test_after_an_exception_the_exchange_is_clean_or_refuses(
 def test_an_exception_in_forward_changes_nothing(transport: Transport) -> None:
     one, other = Trainer(transport), Trainer(transport)
     for layer in (0, LAYERS - 1, 0):
-        handle = one.model.layers[layer].register_forward_hook(fail)
+        handle = one.model.layers[layer].register_forward_hook(Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             one.step()
         handle.remove()

@@ -79,10 +79,8 @@ def refused(message: str, act: Act, *arguments: Any, kind: type[Exception] = Val
 def test_arguments_are_named(transport: Transport, model: Any) -> None:
     compressor, scaler = top_k(), torch.amp.GradScaler
     half = shard(transport, network().half(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    connected, sharded = (
-        "transport must be what dgc.comm connects",
-        "model must be a torch.nn.Module on which fully",
-    )
+    connected = "transport must be what dgc.comm connects"
+    sharded = "model must be a torch.nn.Module on which fully"
 
     def attempt(message: str, model: Any = model, **options: Any) -> None:
         refused(message, compress, model, compressor, **{"transport": transport, **options})
@@ -98,6 +96,9 @@ def test_arguments_are_named(transport: Transport, model: Any) -> None:
     refused("device_type must be 'cpu', 'cuda' or another", local_mesh, transport, "gpu")
     refused(connected, local_mesh, None)
     compress(model, compressor, transport=transport).close()  # the compressor is still free
+    for of_momentum in (OneBitAdamCompressor(), DGCAdamCompressor(0.1)):
+        with pytest.raises(ValueError, match="exchanges the momentum of an optimizer, which dgc.fsdp does not"):
+            compress(model, of_momentum, transport=transport)
     refuse = partial(refused, act=partial(outer, transport, model))
     refuse("method must be an algorithm such as dgc.gossip.SGP(), not None", method=None)
     refuse("method must be an algorithm such as dgc.gossip.SGP(), not <class", method=OuterSteps)
@@ -106,12 +107,6 @@ def test_arguments_are_named(transport: Transport, model: Any) -> None:
     refuse("optimizer must be a torch.optim.Optimizer, not None", optimizer=None)
     other = sgd(shard(transport))
     refuse("6 of the optimizer's 6 parameters are not those of the sharded model", optimizer=other)
-
-
-def test_compressors_of_momentum(transport: Transport, model: Any) -> None:
-    for compressor in (OneBitAdamCompressor(), DGCAdamCompressor(0.1)):
-        with pytest.raises(ValueError, match="exchanges the momentum of an optimizer, which dgc.fsdp does not"):
-            compress(model, compressor, transport=transport)
 
 
 def test_a_forward_pass_before(transport: Transport) -> None:

@@ -1,7 +1,6 @@
 """The adapters to other trainers in one process: what they set and refuse; their libraries are optional."""
 
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import warm
+from integrations.titan import config_of, dims_of, parallelized
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (Lightning and transformers import torchvision)
 from dgc.comm.lockstep import LockstepWorld
@@ -40,44 +40,27 @@ for library in libraries:
     assert done.returncode == 0, done.stderr
 
 
-class Saved:
-    """What rank_files needs of an exchange."""
-
-    def __init__(self, transport: Any = None, state: float = 0.0):
-        self.transport, self.state = transport, state
-
-    def compression_state_dict(self) -> Any:
-        return {"errors": torch.full((3,), self.state)}
-
-    def load_compression_state_dict(self, state: Any) -> None:
-        self.state = float(state["errors"][0])
-
-
 def test_each_rank_loads_its_own_file(tmp_path: Path) -> None:
     folder = tmp_path / "new"
 
-    def loaded(transport: Any) -> float:
-        exchange: Any = Saved(transport)
+    def loaded(transport: Any) -> list[float]:
+        found: list[Any] = []
+        exchange: Any = SimpleNamespace(transport=transport, load_compression_state_dict=found.append)
         rank_files.load(exchange, lambda rank: folder / f"exchange{rank}.pt")
-        return float(exchange.state)
+        return [float(state["errors"][0]) for state in found]
 
     world = LockstepWorld(2)
     with pytest.warns(UserWarning, match="nothing unsent"):
-        assert world.run(loaded) == [0.0, 0.0]
+        assert world.run(loaded) == [[], []]
     for rank in (0, 1):
-        exchange: Any = Saved(state=rank + 1.0)
+        state = {"errors": torch.full((3,), rank + 1.0)}
+        exchange: Any = SimpleNamespace(compression_state_dict=lambda state=state: state)
         rank_files.save(exchange, folder / f"exchange{rank}.pt")
-    assert world.run(loaded) == [1.0, 2.0]
+    assert world.run(loaded) == [[1.0], [2.0]]
     assert sorted(path.name for path in folder.iterdir()) == ["exchange0.pt", "exchange1.pt"]
     (folder / "exchange0.pt").unlink()
     with pytest.raises(ValueError, match="rank 0 has no file .*exchange0.pt"):
         world.run(loaded)
-
-
-def trainer(model: Any) -> Any:
-    """What the callback needs of a Trainer."""
-    handler, options = SimpleNamespace(callbacks=[]), {"model_wrapped": model, "train": lambda *_: None}
-    return SimpleNamespace(callback_handler=handler, add_callback=handler.callbacks.append, **options)
 
 
 def test_the_callback_needs_its_trainer_and_ddp() -> None:
@@ -88,11 +71,13 @@ def test_the_callback_needs_its_trainer_and_ddp() -> None:
     one, several = (SimpleNamespace(world_size=n, n_gpu=0) for n in (1, 2))
     with pytest.raises(RuntimeError, match=r"call attach\(trainer\) before"):
         compression.on_train_begin(several, None, None)
-    attached = trainer(torch.nn.Linear(2, 2))
-    compression.attach(attached)
-    assert attached.callback_handler.callbacks == [compression]
+    handler = SimpleNamespace(callbacks=[])
+    trainer: Any = SimpleNamespace(callback_handler=handler, add_callback=handler.callbacks.append)
+    trainer.model_wrapped, trainer.train = torch.nn.Linear(2, 2), lambda *_: None
+    compression.attach(trainer)
+    assert handler.callbacks == [compression]
     with pytest.raises(ValueError, match="has a Trainer already"):
-        compression.attach(trainer(None))
+        compression.attach(trainer)
     with pytest.raises(ValueError, match="into Linear, and compression needs DistributedDataParallel"):
         compression.on_train_begin(several, None, None)
     with pytest.warns(UserWarning, match="nothing is compressed"):
@@ -101,41 +86,23 @@ def test_the_callback_needs_its_trainer_and_ddp() -> None:
     assert compression.exchange is None
 
 
-@dataclass
-class Spec:
-    parallelize_fn: Any
-    post_optimizer_build_fn: Any = None
-
-
-def parallelized(config: Any, **dims: bool) -> Any:
-    """What the config's parallelize_fn returns. That of the model returns its ParallelDims."""
-    off = dict.fromkeys(("pp_enabled", "tp_enabled", "cp_enabled", "ep_enabled"), False)
-    own = SimpleNamespace(**{"dp_replicate_enabled": True, "dp_replicate": 2, **off, **dims})
-    parts = {"training": config.training, "parallelism": config.parallelism}
-    return config.model_spec.parallelize_fn("model", parallel_dims=own, **parts)
-
-
 def made() -> Any:
-    def parallelize(model: str, *, parallel_dims: Any, training: Any, parallelism: Any) -> Any:
-        assert model == "model"
-        return parallel_dims
-
-    training, parallelism = SimpleNamespace(disable_cuda_graphs=False), SimpleNamespace(spmd_backend="spmd_types")
-    config = SimpleNamespace(model_spec=Spec(parallelize), training=training, parallelism=parallelism)
+    """A config with compression, whose parallelize_fn returns what that of the model gets."""
+    config = config_of(lambda model, *, parallel_dims, training, parallelism: (model, parallel_dims))
     assert compressed(config, DenseCompressor()) is config
     return config
 
 
 def test_the_model_is_sharded_without_replicas_and_other_parallelism_is_refused() -> None:
-    dims = parallelized(made())
-    assert not dims.dp_replicate_enabled and dims.dp_replicate == 2
-    for kind, name in {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}.items():
-        with pytest.raises(ValueError, match=f"does not support {name} parallelism"):
-            parallelized(made(), **{f"{kind}_enabled": True})
+    model, dims = parallelized(made(), "model", dims_of())
+    assert model == "model" and not dims.dp_replicate_enabled and dims.dp_replicate == 2
     # settings that a command line has changed
     graphs, backend = made(), made()
     graphs.training.disable_cuda_graphs = False
     backend.parallelism.spmd_backend = "full_dtensor"
-    for config, message in ((graphs, "CUDA graphs"), (backend, "--parallelism.spmd_backend other")):
+    names = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}
+    others = [(made(), {f"{kind}_enabled": True}, f"{name} parallelism") for kind, name in names.items()]
+    changed: list[Any] = [(graphs, {}, "CUDA graphs"), (backend, {}, "--parallelism.spmd_backend other")]
+    for config, enabled, message in [*others, *changed]:
         with pytest.raises(ValueError, match=f"does not support {message}"):
-            parallelized(config)
+            parallelized(config, "model", dims_of(**enabled))

@@ -4,7 +4,6 @@ Two agents of torchrun stand for two machines. The store through which they meet
 """
 
 import json
-import operator
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from environment import REPOSITORY, patient, python_path
-from parallel.processes import children, free_port, send
+from parallel.processes import children, free_port, send, start
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dgc.comm.lockstep import LockstepWorld
@@ -29,17 +28,10 @@ from dgc_training.checkpoint.reading import read_manifest, read_tensors
 CHECKPOINT_EVERY = 3
 LATE = "has ended on the other machines"
 DGC = ("configs/dgc/wm5.py", "--configs.train.check_replicas_every=5")
-WORDS = [
-    "--devices=cpu",
-    "--configs.train.batch_size=32",
-    "--configs.train.warmup_lr_epochs=2",
-    f"--configs.train.checkpoint_every={CHECKPOINT_EVERY}",
-    "--configs.train.log_every=1",
-    "--configs.train.recorder={_target_: scripts.gossip.rank_csv.StepRecorder}",
-    f"--configs.train.timeout={patient(60)}",
-    "--configs.data.num_threads_per_worker=1",
-    "--configs.model.width=8",
-]
+SETTINGS = f"batch_size=32 warmup_lr_epochs=2 checkpoint_every={CHECKPOINT_EVERY} log_every=1"
+WORDS = [f"--configs.train.{setting}" for setting in f"{SETTINGS} timeout={patient(60)}".split()]
+WORDS += ["--configs.train.recorder={_target_: scripts.gossip.rank_csv.StepRecorder}", "--devices=cpu"]
+WORDS += ["--configs.data.num_threads_per_worker=1", "--configs.model.width=8"]
 BEGIN = re.compile(r"^(\d+) ranks? on cpu ", re.MULTILINE)
 RESUMED = re.compile(r"^resumed from checkpoint (e(\d+)(?:s(\d+))?(?:-\d+)?)", re.MULTILINE)
 
@@ -69,8 +61,7 @@ class Restart(NamedTuple):
         if self.resumed.epoch > self.before.epoch:
             return 0.0
         assert self.resumed.epoch == self.before.epoch, self
-        ahead = self.before.step * self.before.size - self.resumed.step * self.resumed.size
-        return max(0.0, ahead / self.before.size)
+        return max(0.0, (self.before.key()[1] - self.resumed.key()[1]) / self.before.size)
 
     def mean_error(self) -> float:
         """Largest difference between the means of the residual over the old and over the new ranks.
@@ -107,29 +98,18 @@ class Agent:
         self.output = run.directory / f"agent{len(run.agents)}"
         variables = {
             **{"RENDEZVOUS": f"localhost:{run.port}", "RANKS": str(ranks), "MAX_MACHINES": "2"},
-            **{"RESTARTS": "100", "LAST_CALL": "3", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+            **{"RESTARTS": "100", "LAST_CALL": "3", "PYTHONPATH": python_path()},
             "RDZV_CONF": f"keep_alive_interval=1,keep_alive_max_attempt={patient(6):.0f},"
             f"read_timeout={patient(15):.0f}",
             "PATH": f"{Path(run.python).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         words = sorted([*WORDS, *run.method], key=lambda word: word.startswith("--"))  # config files come first
         words = ["--configs", run.experiment, *words, f"--configs.train.num_epochs={run.epochs}"]
-        words += ["--run-dir", str(run.run)]
-        with open(self.output, "w") as file:
-            self.process = subprocess.Popen(
-                ["bash", str(REPOSITORY / "scripts/torchrun.sh"), *words],
-                cwd=REPOSITORY,
-                env={**os.environ, **variables},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def is_running(self) -> bool:
-        return self.process.poll() is None
+        command = ["bash", str(REPOSITORY / "scripts/torchrun.sh"), *words, "--run-dir", str(run.run)]
+        self.process = start(command, self.output, {**os.environ, **variables})
 
     def ranks(self) -> list[int]:
-        """Process ids of its ranks."""
+        """Process ids."""
         return children(self.process.pid)
 
     def kill(self) -> None:
@@ -144,12 +124,8 @@ class ElasticRun:
 
     `restarts` has every attempt to train, in order; the first one is the start.
 
-    Args:
-        directory: for the run and all output.
-        epochs: of the run.
-        method: the config files after the experiment's, and further arguments of train.py.
-        experiment: the first config file.
-        python: what the agents start. Kills need their own processes, and not forks of another one.
+    method: The config files after the experiment's, and further arguments of train.py.
+    python: What the agents start. Kills need their own processes, and not forks of another one.
     """
 
     def __init__(
@@ -189,7 +165,7 @@ class ElasticRun:
         return self.agents[-1]
 
     def running(self) -> list[Agent]:
-        return [agent for agent in self.agents if agent.is_running()]
+        return [agent for agent in self.agents if agent.process.poll() is None]
 
     def text(self) -> str:
         return "".join(f"--- {agent.output.name}\n{agent.output.read_text()}\n" for agent in self.agents)
@@ -212,11 +188,12 @@ class ElasticRun:
     def finish(self, timeout: float = 300) -> None:
         """Waits for the end of the run, which must be a success."""
         self.wait(patient(timeout))
-        survivors = [agent.process.poll() for agent in self.agents]
-        # An agent that is started when the run is about to end finds that it has ended.
-        late = [LATE in agent.output.read_text() for agent in self.agents]
-        ends = [status in (0, -signal.SIGKILL) for status in survivors]
-        assert all(map(operator.or_, ends, late)) and 0 in survivors, (survivors, self.text()[-6000:])
+        ends = {agent: agent.process.poll() for agent in self.agents}
+        assert 0 in ends.values(), self.text()[-6000:]
+        for agent, status in ends.items():
+            # an agent that is started when the run is about to end finds that it has ended
+            is_late = LATE in agent.output.read_text()
+            assert is_late or status in (0, -signal.SIGKILL), (status, self.text()[-6000:])
 
     def _record(self) -> None:
         self._copy_latest()
@@ -259,12 +236,9 @@ class ElasticRun:
 
     def _position(self) -> Position:
         """The last step in the CSV file of rank 0 that was written last."""
-        files = list(self.run.glob("csv/out_r0_n*.csv"))
-        if not files:
-            return Position()
-        file = max(files, key=lambda path: path.stat().st_mtime)
-        size = int(file.stem.rpartition("n")[2])
-        # The last line may be incomplete.
-        rows = [line.split(",") for line in file.read_text().split("\n")[5:-1]]
+        files = sorted(self.run.glob("csv/out_r0_n*.csv"), key=lambda path: path.stat().st_mtime)
+        # the last line may be incomplete
+        rows = [line.split(",") for line in files[-1].read_text().split("\n")[5:-1]] if files else []
         steps = [(int(row[0]), int(row[1])) for row in rows if int(row[1]) >= 0]
+        size = int(files[-1].stem.rpartition("n")[2]) if files else 1
         return Position(steps[-1][0], steps[-1][1] + 1, size) if steps else Position()

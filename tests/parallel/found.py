@@ -23,3 +23,9 @@ def told(act: Callable[[], Any], *kinds: type[Exception]) -> str:
     except kinds as error:
         return str(error)
     return ""
+
+
+def refused(message: str, act: Callable[[], Any], *kinds: type[Exception]) -> None:
+    """It raises a ValueError, or an error of one of these kinds, with these words."""
+    found = told(act, *(kinds or (ValueError,)))
+    assert message in found, (message, found)

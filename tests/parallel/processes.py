@@ -7,9 +7,11 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from environment import patient
+from environment import REPOSITORY, patient
 
 
 def free_port() -> int:
@@ -20,11 +22,8 @@ def free_port() -> int:
     """
     while True:
         port = random.SystemRandom().randrange(10000, 20000)
-        with socket.socket() as free:
-            try:
-                free.bind(("", port))
-            except OSError:
-                continue
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("", port))
             return port
 
 
@@ -45,10 +44,23 @@ def descendants(pid: int) -> Iterator[int]:
 
 def send(pid: int, number: int) -> None:
     """Send a signal to a process, unless it has ended."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start(command: Sequence[str], output: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in the repository and in a session of its own, with all output in a file."""
+    variables = {**environment, "OMP_NUM_THREADS": "1"}
+    with open(output, "w") as file:
+        options: Any = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(command, cwd=REPOSITORY, env=variables, **options)
 
 
 def run_together(
@@ -56,27 +68,12 @@ def run_together(
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run commands at the same time, and wait for all of them.
 
-    Args:
-        commands: The commands, each with its arguments.
-        directory: The working directory.
-        environment: The environment variables.
-        timeout: Seconds after which they are killed, on a quiet machine.
-
-    Raises:
-        AssertionError: Not all ended in time. The message has their output and the stacks of their threads.
+    timeout: Seconds after which they are killed, on a quiet machine. The error then has their output and the
+    stacks of their threads.
     """
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=directory,
-            # prints the stacks of all threads at SIGABRT
-            env={**environment, "PYTHONFAULTHANDLER": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command in commands
-    ]
+    variables = {**environment, "PYTHONFAULTHANDLER": "1"}  # prints the stacks of all threads at SIGABRT
+    options: Any = {"cwd": directory, "env": variables, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen(command, **options, text=True) for command in commands]
     timeout = patient(timeout)
     with ThreadPoolExecutor(len(processes)) as pool:
         ends = list(pool.map(lambda process: _end(process, timeout), processes))
@@ -98,9 +95,7 @@ def _end(process: subprocess.Popen[str], timeout: float) -> tuple[subprocess.Com
         for number, seconds in ((signal.SIGABRT, patient(10)), (signal.SIGKILL, None)):
             for pid in tree:
                 send(pid, number)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 out, err = process.communicate(timeout=seconds)
                 break
-            except subprocess.TimeoutExpired:
-                continue
     return subprocess.CompletedProcess(process.args, process.returncode, out, err), in_time

@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
+from inspect import Parameter, Signature, signature
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -25,26 +26,22 @@ from scripts.launch import torchrun as torchrun_command
 
 Commands = list[list[str]]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-SERVER = str(Path(__file__).with_name("server.py"))
 HORIZON = 5.0  # seconds of a quiet machine in which the other ranks tell why they failed too
 
 
 class Launcher:
     """Starts programs on several ranks.
 
-    Args:
-        commands: The commands, which run at the same time, for a number of ranks and the words after `python`.
+    commands: The commands, which run at the same time, for a number of ranks and the words after `python`.
     """
 
-    def __init__(self, commands: Callable[[int, list[str]], Commands]) -> None:
+    def __init__(self, commands: Callable[..., Commands]) -> None:
         self._commands, self.__name__ = commands, commands.__name__
 
-    def commands(self, ranks: int, words: list[str]) -> Commands:
+    def commands(self, ranks: int, words: list[str], *more: str) -> Commands:
         """They start forks in place of `python` (see `warm`)."""
-        return [
-            [warm.python() if word == sys.executable else word for word in command]
-            for command in self._commands(ranks, words)
-        ]
+        commands = self._commands(ranks, words, *more)
+        return [[warm.python() if word == sys.executable else word for word in command] for command in commands]
 
     def __call__(self, ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """The end of a program. Its output is that of all commands, one after the other."""
@@ -55,7 +52,7 @@ class Launcher:
 
 
 def environment(ranks: int) -> Mapping[str, str]:
-    own = prepare(ranks, [])[1] if ranks > 1 else dict(os.environ)
+    own = prepare(ranks, [])[1] if ranks > 1 else os.environ
     paths = python_path(REPOSITORY / "tests", *filter(None, [own.get("PYTHONPATH")]))
     # PYTHONFAULTHANDLER: prints the stacks of all threads at SIGABRT
     return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
@@ -67,28 +64,23 @@ def mpirun(ranks: int, words: list[str]) -> Commands:
     return [prepare(ranks, words)[0]]
 
 
-def _horovodrun(ranks: int) -> list[str]:
-    return [sys.executable, str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
-
-
 @Launcher
-def horovodrun(ranks: int, words: list[str]) -> Commands:
+def horovodrun(ranks: int, words: list[str], hosts: str = "") -> Commands:
     """Horovod's own launcher with the Gloo controller: no MPI anywhere."""
-    return [[*_horovodrun(ranks), sys.executable, *words]]
+    program = [sys.executable, str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(ranks)]
+    return [[*program, *hosts.split(), sys.executable, *words]]
 
 
 @Launcher
 def two_gloo_machines(ranks: int, words: list[str]) -> Commands:
     """horovodrun with the Gloo controller and two names of this machine."""
-    hosts = f"localhost:{ranks // 2},127.0.0.1:{ranks // 2}"
-    return [[*_horovodrun(ranks), "-H", hosts, sys.executable, *words]]
+    return horovodrun.commands(ranks, words, f"-H localhost:{ranks // 2},127.0.0.1:{ranks // 2}")
 
 
 @Launcher
 def torchrun(ranks: int, words: list[str]) -> Commands:
     """torch.distributed's launcher: neither Horovod nor MPI."""
-    command = torchrun_command(ranks, words)
-    return [[*TORCHRUN, *command[1:]]]
+    return [[*TORCHRUN, *torchrun_command(ranks, words)[1:]]]
 
 
 @cache
@@ -134,14 +126,31 @@ def over(launch: Launcher, size: int, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param((launch, size), id=f"{launch.__name__}-{size}", marks=marks)
 
 
+def each_rank_of(*groups: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator of a test `body(transport, ...)`: every rank of each group runs it, and returns the same.
+
+    groups: What `over` returns. options: Of `Group.run`. The further arguments of body are given by pytest.
+    """
+
+    def decorated(body: Callable[..., Any]) -> Any:
+        _, *given = signature(body).parameters.values()
+
+        @wraps(body)
+        def test(group: Group, **values: Any) -> None:
+            found = group.run(test, *(values[argument.name] for argument in given), **options)
+            assert found == [found[0]] * group.size, found
+
+        changed: Any = test
+        changed.__signature__ = Signature([Parameter("group", Parameter.POSITIONAL_OR_KEYWORD), *given])
+        return pytest.mark.parametrize("group", groups, indirect=True)(test)
+
+    return decorated
+
+
 class Group:
     """Ranks that run one function after another. They start with the first one.
 
     An exception, the end of a rank or a time-out in any of them ends all. The next function starts others.
-
-    Args:
-        launch: What starts the ranks.
-        size: Their number.
     """
 
     def __init__(self, launch: Launcher, size: int) -> None:
@@ -160,7 +169,7 @@ class Group:
         """What the function returns on each rank.
 
         Args:
-            function: A function of a module, which gets a new transport and the arguments.
+            function: A function of a module, or the body of a test of `each_rank_of`. It gets a new transport.
             arguments: Further arguments.
             within: Its time limit in seconds of a quiet machine.
             last: The ranks end after it, each for itself.
@@ -214,17 +223,15 @@ class Group:
         return self._clean_up()
 
     def _start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp())
+        self._folder, server = Path(tempfile.mkdtemp()), str(Path(__file__).with_name("server.py"))
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address := str(self._folder / "socket"))
             listener.listen(self.size)
             listener.settimeout(patient(1))
             with open(self._folder / "output", "wb") as file:
-                for command in self.launch.commands(self.size, [SERVER, address]):
-                    variables = environment(self.size)
-                    self._processes.append(
-                        subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=file, stderr=file)
-                    )
+                options: Any = {"cwd": REPOSITORY, "env": environment(self.size), "stdout": file, "stderr": file}
+                for command in self.launch.commands(self.size, [server, address]):
+                    self._processes.append(subprocess.Popen(command, **options))
             end = time.monotonic() + patient(60)
             found: dict[int, Connection] = {}
             while len(found) < self.size:

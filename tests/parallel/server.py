@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 import warnings
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,14 +21,11 @@ class Horovod:
     """The transports of a process, which live as long as it does."""
 
     def __init__(self, hierarchical: Any) -> None:
-        self._transports: dict[Any, Any] = {}
-        self.open(hierarchical=hierarchical)  # the first connection decides whether there can be groups later
+        self._open = cache(connect)
+        self._open(hierarchical=hierarchical)  # the first connection decides whether there can be groups later
 
     def open(self, **options: Any) -> Any:
-        key = tuple(sorted(options.items()))
-        if key not in self._transports:
-            self._transports[key] = connect(**options)
-        return self._transports[key]
+        return self._open(**options)
 
     def close(self, transport: Any) -> None:
         """Nothing is left behind."""
@@ -48,9 +46,8 @@ class Torch:
 
     def close(self, transport: Any) -> None:
         gc.collect()  # of models and optimizers that still use the groups
-        close = getattr(transport, "close", None)  # a wrapper for GPUs has none
-        if close is not None:
-            close()
+        if hasattr(transport, "close"):  # a wrapper for GPUs has none
+            transport.close()
 
 
 def serve(tests: Connection) -> None:
@@ -65,14 +62,15 @@ def serve(tests: Connection) -> None:
                 transports = Torch() if uses_torch else Horovod(options.get("hierarchical") or True)
                 gc.freeze()  # so that what functions leave behind is found soon
             transport = transports.open(**options)
-            reply = True, function(transport, *arguments)
+            body = getattr(function, "__wrapped__", function)  # of a test of `each_rank_of`
+            reply = True, body(transport, *arguments)
         except Exception:
             reply = False, traceback.format_exc()
         tests.send(reply)
         if is_last or not reply[0]:
             break
         transports.close(transport)
-        del function, arguments, transport, reply, task
+        del function, body, arguments, transport, reply, task
 
 
 if __name__ == "__main__":

@@ -1,105 +1,487 @@
 """dgc.fsdp on two machines of two ranks. Two agents of torchrun stand for the machines."""
 
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from parallel import fsdp_worker as worker
-from parallel.ranks import Group, over, two_agents
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from cases import case
+from integrations.titan import config_of, dims_of, parallelized
+from parallel.found import digest, refused, told
+from parallel.sharded import (
+    batches,
+    build,
+    check_a_dropped_step,
+    divide,
+    flat,
+    loss_of,
+    machine,
+    network,
+    of_hsdp,
+    on_machines,
+    shard,
+    top_k,
+    train,
+    whole,
+    with_muon,
+)
+from states import assert_equal
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard, distribute_tensor
 
-pytestmark = pytest.mark.parametrize("group", [over(two_agents, 4)], indirect=True)
-
-
-def run(group: Group, scenario: Any, *arguments: Any) -> list[dict[str, Any]]:
-    return group.run(scenario, *arguments, hierarchical=True)
-
-
-def test_ratio_1_equals_hsdp(group: Group) -> None:
-    rounding = {"bf16 reduce DenseCompressor": 2e-2, "fp16 parameters DenseCompressor": 5e-3}
-    for own in run(group, worker.equal_to_hsdp):
-        assert len(own) == 11
-        for name, difference in own.items():
-            assert difference < rounding.get(name, 2e-6), (name, difference)
-
-
-def test_muon_steps_on_whole_matrices(group: Group) -> None:
-    for own in run(group, worker.muon):
-        assert own["fp32"] < 1e-5 and own["over all"] < 1e-5 and own["bf16"] < 2e-2
-
-
-def test_gradients_that_fsdp2_does_not_average_are_those_of_hsdp(group: Group) -> None:
-    for own in run(group, worker.divided):
-        assert len(own) == 5
-        for name, difference in own.items():
-            assert difference < 2e-6, (name, difference)
-
-
-def test_torchtitans_sums_are_those_of_hsdp_and_its_optimizers_keep_what_is_not_sent(group: Group) -> None:
-    for rank, own in enumerate(run(group, worker.torchtitan)):
-        assert own["difference"] < 2e-6 and own["error"] > 0 and own["keys"] == [f"dgc.exchange.rank{rank}"]
-        assert own["other"].endswith("set --parallelism.data_parallel_replicate_degree 2")
-
-
-def test_a_method_runs_between_machines_on_local_rows(group: Group) -> None:
-    # of the second rows, reduce_scatter would send more bytes than the dense sum, which takes its place
-    without_error = {"qsgd"}, {"qsgd", "reduce_scatter"}
-    for rank, own in enumerate(run(group, worker.method_between_machines)):
-        assert own == {name: name not in without_error[rank % 2] for name in worker.METHODS}
-
-
-def test_a_nonfinite_gradient_drops_the_step_everywhere(group: Group) -> None:
-    reason = "0.weight on rank 1 has NaN or inf, or is 2**64 or more (the rank is the number of a machine)"
-    found = run(group, worker.nonfinite)
-    assert len({result["model"] for results in found for result in results.values()}) == 1
-    for rank, results in enumerate(found):
-        assert len(results["raise"]["messages"]) == 1 and reason in results["raise"]["messages"][0]
-        assert len(results["skip"]["messages"]) == (rank == 0) and not results["scaler"]["messages"]
-
-
-def test_a_layer_that_one_machine_uses(group: Group) -> None:
-    results = run(group, worker.unused_on_one_machine)
-    assert results.count(results[0]) == 4 and results[0]["moved"] > 0.9
+from dgc.bucket import make_bucket
+from dgc.comm.collectives import all_gather_object
+from dgc.comm.torch_distributed import connect
+from dgc.compression import (
+    DenseCompressor,
+    DGCCompressor,
+    EF21Compressor,
+    PowerSGDCompressor,
+    QSGDCompressor,
+    ThresholdCompressor,
+    TwoPhaseCompressor,
+)
+from dgc.engine.state import BucketStates
+from dgc.fsdp import compress
+from dgc.integrations.torchtitan import compressed
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD
+from dgc.testing import Fleet
 
 
-def test_bytes_between_machines(group: Group) -> None:
-    found = run(group, worker.bytes_between_machines)
-    for own, (rows, top_k) in zip(found, [(26, 52), (25, 50)] * 2, strict=True):
-        dense, sparse = own["dense"], own["top-k"]
-        numel = rows * 201
-        assert dense == [2 * 4 * numel, 2 * 4 * numel, numel]
-        assert sparse == [2 * (24 + 12 * top_k + 4 * rows), 2 * 4 * numel, numel]
+def dgc(ratio: float = 0.2, **options: Any) -> DGCCompressor:
+    return DGCCompressor(ratio, DGCSGDMemory(momentum=0.9), **options)
 
 
-@pytest.mark.parametrize("make", [worker.adam, worker.with_muon])
-def test_machines_are_workers_of_outer_steps(group: Group, make: Any) -> None:
-    results = run(group, worker.outer_steps, make)
-    assert [len(result["warned"]) for result in results] == [0, 0, 0, 1]
-    assert "0.weight on rank 3 has NaN or inf: this machine drops its step" in results[3]["warned"][0]
-    assert [result["dropped"] for result in results] == [0, 0, 1, 1]
-    for key in ("mean", "sparse"):
-        assert len({result[key] for result in results}) == 1
-    where = ("the gradient of 0.weight on rank 0 has", "a gradient on another rank of this machine has", "", "")
-    for rank, result in enumerate(results):
-        assert where[rank] in result["raised"] and bool(result["raised"]) == (rank < 2)
+def decayed(model: nn.Module) -> DGCSGD:
+    return DGCSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
-@pytest.mark.parametrize("name", worker.GO_ON)
-def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_and_machine_only(
-    group: Group, tmp_path: Path, name: str
+def accumulate(model: Any, optimizer: Any, inputs: Sequence[Tensor], switch: str = "") -> None:
+    """Two backward passes per step. The switch is off in the first of them."""
+    for first, second in zip(inputs[::2], inputs[1::2], strict=True):
+        optimizer.zero_grad()
+        for batch in (first, second):
+            if switch:
+                getattr(model, switch)(batch is second)
+            loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def check_near(model: Any, expected: Tensor, start: Tensor, bound: float = 2e-6) -> None:
+    """The largest difference of any parameter, relative to the change."""
+    difference = float((whole(model) - expected).norm() / (expected - start).norm())
+    assert difference < bound, difference
+
+
+def check_like_hsdp(
+    transport: Any, native: Any, model: Any, make: Any, bound: float = 2e-6, loop: Any = train, **options: Any
 ) -> None:
-    found = run(group, worker.saved_and_loaded, tmp_path, name)
-    for rank, result in enumerate(found):
-        assert result["loaded"] == result["saved"] == found[0]["saved"] != result["at save"]
-        assert result["loaded error"] == result["error"] > 0
-        machine, shard = divmod(rank, 2)
-        whose, other_machine = result["whose"], (rank + 2) % 4
-        loads = f"of 2 on machine {1 - machine} of 2, and shard {shard} of 2 on machine {machine} of 2 loads it"
-        assert whose[rank] == "" and f"that of shard {shard} {loads}. What is not sent" in whose[other_machine]
-        assert all("shards are different parts" in whose[i] for i in range(4) if i % 2 != shard)
-        told = result["one machine"]
-        assert "different steps (ranks 0, 1: step 4; ranks 2, 3: step 0)" in told
+    inputs, start = batches(4, transport.rank), whole(model)
+    loop(native, torch.optim.SGD(native.parameters(), momentum=0.9, **options), inputs)
+    exchange = compress(model, make(), transport=transport)
+    loop(model, DGCSGD(model.parameters(), momentum=0.9, **options), inputs)
+    exchange.close()
+    check_near(model, whole(native), start, bound)
 
 
-@pytest.mark.parametrize("scenario", [worker.refused_models, worker.refused_steps])
-def test_what_cannot_work_is_refused(group: Group, scenario: Any) -> None:
-    run(group, scenario)
+@on_machines
+def test_ratio_1_equals_hsdp(transport: Any) -> None:
+    ratio_1, mesh = partial(dgc, 1.0), of_hsdp()
+    runs: list[tuple[str, Any, Any, float]] = [
+        ("no sync", partial(accumulate, switch="set_requires_gradient_sync"), ratio_1, 2e-6),
+        ("no all-reduce", partial(accumulate, switch="set_requires_all_reduce"), ratio_1, 2e-6),
+        *((name, train, ratio_1, 2e-6) for name in ("plain", "repeated", "frozen")),
+        *((name, train, DenseCompressor, 2e-6) for name in ("plain", "columns", "bf16")),
+        ("bf16 reduce", train, DenseCompressor, 2e-2),
+        ("fp16 parameters", train, DenseCompressor, 5e-3),
+        ("two exchanges", accumulate, DenseCompressor, 2e-6),
+    ]
+    for name, loop, make, bound in runs:
+        native, model = build(mesh, name), build(machine(transport), name)
+        with case(name, make):
+            check_like_hsdp(transport, native, model, make, bound, loop, lr=0.05, weight_decay=1e-3)
+
+
+@on_machines
+def test_muon_steps_on_whole_matrices(transport: Any) -> None:
+    """The whole model, which one process trains on the batches of all ranks, is that of the ranks."""
+    world = init_device_mesh("cpu", (4,))  # whose last rank has no row of the first matrix
+    for mesh, precision in ((machine(transport), "fp32"), (machine(transport), "bf16"), (world, "fp32")):
+        alone, model = network(), shard(network(), mesh)
+        start, own = whole(model), with_muon(alone, precision)
+        for inputs in zip(*(batches(4, rank) for rank in range(4)), strict=True):
+            own.zero_grad()
+            sum((loss_of(alone, each) / 4 for each in inputs), torch.zeros(())).backward()
+            own.step()
+        exchange = None if mesh is world else compress(model, DenseCompressor(), transport=transport)
+        other = with_muon(model, precision)
+        train(model, other, batches(4, transport.rank))
+        check_near(model, flat(alone), start, 1e-5 if precision == "fp32" else 2e-2)
+        states = [value for state in other.state.values() for name, value in state.items() if name != "step"]
+        assert all(hasattr(state, "to_local") for state in states)
+        if exchange is not None:
+            exchange.close()
+
+
+class SumReduceScatter(DefaultReduceScatter):
+    """Gloo has no PREMUL_SUM, which FSDP2 asks for with most divide factors. Right for a factor of 1."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        return super().__call__(output_tensor, input_tensor, group, dist.ReduceOp.SUM, async_op)
+
+
+@on_machines
+def test_gradients_that_fsdp2_does_not_average_are_those_of_hsdp(transport: Any) -> None:
+    mesh = of_hsdp()
+    for factor, sums in ((1.0, True), (1.0, False), (2.0, False), (3.0, True), (None, True)):
+        native, model = shard(network(), mesh), shard(network(), machine(transport))
+        divide(native, factor, sums or factor != 2)
+        divide(model, factor, sums)
+        for module in (model[0], model[2], model) if factor == 1 and not sums else ():
+            module.set_custom_reduce_scatter(SumReduceScatter())
+        with case(factor, sums):
+            check_like_hsdp(transport, native, model, partial(dgc, 1.0), lr=0.01)
+
+
+def titan(transport: Any, make: Any = None, **dims: Any) -> tuple[Any, Any, Any]:
+    """What torchtitan does of its config until it trains: the model, its optimizer, and what holds optimizers."""
+
+    def parallelize(model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, rest: str) -> Any:
+        assert rest == "rest"
+        sharded = shard(model, of_hsdp() if parallel_dims.dp_replicate_enabled else machine(transport))
+        divide(sharded, 1.0, sums=make is None)
+        return sharded
+
+    config, own = config_of(parallelize), dims_of(**dims)
+    if make is not None:
+        config = compressed(config, make())
+    with torch.device("meta"):
+        model = network()
+    model = parallelized(config, model, own, rest="rest").to_empty(device="cpu")
+    start = network().state_dict()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(distribute_tensor(start[name], p.device_mesh, p.placements))
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizers = SimpleNamespace(state_dict=lambda: deepcopy(inner.state_dict()))
+    optimizers.load_state_dict = inner.load_state_dict
+    if config.model_spec.post_optimizer_build_fn:
+        config.model_spec.post_optimizer_build_fn(optimizers, [model], own)
+    return model, inner, optimizers
+
+
+@on_machines
+def test_torchtitans_sums_are_those_of_hsdp_and_its_optimizers_keep_what_is_not_sent(transport: Any) -> None:
+    inputs = batches(6, transport.rank)
+    native, dense, run, again = (titan(transport, make) for make in (None, DenseCompressor, top_k, top_k))
+    start = whole(native[0])
+    for model, optimizer, _ in (native, dense):
+        train(model, optimizer, inputs)
+    check_near(dense[0], whole(native[0]), start)
+    train(*run[:2], inputs[:3])
+    saved = {name: tensor.to_local().clone() for name, tensor in run[0].state_dict().items()}
+    state = deepcopy(run[2].state_dict())
+    assert [key for key in state if "exchange" in key] == [f"dgc.exchange.rank{transport.rank}"]
+    train(*run[:2], inputs[3:])
+    assert run[2].exchange.error_norm() > 0
+    with torch.no_grad():
+        for name, p in again[0].named_parameters():
+            p.to_local().copy_(saved[name])
+    again[2].load_state_dict(state)
+    train(*again[:2], inputs[3:])
+    assert torch.equal(whole(again[0]), whole(run[0]))
+    for _, _, optimizers in (dense, run, again):
+        optimizers.exchange.close()
+    told = "set --parallelism.data_parallel_replicate_degree 2"
+    refused(told, lambda: titan(transport, top_k, dp_replicate=4))
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "top-k": lambda: top_k(vectors="sparse"),
+    "dgc": lambda: dgc(vectors="sparse"),
+    "reduce_scatter": lambda: top_k(0.05, vectors="sparse", exchange="reduce_scatter"),
+    "gtopk": lambda: dgc(0.05, vectors="sparse", exchange="gtopk"),
+    "2-bit": lambda: ThresholdCompressor(2, 0.05),
+    "qsgd": QSGDCompressor,
+    "4 bits": lambda: TwoPhaseCompressor(4),
+    "ef21": lambda: EF21Compressor(top_k(vectors="sparse")),
+    "powersgd": lambda: PowerSGDCompressor(2, min_compression_rate=0),
+    "8 bits": TwoPhaseCompressor,
+    "hadamard": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@on_machines
+def test_a_method_runs_between_machines_on_local_rows(transport: Any, method: str) -> None:
+    """Gradients equal those of the method among two ranks, on the rows of this one."""
+    model = shard(network(), machine(transport))
+    exchange = compress(model, METHODS[method](), transport=transport)
+    expected = expected_gradients(METHODS[method], transport.local_rank)
+    for step, want in zip(range(4), expected, strict=False):  # the residual of a step is in the next
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the dropped step
+            loss_of(model, gradient_batch(step, transport.rank)).backward()
+        for name, p in model.named_parameters():
+            assert (p.grad is None) == (not want)
+            if want and p.to_local().numel():
+                assert torch.equal(p.grad.to_local(), want[name]), name
+    assert exchange.dropped_steps == 1
+    # of the second rows, reduce_scatter would send more bytes than the dense sum, which takes its place
+    without_error = ("qsgd", "reduce_scatter") if transport.local_rank else ("qsgd",)
+    assert (exchange.error_norm() > 0) == (method not in without_error)
+    exchange.close()
+
+
+def gradient_batch(step: int, rank: int) -> Tensor:
+    """A batch. The last rank has NaN in the third step, which is dropped."""
+    batch = batches(step + 1, rank)[step]
+    return batch * float("nan") if (step, rank) == (2, 3) else batch
+
+
+class Machines(Fleet):
+    """Two, with a bucket of parameters that have these names. Random numbers depend on the names."""
+
+    def __init__(self, make: Callable[[], Any], rows: dict[str, Tensor]) -> None:
+        super().__init__(make, 2, list(rows.values()))
+        self.states = [BucketStates(make()) for _ in range(2)]
+        self.buckets = [make_bucket("bucket", list(rows.items())) for _ in range(2)]
+        for number in range(2):
+            self.states[number].add(self.buckets[number], 2, number)
+
+
+def expected_gradients(make: Callable[[], Any], local_rank: int) -> Iterator[dict[str, Tensor]]:
+    """The means of this rank's rows, from plain models of all ranks and two simulated machines. A drop: none."""
+
+    def rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's rows of each tensor, without those of which it has none."""
+        parts = {name: tensor.chunk(2) for name, tensor in tensors.items()}
+        return {name: part[local_rank] for name, part in parts.items() if local_rank < len(part)}
+
+    plain = network()
+    own = rows({name: p.detach() for name, p in plain.named_parameters()})
+    groups = [[name for name in own if int(name[0]) in layers] for layers in ((0,), (2, 3), (4, 5))]
+    fleets = [Machines(make, {name: own[name] for name in group}) for group in groups]
+    for step in count():
+        of_machines = []
+        for ranks in ((0, 1), (2, 3)):
+            plain.zero_grad()
+            for rank in ranks:
+                (loss_of(plain, gradient_batch(step, rank)) / 2).backward()
+            gradients = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+            of_machines.append(rows(gradients))
+        found: dict[str, Tensor] = {}
+        for group, fleet in zip(groups, fleets, strict=True):
+            mean, _ = fleet.step([[own[name] for name in group] for own in of_machines])
+            found |= {name: s.of(mean) for name, s in zip(group, fleet.buckets[0].segments, strict=True)}
+        yield {} if any(fleet.nonfinite[0] for fleet in fleets) else found
+
+
+@on_machines
+def test_a_nonfinite_gradient_drops_the_step_everywhere(transport: Any) -> str:
+    exchanges = []
+
+    def start(**options: Any) -> tuple[Any, Any, Any]:
+        model = shard(network(), machine(transport))
+        exchanges.append(compress(model, dgc(), transport=transport, **options))
+        return model, exchanges[-1], DGCSGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    reason = "0.weight on rank 1 has NaN or inf, or is 2**64 or more (the rank is the number of a machine)"
+    (model,) = set(check_a_dropped_step(transport, start, reason, lambda _: None, unscales=True).values())
+    assert all(0 < exchange.error_norm() < 100 for exchange in exchanges)
+    return model
+
+
+@on_machines
+def test_all_ranks_have_the_model_with_a_layer_that_one_machine_uses(transport: Any) -> str:
+    """In each step another one does, and only one in the first step too."""
+    model = build(machine(transport), "repeated")
+    start = whole(model)
+    exchange = compress(model, top_k(0.3), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, batch in enumerate(batches(4, transport.rank)):
+        # FSDP2 requires that the ranks of one machine use the same layers
+        model.times = int(transport.rank // 2 == step % 2)
+        train(model, optimizer, [batch])
+        assert all(p.grad is not None for p in model.parameters())  # Muon gathers a matrix if it has one
+    exchange.close()
+    assert float(((whole(model) - start) != 0).float().mean()) > 0.9
+    return digest([whole(model)])
+
+
+@on_machines
+def test_bytes_between_machines(transport: Any) -> None:
+    rows, selected = ((26, 52), (25, 50))[transport.local_rank]
+    dense = 4 * rows * 201
+    for compressor, sent in ((DenseCompressor(), dense), (top_k(0.01), 24 + 12 * selected + 4 * rows)):
+        model: Any = fully_shard(nn.Linear(200, 51), mesh=machine(transport))
+        exchange = compress(model, compressor, transport=transport)
+        for _ in range(2):
+            model(torch.ones(2, 200)).square().mean().backward()
+        assert [exchange.meter.wire_bytes, exchange.meter.dense_wire_bytes] == [2 * sent, 2 * dense]
+        exchange.close()
+
+
+GO_ON: dict[str, tuple[Any, Any]] = {"dgc": (partial(dgc, warmup_epochs=2), decayed), "muon": (top_k, with_muon)}
+
+
+@pytest.mark.parametrize("name", GO_ON)
+@on_machines
+def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_and_machine_only(
+    transport: Any, tmp_path: Path, name: str
+) -> str:
+    inputs, (make_compressor, make_optimizer) = batches(8, transport.rank), GO_ON[name]
+
+    def build() -> tuple[Any, Any, Any]:
+        model = shard(network(), machine(transport))
+        exchange = compress(model, make_compressor(), transport=transport, steps_per_epoch=3)
+        return model, make_optimizer(model), exchange
+
+    model, optimizer, exchange = build()
+    train(model, optimizer, inputs[:4])
+    at_save, own = digest([whole(model)]), tmp_path / f"exchange{transport.rank}.pt"
+    weights, state = get_state_dict(model, optimizer)
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "checkpoint")
+    torch.save(exchange.compression_state_dict(), own)
+    train(model, optimizer, inputs[4:])
+    end, error = digest([whole(model)]), exchange.error_norm()
+    assert end != at_save and error > 0
+    exchange.close()
+
+    model, optimizer, exchange = build()
+    weights, state = get_state_dict(model, optimizer)
+    loaded: Any = {"model": weights, "optimizer": state}
+    checkpoint.load(loaded, checkpoint_id=tmp_path / "checkpoint")
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    exchange.load_compression_state_dict(torch.load(own))
+    train(model, optimizer, inputs[4:])
+    exchange.close()
+    assert (digest([whole(model)]), exchange.error_norm()) == (end, error)
+
+    whole_state, own_state = exchange.gather_state(), exchange.compression_state_dict()
+    assert (whole_state is None) == (transport.rank > 0)
+    again = build()[2]
+    again.load_gathered(whole_state)
+    assert_equal(again.compression_state_dict(), own_state)
+    again.close()
+
+    states = all_gather_object(transport, torch.load(own))
+    found = [told(partial(exchange.load_compression_state_dict, state), ValueError) for state in states]
+    number, part = divmod(transport.rank, 2)
+    where = f"of 2 on machine {1 - number} of 2, and shard {part} of 2 on machine {number} of 2 loads it"
+    assert found[transport.rank] == ""
+    assert f"that of shard {part} {where}. What is not sent" in found[(transport.rank + 2) % 4]
+    assert all("shards are different parts" in found[rank] for rank in range(4) if rank % 2 != part)
+    model, optimizer, exchange = build()
+    if transport.rank < 2:  # only on the first machine
+        exchange.load_compression_state_dict(torch.load(own))
+    steps = "different steps (ranks 0, 1: step 4; ranks 2, 3: step 0)"
+    refused(steps, lambda: loss_of(model, inputs[4]).backward())
+    exchange.close()
+    return end
+
+
+@on_machines
+def test_models_and_arguments_that_cannot_work_are_refused(transport: Any) -> None:
+    mesh, world = machine(transport), init_device_mesh("cpu", (4,))
+    in_use = dgc()
+    exchange = compress(shard(network(), mesh), in_use, transport=transport)
+
+    def check(message: str, model: Any = None, compressor: Any = None, **options: Any) -> None:
+        model = shard(network(), mesh) if model is None else model
+        refused(message, lambda: compress(model, compressor, **{"transport": transport, **options}))
+
+    check("over a mesh of 2 dimensions. On such a mesh (HSDP) FSDP2 averages over", shard(network(), of_hsdp()))
+    check("the model is sharded over ranks [0, 1, 2, 3], and this machine has ranks", shard(network(), world))
+    check("9 trainable parameters are not sharded, such as 0.weight", network())
+    half = network()
+    fully_shard(half[0], mesh=mesh)
+    check("7 trainable parameters are not sharded, such as 2.weight", half)
+    groups, with_result = network(), ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, 0))
+    fully_shard(groups[0], mesh=world, shard_placement_fn=lambda p: with_result if p.ndim == 1 else None)
+    check("module 0 has 2 parameter groups (shard_placement_fn with several meshes)", groups)
+    check("are replicated: call fully_shard", replicate(network(), mesh=mesh))
+    check("the model has no trainable parameters", shard(network().requires_grad_(False), mesh))
+    other = network()
+    if transport.rank >= 2:
+        other.append(nn.Linear(1, 1))  # of one row: the second rank of each machine has none of it
+    check("train different models or compress them differently: ", shard(other, mesh))
+    with_complex: Any = network()
+    with_complex[0].weight = nn.Parameter(with_complex[0].weight.detach().to(torch.complex64))
+    only = "is complex, which only DistributedOptimizer and dgc.ddp.compress exchange"
+    check(only, shard(with_complex, mesh))
+    check("nonfinite must be 'skip' or 'raise', not 'ignore'", nonfinite="ignore")
+    check("this DGCCompressor has the residual of another", compressor=in_use)
+    differing = ThresholdCompressor(2, 0.5 + transport.rank)
+    check("compression.threshold is 0.5 on rank 0 and 1.5 on rank 1", compressor=differing)
+    check("it needs nonfinite='skip'", nonfinite="raise", grad_scaler=torch.amp.GradScaler("cpu"))
+    check("group 'cross' does not exist: use TorchTransport(hierarchical=True)", transport=connect())
+    exchange.close()
+
+
+@on_machines
+def test_a_first_step_that_cannot_work_is_refused(transport: Any) -> None:
+    mesh, batch = machine(transport), batches(1, transport.rank)[0]
+
+    def check(
+        message: str, change: Any = None, before: Any = None, make: Any = DenseCompressor, optimizer: Any = None
+    ) -> None:
+        model = network()
+        if before:
+            before(model)
+        exchange = compress(shard(model, mesh), make(), transport=transport)
+        if change:
+            change(model)
+
+        def step() -> None:
+            loss_of(model, batch).backward()
+            (optimizer or torch.optim.SGD)(model.parameters(), lr=0.1).step()
+
+        refused(message, step, RuntimeError, ValueError)
+        exchange.close()
+
+    def other_model(model: Any) -> None:
+        if transport.rank >= 2:
+            with torch.no_grad():
+                model[4].bias.add_(1)
+
+    def replace(model: nn.Module) -> None:
+        model.load_state_dict(deepcopy(model.state_dict()), assign=True)
+
+    def step_in_backward(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+
+    sgd = partial(torch.optim.SGD, momentum=0.9)
+    check("SGD would apply it again: use dgc.optim.DGCSGD", make=dgc, optimizer=sgd)
+    check("Adam would apply it again", make=dgc, optimizer=torch.optim.Adam)
+    check("4.bias differs between machines 0 and 1 before the first step", before=other_model)
+    check("were replaced after dgc.fsdp.compress, for example by load_state_dict(assign=True)", replace)
+    check("an optimizer that steps during backward is not supported", step_in_backward)
+    frozen = "4.weight of the model was frozen or unfrozen after dgc.fsdp.compress"
+    check(frozen, lambda model: model[4].requires_grad_(False))
+    check("mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)", before=lambda model: model.half())
+
+    repeated = build(mesh, "repeated")
+    exchange = compress(repeated, DenseCompressor(), transport=transport)
+    loss_of(repeated, batch).backward()
+    repeated.times = 3
+    more = "module middle runs more often in this forward pass than in the first, 2 times"
+    refused(more, loss_of(repeated, batch).backward, RuntimeError)
+    exchange.close()

@@ -1,57 +1,330 @@
 """dgc.fsdp.quantize on ranks that shard one model."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
-from parallel import quantized_worker as worker
-from parallel.ranks import Group, over, torchrun
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from cases import case
+from parallel.found import digest, refused, told
+from parallel.ranks import each_rank_of, over, torchrun
+from parallel.sharded import (
+    batches,
+    build,
+    check_a_dropped_step,
+    divide,
+    kept,
+    loss_of,
+    network,
+    of_hsdp,
+    on_gradient,
+    shard,
+    train,
+    whole,
+)
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-ON_RANKS = [over(torchrun, 3), *(over(torchrun, ranks, pytest.mark.proof) for ranks in (2, 4))]
-pytestmark = pytest.mark.parametrize("group", ON_RANKS, indirect=True)
+from dgc.fsdp import quantize, quantized
+from dgc.gossip.model import local
+from dgc.wire.envelope import PayloadError
+
+on_ranks = each_rank_of(over(torchrun, 3), *(over(torchrun, ranks, pytest.mark.proof) for ranks in (2, 4)))
 
 
-def test_what_is_sent_and_the_error_are_the_gradients(group: Group) -> None:
-    for own in group.run(worker.conserves):
-        assert len(own) == 2 * len(worker.MODELS) + 1
-        for name, difference in own.items():
-            half = 2e-2 if "reduce" in name else 2e-6
-            least = 0.0 if "None" in name else max(half, 5e-3) if "int8" in name else half
-            assert difference <= least, (name, difference)
+def mesh() -> DeviceMesh:
+    """Of all ranks."""
+    return kept("all", lambda: init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def test_collectives_overlap_unless_gradients_are_read_during_backward(group: Group) -> None:
+def sgd(model: Any, lr: float = 0.02, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+def exact_error(quantizer: Any) -> str:
+    return digest(part.to_local() for part in quantizer.state_dict()["ranks"].values())
+
+
+def sum_of_gradients(model: Any, rank: int, accumulate: bool = False) -> list[Tensor]:
+    """The sums of what two steps get, of a model that does not change. Each has two backward passes."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sums, inputs = [torch.zeros(p.shape) for p in trained], batches(4, rank)
+    for step in range(2):
+        model.zero_grad()
+        for i in range(2):
+            if accumulate:
+                model.set_requires_gradient_sync(i == 1)
+            loss_of(model, inputs[2 * step + i]).backward()
+        for total, p in zip(sums, trained, strict=True):
+            if p.grad is not None:
+                total += p.grad.full_tensor().float()
+    return sums
+
+
+MODELS = "plain,no sync,repeated,tied,columns,frozen,checkpointed,divided,bf16,bf16 reduce".split(",")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks
+def test_what_is_sent_and_the_error_are_the_gradients(transport: Any, name: str) -> None:
+    """Up to rounding, relative to the largest element."""
+    expected = sum_of_gradients(build(mesh(), name), transport.rank, name == "no sync")
+    rounding = 2e-2 if name == "bf16 reduce" else 2e-6
+    rows: list[Any] = [(8, "float32", rounding), (4, "int8", max(rounding, 5e-3))]
+    for bits, error, bound in [*rows, (None, None, 0.0)] if name == "plain" else rows:
+        model = build(mesh(), name)
+        quantizer = quantize(model, bits, error=error, hadamard=bits == 4)
+        sums = sum_of_gradients(model, transport.rank, name == "no sync")
+        errors = quantizer.state_dict()["errors"]
+        names = [n for n, p in model.named_parameters() if p.requires_grad]
+        assert set(errors) == (set(names) if error else set())
+        factor = transport.size / 3.0 if name == "divided" else 1.0
+        largest = max(float(e.abs().max()) for e in expected)
+        for parameter, own, e in zip(names, sums, expected, strict=True):
+            kept_back = factor * errors[parameter].full_tensor() if error else 0.0
+            difference = float((own + kept_back - e).abs().max()) / largest
+            assert difference <= bound, (bits, parameter, difference)
+        quantizer.close()
+        assert bits or quantizer.meter.payload_bytes == 0
+
+
+@on_ranks
+def test_collectives_overlap_unless_gradients_are_read_during_backward(transport: Any) -> None:
+    """What backward launches, gathers "g" and sums "s", and waits for, "G" and "S", by who reads gradients."""
+    gradients = []
+    real: dict[str, Any] = {"g": dist.all_gather_single, "s": quantized.exchange_rows}
     waits = "gGgsSGsSsS"  # the second gather is prefetched
-    for own in group.run(worker.order):
-        assert own == {"nothing": "gGgsGsSsSS", "parameters": waits, "all-reduce": waits}
+    for reader, order in (("nothing", "gGgsGsSsSS"), ("parameters", waits), ("all-reduce", waits)):
+        model, early, events = build(mesh()), dict[Tensor, Tensor](), list[str]()
+        quantizer = quantize(model, 8, 8)
+        for p in model.parameters() if reader == "parameters" else ():
+            p.register_post_accumulate_grad_hook(lambda p, early=early: early.update({p: local(p.grad).clone()}))
+        for module in (model[0], model[2], model) if reader == "all-reduce" else ():
+            module.set_all_reduce_hook(lambda output: output.mul_(2))
+
+        def launch(kind: str, *arguments: Any, events: list[str] = events, **options: Any) -> Any:
+            def wait(*_: Any) -> None:
+                events.append(kind.upper())
+                for work in works:
+                    work.wait()
+
+            events.append(kind)
+            begun = real[kind](*arguments, **options)
+            works = begun if kind == "s" else [begun]
+            return [Mock(wait=wait)] if kind == "s" else Mock(wait=wait)
+
+        loss = loss_of(model, batches(1, transport.rank)[0])
+        sums = patch.object(quantized, "exchange_rows", partial(launch, "s"))
+        with sums, patch.object(dist, "all_gather_single", partial(launch, "g")):
+            loss.backward()
+        assert "".join(events) == order, (reader, events)
+        gradients.append([local(p.grad) for p in model.parameters() if p.grad is not None])
+        assert len(early) == len(gradients[-1]) * (reader == "parameters")
+        assert all(p.grad is not None and own.equal(local(p.grad)) for p, own in early.items())
+        quantizer.close()
+    for own, same, twice in zip(*gradients, strict=True):
+        assert own.equal(same) and (2 * own).equal(twice)
 
 
-def test_forward_and_backward_use_the_same_rounded_weights(group: Group) -> None:
-    found = group.run(worker.weights_in_use)
-    assert found == [found[0]] * group.size
+@pytest.mark.parametrize("name", ["plain", "frozen", "bf16", "columns", "resharded"])
+@on_ranks
+def test_forward_and_backward_use_the_same_rounded_weights_on_all_ranks_and_shards_are_exact(
+    transport: Any, name: str
+) -> str:
+    model = build(mesh(), name)
+    before, layer, used = whole(model), model[0], list[Tensor]()
+    quantizer = quantize(model, None, 8)
+
+    def note(*_: Any) -> None:
+        used.append(layer.weight.detach().float().clone())  # the storage of a numpy array could not be freed
+
+    layer.register_forward_pre_hook(note)
+    on_gradient(layer, note)
+    loss_of(model, batches(1, transport.rank)[0]).backward()
+    assert torch.equal(whole(model), before)
+    layer.unshard(async_op=True).wait()
+    note()
+    layer.reshard()
+    assert len(used) == 3 and used[0].equal(used[1]) and used[0].equal(used[2])
+    exact = layer.weight.full_tensor().detach()
+    bound = 0.51 / 127 + 2**-8 + (2**-8 if name == "bf16" else 0)
+    assert 0 < float((used[0] - exact).abs().max()) < float(exact.abs().max()) * bound
+    quantizer.close()
+    with torch.no_grad():
+        layer.unshard()
+    assert torch.equal(layer.weight.float(), exact.to(layer.weight.dtype).float())
+    model.reshard()
+    return digest(used[:1])
 
 
-def test_bytes_are_those_of_the_formula(group: Group) -> None:
-    for own in group.run(worker.bytes_sent):
-        assert own == dict.fromkeys(own, 0) and len(own) == 3
+@on_ranks
+def test_bytes_are_those_of_the_formula(transport: Any) -> None:
+    for bits, block, weights in ((8, 256, None), (4, 128, 8), (4, 64, None)):
+        model = build(mesh())
+        quantizer = quantize(model, bits, weights, block=block)
+        loss_of(model, batches(1, 0)[0]).backward()
+        formula = 0
+        for g, modules in enumerate(([model[0]], [model[2], model[3]], [model[4], model[5]])):
+            shards = [-(-p.shape[0] // transport.size) * p[0].numel() for m in modules for p in m.parameters()]
+            sends = [(transport.size, bits, block), *([(1 if g == 2 else 2, 8, 256)] if weights else [])]
+            for n, b, s in sends:
+                row = sum(-(-m // s) * (2 + s * b // 8) for m in shards)
+                formula += n * (24 + -(-row // 8) * 8)
+        assert quantizer.meter.payload_bytes == formula, (bits, block, weights)
+        quantizer.close()
 
 
-def test_a_nonfinite_gradient_drops_the_step_everywhere(group: Group) -> None:
-    found = group.run(worker.nonfinite)
-    reason = f"the gradient of 0.weight on rank {group.size - 1} has NaN or inf, or is 2**64 or more"
-    for rank, own in enumerate(found):
-        assert own["raise"]["model"] == own["skip"]["model"] == found[0]["skip"]["model"]
-        assert len(own["raise"]["messages"]) == 1 and own["raise"]["messages"][0].startswith(reason)
-        assert len(own["skip"]["messages"]) == (rank == 0) and not own["scaler"]["messages"]
+@on_ranks
+def test_a_nonfinite_gradient_drops_the_step_everywhere(transport: Any) -> dict[str, str]:
+    def start(**options: Any) -> tuple[Any, Any, Any]:
+        model = build(mesh())
+        return model, quantize(model, 4, **options), sgd(model, momentum=0.9)
+
+    reason = f"the gradient of 0.weight on rank {transport.size - 1} has NaN or inf, or is 2**64 or more"
+    return check_a_dropped_step(transport, start, reason, exact_error, unscales=False)
 
 
-def test_an_exception_in_backward_leaves_nothing_behind(group: Group) -> None:
-    for own in group.run(worker.interrupted):
-        assert own["True"] == own["False"]
+@on_ranks
+def test_an_exception_in_backward_leaves_nothing_behind(transport: Any) -> None:
+    """After one of three groups was reduced. The next step is as if it had not been.
+
+    FSDP2 itself keeps what it has of the gradients of the outermost module.
+    """
+    first, second = batches(2, transport.rank)
+    ends = []
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("in backward")
+
+    for fails in (False, True):
+        model = build(mesh())
+        quantizer, optimizer = quantize(model, 4), sgd(model)
+        train(model, optimizer, [first])
+        if fails:
+            error = exact_error(quantizer)
+            handle = on_gradient(model[0], fail)
+            assert told(partial(train, model, optimizer, [second]), ArithmeticError) == "in backward"
+            handle.remove()
+            model.reset_iter_state()
+            assert exact_error(quantizer) == error
+        train(model, optimizer, [second])
+        ranks = quantizer.state_dict()["ranks"]
+        ends.append(digest([model[2].weight.full_tensor(), ranks["2.weight"].to_local()]))
+        quantizer.close()
+    assert ends[0] == ends[1]
 
 
-def test_a_loaded_run_continues_bit_for_bit(group: Group, tmp_path: Path) -> None:
-    assert group.run(worker.saved_and_loaded, tmp_path) == [{"int8": True, "float32": True}] * group.size
+@pytest.mark.parametrize("error", ["int8", "float32"])
+@on_ranks
+def test_a_loaded_run_continues_bit_for_bit_and_two_ranks_load_what_more_have_saved(
+    transport: Any, tmp_path: Path, error: str
+) -> None:
+    inputs = batches(6, transport.rank)
+
+    def start() -> tuple[Any, Any, Any]:
+        model = build(mesh())
+        return model, sgd(model, 0.05, momentum=0.9), quantize(model, 4, 8, error=error)
+
+    model, optimizer, quantizer = start()
+    train(model, optimizer, inputs[:3])
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state, "gradients": quantizer.state_dict()}
+    checkpoint.save(saved, checkpoint_id=tmp_path)
+    means = {name: mean.full_tensor() for name, mean in saved["gradients"]["errors"].items()}
+    train(model, optimizer, inputs[3:])
+    end = digest([whole(model)]), exact_error(quantizer)
+    quantizer.close()
+
+    model, optimizer, quantizer = start()
+    weights, state = get_state_dict(model, optimizer)
+    loaded: Any = {"model": weights, "optimizer": state, "gradients": quantizer.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    quantizer.load_state_dict(loaded["gradients"])
+    train(model, optimizer, inputs[3:])
+    assert (digest([whole(model)]), exact_error(quantizer)) == end
+    quantizer.close()
+
+    two = kept("two", lambda: DeviceMesh("cpu", [0, 1]))
+    if transport.rank < 2:
+        quantizer = quantize(build(two), 4, error=error)
+        mean = quantizer.state_dict(of_each_rank=False)
+        checkpoint.load({"gradients": mean}, checkpoint_id=tmp_path, process_group=two.get_group())
+        quantizer.load_state_dict(mean)
+        for name, own in quantizer.state_dict()["errors"].items():
+            near = float(means[name].abs().max()) * (0.51 / 127 + 2**-8 if error == "int8" else 1e-6)
+            torch.testing.assert_close(own.full_tensor(), means[name], rtol=0, atol=near)
+        quantizer.close()
 
 
-def test_what_cannot_work_is_refused(group: Group) -> None:
-    group.run(worker.refused)
+@on_ranks
+def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any) -> None:
+    model, last = build(mesh()), transport.size - 1
+    start = partial(quantize, model)
+    refused("gradients must be one of 8, 4, None, not 3", partial(start, 3))
+    refused("weights must be one of 8, None, not 4", partial(start, weights=4))
+    refused("error must be one of 'int8', 'float32', None, not 'bf16'", partial(start, error="bf16"))
+    refused("block must be one of 64, 128, 256, 512, not 100", partial(start, block=100))
+    different = f"gradients is 8 on rank 0 and 4 on rank {last}: every rank needs the same settings"
+    refused(different, partial(start, 4 if transport.rank == last else 8))
+    refused("trainable parameters are not sharded", partial(quantize, network()))
+    first = start()
+    refused("has a FSDPQuantizer already: close() it", start)
+    refused("the state is not what state_dict()", partial(first.load_state_dict, {}))
+    state, exact = first.state_dict(), first.state_dict()
+    state["ranks"].pop("0.bias")
+    refused("the state has no error of 0.bias", partial(first.load_state_dict, state))
+    first.close()
+    second = start(error="float32")
+    refused("it was saved with another error= or number of ranks", partial(second.load_state_dict, exact))
+    second.close()
+    if transport.size % 2 == 0:
+        refused("is sharded over a mesh of 2 dimensions", partial(quantize, shard(network(), of_hsdp())))
+
+
+@on_ranks
+def test_a_step_that_cannot_work_is_refused(transport: Any) -> None:
+    batch = batches(1, transport.rank)[0]
+
+    def check(message: str, change: Callable[[Any], Any] | None = None, model: Any = None) -> None:
+        model = model or build(mesh())
+        quantizer = quantize(model, 8, 8)
+        if change:
+            change(model)
+        with case(message):
+            refused(message, lambda: loss_of(model, batch).backward(), RuntimeError)
+        quantizer.close()
+
+    check("call set_force_sum_reduction_for_comms(True)", lambda model: divide(model, 1.5, sums=False))
+    check("close() the quantizer and call it again", lambda model: model[5].requires_grad_(False))
+    mixed = network()
+    mixed[0].bias.requires_grad_(False)
+    mixed[0].bias.data = mixed[0].bias.data.half()
+    check("are torch.uint8, not torch.float32", model=shard(mixed, mesh()))
+    half = shard(network(), mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    check("MixedPrecisionPolicy(reduce_dtype=torch.float32)", model=half)
+    inf = "0.weight on rank 0 has NaN or inf, or is 2**64 or more: it cannot be trained further"
+    check(inf, lambda model: local(model[0].weight).detach().fill_(float("inf")))
+
+
+@on_ranks
+def test_a_message_that_changed_is_refused_and_training_goes_on(transport: Any) -> None:
+    model, real, batch = build(mesh()), quantized.exchange_rows, batches(1, transport.rank)[0]
+    quantizer = quantize(model)
+
+    def damage(arrived: Tensor, *arguments: Any) -> Any:
+        works = real(arrived, *arguments)
+        return [*works, Mock(wait=lambda: arrived[-1, -30:].bitwise_xor_(1))]
+
+    with patch.object(quantized, "exchange_rows", damage):
+        refused("a wrong checksum: it changed in transit", lambda: loss_of(model, batch).backward(), PayloadError)
+    model.reset_iter_state()
+    loss_of(model, batch).backward()
+    quantizer.close()

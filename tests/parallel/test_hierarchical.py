@@ -1,40 +1,135 @@
 """Two levels on real ranks: two machines of two ranks, simulated by two daemons or agents on this machine."""
 
 import re
+import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from environment import patient
 from failing_model import failing_model
-from parallel import machines_worker as worker
-from parallel.ranks import Group, over, two_agents, two_gloo_machines, two_machines
+from optim import nets
+from parallel.found import digest, told
+from parallel.ranks import each_rank_of, over, two_agents, two_gloo_machines, two_machines
+from torch.distributed import is_initialized
+from torch.nn.parallel import DistributedDataParallel
 
-
-@pytest.mark.parametrize(
-    "group",
-    [over(two_machines, 4), over(two_gloo_machines, 4, pytest.mark.proof), over(two_agents, 4)],
-    indirect=True,
+from dgc.comm import all_gather_object
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.requests import AllReduce
+from dgc.compression import (
+    DGCCompressor,
+    NonFiniteGradientError,
+    PowerSGDCompressor,
+    ThresholdCompressor,
+    TwoPhaseCompressor,
 )
-def test_two_machines_of_two_ranks(group: Group) -> None:
-    found = group.run(worker.every_method, hierarchical="auto")
-    if group.launch is not two_agents:
-        models = group.run(worker.process_set, hierarchical="auto")
-        assert all(own["own"] == own["alike"] for own in models)
-        assert len({own["own"] for own in models}) == 3  # ranks 0 and 3 have one model
-    for name, first in found[0].items():
-        two = [own[name]["auto"] for own in found]
-        places = [(own["place"]["machine"], own["place"]["local_rank"]) for own in two]
-        assert places == [(0, 0), (0, 1), (1, 0), (1, 1)], name
-        assert all(own["place"]["machines"] == own["place"]["local_size"] == 2 for own in two)
-        # a sum of two numbers has one order, so that all transports compute the same bits
-        assert {own["model"] for own in two} == {first["lockstep"]}, name
-        for synchronized, ddp in (own[name]["ddp"] for own in found if group.launch is two_agents):
-            assert ddp == synchronized and ddp["message"] == two[0]["message"], name
-        assert {own["message"] for own in two} == {two[0]["message"]} and "on rank 3 has NaN" in two[0]["message"]
-    one = [own["dgc"]["off"] for own in found]
-    assert all(own["place"] is None for own in one)
-    assert 0 < sum(own["dgc"]["auto"]["between"] for own in found) <= sum(own["between"] for own in one) / 2
-    group.run(worker.one_machine_ends_first, hierarchical="auto", last=True)
+from dgc.ddp import compress
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+
+OVER_HOROVOD = [over(two_machines, 4), over(two_gloo_machines, 4, pytest.mark.proof)]
+METHODS: dict[str, Any] = {
+    "dgc": lambda: DGCCompressor(
+        0.05, DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(5.0)), int32_indices=True
+    ),
+    "powersgd": lambda: PowerSGDCompressor(1, num_iters_per_step=4),
+    "2bit": lambda: ThresholdCompressor(threshold=0.01),
+    "4 bits": lambda: TwoPhaseCompressor(4),
+}
+
+
+def train(transport: Any, method: str, hierarchical: str = "auto", through: str = "step()") -> Any:
+    """What exchanges the gradients, the message of a dropped step, and a hash of the model.
+
+    The tensors make shares without a matrix, and an empty one.
+    through: "step()" and "synchronize()" of DistributedOptimizer, or "DDP".
+    """
+    torch.manual_seed(3)
+    first, last = torch.nn.Linear(32, 100, bias=False), torch.nn.Linear(100, 10)
+    model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(100), torch.nn.ReLU(), last)
+    inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+    options = {"transport": transport, "bucket_mb": 0.005, "nonfinite": "raise", "hierarchical": hierarchical}
+    forward: Any = model
+    if through == "DDP":
+        forward = DistributedDataParallel(model)
+        exchange: Any = compress(forward, METHODS[method](), inner, **options)
+    else:
+        exchange = DistributedOptimizer(inner, model.named_parameters(), METHODS[method](), **options)
+    generator = torch.Generator().manual_seed(100 + transport.rank)
+
+    def step(inputs: torch.Tensor) -> None:
+        forward(inputs).square().mean().backward()
+        if through == "synchronize()":
+            exchange.synchronize()
+        (exchange if through == "step()" else inner).step()
+
+    message = ""
+    for number in range(8):
+        (inner if through == "DDP" else exchange).zero_grad()
+        inputs = torch.randn(8, 32, generator=generator)
+        if number == 5 and transport.rank == 3:
+            inputs[0, 0] = float("inf")
+        message += told(partial(step, inputs), NonFiniteGradientError)
+    if through != "DDP":
+        exchange.close()
+    return exchange, message, digest(model.parameters())
+
+
+@each_rank_of(*OVER_HOROVOD, over(two_agents, 4), hierarchical="auto")
+def test_models_are_those_of_simulated_machines_with_half_of_the_bytes_between_them(transport: Any) -> None:
+    """A sum of two numbers has one order, so that all transports compute the same bits."""
+    for name in METHODS:
+        exchange, message, model = train(transport, name)
+        place = vars(exchange.place)
+        assert (place["machine"], place["local_rank"]) == divmod(transport.rank, 2), name
+        assert place["machines"] == place["local_size"] == 2, name
+        of_all = all_gather_object(transport, (message, model))
+        assert of_all == [(message, model)] * 4 and "on rank 3 has NaN" in message, (name, of_all)
+        if transport.rank == 0:
+            alike = LockstepWorld(4, 2).run(partial(train, method=name))
+            assert alike[0][2] == model, name
+        if is_initialized():
+            ways = [train(transport, name, through=way)[1:] for way in ("synchronize()", "DDP")]
+            assert ways[0] == ways[1] and ways[0][0] == message, name
+        if name == "dgc":
+            one_level, _, _ = train(transport, name, "off")
+            assert one_level.place is None
+            meters = (exchange.meter, one_level.meter)
+            two, one = (sum(all_gather_object(transport, m.cross_wire_bytes)) for m in meters)
+            assert 0 < two <= one / 2, (two, one)
+
+
+def in_process_set(rank: int, compression: Any = None, **options: Any) -> str:
+    """A hash of the model after some steps on the data of a rank."""
+    model = nets.net()
+    optimizer = nets.wrap(model, make=nets.dgc_sgd, compression=compression, **{"transport": None, **options})
+    nets.train(model, optimizer, range(4), rank)
+    optimizer.close()
+    return digest(model.parameters())
+
+
+@each_rank_of(*OVER_HOROVOD, hierarchical="auto")
+def test_horovods_process_sets_train_as_simulated_ranks_do(transport: Any) -> None:
+    import horovod.torch as hvd
+
+    members, rank = [0, 3], transport.rank
+    own = in_process_set(rank, nets.dgc(), process_set=hvd.add_process_set(members))
+    if rank in members:
+        alike = LockstepWorld(2).run(lambda t: in_process_set(members[t.rank], nets.dgc(), transport=t))[0]
+    else:
+        alike = in_process_set(rank, transport=nets.alone())
+    assert own == alike
+    assert len(set(all_gather_object(transport, own))) == 3  # ranks 0 and 3 have one model
+
+
+@each_rank_of(*OVER_HOROVOD, over(two_agents, 4), hierarchical="auto", last=True)
+def test_the_exit_of_one_machine_does_not_end_a_message_of_the_other(transport: Any) -> None:
+    if transport.rank > 1:
+        time.sleep(1.0)
+    transport.wait(transport.launch("last", (AllReduce(torch.ones(1), "sum", group="local"),)))
 
 
 @pytest.mark.horovod

@@ -12,15 +12,12 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.proof]
 
 
 def test_a_killed_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
-    def found(part: str) -> list[dict[str, Any]]:
+    def run(part: str, is_killed: bool) -> list[dict[str, Any]]:
+        done = torchrun(2, ["-W", "error", str(WORKER), str(tmp_path), part])
+        assert bool(done.returncode) == is_killed == ("SIGKILL" in done.stderr), done.stdout + done.stderr
         return [json.loads((tmp_path / f"{part}{rank}.json").read_text()) for rank in (0, 1)]
 
-    done = torchrun(2, ["-W", "error", str(WORKER), str(tmp_path), "begin"])
-    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stdout + done.stderr
-    begun = found("begin")
-    done = torchrun(2, ["-W", "error", str(WORKER), str(tmp_path), "resume"])
-    assert done.returncode == 0, done.stdout + done.stderr
-    resumed = found("resume")
+    begun, resumed = run("begin", True), run("resume", False)
 
     for whole, parts in zip(begun, resumed, strict=True):
         assert whole["dense"]["losses"] == whole["none"]["losses"] and len(whole["none"]["losses"]) == 14

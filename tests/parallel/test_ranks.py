@@ -1,138 +1,332 @@
 """What only real ranks can show: Horovod over MPI at 1 to 4 ranks, and over Gloo."""
 
+import atexit
+import os
 import re
-from pathlib import Path
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from parallel import worker
-from parallel.ranks import Group, alone, horovodrun, mpirun, over, torchrun
+import torch
+from optim import nets
+from optim.nets import dgc, dgc_sgd, wrap
+from parallel.found import digest, told
+from parallel.ranks import Group, alone, each_rank_of, horovodrun, mpirun, over, torchrun
+from states import assert_equal
 
+from dgc import comm, kernels, paper
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import (
+    BF16Compressor,
+    ChunkCompressor,
+    DenseCompressor,
+    DGCCompressor,
+    FP16Compressor,
+    NonFiniteGradientError,
+    ThresholdCompressor,
+    TwoPhaseCompressor,
+)
 from dgc.kernels.library import supported_isas
+from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
+from dgc.wire import CastValues, Int8Values, RiceIndices
 
 PROOF = pytest.mark.proof
-TWO = pytest.mark.parametrize("group", [pytest.param((mpirun, 2), id="mpirun-2")], indirect=True)
+TWO = pytest.param((mpirun, 2), id="mpirun-2")  # torchrun where Horovod is not installed
+PROOFS_OF_MPIRUN = [over(mpirun, ranks, PROOF) for ranks in (2, 3, 4)]
+TORCHRUN = [over(torchrun, 3), over(torchrun, 2, PROOF), over(torchrun, 4, PROOF)]
+ALL = [TWO, *PROOFS_OF_MPIRUN[1:], *TORCHRUN, over(alone, 1)]
+WITH_GLOO = over(horovodrun, 2, PROOF)  # Gloo's threads take most of two cores while they wait
+OF_HOROVOD = [over(mpirun, 2), *PROOFS_OF_MPIRUN[1:]]
 
 
-def check_quick(group: Group) -> None:
-    group.run(worker.requests, hierarchical=True)
-    group.run(worker.gathered)
-    found = group.run(worker.every_compressor)
-    assert found == [found[0]] * group.size, "a rank has another model"
-    for name, result in found[0].items():
-        raised, wrong = name.endswith("raise"), f"on rank {group.size - 1} has NaN or inf"
-        assert result["finite"] and result["dropped"] == (not raised), name
-        assert len(result["messages"]) == raised and all(wrong in m for m in result["messages"]), name
-
-
-def check_horovod(group: Group) -> None:
-    assert all(group.run(worker.state_initialisation, hierarchical=True))
-    found = group.run(worker.horovods_compressions)
-    assert found == [found[0]] * group.size
-
-
-@TWO
-def test_two_ranks(group: Group) -> None:
-    check_quick(group)
-
-
-@pytest.mark.horovod
-@TWO
-def test_two_ranks_with_horovods_functions(group: Group) -> None:
-    check_horovod(group)
-
-
-@pytest.mark.parametrize("group", [over(mpirun, 3, PROOF), over(mpirun, 4, PROOF)], indirect=True)
-def test_mpirun(group: Group) -> None:
-    check_quick(group)
-    check_horovod(group)
-
-
-@pytest.mark.parametrize(
-    "group", [over(torchrun, 3), over(torchrun, 2, PROOF), over(torchrun, 4, PROOF)], indirect=True
-)
-def test_torchrun(group: Group) -> None:
-    check_quick(group)
-    # 40 steps repeat bit for bit, on equal replicas
-    models = [group.run(worker.train_with_dgc, 40) for _ in range(2)]
-    assert models == [[models[0][0]] * group.size] * 2
-
-
-@TWO
-def test_ranks_that_disagree_are_told_so(group: Group) -> None:
-    setting = "compression.threshold is 0.5 on rank 0 and 0.25 on rank 1: every rank needs the same settings"
-    assert group.run(worker.other_settings) == [setting] * 2
-
-
-@pytest.mark.horovod
-@TWO
-def test_ratios_that_differ_are_told(group: Group) -> None:
-    """Horovod checks the sizes of messages. With Gloo, a message of another size ends the process."""
-    found = group.run(worker.ratios_of_a_step, last=True)
-    for rank, told in enumerate(found):
-        for name, ratios in {"sizes": (0.25, 0.125), "one size": (0.006, 0.01)}.items():
-            theirs = rf"rank {1 - rank} encoded bucket \S+ at compress_ratio {ratios[1 - rank]}"
-            here = rf"this rank at {ratios[rank]}: call begin_epoch\(epoch\) on every rank"
-            assert re.match(f"{theirs}, {here}", told[name]), told
-    sparse, dense = (found[rank]["dense"] for rank in (1, 0))
-    assert re.match(r"rank 0 encoded bucket \S+ at compress_ratio 1, this rank at 0.125: call begin_epoch", sparse)
-    assert "Horovod has been shut down" in dense, "it waits for an all-reduce until the other ranks have left"
-
-
-@pytest.mark.parametrize("group", [over(horovodrun, 2)], indirect=True)
-def test_requests_of_horovodrun_with_gloo(group: Group) -> None:
-    group.run(worker.requests, hierarchical=True)
-    found = group.run(worker.train_with_dgc, 4)
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("group", [over(horovodrun, 2, PROOF)], indirect=True)
-def test_horovodrun_with_gloo(group: Group) -> None:
-    """Gloo's threads take most of two cores while they wait."""
-    check_quick(group)
-
-
-@pytest.mark.parametrize("group", [over(mpirun, ranks, PROOF) for ranks in (2, 3, 4)], indirect=True)
-def test_200_steps_repeat_bit_for_bit_on_equal_replicas(group: Group) -> None:
-    first = group.run(worker.train_with_dgc, 200, last=True)
-    assert first == [first[0]] * group.size == group.run(worker.train_with_dgc, 200)
-
-
-def check_backends(found: list[dict[str, Any]]) -> None:
-    assert len({result["model"] for own in found for result in own.values()}) == 1
-    assert all(own[backend]["kernels"].startswith(backend) for own in found for backend in ("native", "reference"))
-    isas = [own["mixed"]["kernels"] for own in found]
-    assert isas[1] == "native (portable)" and (isas[0] == "native (avx2)" or "avx2" not in supported_isas())
-
-
-@TWO
-def test_every_backend_and_a_backend_of_each_ranks_own(group: Group) -> None:
-    check_backends(group.run(worker.on_backends, 70, 300, "native", "mixed", "reference"))
-
-
-@pytest.mark.parametrize("group", [over(mpirun, ranks, PROOF) for ranks in (2, 3, 4)], indirect=True)
-def test_200_steps_on_every_backend(group: Group) -> None:
-    check_backends(group.run(worker.on_backends, 200, 300, "native", "mixed", "reference"))
-
-
-@pytest.mark.timeout(2000)
-@pytest.mark.parametrize("group", [over(mpirun, ranks, PROOF) for ranks in (2, 3, 4)], indirect=True)
-def test_200_steps_on_the_gpus_kernels_interpreted(group: Group) -> None:
-    pytest.importorskip("triton", reason="triton is optional")
-    found = group.run(worker.interpreted, within=1900, last=True)
-    assert len({result["model"] for own in found for result in own.values()}) == 1
-
-
-@pytest.mark.parametrize("group", [over(alone, 1)], indirect=True)
-def test_one_process_without_a_launcher(group: Group) -> None:
+@each_rank_of(*ALL, over(horovodrun, 2), hierarchical=True)
+def test_every_kind_of_request_in_every_group_has_the_replies_and_bytes_of_the_lockstep_transport(
+    transport: Any,
+) -> None:
     """A group of one rank sends nothing."""
-    check_quick(group)
-    for transport in ("auto", "torch"):
-        group.run(worker.requests, hierarchical=True, transport=transport)
-        assert group.run(worker.started, hierarchical=True, transport=transport) == [[]], transport
+    check_requests(transport)
 
 
-def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", ["auto", "torch"])
+@pytest.mark.parametrize("group", [over(alone, 1)], indirect=True)
+def test_one_process_without_a_launcher_sends_nothing(group: Group, chosen: str) -> None:
+    group.run(check_requests, hierarchical=True, transport=chosen)
+    assert group.run(started, hierarchical=True, transport=chosen) == [[]]
+
+
+def started(transport: Any) -> list[Any]:
+    """What the network does for requests in a group of one rank: operations of Gloo, or Horovod's handles."""
+    own = torch.arange(4.0)
+    sent = (
+        comm.AllReduce(own),
+        comm.AllGather(own),
+        comm.AllToAll(own, (4,)),
+        comm.ReduceScatter(own),
+        comm.Broadcast(own, 0),
+    )
+    work = transport.launch("started", sent)
+    operations = getattr(work, "operations", None)
+    found = [handle for _, handle in work if handle is not None] if operations is None else sum(operations, [])
+    transport.wait(work)
+    return found
+
+
+def conversation(rank: int, size: int) -> Any:
+    ones = torch.arange(2 * size, dtype=torch.float32) + rank
+    bytes_ = torch.full((3,), rank, dtype=torch.uint8)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    exchange = comm.Exchange({right: ones[: rank + 1].clone()}, {left: torch.empty(left + 1)})
+    replies = []
+    for requests in (
+        (comm.AllReduce(ones.clone(), "sum"), comm.AllReduce(ones.clone(), "mean"), comm.AllGather(bytes_)),
+        (comm.AllReduce(ones.clone(), "min"), comm.AllReduce(ones.clone(), "max")),
+        (comm.AllToAll(ones.clone(), (2,) * size), comm.ReduceScatter(ones.clone(), "sum")),
+        (comm.Broadcast(ones.clone(), size - 1), exchange),
+        (comm.AllReduce(ones.clone(), "sum", "local"), comm.AllGather(bytes_, "cross")),
+    ):
+        replies.append((yield requests))
+    return replies
+
+
+def check_requests(transport: Any) -> None:
+    rank, size = transport.rank, transport.size
+    world = LockstepWorld(size)
+    expected = world.converse("all", [conversation(r, size) for r in range(size)])[rank]
+    meter = comm.TrafficMeter()
+    for _ in range(2):  # a name is used again
+        replies = comm.RunningConversation("all", conversation(rank, size), transport, meter).finish()
+        torch.testing.assert_close(replies, expected, rtol=0, atol=0)
+    assert meter.payload_bytes == 2 * world.meters[rank].payload_bytes
+    assert comm.all_gather_object(transport, "x" * rank) == ["x" * r for r in range(size)]
+    assert comm.broadcast_object(transport, {"from": rank}, root=size - 1) == {"from": size - 1}
+
+
+@each_rank_of(*ALL, WITH_GLOO)
+def test_a_run_that_loads_the_states_of_all_ranks_from_rank_0_has_the_bits_of_the_one_that_gathered_them(
+    transport: Any,
+) -> None:
+    model, again = nets.net(), nets.net()
+    optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1))
+    nets.train(model, optimizer, range(3), transport.rank)
+    states = optimizer.gather_state()
+    assert (states is None) == (transport.rank > 0)
+    own, saved = optimizer.compression_state_dict(), nets.values(model)
+    inner = deepcopy(optimizer.state_dict())
+    nets.train(model, optimizer, range(3, 6), transport.rank)
+    other = wrap(again, transport, dgc_sgd, compression=dgc(0.1))
+    again.load_state_dict(saved)
+    other.load_state_dict(inner)
+    other.load_gathered(states)
+    assert_equal(other.compression_state_dict(), own)
+    nets.train(again, other, range(3, 6), transport.rank)
+    nets.assert_same(again, model, exactly=True)
+    assert other.error_norm() > 0
+
+
+def clipped(ratio: float, **options: Any) -> DGCCompressor:
+    memory = DGCSGDMemory(0.9, nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0))
+    return DGCCompressor(ratio, memory, **options)
+
+
+SMALL: dict[str, Any] = {"fp16_values": True, "int32_indices": True, "warmup_epochs": 2}
+SCATTERED: dict[str, Any] = {"exchange": "reduce_scatter", "values": Int8Values(), "indices": RiceIndices()}
+COMPRESSORS: dict[str, Callable[[], Any]] = {
+    "dense": DenseCompressor,
+    "fp16": FP16Compressor,
+    "bf16": BF16Compressor,
+    "residual": lambda: DGCCompressor(0.01, ResidualMemory()),
+    "dgc": lambda: dgc(0.01),
+    "dgc-wire": lambda: clipped(0.001, **SMALL),
+    "reduce-scatter": lambda: dgc(0.01, **SCATTERED),
+    "8 bits": TwoPhaseCompressor,
+    "4 bits": lambda: TwoPhaseCompressor(4, 64, 8),
+    "chunks": lambda: ChunkCompressor(0.01, DGCSGDMemory(0.9)),
+    "paper-dgc": lambda: paper.DGC(0.01),
+    "paper-2bit": lambda: paper.Threshold(2, 0.01),
+    "gtopk": lambda: dgc(0.01, exchange="gtopk", dense_values="int8"),  # from point to point
+}
+
+
+def train(
+    transport: Any,
+    compression: Any,
+    steps: int = 12,
+    hidden: int = 300,
+    bucket_mb: float = 0.02,
+    nonfinite: str = "skip",
+    bad: int | None = None,
+) -> tuple[str, int, list[str]]:
+    """A hash of the model, the number of dropped steps, and the messages of errors, of data of this rank's own.
+
+    One rank alone uses a layer, in each step another. bad: The step in which the last rank has NaN.
+    """
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(32, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 40), torch.nn.Linear(40, 10)]
+    model = torch.nn.ModuleList([torch.nn.Sequential(*layers), torch.nn.Linear(32, 10)])
+    broadcast_parameters(model.state_dict(), transport=transport)
+    corrected = getattr(compression, "correction", None)
+    nesterov = corrected is not None and corrected.nesterov
+    inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4, nesterov=nesterov)
+    options = {"transport": transport, "bucket_mb": bucket_mb, "nonfinite": nonfinite}
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, **options)
+    generator = torch.Generator().manual_seed(100 + transport.rank)
+    weights = torch.randn(32, 10, generator=torch.Generator().manual_seed(5))
+    messages = []
+    for step in range(steps):
+        if step % 5 == 0:
+            optimizer.begin_epoch(step // 5)
+        inputs = torch.randn(8, 32, generator=generator)
+        if step == bad and transport.rank == transport.size - 1:
+            inputs[0, 0] = float("nan")
+        optimizer.zero_grad()
+        outputs = model[0](inputs)
+        if transport.rank == step % transport.size:
+            outputs = outputs + model[1](inputs)
+        torch.nn.functional.cross_entropy(outputs, (inputs @ weights).argmax(1)).backward()
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            messages.append(told(optimizer.step, NonFiniteGradientError))
+    optimizer.close()
+    assert all(p.isfinite().all() for p in model.parameters()) and optimizer.error_norm() < 1e6
+    return digest(model.parameters()), optimizer.dropped_steps, [message for message in messages if message]
+
+
+@each_rank_of(*ALL, WITH_GLOO)
+def test_replicas_stay_equal_where_nan_on_one_rank_drops_the_step_or_raises_the_same_error_on_all(
+    transport: Any,
+) -> Any:
+    found = {}
+    for name, make in COMPRESSORS.items():
+        for policy in ("skip", "raise") if name != "gtopk" or transport.point_to_point else ():
+            model, dropped, messages = train(transport, make(), nonfinite=policy, bad=6)
+            assert dropped == (policy == "skip") and len(messages) == (policy == "raise"), (name, policy)
+            assert all(f"on rank {transport.size - 1} has NaN or inf" in m for m in messages), (name, messages)
+            found[name, policy] = model, messages
+    return found
+
+
+@each_rank_of(*OF_HOROVOD)
+def test_horovods_compressions(transport: Any) -> Any:
+    import horovod.torch as hvd
+
+    return [train(transport, compression) for compression in (hvd.Compression.none, hvd.Compression.fp16)]
+
+
+@each_rank_of(*OF_HOROVOD, hierarchical=True)
+def test_horovods_broadcast_of_the_optimizers_state_leaves_the_weights_alone(transport: Any) -> None:
+    """All of it with Horovod's own words."""
+    import horovod.torch as hvd
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 8)
+    before = model.weight.detach().clone()
+    inner = DGCSGD(model.parameters(), lr=0.8, momentum=0.9, weight_decay=0.01)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), dgc(0.5), op=hvd.Average)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(model.weight, before)
+
+
+def train_with_dgc(transport: Any, steps: int) -> Any:
+    return train(transport, COMPRESSORS["dgc-wire"](), steps)
+
+
+@each_rank_of(over(horovodrun, 2))
+def test_replicas_of_horovodrun_with_gloo_are_equal(transport: Any) -> Any:
+    return train_with_dgc(transport, 4)
+
+
+@pytest.mark.parametrize("group", TORCHRUN, indirect=True)
+def test_40_steps_repeat_bit_for_bit_on_equal_replicas(group: Group) -> None:
+    first = group.run(train_with_dgc, 40)
+    assert first == [first[0]] * group.size == group.run(train_with_dgc, 40)
+
+
+@pytest.mark.parametrize("group", PROOFS_OF_MPIRUN, indirect=True)
+def test_200_steps_repeat_bit_for_bit_on_equal_replicas_of_other_processes(group: Group) -> None:
+    first = group.run(train_with_dgc, 200, last=True)
+    assert first == [first[0]] * group.size == group.run(train_with_dgc, 200)
+
+
+@each_rank_of(TWO)
+def test_ranks_that_disagree_are_told_so(transport: Any) -> None:
+    compression = ThresholdCompressor(threshold=0.25 if transport.rank else 0.5)
+    setting = "compression.threshold is 0.5 on rank 0 and 0.25 on rank 1: every rank needs the same settings"
+    assert told(partial(wrap, torch.nn.Linear(4, 8), transport, compression=compression), ValueError) == setting
+
+
+@each_rank_of(over(mpirun, 2), last=True)
+def test_ratios_that_differ_are_told(transport: Any) -> None:
+    """begin_epoch on one rank only: ratios differ, and with them the payloads' sizes, or even the collectives.
+
+    Horovod checks the sizes of messages. With Gloo, a message of another size ends the process.
+    """
+    rank = transport.rank
+    for numel, ratios in ((1000, [0.25, 0.125]), (100, [0.006, 0.01]), (1000, [1.0, 0.125])):  # 1 ends Horovod
+        model = torch.nn.Linear(numel, 1, bias=False)
+        compression = dgc(ratios[1], warmup_epochs=2, warmup_coeff=[*ratios, ratios[1]])
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression)
+        optimizer.begin_epoch(rank)
+        model(torch.ones(1, numel)).sum().backward()
+        found = told(optimizer.step, RuntimeError)
+        optimizer.close()
+        theirs = rf"rank {1 - rank} encoded bucket \S+ at compress_ratio {ratios[1 - rank]:g}"
+        here = rf"this rank at {ratios[rank]:g}: call begin_epoch\(epoch\) on every rank"
+        if ratios[rank] == 1:
+            assert "Horovod has been shut down" in found, "waits for an all-reduce until the other rank has left"
+        else:
+            assert re.match(f"{theirs}, {here}", found), found
+    from dgc.comm import horovod
+
+    atexit.unregister(horovod._meet_at_exit)  # it waits 10 s for a rank that waits until this one has ended
+
+
+def check_backends(transport: Any, steps: int, hidden: int, *modes: str) -> str:
+    """Every backend leads to the same model, also with a different instruction set per rank ("mixed").
+
+    Indices in a Rice code, fp16 values, clipping, Nesterov and a warm-up of the ratio pass through every kernel.
+    """
+    models, supported = set(), supported_isas()
+    for mode in modes:
+        isa = {0: "avx2", 1: "portable"}.get(transport.rank, supported[-1]) if mode == "mixed" else ""
+        os.environ["DGC_KERNELS_ISA"] = isa if isa in supported else ""
+        kernels.use("native" if mode == "mixed" else mode)
+        kernels._backend.cache_clear()
+        used = kernels.describe(torch.device("cpu"))
+        assert used.startswith(f"native ({isa})" if isa in supported else mode.replace("mixed", "native")), used
+        compression = clipped(0.01, values=CastValues("fp16"), indices=RiceIndices(), warmup_epochs=3)
+        models.add(train(transport, compression, steps, hidden, bucket_mb=0.06)[0])
+    os.environ["DGC_KERNELS_ISA"] = ""
+    kernels.use("auto")
+    kernels._backend.cache_clear()
+    (model,) = models
+    return model
+
+
+@each_rank_of(TWO)
+def test_every_backend_and_a_backend_of_each_ranks_own(transport: Any) -> str:
+    return check_backends(transport, 70, 300, "native", "mixed", "reference")
+
+
+@each_rank_of(*PROOFS_OF_MPIRUN)
+def test_200_steps_on_every_backend(transport: Any) -> str:
+    return check_backends(transport, 200, 300, "native", "mixed", "reference")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is optional")
+@pytest.mark.timeout(2000)
+@each_rank_of(*PROOFS_OF_MPIRUN, within=1900, last=True)
+def test_200_steps_on_the_gpus_kernels_interpreted(transport: Any) -> str:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    return check_backends(transport, 200, 24, "native", "triton")
+
+
+def test_a_rank_that_fails_ends_all() -> None:
     program = """
 import sys
 from dgc.comm import barrier

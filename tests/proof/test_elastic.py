@@ -3,7 +3,6 @@
 Each chunk has a seed of its own and can be run alone: `pytest -m proof tests/proof/test_elastic.py -k 3 -s`.
 """
 
-import json
 import random
 import signal
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, Restart
 from parallel.processes import send
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from simulated import events_of, latest_of, summary_of
 
 from dgc_training.checkpoint.reading import read_manifest
 
@@ -35,12 +34,11 @@ def killed_once(run: ElasticRun, draw: random.Random, kind: str) -> bool:
         return False
     run.wait(draw.uniform(0, 3))
     while len(run.running()) == 2:
-        ranks = [pid for agent in run.running() for pid in agent.ranks()]
-        if ranks and kind == "rank":
-            send(draw.choice(ranks), signal.SIGKILL)
-        elif ranks:
-            draw.choice(run.running()).kill()
-        if ranks:
+        if ranks := [pid for agent in run.running() for pid in agent.ranks()]:
+            if kind == "rank":
+                send(draw.choice(ranks), signal.SIGKILL)
+            else:
+                draw.choice(run.running()).kill()
             return True
         run.wait(0.1)
     return False
@@ -48,14 +46,11 @@ def killed_once(run: ElasticRun, draw: random.Random, kind: str) -> bool:
 
 def check(run: ElasticRun, epochs: int) -> list[Restart]:
     """Checks a run that has ended. Returns its restarts with another number of ranks."""
-    summary = json.loads((run.run / "summary.json").read_text())
-    assert summary["epochs"] == epochs
-    assert json.loads((run.run / "checkpoints/latest.json").read_text()) == {"checkpoint": f"e{epochs:04d}"}
+    assert summary_of(run.run)["epochs"] == epochs and latest_of(run.run) == f"e{epochs:04d}"
     assert "Traceback" not in run.text(), run.text()
     for restart in run.restarts:
         assert restart.lost <= CHECKPOINT_EVERY, restart
-    points = EventAccumulator(str(run.run)).Reload().Scalars("train/loss")
-    steps = [point.step for point in points]
+    steps = [point.step for point in events_of(run.run).Scalars("train/loss")]
     assert steps == sorted(set(steps)), "no point is there twice"
     resized = [r for r in run.restarts if r.checkpoint and read_manifest(r.checkpoint)["size"] != r.size]
     for restart in resized:

@@ -3,40 +3,26 @@
 All have the same ratio. A step changes at most 2 k elements with them, and with the all-gather up to 8 k.
 """
 
-import json
 import statistics
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated import train_on
+from simulated import CNN, summary_of, train_in
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800), pytest.mark.usefixtures("no_type_checks")]
-STACK = ["configs/digits/cnn.py", "configs/dgc/wm0.py", "configs/dgc/fp16.py", "configs/dgc/int32.py"]
+STACK = [CNN, "configs/dgc/wm0.py", "configs/dgc/fp16.py", "configs/dgc/int32.py"]
 TOLERANCE = 0.5  # points
-WORDS = [
-    "--configs.train.num_epochs=30",
-    "--configs.train.batch_size=16",
-    "--configs.train.warmup_lr_epochs=3",
-    "--configs.train.checkpoint_every=null",
-    "--configs.train.check_replicas_every=5",
-    "--configs.data.num_threads_per_worker=1",
-    "--configs.model.width=8",
-]
+SETTINGS = "num_epochs=30 batch_size=16 warmup_lr_epochs=3 checkpoint_every=null check_replicas_every=5"
+SETTINGS += " compression.compress_ratio=0.01"
 
 
 def trained(exchange: str, fold: int, folder: Path) -> Any:
-    chosen = [
-        f"--configs.train.compression.exchange={exchange}",
-        "--configs.train.compression.compress_ratio=0.01",
-        f"--configs.dataset.fold={fold}",
-        "--run-dir",
-        str(folder),
-    ]
-    train_on(8, ["--configs", *STACK, "--devices", "cpu", *WORDS, *chosen])
-    summary = json.loads((folder / "summary.json").read_text())
-    return summary["final"]["acc/test_top1"], summary["wire_over_dense"]
+    settings = [f"train.{setting}" for setting in f"{SETTINGS} compression.exchange={exchange}".split()]
+    settings += ["data.num_threads_per_worker=1", "model.width=8", f"dataset.fold={fold}"]
+    train_in(folder, STACK, settings, size=8)
+    return summary_of(folder)["final"]["acc/test_top1"], summary_of(folder)["wire_over_dense"]
 
 
 def test_fewer_bytes_for_the_same_accuracy(tmp_path: Path) -> None:

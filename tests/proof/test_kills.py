@@ -1,4 +1,4 @@
-"""A run that is killed at any moment resumes and ends with the same bits as an uninterrupted run.
+"""A run that is interrupted at any moment resumes and ends with the same bits as an uninterrupted run.
 
 Chunks can be run alone, each with its own seed: `pytest -m proof tests/proof/test_kills.py -k "sigkill and 3"`.
 """
@@ -15,7 +15,7 @@ from proof.small_runs import METHODS, Run, assert_same_end, finish, latest
 
 from dgc_training.faults.interruption import EXIT_SAVED
 
-pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(3000)]
 KILLS = 10  # per chunk
 
 
@@ -27,79 +27,83 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def targets(run: Run, draw: random.Random) -> list[int]:
-    """The processes that receive the signal: one rank, both, or the launcher."""
-    ranks = run.ranks()
-    return draw.choice([ranks[:1], ranks[1:], ranks, [run.process.pid]])
+def interrupted(
+    kills: int, directory: Path, reference: Path, draw: random.Random, method: str = "dgc", saves: bool = False
+) -> int:
+    """Starts and interrupts the run of a directory repeatedly. Then it finishes, and is compared with `reference`.
 
-
-def kill_until(kills: int, directory: Path, reference: Path, draw: random.Random, method: str = "dgc") -> None:
-    """Starts and kills the run of a directory repeatedly. Then it finishes and is compared with the reference."""
-    done = 0
+    The signal goes to one rank, both, or the launcher. It is SIGKILL. With `saves`: SIGTERM to ranks, SIGUSR1 to
+    the launcher, while the run trains. Returns how often a run has saved a checkpoint at its signal.
+    """
+    done = saved = 0
     while done < kills:
+        before = latest(directory)
         run = Run(directory, method=method)
-        if draw.random() < 0.8:
+        if trains := saves or draw.random() < 0.8:
             run.wait_for_training()
-            delay = draw.uniform(0, 2.5)
-        else:
-            delay = draw.uniform(0, 12)
-        time.sleep(delay)
-        if run.process.poll() is None and (pids := targets(run, draw)):
-            for pid in pids:
-                send(pid, signal.SIGKILL)
-            run.end()
-            done += 1
-        else:
-            assert run.end() == 0, run.text()[-3000:]
-        assert "Traceback" not in run.text(), run.text()[-3000:]
-        if (directory / "run" / "summary.json").exists():
+        time.sleep(draw.uniform(0, 1.5 if saves else 2.5 if trains else 12))
+        ranks = run.ranks()
+        pids = draw.choice([ranks[:1], ranks[1:], ranks, [run.process.pid]])
+        if run.process.poll() is not None:
+            pids = []
+        gentle = signal.SIGUSR1 if pids == [run.process.pid] else signal.SIGTERM
+        for pid in pids:
+            send(pid, gentle if saves else signal.SIGKILL)
+        status, text = run.end(), run.text()
+        done += bool(pids)
+        assert "Traceback" not in text, text[-3000:]
+        # 0: the run was finished; 143 and 138: training had not begun, or had just ended
+        expected = [EXIT_SAVED, 0, 143, 138] if pids else [0]
+        assert status in expected or (pids and not saves), (status, text[-3000:])
+        if saves and status == EXIT_SAVED:
+            saved += 1
+            assert f"Stopped by {gentle.name}: saved {latest(directory)}." in text
+            assert latest(directory) != before
+        if (directory / "run/summary.json").exists():
             assert_same_end(directory, reference)
             shutil.rmtree(directory / "run")
     finish(directory, method=method)
     assert_same_end(directory, reference)
+    return saved
 
 
 @pytest.mark.parametrize("chunk", range(5))
 def test_sigkill(reference: Path, tmp_path: Path, chunk: int) -> None:
-    kill_until(KILLS, tmp_path, reference, random.Random(chunk))
+    interrupted(KILLS, tmp_path, reference, random.Random(chunk))
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "dgc"])
 def test_sigkill_with_other_methods(tmp_path: Path, method: str) -> None:
     finish(tmp_path / "uninterrupted", method=method)
-    kill_until(4, tmp_path / "killed", tmp_path / "uninterrupted", random.Random(method), method)
+    interrupted(4, tmp_path / "killed", tmp_path / "uninterrupted", random.Random(method), method)
 
 
 @pytest.mark.parametrize("chunk", range(2))
 def test_sigterm(reference: Path, tmp_path: Path, chunk: int) -> None:
-    """SIGTERM to one rank or both, or SIGUSR1 to the launcher. Each run saves a checkpoint."""
-    draw = random.Random(100 + chunk)
-    done = saved = 0
-    while done < KILLS:
-        before = latest(tmp_path)
-        run = Run(tmp_path)
+    assert interrupted(KILLS, tmp_path, reference, random.Random(100 + chunk), saves=True) >= KILLS // 2
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_changes_its_transport_ends_with_the_same_bits(tmp_path: Path, method: str) -> None:
+    """On 2 ranks a sum has one order, so that Horovod and torch.distributed give the same bits."""
+    reference = tmp_path / "reference"
+    finish(reference, method=method)
+    for first in (True, False):  # whether it begins under torchrun
+        directory = tmp_path / f"torchrun first {first}"
+        run = Run(directory, method=method, torchrun=first)
         run.wait_for_training()
-        time.sleep(draw.uniform(0, 1.5))
-        pids = targets(run, draw)
-        if run.process.poll() is not None or not pids:
-            assert run.end() == 0, run.text()[-3000:]
-            continue
-        number = signal.SIGUSR1 if pids == [run.process.pid] else signal.SIGTERM
-        for pid in pids:
-            send(pid, number)
-        status = run.end()
-        done += 1
-        text = run.text()
-        assert "Traceback" not in text, text[-3000:]
-        # 0: the run was finished; 143 and 138: training had not begun, or had just ended
-        assert status in (EXIT_SAVED, 0, 143, 138), (status, text[-3000:])
-        if status == EXIT_SAVED:
-            saved += 1
-            assert f"Stopped by {signal.Signals(number).name}: saved {latest(tmp_path)}." in text
-            assert latest(tmp_path) != before
-        if (tmp_path / "run" / "summary.json").exists():
-            assert_same_end(tmp_path, reference)
-            shutil.rmtree(tmp_path / "run")
-    finish(tmp_path)
-    assert_same_end(tmp_path, reference)
-    assert saved >= KILLS // 2
+        time.sleep(0.5)
+        for pid in run.ranks():
+            send(pid, signal.SIGTERM)
+        run.end()
+        assert latest(directory) is not None, run.text()[-3000:]
+        finish(directory, method=method, torchrun=not first)
+        assert_same_end(directory, reference)
+
+
+@pytest.mark.horovod
+def test_a_run_under_torchrun_repeats_bit_for_bit(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        finish(tmp_path / name, ranks=3, torchrun=True)
+    assert_same_end(tmp_path / "first", tmp_path / "second", ranks=3)

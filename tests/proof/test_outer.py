@@ -7,12 +7,10 @@ together with its files, and returns. Islands are ranks, three on one machine an
 two ranks each.
 """
 
-import json
 import random
 import re
 import signal
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import stdev
@@ -20,6 +18,7 @@ from statistics import stdev
 import pytest
 from parallel.elastic import CHECKPOINT_EVERY, ElasticRun, Restart
 from parallel.processes import send
+from simulated import latest_of, summary_of
 from states import assert_equal
 
 from benchmarks.runs import simulate
@@ -33,14 +32,9 @@ EPOCHS, SEEDS = 40, 3
 # Seconds of training. Fewer islands train on fewer tokens with a lower learning rate, so they must return soon.
 BETWEEN_KILLS, UNTIL_RETURN = (2.0, 4.0), (0.3, 1.0)
 EXPERIMENT = "configs/pysource/gpt.py"
-METHOD = (
-    "configs/local/sign.py",
-    "--configs.model.width=32",
-    "--configs.train.batch_size=8",
-    "--configs.train.warmup_lr_epochs=0",
-    "--configs.task.steps_per_epoch=100",
-    "--configs.dataset.characters=300000",
-)
+SETTINGS = "model.width=32 train.batch_size=8 train.warmup_lr_epochs=0 task.steps_per_epoch=100"
+SETTINGS += " dataset.characters=300000"
+METHOD = ("configs/local/sign.py", *(f"--configs.{setting}" for setting in SETTINGS.split()))
 OF_RANKS = ("--configs.train.local.average_every=5",)
 OF_MACHINES = ("configs/local/machines.py", "--configs.train.local.base.average_every=5")
 BITS = "bits_per_character/test"
@@ -51,10 +45,8 @@ def kill_with_its_files(run: ElasticRun, pid: int) -> None:
     variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     (rank,) = [variable.removeprefix("RANK=") for variable in variables if variable.startswith("RANK=")]
     send(pid, signal.SIGKILL)
-    pointer = run.run / "checkpoints/latest.json"
     for _ in range(2):  # a checkpoint that was complete when the rank was killed may be named a moment later
-        name = json.loads(pointer.read_text())["checkpoint"]
-        (pointer.parent / name / f"rank{rank}.pt").unlink(missing_ok=True)
+        (run.run / "checkpoints" / latest_of(run.run) / f"rank{rank}.pt").unlink(missing_ok=True)
         run.wait(0.2)
 
 
@@ -77,25 +69,16 @@ def undisturbed(directory: Path, seed: int) -> float:
     words = ["--configs", EXPERIMENT, *METHOD, *OF_RANKS, "--run-dir", str(directory), "--devices", "cpu"]
     words += ["--configs.data.num_threads_per_worker=1"]
     simulate(4, [*words, f"--configs.train.num_epochs={EPOCHS}", f"--configs.seed={seed}"])
-    return float(json.loads((directory / "summary.json").read_text())["final"][BITS])
-
-
-@dataclass
-class Killed:
-    """A run whose ranks and machines were killed."""
-
-    restarts: list[Restart]  # those from a checkpoint
-    text: str
-    bits: float
-    with_files: int
-    joined: int  # restarts in which an island joined
-    lost: int  # restarts in which an island was lost
+    return float(summary_of(directory)["final"][BITS])
 
 
 def killed(
     directory: Path, machines: tuple[int, int], kills: int, epochs: int, words: tuple[str, ...], island_size: int
-) -> Killed:
-    """Train on two machines, of which the second is lost and returns. Checks what holds after every restart."""
+) -> tuple[float, str, str]:
+    """Train on two machines, of which the second is lost and returns. Checks what holds after every restart.
+
+    Returns the bits per character, what was killed, and what the run has printed.
+    """
     draw, done, with_files, size = random.Random(0), 0, 0, sum(machines)
     with ElasticRun(directory, epochs, (*METHOD, *words), EXPERIMENT) as run:
         first, second = (run.start(ranks) for ranks in machines)
@@ -114,7 +97,7 @@ def killed(
                     kill_with_its_files(run, draw.choice(ranks))
                     with_files += 1
         run.finish(1200)
-    text, summary = run.text(), json.loads((run.run / "summary.json").read_text())
+    text, summary = run.text(), summary_of(run.run)
     assert summary["epochs"] == epochs and "Traceback" not in text, text
     joined = len(re.findall("join with the common model and without a residual", text))
     lost = len(re.findall("residuals of the old ranks .+ are lost", text))
@@ -123,22 +106,21 @@ def killed(
     for restart in restarts:
         assert restart.lost <= CHECKPOINT_EVERY, restart
         check_who_stays(restart, island_size)
-    return Killed(restarts, text, float(summary["final"][BITS]), with_files, joined, lost)
+    told = f"{kills} kills, {with_files} of them with the rank's files; {len(restarts)} restarts, "
+    told += f"{joined} with a rank that joins, {lost} with one that is lost"
+    return float(summary["final"][BITS]), told, text
 
 
 def test_kills_of_one_of_four_islands(tmp_path: Path) -> None:
-    found = killed(tmp_path / "run", (3, 1), 20, EPOCHS, OF_RANKS, island_size=1)
+    bits, told, _ = killed(tmp_path / "run", (3, 1), 20, EPOCHS, OF_RANKS, island_size=1)
     with ProcessPoolExecutor(usable_cores(), get_context("spawn")) as pool:
         others = list(pool.map(undisturbed, [tmp_path / f"seed{seed}" for seed in range(SEEDS)], range(SEEDS)))
-    print(
-        f"\n20 kills, {found.with_files} of them with the rank's files; {len(found.restarts)} restarts, "
-        f"{found.joined} with a rank that joins, {found.lost} with one that is lost; {found.bits:.4f} bits per "
-        f"character, without kills {', '.join(f'{other:.4f}' for other in others)}"
-    )
-    assert found.bits < max(others) + 3 * stdev(others)
+    without = ", ".join(f"{other:.4f}" for other in others)
+    print(f"\n{told}; {bits:.4f} bits per character, without kills {without}")
+    assert bits < max(others) + 3 * stdev(others)
 
 
 def test_kills_of_one_of_two_machines(tmp_path: Path) -> None:
     """The ranks of a machine average their gradients, and are lost and join together."""
-    found = killed(tmp_path / "run", (2, 2), 6, 6, OF_MACHINES, island_size=2)
-    assert "ranks 0, 1 join" in found.text or "ranks 2, 3 join" in found.text
+    _, _, text = killed(tmp_path / "run", (2, 2), 6, 6, OF_MACHINES, island_size=2)
+    assert "ranks 0, 1 join" in text or "ranks 2, 3 join" in text

@@ -1,0 +1,140 @@
+"""The commands and scripts of README.md, docs/extending.md and docs/recipe.md work as they stand there."""
+
+import json
+import math
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documented import DOCS, code
+from environment import REPOSITORY, patient
+from parallel.ranks import mpirun, torchrun
+from warm import python
+
+from dgc.advise import main
+from scripts.launch import prepare
+
+CHANGES = [block.split("```")[0] for block in (REPOSITORY / "README.md").read_text().split("```diff\n")[1:]]
+BODY = """
+    optimizer.zero_grad()
+    model(torch.randn(8, 100)).square().mean().backward()
+    optimizer.step()
+total = hvd.allgather(torch.stack([p.detach().double().sum() for p in model.parameters()]).sum().view(1))
+assert (total == total[0]).all() and hvd.size() == 2, total
+print("trained")
+"""
+BEFORE_DDP = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+net = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.Linear(200, 10))
+loader = [torch.randn(8, 100) for _ in range(2)]
+"""
+AFTER_DDP = """
+for inputs in 6 * loader:
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+totals = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+dist.all_gather(totals, torch.stack([p.detach().double().sum() for p in net.parameters()]).sum().view(1))
+assert totals[0] == totals[1] and exchange.meter.wire_bytes < exchange.meter.dense_wire_bytes, totals
+print("trained")
+"""
+LINE = re.compile(r"step (\d+): loss ([\d.]+), sent ([\d.]+) of ([\d.]+) MB, residual ([\d.]+), dropped (\d+)")
+
+
+def changed(framework: str) -> tuple[str, int]:
+    """The lines of the README's script after the change, and how many of them are new."""
+    (change,) = [text for text in CHANGES if framework in text]
+    lines = [line for line in change.splitlines() if not line.startswith("-")]
+    return "\n".join(line[1:] for line in lines), sum(line.startswith("+") for line in lines)
+
+
+@pytest.mark.horovod
+def test_the_readmes_change_to_a_horovod_script(tmp_path: Path) -> None:
+    lines, _ = changed("horovod")
+    assert "DGCCompressor" in lines and "hvd.DistributedOptimizer" not in lines
+    assert "import HorovodTransport" not in lines  # an import for its side effects counts as unused
+    model = "\nmodel = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.Linear(200, 10))\nepochs = 7\n"
+    script = tmp_path / "script.py"
+    start = next(line for line in lines.splitlines() if line.startswith("dgc.init()"))
+    script.write_text("import torch\n" + lines.replace(start, start + model, 1) + BODY)
+    done = mpirun(2, ["-W", "error", str(script)])
+    assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_readmes_change_to_a_script_with_ddp_is_of_three_lines(tmp_path: Path) -> None:
+    lines, new = changed("DistributedDataParallel")
+    script = tmp_path / "script.py"
+    script.write_text(BEFORE_DDP + lines + AFTER_DDP)
+    done = torchrun(2, [str(script)])
+    assert done.returncode == 0 and done.stdout.count("trained") == 2 and new == 3, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_the_script_of_the_recipe_trains_and_sends_what_the_page_says(tmp_path: Path) -> None:
+    script, text = tmp_path / "train_gpt.py", tmp_path / "text.txt"
+    for block in code("recipe.md"):  # the first line is the name of the file
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    text.write_text("".join(path.read_text() for path in sorted((REPOSITORY / "dgc/optim").glob("*.py"))))
+    done = torchrun(2, ["-W", "error::UserWarning:dgc", str(script), str(text), "small", "50"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [tuple(map(float, numbers)) for numbers in LINE.findall(done.stdout)]
+    assert [step for step, *_ in found] == [5.0 * (i + 1) for i in range(10)]
+    assert found[-1][1] < found[0][1] - 0.5
+    steps = zip([(0.0,) * 6, *found], found, strict=False)
+    assert [round((b[2] - a[2]) / (b[3] - a[3]), 2) for a, b in steps] == [0.5] * 2 + [0.03] * 8
+    assert [residual > 0 for *_, residual, _ in found] == [False] * 2 + [True] * 8
+    assert len(LINE.findall((DOCS / "recipe.md").read_text())) == 10
+
+
+def test_the_advisor_takes_the_model_of_the_recipe() -> None:
+    names: dict[str, Any] = {}
+    exec(code("recipe.md")[0], names)
+    model, batch, loss = names["make"]("small")
+    assert loss(model, batch).item() == pytest.approx(math.log(256), abs=0.1)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in names["make"]()[0].parameters()) == pytest.approx(354e6, rel=1e-3)
+
+
+def test_the_recipe_shows_what_the_advisor_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "recipe.md").read_text()
+    command = re.search(r"python -m dgc\.advise (--parameters .*?)\n\n", page, re.S)
+    assert command is not None and main(command[1].replace("\\\n", " ").split()) == 0
+    printed = capsys.readouterr().out.partition("\nNot predicted")[0].splitlines()
+    assert len(printed) == 19 and "".join(f"    {line}".rstrip() + "\n" for line in printed) in page
+
+
+@pytest.mark.proof
+@pytest.mark.horovod
+def test_the_files_and_commands_of_extending_work_in_another_folder(tmp_path: Path) -> None:
+    my = tmp_path / "my"
+    my.mkdir()
+    for block in code("extending.md"):
+        name = re.match(r"# ~/my/(\w+\.py)\n", block)
+        assert name, block
+        (my / name[1]).write_text(block)
+    blocks = re.findall(r"```bash\n(.*?)```", (DOCS / "extending.md").read_text(), re.S)
+    command = ["bash", "-euxc", "".join(blocks).replace("~/my", shlex.quote(str(my)))]
+    _, environment = prepare(2, [])
+    environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(python()).parent}:{environment['PATH']}"}
+    environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
+    options: Any = {"cwd": REPOSITORY, "env": environment, "timeout": patient(380)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    assert re.findall(r"(\d+) passed", done.stdout) == ["19"]
+    ends = {run.name: json.loads((run / "summary.json").read_text()) for run in (my / "runs").iterdir()}
+    ranks = {name: end["ranks"] for name, end in ends.items()}
+    assert ranks == {"experiment": 1, "ternary": 2, "share": 1, "chords": 2, "smoothed": 1}
+    for run in ("experiment", "share", "chords"):
+        assert ends[run]["metric"] == "recall/test_malignant" and ends[run]["best"]["recall/test_malignant"] > 80
+        assert ends[run]["final"]["acc/test_top1"] > 90, (run, ends[run])
+    assert ends["ternary"]["final"]["acc/test_top1"] > 50 and ends["ternary"]["wire_over_dense"] < 0.2
