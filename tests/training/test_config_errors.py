@@ -56,7 +56,9 @@ def test_what_dgc_needs_does_not_change_silently(file: Path) -> None:
     message = refusal(WM5, CNN, "configs/dgc/fp16.py")
     assert "train.optimizer._target_ is torch.optim.SGD (configs/digits/__init__.py)" in message
     assert f"{DGC} needs dgc.optim.DGCSGD" in message
-    assert message.endswith(f"--configs {CNN} {WM5} configs/dgc/fp16.py")
+    right = f"--configs {CNN} {WM5} configs/dgc/fp16.py"
+    assert message.endswith(right)
+    load(right.split()[1:])
     yaml(file, "train: {optimizer: {_target_: torch.optim.SGD, lr: 0.1}}")
     saved = yaml(file.with_name("config.yaml"), to_yaml(load([CNN, WM5])))
     for name in (file, python(file, "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")):
