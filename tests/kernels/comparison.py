@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.kernels.blocks import SIZES, BlockCode
-from dgc.kernels.selection import Budget, SelectionKernels, TopKResult
+from dgc.kernels.blocks import SIZES, BlockCode, Blocks
+from dgc.kernels.selection import TOO_LARGE, Budget, SelectionKernels, TopKResult
 
 REFERENCE = SelectionKernels()
 CUTS = ((0, 0), (0, 1), (0, 0, 64, 64, 300, 777, 1000), (0, 5, 130, 40_000, 40_001, 70_001))
@@ -60,3 +60,52 @@ def encoded(blocks: Any, v: Any, bounds: Any, code: Any, rows: int, *keep: bool)
     kept = blocks.encode_(v, bounds, code, room, *keep)
     assert not whole[:, :24].any() and not whole[:, 24 + nbytes :].any()
     return room, kept
+
+
+def check_blocks(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, rows: int) -> list[Tensor]:
+    """All operations have the reference's bits. Returns the rows of v."""
+    plain, before, lengths = Blocks(), v.clone(), bounds.diff().tolist()
+    coded, rest = encoded(plain, v, bounds, code, rows)
+    (ours, kept), (alone, nothing) = (encoded(blocks, v, bounds, code, rows, keep) for keep in (True, False))
+    assert same(ours, coded) and same(kept, rest) and same(alone, coded) and not nothing.numel()
+    out, expected = torch.empty_like(v), torch.empty_like(v)
+    for size, pieces in ((1, (out,)), (3, (out,)), (3, out.zero_().split(lengths))):
+        blocks.decode(coded.unbind(), bounds, code, size, pieces)
+        plain.decode(coded.unbind(), bounds, code, size, (expected,))
+        assert same(out, expected) and (size == 3 or same(v - out, rest))
+    served = random(coded.shape[1] // code.row_bytes(1) * code.size, 3, str(v.device))
+    total, right = served.clone(), served.clone()
+    blocks.add_sum_(coded.unbind(), code, total)
+    plain.add_sum_(coded.unbind(), code, right)
+    assert same(total, right) and same(v, before)
+    check_one_pass(blocks, v, bounds, code, coded)
+    return list(coded.unbind())
+
+
+def check_one_pass(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, coded: Tensor) -> None:
+    """A gradient is added, in which unusable elements count as zero, and an answer to codes is formed. Both have
+    the bits of the operations one after the other.
+    """
+    plain, n, device = Blocks(), v.numel(), str(v.device)
+    g = random(n, 6, device)
+    for i, bad in ((997, float("nan")), (700, -TOO_LARGE), (777, float("inf"))):
+        g[i : i + 1] = bad
+    both = v + torch.where(g.abs() < TOO_LARGE, g, 0.0)
+    right, rest = encoded(plain, both, bounds, code, len(coded))
+    for pieces, kept in (((g,), torch.empty_like(v)), (g.split(bounds.diff().tolist()), None)):
+        room, added = torch.zeros_like(coded), v.clone()
+        first = blocks.add_encode_(pieces, added, bounds, code, room, kept)
+        assert int(first) == min(n, 700) and same(room, right) and same(added, both)
+        assert kept is None or same(kept, rest)
+    served = random(coded.shape[1] // code.row_bytes(1) * code.size, 8, device)
+    chunk, real = torch.tensor([0, served.numel()], device=device), torch.where(served > -1, 1.0, 0.0)
+    for bits, given, mask in ((8, served, real), (4, None, None)):
+        answer, total = BlockCode(bits, code.size, code.rotate), torch.zeros_like(served)
+        if given is not None:
+            total.copy_(given)
+        plain.add_sum_(coded.unbind(), code, total)
+        expected, rest = encoded(plain, total if mask is None else total * mask, chunk, answer, 1)
+        for left in (torch.empty_like(served), None):
+            row = torch.zeros_like(expected)
+            blocks.answer_(coded.unbind(), code, given, mask, chunk, answer, row, left)
+            assert same(row, expected) and (left is None or same(left, rest))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.codecs import CODECS
+from kernels.backends import CODECS
 from kernels.comparison import HALVES, same
 from wire.payloads import (
     FORMATS,

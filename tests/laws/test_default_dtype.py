@@ -15,7 +15,7 @@ import pytest
 import torch
 from gossip.networks import MORE, OUTER, ROWS, Trained
 from gossip.test_adpsgd import Simulation
-from kernels.codecs import CODECS
+from kernels.backends import CODECS
 from laws.default_dtype import OTHERS, Declared, check
 from laws.table import DEFINITIONS, TABLE, Row
 from optim.nets import data, dgc, dgc_sgd, net, wrap
