@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import CODES, CUTS, check_blocks, encoded, numbers, random, same
+from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, encoded, numbers, random, same
 
 from dgc.kernels.blocks import GROUP, Blocks, rotated
 from dgc.kernels.native import NativeBlocks
@@ -24,7 +24,8 @@ def test_tiers_agree_bit_for_bit(blocks: Any) -> None:
     for cuts, code, rows in product(CUTS, CODES, (1, 3)):
         for v in random(cuts[-1], 1), numbers(cuts[-1], 2):
             with case(cuts, code, rows):
-                check_blocks(blocks, v, torch.tensor(cuts), code, rows)
+                coded = check_blocks(blocks, v, torch.tensor(cuts), code, rows)
+        check_one_pass(blocks, v, torch.tensor(cuts), code, coded)
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -1,7 +1,6 @@
 """Every backend gives the reference's bits, whatever the sizes, the numbers and the lower bounds."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import HALVES, REFERENCE, assert_same_choice, budget_of, random, same
+from kernels.comparison import HALVES, REFERENCE, Pass, assert_same_choice, budget_of, random, same
 from torch import Tensor
 
 from dgc.kernels import Budget, PassInputs
@@ -85,17 +84,11 @@ def test_floors_do_not_change_what_is_selected(native: Any) -> None:
 
 
 @cache
-def accumulated(kind: Any, n: Any, number: Any) -> Any:
-    """Plan and inputs of case `number`, the state that the reference leaves and its choice.
-
-    They depend neither on the lower bounds nor on the backend.
-    """
+def accumulated(kind: Any, n: Any, number: Any) -> Pass:
+    """Case `number`. What is right depends neither on the lower bounds nor on the backend."""
     nesterov = number % 2 == 1
-    budget = budget_for(n, *BUDGETS[number])
-    g, u, v = random(n, 11 if nesterov else 10), random(n, 12), DATA[kind](n)
-    theirs = PassInputs((g,), u.clone(), v.clone(), 0.9, nesterov)
-    expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
-    return budget, PassInputs((g,), u, v, 0.9, nesterov), theirs, expected
+    inputs = PassInputs((random(n, 11 if nesterov else 10),), random(n, 12), DATA[kind](n), 0.9, nesterov)
+    return Pass(inputs, budget_for(n, *BUDGETS[number]))
 
 
 LOWER_BOUNDS = (None, 0.0, 0.5, 0.98, 1.0, 2.0, float("inf"), float("nan"), -1.0)
@@ -107,25 +100,27 @@ def test_accumulate_and_select(native: Any, kind: Any) -> None:
     """Lower bounds that fit (0.98 of the threshold), are too low, too high or nonsense choose the same."""
     few = LOWER_BOUNDS if kind == "wall" else (None, 0.98, 2.0)
     for n, number in product((0, 1, 17, 4097, 70001), range(len(BUDGETS))):
-        budget, start, theirs, expected = accumulated(kind, n, number)
+        one = accumulated(kind, n, number)
         for lower_bound in few if n in (0, 70001) else LOWER_BOUNDS:
             with case(n, BUDGETS[number], lower_bound):
-                ours = PassInputs(start.g, start.u.clone(), start.v.clone(), 0.9, start.nesterov)
-                bounds = None if lower_bound is None else expected.thresholds * lower_bound
-                assert_same_choice(native.accumulate_and_select_(ours, budget, bounds), expected)
-                assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
+                one.check(native, None if lower_bound is None else one.expected.thresholds * lower_bound)
+
+
+@cache
+def passes() -> Any:
+    """Of every dtype, size and form."""
+    made = {}
+    for dtype, n, form in product((torch.float32, *HALVES), SIZES, FORMS):
+        u = None if form == "residual" else random(n, 21)
+        inputs = PassInputs((random(n, 20).to(dtype),), u, random(n, 22), 0.9, form == "nesterov", decay=0.95)
+        made[dtype, n, form] = Pass(inputs)
+    return made
 
 
 def test_accumulate(native: Any) -> None:
-    for dtype, n, form in product((torch.float32, *HALVES), SIZES, FORMS):
-        g = random(n, 20).to(dtype)
-        u = None if form == "residual" else random(n, 21)
-        theirs = PassInputs((g,), u, random(n, 22), 0.9, form == "nesterov", decay=0.95)
-        ours = replace(theirs, u=None if u is None else u.clone(), v=theirs.v.clone())
+    for (dtype, n, form), one in passes().items():
         with case(dtype, n, form):
-            for _ in range(3):
-                assert int(native.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == n
-            assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
+            assert int(one.check(native)) == n
 
 
 def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
@@ -144,15 +139,10 @@ def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
 def test_gradients_in_pieces(native: Any) -> None:
     """Pieces lie anywhere in memory, at any alignment, and may be shorter than a vector."""
     sizes = [1, 2, 0, 3, 30, 0, 17, 200_000, 4096, 100_000, 1, 0]
-    n = sum(sizes)
-    whole, budget = random(n, 14), budget_of((200_010, n - 200_010), (700, 50))
-    pieces = tuple(torch.cat([torch.zeros(i + 1), part])[i + 1 :] for i, part in enumerate(whole.split(sizes)))
-    theirs = PassInputs((whole,), random(n, 15), random(n, 16), 0.9)
-    expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
-    for lower_bounds in (None, expected.thresholds * 0.98):
-        ours = PassInputs(pieces, random(n, 15), random(n, 16), 0.9)
-        assert_same_choice(native.accumulate_and_select_(ours, budget, lower_bounds), expected)
-        assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
+    n, budget = sum(sizes), budget_of((200_010, sum(sizes) - 200_010), (700, 50))
+    one = Pass(PassInputs((random(n, 14),), random(n, 15), random(n, 16), 0.9), budget)
+    for lower_bounds in (None, one.expected.thresholds * 0.98):
+        one.check(native, lower_bounds, sizes, 1)
 
 
 def test_assign(native: Any) -> None:

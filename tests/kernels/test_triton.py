@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from cases import case
 from kernels import comparison
-from kernels.comparison import REFERENCE, assert_same_choice, same
+from kernels.comparison import REFERENCE, Pass, assert_same_choice, same
 from kernels.interpreter import DEVICE
 from kernels.interpreter import interpreter as interpreter
 from kernels.quantizing import REFERENCE as QUANTIZERS
@@ -49,23 +50,8 @@ def split(g: Any, lengths: Any) -> Any:
     return tuple(part.clone() for part in g.split(lengths))
 
 
-def accumulated(
-    kernels: Any, pieces: Any, u: Any, v: Any, nesterov: bool = False, budget: Any = None, lower_bounds: Any = None
-) -> Any:
-    """Results, u and v of one pass over copies of u and v. The reference gives the same."""
-    made = []
-    for backend, g in ((kernels, pieces), (REFERENCE, (torch.cat(pieces),))):
-        inputs = PassInputs(g, None if u is None else u.clone(), v.clone(), 0.9, nesterov, decay=0.95)
-        given = (inputs,) if budget is None else (inputs, budget, lower_bounds if backend is kernels else None)
-        name = "accumulate_" if budget is None else "accumulate_and_select_"
-        made.append((getattr(backend, name)(*given), inputs.u, inputs.v))
-    (found, *state), (expected, *right) = made
-    assert all(map(same, state, right))
-    if budget is None:
-        assert same(found, expected)
-    else:
-        assert_same_choice(found, expected)
-    return found, *state
+def pass_of(g: Any, u: Any, v: Any, nesterov: bool = False, budget: Any = None) -> Pass:
+    return Pass(PassInputs((g,), u, v, 0.9, nesterov, decay=0.95), budget)
 
 
 def test_accumulate(kernels: Any) -> None:
@@ -73,16 +59,16 @@ def test_accumulate(kernels: Any) -> None:
     for n, nesterov in ((0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)):
         before = kernels.launches
         with case(n, nesterov):
-            accumulated(kernels, (random(n, 1),), random(n, 2), random(n, 3), nesterov)
+            pass_of(random(n, 1), random(n, 2), random(n, 3), nesterov).check(kernels)
             assert kernels.launches - before == 1
     lengths, u, v = [3, 0, 130, 64, 1, 0], random(198, 2), random(198, 3)
     for dtype in DTYPES:
         g, ours, theirs = random(198, 1).to(dtype), u.clone(), v.clone()
         with case(dtype):
-            accumulated(kernels, split(g, lengths), u, v)
+            pass_of(g, u, v).check(kernels, None, lengths)
             assert int(kernels.assign_(split(g, lengths), ours)) == REFERENCE.assign_((g,), theirs) == 198
             assert same(ours, theirs)
-    accumulated(kernels, (g,), None, v)
+    pass_of(g, None, v).check(kernels)
 
 
 def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels: Any) -> None:
@@ -90,13 +76,15 @@ def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels: Any) -> None:
         g = random(300, 1)
         g[[299, 131, 190]] = bad
         with case(bad):
-            assert int(accumulated(kernels, split(g, [100, 200]), random(300, 2), random(300, 3))[0]) == 131
+            assert int(pass_of(g, random(300, 2), random(300, 3)).check(kernels, None, [100, 200])) == 131
 
 
 def test_denormals_and_negative_zeros_survive(kernels: Any) -> None:
     g, u, v = random(100, 1) * 1e-42, random(100, 2) * 1e-41, random(100, 3) * 1e-42
     g[::3], u[::3], v[::3] = -0.0, -0.0, -0.0
-    assert (accumulated(kernels, (g,), u, v)[2] != 0).any()
+    one = pass_of(g, u, v)
+    one.check(kernels)
+    assert (one.left.v != 0).any()
 
 
 RANGES = {
@@ -135,19 +123,18 @@ def awkward(n: Any) -> Any:
 
 
 def test_floors_never_change_the_choice_of_awkward_values(kernels: Any) -> None:
-    """A segment of each kind, of a full tile and a part of one. Floors are too low, right, too high. A segment that
-    is mostly zeros has a threshold, and so a lower bound, of 0.
-    """
+    """In a segment of each kind. Floors are too low, right, too high; 0 where a segment is mostly zeros."""
     kinds = awkward(90).values()
     g, budget = torch.cat(list(kinds)), budget_of([90] * len(kinds), [11] * len(kinds))
-    expected, zeros, pieces = REFERENCE.select(g, budget), torch.zeros_like(g), split(g, [33, g.numel() - 33])
+    one, expected = pass_of(g, 0 * g, 0 * g, False, budget), REFERENCE.select(g, budget)
+    assert torch.equal(one.left.u, g) and torch.equal(one.left.v, g)
     assert_same_choice(kernels.select(g, budget), expected)
     for scale in (0.0, 1.0, 1.1):
         many = TritonSelection(TILE, 32)
         lower_bounds = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
         with case(scale):
-            _, u, v = accumulated(many, pieces, zeros, zeros, False, budget, lower_bounds)
-            assert torch.equal(u, g) and torch.equal(v, g) and many.launches == 5
+            one.check(many, lower_bounds, [33, g.numel() - 33])
+            assert many.launches == 5
 
 
 def test_half_precision_gradients(kernels: Any) -> None:
@@ -155,7 +142,7 @@ def test_half_precision_gradients(kernels: Any) -> None:
         g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
         g[200] = float("nan")
         with case(dtype):
-            accumulated(kernels, (g,), u, v, True, budget_of([133, 200], [10, 10]), tensor(1.5, 1.5))
+            pass_of(g, u, v, True, budget_of([133, 200], [10, 10])).check(kernels, tensor(1.5, 1.5))
 
 
 def test_missed() -> None:
@@ -177,16 +164,16 @@ def test_missed() -> None:
         segments, kernels = len(lower_bounds), TritonSelection(tile, slots)
         budget = budget_of([len(g) // segments] * segments, [20 // segments] * segments)
         with case(lower_bounds, missed):
-            chosen, *_ = accumulated(kernels, (g,), None, 0 * g, False, budget, tensor(*lower_bounds))
-            assert int(chosen.missed) == missed
+            one = pass_of(g, None, 0 * g, False, budget)
+            assert int(one.check(kernels, tensor(*lower_bounds)).missed) == missed
 
 
 def test_other_gradients_in_the_same_bucket(kernels: Any) -> None:
     """Tables that are kept from the step before must not point at its gradients."""
     budget = budget_of([100, 100], [5, 5])
     for step in range(3):
-        pieces = split(random(200, step), [150, 50] if step == 1 else [60, 140])
-        accumulated(kernels, pieces, random(200, 10 + step), random(200, 20 + step), False, budget)
+        one = pass_of(*(random(200, seed + step) for seed in (0, 10, 20)), False, budget)
+        one.check(kernels, None, [150, 50] if step == 1 else [60, 140])
 
 
 def assert_close(ours: Any, expected: Any) -> None:
@@ -229,11 +216,9 @@ def test_moments_and_tail(kernels: Any, name: Any) -> None:
         lower_bounds[0] = v[: sizes[0]].abs().max()
     lower_bounds[-1] = float("inf")
     v[v.numel() - sizes[-1] :] = float("nan")
-    tail, limits = (
-        kernels.tail(v, bounds, lower_bounds),
-        zip(segments_of(v, bounds), lower_bounds.tolist(), strict=True),
-    )
+    tail = kernels.tail(v, bounds, lower_bounds)
     assert kernels.launches == 4
+    limits = zip(segments_of(v, bounds), lower_bounds.tolist(), strict=True)
     chosen = [part[(part.abs() >= limit) & (part != 0)].abs() for part, limit in limits]
     assert tail.counts.tolist() == [part.numel() for part in chosen]
     assert_close(tail.sums, [part.sum() for part in chosen])
@@ -261,20 +246,20 @@ def test_what_was_sent_is_taken_out(kernels: Any) -> None:
         ([100, 150], "nesterov", False),
     ):
         budget, v = budget_of([100, 150], ks), awkward(250)["mostly zeros"]
-        chosen, made = REFERENCE.select(v, budget).elements, []
-        sent = SparseVector(chosen.indices, chosen.values.half().float(), chosen.count)
-        for backend, lower_bounds in ((REFERENCE, None), (kernels, tensor(1.0, 1.0))):
-            u, own = None if form == "residual" else random(250, 1), v.clone()
-            inputs = PassInputs((random(250, 4),), u, own, 0.9, form == "nesterov", sent, masked, 0.95)
-            backend.remove_sent_(sent, u if masked else None, own)
-            alone, before = own.clone(), kernels.launches
-            assert int(backend.accumulate_(inputs)) == 250
-            launches, once = kernels.launches - before, own.clone()
-            made.append(([alone, once, u, own], backend.accumulate_and_select_(inputs, budget, lower_bounds)))
-        (theirs, expected), (ours, found) = made
+        chosen = REFERENCE.select(v, budget).elements
+        sent, u = SparseVector(chosen.indices, chosen.values.half().float(), chosen.count), random(250, 1)
+        inputs = PassInputs((random(250, 4),), u, v, 0.9, form == "nesterov", sent, masked, 0.95)
+        ours, theirs = ((u.clone(), v.clone()) for _ in range(2))
+        if form == "residual":
+            inputs = replace(inputs, u=None)
+        for backend, (own_u, own_v) in ((kernels, ours), (REFERENCE, theirs)):
+            backend.remove_sent_(sent, own_u if inputs.u is not None and masked else None, own_v)
         with case(ks, form, masked):
-            assert all(map(same, ours, theirs)) and launches == 1 + (sum(ks) > 0)
-            assert_same_choice(found, expected)
+            assert all(map(same, ours, theirs))
+            before = kernels.launches
+            assert int(Pass(inputs).check(kernels)) == 250
+            assert kernels.launches - before == 1 + (sum(ks) > 0)
+            Pass(inputs, budget).check(kernels, tensor(1.0, 1.0))
 
 
 def sparse(n: Any, k: Any, seed: Any, capacity: Any) -> Any:
@@ -334,12 +319,9 @@ def test_decay(kernels: Any) -> None:
 
 
 def test_quantizers() -> None:
-    for sizes, scales in (([0], [1.0]), ([1], [1.0]), ([33, 0, 70, 64, 1, 0, 66, 0], [1.0, 1e37, 1e-40])):
-        bounds, each, ours = (
-            budget_of(sizes, [0] * len(sizes)).bounds,
-            random(len(sizes), 4).abs(),
-            TritonQuantizers(TILE),
-        )
+    ours = TritonQuantizers(TILE)
+    for sizes, scales in (([0], [1.0]), ([1], [1.0]), ([33, 0, 70, 64, 1, 0, 66, 0], [1e37, 1e-40])):
+        bounds, each = budget_of(sizes, [0] * len(sizes)).bounds, random(len(sizes), 4).abs()
         each[1:3] = tensor(0.0, float("inf"))[: len(sizes) - 1]
         for scale in scales:
             v = random(sum(sizes), 9) * scale
@@ -353,11 +335,8 @@ def test_quantizers() -> None:
 def test_means_of_several_ranks() -> None:
     """In one launch, of codes in one tensor, as after an all-gather, or each in its own."""
     bounds, n, ranks = budget_of([33, 0, 70, 64, 1, 0, 66], [0] * 7).bounds, 234, 3
-    vs, each, ours = (
-        [random(n, seed) * 10.0**seed for seed in range(ranks)],
-        random(7, 4).abs(),
-        TritonQuantizers(TILE),
-    )
+    ours, each = TritonQuantizers(TILE), random(7, 4).abs()
+    vs = [random(n, seed) * 10.0**seed for seed in range(ranks)]
     values = [each * (seed + 1) for seed in range(ranks)]
     values[1][2] = float("inf")
     of_ranks = list(zip(*(operations(QUANTIZERS, bounds, each) for each in values), strict=True))

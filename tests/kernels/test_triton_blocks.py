@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import case
-from kernels.comparison import CODES, CUTS, check_blocks, numbers, random, same
+from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, numbers, random, same
 from kernels.interpreter import DEVICE, ORDERS
 from kernels.interpreter import interpreter as interpreter
 
@@ -21,6 +21,7 @@ def test_tiers_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
             with case(cuts, code, rows, order):
                 coded = check_blocks(blocks, v.to(DEVICE), bounds, code, rows)
+        check_one_pass(blocks, v.to(DEVICE), bounds, code, coded)
         before, total = blocks.launches, torch.zeros(coded[0].numel() // code.row_bytes(1) * code.size).to(DEVICE)
         blocks.add_sum_(coded, code, total)
         blocks.decode(coded, bounds, code, 3, (torch.empty_like(v, device=DEVICE),))
