@@ -9,17 +9,8 @@ import torch
 from cases import case
 from kernels.backends import CODECS
 from kernels.comparison import HALVES, same
-from wire.payloads import (
-    INDICES,
-    budget_of,
-    clustered,
-    decode,
-    encode,
-    formats_for,
-    scattered,
-    seal_,
-    selection_of,
-)
+from wire import payloads as inputs
+from wire.payloads import INDICES, budget_of, decode, encode, formats_for, scattered, seal_, selection_of
 
 from dgc.kernels.codec import BLOCKS, PLAIN, IndexCode, IndexKind, Terms
 from dgc.wire.indices import plan_packed, plan_rice
@@ -43,7 +34,7 @@ def supports() -> Any:
         yield scattered(numel, count), numel
         yield torch.arange(count), numel
         yield torch.arange(numel - count, numel), numel
-    yield clustered(30_000, 1500), 30_000
+    yield inputs.clustered(30_000, 1500), 30_000
     yield torch.arange(0, 10**6, 10**3) + torch.arange(1000) % 2 * 490, 10**6
     gaps = torch.where(torch.arange(1000) % 128 == 7, 124_000, 1)
     yield gaps.cumsum(0), 10**6

@@ -9,20 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.backends import native as native
 from kernels.comparison import REFERENCE, same
-from wire.payloads import (
-    FORMATS,
-    SOME,
-    budget_of,
-    clustered,
-    decode,
-    encode,
-    noise_in,
-    scattered,
-    seal_,
-    selection_of,
-)
+from wire import payloads as inputs
+from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, selection_of
 
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.wire import PayloadError
@@ -90,7 +79,7 @@ def test_means_of_buckets_of_many_regions(native: Any) -> None:
         budget, near = budget_of(900, 0, 1, numel // 2, numel), torch.arange(numel - 600, numel)
         for number, (key, form) in enumerate(SOME.items()):
             with case(key, numel):
-                parts = [scattered(numel, 900, number), clustered(numel, 900), near, torch.arange(5), near]
+                parts = [scattered(numel, 900, number), inputs.clustered(numel, 900), near, torch.arange(5), near]
                 made = [selection_of(part, capacity=900, seed=r) for r, part in enumerate(parts)]
                 check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7, 2)[number])
 
@@ -148,13 +137,13 @@ def test_changed_payloads_raise_the_errors_of_one_at_a_time(form: Any) -> None:
         count = (0, 1, 6, 150, 700)[trial % 5]
         budget = budget_of(count, 0, 100, numel)
         good = encode(form, selection_of(scattered(numel, count)), budget, numel).payload
-        bad = noise_in(good, generator, (1.0, 0.3, 0.01)[trial % 3])
+        bad = inputs.noise_in(good, generator, (1.0, 0.3, 0.01)[trial % 3])
         bad[17] ^= trial % 7 == 0
         if trial % 2:
             bad[:4].view(torch.int32)[0] = int(torch.randint(-1, count + 2, (), generator=generator))
             bad[4:8] = 0
         if trial % 10:
-            seal_(bad)
+            inputs.seal_(bad)
         payloads, dense = [good, bad[:-8] if trial % 13 == 0 else bad, good], torch.empty(numel)
         given = form, payloads, budget
         try:

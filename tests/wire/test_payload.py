@@ -8,18 +8,8 @@ from zlib import crc32
 import pytest
 import torch
 from cases import case
-from wire.payloads import (
-    FORMATS,
-    SOME,
-    VALUES,
-    budget_of,
-    clustered,
-    decode,
-    encode,
-    formats_for,
-    scattered,
-    selection_of,
-)
+from wire import payloads as inputs
+from wire.payloads import FORMATS, SOME, VALUES, budget_of, decode, encode, formats_for, scattered, selection_of
 
 from dgc import wire
 
@@ -75,7 +65,7 @@ def test_supports_of_every_shape() -> None:
         everything[-1:],
         everything[:1],
         everything[everything % 64 < 3],
-        clustered(numel, 900),
+        inputs.clustered(numel, 900),
         torch.cat([everything[:300], everything[-300:]]),
         *(scattered(numel, count, seed) for seed in range(2) for count in (2, 200, 6000, 14_000)),
     ]
