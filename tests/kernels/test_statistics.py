@@ -14,41 +14,26 @@ LOWER_BOUNDS = (0.0, 1e-3, 0.3, 1.0, 1.01)
 
 
 @cache
-def case(n: Any) -> Any:
-    """A buffer of all kinds of data, n elements each. A segment is one kind, or a part of one, maybe empty."""
-    v = torch.cat([make(n) for make in DATA.values()])
+def given(n: Any) -> Any:
+    """A buffer of all kinds of data, n elements each. A segment is one kind, or a part of one, maybe empty.
+
+    For each way to cut it: (buffer, bounds, sums of v, of |v| and of squares, largest, tails). A tail is
+    (lower bounds, counts, sums).
+    """
+    v, made = torch.cat([make(n) for make in DATA.values()]), []
     whole = torch.arange(0, n * len(DATA) + 1, n) if n else torch.zeros(len(DATA) + 1, dtype=torch.int64)
     cuts = torch.randint(n * len(DATA) + 1, (20,), generator=torch.Generator().manual_seed(n))
-    cut = [whole, torch.cat([whole, cuts]).msort()]
-    return [(v, bounds, v.double().split(bounds.diff().tolist())) for bounds in cut]
-
-
-@cache
-def moments_of(n: Any) -> Any:
-    """For each way to cut the buffer: of v, of |v| and of its square, and the largest |v|."""
-    return [
-        [
-            torch.stack([part.sum() for part in parts]),
-            torch.stack([part.abs().sum() for part in parts]),
-            torch.stack([part.square().sum() for part in parts]),
-            torch.stack([part.abs().max() if part.numel() else part.sum() for part in parts]),
-        ]
-        for _, _, parts in case(n)
-    ]
-
-
-@cache
-def tails_of(n: Any) -> Any:
-    """For each way to cut the buffer and each of LOWER_BOUNDS: the buffer, the bounds, the counts and the sums."""
-    tails = []
-    for (v, bounds, parts), (*_, largest) in zip(case(n), moments_of(n), strict=True):
-        for factor in LOWER_BOUNDS:
-            lower_bounds = largest.float() * factor
+    for bounds in whole, torch.cat([whole, cuts]).msort():
+        parts, tails = v.double().split(bounds.diff().tolist()), []
+        largest = torch.stack([part.abs().max() if part.numel() else part.sum() for part in parts])
+        for lower_bounds in (largest.float() * factor for factor in LOWER_BOUNDS):
             limits = zip(parts, lower_bounds.tolist(), strict=True)
             over = [part.abs()[(part.abs() >= limit) & (part != 0)] for part, limit in limits]
             counts, sums = [part.numel() for part in over], torch.stack([part.sum() for part in over])
-            tails.append((v, bounds, lower_bounds, counts, sums))
-    return tails
+            tails.append((lower_bounds, counts, sums))
+        of_all = (torch.stack([of(part).sum() for part in parts]) for of in (torch.clone, torch.abs, torch.square))
+        made.append((v, bounds, *of_all, largest, tails))
+    return made
 
 
 def assert_near(sums: Any, expected: Any, scale: Any = None) -> None:
@@ -61,7 +46,7 @@ def test_moments(kernels: Any) -> None:
     nothing = kernels.moments(torch.empty(0, dtype=torch.float32), torch.tensor([0]))
     assert [x.shape for x in vars(nothing).values()] == [(0,)] * 4
     for n in SIZES:
-        for (v, bounds, _), (values, magnitudes, squares, largest) in zip(case(n), moments_of(n), strict=True):
+        for v, bounds, values, magnitudes, squares, largest, _ in given(n):
             found = kernels.moments(v, bounds)
             assert_near(found.sums, values, magnitudes)
             assert_near(found.magnitudes, magnitudes)
@@ -72,10 +57,11 @@ def test_moments(kernels: Any) -> None:
 def test_tail(kernels: Any) -> None:
     """A lower bound of 0 leaves out zeros alone; one that is the magnitude of an element lets it through."""
     for n in SIZES:
-        for v, bounds, lower_bounds, counts, sums in tails_of(n):
-            found = kernels.tail(v, bounds, lower_bounds)
-            assert found.counts.tolist() == counts
-            assert_near(found.sums, sums)
+        for v, bounds, *_, tails in given(n):
+            for lower_bounds, counts, sums in tails:
+                found = kernels.tail(v, bounds, lower_bounds)
+                assert found.counts.tolist() == counts
+                assert_near(found.sums, sums)
 
 
 def test_every_lane_counts(kernels: Any) -> None:
