@@ -93,7 +93,7 @@ def test_the_longest_packed_code_is() -> None:
 
 
 def worst_for(name: str, capacity: Any, numel: Any) -> Any:
-    """All low bits zero, so that the high parts, in unary, are as long as can be; or one wide gap in every block."""
+    """All low bits zero, so that the high parts, in unary, are as long as can be; or a wide gap in each block."""
     if name == "rice":
         step = 2 ** plan_rice(capacity, numel).parameter
         multiples = torch.arange(capacity + 1) * ((numel - capacity) // step) // capacity
