@@ -43,6 +43,36 @@ def assert_same_choice(ours: TopKResult, expected: TopKResult) -> None:
     assert ours.missed.dtype == torch.int32 and ours.missed.shape == ()
 
 
+def segments_of(v: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+    """In fp64."""
+    return v.cpu().double().split(bounds.diff().tolist())
+
+
+def check_moments(kernels: Any, v: Tensor, bounds: Tensor) -> Any:
+    """Sums are close to those in fp64, within 1e-9 of the sum of magnitudes. The largest is exact."""
+    found, parts = kernels.moments(v, bounds), segments_of(v, bounds)
+    kinds = (torch.clone, torch.abs, torch.square)
+    sums, magnitudes, squares = (torch.stack([of(part).sum() for part in parts]) for of in kinds)
+    for own, wanted, scale in (
+        (found.sums, sums, magnitudes),
+        (found.magnitudes, magnitudes, magnitudes),
+        (found.squares, squares, squares),
+    ):
+        assert ((own.cpu() - wanted).abs() <= 1e-9 * scale).all()
+    assert found.largest.tolist() == [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
+    return found
+
+
+def check_tail(kernels: Any, v: Tensor, bounds: Tensor, lower_bounds: Tensor) -> Any:
+    """A lower bound of 0 leaves out zeros alone; one that is the magnitude of an element lets it through."""
+    limits = zip(segments_of(v, bounds), lower_bounds.tolist(), strict=True)
+    over = [part[(part.abs() >= limit) & (part != 0)].abs() for part, limit in limits]
+    found, sums = kernels.tail(v, bounds, lower_bounds), torch.stack([part.sum() for part in over])
+    assert found.counts.tolist() == [part.numel() for part in over]
+    assert ((found.sums.cpu() - sums).abs() <= 1e-9 * sums).all()
+    return found
+
+
 def at(tensor: Tensor, offset: int) -> Tensor:
     """A copy that begins `offset` elements after where cache lines do."""
     return torch.cat([tensor.new_zeros(offset), tensor])[offset:]

@@ -37,8 +37,8 @@ def assert_close(own: Any, wanted: Any, terms: Any) -> None:
 
 
 def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
-    """A batch alone has the same bits, and so has what is subtracted alone: a residual that is saved goes on as one
-    that is kept.
+    """A batch alone has the same bits, and so has what is subtracted alone: a residual that is saved goes on like
+    one that is kept.
     """
     given = Given(SHAPES, 70)
     for even, (sends, errors) in product((True, False), ((True, True), (True, False), (False, False))):

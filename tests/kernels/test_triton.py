@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import case
 from kernels import comparison
-from kernels.comparison import REFERENCE, Pass, assert_same_choice, same
+from kernels.comparison import REFERENCE, Pass, assert_same_choice, check_moments, check_tail, same
 from kernels.interpreter import DEVICE
 from kernels.interpreter import interpreter as interpreter
 from kernels.quantizing import REFERENCE as QUANTIZERS
@@ -176,15 +176,6 @@ def test_other_gradients_in_the_same_bucket(kernels: Any) -> None:
         one.check(kernels, None, [150, 50] if step == 1 else [60, 140])
 
 
-def assert_close(ours: Any, expected: Any) -> None:
-    torch.testing.assert_close(ours.cpu(), torch.stack(expected), rtol=1e-9, atol=0)
-
-
-def segments_of(v: Any, bounds: Any) -> Any:
-    """In fp64."""
-    return v.cpu().double().split(bounds.diff().tolist())
-
-
 STATISTICS = {
     **{name: (sizes, 1.0) for name, (sizes, _) in RANGES.items()},
     "nothing": ([0], 1.0),
@@ -199,16 +190,9 @@ def test_moments_and_tail(kernels: Any, name: Any) -> None:
     """The lower bound of the first range is a magnitude in it, which is counted; that of the last range is inf."""
     sizes, scale = STATISTICS[name]
     bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 9) * scale
-    found, parts = kernels.moments(v, bounds), segments_of(v, bounds)
-    assert kernels.launches == 2
-    assert_close(found.magnitudes, [part.abs().sum() for part in parts])
-    assert_close(found.squares, [part.square().sum() for part in parts])
-    errors = (found.sums.cpu() - torch.stack([part.sum() for part in parts])).abs()
-    assert (errors <= 1e-9 * found.magnitudes.cpu()).all()
-    assert found.largest.tolist() == [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
+    found = check_moments(kernels, v, bounds)
     again = TritonSelection(TILE, SLOTS).moments(v, bounds)
-    assert same(again.sums, found.sums) and same(again.squares, found.squares)
-
+    assert same(again.sums, found.sums) and same(again.squares, found.squares) and kernels.launches == 2
     v[::5] = -0.0
     lower_bound = {"straddling": 0.0, "empty": 9.0}.get(name, 1.0)
     lower_bounds = torch.full((len(sizes),), lower_bound, device=DEVICE) * scale
@@ -216,22 +200,16 @@ def test_moments_and_tail(kernels: Any, name: Any) -> None:
         lower_bounds[0] = v[: sizes[0]].abs().max()
     lower_bounds[-1] = float("inf")
     v[v.numel() - sizes[-1] :] = float("nan")
-    tail = kernels.tail(v, bounds, lower_bounds)
+    check_tail(kernels, v, bounds, lower_bounds)
     assert kernels.launches == 4
-    limits = zip(segments_of(v, bounds), lower_bounds.tolist(), strict=True)
-    chosen = [part[(part.abs() >= limit) & (part != 0)].abs() for part, limit in limits]
-    assert tail.counts.tolist() == [part.numel() for part in chosen]
-    assert_close(tail.sums, [part.sum() for part in chosen])
 
 
 def test_statistics_of_more_tiles_than_a_block(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dgc.kernels.triton_selection.SUMS", 4)
     for sizes in ([1200], [1, 0, 0, 1000, 130, 0]):
         bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
-        parts, lower_bounds = segments_of(v, bounds), torch.ones(len(sizes), device=DEVICE)
-        found, tail = kernels.moments(v, bounds), kernels.tail(v, bounds, lower_bounds)
-        assert_close(found.squares, [part.square().sum() for part in parts])
-        assert tail.counts.tolist() == [int((part.abs() >= 1).sum()) for part in parts]
+        check_moments(kernels, v, bounds)
+        check_tail(kernels, v, bounds, torch.ones(len(sizes), device=DEVICE))
 
 
 def test_what_was_sent_is_taken_out(kernels: Any) -> None:

@@ -1,4 +1,4 @@
-"""Steps of methods with a code for every element: Triton's kernels against plain torch, bit for bit."""
+"""Codes for every element and blocks with a scale each: Triton's kernels against plain torch, bit for bit."""
 
 import warnings
 from dataclasses import replace
@@ -8,8 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases import case
 from kernels import comparison
-from kernels.comparison import same
+from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, numbers, random, same
 from kernels.interpreter import DEVICE, ORDERS
 from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
@@ -18,6 +19,9 @@ from dgc import compression, kernels
 from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import AllGather, next_requests
 from dgc.engine.state import BucketStates
+from dgc.kernels.codec import Codec, Terms
+from dgc.kernels.triton_blocks import TritonBlocks
+from dgc.kernels.triton_codec import TritonCodec
 from dgc.kernels.triton_elements import TritonElementCoder, sums_on
 from dgc.wire.envelope import PayloadError
 
@@ -171,3 +175,34 @@ def test_a_mean_that_overflows_and_waits() -> None:
         (result,), _, _ = steps.step([torch.zeros(NUMEL, device=DEVICE)])
     assert result.nonfinite is None and not result.is_finite
     assert set(watch.seen) <= {"comm/requests.py read", "kernels/triton_tables.py _table"}
+
+
+def test_tiers_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch for each operation, whatever the order of programs."""
+    for number, code in enumerate(CODES):
+        cuts, rows, make = CUTS[number % 3], (1, 3)[number // 3 % 2], (random, numbers)[number % 2]
+        blocks, bounds, v = TritonBlocks(512 << number % 2), torch.tensor(cuts, device=DEVICE), make(cuts[-1], 1)
+        for order in ORDERS if cuts == CUTS[2] else ORDERS[:1]:
+            monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+            with case(cuts, code, rows, order):
+                coded = check_blocks(blocks, v.to(DEVICE), bounds, code, rows)
+        check_one_pass(blocks, v.to(DEVICE), bounds, code, coded)
+        before, total = blocks.launches, torch.zeros(coded[0].numel() // code.row_bytes(1) * code.size).to(DEVICE)
+        blocks.add_sum_(coded, code, total)
+        blocks.decode(coded, bounds, code, 3, (torch.empty_like(v, device=DEVICE),))
+        assert blocks.launches - before == 2 * (len(v) > 0)
+
+
+def test_rows_are_sealed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no codes, and of more words than a program takes."""
+    first, bounds = torch.tensor(7, device=DEVICE), torch.tensor([0, 5, 9], device=DEVICE)
+    none, one = torch.tensor(0, dtype=torch.int32, device=DEVICE), torch.tensor(1.0, device=DEVICE)
+    for nbytes in (24, 32, 20_000):
+        given = torch.randint(256, (3, nbytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        expected, header = given.to(DEVICE), (none, first, bounds, one, Terms(0.5, 9))
+        Codec().seal_rows_(expected, *header)
+        for order in ORDERS:
+            monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+            codec, ours = TritonCodec(), given.to(DEVICE, copy=True)
+            codec.seal_rows_(ours, *header)
+            assert same(ours, expected) and codec.launches == 1, nbytes
