@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from wire import payloads as inputs
 from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, selection_of
 
 from dgc.kernels.native import NativeMeanDecoder
-from dgc.wire import PayloadError
+from dgc.wire import PayloadError, ValueFormat
 from dgc.wire.payload import PayloadPlan
 
 BOUNDS = (0, 7, 7, 3000)
@@ -168,6 +167,14 @@ def test_the_first_tensor_that_is_not_finite_is_named() -> None:
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_formats_of_users_have_no_sections() -> None:
+    class Own(ValueFormat):
+        def nbytes(self, capacity: Any, segments: Any) -> int:
+            return 4 * capacity
+
+        def encode_(self, *arguments: Any) -> Any: ...
+
+        def decode(self, *arguments: Any) -> Any: ...
+
     form = copy.copy(FORMATS["fp32 rice"])
-    object.__setattr__(form, "values", SimpleNamespace(nbytes=lambda capacity, segments: 4 * capacity))
+    object.__setattr__(form, "values", Own())
     assert not NativeMeanDecoder().takes(PayloadPlan(form, budget_of(3, 0, 100), 100).layout)
