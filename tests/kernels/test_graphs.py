@@ -179,7 +179,8 @@ def test_replays_have_the_same_bits(captured: Any, name: str) -> None:
 
 
 def test_new_ratio_and_addresses(captured: Any) -> None:
-    graph, ratios = StepGraph("bucket", CPU), {"warmup_epochs": 2, "warmup_coeff": [0.05, 0.02]}
+    graph = StepGraph("bucket", CPU)
+    ratios: dict[str, Any] = {"warmup_epochs": 2, "warmup_coeff": [0.05, 0.02]}
     ranks = [Rank(DGCCompressor(0.02, DGCSGDMemory(0.9), **ratios), given) for given in (graph, None)]
 
     def run(numbers: range, moves: bool = False) -> None:
@@ -240,4 +241,4 @@ def test_tables_live_as_long_as_the_graph(captured: Any) -> None:
     """Other buckets may push them out of the cache."""
     rank = warmed_up(3)
     sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
-    assert any(table is sources[0] for table in rank.graph._tables)
+    assert rank.graph is not None and any(table is sources[0] for table in rank.graph._tables)

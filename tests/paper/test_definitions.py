@@ -182,7 +182,7 @@ def test_threshold_with_many_ranks() -> None:
 def test_two_phases() -> None:
     draws = cycle([normal, in_halves])
     for size, bits, block in product(SIZES, (8, 4), (64, 256)):
-        makes = (partial(compressor, bits, block) for compressor in (TwoPhaseCompressor, paper.TwoPhase))
+        makes = partial(TwoPhaseCompressor, bits, block), partial(paper.TwoPhase, bits, block)
         run(*makes, size, SHAPES, next(draws))
 
 

@@ -53,7 +53,12 @@ def defined(size: int, worker: Any) -> Any:
 
     def recorded(rank: int) -> Any:
         own = gradient_of(rank)
-        return lambda x, t: seen[rank].append(x) or own(x, t)
+
+        def gradient(x: Any, t: Any) -> Any:
+            seen[rank].append(x)
+            return own(x, t)
+
+        return gradient
 
     ends = LockstepWorld(size).converse("definition", [worker(normal(1), recorded(rank)) for rank in range(size)])
     return [torch.stack([*own, end]) for own, end in zip(seen, ends, strict=True)]

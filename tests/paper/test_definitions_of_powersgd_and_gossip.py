@@ -199,7 +199,8 @@ def test_choco() -> None:
     def quarter(v: Any) -> Any:
         return top_k(v, -(-v.numel() // 4))
 
-    for size, graph in (*((size, gossip.two_way_ring) for size in SIZES), (3, gossip.star)):
+    graphs: list[Any] = [*((size, gossip.two_way_ring) for size in SIZES), (3, gossip.star)]
+    for size, graph in graphs:
         topology = topology_of(graph, size)
         for quantizer, gamma, Q, bound in (
             (TopK(0.25), None, by_tensor(quarter), 16),
