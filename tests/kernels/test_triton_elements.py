@@ -133,7 +133,8 @@ def test_types_of_gradients() -> None:
 
 
 def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, expected = backends(TritonElementCoder(64))[0], []
+    backend, _ = backends(TritonElementCoder(64))
+    expected: list[Any] = []
     for name, order in product(("1 bit", "TernGrad"), ORDERS):
         steps = Steps(METHODS[name], backend, 2, torch.float32, False)
         monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
