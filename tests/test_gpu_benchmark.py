@@ -119,7 +119,7 @@ def test_all_laws_load_without_pytest() -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 100
+    assert int(done.stdout) > 80
 
 
 def test_every_annotation_has_its_stand_in() -> None:
@@ -227,7 +227,7 @@ def test_a_dry_run_with_torch_and_triton_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "jaxtyping is not installed" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["laws"]["failed"] == [] and found["laws"]["number"] > 100
+    assert found["laws"]["failed"] == [] and found["laws"]["number"] > 80
     assert found["failed"] == found["not_run"] == []
     ranks = ("DDP, torch's PowerSGD, rank 4", "DDP, our DGC", "DGC, 3 steps with checks")
     rows = {"torch.topk of |v| alone", "PowerSGD, rank 1", *(f"2 ranks, gloo: {name}" for name in ranks)}

@@ -2,11 +2,14 @@
 
 import random
 from functools import partial
+from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from cases import case
+from on_ranks import on_ranks
 from torch import Tensor
 
 from dgc.bucket import make_bucket
@@ -38,46 +41,37 @@ def step(order: StartOrder, arrivals: list[int]) -> list[list[int]]:
     return started
 
 
-def test_a_bucket_starts_when_it_and_all_before_it_are_full() -> None:
-    order = StartOrder([2, 1, 1], LockstepWorld(1).transports[0], "test")
-    assert step(order, [1, 0, 0, 2]) == [[], [], [0, 1], [2], []]
-
-
-def test_buckets_that_are_not_full_start_at_the_end() -> None:
-    order = StartOrder([1, 2, 1], LockstepWorld(1).transports[0], "test")
-    assert step(order, [0, 1, 2]) == [[0], [], [], [1, 2]]
+def test_a_bucket_starts_when_it_and_all_before_it_are_full_or_at_the_end() -> None:
+    for numbers, arrivals, started in (
+        ([2, 1, 1], [1, 0, 0, 2], [[], [], [0, 1], [2], []]),
+        ([1, 2, 1], [0, 1, 2], [[0], [], [], [1, 2]]),
+    ):
+        order = StartOrder(numbers, LockstepWorld(1).transports[0], "test")
+        assert step(order, arrivals) == started
     order.reset()
     assert step(order, []) == [[0, 1, 2]], "a step begins with no gradients"
 
 
-def test_every_rank_takes_over_the_order_of_rank_0() -> None:
-    def body(transport: Any) -> list[list[int]]:
-        order = StartOrder([1, 1, 1], transport, "test")
-        for arrivals in [[2, 1, 0] if transport.rank == 0 else [1, 0, 2]] * 2:
-            order.reset()
-            started = step(order, arrivals)
+@on_ranks(2)
+def test_every_rank_takes_over_the_order_of_rank_0(transport: Any) -> None:
+    order = StartOrder([1, 1, 1], transport, "test")
+    for arrivals in [[2, 1, 0] if transport.rank == 0 else [1, 0, 2]] * 2:
+        order.reset()
+        started = step(order, arrivals)
+        order.learn()
+    assert order.groups == [2, 1, 0]
+    assert started == ([[2], [1], [0], []] if transport.rank == 0 else [[], [], [2, 1, 0], []])
+
+
+@on_ranks(2)
+def test_the_order_is_learned_in_a_step_in_which_rank_0_fills_buckets(transport: Any) -> None:
+    order = StartOrder([1, 1, 1], transport, "test")
+    for arrivals, expected in (([], [0, 1, 2]), ([2], [2, 0, 1]), ([1], [2, 0, 1])):
+        order.reset()
+        step(order, arrivals)
+        if not order.is_learned:
             order.learn()
-        return [order.groups, *started]
-
-    first, second = LockstepWorld(2).run(body)
-    assert first == [[2, 1, 0], [2], [1], [0], []]
-    assert second == [[2, 1, 0], [], [], [2, 1, 0], []]
-
-
-def test_the_order_is_learned_in_a_step_in_which_rank_0_fills_buckets() -> None:
-    def body(transport: Any) -> list[list[int]]:
-        order = StartOrder([1, 1, 1], transport, "test")
-        seen = []
-        for arrivals in ([], [2], [1]):
-            order.reset()
-            step(order, arrivals)
-            if not order.is_learned:
-                order.learn()
-            seen.append(order.groups)
-        return seen
-
-    expected = [[0, 1, 2], [2, 0, 1], [2, 0, 1]]
-    assert LockstepWorld(2).run(body) == [expected, expected]
+        assert order.groups == expected
 
 
 class Late(LockstepTransport):
@@ -103,13 +97,8 @@ class Run:
         planned = plan_buckets(named, lambda segment: of_name[segment.name], bucket_mb, "test")
         self.methods: list[Compressor] = [dgc, powersgd]
         self.kept = keep_states(planned, transport.size, transport.rank, self.methods)[:2]
-        self.rank, self.meter = transport.rank, TrafficMeter()
-        self.begun = 0
-        self.engine = Engine([[plan] for plan in planned], transport, self.meter, "test", self.begin)
-        self.steps = 0
-
-    def begin(self) -> None:
-        self.begun += 1
+        self.rank, self.steps, self.begin = transport.rank, 0, Mock()
+        self.engine = Engine([[plan] for plan in planned], transport, TrafficMeter(), "test", self.begin)
 
     def fill(self, bad: int | None = None) -> None:
         generator = torch.Generator().manual_seed(100 * self.steps + self.rank)
@@ -185,13 +174,12 @@ def sums(transport: LockstepTransport, numbers: tuple[int, ...], seed: int) -> l
 
 
 def test_rounds_are_launched_in_one_order_whatever_arrives_first() -> None:
-    for size in (2, 3):
-        for numbers in ((1, 1, 1), (2, 2, 2), (1, 3, 2, 1), (COMMUNICATORS + 3, 2, COMMUNICATORS + 2, 1)):
-            for seed in range(8):
-                with case(size, numbers, seed):
-                    expected = [sum(sum(range(size)) + size * r for r in range(n)) for n in numbers]
-                    found = LockstepWorld(size).run(partial(sums, numbers=numbers, seed=seed))
-                    assert found == [expected] * size
+    deep = (COMMUNICATORS + 3, 2, COMMUNICATORS + 2, 1)
+    for size, numbers, seed in product((2, 3), ((1, 1, 1), (2, 2, 2), (1, 3, 2, 1), deep), range(8)):
+        with case(size, numbers, seed):
+            expected = [sum(sum(range(size)) + size * r for r in range(n)) for n in numbers]
+            found = LockstepWorld(size).run(partial(sums, numbers=numbers, seed=seed))
+            assert found == [expected] * size
 
 
 def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:
@@ -202,35 +190,32 @@ def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:
             assert early.step(arrivals) is None and at_end.step(None) is None
             torch.testing.assert_close(early.means(), at_end.means(), rtol=0, atol=0)
             torch.testing.assert_close(early.states(), at_end.states(), rtol=0, atol=0)
-        assert early.begun == 3 and not early.engine.in_flight
+        assert early.begin.call_count == 3 and not early.engine.in_flight
 
-    for size in (1, 2, 3):
-        for seed in range(4):
-            with case(size, seed):
-                LockstepWorld(size, strict=False).run(partial(body, seed=seed))
+    for size, seed in product((1, 2, 3), range(4)):
+        with case(size, seed):
+            LockstepWorld(size, strict=False).run(partial(body, seed=seed))
 
 
-def test_a_step_is_dropped_for_all_methods_if_one_bucket_of_one_rank_is_not_finite() -> None:
+@on_ranks(2)
+def test_a_step_is_dropped_for_all_methods_if_one_bucket_of_one_rank_is_not_finite(transport: Any) -> None:
     buckets = len(Run(LockstepWorld(1).transports[0]).engine.groups)
     assert buckets > 3
-
-    def body(transport: LockstepTransport) -> None:
-        for bad in range(buckets):
-            run = Run(transport)
-            run.step(None)
-            reason = run.step(None, bad=bad if transport.rank == 1 else None)
-            assert reason is not None and "rank 1" in reason, bad
-            for name, error in run.states()[1]["errors"].items():  # PowerSGD: finite gradients wait to be sent
-                assert error.isfinite().all(), name
-            assert run.step(None) is None, "the next step is an ordinary one"
-
-    LockstepWorld(2).run(body)
+    for bad in range(buckets):
+        run = Run(transport)
+        run.step(None)
+        reason = run.step(None, bad=bad if transport.rank == 1 else None)
+        assert reason is not None and "rank 1" in reason, bad
+        for name, error in run.states()[1]["errors"].items():  # PowerSGD: finite gradients wait to be sent
+            assert error.isfinite().all(), name
+        assert run.step(None) is None, "the next step is an ordinary one"
 
 
 def test_after_an_exception_of_a_method_nothing_continues() -> None:
     run = Run(LockstepWorld(1).transports[0])
     run.fill()
-    dense = next(group[0].compressor for group in run.engine.groups if group[0].compressor not in run.methods)
+    engine = run.engine
+    dense = next(group[0].compressor for group in engine.groups if group[0].compressor not in run.methods)
 
     def fail(bucket: Any, state: Any) -> Any:
         raise KeyError("of the method")
@@ -238,9 +223,8 @@ def test_after_an_exception_of_a_method_nothing_continues() -> None:
 
     dense.reduce = fail  # type: ignore[method-assign]
     with pytest.raises(KeyError):
-        for g in range(len(run.engine.groups)):
-            run.engine.start(g)
-    engine = run.engine
+        for g in range(len(engine.groups)):
+            engine.start(g)
     uses: list[Any] = [partial(engine.start, 0), engine.advance, partial(engine.check_ended, "backward()")]
     for use in (*uses, engine.finish):
         with pytest.raises(RuntimeError, match="ended with an exception, KeyError: 'of the method'"):
@@ -257,18 +241,12 @@ def test_a_step_that_began_to_send_cannot_begin_again() -> None:
 
 
 def test_the_loop_asks_only_for_replies_that_let_it_continue() -> None:
-    class Counting(LockstepTransport):
-        polls = 0
-
-        def poll(self, work: Any) -> bool:
-            self.polls += 1
-            return False
-
-    transport = Counting(LockstepWorld(1), 0)
+    transport = LockstepTransport(LockstepWorld(1), 0)
+    transport.poll = polls = Mock(return_value=False)  # type: ignore[method-assign]
     named = [(f"p{i}", torch.zeros(4)) for i in range(320)]
     planned = plan_buckets(named, lambda segment: DenseCompressor(), 1e-6, "test")
     engine = engine_of(planned, transport)
     for g in range(len(planned)):
         engine.start(g)
         engine.advance()
-    assert len(planned) == 320 and transport.polls == 320
+    assert len(planned) == 320 and polls.call_count == 320

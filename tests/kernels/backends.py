@@ -1,26 +1,23 @@
-"""The backends of kernels that this machine can run, for tests that hold for each of them."""
+"""The backends of kernels and the codecs that this machine can run, for tests that hold for each of them."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
+import pytest
 import torch
 
+from dgc.kernels.codec import Codec
 from dgc.kernels.library import supported_isas
-from dgc.kernels.native import NativeSelection
+from dgc.kernels.native import NativeCodec, NativeSelection
 from dgc.kernels.selection import SelectionKernels
 
+CODECS: dict[str, Codec] = {"reference": Codec(), "native": NativeCodec()}
 # every instruction set, with one, two and three threads, and the best of them with one and with three
-NAMES = tuple(
-    dict.fromkeys(
-        (
-            "reference",
-            *(f"native-{isa}-{threads}" for threads, isa in enumerate(supported_isas(), 1)),
-            f"native-{supported_isas()[-1]}-1",
-            f"native-{supported_isas()[-1]}-3",
-        )
-    )
-)
+ISAS = supported_isas()
+CHOICES = {f"native-{isa}-{n}": (isa, n) for n, isa in [*enumerate(ISAS, 1), (1, ISAS[-1]), (3, ISAS[-1])]}
+NAMES = ("reference", *CHOICES)
 
 
 @contextmanager
@@ -28,14 +25,22 @@ def backend(name: str) -> Iterator[SelectionKernels]:
     if name == "reference":
         yield SelectionKernels()
         return
-    _, isa, threads = name.split("-")
-    threads_before, isa_before = torch.get_num_threads(), os.environ.get("DGC_KERNELS_ISA")
-    torch.set_num_threads(int(threads))
-    os.environ["DGC_KERNELS_ISA"] = isa
+    (isa, threads), before = CHOICES[name], torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        yield NativeSelection()
+        with patch.dict(os.environ, {"DGC_KERNELS_ISA": isa}):
+            yield NativeSelection()
     finally:
-        torch.set_num_threads(threads_before)
-        os.environ.pop("DGC_KERNELS_ISA")
-        if isa_before is not None:
-            os.environ["DGC_KERNELS_ISA"] = isa_before
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(params=NAMES)
+def kernels(request: pytest.FixtureRequest) -> Iterator[SelectionKernels]:
+    with backend(request.param) as chosen:
+        yield chosen
+
+
+@pytest.fixture(params=NAMES[1:])
+def native(request: pytest.FixtureRequest) -> Iterator[SelectionKernels]:
+    with backend(request.param) as chosen:
+        yield chosen

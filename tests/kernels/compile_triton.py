@@ -12,6 +12,7 @@ import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -30,7 +31,7 @@ from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
 from dgc.kernels.triton_elements import TritonElementCoder
 from dgc.kernels.triton_lowrank import TritonLowRank
 from dgc.kernels.triton_quantize import TritonQuantizers
-from dgc.kernels.triton_tables import WARPS
+from dgc.kernels.triton_tables import WARPS, Launcher
 from dgc.wire.payload import PayloadPlan
 
 POINTERS = {
@@ -99,11 +100,8 @@ class Compile:
         """Registers of a thread, bytes of shared memory, and what spills."""
         if self.target.backend == "hip":
             found = {key: int(n) for key, n in re.findall(r"\.(\w+):\s+(\d+)", compiled.asm["amdgcn"])}
-            return (
-                found["vgpr_count"],
-                compiled.metadata.shared,
-                found["vgpr_spill_count"] + found["sgpr_spill_count"],
-            )
+            spilled = found["vgpr_spill_count"] + found["sgpr_spill_count"]
+            return found["vgpr_count"], compiled.metadata.shared, spilled
         from triton.backends.nvidia.compiler import get_ptxas
 
         ptx = compiled.asm["ptx"]
@@ -150,9 +148,8 @@ def every_quantizer(quantizers: Any) -> None:
         for bits in (2, 4, 8):
             codes, _ = quantizers.uniform_encode(v, bounds, each, 2 ** (bits - 1) - 1, bits, seed)
             quantizers.uniform_add_(codes, bounds, each, 2 ** (bits - 1) - 1, bits, v)
-    one = torch.ones(2)
-    quantizers.sign_mean_([codes] * 2, bounds, [one] * 2, [one] * 2, one, 2, v)
-    quantizers.tern_mean_([codes] * 2, bounds, [one] * 2, None, 2, v)
+    quantizers.sign_mean_([codes] * 2, bounds, [each] * 2, [each] * 2, each, 2, v)
+    quantizers.tern_mean_([codes] * 2, bounds, [each] * 2, None, 2, v)
     for bits in (1, 3, 8):
         quantizers.pack(codes[:n], bits)
 
@@ -197,8 +194,7 @@ def every_code(coder: Any, dtypes: Any) -> None:
 
 
 def every_block(blocks: Any) -> None:
-    n, bounds = 6000, torch.tensor([0, 2500, 6000])
-    v = torch.zeros(n)
+    v, bounds = torch.zeros(6000), torch.tensor([0, 2500, 6000])
     for bits, size, rotate in ((8, 256, False), (4, 128, False), (8, 64, True), (4, 128, True)):
         code = BlockCode(bits, size, rotate)
         each = code.blocks(bounds)
@@ -209,22 +205,18 @@ def every_block(blocks: Any) -> None:
         blocks.decode(rows[:1].unbind(), bounds, code, 2, (v,))
 
 
-def every_product(products: Any, dtypes: Any, lengths: Any = (50, 20000)) -> None:
+def every_product(products: Any, dtypes: Any, lengths: Any) -> None:
     shapes = [Batch((0, 1), 0, 2, 70, 90, 2, 2 * 70 * 90), Batch((2,), 12600, 1, 65, 9, 2, 585)]
     v = torch.zeros(12600 + 585 + 30)
     P, Q = ([torch.zeros(b.factor_shape(side)) for b in shapes] for side in "PQ")
     last = SentUpdate(list(zip(P, Q, strict=True)), torch.zeros(30))
-    sent = [None, SentUpdate(last.products), last]
+    sent, casts = [None, SentUpdate(last.products), last], [Cast(torch.float16, 1e4, 1e4)]
+    casts += [Cast(torch.float32, None, limit) for limit in (None, 1e4)]
     for dtype in dtypes:
         flat = v.to(dtype)
         parts = flat.split([6300, 6300, 585, 30])
-        for cast in (
-            Cast(torch.float32, None, None),
-            Cast(torch.float16, 1e4, 1e4),
-            Cast(torch.float32, None, 1e4),
-        ):
-            for even, update in product((True, False), sent):
-                products.begin_(v, shapes, update, parts, P if even else Q, even, cast)
+        for cast, even, update in product(casts, (True, False), sent):
+            products.begin_(v, shapes, update, parts, P if even else Q, even, cast)
         products.outer(last.products, [parts[:2], parts[2:3]], v[:30], parts[3:], torch.zeros(1).int())
     for even, given in product((True, False), (last.products, [])):
         products.project(v, shapes, given, P if even else Q, even, Cast(torch.float32, None, None))
@@ -233,27 +225,22 @@ def every_product(products: Any, dtypes: Any, lengths: Any = (50, 20000)) -> Non
         products.orthonormal([torch.zeros(1, rank, length)], False, 1e-8, 2**32 - 1)
 
 
+def everything(dtypes: Any, lengths: Any = (50, 20000)) -> None:
+    """lengths: of the rows that become a basis."""
+    kernels = backend.TritonSelection()
+    every_operation(kernels, dtypes)
+    every_quantizer(TritonQuantizers())
+    every_payload(TritonCodec(), TritonMeanDecoder())
+    every_code(TritonElementCoder(), dtypes)
+    every_block(TritonBlocks())
+    every_product(TritonLowRank(kernels), dtypes, lengths)
+
+
 if __name__ == "__main__":
     # nothing runs, so neither GPU nor interpreter is needed
     backend.INTERPRETED = True
-    launch: Any = Compile(sys.argv[1])
-    kernels = backend.TritonSelection()
-    kernels._launch = launch
-    every_operation(kernels, [getattr(torch, name) for name in sys.argv[2:]])
-    quantizers = TritonQuantizers()
-    quantizers._launch = launch
-    every_quantizer(quantizers)
-    codec, decoder = TritonCodec(), TritonMeanDecoder()
-    codec._launch = decoder._launch = launch
-    every_payload(codec, decoder)
-    coder = TritonElementCoder()
-    coder._launch = launch
-    every_code(coder, [getattr(torch, name) for name in sys.argv[2:]])
-    blocks = TritonBlocks()
-    blocks._launch = launch
-    every_block(blocks)
-    products = TritonLowRank(kernels)
-    products._launch = launch
-    every_product(products, [getattr(torch, name) for name in sys.argv[2:]])
+    launch = Compile(sys.argv[1])
+    with patch.object(Launcher, "__call__", lambda launcher, *arguments: launch(*arguments)):
+        everything([getattr(torch, name) for name in sys.argv[2:]])
     for name, numbers in sorted(launch.most.items()):
         print(name, *numbers)

@@ -1,5 +1,8 @@
 """Triton's interpreter where there is no GPU. Imported before any of Triton's kernels, which look for it then."""
 
+from random import Random
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,6 +21,12 @@ with pytest.MonkeyPatch.context() as patch:
     from dgc.kernels.triton_selection import INTERPRETED
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
+# Of programs: the interpreter runs them one after the other. In another order, a race would give other bits.
+# Loops in a kernel have three bounds.
+ORDERS: tuple[Any, ...] = (range,)
+if INTERPRETED:
+    ORDERS += (lambda *n: range(*n)[::-1] if len(n) == 1 else range(*n),)
+    ORDERS += (lambda *n: Random(0).sample(range(*n), *n) if len(n) == 1 else range(*n),)
 
 
 @pytest.fixture(autouse=True)

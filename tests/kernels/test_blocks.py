@@ -6,80 +6,31 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import CODES, CUTS, encoded, numbers, random, same
+from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, encoded, numbers, random, same
 
-from dgc.kernels.blocks import GROUP, BlockCode, Blocks, rotated
+from dgc.kernels.blocks import GROUP, Blocks, rotated
 from dgc.kernels.native import NativeBlocks
 
 REFERENCE = Blocks()
 
 
+@pytest.fixture
+def blocks(kernels: Any) -> Any:
+    return REFERENCE if kernels.name == "reference" else NativeBlocks()
+
+
 @pytest.mark.usefixtures("no_type_checks")
-def test_tiers_agree_bit_for_bit(kernels: Any) -> None:
-    blocks = REFERENCE if kernels.name == "reference" else NativeBlocks()
+def test_tiers_agree_bit_for_bit(blocks: Any) -> None:
     for cuts, code, rows in product(CUTS, CODES, (1, 3)):
-        bounds, n, more = torch.tensor(cuts), cuts[-1], []
-        for v in random(n, 1), numbers(n, 2):
-            before, (coded, rest) = v.clone(), encoded(REFERENCE, v, bounds, code, rows)
+        for v in random(cuts[-1], 1), numbers(cuts[-1], 2):
             with case(cuts, code, rows):
-                ours, kept = encoded(blocks, v, bounds, code, rows)
-                assert same(ours, coded) and same(kept, rest) and same(v, before)
-                alone, nothing = encoded(blocks, v, bounds, code, rows, False)
-                assert same(alone, coded) and not nothing.numel()
-                out, expected = torch.empty(n), torch.empty(n)
-                for size in (1, 3):
-                    pieces = (out,) if size == 1 else out.split(bounds.diff().tolist())
-                    blocks.decode(coded.unbind(), bounds, code, size, pieces)
-                    REFERENCE.decode(coded.unbind(), bounds, code, size, (expected,))
-                    assert same(out, expected)
-                    assert size == 3 or same(v - out, rest)
-            more.append(coded[-1])
-        total = random(coded.shape[1] // code.row_bytes(1) * code.size, 3)
-        expected = total.clone()
-        blocks.add_sum_(more, code, total)
-        REFERENCE.add_sum_(more, code, expected)
-        with case(cuts, code, rows):
-            assert same(total, expected)
+                coded = check_blocks(blocks, v, torch.tensor(cuts), code, rows)
+        check_one_pass(blocks, v, torch.tensor(cuts), code, coded)
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_gradient_is_added_and_an_answer_formed_in_one_pass(kernels: Any) -> None:
-    """With the bits of the operations one after the other. Unusable elements count as zero."""
-    blocks = REFERENCE if kernels.name == "reference" else NativeBlocks()
-    for cuts, code, rows in product(CUTS, CODES, (1, 3)):
-        bounds, n = torch.tensor(cuts), cuts[-1]
-        g, v = random(n, 6), random(n, 7)
-        for i, bad in ((997, float("nan")), (700, -(2.0**64)), (777, float("inf"))):
-            g[i : i + 1] = bad
-        both = v + torch.where(g.abs() < 2.0**64, g, 0.0)
-        coded, rest = encoded(REFERENCE, both, bounds, code, rows)
-        for pieces in (g,), g.split(bounds.diff().tolist()):
-            room, kept, added = torch.zeros_like(coded), torch.empty(n), v.clone()
-            first = blocks.add_encode_(pieces, added, bounds, code, room, kept)
-            with case(cuts, code, rows, len(pieces)):
-                assert int(first) == min(n, 700)
-                assert same(room, coded) and same(kept, rest) and same(added, both)
-                blocks.add_encode_(pieces, added.copy_(v), bounds, code, room.zero_(), None)
-                assert same(room, coded) and same(added, both)
-        served = random(coded.shape[1] // code.row_bytes(1) * code.size, 8)
-        chunk, real = torch.tensor([0, served.numel()]), torch.where(served > -1, 1.0, 0.0)
-        for bits, given, mask in ((8, served, real), (4, None, None)):
-            answer = BlockCode(bits, code.size, code.rotate)
-            total = torch.zeros_like(served) if given is None else served.clone()
-            REFERENCE.add_sum_(coded.unbind(), code, total)
-            expected, rest = encoded(REFERENCE, total if mask is None else total * mask, chunk, answer, 1)
-            row, kept = torch.zeros_like(expected), torch.empty_like(served)
-            blocks.answer_(coded.unbind(), code, given, mask, chunk, answer, row, kept)
-            alone = torch.zeros_like(expected)
-            blocks.answer_(coded.unbind(), code, given, mask, chunk, answer, alone, None)
-            with case(cuts, code, rows, bits):
-                assert same(row, expected) and same(kept, rest) and same(alone, row)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_a_scale_that_is_not_finite_and_positive_stands_for_zeros(kernels: Any) -> None:
+def test_a_scale_that_is_not_finite_and_positive_stands_for_zeros(blocks: Any) -> None:
     """Elements near the largest float round up to such a scale. They stay unsent."""
-    blocks = REFERENCE if kernels.name == "reference" else NativeBlocks()
     for code in (code for code in CODES if not code.rotate):
         v, bounds, out = random(code.size, 1), torch.tensor([0, code.size]), torch.empty(code.size)
         v[3] = 3.4e38

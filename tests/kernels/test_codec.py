@@ -7,25 +7,12 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.codecs import CODECS
+from kernels.backends import CODECS
 from kernels.comparison import HALVES, same
-from wire.payloads import (
-    FORMATS,
-    INDICES,
-    SOME,
-    budget_of,
-    clustered,
-    decode,
-    encode,
-    formats_for,
-    noise_in,
-    scattered,
-    seal_,
-    selection_of,
-)
+from wire import payloads as inputs
+from wire.payloads import INDICES, budget_of, decode, encode, formats_for, scattered, seal_, selection_of
 
 from dgc.kernels.codec import BLOCKS, PLAIN, IndexCode, IndexKind, Terms
-from dgc.wire import PayloadError
 from dgc.wire.indices import plan_packed, plan_rice
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -47,7 +34,7 @@ def supports() -> Any:
         yield scattered(numel, count), numel
         yield torch.arange(count), numel
         yield torch.arange(numel - count, numel), numel
-    yield clustered(30_000, 1500), 30_000
+    yield inputs.clustered(30_000, 1500), 30_000
     yield torch.arange(0, 10**6, 10**3) + torch.arange(1000) % 2 * 490, 10**6
     gaps = torch.where(torch.arange(1000) % 128 == 7, 124_000, 1)
     yield gaps.cumsum(0), 10**6
@@ -63,49 +50,28 @@ def test_codecs_agree_bit_for_bit() -> None:
             with case(name, "support", seed):
                 one, other = (encode(form, selection, budget, numel, 0, codec) for codec in CODECS.values())
                 assert torch.equal(one.payload, other.payload) and same(one.own, other.own)
-                pairs = [(one.sent, other.sent)]
-                (a, _), (b, _) = (decode(form, [one.payload], budget, numel, codec) for codec in CODECS.values())
-                for ours, theirs in [*pairs, *zip(a, b, strict=True)]:
+                (a,), (b,) = (decode(form, [one.payload], budget, numel, codec)[0] for codec in CODECS.values())
+                for ours, theirs in ((one.sent, other.sent), (a, b)):
                     assert torch.equal(ours.indices, theirs.indices) and ours.count == theirs.count
                     assert same(ours.values, theirs.values)
 
 
-@pytest.mark.parametrize("form", SOME.values(), ids=SOME)
-@pytest.mark.usefixtures("no_type_checks")
-def test_codecs_agree_on_what_is_broken(form: Any) -> None:
-    """On noise behind the header with a true checksum."""
-    generator = torch.Generator().manual_seed(3)
-    for trial in range(60):
-        count = (1, 5, 130, 600)[trial % 4]
-        budget = budget_of(count, 0, 20, 3000)
-        payload = encode(form, selection_of(scattered(3000, count, trial)), budget, 3000).payload
-        payload = noise_in(payload, generator, (1.0, 0.05, 0.003)[trial % 3], first=12)
-        seal_(payload)
-        outcomes = []
-        for codec in CODECS.values():
-            try:
-                (got,), _ = decode(form, [payload], budget, 3000, codec)
-                outcomes.append((got.indices.tolist(), got.values.view(torch.int32).tolist()))
-            except PayloadError as error:
-                outcomes.append((str(error), None))
-        assert outcomes[0] == outcomes[1]
-
-
 @every_codec
-@pytest.mark.parametrize("name", ["sign rice", "int8 packed", "fp32 chunks"])
-def test_any_parameter_and_count_is_safe(codec: Any, name: Any) -> None:
+def test_any_parameter_and_count_is_safe(codec: Any) -> None:
     """Section by section, so that no checksum stands before the decoders."""
     generator = torch.Generator().manual_seed(4)
-    section = FORMATS[name].indices.plan(700, 5000)
-    for _ in range(100):
-        noise = torch.randint(0, 256, (section.nbytes,), dtype=torch.uint8, generator=generator)
-        count = count_of(int(torch.randint(-3, 705, (), generator=generator)))
-        noise[:8] = torch.randint(0, 34, (8,), generator=generator).to(torch.uint8)
-        indices, valid = codec.indices_decode(noise, count, section)
-        used = indices[: max(0, int(count))].long()
-        assert not valid or ((torch.diff(used) > 0).all() and (used >= 0).all() and (used < 5000).all())
-        for extreme in (-(2**31), 2**31 - 1):
-            assert not codec.indices_decode(noise, count_of(extreme), section)[1]
+    for name, kind in (("packed", IndexKind.PACKED), ("rice", IndexKind.RICE), ("chunks", IndexKind.CHUNKS)):
+        section = INDICES[name].plan(700, 5000)
+        assert section.kind == kind, "coded, and not int32 for want of room"
+        for _ in range(100):
+            noise = torch.randint(0, 256, (section.nbytes,), dtype=torch.uint8, generator=generator)
+            count = count_of(int(torch.randint(-3, 705, (), generator=generator)))
+            noise[:8] = torch.randint(0, 34, (8,), generator=generator).to(torch.uint8)
+            indices, valid = codec.indices_decode(noise, count, section)
+            used = indices[: max(0, int(count))].long()
+            assert not valid or ((torch.diff(used) > 0).all() and (used >= 0).all() and (used < 5000).all())
+            for extreme in (-(2**31), 2**31 - 1):
+                assert not codec.indices_decode(noise, count_of(extreme), section)[1]
 
 
 @every_codec
@@ -172,23 +138,19 @@ def test_fp32_is_kept_bit_for_bit(codec: Any) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("kind", PLAIN)
-def test_plain_indices_are_read_as_they_were_written(codec: Any, kind: Any) -> None:
-    support, dtype = scattered(5000, 50), PLAIN[kind]
-    code = IndexCode(kind, 60, 5000, 60 * dtype.itemsize)
-    section = section_of(code.nbytes)
-    codec.indices_encode_(selection_of(support, capacity=60), code, section)
-    assert torch.equal(section.view(dtype)[:50], support.to(dtype)) and not section.view(dtype)[50:].any()
-    indices, valid = codec.indices_decode(section, count_of(50), code)
-    assert valid and torch.equal(indices[:50], support.int())
-
-
-@every_codec
-def test_a_count_beyond_the_section_is_not_sound(codec: Any) -> None:
-    section = torch.arange(4, dtype=torch.int32).view(torch.uint8)
-    for count in (4, 5, -1):
-        _, valid = codec.indices_decode(section, count_of(count), IndexCode(IndexKind.INT32, 4, 100, 16))
-        assert bool(valid) == (count == 4)
+def test_plain_indices_are_read_as_they_were_written(codec: Any) -> None:
+    """A count beyond the section is not sound."""
+    support = scattered(5000, 50)
+    for kind, dtype in PLAIN.items():
+        code = IndexCode(kind, 60, 5000, 60 * dtype.itemsize)
+        section = section_of(code.nbytes)
+        codec.indices_encode_(selection_of(support, capacity=60), code, section)
+        assert torch.equal(section.view(dtype)[:50], support.to(dtype)) and not section.view(dtype)[50:].any()
+        indices, valid = codec.indices_decode(section, count_of(50), code)
+        assert valid and torch.equal(indices[:50], support.int())
+        section.view(dtype).copy_(torch.arange(60))
+        valid = [bool(codec.indices_decode(section, count_of(count), code)[1]) for count in (60, 61, -1)]
+        assert valid == [True, False, False]
 
 
 def rice_bits(support: Any, b: Any) -> Any:
@@ -225,17 +187,7 @@ def test_leaving_out_what_rice_cannot_hold_is_enough(codec: Any) -> None:
             sent = codec.indices_encode_(selection_of(support, capacity=capacity), code, section)
             indices, valid = codec.indices_decode(section, sent.count, code)
             assert valid and torch.equal(indices, sent.indices) and int(sent.count) > 0.8 * support.numel()
-
-
-@every_codec
-def test_a_selection_that_fits_is_handed_on_as_it_is(codec: Any) -> None:
     selection = selection_of(scattered(5000, 50))
-    for code in (plan_rice(50, 5000), plan_packed(50, 5000)):
+    for code in (plan_rice(50, 5000), plan_packed(50, 5000)):  # what fits is handed on as it is
         sent = codec.indices_encode_(selection, code, section_of(code.nbytes))
         assert torch.equal(sent.indices, selection.indices) and torch.equal(sent.values, selection.values)
-
-
-def test_sections_are_in_use() -> None:
-    """The formats above really are coded, and not int32 for want of room."""
-    kinds = [INDICES[name].plan(700, 5000).kind for name in ("packed", "rice", "chunks")]
-    assert kinds == [IndexKind.PACKED, IndexKind.RICE, IndexKind.CHUNKS]

@@ -7,7 +7,7 @@ with their tensors, without doing them, and does them when it is replayed.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -29,6 +29,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 SHAPES = [(20, 30), (15, 20)]
 NUMEL = 900
 CPU = torch.device("cpu")
+
+
+def place(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 class Recording(TorchDispatchMode):
@@ -64,10 +68,8 @@ class Recording(TorchDispatchMode):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         in_place = func._schema.is_mutable
         result = args[0] if in_place and not self.runs else func(*args, **kwargs)
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self.made += [
-            t for t in tree_leaves(result) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given
-        ]
+        given = {place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        self.made += [t for t in tree_leaves(result) if isinstance(t, Tensor) and place(t) not in given]
         if name not in FREE:
             self.calls.append((name, lambda *a: func(*a, **kwargs), args, None if in_place else result))
         return result
@@ -82,41 +84,40 @@ class Recording(TorchDispatchMode):
 
     def signature(self) -> list[Any]:
         """Each call with its constants and addresses. What the work has allocated counts by its number."""
-        numbers = {t.untyped_storage().data_ptr(): i for i, t in enumerate(self.made)}
+        numbers = {place(t): i for i, t in enumerate(self.made)}
 
         def told(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return str(x)
-            place = x.untyped_storage().data_ptr()
-            return numbers.get(place, f"at {place}"), x.storage_offset(), tuple(x.shape), x.dtype
+            return numbers.get(place(x), f"at {place(x)}"), x.storage_offset(), tuple(x.shape), x.dtype
 
         return [(name, tree_map(told, arguments)) for name, _, arguments, _ in self.calls]
 
 
-class Captures(list[Recording]):
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """The graphs that are captured."""
+    graphs: list[Recording] = []
+
     @contextmanager
-    def __call__(self, graph: Recording, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    def capture(graph: Recording, stream: Any, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local" and stream == f"the stream on {CPU}"
-        self.append(graph)
+        graphs.append(graph)
         with graph:
             yield
 
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    captured = Captures()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    monkeypatch.setattr(torch.cuda, "graph", captured)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream on {device}")
-    return captured
+    return graphs
 
 
 class Rank(Whole):
     """The only rank, with one bucket, and the graph if it is given. Otherwise it uses plain PyTorch."""
 
     def __init__(self, compressor: Any, graph: StepGraph | None):
-        self.backend, self.compressor = "triton" if graph else "reference", compressor
+        self.backend, self.compressor, self.graph = "triton" if graph else "reference", compressor, graph
         with patch.object(sparse, "graph_of", lambda bucket: graph):
             super().__init__(compressor, [SHAPES], CPU)
         (self.bucket,), self.gradient = self.buckets, torch.empty(NUMEL)
@@ -145,19 +146,16 @@ class Rank(Whole):
         return [self.bucket.flat.clone(), *state.local.values(), *state.errors.values()]
 
 
-def with_clipping() -> Any:
-    return DGCCompressor(0.02, DGCSGDMemory(0.9, True, ClipByNorm(1.0)), values="int8", indices="rice")
-
-
+CLIPPING = DGCSGDMemory(0.9, True, ClipByNorm(1.0))
 METHODS = {
     "DGC": lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), values="fp16", indices="int32"),
-    "clipping": with_clipping,
+    "clipping": lambda: DGCCompressor(0.02, CLIPPING, values="int8", indices="rice"),
     "top-k": lambda: SparseCompressor(0.02, ResidualMemory(), "histogram", values="bf16"),
 }
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_step_launches_the_same(captured: Captures, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_every_step_launches_the_same(captured: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The same kernels and operations, with the same grids, constants and addresses, from the third step on."""
     monkeypatch.setattr("dgc.compression.cuda_graphs.WARM_UP", 99)
     rank, steps = Rank(METHODS[name](), StepGraph("bucket", CPU)), []
@@ -169,7 +167,7 @@ def test_every_step_launches_the_same(captured: Captures, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_replays_have_the_same_bits(captured: Captures, name: str) -> None:
+def test_replays_have_the_same_bits(captured: Any, name: str) -> None:
     """Those of plain PyTorch. A step after a dropped one runs without the graph."""
     graph = StepGraph("bucket", CPU)
     graphed, eager = Rank(METHODS[name](), graph), Rank(METHODS[name](), None)
@@ -180,36 +178,29 @@ def test_replays_have_the_same_bits(captured: Captures, name: str) -> None:
     assert [own.replays for own in captured] == [5] and graph.captures == 1
 
 
-def test_new_ratio_and_addresses(captured: Captures) -> None:
+def test_new_ratio_and_addresses(captured: Any) -> None:
     graph = StepGraph("bucket", CPU)
-
-    def make() -> Any:
-        memory = DGCSGDMemory(0.9)
-        return DGCCompressor(0.02, memory, warmup_epochs=2, warmup_coeff=[0.05, 0.02])
-
-    ranks = [Rank(make(), graph), Rank(make(), None)]
+    ratios: dict[str, Any] = {"warmup_epochs": 2, "warmup_coeff": [0.05, 0.02]}
+    ranks = [Rank(DGCCompressor(0.02, DGCSGDMemory(0.9), **ratios), given) for given in (graph, None)]
 
     def run(numbers: range, moves: bool = False) -> None:
         for number in numbers:
-            ours, theirs = (rank.run(number, moves=moves) for rank in ranks)
-            assert all(map(same_bits, ours, theirs)), number
+            assert all(map(same_bits, *(rank.run(number, moves=moves) for rank in ranks))), number
 
-    for rank in ranks:
-        rank.states.begin_epoch(0)
-    run(range(1, 7))
-    assert [own.replays for own in captured] == [2]
-    for rank in ranks:  # other momentum
+    def change_momentum(rank: Any) -> None:
         rank.compressor.memory.correction.momentum = 0.8
-    run(range(7, 12))
-    assert [own.replays for own in captured] == [2, 2]
-    for rank in ranks:  # another ratio
-        rank.states.begin_epoch(1)
-    run(range(12, 18))
-    assert [own.replays for own in captured] == [2, 2, 2]
-    for rank in ranks:  # the loaded state is elsewhere
-        rank.states.load_state_dict(rank.states.state_dict())
-    run(range(18, 23))
-    assert len(captured) == 4
+
+    changes: tuple[tuple[Any, range], ...] = (
+        (lambda rank: rank.states.begin_epoch(0), range(1, 7)),
+        (change_momentum, range(7, 12)),
+        (lambda rank: rank.states.begin_epoch(1), range(12, 18)),  # another ratio
+        (lambda rank: rank.states.load_state_dict(rank.states.state_dict()), range(18, 23)),  # it is elsewhere
+    )
+    for captures, (change, numbers) in enumerate(changes, 1):
+        for rank in ranks:
+            change(rank)
+        run(numbers)
+        assert len(captured) == captures and [own.replays for own in captured[:3]] == [2] * min(captures, 3)
     with pytest.warns(UserWarning, match=r"zero_grad\(set_to_none=False\) avoids the copy"):
         run(range(23, 24 + WARM_UP), moves=True)
     before = [own.replays for own in captured]
@@ -217,7 +208,7 @@ def test_new_ratio_and_addresses(captured: Captures) -> None:
     assert len(captured) == 5 and captured[-1].replays >= 3 and before[:4] == [own.replays for own in captured[:4]]
 
 
-def test_what_has_no_graph(captured: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_graph(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = (Bucket("bucket", (), torch.float32, torch.device(device)) for device in ("cuda", "cpu"))
     for switch, wanted in (("1", True), ("0", False)):
         monkeypatch.setenv("DGC_CUDA_GRAPHS", switch)
@@ -230,25 +221,24 @@ def test_what_has_no_graph(captured: Captures, monkeypatch: pytest.MonkeyPatch) 
         assert rank.states[rank.bucket].graph is None
 
 
-def test_what_cannot_be_captured(captured: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+def warmed_up(steps: int) -> Rank:
     rank = Rank(METHODS["DGC"](), StepGraph("bucket", CPU))
-    for number in range(1, WARM_UP + 2):
+    for number in range(1, WARM_UP + steps):
         rank.run(number)
+    return rank
 
-    def waits(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(torch.cuda, "graph", waits)
+def test_what_cannot_be_captured(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = warmed_up(2)
+    error = RuntimeError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(torch.cuda, "graph", Mock(side_effect=error))
     expected = r"the encoding of bucket bucket cannot be a CUDA graph: operation not .* Unset DGC_CUDA_GRAPHS"
     with pytest.raises(RuntimeError, match=expected):
         rank.run(9)
 
 
-def test_tables_live_as_long_as_the_graph(captured: Captures) -> None:
+def test_tables_live_as_long_as_the_graph(captured: Any) -> None:
     """Other buckets may push them out of the cache."""
-    graph = StepGraph("bucket", CPU)
-    rank = Rank(METHODS["DGC"](), graph)
-    for number in range(1, WARM_UP + 3):
-        rank.run(number)
+    rank = warmed_up(3)
     sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
-    assert any(table is sources[0] for table in graph._tables)
+    assert rank.graph is not None and any(table is sources[0] for table in rank.graph._tables)

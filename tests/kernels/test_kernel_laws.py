@@ -1,19 +1,18 @@
-"""Every backend gives the reference's bits, whatever the sizes, the numbers and the lower bounds."""
+"""Every backend gives the reference's bits, whatever the sizes, numbers, lower bounds and what was sent."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
 import torch
 from cases import case
-from kernels.comparison import HALVES, REFERENCE, assert_same_choice, budget_of, random, same
+from kernels.comparison import HALVES, REFERENCE, Pass, assert_same_choice, budget_of, random, same
 from torch import Tensor
 
-from dgc.kernels import Budget, PassInputs
-from dgc.kernels.selection import TOO_LARGE, as_selection
+from dgc.kernels import Budget, PassInputs, SparseVector
+from dgc.kernels.selection import TOO_LARGE, SelectionKernels, as_selection
 
 FORMS = ("plain", "nesterov", "residual")
 
@@ -85,17 +84,11 @@ def test_floors_do_not_change_what_is_selected(native: Any) -> None:
 
 
 @cache
-def accumulated(kind: Any, n: Any, number: Any) -> Any:
-    """Plan and inputs of case `number`, the state that the reference leaves and its choice.
-
-    They depend neither on the lower bounds nor on the backend.
-    """
+def accumulated(kind: Any, n: Any, number: Any) -> Pass:
+    """Case `number`. What is right depends neither on the lower bounds nor on the backend."""
     nesterov = number % 2 == 1
-    budget = budget_for(n, *BUDGETS[number])
-    g, u, v = random(n, 11 if nesterov else 10), random(n, 12), DATA[kind](n)
-    theirs = PassInputs((g,), u.clone(), v.clone(), 0.9, nesterov)
-    expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
-    return budget, PassInputs((g,), u, v, 0.9, nesterov), theirs, expected
+    inputs = PassInputs((random(n, 11 if nesterov else 10),), random(n, 12), DATA[kind](n), 0.9, nesterov)
+    return Pass(inputs, budget_for(n, *BUDGETS[number]))
 
 
 LOWER_BOUNDS = (None, 0.0, 0.5, 0.98, 1.0, 2.0, float("inf"), float("nan"), -1.0)
@@ -107,25 +100,27 @@ def test_accumulate_and_select(native: Any, kind: Any) -> None:
     """Lower bounds that fit (0.98 of the threshold), are too low, too high or nonsense choose the same."""
     few = LOWER_BOUNDS if kind == "wall" else (None, 0.98, 2.0)
     for n, number in product((0, 1, 17, 4097, 70001), range(len(BUDGETS))):
-        budget, start, theirs, expected = accumulated(kind, n, number)
+        one = accumulated(kind, n, number)
         for lower_bound in few if n in (0, 70001) else LOWER_BOUNDS:
             with case(n, BUDGETS[number], lower_bound):
-                ours = PassInputs(start.g, start.u.clone(), start.v.clone(), 0.9, start.nesterov)
-                bounds = None if lower_bound is None else expected.thresholds * lower_bound
-                assert_same_choice(native.accumulate_and_select_(ours, budget, bounds), expected)
-                assert same(ours.u, theirs.u) and same(ours.v, theirs.v)
+                one.check(native, None if lower_bound is None else one.expected.thresholds * lower_bound)
+
+
+@cache
+def passes() -> Any:
+    """Of every dtype, size and form."""
+    made = {}
+    for dtype, n, form in product((torch.float32, *HALVES), SIZES, FORMS):
+        u = None if form == "residual" else random(n, 21)
+        inputs = PassInputs((random(n, 20).to(dtype),), u, random(n, 22), 0.9, form == "nesterov", decay=0.95)
+        made[dtype, n, form] = Pass(inputs)
+    return made
 
 
 def test_accumulate(native: Any) -> None:
-    for dtype, n, form in product((torch.float32, *HALVES), SIZES, FORMS):
-        g = random(n, 20).to(dtype)
-        u = None if form == "residual" else random(n, 21)
-        theirs = PassInputs((g,), u, random(n, 22), 0.9, form == "nesterov", decay=0.95)
-        ours = replace(theirs, u=None if u is None else u.clone(), v=theirs.v.clone())
+    for (dtype, n, form), one in passes().items():
         with case(dtype, n, form):
-            for _ in range(3):
-                assert int(native.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == n
-            assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
+            assert int(one.check(native)) == n
 
 
 def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
@@ -144,15 +139,10 @@ def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
 def test_gradients_in_pieces(native: Any) -> None:
     """Pieces lie anywhere in memory, at any alignment, and may be shorter than a vector."""
     sizes = [1, 2, 0, 3, 30, 0, 17, 200_000, 4096, 100_000, 1, 0]
-    n = sum(sizes)
-    whole, budget = random(n, 14), budget_of((200_010, n - 200_010), (700, 50))
-    pieces = tuple(torch.cat([torch.zeros(i + 1), part])[i + 1 :] for i, part in enumerate(whole.split(sizes)))
-    theirs = PassInputs((whole,), random(n, 15), random(n, 16), 0.9)
-    expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
-    for lower_bounds in (None, expected.thresholds * 0.98):
-        ours = PassInputs(pieces, random(n, 15), random(n, 16), 0.9)
-        assert_same_choice(native.accumulate_and_select_(ours, budget, lower_bounds), expected)
-        assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
+    n, budget = sum(sizes), budget_of((200_010, sum(sizes) - 200_010), (700, 50))
+    one = Pass(PassInputs((random(n, 14),), random(n, 15), random(n, 16), 0.9), budget)
+    for lower_bounds in (None, one.expected.thresholds * 0.98):
+        one.check(native, lower_bounds, sizes, 1)
 
 
 def test_assign(native: Any) -> None:
@@ -232,3 +222,87 @@ def test_floors_follow_the_thresholds(native: Any) -> None:
     many, fewer = random(1000, 9).abs(), random(1000, 10).abs()
     wanted = REFERENCE.predicted_lower_bounds(many, fewer, 0.95)
     assert torch.equal(native.predicted_lower_bounds(many, fewer, 0.95), wanted)
+
+
+# where blocks, units of threads and the buffer begin and end
+EDGES = (0, 1, 15, 16, 255, 256, 257, 511, 512, 8191, 8192, 32767, 32768, 32769, 65535, 65536)
+
+
+def sent_of(n: int, indices: Iterable[int]) -> SparseVector:
+    """As a payload of fp16 leaves it. What lies behind the last one has no meaning, and shows if it is used."""
+    tail = torch.zeros(3, dtype=torch.int64)
+    entries = torch.tensor(sorted(set(indices)), dtype=torch.int64)
+    values = torch.cat([random(n, 5)[entries].half().float(), tail + 7.0])
+    count = torch.tensor(entries.numel(), dtype=torch.int32)
+    return SparseVector(torch.cat([entries, tail]).int(), values, count)
+
+
+def some(n: int, share: float) -> tuple[int, ...]:
+    return tuple(torch.randperm(n, generator=torch.Generator().manual_seed(n))[: int(n * share)].tolist())
+
+
+def pass_of(
+    n: int, form: str, masking: bool, sent: SparseVector, budget: Budget | None = None, nan: tuple[int, ...] = ()
+) -> Pass:
+    g, u = random(n, 1), None if form == "residual" else random(n, 2)
+    g[list(nan)] = float("nan")
+    return Pass(PassInputs((g,), u, random(n, 3), 0.9, form == "nesterov", sent, masking, decay=0.95), budget)
+
+
+@cache
+def sending_passes(n: int, budget: Budget | None, *chosen: tuple[int, ...]) -> list[tuple[str, Pass]]:
+    """Of every form, with and without masking, whatever was sent."""
+    made = []
+    for form, masking, indices in product(FORMS, (True, False), chosen):
+        one = pass_of(n, form, masking, sent_of(n, indices), budget)
+        made.append((f"{form}, masking {masking}, {len(indices)} of {n}", one))
+    return made
+
+
+def test_a_pass_takes_out_what_was_sent(kernels: SelectionKernels) -> None:
+    for n in (1, 16, 17, 300, 70_001):
+        edges = tuple(i for i in EDGES if i < n)
+        for name, one in sending_passes(n, None, (), (0, n - 1), edges, some(n, 0.01), tuple(range(n))):
+            with case(name):
+                assert int(one.check(kernels)) == n
+
+
+PIECES = [1, 2, 0, 3, 30, 0, 0, 70_000, 7, 33_000, 1, 0]
+
+
+def test_pieces_and_addresses_of_any_kind_where_something_was_sent(kernels: SelectionKernels) -> None:
+    n = sum(PIECES)
+    edges = (0, *(i for start in accumulate(PIECES) for i in (start - 1, start) if i < n))
+    for (name, one), offset in product(sending_passes(n, None, edges + some(n, 0.01)), (0, 1, 7)):
+        with case(name, offset):
+            assert int(one.check(kernels, None, PIECES, offset)) == n
+
+
+BUDGET = budget_of((40_003, 0, 97, 69_900, 10), (400, 0, 3, 200, 0))
+
+
+def test_a_pass_that_selects_takes_out_what_was_sent(kernels: SelectionKernels) -> None:
+    """Lower bounds that fit, and such that a second pass over v is needed, which may take nothing out again."""
+    n = int(BUDGET.bounds[-1])
+    edges = tuple(i for b in BUDGET.bounds.tolist() for i in (b - 1, b) if 0 <= i < n)
+    for name, one in sending_passes(n, BUDGET, edges + some(n, 0.01), some(n, 0.2)):
+        for lower_bound in (None, 0.0, 0.98, 1.001, 1e-30, float("inf")):
+            with case(name, lower_bound):
+                chosen = one.check(kernels, None if lower_bound is None else one.expected.thresholds * lower_bound)
+                assert int(chosen.missed) > 0 or lower_bound != 1.001 or kernels.name == "reference"
+
+
+def test_nonfinite_gradients_where_something_was_sent(kernels: SelectionKernels) -> None:
+    one = pass_of(1000, "plain", True, sent_of(1000, [3, 500]), nan=(3, 500))
+    assert int(one.check(kernels)) == 3
+    assert one.left.u is not None and one.left.u[3] == 0 and one.left.v.isfinite().all()
+
+
+def test_taking_alone(kernels: SelectionKernels) -> None:
+    for n, indices in ((1, (0,)), (5000, some(5000, 0.01)), (100_000, some(100_000, 0.2)), (9, ())):
+        for masking in (True, False):
+            sent, u, v = sent_of(n, indices), random(n, 2), random(n, 3)
+            kernels.remove_sent_(sent, u if masking else None, v)
+            where, values = sent.indices[: len(indices)].long(), sent.values[: len(indices)]
+            assert same(v, random(n, 3).index_put((where,), random(n, 3)[where] - values))
+            assert same(u, random(n, 2).index_fill(0, where, 0.0) if masking else random(n, 2))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import case
 from environment import patient
-from kernels.comparison import REFERENCE, assert_same_choice, budget_of, random, same
+from kernels.comparison import REFERENCE, Pass, assert_same_choice, budget_of, random
 from warm import python
 
 from dgc.kernels import _backend, build, library
@@ -24,56 +24,43 @@ from dgc.kernels.selection import TOO_LARGE, PassInputs
 ISAS = supported_isas()
 
 
-class Given:
-    """A pass over random numbers and what the reference makes of it, computed once for all backends."""
-
-    def __init__(self, sizes: Any, ks: Any, bad: float = 0.0, *where: int) -> None:
-        n = sum(sizes)
-        self.budget, self.g, self.u, self.v = budget_of(sizes, ks), random(n, 1), random(n, 2), random(n, 3)
-        self.g[list(where)] = bad
-        self.inputs = self.accumulation()
-        self.expected = REFERENCE.accumulate_and_select_(self.inputs, self.budget, None)
-
-    def accumulation(self) -> Any:
-        return PassInputs((self.g,), self.u.clone(), self.v.clone(), 0.9)
-
-    def missed(self, native: Any, lower_bounds: Any = None) -> Any:
-        """The number of segments missed with these lower bounds. Nothing else may depend on them."""
-        ours = self.accumulation()
-        chosen = native.accumulate_and_select_(ours, self.budget, lower_bounds)
-        assert_same_choice(chosen, self.expected)
-        assert same(ours.u, self.inputs.u) and same(ours.v, self.inputs.v)
-        return int(chosen.missed)
+def given(sizes: Any, ks: Any, bad: float = 0.0, *where: int) -> Pass:
+    n = sum(sizes)
+    g = random(n, 1).index_fill(0, torch.tensor(where, dtype=torch.int64), bad)
+    return Pass(PassInputs((g,), random(n, 2), random(n, 3), 0.9), budget_of(sizes, ks))
 
 
 @cache
 def large() -> Any:
     """Several units of a segment end up in different threads."""
-    return Given((300_001, 5, 0, 400_000, 17, 299_980), (300, 5, 0, 4000, 0, 1))
+    return given((300_001, 5, 0, 400_000, 17, 299_980), (300, 5, 0, 4000, 0, 1))
 
 
 @cache
 def tiny() -> Any:
     sizes = [i % 40 for i in range(1000)]
-    return Given(sizes, [min(size, i % 5) for i, size in enumerate(sizes)])
+    return given(sizes, [min(size, i % 5) for i, size in enumerate(sizes)])
 
 
 @cache
 def spoiled(n: Any, lane: Any, bad: Any) -> Any:
-    return Given((n // 2, n - n // 2), (min(3, n // 2), min(5, n - n // 2)), bad, lane, n - 1)
+    """And without momentum."""
+    one = given((n // 2, n - n // 2), (min(3, n // 2), min(5, n - n // 2)), bad, lane, n - 1)
+    return one, Pass(PassInputs(one.start.g, None, one.start.v))
 
 
 def test_floors_that_fit_and_others(native: Any) -> None:
-    given = large()
-    thresholds = given.expected.thresholds
-    assert given.missed(native) == given.missed(native, thresholds * 0.98) == 0
+    """The number of segments missed with lower bounds. Nothing else may depend on them."""
+    thresholds = large().expected.thresholds
+    nonsense = [torch.full_like(thresholds, x) for x in (float("inf"), float("nan"), -1.0, 0.0)]
     # of the six segments one is empty and one sends nothing: no lower bound is too high or too low for these
-    assert given.missed(native, thresholds + 1e-3) == 4
-    assert given.missed(native, torch.full_like(thresholds, 1e-30)) == 3
-    for nonsense in (float("inf"), float("nan"), -1.0, 0.0):
-        assert given.missed(native, torch.full_like(thresholds, nonsense)) == 0
+    for missed, *all_bounds in (
+        (0, None, thresholds * 0.98, *nonsense), (4, thresholds + 1e-3), (3, torch.full_like(thresholds, 1e-30))
+    ):  # fmt: skip
+        for lower_bounds in all_bounds:
+            assert int(large().check(native, lower_bounds).missed) == missed, lower_bounds
     for lower_bounds in (None, tiny().expected.thresholds * 0.9, tiny().expected.thresholds * 1.1):
-        tiny().missed(native, lower_bounds)
+        tiny().check(native, lower_bounds)
 
 
 @cache
@@ -97,6 +84,10 @@ def buffers() -> Any:
     v[123_456:123_656] = random(200, 6)
     made.append((v, budget_of((200_000,), (200,))))
     made += [(random(50_003, 10), budget_of((50_003,), (k,))) for k in (0, 50_003)]
+    # Fewer that are not zero than asked for.
+    v = torch.zeros(300_000)
+    v[[3, 77_000, 140_000, 299_999]] = torch.tensor([1.0, -1e-45, 3e38, 0.5])
+    made.append((v, budget_of([100_000] * 3, (1000, 1000, 1))))
     # Chunks, where maxima of groups give a lower bound: normal numbers, large ones in few groups, ties, and fewer
     # numbers than are asked for.
     chunks = budget_of((4096, 4095, 32_768, 32_769, 300, 5000, 7), (64, 257, 256, 256, 200, 0, 7))
@@ -113,31 +104,17 @@ def test_structure_of_every_kind(native: Any) -> None:
             assert_same_choice(native.select(v, budget), expected)
 
 
-def test_fewer_nonzero_than_asked_for(native: Any) -> None:
-    v = torch.zeros(300_000)
-    v[[3, 77_000, 140_000, 299_999]] = torch.tensor([1.0, -1e-45, 3e38, 0.5])
-    budget = budget_of([100_000] * 3, (1000, 1000, 1))
-    for _ in range(2):
-        chosen = native.select(v, budget)
-        assert_same_choice(chosen, REFERENCE.select(v, budget))
-        assert chosen.elements.indices[:5].tolist() == [3, 77_000, 140_000, 299_999, 0]
-        assert chosen.thresholds.tolist() == [0, 0, 0.5]
-
-
 @pytest.mark.usefixtures("no_type_checks")
 def test_nonfinite_in_every_lane(native: Any) -> None:
     """They count as zero."""
     others = (float("inf"), -float("inf"), TOO_LARGE, -3e38)
     for n, lane in [*((70, lane) for lane in range(70)), (1, 0), (16, 0), (33, 31), (5000, 1), (5000, 2500)]:
         for bad in (float("nan"), others[lane % 4]):
-            given = spoiled(n, lane, bad)
+            one, without_u = spoiled(n, lane, bad)
             with case(bad, "in lane", lane, "of", n):
-                assert int(given.expected.first_nonfinite) == lane and given.inputs.v.isfinite().all()
-                given.missed(native, given.expected.thresholds * 0.9)
-                assert int(native.accumulate_(given.accumulation())) == lane
-                without_u = [PassInputs((given.g,), None, given.v.clone()) for _ in range(2)]
-                assert int(native.accumulate_(without_u[0])) == int(REFERENCE.accumulate_(without_u[1])) == lane
-                assert same(without_u[0].v, without_u[1].v)
+                assert int(one.expected.first_nonfinite) == lane and one.left.v.isfinite().all()
+                one.check(native, one.expected.thresholds * 0.9)
+                assert int(native.accumulate_(one.inputs())) == int(without_u.check(native)) == lane
 
 
 def test_nonfinite_far_apart(native: Any) -> None:
@@ -182,6 +159,7 @@ def test_a_child_of_fork_has_threads_of_its_own() -> None:
 
 
 def test_the_environment_names_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the CPU lacks are refused."""
     assert NativeSelection().isa == ISAS[-1]
     for isa in ISAS:
         monkeypatch.setenv("DGC_KERNELS_ISA", isa)
@@ -189,9 +167,6 @@ def test_the_environment_names_the_instructions(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DGC_KERNELS_ISA", "mmx")
     with pytest.raises(KernelsUnavailable, match="DGC_KERNELS_ISA=mmx: expected portable, avx2 or avx512"):
         NativeSelection()
-
-
-def test_instructions_that_the_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGC_KERNELS_ISA", "avx512")
     limited = library._open().dgc_limit_isa
     limited(0)
@@ -222,20 +197,18 @@ def test_a_library_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
         library._open.__wrapped__()
 
 
-@pytest.mark.parametrize(("rank", "warned"), [(None, 1), ("0", 1), ("1", 0)])
-def test_one_rank_of_a_machine_warns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str | None, warned: int
-) -> None:
+def test_one_rank_of_a_machine_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "libdgc_kernels.so")
     monkeypatch.setattr(library, "_open", library._open.__wrapped__)
-    if rank is not None:
-        for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
-            monkeypatch.setenv(name, rank)
-        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        backend = _backend.__wrapped__("auto", torch.device("cpu"))
-    assert len(said) == warned and backend.decoder is None
+    for rank, warned in ((None, 1), ("0", 1), ("1", 0)):
+        if rank is not None:
+            for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+                monkeypatch.setenv(name, rank)
+            monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            backend = _backend.__wrapped__("auto", torch.device("cpu"))
+        assert len(said) == warned and backend.decoder is None, rank
 
 
 def test_the_command_that_builds_says_nothing_of_itself() -> None:

@@ -8,17 +8,15 @@ import pytest
 import torch
 from cases import case
 from kernels.comparison import random, same
+from kernels.quantizing import REFERENCE, SEEDS, assert_same_codes, check_sums, coded, means, operations
 
 from dgc import kernels
 from dgc.kernels.native import NativeQuantizers
 from dgc.kernels.quantize import Quantizers, layout_of, random_bits
 
 SIZES = (0, 1, 7, 8, 15, 16, 17, 31, 33, 100, 4097, 70_001)
-SEEDS = (None, 2**32 - 1)
-REFERENCE = Quantizers()
 LARGEST = torch.finfo(torch.float32).max
 INF, NAN = float("inf"), float("nan")
-UNIFORM = [(2, 1, None), (2, 1, 0), (4, 5, None), (4, 7, 2), (8, 127, None), (8, 127, 3)]
 
 
 @pytest.fixture
@@ -53,48 +51,19 @@ def cases(n: Any) -> Any:
     return made if n < 10_000 else [made[0], made[-1]]
 
 
-def operations(q: Any, bounds: Any, each: Any) -> Any:
-    """(encode(v, keep), add_(codes, total)) of every kind."""
-    cuts, ends = each - each.mean(), (-each, each / 3)
-    yield lambda v, *k: q.sign_encode(v, bounds, cuts, *ends, *k), lambda c, t: q.sign_add_(c, bounds, *ends, t)
-    yield lambda v, *k: q.tern_encode(v, bounds, each, *k), lambda c, t: q.tern_add_(c, bounds, each, t)
-    scales = 3 * each
-    for bits, levels, seed in UNIFORM:
-        yield (
-            lambda v, *k, s=(levels, bits, seed): q.uniform_encode(v, bounds, scales, *s, *k),
-            lambda c, t, s=(levels, bits): q.uniform_add_(c, bounds, scales, *s, t),
-        )
-    for seed in SEEDS:
-        yield lambda v, *k, seed=seed: q.natural_encode(v, seed, *k), q.natural_add_
-
-
 @cache
 def results_of(n: Any) -> Any:
-    """For every case and operation: codes, residual, and the sum with v."""
-    results = []
-    for v, bounds, each in cases(n):
-        for encode, add_ in operations(REFERENCE, bounds, each):
-            results.append((*encode(v), v.clone()))
-            add_(results[-1][0], results[-1][2])
-    return results
+    return [coded(REFERENCE, *given) for given in cases(n)]
 
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers: Any) -> None:
     for n in SIZES:
-        expected = iter(results_of(n))
-        for number, (v, bounds, each) in enumerate(cases(n)):
-            before = v.clone()
-            for operation, (encode, add_) in enumerate(operations(quantizers, bounds, each)):
-                codes, residual, total = next(expected)
-                (ours, rest), (alone, nothing) = encode(v), encode(v, False)
-                with case(n, "elements, numbers", number, "operation", operation):
-                    assert same(ours, codes) and same(rest, residual) and same(v, before)
-                    assert same(alone, codes) and nothing.numel() == 0
-                    added, decoded = v.clone(), torch.zeros(n)
-                    add_(codes, added)
-                    add_(codes, decoded)
-                    assert same(added, total) and same(residual, v - decoded)
+        for number, (given, expected) in enumerate(zip(cases(n), results_of(n), strict=True)):
+            before, state = given[0].clone(), torch.get_rng_state()
+            with case(n, "elements, numbers", number):
+                assert_same_codes(coded(quantizers, *given), expected, before)
+                assert same(given[0], before) and torch.equal(torch.get_rng_state(), state)
 
 
 def test_statistics(quantizers: Any) -> None:
@@ -106,17 +75,6 @@ def test_statistics(quantizers: Any) -> None:
                 assert same(quantizers.largest(v, bounds), torch.stack(largest))
                 assert quantizers.positives(v, bounds).tolist() == [int((part > 0).sum()) for part in parts]
     assert not quantizers.largest(v[:0], torch.tensor([0])).numel()
-
-
-def means(q: Any, bounds: Any, values: Any, factors: Any, size: int) -> Any:
-    """mean_(codes, mean) of every kind, in the order of `operations`, for the values of all ranks."""
-    lows, thirds, scales = [-each for each in values], [each / 3 for each in values], [3 * each for each in values]
-    yield lambda codes, mean: q.sign_mean_(codes, bounds, lows, thirds, factors, size, mean)
-    yield lambda codes, mean: q.tern_mean_(codes, bounds, values, factors, size, mean)
-    for bits, levels, _ in UNIFORM:
-        yield lambda codes, mean, s=(levels, bits): q.uniform_mean_(codes, bounds, scales, *s, size, mean)
-    for _ in SEEDS:
-        yield lambda codes, mean: q.natural_mean_(codes, size, mean)
 
 
 @cache
@@ -156,26 +114,10 @@ def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other(quantizers: A
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_sums_are_sent_as_levels(quantizers: Any) -> None:
-    """Three ranks' codes of 3 shares: what each rank packs, and the mean that all make of it."""
     for n, width, bits in ((1, 2, 3), (100, 2, 4), (100, 1, 2), (70_001, 1, 3), (70_001, 2, 5)):
         for bounds in cases(n)[0][1], cases(n)[-1][1]:
-            nbytes = layout_of(bounds, width, 4).nbytes
-            share = 4 * -(-nbytes // 12)
-            codes = torch.randint(256, (3, 3 * share), generator=torch.Generator().manual_seed(n)).byte()
-            factors, fields = random(len(bounds) - 1, 30), share * 8 // width
-            packed, mean, right = [], torch.full((n,), NAN), torch.full((n,), NAN)
-            for r in range(3):
-                parts = [own[r * share : (r + 1) * share] for own in codes]
-                packed.append(quantizers.pack_sums(parts, torch.tensor([0, fields]), width, bits))
-                assert same(packed[-1], REFERENCE.pack_sums(parts, torch.tensor([0, fields]), width, bits))
-            quantizers.sums_mean_(packed, fields, width, bits, bounds, factors, mean)
-            whole, ones = [own[:nbytes].contiguous() for own in codes], [torch.ones(len(bounds) - 1)] * 3
-            if width == 2:
-                REFERENCE.tern_mean_(whole, bounds, ones, factors, 3, right)
-            else:
-                REFERENCE.sign_mean_(whole, bounds, [-one for one in ones], ones, factors, 3, right)
             with case(n, len(bounds), width, bits):
-                assert same(mean, right)
+                check_sums(quantizers, bounds, width, bits, 3)
 
 
 def test_a_large_mean_is_written_past_the_caches(quantizers: Any) -> None:
@@ -269,18 +211,6 @@ def test_natural_powers(quantizers: Any) -> None:
     assert same(residual, torch.tensor([LARGEST - 2.0**127, 0.0, 1.0, -0.49]))
     powers = torch.ldexp(torch.ones(126), torch.arange(-125.0, 1))
     assert not any(quantizers.natural_encode(powers, seed)[1].any() for seed in SEEDS)
-
-
-def test_codes_at_any_address(quantizers: Any) -> None:
-    """And torch's generator is left alone."""
-    v, before = random(100, 1), torch.get_rng_state()
-    for encode, add_ in operations(quantizers, one_range(v), torch.ones(1)):
-        codes, _ = encode(v)
-        one, other = torch.zeros(100), torch.zeros(100)
-        add_(codes, one)
-        add_(torch.cat([codes[:1], codes])[1:], other)
-        assert same(one, other)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def assert_unbiased(encode: Any, v: Any, below: Any, above: Any) -> None:

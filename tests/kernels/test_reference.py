@@ -3,7 +3,6 @@
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from cases import case
 from kernels.comparison import HALVES, REFERENCE, random
@@ -19,25 +18,20 @@ def test_formulas_in_float64() -> None:
         for step in range(4):
             g = random(n, 10 + step)
             REFERENCE.accumulate_(PassInputs((g,), u, v, momentum, nesterov))
-            if nesterov:
-                u64 = momentum * (u64 + g.double())
-                v64 = v64 + u64 + g.double()
-            else:
-                u64 = momentum * u64 + g.double()
-                v64 = v64 + u64
+            u64 = momentum * (u64 + g.double()) if nesterov else momentum * u64 + g.double()
+            v64 = v64 + u64 + (g.double() if nesterov else 0.0)
         with case(n, momentum, nesterov):
             torch.testing.assert_close(u, u64.float(), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(v, v64.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float64])
-def test_gradients_of_other_types_leave_the_state_in_fp32(dtype: Any) -> None:
-    u, v, g = torch.full((3,), 0.1), torch.full((3,), 0.2), torch.tensor([1.0, -2.0, 0.5]).to(dtype)
-    REFERENCE.accumulate_(PassInputs((g,), u, v, 0.9, False))
-    assert u.dtype == v.dtype == torch.float32
-    torch.testing.assert_close(u, torch.tensor([1.09, -1.91, 0.59]))
-    torch.testing.assert_close(v, torch.tensor([1.29, -1.71, 0.79]))
-    assert g.tolist() == [1.0, -2.0, 0.5]
+def test_gradients_of_other_types_leave_the_state_in_fp32() -> None:
+    for dtype in (*HALVES, torch.float64):
+        u, v, g = torch.full((3,), 0.1), torch.full((3,), 0.2), torch.tensor([1.0, -2.0, 0.5]).to(dtype)
+        REFERENCE.accumulate_(PassInputs((g,), u, v, 0.9, False))
+        torch.testing.assert_close(u, torch.tensor([1.09, -1.91, 0.59]))
+        torch.testing.assert_close(v, torch.tensor([1.29, -1.71, 0.79]))
+        assert g.tolist() == [1.0, -2.0, 0.5]
 
 
 def test_largest_takes_the_k_largest() -> None:
@@ -50,27 +44,21 @@ def test_largest_takes_the_k_largest() -> None:
         assert k == 0 or v[chosen].abs().min() >= rest.max()
 
 
-DENORMAL = 1e-42
-TIES = [2.0, -2.0, 2.0, 1.0, 2.0, -2.0, 2.0, 2.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("v", "k", "expected"),
-    [
+def test_largest_of_too_few_zeros_ties_and_denormals() -> None:
+    ties, denormals = [2.0, -2.0, 2.0, 1.0, 2.0, -2.0, 2.0, 2.0, 2.0], [0.0, 1e-42, -2e-42, 0.0]
+    for v, k, expected in (
         ([1.0, -2.0], 5, [0, 1]),
         ([], 3, []),
         *(([0.0] * 4, k, []) for k in (0, 1, 3)),
         *(([0.0, -0.0, 3.0, 0.0], k, [2][:k]) for k in (0, 1, 3)),
-        (TIES, 1, [0]),
-        (TIES, 5, [0, 1, 2, 4, 5]),
-        (TIES, 9, list(range(9))),
-        ([0.0, DENORMAL, -2 * DENORMAL, 0.0], 1, [2]),
-        ([0.0, DENORMAL, -2 * DENORMAL, 0.0], 4, [1, 2]),
-    ],
-)
-def test_largest_of_too_few_zeros_ties_and_denormals(v: Any, k: Any, expected: Any) -> None:
-    chosen = largest(torch.tensor(v), k)
-    assert chosen.tolist() == expected and chosen.dtype == torch.int64
+        (ties, 1, [0]),
+        (ties, 5, [0, 1, 2, 4, 5]),
+        (ties, 9, list(range(9))),
+        (denormals, 1, [2]),
+        (denormals, 4, [1, 2]),
+    ):
+        chosen = largest(torch.tensor(v), k)
+        assert chosen.tolist() == expected and chosen.dtype == torch.int64
 
 
 def test_merge_mean_by_hand() -> None:
@@ -79,33 +67,32 @@ def test_merge_mean_by_hand() -> None:
         v[list(values)] = torch.tensor(list(values.values()))
         return as_selection(torch.tensor(list(values), dtype=torch.int64), v, 40)
 
-    indices, values = REFERENCE.merge_mean(
-        [part({1: 3.0, 5: 1.0}), part({0: 6.0, 5: 2.0}), part({})], 3, 200
-    ).valid()
+    parts = [part({1: 3.0, 5: 1.0}), part({0: 6.0, 5: 2.0}), part({})]
+    indices, values = REFERENCE.merge_mean(parts, 3, 200).valid()
     assert indices.tolist() == [0, 1, 5] and indices.dtype == torch.int64
     assert values.tolist() == [2.0, 1.0, 1.0] and values.dtype == torch.float32
     indices, values = REFERENCE.merge_mean([part({})] * 2, 2, 200).valid()
     assert indices.numel() == values.numel() == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_the_first_tensor_with_a_nonfinite_value_is_numbered(bad: Any) -> None:
-    for position, tensor in ((0, 1), (3, 1), (4, 2), (8, 3), (9, 3)):
+def test_the_first_tensor_with_a_nonfinite_value_is_numbered() -> None:
+    rows = ((0, 1), (3, 1), (4, 2), (8, 3), (9, 3))
+    for bad, (position, tensor) in product((float("nan"), float("inf"), -float("inf")), rows):
         g = torch.arange(10.0) + 1
         expected = g.index_fill(0, torch.tensor([position, 9]), 0.0)
         g[[position, 9]] = bad
         assert first_tensor_nonfinite(g, [0, 4, 8]) == tensor
         assert remove_nonfinite_(g) == position and torch.equal(g, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES, torch.float64])
-def test_usable_gradients_stay_as_they_are(dtype: Any) -> None:
-    largest = torch.tensor(min(torch.finfo(dtype).max, TOO_LARGE / 2), dtype=dtype)
-    g = torch.stack([largest, -largest, -0.0 * largest])
-    before = g.clone()
-    assert remove_nonfinite_(g) == 3 and torch.equal(g, before)
-    if dtype != torch.float16:
-        g[1] = -TOO_LARGE
-        assert remove_nonfinite_(g) == 1 and torch.equal(g, before * torch.tensor([1, 0, 1]))
     assert first_tensor_nonfinite(torch.ones(3), [0, 2]) == 0
     assert remove_nonfinite_(torch.empty(0)) == 0 and first_tensor_nonfinite(torch.empty(0), []) == 0
+
+
+def test_usable_gradients_stay_as_they_are() -> None:
+    for dtype in (torch.float32, *HALVES, torch.float64):
+        most = torch.tensor(min(torch.finfo(dtype).max, TOO_LARGE / 2), dtype=dtype)
+        g = torch.stack([most, -most, -0.0 * most])
+        before = g.clone()
+        assert remove_nonfinite_(g) == 3 and torch.equal(g, before)
+        if dtype != torch.float16:
+            g[1] = -TOO_LARGE
+            assert remove_nonfinite_(g) == 1 and torch.equal(g, before * torch.tensor([1, 0, 1]))

@@ -16,12 +16,6 @@ from benchmarks.step_methods import Ours
 from benchmarks.step_overhead import plan_buckets, resnet50
 from dgc import kernels
 from dgc.bucket import lay_out
-from dgc.kernels.triton_blocks import TritonBlocks
-from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
-from dgc.kernels.triton_elements import TritonElementCoder
-from dgc.kernels.triton_lowrank import TritonLowRank
-from dgc.kernels.triton_quantize import TritonQuantizers
-from dgc.kernels.triton_selection import TritonSelection
 from dgc.kernels.triton_tables import SECTOR, Launcher, bytes_moved
 from dgc.selection import Predicted
 
@@ -81,12 +75,7 @@ def test_no_kernel_moves_more_than_it_states() -> None:
     from kernels import compile_triton  # after `kernels.interpreter`
 
     with measured() as found:
-        compile_triton.every_operation(TritonSelection(), [torch.float16, torch.float32])
-        compile_triton.every_quantizer(TritonQuantizers())
-        compile_triton.every_payload(TritonCodec(), TritonMeanDecoder())
-        compile_triton.every_product(TritonLowRank(TritonSelection()), [torch.float16], (50,))
-        compile_triton.every_block(TritonBlocks())
-        compile_triton.every_code(TritonElementCoder(), [torch.float16, torch.float32])
+        compile_triton.everything([torch.float16, torch.float32], (50,))
     for name, programs, moved, stated in found:
         for own, said in zip(moved, stated, strict=True):
             assert own <= said + 5 * SECTOR * (programs + 2), (name, programs, moved, stated)

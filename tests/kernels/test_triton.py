@@ -3,19 +3,23 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import case
 from kernels import comparison
-from kernels.comparison import REFERENCE, assert_same_choice, same
+from kernels.comparison import REFERENCE, Pass, assert_same_choice, check_moments, check_tail, same
 from kernels.interpreter import DEVICE
 from kernels.interpreter import interpreter as interpreter
+from kernels.quantizing import REFERENCE as QUANTIZERS
+from kernels.quantizing import assert_same_codes, check_sums, coded, means, operations
 from kernels.waits import watching
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dgc.kernels.quantize import Quantizers, layout_of
 from dgc.kernels.selection import TOO_LARGE, PassInputs, SparseVector
 from dgc.kernels.triton_quantize import TritonQuantizers
 from dgc.kernels.triton_selection import TritonSelection
@@ -46,50 +50,41 @@ def split(g: Any, lengths: Any) -> Any:
     return tuple(part.clone() for part in g.split(lengths))
 
 
-def accumulated(
-    kernels: Any, pieces: Any, u: Any, v: Any, nesterov: bool = False, budget: Any = None, lower_bounds: Any = None
-) -> Any:
-    """Results, u and v of one pass over copies of u and v."""
-    u, v = None if u is None else u.clone(), v.clone()
-    inputs = PassInputs(pieces, u, v, 0.9, nesterov, decay=0.95)
-    if budget is None:
-        return kernels.accumulate_(inputs), u, v
-    return kernels.accumulate_and_select_(inputs, budget, lower_bounds), u, v
+def pass_of(g: Any, u: Any, v: Any, nesterov: bool = False, budget: Any = None) -> Pass:
+    return Pass(PassInputs((g,), u, v, 0.9, nesterov, decay=0.95), budget)
 
 
 def test_accumulate(kernels: Any) -> None:
     """Pieces that begin and end within tiles, empty ones, and one that is shorter than a tile. No momentum."""
     for n, nesterov in ((0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)):
-        g, u, v = random(n, 1), random(n, 2), random(n, 3)
         before = kernels.launches
-        ours = accumulated(kernels, (g,), u, v, nesterov)
-        assert all(map(same, ours, accumulated(REFERENCE, (g,), u, v, nesterov))), (n, nesterov)
-        assert kernels.launches - before == 1
-    lengths = [3, 0, 130, 64, 1, 0]
+        with case(n, nesterov):
+            pass_of(random(n, 1), random(n, 2), random(n, 3), nesterov).check(kernels)
+            assert kernels.launches - before == 1
+    lengths, u, v = [3, 0, 130, 64, 1, 0], random(198, 2), random(198, 3)
     for dtype in DTYPES:
-        g, u, v = random(198, 1).to(dtype), random(198, 2), random(198, 3)
-        ours = accumulated(kernels, split(g, lengths), u, v)
-        assert all(map(same, ours, accumulated(REFERENCE, (g,), u, v))), dtype
-        assert int(kernels.assign_(split(g, lengths), u)) == REFERENCE.assign_((g,), v) == 198 and same(u, v)
-        u, v = random(198, 2), random(198, 3)
-    assert all(map(same, accumulated(kernels, (g,), None, v), accumulated(REFERENCE, (g,), None, v)))
+        g, ours, theirs = random(198, 1).to(dtype), u.clone(), v.clone()
+        with case(dtype):
+            pass_of(g, u, v).check(kernels, None, lengths)
+            assert int(kernels.assign_(split(g, lengths), ours)) == REFERENCE.assign_((g,), theirs) == 198
+            assert same(ours, theirs)
+    pass_of(g, None, v).check(kernels)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
-def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels: Any, bad: Any) -> None:
-    g, u, v = random(300, 1), random(300, 2), random(300, 3)
-    g[[299, 131, 190]] = bad
-    ours = accumulated(kernels, split(g, [100, 200]), u, v)
-    assert int(ours[0]) == 131
-    assert all(map(same, ours, accumulated(REFERENCE, (g,), u, v)))
+def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels: Any) -> None:
+    for bad in (float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38):
+        g = random(300, 1)
+        g[[299, 131, 190]] = bad
+        with case(bad):
+            assert int(pass_of(g, random(300, 2), random(300, 3)).check(kernels, None, [100, 200])) == 131
 
 
 def test_denormals_and_negative_zeros_survive(kernels: Any) -> None:
     g, u, v = random(100, 1) * 1e-42, random(100, 2) * 1e-41, random(100, 3) * 1e-42
     g[::3], u[::3], v[::3] = -0.0, -0.0, -0.0
-    ours = accumulated(kernels, (g,), u, v)
-    assert all(map(same, ours, accumulated(REFERENCE, (g,), u, v)))
-    assert (ours[2] != 0).any()
+    one = pass_of(g, u, v)
+    one.check(kernels)
+    assert (one.left.v != 0).any()
 
 
 RANGES = {
@@ -102,12 +97,12 @@ RANGES = {
 WHOLE = {f"{k} of {n}": ([n], [k]) for n, k in ((0, 0), (1, 0), (1, 1), (64, 64), (65, 30), (150, 149))}
 
 
-@pytest.mark.parametrize("name", [*RANGES, *WHOLE])
-def test_select(kernels: Any, name: Any) -> None:
-    budget = budget_of(*{**RANGES, **WHOLE}[name])
-    v = random(int(budget.bounds[-1]), 4)
-    assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
-    assert kernels.launches == 9
+def test_select(kernels: Any) -> None:
+    for name, (sizes, ks) in {**RANGES, **WHOLE}.items():
+        budget, v, before = budget_of(sizes, ks), random(sum(sizes), 4), kernels.launches
+        with case(name):
+            assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
+            assert kernels.launches - before == 9
 
 
 def awkward(n: Any) -> Any:
@@ -127,99 +122,59 @@ def awkward(n: Any) -> Any:
     }
 
 
-@pytest.fixture(scope="module")
-def awkward_bucket() -> Any:
-    """A segment of each kind, of a full tile and a part of one: v, its budget and what is right."""
-    kinds = awkward(90)
-    v, budget = torch.cat(list(kinds.values())), budget_of([90] * len(kinds), [11] * len(kinds))
-    return v, budget, REFERENCE.select(v, budget)
+def test_floors_never_change_the_choice_of_awkward_values(kernels: Any) -> None:
+    """In a segment of each kind. Floors are too low, right, too high; 0 where a segment is mostly zeros."""
+    kinds = awkward(90).values()
+    g, budget = torch.cat(list(kinds)), budget_of([90] * len(kinds), [11] * len(kinds))
+    one, expected = pass_of(g, 0 * g, 0 * g, False, budget), REFERENCE.select(g, budget)
+    assert all(torch.equal(x, g) for x in (one.left.u, one.left.v) if x is not None)
+    assert_same_choice(kernels.select(g, budget), expected)
+    for scale in (0.0, 1.0, 1.1):
+        many = TritonSelection(TILE, 32)
+        lower_bounds = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
+        with case(scale):
+            one.check(many, lower_bounds, [33, g.numel() - 33])
+            assert many.launches == 5
 
 
-def test_awkward_values(kernels: Any, awkward_bucket: Any) -> None:
-    v, budget, expected = awkward_bucket
-    assert_same_choice(kernels.select(v, budget), expected)
+def test_half_precision_gradients(kernels: Any) -> None:
+    for dtype in DTYPES[:2]:
+        g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
+        g[200] = float("nan")
+        with case(dtype):
+            pass_of(g, u, v, True, budget_of([133, 200], [10, 10])).check(kernels, tensor(1.5, 1.5))
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1.1])
-def test_floors_never_change_the_choice(awkward_bucket: Any, scale: Any) -> None:
-    """Too low, right, too high. A segment that is mostly zeros has a threshold, and so a lower bound, of 0."""
-    g, budget, expected = awkward_bucket
-    kernels, zeros, pieces = TritonSelection(TILE, 32), torch.zeros_like(g), split(g, [33, g.numel() - 33])
-    lower_bounds = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
-    chosen, u, v = accumulated(kernels, pieces, zeros, zeros, False, budget, lower_bounds)
-    assert_same_choice(chosen, expected)
-    assert torch.equal(u, g) and torch.equal(v, g)
-    assert kernels.launches == 5
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_gradients(kernels: Any, dtype: Any) -> None:
-    g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
-    g[200] = float("nan")
-    budget, lower_bounds = budget_of([133, 200], [10, 10]), tensor(1.5, 1.5)
-    ours, theirs = (accumulated(k, (g,), u, v, True, budget, lower_bounds) for k in (kernels, REFERENCE))
-    assert_same_choice(ours[0], theirs[0])
-    assert same(ours[1], theirs[1]) and same(ours[2], theirs[2])
-
-
-def one_full_tile() -> Any:
-    """Enough candidates in all, but one tile has no room for its own."""
-    g = torch.full((640,), 0.01, device=DEVICE)
-    g[64:128] = random(64, 8).abs() + 2
-    return g
-
-
-def three_nonzero() -> Any:
-    """All of them are candidates, which is no miss."""
-    g = torch.zeros(640, device=DEVICE)
-    g[[5, 100, 639]] = tensor(1.0, -2.0, 3.0)
-    return g
-
-
-def normal() -> Any:
-    return random(1000, 7)
-
-
-@pytest.mark.parametrize(
-    "make, tile, slots, lower_bounds, missed",
-    [
-        (normal, 256, 64, [1.5, 1.5], 0),
-        (normal, 256, 64, [9.0, 1.5], 1),
-        (normal, 256, 64, [9.0, float("inf")], 2),
-        (normal, 256, 64, [0.0, 1.5], 1),
-        (normal, 256, 64, [0.0, 0.0], 2),
-        (one_full_tile, TILE, SLOTS, [1.0], 1),
-        (three_nonzero, TILE, SLOTS, [0.0], 0),
-    ],
-)
-def test_missed(make: Any, tile: Any, slots: Any, lower_bounds: Any, missed: Any) -> None:
-    """A lower bound of 0 passes more than the slots hold; one of 9 passes nothing."""
-    g, segments = make(), len(lower_bounds)
-    budget = budget_of([len(g) // segments] * segments, [20 // segments] * segments)
-    kernels, zeros = TritonSelection(tile, slots), torch.zeros_like(g)
-    chosen, _, _ = accumulated(kernels, (g,), None, zeros, False, budget, tensor(*lower_bounds))
-    assert int(chosen.missed) == missed
-    assert_same_choice(chosen, REFERENCE.select(g, budget))
+def test_missed() -> None:
+    """A lower bound of 0 passes more than the slots hold; one of 9 passes nothing. Where one tile has no room for
+    its candidates, there may be enough in all. If all elements that are not zero are candidates, none is missed.
+    """
+    normal, full, three = random(1000, 7), torch.full((640,), 0.01, device=DEVICE), torch.zeros(640, device=DEVICE)
+    full[64:128] = random(64, 8).abs() + 2
+    three[[5, 100, 639]] = tensor(1.0, -2.0, 3.0)
+    for g, tile, slots, lower_bounds, missed in (
+        (normal, 256, 64, (1.5, 1.5), 0),
+        (normal, 256, 64, (9.0, 1.5), 1),
+        (normal, 256, 64, (9.0, float("inf")), 2),
+        (normal, 256, 64, (0.0, 1.5), 1),
+        (normal, 256, 64, (0.0, 0.0), 2),
+        (full, TILE, SLOTS, (1.0,), 1),
+        (three, TILE, SLOTS, (0.0,), 0),
+    ):
+        segments, kernels = len(lower_bounds), TritonSelection(tile, slots)
+        budget = budget_of([len(g) // segments] * segments, [20 // segments] * segments)
+        with case(lower_bounds, missed):
+            one = pass_of(g, None, 0 * g, False, budget)
+            assert int(one.check(kernels, tensor(*lower_bounds)).missed) == missed
 
 
 def test_other_gradients_in_the_same_bucket(kernels: Any) -> None:
     """Tables that are kept from the step before must not point at its gradients."""
     budget = budget_of([100, 100], [5, 5])
     for step in range(3):
-        g, u, v = random(200, step), random(200, 10 + step), random(200, 20 + step)
-        pieces = split(g, [150, 50] if step == 1 else [60, 140])
-        ours, theirs = (accumulated(k, pieces, u, v, False, budget) for k in (kernels, REFERENCE))
-        assert_same_choice(ours[0], theirs[0])
-        assert same(ours[2], theirs[2])
-
-
-def segments_of(v: Any, bounds: Any) -> Any:
-    """In fp64."""
-    return [part.cpu().double() for part in v.split(bounds.diff().tolist())]
-
-
-def assert_close(ours: Any, expected: Any) -> None:
-    torch.testing.assert_close(ours.cpu(), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
+        g, u, v = (random(200, seed + step) for seed in (0, 10, 20))
+        one = pass_of(g, u, v, False, budget)
+        one.check(kernels, None, [150, 50] if step == 1 else [60, 140])
 
 
 STATISTICS = {
@@ -236,16 +191,9 @@ def test_moments_and_tail(kernels: Any, name: Any) -> None:
     """The lower bound of the first range is a magnitude in it, which is counted; that of the last range is inf."""
     sizes, scale = STATISTICS[name]
     bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 9) * scale
-    found, parts = kernels.moments(v, bounds), segments_of(v, bounds)
-    assert kernels.launches == 2
-    assert_close(found.magnitudes, [float(part.abs().sum()) for part in parts])
-    assert_close(found.squares, [float(part.square().sum()) for part in parts])
-    errors = (found.sums.cpu() - torch.stack([part.sum() for part in parts])).abs()
-    assert (errors <= 1e-9 * found.magnitudes.cpu()).all()
-    assert found.largest.tolist() == [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
+    found = check_moments(kernels, v, bounds)
     again = TritonSelection(TILE, SLOTS).moments(v, bounds)
-    assert same(again.sums, found.sums) and same(again.squares, found.squares)
-
+    assert same(again.sums, found.sums) and same(again.squares, found.squares) and kernels.launches == 2
     v[::5] = -0.0
     lower_bound = {"straddling": 0.0, "empty": 9.0}.get(name, 1.0)
     lower_bounds = torch.full((len(sizes),), lower_bound, device=DEVICE) * scale
@@ -253,27 +201,21 @@ def test_moments_and_tail(kernels: Any, name: Any) -> None:
         lower_bounds[0] = v[: sizes[0]].abs().max()
     lower_bounds[-1] = float("inf")
     v[v.numel() - sizes[-1] :] = float("nan")
-    tail, parts = kernels.tail(v, bounds, lower_bounds), segments_of(v, bounds)
+    check_tail(kernels, v, bounds, lower_bounds)
     assert kernels.launches == 4
-    limits = zip(parts, lower_bounds.tolist(), strict=True)
-    chosen = [part[(part.abs() >= limit) & (part != 0)].abs() for part, limit in limits]
-    assert tail.counts.tolist() == [part.numel() for part in chosen]
-    assert_close(tail.sums, [float(part.sum()) for part in chosen])
 
 
 def test_statistics_of_more_tiles_than_a_block(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dgc.kernels.triton_selection.SUMS", 4)
     for sizes in ([1200], [1, 0, 0, 1000, 130, 0]):
         bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
-        parts, lower_bounds = segments_of(v, bounds), torch.ones(len(sizes), device=DEVICE)
-        found, tail = kernels.moments(v, bounds), kernels.tail(v, bounds, lower_bounds)
-        assert_close(found.squares, [float(part.square().sum()) for part in parts])
-        assert tail.counts.tolist() == [int((part.abs() >= 1).sum()) for part in parts]
+        check_moments(kernels, v, bounds)
+        check_tail(kernels, v, bounds, torch.ones(len(sizes), device=DEVICE))
 
 
-@pytest.mark.parametrize(
-    ("ks", "form", "masked"),
-    [
+def test_what_was_sent_is_taken_out(kernels: Any) -> None:
+    """Alone, and by a pass, to which it adds one launch; also where fewer were sent than planned."""
+    for ks, form, masked in (
         ([0, 0], "nesterov", True),
         ([5, 9], "plain", True),
         ([5, 9], "plain", False),
@@ -281,25 +223,22 @@ def test_statistics_of_more_tiles_than_a_block(kernels: Any, monkeypatch: pytest
         ([5, 9], "residual", False),
         ([100, 150], "residual", True),
         ([100, 150], "nesterov", False),
-    ],
-)
-def test_what_was_sent_is_taken_out(kernels: Any, ks: Any, form: Any, masked: Any) -> None:
-    """Alone, and by a pass, to which it adds one launch; also where fewer were sent than planned."""
-    budget, v, nesterov = budget_of([100, 150], ks), awkward(250)["mostly zeros"], form == "nesterov"
-    chosen = REFERENCE.select(v, budget).elements
-    sent = SparseVector(chosen.indices, chosen.values.half().float(), chosen.count)
-    us = [None if form == "residual" else random(250, 1) for _ in range(2)]
-    ours, theirs = (PassInputs((random(250, 4),), u, v.clone(), 0.9, nesterov, sent, masked, 0.95) for u in us)
-    for backend, inputs in ((kernels, ours), (REFERENCE, theirs)):
-        backend.remove_sent_(sent, inputs.u if masked else None, inputs.v)
-    assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
-    before = kernels.launches
-    assert int(kernels.accumulate_(ours)) == int(REFERENCE.accumulate_(theirs)) == 250
-    assert kernels.launches - before == 1 + (sum(ks) > 0)
-    assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
-    expected = REFERENCE.accumulate_and_select_(theirs, budget, None)
-    assert_same_choice(kernels.accumulate_and_select_(ours, budget, tensor(1.0, 1.0)), expected)
-    assert same(ours.v, theirs.v) and same(ours.u, theirs.u)
+    ):
+        budget, v = budget_of([100, 150], ks), awkward(250)["mostly zeros"]
+        chosen = REFERENCE.select(v, budget).elements
+        sent, u = SparseVector(chosen.indices, chosen.values.half().float(), chosen.count), random(250, 1)
+        inputs = PassInputs((random(250, 4),), u, v, 0.9, form == "nesterov", sent, masked, 0.95)
+        ours, theirs = ((u.clone(), v.clone()) for _ in range(2))
+        if form == "residual":
+            inputs = replace(inputs, u=None)
+        for backend, (own_u, own_v) in ((kernels, ours), (REFERENCE, theirs)):
+            backend.remove_sent_(sent, own_u if inputs.u is not None and masked else None, own_v)
+        with case(ks, form, masked):
+            assert all(map(same, ours, theirs))
+            before = kernels.launches
+            assert int(Pass(inputs).check(kernels)) == 250
+            assert kernels.launches - before == 1 + (sum(ks) > 0)
+            Pass(inputs, budget).check(kernels, tensor(1.0, 1.0))
 
 
 def sparse(n: Any, k: Any, seed: Any, capacity: Any) -> Any:
@@ -318,15 +257,15 @@ class NoDivisionByNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("counts", [[5], [0], [7, 7], [40, 0, 33], [60, 60, 1, 60, 0], [0, 0]])
-def test_merge_mean(kernels: Any, counts: Any) -> None:
-    parts = [sparse(90, k, seed, max(k, 9)) for seed, k in enumerate(counts)]
-    merged = kernels.merge_mean(parts, len(parts), 90)
-    with NoDivisionByNumbers():
-        reference = REFERENCE.merge_mean(parts, len(parts), 90)
-    ours, theirs = merged.valid(), reference.valid()
-    assert not merged.values[len(ours[1]) :].any()
-    assert same(ours[0], theirs[0]) and same(ours[1], theirs[1]) and ours[0].dtype == torch.int64
+def test_merge_mean(kernels: Any) -> None:
+    for counts in ([5], [0], [7, 7], [40, 0, 33], [60, 60, 1, 60, 0], [0, 0]):
+        parts = [sparse(90, k, seed, max(k, 9)) for seed, k in enumerate(counts)]
+        merged = kernels.merge_mean(parts, len(parts), 90)
+        with NoDivisionByNumbers():
+            theirs = REFERENCE.merge_mean(parts, len(parts), 90).valid()
+        with case(counts):
+            assert all(map(same, merged.valid(), theirs)) and theirs[0].dtype == torch.int64
+            assert not merged.values[len(theirs[1]) :].any()
 
 
 def test_merge_mean_in_the_order_of_the_parts_and_of_no_capacity(kernels: Any) -> None:
@@ -338,109 +277,61 @@ def test_merge_mean_in_the_order_of_the_parts_and_of_no_capacity(kernels: Any) -
     assert indices.shape == means.shape == (0,) and indices.dtype == torch.int64
 
 
-@pytest.mark.parametrize("dtypes", [[dtype] for dtype in DTYPES] + [[torch.float32, torch.float16]])
-def test_subtract_at(kernels: Any, dtypes: Any) -> None:
+def test_subtract_at(kernels: Any) -> None:
     lengths = [3, 0, 130, 64, 1, 0, 70]
     bounds, factors = budget_of(lengths, [0] * 7).bounds, [0.1 * s for s in range(7)]
-    for k in (0, 1, 200):
-        indices, values = sparse(268, k, 1, k).indices.long(), random(k, 2)
-        ours, theirs = (
-            [random(n, seed).to(dtypes[seed % len(dtypes)]) for seed, n in enumerate(lengths)] for _ in range(2)
-        )
-        before = kernels.launches
-        kernels.subtract_at_(ours, bounds, indices, values, factors)
-        REFERENCE.subtract_at_(theirs, bounds, indices, values, factors)
-        assert all(map(same, ours, theirs)), k
-        assert len(dtypes) > 1 or kernels.launches - before == (k > 0)
+    for dtypes, k in product([[torch.float32, torch.float16], *([dtype] for dtype in DTYPES)], (0, 1, 200)):
+        indices, values, before, made = sparse(268, k, 1, k).indices.long(), random(k, 2), kernels.launches, []
+        for backend in (kernels, REFERENCE):
+            made.append([random(n, s).to(dtypes[s % len(dtypes)]) for s, n in enumerate(lengths)])
+            backend.subtract_at_(made[-1], bounds, indices, values, factors)
+        with case(dtypes, k):
+            assert all(map(same, *made)) and (len(dtypes) > 1 or kernels.launches - before == (k > 0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_decay(kernels: Any, dtype: Any, nesterov: Any) -> None:
-    for n in (0, 1, 1025):
+def test_decay(kernels: Any) -> None:
+    for dtype, nesterov, n in product(DTYPES, (False, True), (0, 1, 1025)):
         ours, theirs = ((random(n, 1).to(dtype), random(n, 2).to(dtype)) for _ in range(2))
         kernels.decay_(*ours, 0.1, 5e-4, 0.9, nesterov)
         REFERENCE.decay_(*theirs, 0.1, 5e-4, 0.9, nesterov)
-        assert all(map(same, ours, theirs))
+        assert all(map(same, ours, theirs)), (dtype, nesterov, n)
 
 
-def quantized(quantizers: Any, v: Any, bounds: Any, each: Any) -> Any:
-    """Of every operation the codes, the residual, and what adding gives to a buffer of its own."""
-    q = quantizers
-    coded: list[tuple[Any, ...]] = []
-    coded.append((q.largest(v, bounds), q.positives(v, bounds)))
-    coded.append(q.sign_encode(v, bounds, each - 0.5, -each, 2 * each, False))
-    coded.append(q.tern_encode(v, bounds, each, False))
-    coded.append(q.uniform_encode(v, bounds, each, 7, 4, 1, False))
-    coded.append((*q.sign_encode(v, bounds, each - 0.5, -each, 2 * each), v.clone()))
-    q.sign_add_(coded[-1][0], bounds, -each, 2 * each, coded[-1][2])
-    coded.append((*q.tern_encode(v, bounds, each), v.clone()))
-    q.tern_add_(coded[-1][0], bounds, each, coded[-1][2])
-    for seed in (None, 2**32 - 3):
-        for bits in (2, 4, 8):
-            levels = 2 ** (bits - 1) - 1
-            coded.append((*q.uniform_encode(v, bounds, 2 * each, levels, bits, seed), v.clone()))
-            q.uniform_add_(coded[-1][0], bounds, 2 * each, levels, bits, coded[-1][2])
-    return coded
-
-
-@pytest.mark.parametrize(
-    ("sizes", "scales"), [([0], [1.0]), ([1], [1.0]), ([33, 0, 70, 64, 1, 0, 66, 0], [1.0, 1e37, 1e-40])]
-)
-def test_quantizers(sizes: Any, scales: Any) -> None:
-    bounds, n = budget_of(sizes, [0] * len(sizes)).bounds, sum(sizes)
-    each = random(len(sizes), 4).abs()
-    each[1:3] = tensor(0.0, float("inf"))[: len(sizes) - 1]
-    for scale in scales:
-        v = random(n, 9) * scale
-        v[::7] = -0.0
-        ours, theirs = (quantized(q, v, bounds, scale * each) for q in (TritonQuantizers(TILE), Quantizers()))
-        for mine, expected in zip(ours, theirs, strict=True):
-            assert all(map(same, mine, expected))
+def test_quantizers() -> None:
+    ours = TritonQuantizers(TILE)
+    for sizes, scales in (([0], [1.0]), ([1], [1.0]), ([33, 0, 70, 64, 1, 0, 66, 0], [1e37, 1e-40])):
+        bounds, each = budget_of(sizes, [0] * len(sizes)).bounds, random(len(sizes), 4).abs()
+        each[1:3] = tensor(0.0, float("inf"))[: len(sizes) - 1]
+        for scale in scales:
+            v = random(sum(sizes), 9) * scale
+            v[::7] = -0.0
+            with case(sizes, scale):
+                assert same(ours.largest(v, bounds), QUANTIZERS.largest(v, bounds))
+                assert same(ours.positives(v, bounds), QUANTIZERS.positives(v, bounds))
+                found, expected = (coded(q, v, bounds, scale * each) for q in (ours, QUANTIZERS))
+                assert_same_codes(found, expected, v)
 
 
 def test_means_of_several_ranks() -> None:
     """In one launch, of codes in one tensor, as after an all-gather, or each in its own."""
     bounds, n, ranks = budget_of([33, 0, 70, 64, 1, 0, 66], [0] * 7).bounds, 234, 3
-    vs, each = [random(n, seed) * 10.0**seed for seed in range(ranks)], random(7, 4).abs()
+    ours, each = TritonQuantizers(TILE), random(7, 4).abs()
+    vs = [random(n, seed) * 10.0**seed for seed in range(ranks)]
     values = [each * (seed + 1) for seed in range(ranks)]
     values[1][2] = float("inf")
-    reference, ours = Quantizers(), TritonQuantizers(TILE)
-    for together in (False, True):
-
-        def rows(tensors: Any) -> Any:
-            return torch.stack(tensors).unbind() if together else tensors  # noqa: B023 (called here)
-
-        def check(name: str, codes: Any, *given: Any) -> None:
-            before, (mine, theirs) = ours.launches, (torch.full((n,), 7.0, device=DEVICE) for _ in range(2))
-            getattr(ours, name)(rows(codes), bounds, *given, ranks, mine)
-            getattr(reference, name)(codes, bounds, *given, ranks, theirs)
-            assert same(mine, theirs) and ours.launches - before == 1, name
-
-        own = rows(values)
-        signs = [reference.sign_encode(v, bounds, 0 * each, -x, x)[0] for v, x in zip(vs, values, strict=True)]
-        check("sign_mean_", signs, rows([-2 * x for x in values]), own, None)
-        check("sign_mean_", signs, rows([-x for x in values]), own, each)
-        ternary = [reference.tern_encode(v, bounds, x)[0] for v, x in zip(vs, values, strict=True)]
-        check("tern_mean_", ternary, own, each)
+    of_ranks = list(zip(*(operations(QUANTIZERS, bounds, each) for each in values), strict=True))
+    for together, factors, kind in product((False, True), (None, each), (0, 1)):
+        codes = [encode(v)[0] for (encode, _), v in zip(of_ranks[kind], vs, strict=True)]
+        rows = [torch.stack(tensors).unbind() if together else tensors for tensors in (codes, values)]
+        before, (mine, theirs) = ours.launches, (torch.full((n,), 7.0, device=DEVICE) for _ in range(2))
+        for q, (own, given), mean in ((ours, rows, mine), (QUANTIZERS, (codes, values), theirs)):
+            [*means(q, bounds, given, factors, ranks)][kind](own, mean)
+        assert same(mine, theirs) and ours.launches - before == 1, (together, kind)
 
 
 def test_sums_of_several_segments() -> None:
-    """Each rank packs its share of the sums of all ranks' fields, and unpacks them all."""
-    bounds, n, factors = budget_of([33, 0, 70, 64, 1, 66], [0] * 6).bounds, 234, random(6, 4)
-    reference, ours = Quantizers(), TritonQuantizers(TILE)
     for width, bits in ((1, 2), (2, 3)):
-        share = 4 * -(-layout_of(bounds, width, 4).nbytes // 8)
-        codes = (
-            torch.randint(256, (2, 2 * share), generator=torch.Generator().manual_seed(width)).byte().to(DEVICE)
-        )
-        fields = share * 8 // width
-        parts = [[own[r * share : (r + 1) * share] for own in codes] for r in range(2)]
-        packed = [reference.pack_sums(own, tensor(0, fields), width, bits) for own in parts]
-        means = [torch.full((n,), 7.0, device=DEVICE) for _ in range(2)]
-        for quantizers, mean in zip((ours, reference), means, strict=True):
-            quantizers.sums_mean_(packed, fields, width, bits, bounds, factors, mean)
-        assert same(*means), width
+        check_sums(TritonQuantizers(TILE), budget_of([33, 0, 70, 64, 1, 66], [0] * 6).bounds, width, bits, 2)
 
 
 def test_rows_of_other_tensors_are_copied() -> None:
@@ -456,7 +347,7 @@ def test_small_integers() -> None:
     for n in (0, 1, 8, 1003):
         levels = torch.arange(n, device=DEVICE).mul(37).byte()
         for bits in range(1, 9):
-            assert torch.equal(TritonQuantizers().pack(levels, bits), Quantizers().pack(levels, bits)), (n, bits)
+            assert torch.equal(TritonQuantizers().pack(levels, bits), QUANTIZERS.pack(levels, bits)), (n, bits)
 
 
 # --- what it promises beside the results -----------------------------------------------------------
@@ -465,11 +356,13 @@ def test_small_integers() -> None:
 def test_quantizers_wait_for_nothing_but_the_bounds() -> None:
     bounds, v = budget_of([100, 28], [0, 0]).bounds, random(128, 1)
     quantizers, each = TritonQuantizers(TILE), torch.ones(2, device=DEVICE)
-    quantized(quantizers, v, bounds, each)
+    coded(quantizers, v, bounds, each)
     before = quantizers.launches
     with watching() as watch:
-        quantized(quantizers, v, bounds, each)
-    assert watch.seen == [] and quantizers.launches - before == 4 + 2 + 2 + 6 * 2
+        quantizers.largest(v, bounds)
+        quantizers.positives(v, bounds)
+        coded(quantizers, v, bounds, each)
+    assert watch.seen == [] and quantizers.launches - before == 1 + 4 * 8, "two to encode and two to add"
 
 
 @pytest.mark.parametrize("lower_bounds", [None, [0.5, 99.0]])
@@ -496,11 +389,12 @@ def test_nothing_waits_for_the_device(kernels: Any, lower_bounds: Any) -> None:
     assert {*watch.seen, *other.seen} <= {"kernels/triton_tables.py _table"}
 
 
-@pytest.mark.parametrize("wait", [lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist()])
-def test_the_waiting_that_is_looked_for_is_noticed(wait: Any) -> None:
-    with watching() as watch:
-        wait(torch.ones(3, device=DEVICE))
-    assert watch.seen
+def test_the_waiting_that_is_looked_for_is_noticed() -> None:
+    waits: tuple[Any, ...] = (lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist())
+    for wait in waits:
+        with watching() as watch:
+            wait(torch.ones(3, device=DEVICE))
+        assert watch.seen
 
 
 def test_launches_do_not_grow_with_the_number_of_tensors(kernels: Any) -> None:

@@ -1,17 +1,16 @@
 """Payloads of the Triton backend against plain torch, bit for bit; in Triton's interpreter without a GPU."""
 
 from itertools import product
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, same
-from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.interpreter import DEVICE, ORDERS
 from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
-from wire.payloads import noise_in, seal_
+from wire import payloads
 
 from dgc import wire
 from dgc.kernels.codec import PLAIN, WORDS, Codec, IndexKind
@@ -22,31 +21,23 @@ from dgc.wire.payload import PayloadPlan
 
 CASTS = ("fp32", "fp16", "bf16")
 VALUES = (*map(wire.CastValues, CASTS), wire.SignValues(), wire.Int8Values(), wire.TwoBitValues())
-INDICES = {
-    "int32": wire.PlainIndices("int32"),
-    "int64": wire.PlainIndices("int64"),
-    "packed": wire.PackedIndices(),
-    "rice": wire.RiceIndices(),
-    "chunks": wire.ChunkIndices(),
-}
 # elements of the bucket, of a selection, of the payload: none, one, an odd number, more than one program
 SIZES = ((5000, 0, 50), (10, 1, 1), (5000, 37, 51), (9000, 2100, 2100))
 
 
 def plan_of(values: Any, indices: Any, numel: Any, capacity: Any) -> Any:
-    budget = comparison.budget_of(
-        [0, numel // 3, numel - numel // 3], [0, capacity // 2, -(-capacity // 2)], DEVICE
-    )
-    return PayloadPlan(wire.SparseFormat(values, INDICES[indices]), budget, numel, 0.01)
+    sizes, ks = [0, numel // 3, numel - numel // 3], [0, capacity // 2, -(-capacity // 2)]
+    budget = comparison.budget_of(sizes, ks, DEVICE)
+    return PayloadPlan(wire.SparseFormat(values, payloads.INDICES[indices]), budget, numel, 0.01)
+
+
+def on_device(given: Any) -> Any:
+    return SparseVector(*(x.to(DEVICE) for x in (given.indices, given.values, given.count)))
 
 
 def selection_of(numel: Any, count: Any, capacity: Any, seed: Any, scale: float = 1.0) -> Any:
-    chosen = torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:count].sort().values
-    indices, values = torch.zeros(capacity, dtype=torch.int32), torch.zeros(capacity)
-    indices[:count], values[:count] = chosen, comparison.random(count, seed) * scale
-    return SparseVector(
-        indices.to(DEVICE), values.to(DEVICE), torch.tensor(count, dtype=torch.int32, device=DEVICE)
-    )
+    values = comparison.random(count, seed) * scale
+    return on_device(payloads.selection_of(payloads.scattered(numel, count, seed), values, capacity))
 
 
 def test_payloads() -> None:
@@ -83,8 +74,7 @@ def hard_selections() -> Any:
         (10_400, multiples, wide * 1e37),
     )
     for numel, indices, values in kinds:
-        given = SparseVector(indices.int(), values, torch.tensor(n, dtype=torch.int32))
-        yield numel, SparseVector(*(x.to(DEVICE) for x in (given.indices, given.values, given.count)))
+        yield numel, on_device(payloads.selection_of(indices, values))
 
 
 def test_coded_payloads() -> None:
@@ -112,9 +102,7 @@ def test_coded_payloads() -> None:
 def test_headers_of_other_payloads() -> None:
     ours, theirs = TritonCodec(), Codec()
     for words in (3, 4, 1027, 1028, 5000):
-        payload = torch.randint(
-            0, 256, (8 * words,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
-        )
+        payload = torch.randint(256, (8 * words,), generator=torch.Generator().manual_seed(1)).byte()
         mine, expected = (payload.to(DEVICE).clone() for _ in range(2))
         for codec, given in ((ours, mine), (theirs, expected)):
             given[:24] = 0
@@ -130,103 +118,86 @@ def test_headers_of_other_payloads() -> None:
     assert ours.launches == 5 + 5
 
 
-def dense_mean(plan: Any, payloads: Any, size: Any) -> Any:
-    """The numbers of all payloads, and the mean, in plain torch."""
-    decoded = plan.decode(Codec(), payloads)
-    merged = REFERENCE.merge_mean(decoded.contents, size, plan.numel)
-    indices, values = merged.valid()
-    mean = torch.zeros(plan.numel, device=DEVICE)
-    mean[indices] = values
-    return torch.stack([scalar.int() for scalar in decoded.scalars]), mean
+def dense_words(plan: Any, sent: Any) -> Any:
+    return torch.stack([scalar.int() for scalar in plan.decode(Codec(), sent).scalars])
+
+
+def dense_mean(plan: Any, sent: Any, size: Any) -> Any:
+    """In plain torch."""
+    parts = plan.decode(Codec(), sent).contents
+    indices, values = REFERENCE.merge_mean(parts, size, plan.numel).valid()
+    return torch.zeros(plan.numel, device=DEVICE).index_put_((indices,), values)
 
 
 def test_means() -> None:
     """Of one rank, and of several whose sum depends on the order. Their number changes no launches."""
     for i, ((numel, count, capacity), values) in enumerate(product(SIZES, VALUES)):
-        plan, decoder = plan_of(values, [*INDICES][i % 7 % 5], numel, capacity), TritonMeanDecoder()
+        plan, decoder = plan_of(values, [*payloads.INDICES][i % 7 % 5], numel, capacity), TritonMeanDecoder()
         selections = [selection_of(numel, count, capacity, seed, 10.0 ** (3 * seed)) for seed in range(4)]
         end = torch.tensor(numel, device=DEVICE)
-        payloads = [plan.encode(Codec(), selection, end).payload for selection in selections]
+        sent = [plan.encode(Codec(), selection, end).payload for selection in selections]
         for ranks in (1, 4):
             mean = torch.full((numel,), float("nan"), device=DEVICE)
             # as after an all-gather, and each on its own
-            given = torch.stack(payloads[:ranks]).unbind() if i % 2 else payloads[:ranks]
+            given = torch.stack(sent[:ranks]).unbind() if i % 2 else sent[:ranks]
             numbers = decoder.mean_into_(mean, given, plan.layout, plan.budget.bounds, ranks)
-            words, expected = dense_mean(plan, payloads[:ranks], ranks)
-            assert same(mean, expected), (numel, count, values, ranks)
-            assert torch.equal(numbers[:-1], words) and numbers[-1] == 1
+            assert same(mean, dense_mean(plan, sent[:ranks], ranks)), (numel, count, values, ranks)
+            assert torch.equal(numbers[:-1], dense_words(plan, sent[:ranks])) and numbers[-1] == 1
         assert decoder.launches == (4 if plan.layout.indices.kind in PLAIN else 6)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of values that overflow
 def test_broken_payloads_are_found_and_not_read() -> None:
-    generator = torch.Generator().manual_seed(0)
-    forms = (
-        (wire.CastValues("fp16"), "int32"),
-        (wire.TwoBitValues(), "packed"),
-        (wire.SignValues(), "rice"),
-        (wire.Int8Values(), "chunks"),
-    )
-    for values, indices in forms:
+    generator, end = torch.Generator().manual_seed(0), torch.tensor(3000, device=DEVICE)
+    mean = torch.zeros(3000, device=DEVICE)
+
+    def numbers_of(plan: Any, sent: Any) -> Any:
+        return TritonMeanDecoder().mean_into_(mean, sent, plan.layout, plan.budget.bounds, 2)
+
+    kinds = (wire.CastValues("fp16"), "int32"), (wire.TwoBitValues(), "packed"), (wire.SignValues(), "rice")
+    for values, indices in (*kinds, (wire.Int8Values(), "chunks")):
         plan = plan_of(values, indices, 3000, 600)
-        end = torch.tensor(3000, device=DEVICE)
         whole = [plan.encode(Codec(), selection_of(3000, 600, 600, seed), end).payload for seed in range(2)]
         for trial in range(12):
-            payloads = [payload.clone() for payload in whole]
+            sent = [payload.clone() for payload in whole]
             place = int(torch.randint(plan.layout.nbytes, (), generator=generator)) if trial else 0
-            payloads[trial % 2][place] ^= 1 << trial % 8
-            mean = torch.zeros(3000, device=DEVICE)
-            numbers = TritonMeanDecoder().mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
-            ours, theirs = (n.view(2, WORDS) for n in (numbers[:-1], dense_words(plan, payloads)))
-            assert torch.equal(ours, theirs), (values, trial)
-            assert not ours[trial % 2, 4]
-            payloads[trial % 2] = noise_in(payloads[trial % 2], generator, (1.0, 0.05, 0.003)[trial % 3], first=12)
-            seal_(payloads[trial % 2])
-            numbers = TritonMeanDecoder().mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
-            assert torch.equal(numbers[:-1], dense_words(plan, payloads)), (values, trial)
+            sent[trial % 2][place] ^= 1 << trial % 8
+            numbers = numbers_of(plan, sent)[:-1]
+            assert torch.equal(numbers, dense_words(plan, sent)), (values, trial)
+            assert not numbers.view(2, WORDS)[trial % 2, 4]
+            noisy = payloads.noise_in(sent[trial % 2], generator, (1.0, 0.05, 0.003)[trial % 3], first=12)
+            payloads.seal_(noisy)
+            sent[trial % 2] = noisy
+            assert torch.equal(numbers_of(plan, sent)[:-1], dense_words(plan, sent)), (values, trial)
     plan = plan_of(wire.CastValues("fp32"), "int32", 3000, 600)
-    selections = [selection_of(3000, 600, 600, 0, 3e38) for _ in range(2)]
-    payloads = [plan.encode(Codec(), selection, end).payload for selection in selections]
-    numbers = TritonMeanDecoder().mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
-    assert numbers[-1] == 0, "the sum is not finite"
-
-
-def dense_words(plan: Any, payloads: Any) -> Any:
-    return torch.stack([scalar.int() for scalar in plan.decode(Codec(), payloads).scalars])
+    sent = [plan.encode(Codec(), selection_of(3000, 600, 600, 0, 3e38), end).payload] * 2
+    assert numbers_of(plan, sent)[-1] == 0, "the sum is not finite"
 
 
 def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs them one after the other. In another order, a race would give other bits."""
-    if not INTERPRETED:
-        return
     plan, kernels = plan_of(wire.CastValues("fp16"), "int32", 9000, 900), TritonSelection(256, 64)
     plans = [plan, *(plan_of(wire.TwoBitValues(), indices, 9000, 900) for indices in ("packed", "rice"))]
-    gradients = [comparison.random(9000, seed) for seed in range(2)]
+    gradients = [comparison.random(9000, seed, DEVICE) for seed in range(2)]
     for gradient in gradients:
         gradient[5000:5040] = 2.0  # ties, of which some are sent
 
     def run() -> Any:
-        payloads, found = [], []
+        sent, found, mean = [], [], torch.empty(9000, device=DEVICE)
         for gradient in gradients:
-            inputs = PassInputs((gradient,), None, torch.zeros(9000))
-            chosen = kernels.accumulate_and_select_(inputs, plan.budget, torch.tensor([0.0, 1.5, 9.0]))
-            for form in plans:
-                payloads.append(form.encode(TritonCodec(), chosen.elements, chosen.first_nonfinite).payload)
-            found += [inputs.v, chosen.thresholds, chosen.missed]
-        mean = torch.empty(9000)
-        for i, form in enumerate(plans):
-            found.append(TritonMeanDecoder().mean_into_(mean, payloads[i::3], form.layout, form.budget.bounds, 2))
+            inputs = PassInputs((gradient,), None, torch.zeros_like(gradient))
+            lower_bounds = torch.tensor([0.0, 1.5, 9.0], device=DEVICE)
+            chosen = kernels.accumulate_and_select_(inputs, plan.budget, lower_bounds)
+            encoded = [p.encode(TritonCodec(), chosen.elements, chosen.first_nonfinite) for p in plans]
+            sent.append([done.payload for done in encoded])
+            found += [inputs.v, chosen.thresholds, chosen.missed, *sent[-1]]
+        for form, given in zip(plans, zip(*sent, strict=True), strict=True):
+            found.append(TritonMeanDecoder().mean_into_(mean, given, form.layout, form.budget.bounds, 2))
             found.append(mean.clone())
-        return [*payloads, *found]
+        return found
 
     expected = run()
-    for order in (lambda n: [*range(n)][::-1], lambda n: Random(0).sample(range(n), n)):
-
-        def reordered(*bounds: int, order: Any = order) -> Any:
-            """Of programs; loops within a kernel have three bounds."""
-            return order(*bounds) if len(bounds) == 1 else range(*bounds)
-
-        monkeypatch.setattr("triton.runtime.interpreter.range", reordered, raising=False)
+    for order in ORDERS:
+        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
         assert all(map(same, run(), expected))
 
 
@@ -238,6 +209,6 @@ def test_nothing_waits_for_the_device() -> None:
         plan = plan_of(values, indices, 5000, 51)
         plan.encode(codec, selection, end)  # makes tables that are kept
         with watching() as watch:
-            payloads = torch.stack([plan.encode(codec, selection, end).payload] * 2).unbind()
-            decoder.mean_into_(mean, payloads, plan.layout, plan.budget.bounds, 2)
+            sent = torch.stack([plan.encode(codec, selection, end).payload] * 2).unbind()
+            decoder.mean_into_(mean, sent, plan.layout, plan.budget.bounds, 2)
         assert watch.seen == []

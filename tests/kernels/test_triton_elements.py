@@ -1,15 +1,17 @@
-"""Steps of methods with a code for every element: Triton's kernels against plain torch, bit for bit."""
+"""Codes for every element and blocks with a scale each: Triton's kernels against plain torch, bit for bit."""
 
 import warnings
 from dataclasses import replace
-from random import Random
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from cases import case
 from kernels import comparison
-from kernels.comparison import same
-from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, numbers, random, same
+from kernels.interpreter import DEVICE, ORDERS
 from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 
@@ -17,6 +19,9 @@ from dgc import compression, kernels
 from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import AllGather, next_requests
 from dgc.engine.state import BucketStates
+from dgc.kernels.codec import Codec, Terms
+from dgc.kernels.triton_blocks import TritonBlocks
+from dgc.kernels.triton_codec import TritonCodec
 from dgc.kernels.triton_elements import TritonElementCoder, sums_on
 from dgc.wire.envelope import PayloadError
 
@@ -43,9 +48,9 @@ NUMEL = 140 + 33 + 65
 class Steps:
     """Steps of some ranks with one backend. `payloads` has what they have gathered."""
 
-    def __init__(self, make: Any, backend: Any, ranks: int, dtype: Any, flat: bool, patch: Any) -> None:
+    def __init__(self, make: Any, backend: Any, ranks: int, dtype: Any, flat: bool) -> None:
         tensors = [(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(SHAPES)]
-        self.backend, self.flat, self.patch = backend, flat, patch
+        self.backend, self.flat = backend, flat
         self.buckets = [Bucket("b", lay_out(tensors), dtype, torch.device(DEVICE)) for _ in range(ranks)]
         self.states = [BucketStates(make()) for _ in range(ranks)]
         for rank, (states, bucket) in enumerate(zip(self.states, self.buckets, strict=True)):
@@ -54,7 +59,10 @@ class Steps:
 
     def step(self, gradients: Any, change: Any = lambda payloads: None) -> list[Any]:
         """Returns the results, what the buckets hold, and the residuals."""
-        self.patch.setattr(kernels, "_backend", lambda asked, device: self.backend)
+        with patch.object(kernels, "_backend", lambda asked, device: self.backend):
+            return self._step(gradients, change)
+
+    def _step(self, gradients: Any, change: Any) -> list[Any]:
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             if self.flat:
                 bucket.flat.copy_(gradient)
@@ -98,60 +106,48 @@ def backends(coder: Any) -> tuple[Any, Any]:
     return replace(triton, coder=coder), reference
 
 
-def compare(make: Any, ranks: int, dtype: Any, flat: bool, steps: Any, patch: Any) -> None:
+def compare(make: Any, ranks: int, dtype: Any, flat: bool, steps: Any) -> None:
     """Payloads, means, residuals and reports; and the number of launches."""
     coder = TritonElementCoder(64)
-    ours, theirs = (Steps(make, backend, ranks, dtype, flat, patch) for backend in backends(coder))
+    ours, theirs = (Steps(make, backend, ranks, dtype, flat) for backend in backends(coder))
     for step in steps:
         before = coder.launches
-        mine, expected = (each.step(gradients_of(ranks, step)) for each in (ours, theirs))
+        (mine, *found), (expected, *right) = (each.step(gradients_of(ranks, step)) for each in (ours, theirs))
         assert coder.launches - before == 3 * ranks
         assert all(map(same, ours.payloads, theirs.payloads)), (ranks, step)
-        assert all(map(same, [*mine[1], *mine[2]], [*expected[1], *expected[2]])), (ranks, step)
-        for own, other in zip(mine[0], expected[0], strict=True):
+        assert all(map(same, sum(found, []), sum(right, []))), (ranks, step)
+        for own, other in zip(mine, expected, strict=True):
             assert own.nonfinite == other.nonfinite and (own.nonfinite is not None) == (step == 2)
             assert own.is_finite
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_steps(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps(name: Any) -> None:
     """The second with NaN and inf on the last rank."""
-    with monkeypatch.context() as patch:
-        compare(METHODS[name], 2, torch.float32, False, (1, 2), patch)
+    compare(METHODS[name], 2, torch.float32, False, (1, 2))
 
 
-def test_types_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_of_gradients() -> None:
     for ranks, dtype, flat in ((1, torch.float64, True), (3, torch.bfloat16, False), (1, torch.float16, True)):
-        with monkeypatch.context() as patch:
-            compare(METHODS["scaled signs"], ranks, dtype, flat, (1,), patch)
+        compare(METHODS["scaled signs"], ranks, dtype, flat, (1,))
 
 
 def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs them one after the other. In another order, a race would give other bits."""
-    if not INTERPRETED:
-        return
     backend, _ = backends(TritonElementCoder(64))
-    gradients = [comparison.random(NUMEL, seed) for seed in range(2)]
-
-    def run(name: str) -> Any:
-        steps = Steps(METHODS[name], backend, 2, torch.float32, False, monkeypatch)
-        _, means, errors = steps.step(gradients)
-        return [*steps.payloads, *means, *errors]
-
-    orders = (lambda *n: [*range(*n)][::-1], lambda *n: Random(0).sample(range(*n), len(range(*n))))
-    for name, order in zip(("1 bit", "TernGrad"), orders, strict=True):
-        expected = run(name)
-        with monkeypatch.context() as patch:
-            patch.setattr("triton.runtime.interpreter.range", order, raising=False)
-            assert all(map(same, run(name), expected)), name
+    expected: list[Any] = []
+    for name, order in product(("1 bit", "TernGrad"), ORDERS):
+        steps = Steps(METHODS[name], backend, 2, torch.float32, False)
+        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+        _, means, errors = steps.step([comparison.random(NUMEL, seed, DEVICE) for seed in range(2)])
+        found = [*steps.payloads, *means, *errors]
+        expected = found if order is range else expected
+        assert all(map(same, found, expected)), name
 
 
-def test_a_changed_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_byte_is_found() -> None:
     """In header, table and padding. The next step counts from zero."""
     backend, reference = backends(TritonElementCoder(64))
-    ours, theirs = (
-        Steps(METHODS["1 bit"], each, 2, torch.float32, True, monkeypatch) for each in (backend, reference)
-    )
+    ours, theirs = (Steps(METHODS["1 bit"], each, 2, torch.float32, True) for each in (backend, reference))
     nbytes = 24 + 8 * -(-compression.OneBitCompressor().nbytes(ours.buckets[0]) // 8)
     for place in (7, 9, 17, 24, nbytes - 1):
 
@@ -168,10 +164,10 @@ def test_a_changed_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sums_on(torch.device(DEVICE), 0, 2).any()
 
 
-def test_a_mean_that_overflows_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_that_overflows_and_waits() -> None:
     """The residual makes it too large for fp16. Only the result of `read` is waited for."""
     backend, _ = backends(TritonElementCoder(64))
-    steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True, monkeypatch)
+    steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True)
     steps.step([torch.full((NUMEL,), 3e4, device=DEVICE)])
     errors = next(iter(steps.states[0].errors()))
     errors.fill_(1e5)
@@ -180,3 +176,34 @@ def test_a_mean_that_overflows_and_waits(monkeypatch: pytest.MonkeyPatch) -> Non
         (result,), _, _ = steps.step([torch.zeros(NUMEL, device=DEVICE)])
     assert result.nonfinite is None and not result.is_finite
     assert set(watch.seen) <= {"comm/requests.py read", "kernels/triton_tables.py _table"}
+
+
+def test_tiers_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch for each operation, whatever the order of programs."""
+    for number, code in enumerate(CODES):
+        cuts, rows, make = CUTS[number % 3], (1, 3)[number // 3 % 2], (random, numbers)[number % 2]
+        blocks, bounds, v = TritonBlocks(512 << number % 2), torch.tensor(cuts, device=DEVICE), make(cuts[-1], 1)
+        for order in ORDERS if cuts == CUTS[2] else ORDERS[:1]:
+            monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+            with case(cuts, code, rows, order):
+                coded = check_blocks(blocks, v.to(DEVICE), bounds, code, rows)
+        check_one_pass(blocks, v.to(DEVICE), bounds, code, coded)
+        before, total = blocks.launches, torch.zeros(coded[0].numel() // code.row_bytes(1) * code.size).to(DEVICE)
+        blocks.add_sum_(coded, code, total)
+        blocks.decode(coded, bounds, code, 3, (torch.empty_like(v, device=DEVICE),))
+        assert blocks.launches - before == 2 * (len(v) > 0)
+
+
+def test_rows_are_sealed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no codes, and of more words than a program takes."""
+    first, bounds = torch.tensor(7, device=DEVICE), torch.tensor([0, 5, 9], device=DEVICE)
+    none, one = torch.tensor(0, dtype=torch.int32, device=DEVICE), torch.tensor(1.0, device=DEVICE)
+    for nbytes in (24, 32, 20_000):
+        given = torch.randint(256, (3, nbytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        expected, header = given.to(DEVICE), (none, first, bounds, one, Terms(0.5, 9))
+        Codec().seal_rows_(expected, *header)
+        for order in ORDERS:
+            monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+            codec, ours = TritonCodec(), given.to(DEVICE, copy=True)
+            codec.seal_rows_(ours, *header)
+            assert same(ours, expected) and codec.launches == 1, nbytes

@@ -4,15 +4,15 @@ Sums have the reference's bits where they have one term, and are close to fp64 o
 """
 
 from itertools import product
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from kernels import comparison
+from kernels import products
 from kernels.comparison import REFERENCE, same
-from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.interpreter import DEVICE, ORDERS
 from kernels.interpreter import interpreter as interpreter
+from kernels.products import Given, multiplied
 from kernels.waits import watching
 
 from dgc import kernels as backends
@@ -33,53 +33,30 @@ def ours() -> Any:
 
 
 def normal(*shape: Any, seed: int = 0) -> Any:
-    return comparison.random(torch.Size(shape).numel(), seed, DEVICE).view(shape)
+    return products.normal(*shape, seed=seed, device=DEVICE)
 
 
-class Given:
-    """Batches of 1, 2 and 3 matrices, with edges in and at tiles, and the rest of a bucket in two tensors."""
-
-    def __init__(self) -> None:
-        self.batches, offset, place = [], 0, 0
-        for count, n, m, rank in ((2, 33, 70, 2), (1, 32, 64, 1), (3, 3, 5, 3)):
-            members = tuple(range(place, place + count))
-            self.batches.append(Batch(members, offset, count, n, m, rank, count * n * m))
-            offset, place = offset + count * n * m, place + count
-        self.v, self.errors = normal(offset + REST), normal(REST, seed=1)
-        lengths = [b.n * b.m for b in self.batches for _ in b.members]
-        self.g = list(normal(offset + REST, seed=2).split([*lengths, REST - 5, 5]))
-        self.sides = {side: [normal(*b.factor_shape(side), seed=3) for b in self.batches] for side in "PQ"}
-        # one term more than the rank of a half step
-        P, Q = ([normal(b.count, b.rank + 1, d, seed=4) for b, d in self.along(side)] for side in "PQ")
-        self.products = list(zip(P, Q, strict=True))
-
-    def along(self, side: Any) -> Any:
-        return [(b, b.factor_shape(side)[2]) for b in self.batches]
-
-    def X(self, even: Any) -> Any:
-        return self.sides["P" if even else "Q"]
+@pytest.fixture
+def given() -> Given:
+    """Edges in and at tiles. One term more was sent than the rank of a half step."""
+    return Given(((2, 33, 70, 3, 2), (1, 32, 64, 2, 1), (3, 3, 5, 4, 3)), REST, DEVICE)
 
 
 def assert_close(found: Any, expected: Any, terms: float = 10.0) -> None:
     assert float((found.double() - expected.double()).abs().max()) <= 2e-6 * terms
 
 
-def multiplied(v: Any, batch: Any, x: Any, even: Any) -> Any:
-    M = batch.of(v).double()
-    return x.double().bmm(M if even else M.mT)
-
-
 CASTS = [EXACT, Cast(torch.float16, 4.0, 0.5), Cast(torch.float32, None, 0.5)]
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_a_step_begins_with_one_pass(ours: Any, even: Any) -> None:
-    given, end = Given(), Given().batches[-1].offset + 45
+def test_a_step_begins_with_one_pass(ours: Any, given: Given, even: Any) -> None:
+    end = given.batches[-1].offset + 45
     sides = (None, *(SentUpdate(given.products, errors) for errors in (None, given.errors)))
     for sent, cast in zip(sides, CASTS, strict=True):
         for dtype in (torch.float32, torch.bfloat16)[: 1 + (sent is None)]:
             v, g, before = given.v.clone(), [part.to(dtype) for part in given.g], ours.launches
-            message = ours.begin_(v, given.batches, sent, g, given.X(even), even, cast)
+            message = ours.begin_(v, given.batches, sent, g, given.X[even], even, cast)
             assert ours.launches - before == 2 and int(message.first_nonfinite) == len(v) and not message.largest
             taken = given.v.clone()
             if sent is not None:
@@ -88,7 +65,7 @@ def test_a_step_begins_with_one_pass(ours: Any, even: Any) -> None:
                     assert_close(batch.of(taken), batch.of(given.v).double() - U.double().mT @ W.double())
                 assert same(taken[end:], torch.zeros_like(given.errors) if cast is CASTS[1] else given.errors)
             assert same(v, taken + torch.cat(g).float()), "the bits of remove_, and of one addition"
-            Y = [multiplied(v, b, x, even) for b, x in zip(given.batches, given.X(even), strict=True)]
+            Y = [multiplied(b.of(v), x, even) for b, x in zip(given.batches, given.X[even], strict=True)]
             flat = torch.cat([y.reshape(-1) for y in Y])
             sent_as = flat if cast.limit is None else flat.clamp(-cast.limit, cast.limit)
             assert message.numbers.dtype == cast.dtype
@@ -101,14 +78,13 @@ def test_a_step_begins_with_one_pass(ours: Any, even: Any) -> None:
             assert errors is None if cast is EXACT else same(errors, v[end:] - rest)
 
 
-def test_what_is_not_finite_counts_as_zero_and_is_found(ours: Any) -> None:
-    given = Given()
+def test_what_is_not_finite_counts_as_zero_and_is_found(ours: Any, given: Given) -> None:
     end = len(given.v)
     for bad, place in ((torch.nan, 0), (-torch.inf, 33 * 70 + 64), (TOO_LARGE, end - REST), (3e38, end - 1)):
         g = torch.cat(given.g)
         g[place], g[-1] = bad, torch.inf
         v, pieces = given.v.clone(), list(g.split([len(piece) for piece in given.g]))
-        message = ours.begin_(v, given.batches, None, pieces, given.X(True), True, EXACT)
+        message = ours.begin_(v, given.batches, None, pieces, given.X[True], True, EXACT)
         assert int(message.first_nonfinite) == place
         assert same(v, given.v + torch.where(g.abs() < TOO_LARGE, g, 0.0)), bad
 
@@ -127,18 +103,16 @@ def test_one_square_matrix(ours: Any) -> None:
     assert_close(message.numbers, expected.numbers, 100)
 
 
-def test_later_half_steps_leave_out_what_was_sent(ours: Any) -> None:
-    given = Given()
+def test_later_half_steps_leave_out_what_was_sent(ours: Any, given: Given) -> None:
     for even, sent in product((True, False), (given.products, [])):
         v = given.v.clone()
-        message = ours.project(v, given.batches, sent, given.X(even), even, EXACT)
+        message = ours.project(v, given.batches, sent, given.X[even], even, EXACT)
         assert same(v, given.v) and message.first_nonfinite is None
-        plain = LowRank(REFERENCE).project(v.double().float(), given.batches, sent, given.X(even), even, EXACT)
+        plain = LowRank(REFERENCE).project(v.double().float(), given.batches, sent, given.X[even], even, EXACT)
         assert_close(message.numbers, plain.numbers, 100)
 
 
-def test_products_and_the_rest_are_written_at_once(ours: Any) -> None:
-    given = Given()
+def test_products_and_the_rest_are_written_at_once(ours: Any, given: Given) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         out = [torch.full((b.count, b.n, b.m), 7.0, dtype=dtype, device=DEVICE) for b in given.batches]
         rest = [torch.empty(n, dtype=dtype, device=DEVICE) for n in (REST - 5, 0, 5)]
@@ -198,18 +172,18 @@ def test_the_authors_divide_by_the_length_of_all_rows(ours: Any) -> None:
     assert_orthonormal(both)
 
 
-def test_the_order_of_programs_changes_nothing_and_nothing_waits(ours: Any, monkeypatch: Any) -> None:
-    """The interpreter runs them one after the other. In another order, a race would give other bits."""
-    given = Given()
+def test_the_order_of_programs_changes_nothing_and_nothing_waits(
+    ours: Any, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent, largest = SentUpdate(given.products, given.errors), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     out = [torch.empty(b.count, b.n, b.m, device=DEVICE) for b in given.batches]
 
     def run() -> Any:
         v, found = given.v.clone(), []
-        message = ours.begin_(v, given.batches, sent, given.g, given.X(True), True, CASTS[1])
+        message = ours.begin_(v, given.batches, sent, given.g, given.X[True], True, CASTS[1])
         found += [message.numbers, message.rounding_errors, message.first_nonfinite, message.largest]
         found += ours.orthonormal(message.Y, False, 1e-8, 5)
-        found += [ours.project(v, given.batches, given.products, given.X(False), False, EXACT).numbers]
+        found += [ours.project(v, given.batches, given.products, given.X[False], False, EXACT).numbers]
         ours.outer(given.products, list(map(list, out)), given.errors, [], largest)
         return [v, *found, *(M.clone() for M in out), largest]
 
@@ -217,10 +191,9 @@ def test_the_order_of_programs_changes_nothing_and_nothing_waits(ours: Any, monk
     with watching() as watch:
         again = run()
     assert watch.seen == [] and all(map(same, again, expected))
-    for order in (lambda *n: [*range(*n)][::-1], lambda *n: Random(0).sample(range(*n), len(range(*n)))):
-        if INTERPRETED:
-            monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
-            assert all(map(same, run(), expected))
+    for order in ORDERS:
+        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+        assert all(map(same, run(), expected))
 
 
 def test_factors_that_lie_in_several_tensors_are_copied() -> None:

@@ -16,7 +16,6 @@ from benchmarks.gpu_steps import COUNTED, launches_of
 from dgc import compression, kernels, wire
 from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import AllGather, AllToAll, next_requests
-from dgc.compression import PowerSGDCompressor
 from dgc.engine.state import BucketStates
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
 from dgc.selection import TopKPerChunk
@@ -60,83 +59,64 @@ def waits_of(compressor: Any, warm_up: int = 1) -> Any:
     return watch.seen
 
 
-FORMATS = [
-    (wire.CastValues("fp32"), wire.PlainIndices("int32")),
-    (wire.CastValues("fp16"), wire.PlainIndices("int32")),
-    (wire.SignValues(), wire.PackedIndices()),
-    (wire.Int8Values(), wire.RiceIndices()),
-    (wire.TwoBitValues(), wire.PlainIndices()),
-    (wire.CastValues("bf16"), wire.ChunkIndices()),
-]
-
-
-@pytest.mark.parametrize("values, indices", FORMATS)
-def test_dgc_never_waits(values: Any, indices: Any) -> None:
+def test_dgc_never_waits() -> None:
     """Clipping included."""
-    memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
-    seen = waits_of(compression.DGCCompressor(0.05, memory, values=values, indices=indices))
-    assert set(seen) == READ
+    for values, indices in (
+        (wire.CastValues("fp32"), wire.PlainIndices("int32")),
+        (wire.CastValues("fp16"), wire.PlainIndices("int32")),
+        (wire.SignValues(), wire.PackedIndices()),
+        (wire.Int8Values(), wire.RiceIndices()),
+        (wire.TwoBitValues(), wire.PlainIndices()),
+        (wire.CastValues("bf16"), wire.ChunkIndices()),
+    ):
+        memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
+        seen = waits_of(compression.DGCCompressor(0.05, memory, values=values, indices=indices))
+        assert set(seen) == READ, (values, indices)
 
 
-def test_launches_of_sparse_methods() -> None:
-    """PyTorch's included: from the gradient to the payload, and from the payloads of all ranks to the mean."""
-    cases = {
-        "DGC, fp16 and int32": [7, 2],
-        "top-k, bf16 and int32": [7, 2],
-        "DGC, 2 bits and packed": [8, 3],
-        "DGC, sign and Rice": [9, 3],
-    }
-    for name, expected in cases.items():
-        for ranks in (2, 64) if name == "DGC, fp16 and int32" else (8,):
-            both = launches_of(COUNTED[name], ranks, torch.device(DEVICE))
-            assert [own.kernels + own.operations for own in both] == expected, (name, ranks)
-
-
-@pytest.mark.parametrize("name", ["scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks"])
-def test_launches_of_methods_with_a_code_for_every_element(name: Any) -> None:
-    """Two until the payload, and one for the mean with all checks."""
-    both = launches_of(COUNTED[name], 3, torch.device(DEVICE))
-    assert [own.kernels + own.operations for own in both] == [2, 1]
-
-
-def test_launches_of_two_phases() -> None:
-    """For any number of ranks. The answer of a chunk is part of what follows the first payloads."""
-    for name, ranks in (("two phases, int8", 2), ("two phases, int4", 64)):
+def test_launches_for_a_payload_and_for_the_mean_of_all_ranks() -> None:
+    """Kernels and PyTorch's operations. Their number does not depend on that of the ranks."""
+    elements = ("scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks")
+    for name, ranks, encoding, decoding in (
+        *(("DGC, fp16 and int32", ranks, (7, 0), (2, 0)) for ranks in (2, 64)),
+        ("top-k, bf16 and int32", 8, (7, 0), (2, 0)),
+        ("DGC, 2 bits and packed", 8, (8, 0), (3, 0)),
+        ("DGC, sign and Rice", 8, (9, 0), (3, 0)),
+        # two until the payload, and one for the mean with all checks
+        *((name, 3, (2, 0), (1, 0)) for name in elements),
+        # the answer of a chunk is part of what follows the first payloads
+        ("two phases, int8", 2, (3, 1), (6, 3)),
+        ("two phases, int4", 64, (3, 1), (6, 3)),
+    ):
         both = launches_of(COUNTED[name], ranks, torch.device(DEVICE))
-        assert [own.kernels for own in both] == [3, 6] and [own.operations for own in both] == [1, 3], name
+        assert [(own.kernels, own.operations) for own in both] == [encoding, decoding], (name, ranks)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_powersgd() -> None:
+    """One read at the end of a step: of what all ranks report, and of the largest magnitude."""
+    rows: tuple[dict[str, Any], ...] = (
         {"rank": 1, "num_iters_per_step": 3},
         {"rank": 2, "warm_start": False, "orthogonalization": "qr"},
         {"rank": 2, "mode": "paper", "wire": "fp16"},
         {"rank": 1, "mode": "square", "warm_start": False, "orthogonalization": "authors"},
-    ],
-    ids=str,
-)
-def test_powersgd(settings: Any) -> None:
-    """One read at the end of a step: of what all ranks report, and of the largest magnitude."""
-    # even and odd half steps have tables of their own
-    seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
-    assert seen == list(READ)
+    )
+    for settings in rows:
+        # even and odd half steps have tables of their own
+        seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
+        assert seen == list(READ), settings
 
 
 def test_launches_of_powersgd(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's included: of all half steps, with matrices of one shape and of three."""
     shapes: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}
-    cases: list[tuple[dict[str, Any], int, int]] = [
-        ({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes
-    ]
+    cases: list[Any] = [({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes]
     cases += [({"rank": 2, "wire": "fp16"}, 1, 8), ({"rank": 2, "mode": "square"}, 3, 13)]
-    for groups in shapes:
-        cases.append(({"rank": 4, "mode": "paper"}, groups, 9))
-        # the factors of each shape are joined, on two sides of two products
-        cases.append(({"rank": 1, "num_iters_per_step": 2}, groups, 10 + 4 * groups))
+    cases += [({"rank": 4, "mode": "paper"}, groups, 9) for groups in shapes]
+    # the factors of each shape are joined, on two sides of two products
+    cases += [({"rank": 1, "num_iters_per_step": 2}, groups, 10 + 4 * groups) for groups in shapes]
     for settings, groups, expected in cases:
         monkeypatch.setattr("benchmarks.gpu_steps.COUNTED_SHAPES", shapes[groups])
-        make = partial(PowerSGDCompressor, min_compression_rate=0, **settings)
+        make = partial(compression.PowerSGDCompressor, min_compression_rate=0, **settings)
         both = launches_of(make, 2, torch.device(DEVICE))
         assert sum(own.kernels + own.operations for own in both) == expected, (settings, groups)
 

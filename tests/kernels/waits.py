@@ -30,15 +30,13 @@ class Watching(TorchDispatchMode):
 
     def note(self) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (
-            PACKAGE not in Path(frame.f_code.co_filename).parents or frame.f_code.co_name.startswith("<")
-        ):
+        while frame is not None:
+            file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
+            if PACKAGE in file.parents and not function.startswith("<"):
+                self.seen.append(f"{file.relative_to(PACKAGE)} {function}")
+                return
             frame = frame.f_back
-        if frame is None:
-            self.seen.append("elsewhere")
-        else:
-            where = Path(frame.f_code.co_filename).relative_to(PACKAGE)
-            self.seen.append(f"{where} {frame.f_code.co_name}")
+        self.seen.append("elsewhere")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gossip.networks import MORE, OUTER, ROWS, Trained
 from gossip.test_adpsgd import Simulation
-from kernels.codecs import CODECS
+from kernels.backends import CODECS
 from laws.table import DEFINITIONS, TABLE, Row
 from optim.nets import data, dgc, dgc_sgd, net, wrap
 from selection.shapes import SHAPES as DATA

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,14 +50,10 @@ def sent_(memory: Any, bucket: Any, indices: Any, values: Any) -> None:
     memory.sent_(bucket, as_selection(torch.as_tensor(indices), zeros, len(indices) + 2))
 
 
-def leaves(state: Any) -> Any:
-    """The tensors. Beside them there are numbers of steps."""
-    named = {f"{kind}.{name}": value for kind, part in state.items() for name, value in part.items()}
-    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-
-
 def bits(memory: Any) -> Any:
-    return {name: tensor.clone() for name, tensor in leaves(memory.state_dict()).items()}
+    """Copies of the tensors. Beside them there are numbers of steps."""
+    named = {f"{kind}.{name}": x for kind, part in memory.state_dict().items() for name, x in part.items()}
+    return {name: x.clone() for name, x in named.items() if isinstance(x, torch.Tensor)}
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -108,57 +105,39 @@ def test_what_was_sent_is_taken_back_bit_for_bit(make: Any) -> None:
                     assert equal(bits(memory), before)
 
 
-class Eager:
-    """u and v by hand, which lose what is sent at once."""
-
-    def __init__(self, memory: Any, n: Any) -> None:
-        correction = memory.correction or MomentumCorrection(None, False)
-        self.momentum, self.nesterov = correction.momentum, bool(correction.nesterov)
-        self.masking = getattr(memory, "momentum_masking", False)
-        self.u = None if self.momentum is None else torch.zeros(n)
-        self.v, self.decay = torch.zeros(n), getattr(memory, "decay", 1.0)
-
-    def accumulate(self, g: Any) -> None:
-        options = (self.momentum or 0.0, self.nesterov)
-        REFERENCE.accumulate_(PassInputs((g.clone(),), self.u, self.v, *options, decay=self.decay))
-
-    def sent(self, indices: Any, values: Any) -> None:
-        self.v[indices] -= values
-        if self.masking:
-            assert self.u is not None
-            self.u[indices] = 0
-
-
 @every_memory
 def test_whoever_looks_between_steps_sees_what_was_sent_gone(make: Any) -> None:
-    """Step for step the state of an implementation that takes it out at once: sparse, dense and dropped steps."""
+    """As in u and v by hand, which lose it at once: sparse, dense and dropped steps."""
     bucket = bucket_of()
     memory = held(make, bucket)
-    eager = Eager(memory.memory, bucket.numel)
+    momentum, nesterov = vars(memory.memory.correction or MomentumCorrection(None, False)).values()
+    u, v = None if momentum is None else torch.zeros(bucket.numel), torch.zeros(bucket.numel)
+    options, decay = (momentum or 0.0, bool(nesterov)), getattr(memory.memory, "decay", 1.0)
     for step in range(12):
         generator = torch.Generator().manual_seed(step)
         bucket.flat.normal_(generator=generator)
-        eager.accumulate(bucket.flat)
-        v = compensate(memory, bucket)
-        assert torch.equal(v, eager.v)
-        indices = torch.randperm(bucket.numel, generator=generator)[: step % 5].sort().values
+        REFERENCE.accumulate_(PassInputs((bucket.flat.clone(),), u, v, *options, decay=decay))
+        due = compensate(memory, bucket).clone()
+        assert torch.equal(due, v)
+        where = torch.randperm(bucket.numel, generator=generator)[: step % 5].sort().values
+        values = due[where].half().float()
         if step % 4 == 2:
-            memory.sent_all_(bucket, v.half().float())
-            eager.v = eager.v - eager.v.half().float()
+            memory.sent_all_(bucket, due.half().float())
+            v -= v.half().float()
         else:
-            sent_(memory, bucket, indices, v[indices].half().float())
+            sent_(memory, bucket, where, values)
             if step % 4 == 3:
                 memory.rollback(bucket)
             else:
-                eager.sent(indices, v[indices].half().float())
+                v[where] -= values
+                if u is not None and getattr(memory.memory, "momentum_masking", False):
+                    u[where] = 0
         (error,) = memory.errors()
-        assert torch.equal(error, eager.v)
+        assert torch.equal(error, v)
         state = memory.state_dict()
-        for segment in bucket.segments:
-            where = slice(segment.offset, segment.offset + segment.numel)
-            name, u = segment.name, eager.u
-            assert torch.equal(state["residuals" if u is None else "velocities"][name].flatten(), eager.v[where])
-            assert u is None or torch.equal(state["momentums"][name].flatten(), u[where])
+        for s in bucket.segments:
+            for own, table in ((v, "residuals" if u is None else "velocities"), (u, "momentums")):
+                assert own is None or torch.equal(state[table][s.name], s.of(own).reshape(s.shape))
 
 
 @every_memory
@@ -207,7 +186,7 @@ def test_a_saved_state_is_a_copy_and_another_models_state_names_the_parameter(ma
     memory = filled(make, bucket)
     saved, before = memory.state_dict(), bits(memory)
     compensate(memory, bucket)
-    assert equal(leaves(saved), before)
+    assert equal(bits(SimpleNamespace(state_dict=lambda: saved)), before)
     thirds: list[dict[str, Any]] = [{}, {"other": (2, 3, 2, 2)}, {"c": (2, 3, 4)}]
     for third in thirds:
         with case(third), pytest.raises(ValueError, match=r"\bc\b"):

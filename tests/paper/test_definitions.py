@@ -44,17 +44,10 @@ def same_bits(ours: Any, theirs: Any) -> Any:
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, theirs, strict=True))
 
 
-def run(
-    fast: Any,
-    definition: Any,
-    size: Any,
-    shapes: Any = SHAPES,
-    draw: Any = normal,
-    after: Any = lambda fast, definition: None,
-) -> Any:
+def run(make: Any, define: Any, size: Any, shapes: Any = SHAPES, draw: Any = normal, after: Any = None) -> Any:
     """Both in lockstep, compared in every step; the means of all. after: a further comparison of their fleets."""
     like, history = [torch.zeros(shape) for shape in shapes], []
-    fleets = [Fleet(make, size, like, seed) for seed, make in enumerate((fast, definition))]
+    fleets = [Fleet(make, size, like, seed) for seed, make in enumerate((make, define))]
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         own = [[draw(shape, generator) for shape in shapes] for _ in range(size)]
@@ -67,7 +60,8 @@ def run(
         assert fleets[0].nonfinite == fleets[1].nonfinite
         assert (fleets[0].nonfinite[0] is None) == (step != DROPPED)
         assert same_bits(*map(errors, fleets)), f"errors at step {step} of {size} ranks"
-        after(*fleets)
+        if after is not None:
+            after(*fleets)
         if step != DROPPED:
             assert same_bits(*means), f"means at step {step} of {size} ranks"
             history += means[0][0].tolist()
@@ -75,12 +69,12 @@ def run(
 
 
 def fast_dgc(
-    ratio: Any, momentum: Any, nesterov: Any, masking: Any, limit: Any, warmup_epochs: Any, selector: Any
+    ratio: Any, momentum: Any, nesterov: Any, masking: Any, limit: Any, epochs: Any, selector: Any
 ) -> Any:
     """At 3 ranks a quarter of the elements with int64 indices would cost more than dense."""
     memory = DGCSGDMemory(momentum, nesterov, None if limit is None else ClipByNorm(limit), masking)
-    warmup = {"warmup_epochs": warmup_epochs, "warmup_coeff": 0.25}
-    return DGCCompressor(ratio, memory, selector=selector, int32_indices=warmup_epochs > 0, **warmup)
+    warmup = {"warmup_epochs": epochs, "warmup_coeff": 0.25}
+    return DGCCompressor(ratio, memory, selector=selector, int32_indices=epochs > 0, **warmup)
 
 
 def sparse_at_the_same_ratio(fast: Any, definition: Any) -> None:
@@ -127,9 +121,6 @@ def test_dgc_sends_vectors_dense() -> None:
     assert same_bits(mean(fast), mean(definition))
 
 
-COUNTS = {"redsync": (1, 2), "tight": (0.8, 1.25), "exact": (1, 1)}
-
-
 def fast_ldte_bs(stop: Any) -> Any:
     return DGCCompressor(0.05, ResidualMemory(), selector=Laplace(stop))
 
@@ -137,9 +128,10 @@ def fast_ldte_bs(stop: Any) -> Any:
 def test_ldte_bs() -> None:
     """In a bucket of one tensor. A single element goes dense in the fast one, which sends all of it too."""
     data = [((40, 25), normal), ((30, 20), heavy_tailed), ((20, 20), in_halves)]
-    cases = [(size, stop, *data[(i + size) % 3]) for i, stop in enumerate(COUNTS) for size in SIZES]
+    counts = {"redsync": (1, 2), "tight": (0.8, 1.25), "exact": (1, 1)}
+    cases = [(size, stop, *data[(i + size) % 3]) for i, stop in enumerate(counts) for size in SIZES]
     for size, stop, shape, draw in [*cases, (3, "tight", (1, 1), normal)]:
-        run(partial(fast_ldte_bs, stop), partial(paper.LDTEBS, 0.05, *COUNTS[stop]), size, (shape,), draw)
+        run(partial(fast_ldte_bs, stop), partial(paper.LDTEBS, 0.05, *counts[stop]), size, (shape,), draw)
 
 
 def test_ldte_bs_in_a_bucket_of_several_tensors() -> None:
@@ -190,20 +182,12 @@ def test_threshold_with_many_ranks() -> None:
 def test_two_phases() -> None:
     draws = cycle([normal, in_halves])
     for size, bits, block in product(SIZES, (8, 4), (64, 256)):
-        run(
-            partial(TwoPhaseCompressor, bits, block),
-            partial(paper.TwoPhase, bits, block),
-            size,
-            SHAPES,
-            next(draws),
-        )
+        makes = partial(TwoPhaseCompressor, bits, block), partial(paper.TwoPhase, bits, block)
+        run(*makes, size, SHAPES, next(draws))
 
 
 def test_the_codes_are_mxnets() -> None:
-    """Its worked example, and the bytes of the fast one."""
-    v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
-    assert bytes(paper.Threshold(2, 0.5).quantize(v).tolist()).hex() == "cb800000"
-    assert bytes(paper.Threshold(1, 0.0).quantize(v).tolist()).hex() == "d4000000"
+    """The bytes of the fast one, which has those of MXNet's worked example (tests/kernels/test_quantizers.py)."""
     for n in (0, 1, 16, 33, 100):
         v, bounds, t = torch.randn(n), torch.tensor([0, n]), torch.tensor([0.5])
         quantizers, one = kernels.of(v).quantize, torch.ones(1)

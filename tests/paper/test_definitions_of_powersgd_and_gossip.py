@@ -9,10 +9,10 @@ from zlib import crc32
 
 import pytest
 import torch
+from compression.ranks import Ranks
 from torch import Tensor, nn
 
 from dgc import gossip
-from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import PowerSGDCompressor
 from dgc.gossip import CHOCO, OSGP, SGP, Sign, TopK, Topology
@@ -42,41 +42,6 @@ def distance(found: Any, wanted: Any) -> Any:
 MATRICES = {"p0": (12, 20), "p1": (8,), "p2": (12, 20), "p3": (6, 3, 2, 2)}
 
 
-class Defined:
-    """N workers of the definition, in fp64."""
-
-    def __init__(self, make: Any, size: Any) -> None:
-        named = [(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in MATRICES.items()]
-        self.world = LockstepWorld(size)
-        self.workers = [make() for _ in range(size)]
-        self.buckets = [make_bucket("bucket", named) for _ in range(size)]
-        pairs = zip(self.workers, self.buckets, strict=True)
-        self.of_workers = [worker.init(bucket, size, rank) for rank, (worker, bucket) in enumerate(pairs)]
-
-    def step(self, own: Any) -> Any:
-        for bucket, gradients in zip(self.buckets, own, strict=True):
-            for segment, gradient in zip(bucket.segments, gradients, strict=True):
-                segment.of(bucket.flat).copy_(gradient)
-        triples = zip(self.workers, self.buckets, self.of_workers, strict=True)
-        reduced = self.world.converse("bucket", [w.reduce(b, state) for w, b, state in triples])
-        self.of_workers = [end.state for end in reduced]
-        assert all(torch.equal(bucket.flat, self.buckets[0].flat) for bucket in self.buckets)
-        return self.buckets[0].flat
-
-    def continue_from(self, states: Any) -> None:
-        for bucket, own, state in zip(self.buckets, self.of_workers, states, strict=True):
-            for segment in bucket.segments:
-                if segment.name in state.get("errors", {}):
-                    segment.of(own.errors["e"]).copy_(state["errors"][segment.name])
-            own.Q = {name: Q.double() for name, Q in state["Q"].items()}
-
-    def states(self) -> Any:
-        segments = [segment for segment in self.buckets[0].segments if len(segment.shape) > 1]
-        return [
-            {"errors": {s.name: s.of(own.errors["e"]) for s in segments}, "Q": own.Q} for own in self.of_workers
-        ]
-
-
 def test_powersgd() -> None:
     """Products are added up in another order, and orthogonalization makes rounding larger where columns are nearly
     dependent. Each step begins with the fast one's state: over steps rounding grows, until with warm start and
@@ -99,17 +64,22 @@ def farthest(size: Any, rank: Any, warm_start: Any, error_feedback: Any) -> Any:
         generator = torch.Generator().manual_seed(crc32(f"0 {name} Q {t} -1".encode()))
         return torch.randn(r, m, generator=generator, dtype=torch.float32).T
 
-    defined, worst = Defined(lambda: PowerSGD(rank, draw, **options), size), 0.0
+    defined, worst = Ranks(size, lambda: PowerSGD(rank, draw, **options), MATRICES, torch.float64), 0.0
+    segments = [segment for segment in defined.buckets[0].segments if len(segment.shape) > 1]
     states = [c.state_dict() for c in fast.states]
     for t in range(STEPS):
-        defined.continue_from(states)
-        own = [[normal(*s, seed=100 * t + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
-        worst = max(worst, distance(fast.step(own)[0], defined.step(own)))
+        for own, bucket, state in zip(defined.states, defined.buckets, states, strict=True):
+            for segment in segments if state.get("errors") else ():
+                segment.of(own[bucket].errors["e"]).copy_(state["errors"][segment.name])
+            own[bucket].Q = {name: Q.double() for name, Q in state["Q"].items()}
+        given = [[normal(*s, seed=100 * t + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
+        vectors = [torch.cat([g.flatten() for g in gradients]).double() for gradients in given]
+        worst = max(worst, distance(fast.step(given)[0], defined.step(vectors)))
         states = [c.state_dict() for c in fast.states]
-        for found, wanted in zip(states, defined.states(), strict=True):
-            for part in ("errors", "Q"):
-                there = found.get(part, {})
-                pairs = [(there[name], tensor) for name, tensor in wanted[part].items() if tensor.any()]
+        for found, own, bucket in zip(states, defined.states, defined.buckets, strict=True):
+            errors = {s.name: s.of(own[bucket].errors["e"]) for s in segments}
+            for part, wanted in (("errors", errors), ("Q", own[bucket].Q)):
+                pairs = [(found.get(part, {})[name], tensor) for name, tensor in wanted.items() if tensor.any()]
                 assert len(pairs) == 3 * (part == "Q" or error_feedback)
                 worst = max([worst, *(distance(*pair) for pair in pairs)])
     return worst
@@ -123,19 +93,18 @@ NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
 LR, MOMENTUM = 0.0625, 0.5
 
 
+START = normal(sum(NUMELS), seed=1)
+
+
 def curvature_and_target(rank: Any) -> Any:
     return 0.5 + normal(sum(NUMELS), seed=10 + rank).abs() / 2, normal(sum(NUMELS), seed=20 + rank)
-
-
-def start() -> Any:
-    return normal(sum(NUMELS), seed=1)
 
 
 def trained(size: Any, make: Any) -> Any:
     """By rank: the models that gradients were computed at, and the last one."""
 
     def body(transport: Any) -> Any:
-        parts = [nn.Parameter(part.view(s)) for part, s in zip(start().split(NUMELS), SHAPES, strict=True)]
+        parts = [nn.Parameter(part.view(s)) for part, s in zip(START.split(NUMELS), SHAPES, strict=True)]
         named = [(f"p{i}", p) for i, p in enumerate(parts)]
         sgd = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM)
         optimizer = LocalOptimizer(sgd, named, make(), transport=transport)
@@ -170,7 +139,7 @@ def defined(size: Any, algorithm: Any, dtype: Any) -> Any:
 
         return direction
 
-    conversations = [algorithm(start().to(dtype), gradient(i), i=i) for i in range(size)]
+    conversations = [algorithm(START.to(dtype), gradient(i), i=i) for i in range(size)]
     ends = LockstepWorld(size).converse("definition", conversations)
     return torch.stack([torch.stack([*own, end]) for own, end in zip(seen, ends, strict=True)])
 
@@ -204,11 +173,8 @@ def test_sgp_and_osgp() -> None:
             (OSGP, osgp, 16 if size > 1 else 0),
             (partial(OSGP, biased=True), partial(osgp, biased=True), 0),
         ):
-            assert same(trained(size, partial(make, graph)), partial(definition, **options), bound), (
-                size,
-                graph,
-                make,
-            )
+            found = trained(size, partial(make, graph))
+            assert same(found, partial(definition, **options), bound), (size, graph, make)
 
 
 def in_fp16(q: Any) -> Any:
@@ -233,12 +199,8 @@ def test_choco() -> None:
     def quarter(v: Any) -> Any:
         return top_k(v, -(-v.numel() // 4))
 
-    for size, graph in (
-        (1, gossip.two_way_ring),
-        (2, gossip.two_way_ring),
-        (3, gossip.two_way_ring),
-        (3, gossip.star),
-    ):
+    graphs: list[Any] = [*((size, gossip.two_way_ring) for size in SIZES), (3, gossip.star)]
+    for size, graph in graphs:
         topology = topology_of(graph, size)
         for quantizer, gamma, Q, bound in (
             (TopK(0.25), None, by_tensor(quarter), 16),

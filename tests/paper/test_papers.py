@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from compression.ranks import Ranks, normal
-from optim.nets import loss_of, run, values
+from optim.nets import run, train, values, wrap
 
 from dgc import paper
-from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.optim import DGCSGD
 
 N = 40 * 5
 
@@ -52,8 +52,7 @@ def test_clipping_and_warm_up() -> None:
     ranks = Ranks(1, partial(paper.DGC, 1.0, 0.0, thr_G=1.0), [(2, 1), (1, 1)])
     mean = ranks.step([torch.tensor([3.0, 4.0, 0.5])])
     torch.testing.assert_close(mean, torch.tensor([0.6, 0.8, 0.5]))
-    compressor = paper.DGC(0.001, warmup_epochs=5)
-    ratios = []
+    compressor, ratios = paper.DGC(0.001, warmup_epochs=5), []
     for epoch in range(6):
         compressor.begin_epoch(epoch)
         ratios.append(compressor.compress_ratio)
@@ -91,13 +90,8 @@ def test_the_optimizer_takes_them() -> None:
     def trains(make: Any) -> Any:
         def body(model: Any, transport: Any) -> None:
             inner = DGCSGD(model.parameters(), lr=0.05, momentum=0.9 if make().correction else 0.0)
-            optimizer = DistributedOptimizer(
-                inner, model.named_parameters(), transport=transport, compression=make()
-            )
-            for step in range(5):
-                optimizer.zero_grad()
-                loss_of(model, step, transport.rank).backward()
-                optimizer.step()
+            optimizer = wrap(model, transport, lambda model: inner, compression=make())
+            train(model, optimizer, range(5), transport.rank)
 
         return values(run(3, body)[0])["first.weight"]
 

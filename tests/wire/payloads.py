@@ -71,16 +71,10 @@ def clustered(numel: Any, count: Any, seed: int = 0) -> Any:
 
 
 def encode(
-    form: Any,
-    selection: Any,
-    budget: Any,
-    numel: Any,
-    first_nonfinite: Any = None,
-    codec: Any = CODEC,
-    result: Any = torch.float32,
+    form: Any, selection: Any, budget: Any, numel: Any, first: Any = None, codec: Any = CODEC, **options: Any
 ) -> Any:
-    first = torch.tensor(numel if first_nonfinite is None else first_nonfinite)
-    return PayloadPlan(form, budget, numel, result=result).encode(codec, selection, first)
+    at = torch.tensor(numel if first is None else first)
+    return PayloadPlan(form, budget, numel, **options).encode(codec, selection, at)
 
 
 def decode(form: Any, payloads: Any, budget: Any, numel: Any, codec: Any = CODEC) -> Any:

@@ -1,15 +1,23 @@
-"""Payloads that were changed on their way: an error that names the rank, never a wrong gradient."""
+"""Payloads that were changed on their way, or that ranks encode at different ratios or in different formats: an
+error on every rank that names the rank and says so, never a wrong gradient.
+"""
 
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from kernels.backends import CODECS
 from wire.payloads import FORMATS, SOME, budget_of, decode, encode, noise_in, scattered, seal_, selection_of
 
+from dgc.comm.lockstep import LockstepError, LockstepWorld
+from dgc.compression import DGCCompressor
 from dgc.kernels.codec import Terms
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.wire import PayloadError
 from dgc.wire.envelope import Envelope
+from dgc.wire.payload import PayloadPlan
 
 NUMEL = 5000
 every_format = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
@@ -69,71 +77,158 @@ def test_every_flipped_bit_and_another_size_of_sealed_codes_is_noticed() -> None
 
 
 @every_format
-def test_wrong_sizes_swapped_words_and_lost_payloads(form: Any) -> None:
+def test_sizes_words_counts_and_tensors_that_no_sender_writes(form: Any) -> None:
     payload, budget = payload_of(form)
     for change in (-16, -8, -1, 8):
         refuse(form, resized(payload, change), budget, "bytes")
-    swapped = payload.view(torch.int64).flip(0).view(torch.uint8)
-    refuse(form, swapped, budget, "checksum")
-    refuse(form, torch.zeros_like(payload), budget, "checksum")
+    for other in (payload.view(torch.int64).flip(0).view(torch.uint8), torch.zeros_like(payload)):
+        refuse(form, other, budget, "checksum")
+    for start, number, match in (
+        *((0, count, "elements") for count in (-1, 7, 2**31 - 1, -(2**31))),
+        *((4, tensor, "tensor") for tensor in (-1, 3)),
+    ):
+        refuse_changed(form, start, torch.tensor(number, dtype=torch.int32), match)
 
 
-@every_format
-def test_counts_and_tensors_that_no_sender_writes(form: Any) -> None:
-    for count in (-1, 7, 2**31 - 1, -(2**31)):
-        refuse_changed(form, 0, torch.tensor(count, dtype=torch.int32), "elements")
-    for number in (-1, 3):
-        refuse_changed(form, 4, torch.tensor(number, dtype=torch.int32), "tensor")
+def test_indices_and_parameters_that_no_sender_writes() -> None:
+    for slot, index in ((0, -1), (0, NUMEL - 1), (4, NUMEL), (4, 0), (2, 2**31 - 1)):  # out of range or order
+        for name, dtype in (("fp32 int32", torch.int32), ("sign int64", torch.int64)):
+            refuse_changed(FORMATS[name], 24 + slot * dtype.itemsize, torch.tensor(index, dtype=dtype), "ascend")
+    parameters = [(name, n, torch.uint8) for name in ("packed", "rice") for n in (13, 31, 32, 64, 255)]
+    chunks = [("chunks", n, torch.int16) for n in (-1, 0, 4096, 4097, -(2**15), 2**15 - 1)]
+    for name, number, dtype in [*parameters, *chunks]:
+        refuse_changed(FORMATS[f"fp32 {name}"], 24, torch.tensor(number, dtype=dtype), "ascend", 200, 200)
 
 
-@pytest.mark.parametrize(("slot", "index"), [(0, -1), (0, NUMEL - 1), (4, NUMEL), (4, 0), (2, 2**31 - 1)])
-def test_plain_indices_out_of_range_or_order(slot: Any, index: Any) -> None:
-    for name, dtype in (("fp32 int32", torch.int32), ("sign int64", torch.int64)):
-        refuse_changed(FORMATS[name], 24 + slot * dtype.itemsize, torch.tensor(index, dtype=dtype), "ascend")
-
-
-@pytest.mark.parametrize("name", ["fp32 packed", "fp32 rice"])
-def test_parameters_that_no_sender_writes(name: Any) -> None:
-    for parameter in (13, 31, 32, 64, 255):
-        refuse_changed(FORMATS[name], 24, torch.tensor(parameter, dtype=torch.uint8), "ascend", 200, 200)
-
-
-def test_numbers_of_a_chunk_that_no_sender_writes() -> None:
-    for number in (-1, 0, 4096, 4097, -(2**15), 2**15 - 1):
-        refuse_changed(FORMATS["fp32 chunks"], 24, torch.tensor(number, dtype=torch.int16), "ascend", 200, 200)
-
-
-@pytest.mark.parametrize("name", ["fp32 int32", "fp16 rice", "int8 packed", "sign rice"])
-def test_values_that_are_not_finite(name: Any) -> None:
-    form = FORMATS[name]
-    payload, budget = payload_of(form)
-    start = 24 + form.indices.plan(6, NUMEL).nbytes
-    other = payload.clone()
-    other[start : start + 8] = 0xFF
-    other[12:16] = torch.tensor([0, 0, 0x80, 0x7F], dtype=torch.uint8)
-    seal_(other)
-    refuse(form, other, budget, "finite")
+def test_values_that_are_not_finite() -> None:
+    for name in ("fp32 int32", "fp16 rice", "int8 packed", "sign rice"):
+        form = FORMATS[name]
+        (payload, budget), start = payload_of(form), 24 + form.indices.plan(6, NUMEL).nbytes
+        payload[start : start + 8] = 0xFF
+        payload[12:16] = torch.tensor([0, 0, 0x80, 0x7F], dtype=torch.uint8)
+        seal_(payload)
+        refuse(form, payload, budget, "finite")
 
 
 @every_format
 @pytest.mark.usefixtures("no_type_checks")
 def test_any_bytes_at_all_give_an_error_or_a_sound_selection(form: Any) -> None:
-    generator = torch.Generator().manual_seed(0)
-    sound = 0
+    """The same from every codec."""
+    generator, sound = torch.Generator().manual_seed(0), 0
     for trial in range(150):
         count = (0, 1, 6, 150, 700)[trial % 5]
         payload, budget = payload_of(form, count, count)
-        payload = noise_in(payload, generator, (1.0, 0.3, 0.01)[trial % 3])
-        payload[:4].view(torch.int32)[0] = int(torch.randint(0, count + 2, (), generator=generator))
-        payload[4:8] = 0
+        payload = noise_in(payload, generator, (1.0, 0.05, 0.003)[trial % 3], first=12 * (trial % 2))
+        if trial % 2 == 0:
+            payload[:4].view(torch.int32)[0] = int(torch.randint(0, count + 2, (), generator=generator))
+            payload[4:8] = 0
         seal_(payload)
-        try:
-            (got,), numbers = decode(form, [payload], budget, NUMEL)
-        except PayloadError:
-            continue
-        sound += 1
-        used = got.indices[: int(got.count)]
-        assert used.numel() <= count and numbers == [0]
-        assert (torch.diff(used) > 0).all() and (used >= 0).all() and (used < NUMEL).all()
-        assert got.values.isfinite().all() and not got.values[int(got.count) :].any()
+        outcomes = []
+        for codec in CODECS.values():
+            try:
+                (got,), numbers = decode(form, [payload], budget, NUMEL, codec)
+            except PayloadError as error:
+                outcomes.append((str(error), None))
+                continue
+            outcomes.append((got.indices.tolist(), got.values.view(torch.int32).tolist()))
+            used = got.indices[: int(got.count)]
+            assert used.numel() <= count and numbers == [0]
+            assert (torch.diff(used) > 0).all() and (used >= 0).all() and (used < NUMEL).all()
+            assert got.values.isfinite().all() and not got.values[int(got.count) :].any()
+            sound += 1
+        assert outcomes[0] == outcomes[1]
     assert sound, "or this test sees no payload that passes"
+
+
+CODEC = CODECS["reference"]
+
+
+def sent(form: Any, ratio: Any) -> Any:
+    """(payload, budget) of a rank."""
+    count = round(ratio * NUMEL)
+    budget = budget_of(count, 0, 100, NUMEL)
+    first = torch.tensor(NUMEL)
+    selection = selection_of(scattered(NUMEL, count))
+    return PayloadPlan(form, budget, NUMEL, ratio).encode(CODEC, selection, first).payload, budget
+
+
+def as_horovod_gathers(payloads: Any) -> Any:
+    """It tells the whole alone: each rank cuts it into equal parts."""
+    return torch.cat(payloads).chunk(len(payloads))
+
+
+def told(form: Any, ratio: Any, budget: Any, payloads: Any) -> Any:
+    with pytest.raises(PayloadError) as caught:
+        PayloadPlan(form, budget, NUMEL, ratio, "bucket b").decode(CODEC, as_horovod_gathers(payloads)).wait()
+    return str(caught.value)
+
+
+def test_a_rank_at_another_ratio_is_named_on_every_rank_whatever_the_sizes() -> None:
+    for form in SOME.values():
+        for ratios in ([0.1, 0.2], [0.2, 0.1], [0.1, 0.1, 0.2], [0.1, 0.2, 0.1], [0.2, 0.1, 0.1, 0.1]):
+            made = [sent(form, ratio) for ratio in ratios]
+            for own, (_, budget) in zip(ratios, made, strict=True):
+                other = next(rank for rank, ratio in enumerate(ratios) if ratio != own)
+                theirs = f"rank {other} encoded bucket b at compress_ratio {ratios[other]}"
+                words = told(form, own, budget, [payload for payload, _ in made])
+                assert words.startswith(f"{theirs}, this rank at {own}: call begin_epoch")
+
+
+def test_where_the_sizes_are_the_same_too() -> None:
+    """Two ratios that send the same number of elements."""
+    form, (payload, budget) = SOME["fp32 int64"], sent(SOME["fp32 int64"], 0.1)
+    words = told(form, 0.1001, budget, [payload, payload])
+    assert words.startswith("rank 0 encoded bucket b at compress_ratio 0.1, this rank at 0.1001: call")
+    PayloadPlan(form, budget, NUMEL, 0.1).decode(CODEC, [payload, payload]).wait()
+
+
+def test_another_format_is_told_as_such() -> None:
+    forms = ["fp16 int32", "bf16 int32", "fp32 int64"]  # the first two are of one size
+    for own in forms:
+        for other in set(forms) - {own}:
+            (mine, budget), (theirs, _) = sent(FORMATS[own], 0.1), sent(FORMATS[other], 0.1)
+            words = told(FORMATS[own], 0.1, budget, [mine, theirs])
+            assert words.startswith("rank 1 encoded bucket b in another format than this rank"), (own, other)
+
+
+def test_codes_are_sealed_on_terms_too() -> None:
+    bounds, first = torch.tensor([0, 10]), torch.tensor(10)
+    one, two = Terms(2 / 32, 7), Terms(1 / 32, 7)
+
+    def sealed(nbytes: Any, terms: Any) -> Any:
+        return Envelope("bucket b", bounds, terms).seal(torch.ones(nbytes, dtype=torch.uint8), first)
+
+    for nbytes in (16, 48):
+        gathered = as_horovod_gathers([sealed(16, one), sealed(nbytes, two)])
+        with pytest.raises(PayloadError, match="rank 1 encoded bucket b at compress_ratio 0.03125"):
+            Envelope("bucket b", bounds, one).open(gathered, 16).wait()
+    with pytest.raises(PayloadError, match="rank 0 encoded bucket b in another format"):
+        Envelope("bucket b", bounds, Terms(2 / 32, 8)).open([sealed(16, one)], 16).wait()
+
+
+def test_defaults_agree() -> None:
+    form, (payload, budget) = SOME["sign rice"], sent(SOME["sign rice"], 0.1)
+    plain = encode(form, selection_of(scattered(NUMEL, budget.capacity)), budget, NUMEL).payload
+    PayloadPlan(form, budget, NUMEL).decode(CODEC, [plain]).wait()
+    with pytest.raises(PayloadError, match="this rank at 1: call begin_epoch"):
+        PayloadPlan(form, budget, NUMEL).decode(CODEC, [payload]).wait()
+
+
+def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent() -> None:
+    """The lockstep transport refuses payloads of two sizes, or a dense step beside a sparse one."""
+    for ratios, words in (
+        ((0.25, 0.125), "AllGather"),
+        ((1.0, 0.125), "'world' rank 1 sent {0: [^}]*}, rank 0 sent {0: .*, 1: "),
+    ):
+
+        def body(transport: Any, ratios: Any = ratios) -> None:
+            model = torch.nn.Linear(1000, 1, bias=False)
+            dgc = DGCCompressor(ratios[1], DGCSGDMemory(0.9), warmup_epochs=2, warmup_coeff=ratios)
+            inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = DistributedOptimizer(inner, model.named_parameters(), dgc, transport=transport)
+            optimizer.begin_epoch(transport.rank)
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(LockstepError, match=rf"{words}.*; give every rank .* call begin_epoch\(epoch\)"):
+            LockstepWorld(2).run(body)

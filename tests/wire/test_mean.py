@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.backends import NAMES, backend
 from kernels.comparison import REFERENCE, same
-from wire.payloads import FORMATS, SOME, budget_of, clustered, decode, encode, scattered, seal_, selection_of
+from wire import payloads as inputs
+from wire.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, selection_of
 
 from dgc.kernels.native import NativeMeanDecoder
 from dgc.wire import PayloadError, ValueFormat
@@ -20,23 +20,14 @@ BOUNDS = (0, 7, 7, 3000)
 some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
-@pytest.fixture(params=NAMES[1:])
-def native(request: pytest.FixtureRequest) -> Any:
-    with backend(request.param) as kernels:
-        yield kernels
+def mean_of(form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> Any:
+    """The payloads of all ranks together."""
+    return PayloadPlan(form, budget, numel).mean(NativeMeanDecoder(), payloads, size or len(payloads))
 
 
-class Together:
-    """The payloads of all ranks."""
-
-    def __init__(self, form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> None:
-        self.plan, self.given = PayloadPlan(form, budget, numel), (payloads, size or len(payloads))
-
-    def mean(self) -> Any:
-        return self.plan.mean(NativeMeanDecoder(), *self.given)
-
-    def mean_into_(self, dense: Any) -> Any:
-        return self.plan.mean_into_(dense, NativeMeanDecoder(), *self.given).wait()
+def mean_into_(dense: Any, form: Any, payloads: Any, budget: Any, size: Any = None) -> Any:
+    plan = PayloadPlan(form, budget, dense.numel())
+    return plan.mean_into_(dense, NativeMeanDecoder(), payloads, size or len(payloads)).wait()
 
 
 def payloads_of(form: Any, selections: Any, budget: Any, numel: Any) -> Any:
@@ -48,13 +39,12 @@ def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None)
     payloads = payloads_of(form, selections, budget, numel)
     parts, flags = decode(form, payloads, budget, numel)
     indices, values = REFERENCE.merge_mean(parts, size or len(payloads), numel).valid()
-    together = Together(form, payloads, budget, numel, size)
-    found, numbers = together.mean()
+    found, numbers = mean_of(form, payloads, budget, numel, size)
     assert int(found.count) == indices.numel() and same(found.indices, indices) and numbers == flags
     assert same(found.values, values)
     dense, expected = torch.full((numel,), torch.nan), torch.zeros(numel)
     expected[indices] = values
-    assert together.mean_into_(dense) == (True, flags) and same(dense, expected)
+    assert mean_into_(dense, form, payloads, budget, size) == (True, flags) and same(dense, expected)
 
 
 def test_means_have_the_bits_of_the_reference(native: Any) -> None:
@@ -71,13 +61,13 @@ def test_a_large_bucket_at_any_address(native: Any) -> None:
     numel, form = (1 << 20) + 5, FORMATS["sign rice"]
     budget = budget_of(900, 0, 1, numel // 2, numel)
     made = [selection_of(scattered(numel, 900, r), capacity=900, seed=r) for r in range(3)]
+    payloads = payloads_of(form, made, budget, numel)
     for size, offset in product((3, 4), (0, 1, 16)):
-        together = Together(form, payloads_of(form, made, budget, numel), budget, numel, size)
-        indices, values = together.mean()[0].valid()
+        indices, values = mean_of(form, payloads, budget, numel, size)[0].valid()
         expected = torch.zeros(numel).index_put_((indices,), values)
         memory = torch.full((numel + 17,), torch.nan)
         dense = memory[offset : offset + numel]
-        assert together.mean_into_(dense)[0] and same(dense, expected), (size, offset)
+        assert mean_into_(dense, form, payloads, budget, size)[0] and same(dense, expected), (size, offset)
         assert int(memory.isnan().sum()) == 17, "nothing beside it is written"
 
 
@@ -88,7 +78,7 @@ def test_means_of_buckets_of_many_regions(native: Any) -> None:
         budget, near = budget_of(900, 0, 1, numel // 2, numel), torch.arange(numel - 600, numel)
         for number, (key, form) in enumerate(SOME.items()):
             with case(key, numel):
-                parts = [scattered(numel, 900, number), clustered(numel, 900), near, torch.arange(5), near]
+                parts = [scattered(numel, 900, number), inputs.clustered(numel, 900), near, torch.arange(5), near]
                 made = [selection_of(part, capacity=900, seed=r) for r, part in enumerate(parts)]
                 check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7, 2)[number])
 
@@ -100,18 +90,11 @@ def test_an_empty_bucket_and_an_empty_plan() -> None:
 
 def test_values_are_added_in_the_order_of_ranks(native: Any) -> None:
     form, budget = FORMATS["fp32 packed"], budget_of(1, 0, 100)
-
-    def mean(*values: Any) -> Any:
-        sent, dense = (
-            [selection_of(torch.tensor([70]), torch.tensor([value])) for value in values],
-            torch.ones(100),
-        )
-        together = Together(form, payloads_of(form, sent, budget, 100), budget, 100, 1)
-        together.mean_into_(dense)
-        return together.mean()[0].values.tolist(), dense[70].item()
-
-    assert mean(1e8, 1.0, -1e8) == ([0.0], 0.0)
-    assert mean(1e8, -1e8, 1.0) == ([1.0], 1.0)
+    for values, expected in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
+        sent = [selection_of(torch.tensor([70]), torch.tensor([value])) for value in values]
+        dense, payloads = torch.ones(100), payloads_of(form, sent, budget, 100)
+        mean_into_(dense, form, payloads, budget, 1)
+        assert mean_of(form, payloads, budget, 100, 1)[0].values.tolist() == [expected] == [dense[70].item()]
 
 
 def test_quotients_are_rounded_once(native: Any) -> None:
@@ -128,8 +111,8 @@ def test_a_mean_that_is_not_finite_is_reported(native: Any) -> None:
     budget = budget_of(1, 0, numel)
     for at, count in product((0, 15, 17_000, numel - 1), (1, 3)):
         large, dense = selection_of(torch.tensor([at]), torch.tensor([3e38])), torch.empty(numel)
-        together = Together(form, payloads_of(form, [large] * count, budget, numel), budget, numel)
-        assert together.mean_into_(dense)[0] == (count == 1) == bool(dense.isfinite().all()), at
+        finite, _ = mean_into_(dense, form, payloads_of(form, [large] * count, budget, numel), budget)
+        assert finite == (count == 1) == bool(dense.isfinite().all()), at
 
 
 @some_formats
@@ -138,10 +121,10 @@ def test_payloads_behind_one_another_at_odd_addresses_and_with_gaps(form: Any) -
     budget = budget_of(13, *BOUNDS, numel)
     made = [selection_of(scattered(numel, 13, s), seed=s) for s in range(3)]
     payloads = torch.stack(payloads_of(form, made, budget, numel))
-    expected, _ = Together(form, list(payloads), budget, numel).mean()
+    expected, _ = mean_of(form, list(payloads), budget, numel)
     odd = torch.cat([torch.zeros(3, dtype=torch.uint8), payloads.view(-1)])[3:].chunk(3)
     for others in (odd, payloads.t().contiguous().t().unbind()):
-        found, _ = Together(form, others, budget, numel).mean()
+        found, _ = mean_of(form, others, budget, numel)
         assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
 
 
@@ -153,27 +136,25 @@ def test_changed_payloads_raise_the_errors_of_one_at_a_time(form: Any) -> None:
         count = (0, 1, 6, 150, 700)[trial % 5]
         budget = budget_of(count, 0, 100, numel)
         good = encode(form, selection_of(scattered(numel, count)), budget, numel).payload
-        noise = torch.randint(0, 256, good.shape, dtype=torch.uint8, generator=generator)
-        some = torch.rand(good.shape, generator=generator) < (1.0, 0.3, 0.01)[trial % 3]
-        some[16:24] &= trial % 7 == 0
-        bad = torch.where(some, noise, good)
+        bad = inputs.noise_in(good, generator, (1.0, 0.3, 0.01)[trial % 3])
+        bad[17] ^= trial % 7 == 0
         if trial % 2:
             bad[:4].view(torch.int32)[0] = int(torch.randint(-1, count + 2, (), generator=generator))
             bad[4:8] = 0
         if trial % 10:
-            seal_(bad)
-        payloads = [good, bad[:-8] if trial % 13 == 0 else bad, good]
-        together, dense = Together(form, payloads, budget, numel), torch.empty(numel)
+            inputs.seal_(bad)
+        payloads, dense = [good, bad[:-8] if trial % 13 == 0 else bad, good], torch.empty(numel)
+        given = form, payloads, budget
         try:
             _, flags = decode(form, payloads, budget, numel)
         except PayloadError as error:
             refused += 1
-            for call in (together.mean, partial(together.mean_into_, dense)):
+            for call in (partial(mean_of, *given, numel), partial(mean_into_, dense, *given)):
                 with pytest.raises(PayloadError) as raised:
                     call()
                 assert str(raised.value) == str(error)
         else:
-            assert together.mean()[1] == flags
+            assert mean_of(*given, numel)[1] == flags
     assert 100 < refused < 200
 
 
@@ -181,7 +162,7 @@ def test_the_first_tensor_that_is_not_finite_is_named() -> None:
     form, numel = FORMATS["sign rice"], 5000
     budget, selection = budget_of(4, *BOUNDS, numel), selection_of(scattered(numel, 4))
     payloads = [encode(form, selection, budget, numel, first).payload for first in (7, numel)]
-    assert Together(form, payloads, budget, numel).mean()[1] == [3, 0]
+    assert mean_of(form, payloads, budget, numel)[1] == [3, 0]
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -194,7 +175,6 @@ def test_formats_of_users_have_no_sections() -> None:
 
         def decode(self, *arguments: Any) -> Any: ...
 
-    form = FORMATS["fp32 rice"]
-    own = copy.copy(form)
-    object.__setattr__(own, "values", Own())
-    assert not NativeMeanDecoder().takes(PayloadPlan(own, budget_of(3, 0, 100), 100).layout)
+    form = copy.copy(FORMATS["fp32 rice"])
+    object.__setattr__(form, "values", Own())
+    assert not NativeMeanDecoder().takes(PayloadPlan(form, budget_of(3, 0, 100), 100).layout)

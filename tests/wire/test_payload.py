@@ -8,18 +8,8 @@ from zlib import crc32
 import pytest
 import torch
 from cases import case
-from wire.payloads import (
-    FORMATS,
-    SOME,
-    VALUES,
-    budget_of,
-    clustered,
-    decode,
-    encode,
-    formats_for,
-    scattered,
-    selection_of,
-)
+from wire import payloads as inputs
+from wire.payloads import FORMATS, SOME, VALUES, budget_of, decode, encode, formats_for, scattered, selection_of
 
 from dgc import wire
 
@@ -41,6 +31,8 @@ def check_round_trip(form: Any, selection: Any, budget: Any, numel: Any) -> Any:
     assert not got.indices[count:].any() and not got.values[count:].any() and not done.own[count:].any()
     where = torch.searchsorted(selection.indices[: int(selection.count)], got.indices[:count])
     assert torch.equal(done.own[:count], selection.values[where]), "own: the values as they were"
+    if form.values == wire.CastValues():
+        assert torch.equal(done.sent.values, done.own)
     return done.sent
 
 
@@ -67,32 +59,24 @@ def test_round_trip(form: Any) -> None:
 def test_supports_of_every_shape() -> None:
     numel = 20_000
     everything = torch.arange(numel)
+    first, last, every_13th = everything[:700], everything[-700:], everything[::13]
     shapes = [
-        everything[:700],
-        everything[-700:],
         everything,
-        everything[::13],
+        first,
+        last,
+        every_13th,
         everything[-1:],
         everything[:1],
         everything[everything % 64 < 3],
-        clustered(numel, 900),
-        torch.cat([everything[:300], everything[-300:]]),
-        *(scattered(numel, count, seed) for seed in range(2) for count in (2, 200, 6000, 14_000)),
     ]
+    shapes += [inputs.clustered(numel, 900), torch.cat([first[:300], last[-300:]])]
+    shapes += [scattered(numel, count, seed) for seed in range(2) for count in (2, 200, 6000, 14_000)]
     for number, indices in enumerate(shapes):
         for capacity in (indices.numel(), min(numel, indices.numel() + 600)):
             budget = budget_of(capacity, 0, 9000, numel)
             for name, form in formats_for(number).items():
                 with case(name, "shape", number, "of", capacity):
                     check_round_trip(form, selection_of(indices, capacity=capacity), budget, numel)
-
-
-def test_indices_and_fp32_values_come_back_exactly() -> None:
-    values = torch.tensor([1e-42, -3.4e38, 0.1, 1.0])
-    selection = selection_of(torch.tensor([0, 1, 4000, NUMEL - 1]), values)
-    for name in ("fp32 int64", "fp32 int32", "fp32 packed", "fp32 rice"):
-        sent = check_round_trip(FORMATS[name], selection, budget_of(4, 0, NUMEL), NUMEL)
-        assert torch.equal(sent.indices, selection.indices) and torch.equal(sent.values, values)
 
 
 @some_formats
@@ -104,21 +88,20 @@ def test_payloads_that_lie_behind_one_another_at_odd_addresses_decode(form: Any)
         gathered = torch.cat([torch.zeros(shift, dtype=torch.uint8), *(done.payload for done in sent)])
         selections, _ = decode(form, list(gathered[shift:].chunk(3)), budget, NUMEL)
         for got, done in zip(selections, sent, strict=True):
-            assert torch.equal(got.indices, done.sent.indices), (capacity, shift)
-            assert torch.equal(got.values, done.sent.values), (capacity, shift)
+            pairs = (got.indices, done.sent.indices), (got.values, done.sent.values)
+            assert all(torch.equal(*pair) for pair in pairs), (capacity, shift)
 
 
 def test_bytes_by_hand() -> None:
     form, budget = FORMATS["fp32 int32"], budget_of(3, 0, NUMEL)
     selection = selection_of(torch.tensor([2, 258]), torch.tensor([1.0, -2.0]), 3)
     payload = encode(form, selection, budget, NUMEL).payload
-    indices = [2, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0]
-    values = [0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0, 0, 0, 0, 0]
     assert payload[:8].tolist() == [2] + [0] * 7
     assert payload[12:20].tolist() == [0, 0, 0x80, 0x3F] * 2  # scale and ratio: 1
     form_number = crc32(b"(PlainIndices(dtype='int32'), CastValues(dtype='fp32'))")
     assert payload[20:24].tolist() == list(form_number.to_bytes(4, "little"))
-    assert payload[24:].tolist() == indices + values
+    indices, values = [2, 0, 0, 0, 2, 1, 0, 0], [0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0]
+    assert payload[24:].tolist() == [*indices, *[0] * 4, *values, *[0] * 4]
 
 
 def test_rice_sign_packed_and_int8_bytes_by_hand() -> None:
@@ -129,10 +112,8 @@ def test_rice_sign_packed_and_int8_bytes_by_hand() -> None:
     payload = encode(FORMATS["sign rice"], selection, budget_of(3, 0, 5, 6), 6).payload
     means = [0, 0, 0xC0, 0x3F, 0, 0, 0x80, 0x40]
     assert payload[24:].tolist() == [0, 0b100110, 0, 0] + means + [0b110, 0, 0, 0]
-    form, selection = (
-        FORMATS["int8 packed"],
-        selection_of(torch.tensor([1, 2, 8]), torch.tensor([127.0, -64.4, 1])),
-    )
+    form = FORMATS["int8 packed"]
+    selection = selection_of(torch.tensor([1, 2, 8]), torch.tensor([127.0, -64.4, 1]))
     payload = encode(form, selection, budget_of(3, 0, 100), 100).payload
     assert payload[24 : 24 + 4].tolist() == [3, 0b01000001, 0b1, 0]
     start = 24 + form.indices.plan(3, 100).nbytes
@@ -216,9 +197,8 @@ def test_signs_carry_each_tensors_mean_magnitude() -> None:
     values = [1.0] + [1e-4] * 20_000
     exact = math.fsum(torch.tensor(values).tolist()) / len(values)
     assert sent_values("sign", values)[0].item() == torch.tensor(exact).item()
-    payload = encode(
-        FORMATS["sign int32"], selection_of(torch.tensor([3, 55])), budget_of(2, 0, 2, 50, 60), 60
-    ).payload
+    selection, budget = selection_of(torch.tensor([3, 55])), budget_of(2, 0, 2, 50, 60)
+    payload = encode(FORMATS["sign int32"], selection, budget, 60).payload
     means = payload[24 + 8 : 24 + 8 + 12].view(torch.float32)
     assert means[0] == 0 and (means[1:] > 0).all()
 
