@@ -193,12 +193,12 @@ def test_the_preparation_of_wmt16(tmp_path: Path, capsys: pytest.CaptureFixture[
             main([*words, *more])
         assert message in capsys.readouterr().err
 
-    new = ("--root", f"{tmp_path}/new")
+    other = ("--root", f"{tmp_path}/new")
     refused("exists already")
-    refused("there is none", *new, "--val", "c")
+    refused("there is none", *other, "--val", "c")
     (tmp_path / "news-fren-src.en.sgm").write_text(sgml.format("x", "x"), encoding="utf-8")
-    refused("news-deen-src.en.sgm, ", *new)
+    refused("news-deen-src.en.sgm, ", *other)
     (tmp_path / "news-fren-src.en.sgm").unlink()
     (tmp_path / "b.de").write_text("x\ny\n")
-    refused("b.en and", *new)
+    refused("b.en and", *other)
     assert not (tmp_path / "new").exists()
