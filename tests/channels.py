@@ -5,18 +5,16 @@ Messages take random times, which repeat for the same seed and order of calls.
 
 import random
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 
 @dataclass(eq=False)
 class _Message:
-    """A message in flight.
+    """A message in flight: `due` is the first time at which it can be received.
 
-    Attributes:
-        due: First time at which the message can be received.
-        eager: The message counts as sent once it is copied, as in the eager mode of MPI.
+    An eager one counts as sent once it is copied, as in the eager mode of MPI.
     """
 
     source: int
@@ -38,8 +36,7 @@ class LocalChannel:
     """One rank's end of a `ChannelWorld`."""
 
     def __init__(self, world: "ChannelWorld", rank: int):
-        self._world = world
-        self.rank, self.size = rank, world.size
+        self._world, self.rank, self.size, self.test = world, rank, world.size, world.test
 
     def isend(self, to: int, message: Tensor, tag: int) -> _Message:
         return self._world.send(self.rank, to, message, tag)
@@ -47,11 +44,7 @@ class LocalChannel:
     def irecv(self, buffer: Tensor, tag: int) -> _Receive:
         return self._world.receive(self.rank, buffer, tag)
 
-    def test(self, handle: _Message | _Receive) -> bool:
-        return self._world.test(handle)
 
-
-@dataclass(eq=False)
 class ChannelWorld:
     """A simulated network with one `LocalChannel` per rank, in `channels`.
 
@@ -64,18 +57,12 @@ class ChannelWorld:
         max_delay: Largest delay of a message, in units of time.
     """
 
-    size: int
-    seed: int = 0
-    max_delay: int = 20
-    time: int = 0
-    _messages: list[list[_Message]] = field(default_factory=list)
-    _receives: set[_Receive] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.channels = [LocalChannel(self, rank) for rank in range(self.size)]
-        self._messages = [[] for _ in range(self.size)]
-        self._random = random.Random(self.seed)
-        self._lock = threading.Lock()
+    def __init__(self, size: int, seed: int = 0, max_delay: int = 20):
+        self.size, self.max_delay, self.time = size, max_delay, 0
+        self.channels = [LocalChannel(self, rank) for rank in range(size)]
+        self._messages: list[list[_Message]] = [[] for _ in range(size)]
+        self._receives: set[_Receive] = set()
+        self._random, self._lock = random.Random(seed), threading.Lock()
 
     @property
     def in_flight(self) -> int:
@@ -87,17 +74,15 @@ class ChannelWorld:
 
     def receive(self, rank: int, buffer: Tensor, tag: int) -> _Receive:
         with self._lock:
-            receive = _Receive(rank, tag, buffer)
-            self._receives.add(receive)
+            self._receives.add(receive := _Receive(rank, tag, buffer))
             return receive
 
     def send(self, source: int, to: int, message: Tensor, tag: int) -> _Message:
         with self._lock:
             eager = self._random.random() < 0.5
-            content = message.clone() if eager else message
             earlier = [m.due for m in self._messages[to] if m.source == source]
             due = max([self.time + self._random.randint(0, self.max_delay), *earlier])
-            sent = _Message(source, tag, content, due, eager)
+            sent = _Message(source, tag, message.clone() if eager else message, due, eager)
             self._messages[to].append(sent)
             return sent
 

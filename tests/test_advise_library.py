@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
+from refusals import refuse
 from torch import nn
 
 from dgc import doctor
@@ -23,7 +24,7 @@ from dgc.cost.methods import METHODS, builder
 from dgc.cost.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
 from dgc.cost.workload import Workload
 from dgc.doctor import Facts, Probe
-from dgc.units import human_time
+from dgc.units import RATES, TIMES, human_rate, human_time, quantity
 
 PAPER = ["--parameters", "350M", "--step", "1.2s"]
 NETWORK = ["--hosts", "8", "--rate", "1gbit"]
@@ -56,17 +57,14 @@ def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_ch
     assert steps[1] == pytest.approx(0.2 * steps[2] + 0.8 * steps[0]) and steps[0] == pytest.approx(1.23, rel=1e-2)
     bits = {name: result["methods"][name]["wire_bytes"] * 8 / (350e6 * 2 * 7 / 8) for name in ("int8", "int4")}
     assert bits == pytest.approx({"int8": 8 + 16 / 256, "int4": 4 + 16 / 128}, rel=2e-3)
-    assert (
-        result["advice"]["method"] == "int4" and "As fast within the error of the prediction: onebit-adam" in out
-    )
-    assert "TwoPhaseCompressor(bits=4)" in out and "20 % of a run's steps are dense" in out
-    assert "Faster, but 17 % behind dense" in out and "powersgd-4 1.2" in out
-    assert "Transformer of 25 layers of width 1088, with adamw" in out and "8 machines of 1 rank" in out
+    assert result["advice"]["method"] == "int4" and "8 machines of 1 rank" in out and "powersgd-4 1.2" in out
+    assert "As fast within the error of the prediction: onebit-adam" in out and "TwoPhaseCompressor(bits=4)" in out
+    assert "20 % of a run's steps are dense" in out and "Faster, but 17 % behind dense" in out
+    assert "Transformer of 25 layers of width 1088, with adamw" in out
     dgc = {of.name for of in METHODS if of.name.startswith("dgc-")} - {"dgc-adam"}
-    assert set(result["left_out"]) == {"2bit-adaptive", "scaled-sign"} | dgc
-    assert "UNRELIABLE" not in out
-    words = "--optimizer adamw --methods fp16 onebit-adam --dense-share 0.1 --json"
-    assert main([*PAPER, *NETWORK, *words.split(), str(file)]) == 0
+    assert set(result["left_out"]) == {"2bit-adaptive", "scaled-sign"} | dgc and "UNRELIABLE" not in out
+    words = f"--optimizer adamw --methods fp16 onebit-adam --dense-share 0.1 --json {file}"
+    assert main([*PAPER, *NETWORK, *words.split()]) == 0
     onebit = json.loads(file.read_text())["methods"]["onebit-adam"]
     assert onebit["step"] == pytest.approx(0.1 * steps[2] + 0.9 * steps[0]) and onebit["dense_share"] == 0.1
     assert "Recommended: onebit-adam, the mean step takes 2.13 s" in capsys.readouterr().out
@@ -95,15 +93,14 @@ def test_one_narrow_layer_stands_for_the_model() -> None:
 def test_a_model_of_ones_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_type_checks: None
 ) -> None:
-    file = tmp_path / "advice.json"
+    file, names = tmp_path / "advice.json", ["fp16", "dgc-fp16-packed", "powersgd-1", "sgp", "onebit-adam"]
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    words = ["--model", "test_advise_library:make", *NETWORK, "--repeats", "1", "--device", "cpu"]
-    names = ["fp16", "dgc-fp16-packed", "powersgd-1", "sgp", "onebit-adam"]
-    assert main([*words, "--methods", *names, "--json", str(file)]) == 0
+    words = f"--model test_advise_library:make --repeats 1 --device cpu --json {file}"
+    assert main([*words.split(), *NETWORK, "--methods", *names]) == 0
     out, result = capsys.readouterr().out, json.loads(file.read_text())
     assert set(result["methods"]) == set(names) - {"onebit-adam"} and result["work"]["forward"] > 0
-    assert "onebit-adam         left out: it is for Adam and AdamW, and the optimizer is sgd" in out
     count = 64 * 256 + 256 + 256 * 10 + 10
+    assert "onebit-adam         left out: it is for Adam and AdamW, and the optimizer is sgd" in out
     assert f"model      {count:,} parameters on cpu" in out
     assert result["methods"]["fp16"]["wire_bytes"] == pytest.approx(2 * count * 2 * 7 / 8, rel=0.02)
 
@@ -126,8 +123,7 @@ def sent(build: Any, model: Any, gradients: Any, steps: int, transport: Any) -> 
     optimizer, found = build(own, transport), []
     for _ in range(steps):
         optimizer.zero_grad()
-        parts = [(p * gradients[name]).sum() for name, p in own.named_parameters()]
-        torch.stack(parts).sum().backward()
+        torch.stack([(p * gradients[name]).sum() for name, p in own.named_parameters()]).sum().backward()
         optimizer.step()
         found.append(optimizer.meter.cross_wire_bytes)
     optimizer.zero_grad()
@@ -171,23 +167,22 @@ def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
         ([*own, "--device", "abacus"], "--device abacus"),
         ([*PAPER, *NETWORK, "--dense-share", "1"], "--dense-share is 1.0; it must be at least 0 and below 1"),
     ):
-        with case(given):
-            sys.path.insert(0, str(Path(__file__).parent))
-            assert main(given) == 2
-            captured = capsys.readouterr()
-            assert captured.err.startswith("advise: ") and message in captured.err and captured.out == ""
+        sys.path.insert(0, str(Path(__file__).parent))
+        assert main(given) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith("advise: ") and message in printed.err and printed.out == "", message
 
 
-def test_times_have_three_digits() -> None:
-    texts = {
-        0.0: "0.00 us",
-        5e-5: "50.0 us",
-        9.996e-4: "1.00 ms",
-        0.6319: "632 ms",
-        0.9996: "1.00 s",
-        19.6: "19.6 s",
-    }
-    assert {seconds: human_time(seconds) for seconds in texts} == texts
+def test_quantities() -> None:
+    rates = {"1gbit": 1e9, "2.5 Gbit/s": 2.5e9, "100mbit": 1e8, "1e3kbit": 1e6}
+    assert {text: quantity(text, RATES, "--rate") for text in rates} == rates
+    assert quantity("50us", TIMES, "--latency") == pytest.approx(5e-5)
+    refuse("--rate is '10MB': write a number and a unit of bit, kbit", quantity, "10MB", RATES, "--rate")
+    for text in ("50", "us", "1.2.3us", "-1us", ""):
+        refuse(f"--latency is '{text}': write a number and a unit", quantity, text, TIMES, "--latency")
+    assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
+    assert [human_time(seconds) for seconds in (0.0, 5e-5, 9.996e-4)] == ["0.00 us", "50.0 us", "1.00 ms"]
+    assert [human_time(seconds) for seconds in (0.6319, 0.9996, 19.6)] == ["632 ms", "1.00 s", "19.6 s"]
 
 
 def test_the_loss_may_be_what_the_model_returns() -> None:
@@ -198,17 +193,15 @@ def test_the_loss_may_be_what_the_model_returns() -> None:
     x = torch.ones(2)
     for batch, loss in (((x,), 2), ([x, 3.0], 6), ({"x": x, "scale": 2.0}, 4), (x, 2)):
         with case(batch):
-            assert loss_of_model(Model(), batch).item() == loss
-            assert type(moved(batch, CPU)) is type(batch)
-    with pytest.raises(ValueError, match="the model returns no loss; return"):
-        loss_of_model(nn.Identity(), x)
+            assert loss_of_model(Model(), batch).item() == loss and type(moved(batch, CPU)) is type(batch)
+    refuse("the model returns no loss; return", loss_of_model, nn.Identity(), x)
 
 
-def test_the_doctor_names_each_problem_with_its_cure(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton")
+def test_the_doctor_names_each_problem_with_its_cure() -> None:
+    versions = dict.fromkeys(("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton"), "1.0")
     loads, kernels = Probe({"cuda": None, "gpus": [], "backends": ["gloo"]}), Probe({"native": "native (avx2)"})
     others = Probe({"ddp": "works", "fsdp": "works"}), Probe({"mpi": True}), Probe({"size": 2, "sum": 3.0})
-    healthy = Facts(dict.fromkeys(names, "1.0"), loads, False, kernels, *others)
+    healthy = Facts(versions, loads, False, kernels, *others)
     assert list(doctor.problems(healthy)) == []
     assert dict(doctor.describe(healthy))["native kernels"] == "native (avx2)"
     cases: dict[str, dict[str, Any]] = {

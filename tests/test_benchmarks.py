@@ -1,60 +1,77 @@
-"""What benchmarks compute beside times, the bytes of large models by their shapes, and when they measure."""
+"""What benchmarks compute beside times, the bytes of large models, when they measure; the benchmark of quality."""
 
 import json
 import math
+import re
+import time
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from simulated import CNN, assert_same_end
+from simulated import summary_of as summary_in
 from torch import Tensor
 
 import benchmarks
 import dgc.kernels as kernels
-from benchmarks import decoding, harness, outer_speed, scale
-from benchmarks.__main__ import main
+from benchmarks import decoding, harness, outer_speed, scale, selectors
+from benchmarks.__main__ import main as print_list
+from benchmarks.convergence import draw, main, report, rows_of
 from benchmarks.methods import Method, parameters_of
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
-from benchmarks.selectors import Counts, Fit, SelectorStep, count_step, counting, fit, fit_tensors
+from benchmarks.runs import TASKS, WITH_ADAM, Task, simulate, summary_of, to_train
+from benchmarks.selectors import Counts, SelectorStep, count_step, counting, fit_tensors
 from benchmarks.train_step import Work
 from dgc.bucket import lay_out
 from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
 from dgc.selection import Bisection, plan_selection
-from scripts.methods import METHODS, SELECTORS, build
+from dgc_training.config import ConfigError, load
+from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.build import build as build_model
+from scripts.methods import LOCAL_STEPS, METHODS, SELECTORS, build
 
 SEGMENTS = lay_out([("a", torch.empty(100, 200, device="meta")), ("b", torch.empty(30, 100, device="meta"))])
-N = 23_000
+N, Printed = 23_000, pytest.CaptureFixture[str]
+fit: Any = selectors.fit  # None of zeros alone
 
 
-def laplace(n: int, seed: int = 0) -> torch.Tensor:
+def laplace(n: int, seed: int = 0) -> Tensor:
     u = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5
     return (-3 * u.sign() * torch.log1p(-2 * u.abs())).float()
 
 
-def normal(n: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+def normal(n: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(0))
 
 
-def test_results_are_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
+def files_with(words: str) -> list[str]:
+    files = Path(benchmarks.__file__).parent.glob("*.py")
+    return sorted(file.stem for file in files if words in file.read_text())
+
+
+def test_results_are_valid_json(capsys: Printed) -> None:
     harness.print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"a": [None, 1, {"b": None, "c": "x", "d": None}]}
-    files = {file.name: file.read_text() for file in Path(benchmarks.__file__).parent.glob("*.py")}
     # throughput.py needs nothing but Python's own library, and has no NaN
-    assert sorted(name for name, text in files.items() if "json.dump" in text) == ["harness.py", "throughput.py"]
+    assert files_with("json.dump") == ["harness", "throughput"]
 
 
 def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
     order: list[tuple[int, str]] = []
+    rounds, starts = list[int](), {"a": 1.0, "b": 3.0, "slow": 5.0}
 
     def work(name: str, number: int) -> float:
         order.append((number, name))
-        return number + {"a": 1.0, "b": 3.0, "slow": 5.0}[name]
+        return number + starts[name]
 
-    works = {name: (lambda number, name=name: work(name, number)) for name in ("a", "b", "slow")}
-    rounds: list[int] = []
+    works = {name: partial(work, name) for name in starts}
     found = harness.in_turns(works, 7, 2, slow=["slow"], before=rounds.append)
     assert rounds == list(range(-2, 7)) and list(found["a"]) == list(range(7)) and list(found["slow"]) == [0, 6]
     by_round = [[name for number, name in order if number == i] for i in range(7)]
@@ -64,7 +81,7 @@ def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
     assert harness.ratio(found["slow"], found["a"]) == (5 + 11 / 7) / 2
 
 
-def test_a_table_has_aligned_columns_and_keeps_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_has_aligned_columns_and_keeps_its_rows(capsys: Printed) -> None:
     columns = [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
     table = harness.Table("method", 8, columns)
     table.add("a", {"ms": 1.234, "n": 12345, "share": 0.5, "other": 1})
@@ -75,12 +92,10 @@ def test_a_table_has_aligned_columns_and_keeps_its_rows(capsys: pytest.CaptureFi
     assert table.rows["a"]["other"] == 1 and list(table.rows) == ["a", "b"]
 
 
-def test_the_list_has_a_name_a_duration_and_a_line_of_each(capsys: pytest.CaptureFixture[str]) -> None:
-    main()
+def test_the_list_has_a_name_a_duration_and_a_line_of_each(capsys: Printed) -> None:
+    print_list()
     lines = capsys.readouterr().out.splitlines()
-    files = Path(benchmarks.__file__).parent.glob("*.py")
-    listed = sorted(file.stem for file in files if "\nTAKES = " in file.read_text())
-    assert [line.split()[0] for line in lines[::2]] == listed
+    assert [line.split()[0] for line in lines[::2]] == files_with("\nTAKES = ")
     assert all(line.startswith(" " * 17) and line.strip() for line in lines[1::2])
 
 
@@ -90,41 +105,23 @@ def test_every_method_of_the_table_is_built() -> None:
     sparse = {name: of for name, of in found.items() if isinstance(of, SparseCompressor)}
     own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
     assert own == {"dgc-1-percent": 0.01, "dgc-residual-0.1-percent": 0.001, "dgc-adam-0.1-percent": 0.001}
-    assert len(sparse) > 20
-    assert build("streaming", delay=3).delay == 3 and build("diloco").average_every == 50
+    assert len(sparse) > 20 and build("streaming", delay=3).delay == 3 and build("diloco").average_every == 50
 
 
-def fitted(x: Tensor) -> Fit:
-    found = fit(x)
-    assert found is not None
-    return found
-
-
-def test_a_distribution_fits_its_own_samples() -> None:
-    assert fitted(laplace(50_000)).ratio < 0.2
-    assert fitted(5 + normal(50_000)).ratio > 5
-
-
-def test_the_distance_is_that_between_the_distributions() -> None:
-    """Of a standard normal to the Laplace of its mean distance: by midpoints, in fp64, without samples."""
+def test_a_fit_is_the_distance_between_distributions() -> None:
+    assert fit(laplace(50_000)).ratio < 0.2 and fit(5 + normal(50_000)).ratio > 5
+    # of a standard normal to the Laplace of its mean distance: by midpoints, in fp64, without samples
     p = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
-    width = math.sqrt(2 / math.pi)
-    other = -width * (p - 0.5).sign() * torch.log1p(-2 * (p - 0.5).abs())
+    other = -math.sqrt(2 / math.pi) * (p - 0.5).sign() * torch.log1p(-2 * (p - 0.5).abs())
     expected = float((torch.special.ndtri(p) - other).abs().mean())
-    assert fitted(normal(200_000)).laplace == pytest.approx(expected, rel=0.03)
-
-
-def test_zeros_and_scales_do_not_change_a_fit() -> None:
+    assert fit(normal(200_000)).laplace == pytest.approx(expected, rel=0.03)
+    # zeros and scales do not change it, and tensors weigh by their size
     x = laplace(20_000)
     assert fit(torch.cat([x, torch.zeros(5000)])) == fit(x)
-    assert fitted(1000 * x).laplace == pytest.approx(fitted(x).laplace)
-    assert fit(torch.zeros(1000)) is None
-
-
-def test_tensors_weigh_by_their_size() -> None:
+    assert fit(1000 * x).laplace == pytest.approx(fit(x).laplace) and fit(torch.zeros(1000)) is None
     large, small = laplace(30_000), normal(10_000)
     found = fit_tensors([torch.cat([large, small])], [[30_000, 10_000]])
-    assert found.gauss == pytest.approx((3 * fitted(large).gauss + fitted(small).gauss) / 4)
+    assert found.gauss == pytest.approx((3 * fit(large).gauss + fit(small).gauss) / 4)
 
 
 def test_reads_of_an_estimator_are_counted_by_tensor() -> None:
@@ -168,8 +165,7 @@ def test_made_gradients_have_the_recorded_mean_and_deviation() -> None:
 def test_a_learner_takes_steps_of_dgc() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(20, 10)
-    batches = iter([(torch.randn(8, 20), torch.randint(10, (8,))) for _ in range(2)])
-    learner = Learner(model, batches, 0.05, lr=0.5)
+    learner = Learner(model, iter([(torch.randn(8, 20), torch.randint(10, (8,))) for _ in range(2)]), 0.05, lr=0.5)
     before = model.weight.detach().clone()
     learner.differentiate()
     g = learner.gradients[0][0].clone()
@@ -215,19 +211,14 @@ def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
     assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
 
 
-@pytest.mark.parametrize(
-    ("method", "published"), [("dense", 7730), ("powersgd-1", 25), ("powersgd-2", 38), ("powersgd-4", 64)]
-)
-def test_an_epoch_of_the_lstm_has_the_published_bytes(method: str, published: int) -> None:
+def test_an_epoch_of_the_lstm_has_the_published_bytes() -> None:
     """Vogels et al. 2019, arXiv 1905.13727: MB (2**20 bytes) that a rank contributes per epoch of WikiText-2."""
     named = [(name, torch.zeros(p.shape, device="cpu")) for name, p in parameters_of("lstm")]
-    taken = Method(method, named, 1)
-    with torch.no_grad():
-        taken.step(torch.zeros(taken.numel))
-    assert round(taken.payload * 70 / 2**20) == published
-
-
-def test_the_shapes_are_those_of_the_configs() -> None:
+    for name, published in (("dense", 7730), ("powersgd-1", 25), ("powersgd-2", 38), ("powersgd-4", 64)):
+        taken = Method(name, named, 1)
+        with torch.no_grad():
+            taken.step(torch.zeros(taken.numel))
+        assert round(taken.payload * 70 / 2**20) == published, name
     assert sum(p.numel() for _, p in parameters_of("transformer-big")) == 209_125_376
 
 
@@ -250,12 +241,12 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
             super().__init__(name, settings, transport)
             newest[transport.rank] = self
 
-    def tiny(name: str, batch: int, image: int, rank: int) -> Work:
+    def make_work(name: str, batch: int, image: int, rank: int) -> Work:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(5)))
         return Work(model, lambda wrapped: wrapped(torch.ones(batch, 16)).square().mean())
 
-    def small(name: str, **changes: Any) -> Any:
+    def build_small(name: str, **changes: Any) -> Any:
         return build(name, **changes, **({"fragment_mb": 1024 / 2**20} if "streaming" in name else {}))
 
     timed = outer_speed.seconds_per_step
@@ -267,10 +258,9 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
         flights.append((exchange.flight, len(exchange.fragments)))
         return seconds
 
-    monkeypatch.setattr(outer_speed, "Trainer", Recorded)
-    monkeypatch.setattr(outer_speed, "make_work", tiny)
-    monkeypatch.setattr(outer_speed, "seconds_per_step", seconds_per_step)
-    monkeypatch.setattr(outer_speed, "build", small)
+    replaced = {"make_work": make_work, "seconds_per_step": seconds_per_step, "build": build_small}
+    for name, value in {"Trainer": Recorded, **replaced}.items():
+        monkeypatch.setattr(outer_speed, name, value)
     names = list(outer_speed.OUTER)
 
     def rank(every: int, delay: int, transport: Transport) -> list[tuple[float, float]]:
@@ -288,3 +278,170 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
         # each of the 5 fragments of 1 KiB once in a window: an all-reduce of two ranks sends what a rank has
         sent = {name: steps * nbytes for name, (steps, nbytes) in zip(names, found[0], strict=True)}
         assert sent["streaming"] == sent["diloco"] == 2 * sent["streaming-fp16"] == 5 * 1024, (every, delay)
+
+
+LANGUAGE = ("dense", "powersgd-4", "2bit-adaptive")
+
+
+def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
+    sent = {"wire_bytes": wire, "dense_wire_bytes": 5, "payload_bytes": 2 * wire, f"{task.item}s": 3000}
+    return {"final": {task.metric: quality}, **sent, "seconds": 2.0, "training_seconds": 1.0}
+
+
+def given(task: str, **more: Any) -> Namespace:
+    return Namespace(**{"task": task, "epochs": None, "batch_size": None, "overrides": [], **more})
+
+
+def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
+    def trained(name: str, *more: str, method: str = "configs/powersgd/rank2.py") -> Any:
+        words = ["--configs", CNN, method, "--run-dir", str(tmp_path / name), "--devices", "cpu"]
+        simulate(2, [*words, "--configs.train.num_epochs=1", "--configs.train.batch_size=90", *more])
+        return summary_in(tmp_path / name)
+
+    first, again = trained("first"), trained("again")
+    assert first["final"] == again["final"] and first["ranks"] == 2 and first["samples"] > 1000
+    assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
+    assert trained("other", "--configs.seed=7")["final"] != first["final"]
+    with pytest.raises(ConfigError, match=r"train\.clip_norm limits averages"):
+        trained("refused", "--configs.train.clip_norm=1.0", method="configs/dgc/wm5.py")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_path: Path) -> None:
+    taken = []
+
+    def simulated(ranks: int, words: Any) -> None:
+        taken.append(words)
+        (tmp_path / "kept").mkdir()
+        (tmp_path / "kept" / "summary.json").write_text('{"seconds": 1}')
+
+    started = Mock(side_effect=AssertionError("the kept run would be replaced"), __name__="started")
+    for _ in range(2):
+        assert summary_of(simulated, 2, ["--a"], tmp_path / "kept") == {"seconds": 1} and taken == [["--a"]]
+    for train, ranks, words in ((started, 2, ["--a"]), (simulated, 3, ["--a"]), (simulated, 2, ["--b"])):
+        with pytest.raises(SystemExit, match="has a run of the other mode or with other arguments"):
+            summary_of(train, ranks, words, tmp_path / "kept")
+
+
+PYSOURCE = ("--task", "pysource", "--model", "tiny")
+ADAMS = ("onebit-adam", "zero-one-adam")
+METHODS_OF = {
+    "digits": ("dense", "dgc", *ADAMS, "dgc-adam"),
+    "numwords": (*LANGUAGE, "dgc-clipped", "sgp", "osgp"),
+    "numwords-by-epoch": ("ar", "adpsgd"),
+    "pysource": (*LANGUAGE, "dgc-residual", *ADAMS, "dgc-adam", "dgc-adam-0.1-percent"),
+    "pysource-tiny": WITH_ADAM,
+    "pysource-124m": WITH_ADAM,
+    "pysource-long": (*LOCAL_STEPS, "zero-one-h10", "zero-one-h6"),
+    "lstm": (*LANGUAGE, *ADAMS),
+    "lstm-sgd": ("dense", "dgc", "powersgd-1"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS_OF)
+def test_every_method_of_a_task_is_a_stack_of_configs(name: str, tmp_path: Path) -> None:
+    """The task names the config's metric and the key by which runs differ. A command line has the last word."""
+    task = TASKS[name]
+    for method in METHODS_OF[name]:
+        words = to_train(given(name, overrides=["--configs.train.log_every=3"]), method, 1, tmp_path)
+        args, overrides = parse_arguments(words)
+        tree = load(args.configs, overrides)
+        assert tree.train.metric == task.metric and tree.train.log_every == 3
+        assert (tree.train.num_epochs, tree.train.batch_size) == (task.epochs, task.batch_size)
+        assert (tree.seed, tree.dataset.get("fold")) == ((42, 1) if name == "digits" else (1, None))
+        every = method.partition("-h")[2].partition("-")[0]
+        if every.isdigit() and name == "pysource-long" and "zero" not in method:
+            assert tree.train.local.average_every == int(every)
+
+
+def test_differences_are_paired(capsys: Printed) -> None:
+    task = TASKS["digits"]
+    one, other = summary(task, 99.0), summary(task, 98.0, wire=1)
+    report(task, rows_of(task, {"dense": [one], "dgc": [other]}))
+    *_, head, dense, dgc, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last, parse_constant=pytest.fail)["methods"]
+    assert result["dgc"]["standard_error"] is None and result["dgc"]["difference"] == -1
+    assert len(head) == len(dense) == len(dgc)
+    assert dense.split() == ["dense", "99.00", "0.00", "1.0", "0.00", "1.0", "0.00", "2.0", "3,000"]
+    rows = rows_of(task, {"dense": [one, summary(task, 97.0)], "dgc": [other, summary(task, 97.0)]})
+    assert rows["dgc"]["standard_error"] == 0.5 and rows["dgc"]["dense_over_wire"] == 10 / 6
+    assert rows["dgc"]["runs"] == [98.0, 97.0]
+    bits = TASKS["pysource"]
+    plain, sign = [summary(bits, 2.0), summary(bits, 2.5)], [summary(bits, 2.1, 1), summary(bits, 2.5, 1)]
+    row = rows_of(bits, {"dense": plain, "sign": sign})["sign"]
+    assert row["difference"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)  # percent
+    assert row["first_over_payload"] == row["dense_over_wire"] == 5
+
+
+def test_the_figure_puts_better_methods_higher(tmp_path: Path) -> None:
+    """Fewer bits per character are better: the axis is inverted."""
+    for name, dgc_is_better in (("numwords", False), ("lstm", True)):
+        task = TASKS[name]
+        rows = rows_of(task, {"dense": [summary(task, 3.0)], "dgc": [summary(task, 2.0, wire=1)]})
+        draw(task, rows, "title", tmp_path / "figure.svg")
+        text = (tmp_path / "figure.svg").read_text()
+        assert task.quality in text and "title" in text
+        heights = {label: float(y) for y, label in re.findall(r'y="([\d.]+)"[^>]*>(dense|dgc)</text>', text)}
+        assert (heights["dgc"] < heights["dense"]) == dgc_is_better  # SVG counts downwards
+
+
+def test_the_large_model_has_the_shape_of_gpt2_small(tmp_path: Path) -> None:
+    args, overrides = parse_arguments(to_train(given("pysource-124m", device="cuda"), "dense", 0, tmp_path))
+    tree = load(args.configs, overrides)
+    with torch.device("meta"):
+        model = build_model(tree.model)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808 and model.context == 1024
+    assert args.devices == "gpu" and tree.deterministic and tree.train.precision == "bf16"
+    assert tree.train.scheduler.total_steps == 1000
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_run_in_pieces_has_the_bits_of_one_in_a_single_piece(tmp_path: Path) -> None:
+    """With no time left, each piece is one step, or until ranks that train alone agree to stop."""
+    tiny = given("pysource-tiny")
+    for name, least in (("powersgd-4", 6), ("diloco-h20", 2)):
+        change = ["--configs.train.local.average_every=2"] if name == "diloco-h20" else []
+        whole, pieces = tmp_path / f"{name}-whole", tmp_path / f"{name}-pieces"
+        simulate(2, [*to_train(tiny, name, 0, whole), *change])
+        starts = 0
+        while not (pieces / "summary.json").exists():
+            simulate(2, [*to_train(tiny, name, 0, pieces), *change, "--minutes", "0"])
+            starts += 1
+        assert least <= starts <= 9
+        assert_same_end(whole, pieces)
+
+
+def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed) -> None:
+    """A run that ends in time leaves its summary alone. Others are continued. No run begins after it."""
+    started, run = [], tmp_path / "run"
+
+    def simulated(ranks: int, words: Any) -> None:
+        started.append(words)
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if len(started) == 2:
+            (run / "summary.json").write_text('{"seconds": 1}')
+
+    def summary(seconds: float) -> Any:
+        return summary_of(simulated, 2, ["--a"], run, time.time() + seconds)
+
+    assert summary(0) is None and not started
+    assert summary(60) is None and (run / "checkpoints").exists()
+    assert summary(60) == summary(0) == {"seconds": 1} and not (run / "checkpoints").exists()
+    assert [words[:2] for words in started] == [["--a", "--minutes"]] * 2 and 0.9 < float(started[0][2]) <= 1
+    with pytest.raises(SystemExit, match="75"):
+        main([*PYSOURCE, "--methods", "dense", "fp16", "--simulate", "--minutes", "0", "--keep", str(tmp_path)])
+    assert "2 of 2 runs are not finished: the same command continues" in capsys.readouterr().out
+
+
+def test_what_a_comparison_needs_is_said_at_once(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, message in (
+        (["--model", "tiny"], "add --task pysource"),
+        ([*PYSOURCE, "--minutes", "8"], "--minutes needs --keep FOLDER"),
+        ([*PYSOURCE, "--device", "cuda"], "torch finds no GPU here"),
+        (["--device", "cuda", "--methods", "adpsgd"], "cannot be simulated"),
+        (["--simulate", "--methods", "ar", "adpsgd"], "adpsgd is asynchronous"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert message in capsys.readouterr().err

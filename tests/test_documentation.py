@@ -1,24 +1,47 @@
-"""Links, navigation, pictures and API pages, CITATION.cff and CI agree with the files and names that exist."""
+"""Links, pictures, API pages, numbers, commands and examples of the documentation fit the files and the code."""
 
 import ast
+import doctest
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from html import unescape
+from importlib import import_module
 from pathlib import Path, PurePosixPath
+from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
-from documented import DOCS
+from channels import ChannelWorld
+from documented import DOCS, code, table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import dgc
+from benchmarks.payload_bytes import payload, resnet50
+from dgc.comm.collectives import all_reduce
+from dgc.comm.connect import choose_transport
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DGCCompressor
+from dgc.ddp import compress
+from dgc.gossip.model import FlatModel
+from dgc.gossip.topology import peer_schedule
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.testing import check_compressor
+from dgc_datasets import Digits
+from dgc_models import DigitsCNN
+from dgc_training.data import count_samples, steps_per_epoch
 from scripts.docs import links, pictures
 from scripts.docs.links import ALWAYS, on_page_content, place, prose, reached, rewritten, search_of
 from scripts.docs.pictures import PICTURES, Axis, main, number, rows
 
-ROOT = DOCS.parent
+ROOT, Patch, Printed = DOCS.parent, pytest.MonkeyPatch, pytest.CaptureFixture[str]
+RESULTS, README = (DOCS / "results.md").read_text(), (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/*.md")]
 API = "".join(page.read_text() for page in sorted(DOCS.glob("api/*.md")))
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)]+))?\)")
@@ -40,8 +63,7 @@ def test_links_lead_somewhere() -> None:
     # and every link of the site to one of its pages
     there = {PurePosixPath(path.relative_to(DOCS)) for path in DOCS.rglob("*.*")} | set(map(place, reached()))
     for name in (*(PurePosixPath(path.relative_to(ROOT)) for path in DOCS.rglob("*.md")), *ALWAYS):
-        text = rewritten((ROOT / name).read_text(), name)
-        for target, _ in LINK.findall("".join(prose(text)[::2])):
+        for target, _ in LINK.findall("".join(prose(rewritten((ROOT / name).read_text(), name))[::2])):
             where = PurePosixPath((Path("/") / place(name).parent / target).resolve().relative_to("/"))
             assert not target or where in there, (name, target)
     # the first page leads to every other one, and a picture to its file
@@ -59,32 +81,20 @@ def test_the_search_prefers_pages_that_describe() -> None:
     assert all(any(uri.startswith(start) for uri in there) for start in links.BOOSTS)
 
 
-def pages_of(tree: Any) -> list[str]:
-    if isinstance(tree, str):
-        return [tree]
-    return [page for part in (tree if isinstance(tree, list) else tree.values()) for page in pages_of(part)]
-
-
 def test_the_navigation_has_every_page_once() -> None:
-    text = (ROOT / "mkdocs.yml").read_text()
-    found = Counter(pages_of(yaml.safe_load(text)["nav"]))
+    navigation = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"], width=999)
+    found = Counter(re.findall(r"[-:] (\S+\.md)$", navigation, re.M))
     there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    generated = {str(place(path)) for path in reached()}
-    assert set(found.values()) == {1} and set(found) - generated == there
-
-
-def public_names(module: str) -> set[str]:
-    """The names that a package's __init__ collects for its users."""
-    tree = ast.parse((ROOT / module.replace(".", "/") / "__init__.py").read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {f"{module}.{name.name}" for node in imports for name in node.names if name.asname == name.name}
+    assert set(found.values()) == {1} and set(found) - {str(place(path)) for path in reached()} == there
 
 
 def test_the_api_has_every_public_name_once() -> None:
+    """Those that the __init__ of a package collects for its users."""
     for package in "optim fsdp compression selection wire gossip local comm".split():
-        names = [name for name in re.findall(r"^::: (\S+)", API, re.M) if name.startswith(f"dgc.{package}.")]
-        direct = [name for name in names if name.count(".") == 2]
-        assert sorted(direct) == sorted(public_names(f"dgc.{package}"))
+        tree = ast.parse((ROOT / "dgc" / package / "__init__.py").read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        public = {name.name for node in imports for name in node.names if name.asname == name.name}
+        assert sorted(re.findall(rf"^::: dgc\.{package}\.(\w+)$", API, re.M)) == sorted(public)
 
 
 def package_of(path: Path) -> str:
@@ -124,20 +134,19 @@ def test_the_pictures_of_a_gradient_and_of_the_layers() -> None:
     assert len(edges) > 50 and [edge for edge in edges if height[edge[0]] >= height[edge[1]]] == []
 
 
-PYPROJECT = (ROOT / "pyproject.toml").read_text()
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 # of the schema, version 1.2.0: what is used here
 KEYS = set("authors cff-version message title abstract type version license keywords references".split())
-REFERENCE = {"type", "title", "authors", "year", "status", "url", "doi"}
-REFERENCE |= {"conference", "journal", "institution", "volume", "issue", "start", "end"}
+MAY_HAVE = "type title authors year status url doi conference journal institution volume issue start end".split()
 TYPES = {"article", "conference-paper", "report", "software"}
 
 
 def test_the_citation_has_the_form_of_cff() -> None:
     assert set(CITATION) == KEYS and CITATION["cff-version"] == "1.2.0" and CITATION["type"] == "software"
-    assert CITATION["version"] == dgc.__version__ and f'license = "{CITATION["license"]}"' in PYPROJECT
+    assert CITATION["version"] == dgc.__version__
+    assert f'license = "{CITATION["license"]}"' in (ROOT / "pyproject.toml").read_text()
     for reference in CITATION["references"]:
-        assert {"type", "title", "authors"} <= set(reference) <= REFERENCE, reference
+        assert {"type", "title", "authors"} <= set(reference) <= set(MAY_HAVE), reference
         assert reference["type"] in TYPES and reference["authors"] and reference["title"]
         for author in reference["authors"]:
             assert set(author) in ({"family-names", "given-names"}, {"name"}), author
@@ -161,20 +170,17 @@ def test_continuous_integration_runs_commands_that_exist() -> None:
     assert commands[-1] == ".ci/run" and os.access(ROOT / ".ci/run", os.X_OK)
     text = (ROOT / ".ci/run").read_text() + "\n".join(commands) + (ROOT / "CONTRIBUTING.md").read_text()
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
-    pairs = re.findall(r"`make (\w+)`|^ *make(?: --\S+)* (\w+)", text, re.M)
-    used = {first or second for first, second in pairs}
+    used = {first or second for first, second in re.findall(r"`make (\w+)`|^ *make(?: --\S+)* (\w+)", text, re.M)}
     assert {"setup", "lint", "types", "test", "proof"} <= used <= targets, used - targets
     packages = commands[0].split("install -y ")[1].split()
     assert set(packages) - {"make"} <= set(re.findall(r"[\w+]+(?:-\w+)*", (ROOT / "scripts/setup.sh").read_text()))
 
 
 def test_no_file_has_marks_of_an_unfinished_merge() -> None:
-    folders = ("dgc*", "docs", "configs", "benchmarks", "scripts", "examples", "tests")
-    files = [*ROOT.glob("*.md"), *(file for folder in folders for file in ROOT.glob(f"{folder}/**/*.*"))]
     kinds = {".py", ".md", ".h", ".cpp", ".html", ".sh"}
-    texts = {file: file.read_text() for file in files if file.suffix in kinds and file.is_file()}
-    assert len(texts) > 400
-    assert [str(file) for file, text in texts.items() if re.search(r"^(<{7}|>{7}) ", text, re.M)] == []
+    files = [file for file in (*ROOT.glob("*.*"), *ROOT.glob("[!.]*/**/*.*")) if file.suffix in kinds]
+    assert len(files) > 400
+    assert [file for file in files if re.search(r"^(<{7}|>{7}) ", file.read_text(), re.M)] == []
 
 
 # Widths of characters in Helvetica, as shares of the size of the font; 0.556 is that of digits and most letters.
@@ -219,17 +225,13 @@ def test_every_picture_has_colours_for_a_dark_background() -> None:
         assert ".page" in light and ".page" in dark, file
 
 
-def test_a_changed_number_changes_the_picture(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_number_changes_the_picture(monkeypatch: Patch, tmp_path: Path, capsys: Printed) -> None:
     for page in DOCS.glob("*.md"):
         (tmp_path / page.name).write_text(page.read_text().replace("| 91.0 |", "| 95.0 |"))
     monkeypatch.setattr(pictures, "DOCS", tmp_path)
-    assert main(["accuracy"]) == 0
-    assert "Up to 95 times fewer bytes" in (tmp_path / "accuracy.svg").read_text()
-    capsys.readouterr()
+    assert main(["accuracy"]) == 0 and "Up to 95 times fewer bytes" in (tmp_path / "accuracy.svg").read_text()
     assert main(["accuracy", "nothing"]) == 2
-    assert capsys.readouterr().err.startswith("no picture nothing; there are accuracy, ")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("no picture nothing; there are accuracy, ")
 
 
 def test_cells_and_axes_are_read_as_numbers() -> None:
@@ -238,3 +240,169 @@ def test_cells_and_axes_are_read_as_numbers() -> None:
     axis = Axis("", 1.0, 100.0, [], logarithmic=True)
     assert [axis.share(value) for value in (1.0, 10.0, 100.0)] == [0.0, 0.5, 1.0]
     assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5
+
+
+def test_the_readme_s_numbers_are_those_of_the_results() -> None:
+    section = README.split("## Numbers\n")[1].split("\n## ")[0].replace("\n", " ")
+    numbers = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
+    assert len(numbers) > 10 and {number for number in numbers if number not in RESULTS} == set()
+    assert "| method | accuracy" not in README and "std. error" not in README
+
+
+POINTS = r"(-?[\d.]+) points \(([\d.]+)\), ([\d.]+) times fewer"
+CHANGE, TWO = r"([-+][\d.]+ %) bits per character \(([\d.]+)\)", r"(-?[\d.]+) \(([\d.]+)\)"
+BITS = "method | bits per character | to dense | +-"
+# table, page, least number of quotations, quoted columns after the name, and the form of the quotation
+QUOTED = [
+    ("method | accuracy % |", "results.md", 21, (1, 2, 3), rf"\(`([\w-]+)`\): {POINTS} bytes"),
+    ("method, second run", "results.md", 4, (1, 2, 3), rf"\(`([\w-]+)`, second run\): {POINTS} wire bytes"),
+    ("method, 10 epochs", "results.md", 3, (1, 2, 3), rf"\(`([\w-]+)`, 10 epochs\): {POINTS} wire bytes"),
+    (BITS, "local.md", 5, (1, 2, -1), r"\(`([\w-]+)`[^)]*\): (\+[\d.]+ %) \(([\d.]+)\), (\d+) times"),
+    (f"{BITS} | dense / wire", "language.md", 3, (1, 2, 3), rf"\(`([\w-]+)`\): {CHANGE}, ([\d.]+) times"),
+    ("method | 4 ranks, %", "results.md", 4, (1, 2, 4, 5), rf"\(`(\w+)`[^)]*\): {TWO} and {TWO}"),
+]
+
+
+def test_the_sections_of_methods_quote_the_tables() -> None:
+    text = " ".join((DOCS / "methods.md").read_text().split())
+    for header, page, count, columns, pattern in QUOTED:
+        rows = {name.split("`")[1]: cells for name, *cells in table(header, page) if "`" in name}
+        quoted = re.findall(pattern, text)
+        for name, *numbers in quoted:
+            assert [rows[name][column] for column in columns] == numbers, (header, name)
+        assert len(quoted) >= count, header
+        if "," in header.split(" |")[0]:  # these are quoted whole, but for the row without compression
+            assert len({name for name, *_ in quoted}) == len(rows) - 1 == count, header
+    points = re.findall(QUOTED[0][-1], text)
+    assert len(points) == text.count(" times fewer bytes") - 2, "quotations of another form"
+
+
+def test_captions_say_how_many_steps_an_epoch_really_has() -> None:
+    samples = {count_samples(Digits(fold)["train"]) for fold in (0, 1)}
+    text = RESULTS.replace("\n", " ")
+    settings = re.findall(r"(\d+) ranks, batches of (\d+) per rank, (\d+) epochs of (\d+) steps", text)
+    assert len(settings) >= 5
+    for size, batch, _, steps in settings:
+        assert {steps_per_epoch(n, int(size), int(batch), 1) for n in samples} == {int(steps)}, (size, batch)
+    assert "1530 steps" in RESULTS and "34 epochs of 45 steps" in RESULTS and 34 * 45 == 1530
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of all commands with benchmarks, inline or in lines of their own."""
+    joined = re.sub(r"```\w*\n", "", text).replace("\\\n", " ")
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]*)`", joined)]
+    lines = [line.strip() for line in joined.splitlines() if line[:4] == "    " or line.startswith("python")]
+    found = [part for code in (*inline, *lines) for part in re.split(r"[;>#]", code)]
+    return [part.split("-m benchmarks.")[1].split() for part in found if "-m benchmarks." in part]
+
+
+def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: Patch) -> None:
+    """And every benchmark of the list is on a page."""
+
+    class Accepted(Exception):
+        pass
+
+    def parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = self.parse_known_args(args)
+        assert not rest, rest
+        raise Accepted
+
+    monkeypatch.setattr("argparse.ArgumentParser.parse_args", parse)
+    found = [words for page in (*PAGES, ROOT / "Makefile") for words in commands(page.read_text())]
+    listed = {file.stem for file in (ROOT / "benchmarks").glob("*.py") if "\nTAKES = " in file.read_text()}
+    assert {name for name, *_ in found} == listed and len(found) > 50
+    for name, *words in found:
+        words = ["dense" if word == "NAME" else word for word in words]
+        monkeypatch.setattr("sys.argv", [name, *words])
+        with pytest.raises(Accepted):
+            import_module(f"benchmarks.{name}").main()
+
+
+def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
+    rows = {name: cells for name, *cells in table("values, indices |", "results.md")}
+    parameters = resnet50()
+    for name in ("`int8`, `rice`", "`sign`, `rice`"):
+        values, indices = name.replace("`", "").split(", ")
+        for cell, vectors in zip(rows[name], ("fp32", "bf16", "int8", "sparse"), strict=True):
+            with torch.no_grad():
+                found = payload(parameters, values, indices, vectors)
+            assert cell == f"{found:,}", (name, vectors)
+
+
+def test_the_example_of_bytes_is_what_a_step_sends() -> None:
+    def body(transport: Any) -> Any:
+        model = DigitsCNN()
+        compression = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), fp16_values=True, int32_indices=True)
+        inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+        model(torch.ones(2, 1, 8, 8)).sum().backward()
+        optimizer.step()
+        return optimizer.meter
+
+    meter = LockstepWorld(4).run(body)[0]
+    payload, wire, dense = meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
+    rows = {name: cells for name, *cells in table("| payload | wire |", "bytes.md")}
+    assert rows["DGC together"] == [f"{payload:,}", f"{wire:,.0f}"]
+    assert rows["dense / DGC"] == [f"{dense / 1.5 / payload:.0f}", f"{dense / wire:.0f}"]
+    assert f"{wire:,.0f} against {dense:,.0f}" in RESULTS and f"payload {payload:,} against" in RESULTS
+
+
+PACKAGES = "comm compression gossip launch local memory optim selection wire".split()
+
+
+def examples() -> dict[str, tuple[str, str]]:
+    """(code, file) of each docstring's example, by the name of its class or function, and of the page's blocks."""
+    found = {f"methods.md {number}": (block, "methods.md") for number, block in enumerate(code("methods.md"))}
+    assert len(found) > 30
+    # the examples of dgc.integrations need the trainers of others: examples/ and tests/integrations run them
+    for file in sorted({*(ROOT / "dgc").rglob("*.py")} - {*ROOT.glob("dgc/integrations/*.py")}):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            text = ast.get_docstring(node) or ""
+            if "\nExample:\n" in text:
+                block = text.split("\nExample:\n")[1].split("\n\n")[0]
+                found[f"{file.relative_to(ROOT)} {node.name}"] = (dedent(block), str(file))
+    return found
+
+
+def one_rank() -> Any:
+    transport: Any = LockstepWorld(1).transports[0]
+    transport.channel = lambda: ChannelWorld(1).channels[0]
+    return transport
+
+
+def names() -> dict[str, Any]:
+    """What an example may use: public names, and the objects of a training script."""
+    packages = [import_module(f"dgc.{name}") for name in PACKAGES]
+    public = {name: value for package in packages for name, value in vars(package).items() if name[0] != "_"}
+    others = DistributedDataParallel, FlatModel, LockstepWorld, all_reduce, choose_transport, peer_schedule
+    public |= {of.__name__: of for of in (*others, check_compressor)} | {"compress": compress}
+    model = nn.Linear(32, 16)
+    public |= {"torch": torch, "dgc": dgc, "model": model, "x": torch.ones(3)}
+    public |= {"inputs": torch.ones(4, 32), "targets": torch.zeros(4, dtype=torch.int64)}
+    public |= {"transport": one_rank(), "connect": lambda **options: one_rank()}
+    public |= {"loss_fn": lambda outputs, *targets: outputs.square().mean()}
+    return public | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+@pytest.mark.filterwarnings("ignore")  # one rank has nobody to exchange with
+def test_examples_run(monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
+    for module in ("distributed", "local"):
+        monkeypatch.setattr(f"dgc.optim.{module}.default_transport", lambda **options: one_rank())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    found = examples()
+    assert len(found) > 80
+    failed: list[str] = []
+    for name, (text, file) in found.items():
+        namespace = names()
+        if ">>>" in text:
+            test = doctest.DocTestParser().get_doctest(text, namespace, name, file, 0)
+            doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=failed.append)
+            continue
+        try:
+            exec(text, namespace)
+        except Exception as error:
+            failed.append(f"{name}: {type(error).__name__}: {error}\n{text}")
+    assert not failed, "\n".join(failed)

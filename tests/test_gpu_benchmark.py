@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from environment import REPOSITORY, python_path
+from refusals import refuse
 
 from benchmarks import gpu_steps
 from benchmarks.gpu import PAGE
@@ -23,7 +25,6 @@ from benchmarks.stand_ins import ANNOTATIONS, cases, load_tests
 from benchmarks.step_overhead import resnet50
 from dgc.comm.lockstep import LockstepWorld
 
-ROOT = Path(__file__).parents[1]
 # A machine with PyTorch and Triton, of the packages that this one has.
 BARE = """
     import runpy, sys
@@ -34,21 +35,25 @@ BARE = """
 """
 
 
-def run(words: Any, absent: Any = ()) -> Any:
-    command = [sys.executable, "-c", textwrap.dedent(BARE).format(absent=absent, words=words)]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def run(code: str, **variables: str) -> Any:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": python_path(), **variables}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+
+
+def run_gpu(words: Any, absent: Any = ()) -> Any:
+    return run(BARE.format(absent=absent, words=words))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    done = run([])
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "sees no GPU" in done.stderr
+    done = run_gpu([])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "sees no GPU" in done.stderr
 
 
 def test_a_missing_package_is_named_with_its_cure() -> None:
-    done = run([], absent=("triton",))
+    done = run_gpu([], absent=("triton",))
     assert done.returncode == 2 and "-m pip install triton" in done.stderr
 
 
@@ -95,14 +100,14 @@ def test_tests_run_without_pytest(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "test_some.py"
     file.parent.mkdir()
     file.write_text(textwrap.dedent(TESTS))
-    passed: dict[str, bool] = {}
-    for name, case in cases(load_tests(file), {}):
-        passed[name] = False
+    found, passed = list(cases(load_tests(file), {})), []
+    for name, case in found:
         with suppress(AssertionError):
             case()
-            passed[name] = True
-    assert len(passed) == 4 + 1 + 2 + 1 and "GPU_TEST" not in os.environ
-    assert [name for name in passed if not passed[name]] == ["test_fails_for_two(x=2)", "test_raises_nothing()"]
+            passed.append(name)
+    failed = [name for name, _ in found if name not in passed]
+    assert failed == ["test_fails_for_two(x=2)", "test_raises_nothing()"]
+    assert len(found) == 4 + 1 + 2 + 1 and "GPU_TEST" not in os.environ
     with pytest.raises(AssertionError, match="no tests of these names"):
         list(cases(load_tests(file), {"test_unknown": "it is not there"}))
 
@@ -115,15 +120,12 @@ def test_all_laws_load_without_pytest() -> None:
         import dgc.kernels.triton_selection
         print(len(list(laws(torch.device("cpu")))))
     """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 80
+    done = run(code, TRITON_INTERPRET="1")
+    assert done.returncode == 0 and int(done.stdout) > 80, done.stderr[-3000:]
 
 
 def test_every_annotation_has_its_stand_in() -> None:
-    files = (ROOT / "dgc").rglob("*.py")
+    files = (REPOSITORY / "dgc").rglob("*.py")
     imported = [line for file in files for line in re.findall(r"from jaxtyping import (.*)", file.read_text())]
     assert {name.strip() for line in imported for name in line.split(",")} == set(ANNOTATIONS)
 
@@ -164,7 +166,7 @@ def test_training_needs_no_numpy() -> None:
         kernels.use("reference")
         Training(16, torch.device("cpu")).step()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    done = run(code)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -172,8 +174,7 @@ def test_what_fails_or_is_late_does_not_stop_the_rest(capsys: pytest.CaptureFixt
     def fail(error: BaseException) -> None:
         raise error
 
-    parts = Parts(1)
-    done: list[str] = []
+    parts, done = Parts(1), list[str]()
     for name, part, share in (
         ("kernel", partial(fail, ValueError("no such register")), 1),
         ("ranks", partial(fail, SystemExit("a rank ended with status 1")), 1),
@@ -189,10 +190,7 @@ def test_what_fails_or_is_late_does_not_stop_the_rest(capsys: pytest.CaptureFixt
 
 def test_the_table_takes_its_place_on_the_page(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
-    rows: dict[str, dict[str, Any]] = {
-        "top of |v|": {"ms": 1.25, "launches": 3, "where": {}},
-        "b": {"peak MB": 7.4},
-    }
+    rows: Any = {"top of |v|": {"ms": 1.25, "launches": 3, "where": {}}, "b": {"peak MB": 7.4}}
     page.write_text(PAGE.read_text())
     for title in ("GPU A", "GPU B"):  # the second one replaces the first
         write_table(page, title, rows)
@@ -201,8 +199,7 @@ def test_the_table_takes_its_place_on_the_page(tmp_path: Path) -> None:
     assert "| top of v | 1.250 |  |  | 3 |  |  |\n| b |  |  |  |  |  | 7 |\n" in text
     assert all(line in text for line in PAGE.read_text().splitlines() if not line.startswith("Not measured"))
     page.write_text("another page")
-    with pytest.raises(ValueError, match="has no <!-- the table of make gpu -->"):
-        write_table(page, "title", rows)
+    refuse("has no <!-- the table of make gpu -->", write_table, page, "title", rows)
 
 
 def test_the_exchange_with_checks_compares_the_means_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +220,7 @@ def test_a_dry_run_with_torch_and_triton_alone(tmp_path: Path) -> None:
     absent = ("jaxtyping", "pytest", "torchvision", "horovod", "mpi4py")
     page = tmp_path / "gpu.md"
     page.write_text(PAGE.read_text())
-    done = run(["--dry-run", "--write", str(page)], absent)
+    done = run_gpu(["--dry-run", "--write", str(page)], absent)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "jaxtyping is not installed" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])

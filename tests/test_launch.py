@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from cases import case
-from environment import patient
+from environment import REPOSITORY, patient
+from refusals import check_refusals
 
 import dgc.comm.connect
 from dgc import launch
@@ -17,14 +19,15 @@ from dgc.comm import torch_distributed
 from dgc.comm.connect import choose_transport
 from dgc.launch import LAUNCHERS, PORTS, LaunchError, check_launcher, choose, torch_variables
 
-REPOSITORY = Path(__file__).parents[1]
+
+def refuse(act: Callable[[], object], words: str) -> None:
+    check_refusals((act, words), kind=LaunchError)
 
 
 def of(name: str, rank: int, size: int, **more: str) -> dict[str, str]:
     """The variables of a process that the launcher of this name started."""
-    launcher = next(launcher for launcher in LAUNCHERS if launcher.name == name)
-    marker = {launcher.marker: "none"} if launcher.marker else {}
-    return {launcher.rank: str(rank), launcher.size: str(size), **marker, **more}
+    (own,) = (launcher for launcher in LAUNCHERS if launcher.name == name)
+    return {own.rank: str(rank), own.size: str(size), **({own.marker: "none"} if own.marker else {}), **more}
 
 
 JOB = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # the batch script of a job
@@ -76,10 +79,9 @@ def test_the_launcher_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="must be auto, horovod or torch, not 'gloo'"):
         choose("gloo", {}, installed=True)
     # what is initialised is taken
-    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["torch"])
-    assert str(choose_transport()) == "torch.distributed (initialised already)"
-    monkeypatch.setattr(dgc.comm.connect, "_running", lambda: ["horovod", "torch"])
-    assert str(choose_transport()) == "Horovod (initialised already)"
+    for running, name in ((["torch"], "torch.distributed"), (["horovod", "torch"], "Horovod")):
+        monkeypatch.setattr(dgc.comm.connect, "_running", lambda running=running: running)
+        assert str(choose_transport()) == f"{name} (initialised already)"
     assert choose_transport("torch").transport == "torch"
 
 
@@ -91,40 +93,26 @@ def test_restarts_through_a_shared_store_are_refused(monkeypatch: pytest.MonkeyP
 
     check("0", "True")
     check("3", "False")
-    with pytest.raises(LaunchError, match="--max-restarts 3: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        check("3", "True")
+    refuse(partial(check, "3", "True"), "--max-restarts 3: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     # dgc.ddp.compress connects the ranks by this function, after the script has initialised torch.distributed
     for name, value in zip(names, ("3", "True"), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match="--max-restarts 3: .*Gloo connectFullMesh failed"):
-        torch_distributed.connect()
+    refuse(torch_distributed.connect, "--max-restarts 3: .*Gloo connectFullMesh failed")
 
 
 def test_launchers_that_start_more_ranks_than_a_transport_sees_are_refused() -> None:
-    refused: list[tuple[dict[str, str], int | None, str]] = [
+    pmix = {"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}
+    both = {"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}
+    horovod: list[tuple[dict[str, str], int | None, str]] = [
         ({"WORLD_SIZE": "4", "RANK": "1"}, None, "WORLD_SIZE is 4, but Horovod sees 1 rank.* horovodrun -np 4"),
         ({"WORLD_SIZE": "4", "RANK": "1"}, None, r"or use the transport torch \(train.transport\)"),
         ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"}, None, "WORLD_SIZE is 4, but Horovod sees 2 ranks"),
         ({"PMI_SIZE": "4"}, 1, "PMI_SIZE is 4, but Horovod sees 1 rank"),  # the mpirun of another MPI
         ({"SLURM_NTASKS": "8"}, None, "SLURM_NTASKS is 8, .* scripts/slurm.sh .* env -u SLURM_NTASKS"),
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, None, "SLURM_STEP_NUM_TASKS is 4, .* srun --mpi"),
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, 1, "SLURM_STEP_NUM_TASKS is 4"),
+        (pmix, 1, "SLURM_STEP_NUM_TASKS is 4"),
     ]
-    for environment, size, message in refused:
-        with pytest.raises(LaunchError, match=message):
-            check_launcher(environment, size)
-    both = {"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "4"}
-    fine: list[tuple[dict[str, str], int | None]] = [({}, None), ({}, 1), (both, None), (both, 4), (PTY, 1)]
-    fine += [
-        ({"WORLD_SIZE": "1"}, None),
-        ({"WORLD_SIZE": "2"}, 4),
-        ({"WORLD_SIZE": "four", "SLURM_NTASKS": ""}, None),
-    ]
-    fine += [({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"}, None)]
-    fine += [({"SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "0"}, None)]  # the number is not in the environment
-    for environment, size in fine:
-        check_launcher(environment, size)
-    refused = [
+    torch: list[tuple[dict[str, str], int | None, str]] = [
         (JOB, None, "SLURM_NTASKS is 8, but torch.distributed sees 1 rank: .* srun -n 8 or torchrun"),
         ({"WORLD_SIZE": "4"}, None, "WORLD_SIZE is 4, .* torchrun --nproc-per-node 4. .* env -u WORLD_SIZE"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, None, "OMPI_COMM_WORLD_SIZE is 4, but torch.distributed sees 1 rank"),
@@ -132,9 +120,15 @@ def test_launchers_that_start_more_ranks_than_a_transport_sees_are_refused() -> 
         ({**of("mpirun", 0, 2), "RANK": "0", "WORLD_SIZE": "4"}, None, "WORLD_SIZE is 4, but .* sees 2 ranks"),
         (of("srun", 0, 4), 1, "SLURM_STEP_NUM_TASKS is 4"),
     ]
-    for environment, size, message in refused:
-        with pytest.raises(LaunchError, match=message):
-            check_launcher(environment, size, "torch")
+    for transport, rows in (("horovod", horovod), ("torch", torch)):
+        for environment, size, message in rows:
+            refuse(partial(check_launcher, environment, size, transport), message)
+    for environment, size in (({}, 1), (both, 4), (PTY, 1), ({"WORLD_SIZE": "2"}, 4)):
+        check_launcher(environment, size)
+    alike = {"WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "4"}
+    # with PMIx, the number is not in the environment
+    for environment in ({}, both, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "four", "SLURM_NTASKS": ""}, alike, pmix):
+        check_launcher(environment)
     for environment in (PTY, {**JOB, **of("torchrun", 0, 2)}, {**JOB, **of("mpirun", 0, 2)}):
         check_launcher(environment, transport="torch")
 
@@ -142,9 +136,8 @@ def test_launchers_that_start_more_ranks_than_a_transport_sees_are_refused() -> 
 def test_the_variables_of_torch_under_other_launchers() -> None:
     local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "98762"}
     found = torch_variables(of("mpirun", 1, 4, **local))
-    assert int(found.pop("MASTER_PORT")) in PORTS
     ranks = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert found == {**ranks, "MASTER_ADDR": "127.0.0.1"}
+    assert int(found.pop("MASTER_PORT")) in PORTS and found == {**ranks, "MASTER_ADDR": "127.0.0.1"}
     jobs = [of("mpirun", 0, 4, **{**local, "PMIX_NAMESPACE": str(n)}) for n in range(99)]
     assert len({torch_variables(job)["MASTER_PORT"] for job in jobs}) > 90, "runs rarely share a port"
     # an old RANK of another launcher does not count; an address that the user gives does
@@ -154,7 +147,6 @@ def test_the_variables_of_torch_under_other_launchers() -> None:
     assert torch_variables({}) == torch_variables(PTY) == torch_variables(of("mpirun", 0, 1)) == {}
     torchrun = of("torchrun", 1, 4, LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", **given)
     assert torch_variables(torchrun).items() <= torchrun.items()
-
     # the address of rank 0 under srun
     job = of("srun", 3, 8, SLURM_JOB_ID="17", SLURM_STEP_ID="0", SLURM_LOCALID="3")
     job["SLURM_LAUNCH_NODE_IPADDR"] = "10.0.0.1"
@@ -172,8 +164,7 @@ def test_the_variables_of_torch_under_other_launchers() -> None:
         (of("PMI", 1, 4), "MASTER_ADDR and MASTER_PORT are not set. .* export MASTER_ADDR=server0"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE started 2 ranks, but MASTER_ADDR and"),
     ):
-        with pytest.raises(LaunchError, match=message):
-            torch_variables(environment)
+        refuse(partial(torch_variables, environment), message)
 
 
 def printed(program: str, **variables: str) -> str:
@@ -199,21 +190,19 @@ except ValueError as error:
 
 def test_nothing_imports_horovod_until_it_is_chosen() -> None:
     program = """
-import sys
-import train, dgc, dgc.comm.connect, dgc.compression, dgc.gossip, dgc.memory, dgc.optim, dgc.testing
+import sys, train, dgc, dgc.comm.connect, dgc.compression, dgc.gossip, dgc.memory, dgc.optim, dgc.testing
 print([name for name in sys.modules if name.split(".")[0] in ("horovod", "mpi4py") or name == "dgc.comm.horovod"])
 """
     assert printed(program) == "[]\n"
 
 
 def test_ranks_on_one_machine_are_known_where_the_launcher_says_so() -> None:
-    def ranks(launcher: str, size: str, local_size: str) -> dict[str, str]:
-        return {f"{launcher}_SIZE": size, f"{launcher}_LOCAL_SIZE": local_size}
-
-    one = [{}, {**ranks("OMPI_COMM_WORLD", "4", "4"), "PMIX_RANK": "0"}, ranks("HOROVOD", "2", "2")]
-    assert not any(map(launch.may_span_machines, one))
-    several = [ranks(name, "4", "2") for name in ("OMPI_COMM_WORLD", "HOROVOD")]
-    assert all(map(launch.may_span_machines, [*several, {"PMI_SIZE": "4"}, {"PMIX_RANK": "1"}]))
+    for name, more in (("OMPI_COMM_WORLD", {"PMIX_RANK": "0"}), ("HOROVOD", {})):
+        for local_size, spans in (("4", False), ("2", True)):
+            environment = {f"{name}_SIZE": "4", f"{name}_LOCAL_SIZE": local_size, **more}
+            assert launch.may_span_machines(environment) == spans, environment
+    assert not launch.may_span_machines({})
+    assert all(map(launch.may_span_machines, ({"PMI_SIZE": "4"}, {"PMIX_RANK": "1"})))
 
 
 # A rank, the process that starts it, and an end of both that the test does not have to arrange.

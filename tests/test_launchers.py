@@ -1,16 +1,23 @@
-"""The launch scripts: their commands and errors."""
+"""The launch scripts: their commands and errors; the job of SLURM, its signals, and when it is requeued."""
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from documented import table
-from environment import patient
+from environment import patient, python_path
+from simulated import train_on
+from warm import python
 
 from dgc_training.config import load
 from dgc_training.config_files import REPOSITORY
@@ -51,8 +58,7 @@ def test_shell() -> None:
 @pytest.mark.parametrize("script", ROWS, ids=lambda script: script.stem)
 def test_a_row_of_the_accuracy_table(script: Any) -> None:
     row = next(row for row in table("script in") if row[0] == f"`{script.name}`")
-    title = script.read_text().splitlines()[1]
-    assert f"ResNet-50 {row[4]}, VGG-16-BN {row[5]}." in title
+    assert f"ResNet-50 {row[4]}, VGG-16-BN {row[5]}." in script.read_text().splitlines()[1]
     done = shell(script, "vgg16_bn", "--configs.seed", "3")
     words = done.stdout.split()
     assert words[0].endswith("mpirun") and words[-2:] == ["--configs.seed", "3"], done.stderr
@@ -67,15 +73,14 @@ def test_a_row_of_the_accuracy_table(script: Any) -> None:
     assert f"batch{batch}" in script.name and tree.train.dgc is not dense
     cosine = tree.train.scheduler._target_.endswith("CosineAnnealingLR")
     assert cosine is (row[6] == "cosine") and str(tree.model._target_) == "torchvision.models.vgg16_bn"
-    rate = tree.train.optimizer.lr * tree.train.num_batches_per_step * ranks
-    assert rate == pytest.approx(0.1 * batch / 256)
+    assert tree.train.optimizer.lr * tree.train.num_batches_per_step * ranks == pytest.approx(0.1 * batch / 256)
     assert {row[0].strip("`") for row in table("script in")} == {script.name for script in ROWS}
 
 
 def test_errors_of_launchers() -> None:
     cases: list[tuple[str, dict[str, str], list[str], str]] = [
-        ("mpirun", {}, TRAIN, "set the number of ranks"),
-        ("mpirun", {"RANKS": "2"}, [], "no arguments for train.py"),
+        *((name, {}, TRAIN, "set the number of ranks") for name in ("mpirun", "torchrun")),
+        *((name, {"RANKS": "2"}, [], "no arguments for train.py") for name in ("mpirun", "torchrun")),
         ("mpirun", {"RANKS": "two"}, TRAIN, "RANKS is two"),
         ("horovodrun", {"HOSTS": "a:x"}, TRAIN, "HOSTS is a:x"),
         ("horovodrun", {"HOSTS": "a:2,b", "RANKS": "4"}, TRAIN, "HOSTS has 3 slots"),
@@ -89,30 +94,26 @@ def test_errors_of_launchers() -> None:
         ("gossip/ar", {"RANKS": "2", "TOPOLOGY": "ring"}, [], "TOPOLOGY is ring, but ar"),
         ("gossip/sgp", {"RANKS": "2", "LAUNCH": "torchrun"}, [], "LAUNCH is torchrun"),
         ("gossip/sgp", {}, [], "set the number of ranks"),
-        ("torchrun", {}, TRAIN, "set the number of ranks"),
-        ("torchrun", {"RANKS": "2"}, [], "no arguments for train.py"),
         ("torchrun", {"HOSTS": "nowhere:2"}, TRAIN, "set RANKS, its number of ranks"),
         ("torchrun", {"RANKS": "2", "MIN_MACHINES": "3"}, TRAIN, "more than MAX_MACHINES, 1"),
         ("torchrun", {"RANKS": "2", "RENDEZVOUS": "a"}, TRAIN, "RENDEZVOUS is a"),
         ("torchrun", {"RANKS": "2", "RESTARTS": "0"}, TRAIN, "RESTARTS is 0"),
     ]
-    unknown, interface = {"HOSTS": "localhost:1,nowhere.invalid:1"}, {"RANKS": "1", "INTERFACE": "lo,eth99"}
+    unknown = {"HOSTS": "localhost:1,nowhere.invalid:1", "DRY_RUN": ""}
+    interface = {"RANKS": "1", "INTERFACE": "lo,eth99", "DRY_RUN": ""}
     for script in ("mpirun", "horovodrun"):
-        for variables, message in (
-            (unknown, "HOSTS has nowhere.invalid, but this name has no address"),
-            (interface, "there is no interface eth99 (INTERFACE); this machine has: "),
-        ):
-            cases.append((script, {**variables, "DRY_RUN": ""}, TRAIN, f"{script}.sh: {message}"))
+        no_address = f"{script}.sh: HOSTS has nowhere.invalid, but this name has no address"
+        absent = f"{script}.sh: there is no interface eth99 (INTERFACE); this machine has: "
+        cases += [(script, unknown, TRAIN, no_address), (script, interface, TRAIN, absent)]
     for script, variables, words, message in cases:
         done = shell(script, *words, **variables)
         assert done.returncode == 2 and message in done.stderr and not done.stdout, (script, variables, words)
 
 
 def test_torchrun() -> None:
-    alone = line_of("torchrun", *TRAIN, RANKS="2")
-    assert "agent.py --nproc-per-node 2 --max-restarts 10 --standalone " in alone
-    host = socket.gethostname()
-    several = line_of("torchrun", *TRAIN, HOSTS=f"server0:8,{host}:3", MIN_MACHINES="2", RDZV_CONF="a=1")
+    assert "agent.py --nproc-per-node 2 --max-restarts 10 --standalone " in line_of("torchrun", *TRAIN, RANKS="2")
+    hosts = f"server0:8,{socket.gethostname()}:3"
+    several = line_of("torchrun", *TRAIN, HOSTS=hosts, MIN_MACHINES="2", RDZV_CONF="a=1")
     assert "--nproc-per-node 3 --max-restarts 10 --nnodes 2:2 " in several
     assert "--rdzv-endpoint server0:29400 --rdzv-id dgc " in several
     assert "last_call_timeout=30,read_timeout=30,a=1 " in several
@@ -146,8 +147,8 @@ def test_network(tmp_path: Path) -> None:
     cases = {
         "NETWORK=ethernet": f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python",
         "INTERFACE=eth1": f"{NCCL}=eth1 {GLOO}=eth1 {OB1} {TCP} {IF}_include eth1 python",
-        "NETWORK=ethernet INTERFACE=eth0,eth1": (
-            f"-x NCCL_IB_DISABLE=1 {NCCL}=eth0,eth1 {GLOO}=eth0 {OB1} {TCP} {IF}_include eth0,eth1 python"
+        "NETWORK=ethernet INTERFACE=e0,e1": (
+            f"-x NCCL_IB_DISABLE=1 {NCCL}=e0,e1 {GLOO}=e0 {OB1} {TCP} {IF}_include e0,e1 python"
         ),
         "NETWORK=infiniband INTERFACE=ib0 UCX_NET_DEVICES=mlx5_0:1 HAS=ucx": (
             f"-x NCCL_IB_DISABLE=0 {NCCL}=ib0 {GLOO}=ib0 -x UCX_NET_DEVICES=mlx5_0:1 "
@@ -210,3 +211,204 @@ def test_as_many_ranks_start_as_are_asked_for_whatever_open_mpi_takes_for_slots(
         # Open MPI's own choice compares ranks with slots
         assert ranks <= cores or set(started) == {"yields: 1"}, "more ranks than cores"
     assert environment(4, 2, False, {"OMPI_MCA_mpi_yield_when_idle": "0"})["OMPI_MCA_mpi_yield_when_idle"] == "0"
+
+
+Done = subprocess.CompletedProcess[str]
+A = ["--configs", "a.py"]
+CONTROL = """#!/bin/sh
+case "$*" in
+    "show hostnames "*) printf "%s\\n" $MACHINES ;;
+    *) echo "$*" >>"$CALLS"; exit ${REFUSES:-0} ;;
+esac
+"""
+# In place of srun and mpirun. Ends with status 3 by itself, with the status of a saved run after SIGUSR1, and with
+# another one after SIGTERM. In Python, since bash may lose a signal that arrives between two commands.
+RUN = f"""#!{sys.executable} -S
+import os, signal, time
+
+def ends(word, status):
+    def handler(*_):
+        with open(os.environ["CALLS"], "a") as calls:
+            print(word, file=calls)
+        time.sleep(0.3)
+        os._exit(status)
+    return handler
+
+signal.signal(signal.SIGUSR1, ends("signal", int(os.environ.get("SAVED", 75))))
+signal.signal(signal.SIGTERM, ends("terminated", 143))
+print("started", flush=True)
+for _ in range(int(os.environ.get("LONG", 6000))):
+    time.sleep(0.1)
+os._exit(3)
+"""
+
+
+def program(file: Path, text: str) -> None:
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
+    """A copy of the script, as SLURM creates it, and its environment: 2 machines with 4 ranks each."""
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin" / "scontrol", CONTROL)
+    copy = Path(shutil.copy(REPOSITORY / "scripts/slurm.sh", tmp_path / "job"))
+    ours = (*OURS, *ELASTIC, "DRY_RUN")
+    environment = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("SLURM_")}
+    environment["PATH"] = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment |= {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
+    environment |= {"SLURM_NTASKS": "8", "SLURM_SUBMIT_DIR": str(REPOSITORY), "MACHINES": "node3 node4"}
+    return copy, environment | {"VIRTUAL_ENV": sys.prefix, "CALLS": str(tmp_path / "calls")} | variables
+
+
+def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Done:
+    command = ["bash", str(script), *words]
+    return subprocess.run(command, env={**environment, "DRY_RUN": "1"}, capture_output=True, text=True, **more)
+
+
+@contextmanager
+def started(script: Path, environment: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
+    """The job in a separate session. At the end all processes of the session are killed."""
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(["bash", str(script), *words], env=environment, **how) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    assert process.stdout is not None
+    text = ""
+    while words not in text:
+        line = process.stdout.readline()
+        assert line, f"ended before {words!r}:\n{text}"
+        text += line
+    return text
+
+
+def send(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal to the job while it waits for the run.
+
+    A signal that reaches bash between its last look for signals and the system call of `wait` has no effect before
+    a process ends or another signal comes.
+    """
+    stat = Path(f"/proc/{process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.01)
+    process.send_signal(number)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    copy, environment = job(tmp_path)
+    for words in (A, ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]):
+        done = dry_run(copy, environment, *words)
+        assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout and done.returncode == 0, done.stderr
+        wrong = dry_run(copy, {**environment, "SLURM_SUBMIT_DIR": str(tmp_path)}, *words)
+        assert wrong.returncode == 2 and "repository's root" in wrong.stderr
+    # sbatch scripts/gossip/sgp.sh: SLURM copies that file alone
+    alone = shutil.copy(REPOSITORY / "scripts/gossip/sgp.sh", tmp_path / "slurm_script")
+    done = dry_run(alone, environment, "--suffix", ".a")
+    assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout, done.stderr
+    assert "configs/gossip/sgp.py" in done.stdout and done.stdout.endswith("--suffix .a \n")
+    environment["ELASTIC"] = "1"
+    done = dry_run(copy, environment, *A)
+    srun, torchrun = done.stdout.splitlines()
+    assert srun.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --no-kill "), done.stderr
+    assert "--nproc-per-node 4 --max-restarts 10 --nnodes 1:2 " in torchrun
+    assert "--rdzv-endpoint node3:20017 --rdzv-id 17 " in torchrun
+    wrong = dry_run(copy, environment, "scripts/gossip/sgp.sh")
+    assert wrong.returncode == 2 and "not a script" in wrong.stderr
+
+
+def test_ranks_of_uneven_allocations(tmp_path: Path) -> None:
+    copy, environment = job(tmp_path)
+    machines = {"MACHINES": "a b c d", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}
+    uneven = "-np 30 -H a:8\\,b:8\\,c:7\\,d:7 "
+    for variables, expected in (
+        ({"SLURM_TASKS_PER_NODE": "8(x2),7(x2)"}, uneven),
+        # here 8 is the most that a machine gets
+        ({"SLURM_TASKS_PER_NODE": "8(x2),7(x2)", "SLURM_NTASKS_PER_NODE": "8"}, uneven),
+        ({"SLURM_TASKS_PER_NODE": "9,7(x3)"}, "-np 30 -H a:9\\,b:7\\,c:7\\,d:7 "),
+        ({"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_NTASKS": ""}, "-np 32 -H a:8\\,b:8\\,c:8\\,d:8 "),
+        ({"SLURM_NTASKS": "8"}, "-np 8 -H a:2\\,b:2\\,c:2\\,d:2 "),
+        ({"SLURM_NTASKS": ""}, "-np 4 -H a:1\\,b:1\\,c:1\\,d:1 "),
+        ({"ELASTIC": "1", "SLURM_TASKS_PER_NODE": "8(x4)"}, "--nproc-per-node 8 "),
+        ({}, "SLURM_NTASKS is 30, which is no multiple of the 4 machines: "),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),7"}, "SLURM_TASKS_PER_NODE is 8(x2),7, but there are 4 machines"),
+        ({"SLURM_TASKS_PER_NODE": "8(y2),7"}, "SLURM_TASKS_PER_NODE is 8(y2),7; it must have the form 8(x2),7"),
+        ({"ELASTIC": "1", "SLURM_TASKS_PER_NODE": "8(x2),7(x2)"}, "ELASTIC=1 needs as many tasks on each machine"),
+    ):
+        done = dry_run(copy, {**environment, **machines, **variables}, *A)
+        refused = expected[0] != "-"
+        assert done.returncode == (2 if refused else 0), (variables, done)
+        assert expected in (done.stderr if refused else done.stdout), (variables, done)
+        assert not (refused and done.stdout), variables
+
+
+def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
+    _, environment = job(tmp_path)
+    outside = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
+    scripts = REPOSITORY / "scripts"
+    cases = [({}, "1 -H node1:1 "), ({"RANKS": "4"}, "4 -H node1:4 "), ({"HOSTS": "a:2,b:2"}, "4 -H a:2\\,b:2 ")]
+    for script, words in (("slurm.sh", A), ("gossip/sgp.sh", ["--suffix", ".a"])):
+        for variables, expected in cases:
+            done = dry_run(scripts / script, {**outside, **variables, "LAUNCH": "slurm"}, *words, cwd=tmp_path)
+            assert f"mpirun -np {expected}" in done.stdout and done.returncode == 0, done.stderr
+            assert done.stdout.endswith(f"{words[-1]} \n") and "not a SLURM job" in done.stderr
+    done = subprocess.run(["bash", scripts / "slurm.sh", *A], env=outside, capture_output=True, text=True)
+    assert done.returncode == 2 and "submit it with sbatch" in done.stderr
+
+
+REQUEUED: list[tuple[dict[str, str], int, list[str]]] = [
+    ({}, 0, ["signal", "requeue 17"]),
+    ({"REQUEUE": "scontrol -v again"}, 0, ["signal", "-v again 17"]),
+    ({"REQUEUE": ""}, 75, ["signal"]),
+    ({"REFUSES": "1"}, 75, ["signal", "requeue 17"]),
+    *(({"SAVED": status}, int(status), ["signal"]) for status in "10"),
+    ({"ELASTIC": "1"}, 0, ["terminated", "requeue 17"]),  # torchrun does not pass on the status of its ranks
+]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(("variables", "status", "calls"), REQUEUED)
+def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls: Any) -> None:
+    """SAVED: the exit status of the run after a signal. REFUSES: the exit status of scontrol."""
+    copy, environment = job(tmp_path, **variables)
+    program(tmp_path / "bin" / ("srun" if "ELASTIC" in variables else "mpirun"), RUN)
+    with started(copy, environment, *A) as process:
+        read_until(process, "started")
+        send(process, number)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)  # SLURM's signal at the time limit, which is not forwarded
+        text = process.communicate(timeout=patient(60))[0]
+        assert process.returncode == status, text
+    assert Path(environment["CALLS"]).read_text().splitlines() == calls
+    assert ("submit the job again" in text) == ("REFUSES" in variables)
+    if not variables:  # without a signal the run's own status is that of the job
+        Path(environment["CALLS"]).unlink()
+        alone: Any = {"env": {**environment, "LONG": "2"}, "capture_output": True, "timeout": patient(60)}
+        assert subprocess.run(["bash", copy, *A], **alone).returncode == 3
+        assert not Path(environment["CALLS"]).exists()
+
+
+@pytest.mark.proof
+@pytest.mark.horovod
+def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")
+    environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": python_path()}
+    (tmp_path / "bin" / "python").symlink_to(python())
+    run = tmp_path / "run"
+    words = ["--configs", "configs/digits/cnn.py", "--devices", "cpu", "--run-dir", str(run)]
+    words += ["--configs.train.num_epochs=5", "--configs.train.checkpoint_every=5", "--configs.model.width=8"]
+    with started(copy, environment, *words) as process:
+        text = read_until(process, " 1/5 ")
+        send(process, signal.SIGTERM)
+        text += process.communicate(timeout=patient(60))[0]
+        assert process.returncode == 0, text
+    assert "Stopped by SIGUSR1: saved e000" in text and "slurm.sh: saved; scontrol requeue 17" in text
+    assert Path(environment["CALLS"]).read_text() == "requeue 17\n" and not (run / "summary.json").exists()
+    # The requeued job runs the same command.
+    train_on(2, words)
+    assert "resumed from checkpoint e000" in capsys.readouterr().out and (run / "summary.json").exists()

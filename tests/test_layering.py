@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import grimp
+from environment import REPOSITORY
 from importlinter import Contract
 from importlinter.api import read_configuration
 from importlinter.contracts import acyclic_siblings, forbidden, layers, protected
 
-ROOT = Path(__file__).parent.parent
-CONFIG = read_configuration(str(ROOT / "pyproject.toml"))
+CONFIG = read_configuration(str(REPOSITORY / "pyproject.toml"))
 PACKAGES = CONFIG["session_options"]["root_packages"]
 KINDS: dict[str, type[Contract]] = {
     "acyclic_siblings": acyclic_siblings.AcyclicSiblingsContract,
@@ -89,9 +88,9 @@ def graph() -> grimp.ImportGraph:
     found.add_module(TRAIN)
     for module in found.find_modules_that_directly_import("train"):
         found.add_import(importer=module, imported=TRAIN)
-    files = {TRAIN: ROOT / "train.py"}
-    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
-        files[".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = file
+    files = {TRAIN: REPOSITORY / "train.py"}
+    for file in (file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py")):
+        files[".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")] = file
     for module, file in files.items():
         for line, name in names(file.read_text()):
             other = name
@@ -145,7 +144,7 @@ def test_packages_import_nothing_else_from_outside() -> None:
 
 
 def test_the_graph_has_every_folder_of_code_and_train_and_strings() -> None:
-    assert {path.parent.name for path in ROOT.glob("[!.]*/*.py")} - {"build", "tests"} == set(PACKAGES)
+    assert {path.parent.name for path in REPOSITORY.glob("[!.]*/*.py")} - {"build", "tests"} == set(PACKAGES)
     named = [(TRAIN, "dgc.optim"), ("configs.wmt16", "dgc_training.schedule"), ("dgc.comm.connect", "horovod")]
     assert all(graph().direct_import_exists(importer=module, imported=other) for module, other in named)
 

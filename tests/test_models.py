@@ -1,14 +1,23 @@
-"""Models: sizes, shapes, and that they learn."""
+"""Models: sizes, shapes, and that they learn; the Transformer's state, and both ways of decoding."""
+
+import itertools
+import math
+from typing import Any
 
 import pytest
 import torch
 from cases import case
+from refusals import refuse
+from torch import Tensor
 
 import dgc_models
 from dgc_models import DigitsCNN, alexnet, resnet18, resnet20
+from dgc_models.decoding import beam_search, greedy
 from dgc_models.densenet_cifar import DenseLayer
 from dgc_models.resnet_cifar import Bottleneck, Projection, ResNet, resnet_of_depth
 from dgc_models.senet_cifar import PreActivationBlock, SqueezeExcitation
+from dgc_models.transformer import Transformer, sinusoids, transformer_base, transformer_big
+from dgc_models.transformer_layers import DecoderState
 
 # the name, the parameters, the tensors, the matrices, the features
 MODELS = [
@@ -51,29 +60,24 @@ def test_the_larger_cifar_models(name: str) -> None:
 
 
 def test_other_images_and_classes() -> None:
-    for name, edge in (("resnet50", 8), ("densenet121", 8), ("senet18", 8), ("vgg19_bn", 48), ("alexnet", 48)):
+    for_8 = [(name, 1, 8, 7) for name in ("resnet50", "densenet121", "senet18")]
+    for_48 = [(name, 1, 48, 7) for name in ("vgg19_bn", "alexnet")]
+    for name, channels, edge, classes in (*for_8, *for_48, ("resnet20", 3, 32, 10), ("resnet20", 3, 32, 100)):
         with case(name):
-            model = getattr(dgc_models, name)(num_classes=7, in_channels=1)
-            assert model(torch.randn(2, 1, edge, edge)).shape == (2, 7)
-    for channels, edge, classes in ((3, 32, 10), (1, 8, 10), (3, 32, 100)):
-        model = resnet20(num_classes=classes, in_channels=channels)
-        assert model(torch.randn(2, channels, edge, edge)).shape == (2, classes)
+            model = getattr(dgc_models, name)(num_classes=classes, in_channels=channels)
+            assert model(torch.randn(2, channels, edge, edge)).shape == (2, classes)
     # all stages but the first halve the image
-    images = torch.randn(1, 3, 32, 32)
-    assert resnet20().features[:-2](images).shape == (1, 64, 8, 8)
-    assert resnet18().features[:-2](images).shape == (1, 512, 4, 4)
+    for model, shape in ((resnet20(), (1, 64, 8, 8)), (resnet18(), (1, 512, 4, 4))):
+        assert model.features[:-2](torch.randn(1, 3, 32, 32)).shape == shape
     assert sum(p.numel() for p in DigitsCNN(num_classes=10).parameters()) == 226_794
-    for digits in (DigitsCNN(num_classes=10), DigitsCNN(width=8)):
-        assert digits(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+    assert DigitsCNN(width=8)(torch.randn(2, 1, 8, 8)).shape == (2, 10)
     # without batch norm only AlexNet's initialisation keeps the logits from being the same for every image
     torch.manual_seed(0)
     with torch.no_grad():
         assert alexnet()(torch.randn(32, 3, 32, 32)).std(0).mean() > 0.03
     for depth in (2, 7, 21):
-        with pytest.raises(ValueError, match="6n"):
-            resnet_of_depth(depth)
-    with pytest.raises(ValueError):
-        ResNet((16, 32), (1, 1, 1), Projection)
+        refuse("6n", resnet_of_depth, depth)
+    refuse("zip", ResNet, (16, 32), (1, 1, 1), Projection)
 
 
 def test_blocks() -> None:
@@ -96,3 +100,190 @@ def test_blocks() -> None:
     assert isinstance(last, torch.nn.Conv2d)
     torch.nn.init.zeros_(last.weight)
     assert torch.equal(residual(x), before)
+
+
+BEGIN, END = 2, 3
+ENDS: Any = {"begin": BEGIN, "end": END}
+
+
+def small(vocabulary: int = 6, pre_norm: bool = False, seed: int = 0) -> Transformer:
+    """An untrained model whose logits are spread, so that no two targets have nearly the same score."""
+    torch.manual_seed(seed)
+    model = Transformer(vocabulary, width=16, heads=2, hidden=32, layers=2, pre_norm=pre_norm, max_length=20)
+    with torch.no_grad():
+        model.embedding.weight.mul_(3)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def test_sizes_and_positions() -> None:
+    for make, expected in ((transformer_base, 60_522_496), (transformer_big, 209_125_376)):
+        with torch.device("meta"):
+            model = make(32_000)
+        assert sum(p.numel() for p in model.parameters()) == expected
+        assert f"{expected:,} parameters" in (make.__doc__ or "")
+    encoding = sinusoids(50, 8)
+    assert encoding.shape == (50, 8)
+    for position, column in ((0, 0), (7, 3), (49, 6)):
+        angle = position / 10_000 ** (2 * (column // 2) / 8)
+        assert encoding[position, column] == pytest.approx((math.cos if column % 2 else math.sin)(angle), abs=1e-6)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_logits_and_gradients(pre_norm: bool) -> None:
+    model = small(9, pre_norm)
+    # later tokens do not change earlier logits
+    source, target = torch.randint(4, 9, (3, 5)), torch.randint(4, 9, (3, 6))
+    before = model(source, target)
+    for position in range(1, 6):
+        changed = torch.cat([target[:, :position], torch.randint(4, 9, (3, 6 - position))], 1)
+        assert torch.allclose(model(source, changed)[:, :position], before[:, :position], atol=1e-6)
+    changed = target.clone()
+    changed[:, 2] = (changed[:, 2] - 3) % 5 + 4  # another token
+    assert ((model(source, changed) - before)[:, 2:].abs().amax(2) > 1e-4).all()
+    # nor does padding
+    longer = torch.cat([source, torch.zeros(3, 3, dtype=torch.int64)], 1)
+    more = torch.cat([target, torch.zeros(3, 2, dtype=torch.int64)], 1)
+    found = model(longer, more)
+    assert torch.allclose(found[:, :6], before, atol=1e-5) and found.isfinite().all()
+    other = torch.cat([source, torch.full((3, 3), 5)], 1)
+    assert not torch.allclose(model(other, more)[:, :6], found[:, :6], atol=1e-2)
+    # one token at a time gives the logits of all at once
+    source[1, 3:] = 0
+    state = model.encode(source)
+    steps = [model.next_logits(target[:, [position]], state) for position in range(6)]
+    assert torch.allclose(torch.cat(steps, 1), model(source, target), atol=1e-5) and state.length == 6
+    # every parameter gets a gradient
+    model.train()(source, target).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        # A softmax does not change with a constant that is added to all its inputs.
+        if not name.endswith("key.bias"):
+            assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def log_probability(model: Transformer, source: Tensor, target: tuple[int, ...]) -> float:
+    """Sum of the logarithms over the target, which ends in END, where BEGIN and padding cannot occur."""
+    logits = model(source[None], torch.tensor([[BEGIN, *target[:-1]]]))[0].detach()
+    logits[:, [0, BEGIN]] = -torch.inf
+    return float(logits.log_softmax(1)[range(len(target)), list(target)].sum())
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("max_length", [1, 4])
+def test_beam_search_finds_what_a_search_of_all_targets_finds(length_penalty: float, max_length: int) -> None:
+    """With as many beams as there are targets. The vocabulary has 3 tokens beside the end."""
+    targets = [(*words, END) for n in range(max_length) for words in itertools.product([1, 4, 5], repeat=n)]
+    lengths = set()
+    for seed in range(4):
+        model = small(seed=seed)
+        source = torch.randint(4, 6, (3, 5))
+        source[1, 2:] = 0
+        options: Any = {"max_length": max_length, "length_penalty": length_penalty, **ENDS}
+        found = beam_search(model, source, beams=27, **options)
+        for sentence, result in zip(source, found, strict=True):
+            weights = {target: ((5 + len(target)) / 6) ** -length_penalty for target in targets}
+            scores = {target: weights[target] * log_probability(model, sentence, target) for target in targets}
+            assert scores[(*result, END)] == pytest.approx(max(scores.values()), abs=1e-5)
+            lengths.add(len(result))
+    assert len(lengths) > 1 or max_length == 1
+
+
+class ByLength:
+    """Stands in for a model: fixed probabilities of (1, END) at each length, whatever the tokens are.
+
+    Those of a length may be a list, of one pair for each row.
+    """
+
+    padding = 0
+
+    def __init__(self, *probabilities: Any) -> None:
+        self.probabilities = probabilities
+
+    def encode(self, source: Tensor) -> Any:
+        self.length = 0
+        return DecoderState([], source)
+
+    def next_logits(self, tokens: Tensor, state: Any) -> Tensor:
+        logits = torch.full((len(tokens), 1, 4), -torch.inf)
+        logits[:, 0, [1, END]] = torch.tensor(self.probabilities[self.length]).log()
+        self.length += 1
+        return logits
+
+
+def test_the_search_goes_on_while_a_longer_target_may_be_better() -> None:
+    """The target that ends at once has the probability 0.6; the one of two tokens 0.4, with a larger score."""
+    model: Any = ByLength((0.4, 0.6), (0.0, 1.0))
+    for penalty, expected in ((0.6, [[]]), (5.0, [[1]])):
+        found = beam_search(model, torch.tensor([[5]]), length_penalty=penalty, max_length=2, beams=1, **ENDS)
+        assert found == expected
+    assert math.log(0.4) / (7 / 6) ** 5 > math.log(0.6) > math.log(0.4) / (7 / 6) ** 0.6
+
+
+def test_the_search_ends_when_no_sentence_can_have_a_better_target_within_its_limit() -> None:
+    """The second sentence has a target of probability 1. The first has reached its limit, 1, or no target of 2
+    tokens can be better than its best one: 3 could, but are too many for it."""
+    source = torch.tensor([[5], [5]])
+    cases: Any = [((0.9, 0.1), [1, 5], 5.0, [[1], []]), ((0.4, 0.6), [2, 3], 3.0, [[], []])]
+    for first, limits, length_penalty, with_the_larger_limit in cases:
+        for given, calls, expected in ((limits, 1, [[], []]), (limits[1], 2, with_the_larger_limit)):
+            model: Any = ByLength([first, (0.0, 1.0)], *[(0.0, 1.0)] * 4)
+            found = beam_search(model, source, max_length=given, beams=1, length_penalty=length_penalty, **ENDS)
+            assert (model.length, found) == (calls, expected)
+
+
+SEARCHES = pytest.mark.parametrize("search", [greedy, beam_search])
+
+
+@SEARCHES
+def test_every_sentence_has_its_own_limit(search: Any) -> None:
+    limits, lengths = [1, 9, 4, 2, 7], set()
+    for seed in range(5):
+        model, source = small(9, seed=seed), torch.randint(4, 9, (5, 6))
+        options = ENDS | ({"length_penalty": 2.0} if search is beam_search else {})
+        pairs = zip(source, limits, strict=True)
+        alone = [search(model, sentence[None], max_length=limit, **options)[0] for sentence, limit in pairs]
+        for given in (limits, torch.tensor(limits)):
+            assert search(model, source, max_length=given, **options) == alone
+        assert search(model, source[:0], max_length=[], **options) == []
+        lengths |= set(map(len, alone))
+    assert len(lengths) > 2
+    # a batch is translated as its sentences are
+    model, source = small(9, seed=5), torch.randint(4, 9, (5, 6))
+    for row, length in enumerate((6, 1, 4, 2, 5)):
+        source[row, length:] = 0
+    options = {"max_length": 8, **ENDS}
+    alone = [search(model, sentence[sentence != 0][None], **options)[0] for sentence in source]
+    assert search(model, source, **options) == alone and search(model, source[:0], **options) == []
+
+
+@SEARCHES
+def test_tokens_beyond_the_vocabulary_are_in_no_target(search: Any) -> None:
+    options, chosen = {"max_length": 8, **ENDS}, set()
+    for seed in range(4):
+        model, source = small(9, seed=seed), torch.randint(4, 6, (5, 6))
+        chosen |= set(sum(search(model, source, **options), []))
+        found = search(model, source, vocabulary=6, **options)
+        assert any(found) and max(sum(found, [])) < 6
+    assert max(chosen) >= 6
+
+
+def test_greedy_takes_the_most_probable_token_each_time() -> None:
+    model, source = small(9, seed=2), torch.randint(4, 9, (4, 5))
+    for sentence, result in zip(source, greedy(model, source, max_length=7, **ENDS), strict=True):
+        tokens: list[int] = []
+        while len(tokens) < 7 and tokens[-1:] != [END]:
+            logits = model(sentence[None], torch.tensor([[BEGIN, *tokens]]))[0, -1].detach()
+            logits[[0, BEGIN]] = -torch.inf
+            tokens.append(int(logits.argmax()))
+        assert result == [token for token in tokens if token != END]
+
+
+def test_impossible_arguments_are_refused() -> None:
+    refuse("width is 20; it must be a multiple of 2 \\* heads, 8", Transformer, 8, width=20, heads=4)
+    for name, value in (("layers", 0), ("dropout", 1.0), ("padding", 8)):
+        refuse(f"{name} is {value}", Transformer, 8, **{name: value})
+    model, source = small(), torch.tensor([[4, 5]])
+    for name, value in (("beams", 0), ("length_penalty", -1.0)):
+        refuse(f"{name} is {value}", beam_search, model, source, max_length=3, **ENDS, **{name: value})
+    refuse("a sentence has 21 tokens; max_length of the model is 20", model.encode, torch.full((1, 21), 4))

@@ -1,19 +1,27 @@
-"""What the benchmarks on limited networks compute from their measurements."""
+"""The network laboratory, and what benchmarks compute there. tests/parallel/test_netlab.py makes hosts."""
 
+import fcntl
 import json
 import os
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 import torch
+from cases import case
+from refusals import refuse
 
+from benchmarks import laboratory as module
 from benchmarks import time_to_accuracy
 from benchmarks.exchange import GOSSIP, GRADIENTS
 from benchmarks.figures import crossing, draw_exchange, read_lines, speed_ups
-from benchmarks.launches import AS_RANK, KEEP_TO_ONE_CORE, begin, portions
+from benchmarks.laboratory import Laboratory, LaboratoryError, RaisedSigterm, cores_of, parse_latency, parse_rate
+from benchmarks.launches import AS_RANK, KEEP_TO_ONE_CORE, begin, measure, portions, ranks_per_host
 from benchmarks.runs import TASKS
 from benchmarks.step_times import add_network, row_of
 from benchmarks.time_to_accuracy import reached
@@ -21,6 +29,120 @@ from benchmarks.time_to_accuracy import row_of as row_of_time
 from benchmarks.train_step import MODELS, Work, make, make_work
 from dgc.comm.meter import PHASES
 from dgc.cost import AlikeRanks
+
+
+def test_rates_and_delays() -> None:
+    assert [parse_rate(text) for text in ("100mbit", "2.5gbit", "5000kbit")] == [1e8, 2.5e9, 5e6]
+    assert [parse_latency(text) for text in ("500us", "10ms", "1s")] == pytest.approx([5e-4, 1e-2, 1.0])
+    for rate in ("", "fast", "100", "100 mbit", "-1gbit", "100MB", "1kbit", "101gbit"):
+        refuse("rate", Laboratory, 2, rate)
+    for delay in ("", "1", "0ms", "2s", "1min"):
+        refuse("delay|latency", Laboratory, 2, "1gbit", delay)
+
+
+def test_hosts_ranks_and_their_cores() -> None:
+    assert [cores_of(host, 2, [3, 4, 5, 6, 7]) for host in range(2)] == [[3, 4], [5, 6]]
+    assert [cores_of(host, 4, [0, 1, 2, 3]) for host in range(4)] == [[0], [1], [2], [3]]
+    assert [cores_of(host, 4, [5, 7]) for host in range(4)] == [[5], [7], [5], [7]] and ranks_per_host(8, 4) == 2
+    for ranks in (0, 3, 6, -4):
+        refuse("a multiple of the 4 hosts", ranks_per_host, ranks, 4)
+    for hosts in (-1, 0, 1, 65):
+        refuse("^the number of hosts must be 2 to 64", Laboratory, hosts, "1gbit")
+    for hosts in ("2", 2.5, True, None):
+        refuse("^(the )?hosts must be a whole number from 2 to 64, not", Laboratory, hosts, "1gbit")
+    refuse("^the rate must be from 1mbit to 100gbit, such as 2.5gbit, not 100", Laboratory, 2, 100)
+
+
+def test_what_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is made."""
+    missing: Any = [
+        ("os.geteuid", lambda: 1000, "need root"),
+        ("shutil.which", lambda tool: None if tool == "tc" else tool, "tc is missing.*iproute2"),
+        ("sys.platform", "darwin", "need Linux"),
+    ]
+    for what, value, message in missing:
+        with case(what), monkeypatch.context() as patch, pytest.raises(LaboratoryError, match=message):
+            patch.setattr(module, "_run", lambda command: pytest.fail(f"{command} was run"))
+            patch.setattr(f"{module.__name__}.{what}", value)
+            Laboratory(2, "1gbit").__enter__()
+    command = [sys.executable, "-m", "benchmarks.netlab", "--hosts", "2", "--rate", "fast", "--", "train.py"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("netlab: the rate must be from")
+    assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    laboratory = Laboratory(2, "1gbit")
+    monkeypatch.setattr(laboratory, "inside", lambda host, command: ["true"])
+    traceback = "Traceback (most recent call last):\n  ...\nOSError: [Errno 113] No route to host\n"
+    failed = subprocess.CompletedProcess("send", 1, "", traceback), "No route to host"
+    for outcome, reason in (failed, (subprocess.TimeoutExpired("send", 70.0), "no answer in 70 s")):
+        monkeypatch.setattr(laboratory, "run", Mock(side_effect=[outcome]))
+        with pytest.raises(LaboratoryError, match=f"could not be measured: .*{reason}\nFrames probably") as caught:
+            measure(laboratory)
+        assert "Traceback" not in str(caught.value)
+
+
+def test_laboratories_that_start_and_end_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    removed: list[int] = []
+    monkeypatch.setattr(module, "LOCKS", tmp_path)
+    monkeypatch.setattr(module, "remove", removed.append)
+    (tmp_path / "7").write_text("")
+    (tmp_path / "8").symlink_to(tmp_path / "vanished")  # as if removed before it is opened
+    module.remove_leftovers()
+    assert removed == [7]
+    # the process ends its laboratory and makes another one before its old file is locked here
+    real = fcntl.flock
+
+    def flock(file: Any, how: int) -> None:
+        (tmp_path / "7").unlink()
+        (tmp_path / "7").write_text("")
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    module.remove_leftovers()
+    monkeypatch.setattr(fcntl, "flock", real)
+    assert removed == [7], "a laboratory in use"
+    # another process looks at the file for a moment, or removes it
+    path = tmp_path / "9"
+    other = module.lock(path)
+    assert other is not None
+
+    def let_go() -> None:
+        path.unlink()
+        other.close()
+
+    thread = threading.Timer(0.2, let_go)
+    thread.start()
+    own = module.lock(path)
+    thread.join()
+    assert own is not None and os.path.samestat(os.fstat(own.fileno()), path.stat())
+    monkeypatch.setattr(module, "PAUSE", 0.001)
+    assert module.lock(path) is None and module.try_lock(path) is None
+    own.close()
+
+
+def test_sigterm_waits_while_hosts_are_removed_and_the_default_handler_returns() -> None:
+    raised = RaisedSigterm()
+    raised.install()
+    with pytest.raises(SystemExit, match="143"):
+        signal.raise_signal(signal.SIGTERM)
+    raised.hold()
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        raised.restore()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    thread = threading.Thread(target=raised.install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the user's own
+        raised.install()
+        raised.restore()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def step(whole: float, update: float, wire: float, link: float) -> dict[str, float]:
@@ -34,8 +156,7 @@ def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
     slow = [step(3.0, 0.75, 300, 310), step(1.5, 0.75, 300, 310), step(4.0, 0.75, 300, 310)]
     row = row_of([fast, slow])
     assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
-    assert (row["wire_bytes"], row["link_bytes"]) == (200, 210)
-    assert row["phases_ms"]["step"] == 500.0
+    assert (row["wire_bytes"], row["link_bytes"]) == (200, 210) and row["phases_ms"]["step"] == 500.0
 
 
 def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
@@ -101,29 +222,25 @@ def test_the_figure_shows_where_a_method_stops_to_pay(tmp_path: Path) -> None:
     file = tmp_path / "measured.txt"
     file.write_text("\n".join(["a table", measured(10_000, 10.0, 40.0), measured(100, 1600.0, 100.0)]))
     lines = read_lines(file)
-    found = speed_ups(lines)
-    assert found["dgc"] == [(100.0, 16.0), (10_000.0, 0.25)]
-    assert found["horovod-fp16"] == [(100.0, 0.5), (10_000.0, 0.5)]
+    dgc, fp16 = (speed_ups(lines)[name] for name in ("dgc", "horovod-fp16"))
+    assert dgc == [(100.0, 16.0), (10_000.0, 0.25)] and fp16 == [(100.0, 0.5), (10_000.0, 0.5)]
     # 16 times falls to a quarter in six halvings over two decades: 1 is reached after four of the six
-    assert crossing(found["dgc"]) == pytest.approx(100 * 100 ** (4 / 6))
-    assert crossing(found["horovod-fp16"]) is None
+    assert crossing(dgc) == pytest.approx(100 * 100 ** (4 / 6)) and crossing(fp16) is None
     draw_exchange(lines, tmp_path / "figure.svg")
     assert "pays" not in (text := (tmp_path / "figure.svg").read_text()) and "horovod-fp16" in text
     file.write_text("no JSON\n")
-    with pytest.raises(ValueError, match="no line of a benchmark with --hosts"):
-        read_lines(file)
+    refuse("no line of a benchmark with --hosts", read_lines, file)
 
 
 def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     dense = [(10.0, 100.0, 50.0), (20.0, 200.0, 99.0), (30.0, 300.0, 98.0)]
     fast = [(1.0, 10.0, 97.5), (2.0, 20.0, 97.4), (3.0, 30.0, 97.6)]
     never = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)]
-    digits, pysource = TASKS["digits"], TASKS["pysource"]
-    assert reached(dense, 98.5, digits) == (20.0, 200.0)
     bits = [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
+    digits, pysource = TASKS["digits"], TASKS["pysource"]
+    found = [reached(dense, 98.5, digits, target) for target in (None, 50.0, 99.5)]
+    assert found == [(20.0, 200.0), (10.0, 100.0), None]
     assert reached(bits, 2.0, pysource) == (2.0, 20.0) and reached(bits, 1.9, pysource) is None
-    assert reached(dense, 98.5, digits, target=50.0) == (10.0, 100.0)
-    assert reached(dense, 98.5, digits, 99.5) is None
     row = row_of_time([fast], [dense], digits)
     assert (row["seconds_to_reach"], row["mb_to_reach"], row["quality"], row["seconds"]) == (1.0, 1e-5, 97.6, 3.0)
     both = row_of_time([fast, never], [dense, dense], digits)
@@ -159,8 +276,7 @@ class SlowRanks(AlikeRanks):
 def test_a_step_of_gossip_ends_when_its_messages_have_arrived() -> None:
     """Otherwise they arrive while the next method is measured, and the wait for them is not timed."""
     for name in GOSSIP:
-        transport = SlowRanks(4)
-        model = torch.nn.Linear(8, 8)
+        transport, model = SlowRanks(4), torch.nn.Linear(8, 8)
         method = make(name, Work(model, lambda wrapped: wrapped(torch.ones(1, 8)).sum()), 0.1, transport)
         for _ in range(3):
             sent = method.meter.wire_bytes

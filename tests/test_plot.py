@@ -1,20 +1,182 @@
-"""The plots: values read from the CSV files, errors, colours and files."""
+"""The CSV file of a rank: its format, its statistics, resumed jobs; the plots of such files, and their errors."""
 
+import csv
+import json
+import statistics
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from cases import case
+from refusals import refuse
+from simulated import CNN, summary_of, train_in
 
 from scripts.gossip.csv_runs import read_run
-from scripts.gossip.rank_csv import CsvLog
+from scripts.gossip.rank_csv import CsvLog, Increments, Running
+from scripts.gossip.rank_csv import accuracy as scores
 from scripts.plot import main
 from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
-from scripts.plot_runs import check_comparable
+from scripts.plot_runs import check_comparable, is_lower_better, metric_of, unit_of
+from scripts.report_runs import read_reported
 from scripts.run_files import PlotError
+
+REFERENCE = (
+    "Epoch,itr,BT(s),avg:BT(s),std:BT(s),NT(s),avg:NT(s),std:NT(s),DT(s),avg:DT(s),std:DT(s),"
+    "Loss,avg:Loss,Prec@1,avg:Prec@1,Prec@5,avg:Prec@5,val"
+)
+PER_EPOCH = 8
+OPENED: list[CsvLog] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+def log(directory: Path, state: dict | None = None, **options: int) -> CsvLog:
+    form = {"rank": 1, "size": 4, "batch_size": 32, "num_workers": 2, "every": 3, "ignore": 2} | options
+    OPENED.append(CsvLog(directory, **form, state=state))
+    return OPENED[-1]
+
+
+def rows(directory: Path) -> list[dict[str, str]]:
+    lines = (directory / "csv" / "out_r1_n4.csv").read_text().splitlines()
+    assert lines[:4] == ["BEGIN-TRAINING", "World-Size,4", "Num-DLWorkers,2", "Batch-Size,32"]
+    assert lines[4] == REFERENCE + ",consensus,weight,payload_bytes,wire_bytes,staleness,wait(s),elapsed(s)"
+    return list(csv.DictReader(lines[4:]))
+
+
+def seconds(epoch: int, itr: int) -> float:
+    return 1.0 + 0.25 * ((5 * epoch + 3 * itr) % 7)
+
+
+def train(out: CsvLog, start: tuple[int, int], end: tuple[int, int]) -> CsvLog:
+    """Steps from `start` to before `end`, both (epoch, itr)."""
+    for epoch in range(start[0], end[0] + 1):
+        first, last = start[1] if epoch == start[0] else 0, end[1] if epoch == end[0] else PER_EPOCH
+        for itr in range(first, last):
+            loss = torch.tensor(10.0 - epoch - itr / 10)
+            metrics = {"payload_bytes": 100.0, "wire_bytes": 150.0, "wait(s)": 0.5, "weight": 0.5}
+            metrics["staleness"] = float(itr % 2)
+            samples = 32 if itr < PER_EPOCH - 1 else 8
+            out.step(epoch, itr, seconds(epoch, itr), 0.25, loss, 25.0, 50.0, samples, metrics)
+        if epoch < end[0]:
+            out.end_epoch(epoch, 60.0 + epoch, 0.125)
+    return out
+
+
+def test_rows_columns_and_statistics(tmp_path: Path) -> None:
+    train(log(tmp_path), (0, 0), (2, 0)).close()
+    table = rows(tmp_path)
+    columns = {name: " ".join(row[name] for row in table) for name in table[0]}
+    assert columns["Epoch"] == "0 0 0 0 0 1 1 1 1 1" and columns["itr"] == "0 3 6 7 -1 0 3 6 7 -1"
+    assert columns["val"] == "-1 -1 -1 -1 60 -1 -1 -1 -1 61"
+    assert columns["payload_bytes"] == "100 300 300 100 0 100 300 300 100 0"
+    assert columns["wire_bytes"] == "150 450 450 150 0 150 450 450 150 0"
+    assert columns["wait(s)"] == "0.5 1.5 1.5 0.5 0 0.5 1.5 1.5 0.5 0"
+    assert columns["consensus"] == "-1 -1 -1 0.125 0.125 -1 -1 -1 0.125 0.125"
+    assert {row["weight"] for row in table} == {"0.5"} and table[1]["staleness"] == "1"
+    for name in ("Loss", "avg:Loss", "Prec@1", "avg:Prec@1", "Prec@5", "avg:Prec@5"):
+        assert table[4][name] == "-1" and float(table[3][name]) > 0
+    # times cover all epochs without their first two steps; losses cover one epoch, weighted by samples
+    assert table[0]["avg:BT(s)"] == table[0]["std:BT(s)"] == "-1" and table[0]["BT(s)"] == "1"
+    last, counted = table[-1], [seconds(epoch, itr) for epoch in (0, 1) for itr in range(2, PER_EPOCH)]
+    mean, deviation = statistics.mean(counted), statistics.stdev(counted)
+    found = [float(last[name]) for name in ("avg:BT(s)", "std:BT(s)", "avg:NT(s)")]
+    assert found == pytest.approx([mean, deviation, mean - 0.25], rel=1e-5)
+    assert (last["avg:DT(s)"], last["std:DT(s)"]) == ("0.25", "0")
+    every = [seconds(epoch, itr) for epoch in (0, 1) for itr in range(PER_EPOCH)]
+    assert float(last["elapsed(s)"]) == pytest.approx(sum(every))
+    mean = sum(w * (9.0 - itr / 10) for itr, w in enumerate([32] * 7 + [8])) / 232
+    assert float(table[-2]["avg:Loss"]) == pytest.approx(mean, rel=1e-5)
+    assert table[5]["Loss"] == table[5]["avg:Loss"] == "9"
+
+
+@pytest.mark.parametrize("at", [(0, 1), (0, 4), (0, PER_EPOCH), (1, 0), (1, 7), (1, PER_EPOCH)])
+@pytest.mark.parametrize("killed", ["", "1,2,0.5,0", "1,-1,0.5\n", "no row\n"])
+def test_a_resumed_job_writes_the_same_rows(tmp_path: Path, at: Any, killed: Any) -> None:
+    """The state is saved before step `at`. The killed job continues to the end and leaves an incomplete line."""
+    train(log(tmp_path / "whole"), (0, 0), (2, 0)).close()
+    first = train(log(tmp_path / "parts"), (0, 0), at)
+    state = json.loads(json.dumps(first.state_dict()))
+
+    def to_the_end(out: CsvLog) -> None:
+        if at[1] == PER_EPOCH:  # saved after the epoch's last step, before its validation
+            out.end_epoch(at[0], 60.0 + at[0], 0.125)
+        train(out, (at[0] + 1, 0) if at[1] == PER_EPOCH else at, (2, 0)).close()
+
+    to_the_end(first)
+    path = tmp_path / "parts" / "csv" / "out_r1_n4.csv"
+    path.write_text(path.read_text() + killed)
+    to_the_end(log(tmp_path / "parts", state))
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+
+
+def test_another_number_of_ranks_continues_its_earlier_file(tmp_path: Path) -> None:
+    train(log(tmp_path), (0, 0), (1, 4)).close()
+    resumed = log(tmp_path)
+    resumed.begin_at(1, 2, 100.0)
+    train(resumed, (1, 2), (2, 0)).close()
+    table = rows(tmp_path)
+    assert [row["itr"] for row in table if row["Epoch"] == "1"] == ["0", "2", "5", "7", "-1"]
+    assert float(table[6]["elapsed(s)"]) > 100
+
+
+def test_a_missing_or_foreign_file_is_replaced(tmp_path: Path) -> None:
+    state = train(log(tmp_path / "a"), (0, 0), (1, 0)).state_dict()
+    train(log(tmp_path / "a"), (0, 0), (0, 1))
+    assert len(rows(tmp_path / "a")) == 1  # begun anew without a state
+    foreign = tmp_path / "b" / "csv" / "out_r1_n4.csv"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_bytes(b"\xff\x00 nothing\n" * 9)
+    for name in ("b", "c"):
+        train(log(tmp_path / name, state), (1, 0), (1, 4))
+        assert [row["itr"] for row in rows(tmp_path / name)] == ["0", "3"]
+
+
+def test_a_killed_job_keeps_every_row(tmp_path: Path) -> None:
+    out = train(log(tmp_path), (0, 0), (0, 4))
+    assert [row["itr"] for row in rows(tmp_path)] == ["0", "3"]
+    out.close()
+    train(out, (0, 4), (0, PER_EPOCH)).end_epoch(0)  # without validation
+    assert [row["itr"] for row in rows(tmp_path)] == ["0", "3", "6", "7", "-1"]
+    assert rows(tmp_path)[-1]["val"] == rows(tmp_path)[-1]["consensus"] == "-1"
+
+
+def test_errors_of_the_log(tmp_path: Path) -> None:
+    out = log(tmp_path)
+    refuse("no metrics .'bites'.*wait", out.step, 0, 0, 1.0, 0.0, 1.0, -1, -1, 32, {"bites": 1.0})
+    state = train(out, (0, 0), (0, 1)).state_dict()
+    refuse("before the first row", out.load_state_dict, state)
+    refuse("csv.elapsed is of type str", log, tmp_path, {**state, "elapsed": "long"})
+    refuse("every is 0", log, tmp_path, every=0)
+    # unknown scores and NaN are none
+    log(tmp_path / "nan").step(0, 0, 1.0, 0.0, torch.tensor(float("nan")), -1, -1, 32)
+    (row,) = rows(tmp_path / "nan")
+    assert (row["Loss"], row["Prec@1"], row["avg:Prec@5"], row["weight"]) == ("nan", "-1", "-1", "1")
+
+
+def test_what_a_row_has_is_computed() -> None:
+    running = Running()  # stable far from zero
+    assert running.deviation == -1
+    for value in (4.0, 7.0, 13.0, 16.0):
+        running.add(1e9 + value)
+    assert running.mean == 1e9 + 10 and running.deviation == pytest.approx(30**0.5)
+    since = Increments({"bytes": 10.0})
+    assert since({"bytes": 15.0, "wait(s)": 2.0}) == {"bytes": 5.0, "wait(s)": 2.0}
+    assert since({"bytes": 15.0, "wait(s)": 2.5}) == {"bytes": 0.0, "wait(s)": 0.5}
+    outputs = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.3], [0.2, 0.3, 0.4], [0.0, 0.5, 0.2]])
+    targets = torch.tensor([1, 2, 0, 1])
+    assert list(map(float, scores(outputs, targets, (1, 2, 5)))) == [50.0, 75.0, 100.0]
+    assert list(map(float, scores(outputs, targets))) == [50.0, 100.0]
+    refuse(r"not \[n, c\] and \[n\]", scores, outputs, targets[:2])
+
 
 CONFIG = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
 STEPS = 6
@@ -45,10 +207,8 @@ def write_run(
     return directory
 
 
-def drawn(make: Any, *given: Any) -> Any:
-    figure = make(*given)
-    assert figure is not None
-    return figure
+def drawn(make: Any, runs: Any) -> Any:
+    return make(runs)
 
 
 def ydata(line: Any) -> list[float]:
@@ -66,8 +226,7 @@ def test_the_values_of_a_run(tmp_path: Path) -> None:
     assert run.training.y == [50.0, 60.0, 70.0] and run.validation.y == [51.0, 61.0, 71.0]
     assert run.training.steps == [6, 12, 18]
     assert run.training.seconds == [(15 + 20) / 2, (21 + 32) / 2, (27 + 44) / 2]
-    assert run.validation.wire == [12_000, 24_000, 36_000]
-    assert run.loss.steps == [1, 5, 6, 7, 11, 12, 13, 17, 18]
+    assert run.validation.wire == [12_000, 24_000, 36_000] and run.loss.steps == [1, 5, 6, 7, 11, 12, 13, 17, 18]
     assert run.loss.y == [3.5] * 3 + [2.5] * 3 + [1.5] * 3
     # killed: the last line of a rank is incomplete; only epochs that all ranks have completed are plotted
     path = tmp_path / "run" / "csv" / "out_r1_n2.csv"
@@ -104,6 +263,7 @@ def named(kind: str, **more: Any) -> dict[str, Any]:
     return {"_target_": f"dgc.{kind}", **more}
 
 
+POWER = named("compression.PowerSGDCompressor")
 LABELS: dict[str, dict[str, Any]] = {
     "AR-SGD": {"gossip": None, "compression": named("compression.DenseCompressor")},
     "DGC": {"compression": named("compression.DGCCompressor")},
@@ -113,9 +273,7 @@ LABELS: dict[str, dict[str, Any]] = {
     "local SGD": {"gossip": named("gossip.Periodic", base=None)},
     "local SGD + SlowMo": {"gossip": {"_target_": "Periodic", "base": None, "outer": {"_target_": "a.SlowMo"}}},
     "local SGD + Nesterov + PowerSGD": {
-        "gossip": named(
-            "local.OuterSteps", outer=named("local.Nesterov"), compression=named("compression.PowerSGDCompressor")
-        )
+        "gossip": named("local.OuterSteps", outer=named("local.Nesterov"), compression=POWER)
     },
 }
 
@@ -143,8 +301,7 @@ def test_figures(tmp_path: Path) -> None:
     assert [ydata(line) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
     times, rates = scaling_figure(runs).axes
     assert times.get_ylabel() == "time per iteration (s)" and rates.get_ylabel() == "throughput (samples/s)"
-    assert [xdata(line) for line in times.lines] == [[2], [1, 2, 4]]
-    assert ydata(times.lines[1]) == [1.0, 1.5, 2.5]
+    assert [xdata(line) for line in times.lines] == [[2], [1, 2, 4]] and ydata(times.lines[1]) == [1.0, 1.5, 2.5]
     assert ydata(rates.lines[1]) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
     assert len(drawn(loss_figure, runs).axes[0].lines) == 2 * len(runs)
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
@@ -171,29 +328,55 @@ def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Pat
 def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
     """It is drawn as it is, under its name. Runs with different metrics are refused."""
     bits = "bits_per_character/test"
-    directories = [write_run(tmp_path / name) for name in "ab"]
-    for directory, metric in zip(directories, (bits, "acc/test_top5"), strict=True):
-        tree = yaml.safe_load((directory / "config.yaml").read_text())
-        tree["train"]["metric"] = metric
-        (directory / "config.yaml").write_text(yaml.safe_dump(tree))
-    runs = [read_run(directory) for directory in directories]
-    for run, metric, label, shown in (
-        (runs[0], bits, bits, [51.0, 61.0, 71.0]),
-        (runs[1], "acc/test_top5 (%)", "100 % - acc/test_top5 (%)", [49.0, 39.0, 29.0]),
+    runs = []
+    for metric, shown_as, label, shown in (
+        (bits, bits, bits, [51.0, 61.0, 71.0]),
+        ("acc/test_top5", "acc/test_top5 (%)", "100 % - acc/test_top5 (%)", [49.0, 39.0, 29.0]),
     ):
+        directory = write_run(tmp_path / metric)
+        tree = yaml.safe_load((directory / "config.yaml").read_text())
+        (directory / "config.yaml").write_text(yaml.safe_dump({"train": {**tree["train"], "metric": metric}}))
+        runs.append(run := read_run(directory))
         assert run.training.y == [] and run.validation.y == [51.0, 61.0, 71.0]
         for axes in drawn(error_figure, [run]).axes:
             assert axes.get_ylabel() == label and ydata(axes.lines[1]) == shown
         (axes,) = drawn(bytes_figure, [run]).axes
-        assert axes.get_ylabel() == f"{metric}, validation" and ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
+        assert axes.get_ylabel() == f"{shown_as}, validation" and ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
     with pytest.raises(PlotError, match="cannot be compared: metric is"):
         check_comparable(runs)
 
 
+def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(
+        "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
+        "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
+    )
+    directory = tmp_path / "run"
+    train_in(directory, [CNN, tmp_path / "loss.py"], ["train.num_epochs=1", "model.width=8"], size=1)
+    assert summary_of(directory)["lower_is_better"] is True
+    (directory / "summary.json").unlink()
+    (run,) = read_reported([str(directory)])
+    assert run.lower_is_better and not run.unit
+    own = {"_target_": "dgc_training.meters.TopKClassMeter"}
+    for name, meters, summary, lower, unit in (
+        ("acc/test_top1", {"acc/{}_top1": own}, {}, False, "%"),
+        ("mine/test", {"other/{}": own}, {}, False, ""),
+        ("mine/test", {"mine/{}": own}, {}, False, "%"),
+        ("mine/test", {"mine/{}": own}, {"lower_is_better": True}, True, "%"),
+        ("mine/test", {"mine/{}": {"_target_": "dgc_training.meters.Perplexity"}}, {}, True, ""),
+        ("loss/test", {"loss/{}": {"_target_": "absent.Meter"}}, {}, True, ""),
+        ("translation/test_nll", None, {}, True, ""),
+        ("translation/test_bleu", None, {}, False, ""),
+        ("translation/test_exact_match", None, {}, False, "%"),
+    ):
+        config = {"train": {"metric": name, "meters": meters}}
+        assert (is_lower_better(config, summary), unit_of(config, summary)) == (lower, unit), (name, meters)
+    assert (is_lower_better({}, {}), unit_of({}, {}), metric_of({}, {})) == (False, "%", "top-1 accuracy")
+
+
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "a=b")
-    other = f"AR-SGD={write_run(tmp_path / 'ar', target=None)}"
-    assert main([str(run), other, "--out", str(tmp_path / "out")]) == 0
+    words = [str(write_run(tmp_path / "a=b")), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
     output = capsys.readouterr()
     names_ = ("error", "bytes", "scaling", "loss")
     expected = [tmp_path / "out" / f"{name}.{kind}" for name in names_ for kind in ("png", "svg")]
@@ -207,17 +390,15 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*words: object) -> str:
-        assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
-        assert not (tmp_path / "out").exists()
+        assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
         return capsys.readouterr().err
 
     run = write_run(tmp_path / "run")
-    csv = run / "csv" / "out_r0_n2.csv"
-    text = csv.read_text()
+    file = run / "csv" / "out_r0_n2.csv"
+    text = file.read_text()
     assert "no run directory" in refused(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     assert "has neither CSV files of ranks nor" in refused(tmp_path / "empty")
-
     lines = text.splitlines(keepends=True)
     for damaged, message in (
         (text.replace("BEGIN-TRAINING", "BEGIN"), "out_r0_n2.csv is not a CSV log"),
@@ -225,16 +406,13 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("".join([*lines[:6], "damage\n", *lines[6:]]), "line 7, is damaged: 'damage'"),
         (text.replace("Batch-Size,32", "Batch-Size,16"), "several runs"),
     ):
-        csv.write_text(damaged)
-        with case(message):
-            assert message in refused(run)
-    csv.write_text(text)
-    (run / "csv" / "out_r0_n4.csv").write_text(text)
+        file.write_text(damaged)
+        assert message in refused(run)
+    file.write_text(text)
+    file.with_name("out_r0_n4.csv").write_text(text)
     assert "files of 2 and of 4 ranks" in refused(run)
-    (run / "csv" / "out_r0_n4.csv").unlink()
-
-    other = write_run(tmp_path / "other", model="dgc_models.Other")
-    message = refused(run, other)
+    file.with_name("out_r0_n4.csv").unlink()
+    message = refused(run, write_run(tmp_path / "other", model="dgc_models.Other"))
     assert "cannot be compared: model is" in message and "dgc_models.Other in" in message
     (run / "config.yaml").write_text("train: {}")
     assert f"LABEL={run}" in refused(run)

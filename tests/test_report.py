@@ -1,27 +1,40 @@
-"""The report: its content, escaping, unfinished runs, and what Chromium makes of it."""
+"""The report: its content, unfinished runs, what Chromium makes of it, and damaged runs."""
 
 import json
 import re
 import shutil
 import subprocess
-from html import unescape
+from collections.abc import Callable, Iterator
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from csv_logs import ROWS, csv_log
+from cases import case
 from environment import patient
 from simulated import CNN, summary_of, train_in
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from dgc_training.logging.formatting import human_bytes
 from scripts import plot
-from scripts.plot_runs import is_lower_better, metric_of, unit_of
 from scripts.report import main
 from scripts.report_page import page, seconds, sent
 from scripts.report_runs import PHASES, differing_settings, disjoint, read_reported
 
+HEAD = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"
+ROWS = ["0,0,2,1,2,3,50,-1,100,0.5,2", "0,1,2,1,2,2,60,-1,300,0.5,4", "0,-1,2,1,2,2,60,55,0,0,4"]
+
+
+def csv_log(*rows: str, head: str = HEAD, start: str = "BEGIN-TRAINING", batch: str = "Batch-Size,8") -> str:
+    """A CSV log of one rank: two steps of an epoch and its validation."""
+    return "\n".join([start, "World-Size,1", "Num-DLWorkers,0", batch, head, *rows, ""])
+
+
+METRIC, BITS, LOG = "acc/test_top1", "bits_per_character/test", "csv/out_r0_n1.csv"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+Printed = pytest.CaptureFixture[str]
 FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
 SHORT = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"]
 
@@ -51,15 +64,12 @@ def by_name(text: str) -> dict[str, list[str]]:
 
 def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     text = page(read_reported([f"plain={runs['dense']}", str(runs["dgc"])]))
-    rows = by_name(text)
-    for name, directory in (("plain", "dense"), ("DGC", "dgc")):
-        summary = summary_of(runs[directory])
-        assert summary["lower_is_better"] is False
+    rows, dense, dgc = by_name(text), summary_of(runs["dense"]), summary_of(runs["dgc"])
+    for name, summary in (("plain", dense), ("DGC", dgc)):
         ranks, epochs, final, best, _, _, _, rate = rows[name]
         assert (ranks, epochs) == ("2", "2") and float(rate.replace(",", "")) > 0
-        assert final == f"{summary['final']['acc/test_top1']:.2f}"
-        assert best == f"{summary['best']['acc/test_top1']:.2f} ({summary['best_epoch']})"
-    dense, dgc = map(summary_of, (runs["dense"], runs["dgc"]))
+        assert final == f"{summary['final'][METRIC]:.2f}" and summary["lower_is_better"] is False
+        assert best == f"{summary['best'][METRIC]:.2f} ({summary['best_epoch']})"
     assert rows["plain"][5].endswith("(as dense)")
     assert rows["DGC"][5].endswith(f"({dgc['dense_wire_bytes'] / dgc['wire_bytes']:.3g}× fewer)")
     assert dense["wire_bytes"] == dense["dense_wire_bytes"]
@@ -70,10 +80,8 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     assert human_bytes(dgc["wire_bytes"]) in bold and human_bytes(dense["wire_bytes"]) not in bold
     assert re.findall(r'<figure class="[^"]*" id="(\w+)">', text) == FIGURES
     assert "unfinished" not in text and "acc/test_top1,<br>final (%)</th>" in text
-
     # beyond 5 runs each has a row in the table of settings, and beyond 8 the kinds of lines differ
-    words = [f"{letter}={runs['dgc']}" for letter in "abcdefgh"]
-    text = page(read_reported([*words, f"last={runs['dense']}"]))
+    text = page(read_reported([*[f"{letter}={runs['dgc']}" for letter in "abcdefgh"], f"last={runs['dense']}"]))
     cells = table(text)
     assert cells[10] == ["", "train.compression", "train.optimizer"]
     assert [row[0] for row in cells[11:]] == [*"abcdefgh", "last"] and cells[-1][1] == "DenseCompressor()"
@@ -81,36 +89,30 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     assert len(marks) == 3 * 9 and len(set(marks)) == 9
 
 
-def test_the_curves_and_times_of_a_run(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_curves_and_times_of_a_run(runs: dict[str, Path], tmp_path: Path, capsys: Printed) -> None:
     (run,) = read_reported([str(runs["dgc"])])
-    summary = run.summary
-    assert len(run.quality) == 2
-    assert run.quality[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
-    assert run.traffic.steps[-1] == 16
-    assert run.seconds is not None and 0 < run.seconds < summary["seconds"]
+    summary, final = run.summary, pytest.approx(run.summary["final"][METRIC], abs=1e-4)
+    assert len(run.quality) == 2 and run.quality[-1] == final
+    assert run.traffic.steps[-1] == 16 and run.seconds is not None and 0 < run.seconds < summary["seconds"]
     assert list(run.phases) == list(PHASES) and min(run.phases.values()) >= 0
     assert sum(run.phases.values()) == pytest.approx(run.seconds / 16, rel=1e-3)
     assert run.phases["forward_backward"] > 0 and run.phases["compress"] > 0
     # what was counted in a phase of its own and in forward_backward is shown once
     logged = dict.fromkeys(PHASES, 0.0) | {"forward_backward": 6.0, "compress": 3.0, "step": 2.0}
-    twice, rest = disjoint(logged, step=10.0), disjoint(logged, step=12.0)
-    assert twice["forward_backward"] == 5.0 and twice["other"] == 0.0 and sum(twice.values()) == 10.0
-    assert rest["forward_backward"] == 6.0 and rest["other"] == 1.0
+    for step, once, other in ((10.0, 5.0, 0.0), (12.0, 6.0, 1.0)):
+        assert disjoint(logged, step=step) == logged | {"forward_backward": once, "other": other}
     # the plots of a run without CSV files
     plotted = plot.read(str(runs["dgc"]))
     assert (plotted.label, plotted.ranks, plotted.batch) == ("DGC", 2, 90) and plotted.training.y == []
     curve = plotted.validation
-    assert curve.steps == [8, 16] and plotted.loss.steps[-1] == 16
-    assert curve.y[-1] == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-4)
+    assert curve.steps == [8, 16] and plotted.loss.steps[-1] == 16 and curve.y[-1] == final
     assert curve.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
     assert 0 < curve.seconds[0] < curve.seconds[1] < summary["seconds"]
     assert plot.main([str(runs["dgc"]), "--out", str(tmp_path), "--formats", "svg"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: Printed) -> None:
     directory = copy(runs["dgc"], tmp_path / "killed", "summary.json")
     finished, unfinished = read_reported([str(runs["dgc"]), f"killed={directory}"])
     assert unfinished.final == pytest.approx(finished.final, abs=1e-4) and unfinished.epochs == 2
@@ -121,21 +123,17 @@ def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: pytest
     text = (directory / "report.html").read_text()
     assert "killed is unfinished: it has no summary.json. It is shown after 2 of 2 epochs." in text
     assert capsys.readouterr().out == f"{directory / 'report.html'}: 1 run\n"
-
     new = copy(runs["dgc"], tmp_path / "new", "summary.json", "events*")
-    text = page(read_reported([str(runs["dense"]), str(new)]))
-    assert "new has not logged a step yet." in text
-    assert by_name(text)["new"][:4] == ["–", "0 of 2unfinished", "–", "–"]
-    alone = page(read_reported([f"mine={new}"]))
-    assert "mine has not logged a step yet." in alone and "<figure" not in alone
+    text, alone = page(read_reported([str(runs["dense"]), str(new)])), page(read_reported([f"mine={new}"]))
+    assert "new has not logged a step yet." in text and "mine has not logged a step yet." in alone
+    assert by_name(text)["new"][:4] == ["–", "0 of 2unfinished", "–", "–"] and "<figure" not in alone
 
 
 def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
     """Its TensorBoard file ends anywhere, also within a point. Only complete points are shown."""
     directory = copy(runs["dgc"], tmp_path / "killed", "summary.json", "events*")
     (events,) = runs["dgc"].glob("events*")
-    content = events.read_bytes()
-    shown = []
+    content, shown = events.read_bytes(), []
     within = [found.start() for found in re.finditer(b"time/(elapsed|step)|bytes/wire|train/steps", content)]
     for size in sorted([*range(0, len(content), len(content) // 40), *within]):
         (directory / events.name).write_bytes(content[:size])
@@ -148,7 +146,7 @@ def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
-    """And what looks like a formula of TeX is none. More text of runs is in test_malformed_runs.py."""
+    """And what looks like a formula of TeX is none."""
     evil = "<script>alert('$x$ &')</script>"
     directory = copy(runs["dgc"], tmp_path / "<b>")
     tree = yaml.safe_load((directory / "config.yaml").read_text())
@@ -156,17 +154,14 @@ def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path
     (directory / "config.yaml").write_text(yaml.safe_dump(tree))
     text = page(read_reported([f"{evil}={directory}", str(runs["dense"])]), [evil])
     assert "<script" not in text and "<b>/" not in text and "/<b>" not in text
-    rows = by_name(text)
-    assert rows["train.kernels"] == [evil, "auto"] and evil in rows
+    assert by_name(text)["train.kernels"] == [evil, "auto"] and evil in by_name(text)
     # the same runs give the same file
     words = [str(run) for run in runs.values()]
-    for name in ("a", "b"):
-        assert main([*words, "--out", str(tmp_path / "new" / name)]) == 0
-    text = (tmp_path / "new" / "a").read_text()
-    assert text == (tmp_path / "new" / "b").read_text()
+    assert [main([*words, "--out", str(tmp_path / "new" / name)]) for name in "ab"] == [0, 0]
+    text, again = ((tmp_path / "new" / name).read_text() for name in "ab")
+    assert text == again
     ids = re.findall(r'\bid="([^"]+)"', text)
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)) <= set(ids)
+    assert len(ids) == len(set(ids)) and set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)) <= set(ids)
     assert not re.search(r"#0e0f\w\w", text) and "https:" not in re.sub(r'xmlns\S*="[^"]*"', "", text)
 
 
@@ -186,19 +181,14 @@ def test_settings_that_differ(runs: dict[str, Path]) -> None:
     assert "different models or data (model.width): do not compare" in page([base, other])
 
 
-def test_a_run_with_csv_files_only(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_with_csv_files_only(tmp_path: Path) -> None:
     """As after training with configs/gossip, when the TensorBoard files were removed: seconds, data and waits."""
-    directory = tmp_path / "csv_run"
-    (directory / "csv").mkdir(parents=True)
-    (directory / "csv" / "out_r0_n1.csv").write_text(csv_log(*ROWS))
-    (run,) = read_reported([f"old={directory}"])
+    (tmp_path / "csv").mkdir()
+    (tmp_path / LOG).write_text(csv_log(*ROWS))
+    (run,) = read_reported([f"old={tmp_path}"])
     assert run.quality == [55.0] and run.traffic.wire == [100.0, 300.0] and run.dense_wire_bytes is None
     assert run.phases == dict.fromkeys(PHASES, 0.0) | {"data": 1.0, "wait": 0.5, "other": 0.5}
-    text = page([run])
-    assert by_name(text)["old"] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
-
-
-BITS = "bits_per_character/test"
+    assert by_name(page([run]))["old"] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
 
 
 def bits(directory: Path, name: str, values: list[float], old: bool, **summary: Any) -> Path:
@@ -207,10 +197,9 @@ def bits(directory: Path, name: str, values: list[float], old: bool, **summary: 
     (run / "csv").mkdir(parents=True)
     rows = [f"{e},0,2,1,2,3,50,-1,100,0,{2 * e + 2}\n{e},-1,2,1,2,2,60,{value},0,0,{2 * e + 2}"
             for e, value in enumerate(values)]  # fmt: skip
-    (run / "csv" / "out_r0_n1.csv").write_text(csv_log(*rows))
+    (run / LOG).write_text(csv_log(*rows))
     meters = {"bits_per_character/{}": {"_target_": "dgc_training.meters.BitsPerToken"}}
-    tree = {"metric": BITS, "num_epochs": 5, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
-    (run / "config.yaml").write_text(yaml.safe_dump({"train": {**tree, "meters": {} if old else meters}}))
+    (run / "config.yaml").write_bytes(config(metric=BITS, num_epochs=5, meters={} if old else meters))
     if summary:
         (run / "summary.json").write_text(json.dumps({"metric": BITS, "epochs": len(values), **summary}))
     return run
@@ -223,13 +212,13 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
         words, direction = [], {} if old else {"lower_is_better": True}
         for name, values in curves.items():
             reached = {"final": {BITS: values[-1]}, "best": {BITS: min(values)}, "best_epoch": 2, **direction}
-            summary = {} if name == "unfinished" else reached
-            words.append(f"{name}={bits(tmp_path / str(old), name, values, old, **summary)}")
+            reached = {} if name == "unfinished" else reached
+            words.append(f"{name}={bits(tmp_path / str(old), name, values, old, **reached)}")
         text = page(read_reported(words))
-        found = table(text)
-        assert found[0][3:5] == [f"{BITS},final", f"{BITS},best (epoch)"]
+        head = [f"{BITS},final", f"{BITS},best (epoch)"]
         expected = [["1.80", "1.70 (2)"], ["3.50", "3.45 (2)"], ["3.00", "2.60 (2)"]]
-        assert [row[3:5] for row in found[1:4]] == expected and re.findall("<b>([^<]*)", text) == expected[0]
+        assert [row[3:5] for row in table(text)[:4]] == [head, *expected]
+        assert re.findall("<b>([^<]*)", text) == expected[0]
         assert not re.search(r">%<|\(%\)", text), "no percentage"
     runs = read_reported(words)
     for run, metric, value in zip(runs, (BITS, "acc/test_top1", BITS), (1.7, 90.0, 2.6), strict=True):
@@ -237,34 +226,6 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
         run.summary |= {"final": {metric: value}, "best": {metric: value}} if run.summary else {}
     text = page(runs)
     assert "different metrics" in text and "<b>" not in text
-
-
-def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
-    (tmp_path / "loss.py").write_text(
-        "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
-        "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
-    )
-    directory = tmp_path / "run"
-    train_in(directory, [CNN, tmp_path / "loss.py"], ["train.num_epochs=1", "model.width=8"], size=1)
-    assert summary_of(directory)["lower_is_better"] is True
-    (directory / "summary.json").unlink()
-    (run,) = read_reported([str(directory)])
-    assert run.lower_is_better and not run.unit
-    own = {"_target_": "dgc_training.meters.TopKClassMeter"}
-    for name, meters, summary, lower, unit in (
-        ("acc/test_top1", {"acc/{}_top1": own}, {}, False, "%"),
-        ("mine/test", {"other/{}": own}, {}, False, ""),
-        ("mine/test", {"mine/{}": own}, {}, False, "%"),
-        ("mine/test", {"mine/{}": own}, {"lower_is_better": True}, True, "%"),
-        ("mine/test", {"mine/{}": {"_target_": "dgc_training.meters.Perplexity"}}, {}, True, ""),
-        ("loss/test", {"loss/{}": {"_target_": "absent.Meter"}}, {}, True, ""),
-        ("translation/test_nll", None, {}, True, ""),
-        ("translation/test_bleu", None, {}, False, ""),
-        ("translation/test_exact_match", None, {}, False, "%"),
-    ):
-        config = {"train": {"metric": name, "meters": meters}}
-        assert (is_lower_better(config, summary), unit_of(config, summary)) == (lower, unit), (name, meters)
-    assert (is_lower_better({}, {}), unit_of({}, {}), metric_of({}, {})) == (False, "%", "top-1 accuracy")
 
 
 def test_numbers_as_text() -> None:
@@ -289,9 +250,7 @@ def test_in_a_browser(runs: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     assert main([*map(str, runs.values()), "--out", str(file)]) == 0
     shown = chromium(tmp_path, file, f"--screenshot={tmp_path / 'report.png'}")
-    assert "CONSOLE" not in shown.stderr
-    assert (tmp_path / "report.png").stat().st_size > 50_000
-
+    assert "CONSOLE" not in shown.stderr and (tmp_path / "report.png").stat().st_size > 50_000
     # The page's own policy forbids scripts, so that a copy without it measures the page.
     text = file.read_text()
     policy = re.search(r"<meta http-equiv=.*?>\n", text)
@@ -315,3 +274,240 @@ def test_in_a_browser(runs: dict[str, Path], tmp_path: Path) -> None:
     assert len(found["texts"]) > 40 and all(w > 0 and h > 5 for w, h in found["texts"])
     assert {"rgb(42, 111, 219)", "rgb(217, 72, 15)"} <= set(found["strokes"])
     assert found["fetched"] == [] and found["overflow"] <= 0
+
+
+EVIL = "<script>alert('x')</script>"
+SUMMARY = {"epochs": 2, "metric": METRIC, "final": {METRIC: 55.0}, "best": {METRIC: 60.0}, "best_epoch": 1}
+TRAIN = {"metric": METRIC, "num_epochs": 2, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
+NAN, INF = float("nan"), float("inf")
+Damage = bytes | Callable[[Path], Any]
+
+
+def summary(**changes: Any) -> bytes:
+    return json.dumps({**SUMMARY, **changes}).encode()
+
+
+def config(**changes: Any) -> bytes:
+    return yaml.safe_dump({"train": {**TRAIN, **changes}}).encode()
+
+
+def log(*rows: str, **changes: str) -> bytes:
+    return csv_log(*(rows or ROWS), **changes).encode()
+
+
+def row(**changes: str) -> bytes:
+    """A log in which a column of the second row has another value."""
+    cells = dict(zip(HEAD.split(","), ROWS[1].split(","), strict=True))
+    assert set(changes) <= set(cells)
+    return log(ROWS[0], ",".join({**cells, **changes}.values()), ROWS[2])
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def renamed(name: str) -> Callable[[Path], Any]:
+    return lambda path: path.rename(path.with_name(name))
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)
+)
+# What the report refuses with one line that names the file: a whole file that is damaged, ...
+FILES: dict[str, list[Damage]] = {
+    "summary.json": [
+        summary()[:40], '{"metric": "é'.encode()[:-1], bytes(100), summary().decode().encode("utf-16"), b"[]",
+        b"3", b"null", b'"epochs"', b"{}", b'{"loss": 3}', summary() * 2, b'{"epochs": 1, "a": ' + b"[" * 100_000,
+        b'{"epochs": ' + b"9" * 10_000 + b"}",
+    ],
+    "config.yaml": [
+        b"train: {metric: ", b"train: \x01", b"- 1\n- 2\n", b"train", b"train:\n\tmetric: 3\n", b"train: 5",
+        b"train: [1]", b"train: {num_epochs: 2}", b"train: !!python/object/apply:os.system ['true']",
+        b"? [1, 2]\n: 3\n? {a: b}\n: 4\n", b"train: 2001-99-99", b"train: *there", b"train: &a {b: *a}",
+        BOMB.encode(), b"[" * 20_000, b"train: {num_epochs: " + b"9" * 10_000 + b"}", b"seed: 0x" + b"f" * 10_000,
+    ],
+    LOG: [
+        b"BEGIN-TRAINING\n", log(head=HEAD.replace("Loss", "Cost")), log(start="BEGIN"), log(batch="Batch,8"),
+        log(batch="Batch-Size,x"), log(batch="Batch-Size,0"), log(""), log(ROWS[2]), log(ROWS[0], "0,1", ROWS[2]),
+        renamed("out_r5_n2.csv"), renamed("out_r0_n0.csv"),
+    ],
+}  # fmt: skip
+# ... one value of the summary, of the config's train, and of a row
+VALUES: dict[str, list[tuple[str, list[Any]]]] = {
+    "summary.json": [
+        ("epochs", [EVIL, NAN, INF, -1, True, [2], 10**400]), ("best_epoch", [EVIL]), ("wire_bytes", ["400", NAN]),
+        ("dropped_steps", [EVIL, {EVIL: 1}]), ("final", [55.0, [55.0], {METRIC: EVIL}]), ("metric", [[METRIC]]),
+        ("best", [{METRIC: [60.0]}, METRIC]), ("dense_wire_bytes", [EVIL, 1e300]), ("lower_is_better", ["no"]),
+    ],
+    "config.yaml": [
+        ("num_epochs", [EVIL, [2], NAN, 10**300]), ("metric", [5]), ("meters", [[METRIC], {METRIC: "_target_"}]),
+        ("compression", ["_target_", {"_target_": 5}, {"_target_": {"a": 1}}]), ("gossip", [["_target_"]]),
+    ],
+    LOG: [
+        ("Epoch", ["nan", "inf", "9" * 400, "-3"]), ("itr", ["inf", "1e300"]), ("BT(s)", ["nan", "inf"]),
+        ("Loss", [EVIL]), ("wire_bytes", ["-5e20"]), ("wait(s)", ["inf"]), ("elapsed(s)", ["1e305"]),
+    ],
+}  # fmt: skip
+NO_ALGORITHMS = {"_target_": "dgc.local.OuterSteps", "base": 5, "outer": [EVIL], "compression": EVIL}
+# damages with which the report is written
+SHOWN: dict[str, list[Damage]] = {
+    "summary.json": [
+        Path.unlink, json.dumps(dict.fromkeys(SUMMARY) | {"epochs": 2}).encode(), summary(best_epoch=None),
+        summary(final={METRIC: NAN}, best={METRIC: NAN}), summary(final={METRIC: 1e308}, best={METRIC: -INF}),
+        summary(metric=EVIL, final={EVIL: 1.0}, best={EVIL: 1.0}), summary(**{EVIL: EVIL}),
+        summary(dropped_steps=10**29), b'{"epochs": 2, "metric": "\\ud800"}',  # half of a surrogate pair
+    ],
+    "config.yaml": [
+        Path.unlink, config(num_epochs="${derive:" + EVIL + "}"), config(metric=EVIL), config(local=NO_ALGORITHMS),
+        config(compression={"_target_": EVIL}), config() + b"5: {null: 1, 2.5: <b>}\n2001-01-01: 3\n",
+        config() + b"a: !!binary aGk=\nb: !!set {x, y}\n", config(kernels="a\x1b[31m\u202e\x00"),
+    ],
+    LOG: [
+        log()[:-9], log(*ROWS, *ROWS), *(row(Loss=value) for value in ("nan", "inf", "-1e308")),
+        log(*(re.sub(",[23],([56]0)", r",nan,\1", line) for line in ROWS)),  # every loss
+        log(*(re.sub(r"^(0,-?\d),2,1,2", r"\1,0,0,0", line) for line in ROWS)),  # 0 seconds
+        log(*(line.replace(",100,", ",-1,").replace(",300,", ",-1,") for line in ROWS)),  # unknown bytes
+        log().replace(b"\n", b"\r\n"),
+    ],
+}  # fmt: skip
+
+
+def made(path: Path, name: str = "", damage: Damage = b"") -> Path:
+    """A run, of which the file of this name is damaged."""
+    (path / "csv").mkdir(parents=True)
+    for file, content in (("summary.json", summary()), ("config.yaml", config()), (LOG, log())):
+        (path / file).write_bytes(damage if file == name and isinstance(damage, bytes) else content)
+    if not isinstance(damage, bytes):
+        damage(path / name)
+    return path
+
+
+def refused(capsys: Printed, *words: object) -> str:
+    """The only line that is printed."""
+    assert main([*map(str, words)]) == 2
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert output.out == "" and line.startswith("report: ") and line.isprintable()
+    return line
+
+
+PAGE = set("!doctype html head meta title style body h1 h2 p b br div span table thead tbody tr th td".split())
+PAGE |= {"figure", "figcaption"}
+FIGURE = set("svg defs g path use clippath rect text line".split())
+
+
+def assert_harmless(text: str) -> None:
+    """Nothing of a run is markup: the page has no other elements than its own."""
+    assert set(re.findall(r"<([a-z!]\w*)", text.lower())) <= PAGE | FIGURE
+    assert set(re.findall(r"<[^>]* (on\w+)=", text)) == set()
+
+
+def damages(name: str) -> Iterator[Damage]:
+    yield from (b"", bytes(range(256)) * 4, directory, loop, *FILES[name])
+    make: Any = {"summary.json": summary, "config.yaml": config, LOG: row}[name]
+    yield from (make(**{key: value}) for key, wrong in VALUES[name] for value in wrong)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_line_names_a_damaged_file(name: str, tmp_path: Path, capsys: Printed) -> None:
+    for number, damage in enumerate(damages(name)):
+        with case(number, damage if callable(damage) else damage[:200]):
+            run = made(tmp_path / f"run{number}", name, damage)
+            line = refused(capsys, run)
+            assert str(run / name) in line or f"{run}/csv/out_r" in line
+            assert ("Remove it: the run then counts as unfinished" in line) == (name == "summary.json")
+            assert len(line) < 450 + len(str(run)), "no content of the file"
+            assert not (run / "report.html").exists()
+
+
+def test_strange_values_are_shown_as_text(tmp_path: Path, capsys: Printed) -> None:
+    words: list[str] = []
+    for name, strange in SHOWN.items():
+        for damage in strange:
+            run = made(tmp_path / f"{len(words)} <i>", name, damage)
+            words.append(f"{'' if (run / 'config.yaml').exists() else '<u>='}{run}")
+    assert main([*words, "--out", str(tmp_path / "page")]) == 0 and capsys.readouterr().err == ""
+    text = (tmp_path / "page").read_text(encoding="utf-8")
+    assert_harmless(text)
+    for expected in (EVIL, "<u>", f"{tmp_path}/0 <i>", "1" + "0" * 29):
+        assert escape(expected) in text
+    assert main([words[0]]) == 0
+    assert_harmless(Path(words[0], "report.html").read_text(encoding="utf-8"))
+
+
+def test_no_runs_and_files_that_may_not_be_read(
+    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    run, page = made(tmp_path / "run"), tmp_path / "page"
+    there_is_none = "there is no run directory"
+    names = {"empty": "Give the directory of a run: runs/NAME.npN", "file": "", "absent": there_is_none}
+    for name, message in {**names, "a\nb\x1b": there_is_none, "\udcff": there_is_none}.items():
+        line = refused(capsys, run, tmp_path / name, "--out", page)
+        assert message in line and (ascii(name)[1:-1] in ascii(line) or not name.isprintable())
+        assert not page.exists()
+    assert str(tmp_path / "empty") in refused(capsys, run, "--out", tmp_path / "empty")
+    read = Path.read_text
+    for name in ("summary.json", "config.yaml", LOG):
+
+        def denied(path: Path, *given: Any, name: str = name, **options: Any) -> str:
+            if path == run / name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return read(path, *given, **options)
+
+        monkeypatch.setattr(Path, "read_text", denied)
+        assert f"{run / name} cannot be read: Permission denied" in refused(capsys, run)
+    monkeypatch.undo()
+    shutil.rmtree(run / "csv")
+    (run / "csv").write_text("")
+    (run / "config.yaml").unlink()
+    assert f"{run} has neither CSV files" in refused(capsys, run)
+    with pytest.raises(SystemExit):
+        main([])
+
+
+def written(path: Path, changes: dict[str, list[float]]) -> Path:
+    """A run with TensorBoard files alone."""
+    path.mkdir()
+    (path / "config.yaml").write_bytes(config())
+    points = {"time/elapsed": [1.0, 2.0], "train/steps": [4.0, 8.0], "bytes/wire": [10.0, 20.0]}
+    points |= {METRIC: [50.0, 60.0], "train/loss": [2.0, 1.0], **changes}
+    with SummaryWriter(path) as writer:
+        settings = {"ranks": 2, "train.batch_size": 8, "train.num_batches_per_step": 1, "train.metric": METRIC}
+        writer.file_writer.add_summary(hparams(settings, {})[1])
+        for i in range(2):
+            for name, values in points.items():
+                if i < len(values):
+                    writer.add_scalar(name, values[i], 8 * (i + 1))
+    return path
+
+
+def test_damaged_tensorboard_files(tmp_path: Path, capsys: Printed) -> None:
+    changes: tuple[dict[str, list[float]], ...] = (
+        {"train/steps": []}, {"train/steps": [4.0]}, {"train/steps": [0.0, 0.0]}, {"train/steps": [NAN, NAN]},
+        {"train/steps": [-4.0, 8.0]}, {"bytes/wire": []}, {"bytes/wire": [NAN, INF]}, {"time/elapsed": [1.0, INF]},
+        {"time/elapsed": [-1.0, -2.0]}, {"time/data": [NAN, 1.0]}, {"bytes/wire_per_step": [INF, 1.0]},
+    )  # fmt: skip
+    for i, change in enumerate(changes):
+        run = written(tmp_path / f"run{i}", change)
+        assert f"the TensorBoard files in {run} are damaged" in refused(capsys, run), change
+    good: Any = ({METRIC: [INF, NAN]}, {"train/loss": [INF, -INF]}, {"train/loss": []}, {METRIC: []})
+    words = [str(written(tmp_path / f"good{i}", change)) for i, change in enumerate(good)]
+    assert main([*words, "--out", str(tmp_path / "page")]) == 0 and capsys.readouterr().err == ""
+    run = written(tmp_path / "garbage", {})
+    (events,) = run.glob("events*")
+    content = events.read_bytes()
+    for damage in (b"", bytes(200), bytes(range(256)) * 4, content[:100] + bytes(50) + content[150:]):
+        events.write_bytes(damage)
+        assert main([str(run)]) in (0, 2), damage
+        assert capsys.readouterr().err.count("\n") <= 1
+    events.unlink()
+    events.mkdir()
+    assert main([str(run)]) in (0, 2)

@@ -1,9 +1,10 @@
-"""Set-up's refusals and its stamp, the launcher's command, and the doctor's judgement on made-up facts."""
+"""Set-up's refusals and its stamp, the launcher's command, the doctor's judgement on made-up facts, and wheels."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,51 +12,38 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
-from cases import case
+from environment import REPOSITORY, patient
+from refusals import refuse
 
 from dgc.doctor import Probe, run_probe
+from dgc.kernels.library import supported_isas
 from scripts.doctor import describe, diagnose, mpi_version
 from scripts.facts import PACKAGES, Facts, source_of_library
 from scripts.launch import environment, mpirun, prepare, torchrun
+from scripts.wheels.check import FIRST_IMPORT, best_isa
 
-ROOT = Path(__file__).parent.parent
+Patch = pytest.MonkeyPatch
 BUILT = {"mpi": True, "gloo": True, "nccl": False, "cuda": False, "rocm": False}
 HEALTHY = Facts(
-    python=(3, 11, 2),
-    versions=dict.fromkeys(PACKAGES, "1.0"),
-    mpirun="Open MPI 4.1.8",
-    cores=8,
-    root=False,
-    prefix="/env",
-    wheel_mpi=True,
-    torch=Probe({"cuda": None, "gpus": []}),
-    torchvision=Probe({}),
-    horovod=Probe(BUILT),
-    mpi4py=Probe({"library": "Open MPI v4.1.8, package: Open MPI"}),
-    kernels=Probe({"native": "native (avx2)"}),
-    hello=Probe({"size": 2, "sum": 3.0, "multiple": True, "level": "MULTIPLE"}),
-    torch_hello=Probe({"size": 2, "sum": 3.0}),
-    checkout="/here",
-    dgc="/here",
-)
-WITHOUT_HOROVOD = {
-    "versions": {**HEALTHY.versions, "horovod": None, "mpi4py": None},
-    "mpirun": None,
-    "cores": 2,
-    "root": True,
-    "horovod": Probe(error="No module named 'horovod'"),
-    "mpi4py": Probe(error="No module named 'mpi4py'"),
-    "hello": Probe(),
-}
+    python=(3, 11, 2), versions=dict.fromkeys(PACKAGES, "1.0"), mpirun="Open MPI 4.1.8", cores=8, root=False,
+    prefix="/env", wheel_mpi=True, torch=Probe({"cuda": None, "gpus": []}), torchvision=Probe({}),
+    horovod=Probe(BUILT), mpi4py=Probe({"library": "Open MPI v4.1.8, package: Open MPI"}),
+    kernels=Probe({"native": "native (avx2)"}), torch_hello=Probe({"size": 2, "sum": 3.0}),
+    hello=Probe({"size": 2, "sum": 3.0, "multiple": True, "level": "MULTIPLE"}), checkout="/here", dgc="/here",
+)  # fmt: skip
+MISSING = {name: Probe(error=f"No module named '{name}'") for name in ("horovod", "mpi4py")}
+WITHOUT_HOROVOD: dict[str, object] = {"mpirun": None, "cores": 2, "root": True, "hello": Probe(), **MISSING}
+WITHOUT_HOROVOD["versions"] = {**HEALTHY.versions, **dict.fromkeys(MISSING)}
 
 
 def test_one_fault_gives_one_finding_with_a_cure() -> None:
+    versions, works = HEALTHY.versions, {"size": 2, "sum": 3.0, "multiple": True}
     faults: list[tuple[Mapping[str, object], str]] = [
         ({"python": (3, 9, 1)}, "Python 3.9.1 is too old"),
-        ({"versions": {**HEALTHY.versions, "mpi4py": None}}, "not installed: mpi4py"),
-        ({"versions": {**HEALTHY.versions, "omegaconf": None}}, "not installed: omegaconf"),
+        *(({"versions": {**versions, name: None}}, f"not installed: {name}") for name in ("mpi4py", "omegaconf")),
         ({"torch": Probe(error="libc10.so: cannot open")}, "torch does not load"),
         ({"horovod": Probe(error="Extension horovod.torch has not been built")}, "extension is not built"),
         ({"horovod": Probe(error="undefined symbol: _ZN3c10")}, "built for another torch"),
@@ -69,9 +57,9 @@ def test_one_fault_gives_one_finding_with_a_cure() -> None:
         ({"mpi4py": Probe(error="cannot load MPI library")}, "mpi4py does not load"),
         ({"kernels": Probe(error="KernelsUnavailable: they are not built")}, "native kernels do not load"),
         ({"hello": Probe(error="no answer after 90 s")}, "under mpirun failed: no answer"),
-        ({"hello": Probe({"size": 1, "sum": 1.0, "multiple": True})}, "size 1 instead of 2"),
-        ({"hello": Probe({"size": 2, "sum": 2.0, "multiple": True})}, "gave 2.0"),
-        ({"hello": Probe({"size": 2, "sum": 3.0, "multiple": False, "level": "SERIALIZED"})}, "SERIALIZED"),
+        ({"hello": Probe({**works, "size": 1, "sum": 1.0})}, "size 1 instead of 2"),
+        ({"hello": Probe({**works, "sum": 2.0})}, "gave 2.0"),
+        ({"hello": Probe({**works, "multiple": False, "level": "SERIALIZED"})}, "SERIALIZED"),
         ({"torch_hello": Probe(error="no answer after 90 s")}, "under torchrun failed: no answer"),
         ({"torch_hello": Probe({"size": 1, "sum": 1.0})}, "over 1 ranks gave 1.0"),
         ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
@@ -92,8 +80,7 @@ def test_one_fault_gives_one_finding_with_a_cure() -> None:
 
 
 def test_healthy_and_empty_machines() -> None:
-    assert diagnose(HEALTHY) == []
-    assert dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
+    assert diagnose(HEALTHY) == [] and dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
     assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
@@ -119,22 +106,20 @@ def test_a_probe_tells_an_answer_from_a_failure(tmp_path: Path) -> None:
     assert source_of_library({**env, "PYTHONPATH": str(tmp_path)}) == str(tmp_path)
 
 
-def test_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher(monkeypatch: Patch) -> None:
     """It oversubscribes only when it must, shares the cores, and keeps what the user set."""
     assert "--oversubscribe" not in mpirun(2, 2, ["train.py"])
     words = mpirun(4, 2, ["train.py", "--configs", "a"])
     assert "--oversubscribe" in words and words[-3:] == ["train.py", "--configs", "a"]
-    with pytest.raises(ValueError, match="at least 1"):
-        prepare(0, [])
+    refuse("at least 1", prepare, 0, [])
     for installed, launcher in ((object(), "mpirun"), (None, "torchrun")):  # Horovod
         monkeypatch.setattr("scripts.launch.find_spec", lambda name, installed=installed: installed)
         words, _ = prepare(3, ["train.py", "--configs", "a"])
         assert words[0] == launcher and "3" in words
         assert words[-4:] == [sys.executable, "train.py", "--configs", "a"]
     assert torchrun(3, ["-c", "1"])[-3:] == [sys.executable, "-c", "1"]
-    assert environment(4, 16, False, {})["OMP_NUM_THREADS"] == "4"
-    assert environment(4, 2, False, {})["OMP_NUM_THREADS"] == "1"
-    assert environment(4, 16, False, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+    for cores, given, threads in ((16, {}, "4"), (2, {}, "1"), (16, {"OMP_NUM_THREADS": "2"}, "2")):
+        assert environment(4, cores, False, given)["OMP_NUM_THREADS"] == threads
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in environment(4, 2, False, {})
     assert environment(4, 2, True, {})["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
 
@@ -143,8 +128,8 @@ def test_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def checkout(tmp_path: Path) -> Path:
     """A checkout with what set-up reads and nothing else."""
     (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts/setup.sh", tmp_path / "scripts")
-    for file in ROOT.glob("requirements*.txt"):
+    shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
+    for file in REPOSITORY.glob("requirements*.txt"):
         shutil.copy(file, tmp_path)
     return tmp_path
 
@@ -163,8 +148,7 @@ def tools(checkout: Path) -> str:
     """A PATH that has no mpicc."""
     folder = checkout / "tools"
     folder.mkdir()
-    names = "bash flock dirname mkdir cat sha256sum cut c++ mktemp rm touch date tail grep"
-    for name in names.split():
+    for name in "bash flock dirname mkdir cat sha256sum cut c++ mktemp rm touch date tail grep".split():
         (folder / name).symlink_to(shutil.which(name) or "/bin/true")
     return str(folder)
 
@@ -186,8 +170,7 @@ def test_setup_names_what_is_missing_or_wrong(checkout: Path) -> None:
         "HOROVOD is no; it must be 0 or 1": {"HOROVOD": "no"},
         "cannot write": {"VENV": "/dev/null/env"},
     }.items():
-        with case(message):
-            assert message in setup_says(checkout, **variables)
+        assert message in setup_says(checkout, **variables)
     # it needs no MPI without Horovod and remembers both; this python is new enough, and creates no environment
     python = executable(checkout / "python3", '[ "$1" != -m ]')
     (checkout / "env").mkdir(exist_ok=True)
@@ -198,10 +181,9 @@ def test_setup_names_what_is_missing_or_wrong(checkout: Path) -> None:
 
 
 def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, tmp_path: Path) -> None:
-    other = tmp_path / "another checkout"
+    other, further = tmp_path / "another checkout", "no python3.99 found"
     (other / "dgc").mkdir(parents=True)
     (other / "dgc/__init__.py").touch()
-    further = "no python3.99 found"
     record = checkout / "env/lib/python3.11/site-packages/dgc_torch-0.1.0.dist-info/direct_url.json"
     record.parent.mkdir(parents=True)
 
@@ -221,10 +203,100 @@ def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, t
 
 def test_train_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
     """Also where the environment, or PYTHONPATH, has another one."""
-    shutil.copy(ROOT / "train.py", tmp_path)
+    shutil.copy(REPOSITORY / "train.py", tmp_path)
     (tmp_path / "dgc").mkdir()
     (tmp_path / "dgc/__init__.py").write_text("raise SystemExit(f'this is {__file__}')")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True)
     assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
+
+
+FILES = ("dgc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "scripts/wheels")
+
+
+def build_wheel(folder: Path, env: Mapping[str, str]) -> Path:
+    """The wheel that a copy of the checkout gives with the packages of this environment."""
+    for name in FILES:
+        source, copy = REPOSITORY / name, folder / "source" / name
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(source, copy, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
+    words = [sys.executable, "-c", f"import backend; backend.build_wheel({str(folder)!r})"]
+    options: Any = {"cwd": folder / "source", "capture_output": True, "text": True, "timeout": patient(300)}
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": "scripts/wheels", **env}, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_compiler_is_the_one_asked_for_then_that_of_the_machine(tmp_path: Path, monkeypatch: Patch) -> None:
+    assert supported_isas()[-1] == best_isa()  # those that Linux reports
+    monkeypatch.setenv("DGC_NATIVE", "0")
+    names = runpy.run_path(str(shutil.copy(REPOSITORY / "setup.py", tmp_path)))
+    choose, zig = names["choose_compiler"], names["ZIG"]
+    names["find_spec"] = choose.__globals__["find_spec"] = {"ziglang": "here"}.get
+    assert choose() == []
+    monkeypatch.delenv("DGC_NATIVE")
+    monkeypatch.setenv("CXX", f"{sys.executable} -O1")
+    assert choose() == [sys.executable, "-O1"]
+    monkeypatch.delenv("CXX")
+    if shutil.which("c++"):
+        assert choose() == ["c++"]
+    (tmp_path / "PKG-INFO").touch()
+    assert choose() == zig
+    monkeypatch.setenv("PATH", "")
+    (tmp_path / "PKG-INFO").unlink()
+    assert choose() == zig
+    choose.__globals__["find_spec"] = {}.get
+    with pytest.warns(UserWarning, match=r"need a C\+\+ compiler, and c\+\+ was not found; the wheel has none"):
+        assert choose() == []
+    for wanted, message in (("require", "need a C"), ("yes", "is 'yes'; it must be auto, require or 0")):
+        monkeypatch.setenv("DGC_NATIVE", wanted)
+        with pytest.raises(SystemExit, match=message):
+            choose()
+
+
+def test_zig_is_fetched_for_an_sdist_and_where_there_is_no_compiler(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Only there: a checkout with a compiler needs no download of 90 MB."""
+    backend = runpy.run_path(str(REPOSITORY / "scripts/wheels/backend.py"))
+    monkeypatch.setattr(backend["build_meta"], "get_requires_for_build_wheel", lambda settings: ["wheel"])
+    monkeypatch.setattr(backend["platform"], "machine", lambda: "x86_64")
+    monkeypatch.chdir(tmp_path)
+    requires, zig = backend["get_requires_for_build_wheel"], backend["ZIG"]
+    compiler, sdist = tmp_path / "c++", tmp_path / "PKG-INFO"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CXX", "DGC_NATIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for files, variable, needed in (
+        ([compiler], "NONE=", ["wheel"]),
+        ([], "NONE=", ["wheel", zig]),
+        ([compiler, sdist], "NONE=", ["wheel", zig]),
+        ([compiler, sdist], "CXX=g++", ["wheel"]),
+        ([compiler, sdist], "DGC_NATIVE=0", ["wheel"]),
+    ):
+        for file in (compiler, sdist):
+            file.touch(mode=0o755) if file in files else file.unlink(missing_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setenv(*variable.split("="))
+            assert requires() == needed
+
+
+def test_a_wheel_without_kernels_is_for_every_platform(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, {"DGC_NATIVE": "0"})
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = set(ZipFile(wheel).namelist())
+    files = [file for kind in ("py", "cpp", "h") for file in REPOSITORY.glob(f"dgc/**/*.{kind}")]
+    sources = {str(file.relative_to(REPOSITORY)) for file in files}
+    assert sources | {"dgc/py.typed"} <= names  # the sources too: with a compiler they can be built later
+    assert {name.split("/")[0] for name in names} == {"dgc", wheel.name.split("-py3")[0] + ".dist-info"}
+
+
+@pytest.mark.proof
+def test_the_kernels_of_a_wheel_run_where_there_is_no_compiler(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, {"DGC_NATIVE": "require"})
+    assert "-py3-none-linux_" in wheel.name  # needs the libstdc++ of this machine
+    ZipFile(wheel).extractall(tmp_path / "installed")
+    env = {"PYTHONPATH": str(tmp_path / "installed"), "PATH": ""}
+    words = [sys.executable, "-W", "error", "-c", FIRST_IMPORT]
+    said = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [str(tmp_path / "installed/dgc/__init__.py"), f"native ({best_isa()})"]

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from cases import case
+from refusals import refuse
 
 from dgc_datasets.translation import BEGIN, END, PADDING, NumberWords, ParallelText, TokenBatches, Vocabulary
 from dgc_datasets.translation.number_words import draw_numbers
@@ -27,11 +27,15 @@ def write(folder: Path, split: str, pairs: Any) -> None:
         (folder / f"{split}.{language}").write_text("".join(f"{text}\n" for text in side), encoding="utf-8")
 
 
+def written(folder: Path) -> Path:
+    write(folder, "train", TRAIN * 5)
+    write(folder, "test", TEST)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write(tmp_path, "train", TRAIN * 5)
-    write(tmp_path, "test", TEST)
-    return tmp_path
+    return written(tmp_path)
 
 
 def read(folder: Path, vocabulary_size: int = 32, **options: Any) -> ParallelText:
@@ -70,8 +74,7 @@ def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: py
     text = [side for pair in TRAIN for side in pair]
     assert train_vocabulary(text, 30, 1.0) == train_vocabulary(iter(text), 30, 1.0)
     # an interrupted preparation leaves no cache
-    write(new := folder / "new", "train", TRAIN * 5)
-    write(new, "test", TEST)
+    new = written(folder / "new")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("dgc_datasets.translation.sentences.np.save", Mock(side_effect=KeyboardInterrupt))
         read(new)
@@ -98,29 +101,16 @@ def test_files_that_do_not_fit_are_refused(folder: Path) -> None:
         ("train.en", b"\xff\n" * 20, "train.en is not UTF-8"),
         ("test.de", b"Haus " * 300 + b"\na\n", "line 1: the pair has"),
     ]
-    for name, content, message in cases:
-        file = folder / name
-        before = file.read_bytes() if file.exists() else None
-        file.unlink(missing_ok=True)
-        if content is not None:
-            file.write_bytes(content)
-        with case(name, message), pytest.raises(ValueError, match=message):
-            read(folder)
-        file.unlink(missing_ok=True)
-        if before is not None:
-            file.write_bytes(before)
-    options: Any
-    for options, message in (
-        ({"vocabulary_size": 5000}, "vocabulary_size is 5000, which is not possible with this text: .*<= "),
-        ({"vocabulary_size": 1}, "vocabulary_size is 1; it must be at least 2"),
-        ({"max_length": 2}, "no sentence of at most 2 tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read(folder, **options)
-    with pytest.raises(ValueError, match="not a sentencepiece model"):
-        Vocabulary(b"nothing")
-    with pytest.raises(ValueError, match="max_tokens is 8, fewer than the 9 tokens"):
-        TokenBatches(np.array([3, 9]), 8)
+    for number, (name, content, message) in enumerate(cases):
+        damaged = written(folder / str(number))
+        (damaged / name).unlink() if content is None else (damaged / name).write_bytes(content)
+        refuse(message, read, damaged)
+    message = "vocabulary_size is 5000, which is not possible with this text: .*<= "
+    refuse(message, read, folder, vocabulary_size=5000)
+    refuse("vocabulary_size is 1; it must be at least 2", read, folder, vocabulary_size=1)
+    refuse("no sentence of at most 2 tokens", read, folder, max_length=2)
+    refuse("not a sentencepiece model", Vocabulary, b"nothing")
+    refuse("max_tokens is 8, fewer than the 9 tokens", TokenBatches, np.array([3, 9]), 8)
 
 
 def test_batches_are_padded_at_the_ends() -> None:
@@ -148,15 +138,11 @@ def test_number_words(tmp_path: Path) -> None:
     # All of up to 3 digits occur. The uniform half has 9 % of 5 digits, the other half about a third.
     assert digits[1] == 10 and digits[2] == 90 and digits[3] > 800 and 0.15 < digits[5] / 20_000 < 0.3
     assert max(numbers) < 10**6 and abs(np.mean([n > 5 * 10**5 for n in numbers[:5000]]) - 0.4) < 0.1
-    options: Any
-    for options, message in (
-        ({"source": "xx"}, "dataset.source is 'xx'; num2words knows"),
-        ({"source": "en"}, "both 'en'"),
-        ({"test_numbers": 0}, "test_numbers is 0"),
-        ({"train_numbers": 10**6}, "it must be at most 500000"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            NumberWords(str(tmp_path / "refused"), **options)
+    new = str(tmp_path / "refused")
+    refuse("dataset.source is 'xx'; num2words knows", NumberWords, new, source="xx")
+    refuse("both 'en'", NumberWords, new, source="en")
+    refuse("test_numbers is 0", NumberWords, new, test_numbers=0)
+    refuse("it must be at most 500000", NumberWords, new, train_numbers=10**6)
     assert not (tmp_path / "refused").exists()
 
 
@@ -201,16 +187,18 @@ def test_the_preparation_of_wmt16(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (new / "test.en").read_text(encoding="utf-8").endswith(expected)
     assert (tmp_path / "en-de" / "test.de").read_text(encoding="utf-8") == texts["test.de"]
     assert (tmp_path / "de-en" / "test.de").read_text(encoding="utf-8") == "falsch\nfalsch\n"
-    (tmp_path / "news-fren-src.en.sgm").write_text(sgml.format("x", "x"), encoding="utf-8")
-    with pytest.raises(SystemExit):
-        main([*words[:-1], f"{tmp_path}/new"])
-    assert "news-deen-src.en.sgm, " in capsys.readouterr().err
-    (tmp_path / "news-fren-src.en.sgm").unlink()
-    for more, message in (([], "exists already"), (["--root", f"{tmp_path}/new", "--val", "c"], "there is none")):
-        with pytest.raises(SystemExit) as stop:
+
+    def refused(message: str, *more: str) -> None:
+        with pytest.raises(SystemExit, match="^1$"):
             main([*words, *more])
-        assert stop.value.code == 1 and message in capsys.readouterr().err
+        assert message in capsys.readouterr().err
+
+    other = ("--root", f"{tmp_path}/new")
+    refused("exists already")
+    refused("there is none", *other, "--val", "c")
+    (tmp_path / "news-fren-src.en.sgm").write_text(sgml.format("x", "x"), encoding="utf-8")
+    refused("news-deen-src.en.sgm, ", *other)
+    (tmp_path / "news-fren-src.en.sgm").unlink()
     (tmp_path / "b.de").write_text("x\ny\n")
-    with pytest.raises(SystemExit):
-        main([*words[:-1], f"{tmp_path}/new"])
-    assert "b.en and" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    refused("b.en and", *other)
+    assert not (tmp_path / "new").exists()

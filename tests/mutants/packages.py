@@ -41,7 +41,7 @@ PACKAGES = {
     "dgc/state": Tests(("tests/memory", *LAWS)),
     "dgc/testing": Tests(LAWS),
     "dgc/units": ADVISOR,
-    "dgc/versions": Tests(("tests/test_torch_versions.py",)),
+    "dgc/versions": Tests(("tests/test_names.py",)),
     "dgc/wire": Tests(("tests/wire",)),
     **{f"dgc_training/{name}": TRAINER for name in TRAINER_PACKAGES.split()},
 }
