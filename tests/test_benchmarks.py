@@ -37,7 +37,8 @@ from dgc_training.startup.build import build as build_model
 from scripts.methods import LOCAL_STEPS, METHODS, SELECTORS, build
 
 SEGMENTS = lay_out([("a", torch.empty(100, 200, device="meta")), ("b", torch.empty(30, 100, device="meta"))])
-N, Printed = 23_000, pytest.CaptureFixture[str]
+N = 23_000
+Printed = pytest.CaptureFixture[str]
 fit: Any = selectors.fit  # None of zeros alone
 
 

@@ -40,7 +40,9 @@ from scripts.docs import links, pictures
 from scripts.docs.links import ALWAYS, on_page_content, place, prose, reached, rewritten, search_of
 from scripts.docs.pictures import PICTURES, Axis, main, number, rows
 
-ROOT, Patch, Printed = DOCS.parent, pytest.MonkeyPatch, pytest.CaptureFixture[str]
+ROOT = DOCS.parent
+Patch = pytest.MonkeyPatch
+Printed = pytest.CaptureFixture[str]
 RESULTS, README = (DOCS / "results.md").read_text(), (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/*.md")]
 API = "".join(page.read_text() for page in sorted(DOCS.glob("api/*.md")))

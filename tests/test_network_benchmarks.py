@@ -48,8 +48,8 @@ def test_hosts_ranks_and_their_cores() -> None:
         refuse("a multiple of the 4 hosts", ranks_per_host, ranks, 4)
     for hosts in (-1, 0, 1, 65):
         refuse("^the number of hosts must be 2 to 64", Laboratory, hosts, "1gbit")
-    for hosts in ("2", 2.5, True, None):
-        refuse("^(the )?hosts must be a whole number from 2 to 64, not", Laboratory, hosts, "1gbit")
+    for wrong in ("2", 2.5, True, None):
+        refuse("^(the )?hosts must be a whole number from 2 to 64, not", Laboratory, wrong, "1gbit")
     refuse("^the rate must be from 1mbit to 100gbit, such as 2.5gbit, not 100", Laboratory, 2, 100)
 
 
