@@ -140,24 +140,27 @@ WITH_ADAM: dict[str, Words] = {
 }
 FP32_MATRICES = "--configs.train.optimizer.ns_precision=fp32"  # for CPUs without instructions for bf16
 MULOCO = ("configs/muon/muloco.py", FP32_MATRICES)
+MUON_LOCAL = ("configs/muon/local.py", FP32_MATRICES)
 WITH_MUON: dict[str, Words] = {
     "muon": ("configs/muon/muon.py", FP32_MATRICES),
     "muon-4-bits": ("configs/muon/fourbit.py", FP32_MATRICES),
     "muon-powersgd-4": ("configs/muon/powersgd.py", FP32_MATRICES),
     "muon-ef21": ("configs/muon/ef21.py", FP32_MATRICES),
     "muloco-h10": (*MULOCO, every(10)),
-    "muloco-4-bits-h10": (
-        *MULOCO,
+    "muloco-2-bits-h10": ("configs/local/twobit.py", *MULOCO, every(10)),
+    "muloco-sign-h32": ("configs/local/sign.py", *MULOCO, every(32)),
+    "muloco-streaming-h10": ("configs/muon/muloco.py", *STREAMING, FP32_MATRICES, f"{LOCAL}.outer.momentum=0.8"),
+    "muon-local-h10": MUON_LOCAL,
+    "muon-local-4-bits-h10": (
+        *MUON_LOCAL,
         f"{LOCAL}.compression._target_=dgc.compression.TwoPhaseCompressor",
         f"{LOCAL}.compression.bits=4",
-        every(10),
     ),
-    "muloco-2-bits-h10": ("configs/local/twobit.py", *MULOCO, every(10)),
-    "muloco-sign-h10": ("configs/local/sign.py", *MULOCO, every(10)),
-    "muloco-sign-h32": ("configs/local/sign.py", *MULOCO, every(32)),
-    "muloco-sign-h64": ("configs/local/sign.py", *MULOCO, every(64)),
-    "muloco-sparse16-h10": ("configs/muon/muloco.py", *sparse(16, 10), FP32_MATRICES),
-    "muloco-streaming-h10": ("configs/muon/muloco.py", *STREAMING, FP32_MATRICES, f"{LOCAL}.outer.momentum=0.8"),
+    "muon-local-2-bits-h10": ("configs/local/twobit.py", *MUON_LOCAL),
+    "muon-local-sign-h10": ("configs/local/sign.py", *MUON_LOCAL),
+    "muon-local-sign-h32": ("configs/local/sign.py", *MUON_LOCAL, every(32)),
+    "muon-local-sign-h64": ("configs/local/sign.py", *MUON_LOCAL, every(64)),
+    "muon-local-sparse16-h10": ("configs/muon/local.py", *sparse(16, 10), FP32_MATRICES),
 }
 GOSSIP: dict[str, Words] = {
     "ar": ("configs/gossip/ar.py",),

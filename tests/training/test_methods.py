@@ -72,13 +72,13 @@ def test_compression_trains_and_sends_less(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:PowerSGDCompressor loses much with Muon")
-@pytest.mark.parametrize("name", ["muon", "fourbit", "powersgd", "ef21", "muloco"])
+@pytest.mark.parametrize("name", ["muon", "fourbit", "powersgd", "ef21", "muloco", "local"])
 def test_muon_trains(name: str, tmp_path: Path) -> None:
     stack = ["configs/pysource/gpt.py", f"configs/muon/{name}.py"]
     settings = "dataset.characters=20000 task.context=16 task.steps_per_epoch=4 model.width=32 model.layers=1"
     settings += " train.num_epochs=2 train.batch_size=2 train.scheduler.warmup_steps=2 train.checkpoint_every=null"
     settings += " train.optimizer.ns_precision=fp32 data.num_threads_per_worker=1 train."
-    settings += "local.average_every=2" if name == "muloco" else "check_replicas_every=1"
+    settings += "local.average_every=2" if name in ("muloco", "local") else "check_replicas_every=1"
     train_in(tmp_path, stack, settings.split())
     summary = summary_of(tmp_path)
     assert (summary["wire_over_dense"] == 1) == (name == "muon")
