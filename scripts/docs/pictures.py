@@ -322,25 +322,25 @@ def muon() -> Picture:
         "muon": ("blue", (9.0, 4.0)),
         "muon-local-h10": ("blue", (9.0, -6.0)),
         "muon-local-2-bits-h10": ("blue", (-9.0, 20.0)),
-        "muon-local-sign-h32": ("blue", (30.0, -12.0)),
+        "muon-local-sign-h32": ("blue", (9.0, 5.0)),
         "zero-one-h6": ("red", (-9.0, 5.0)),
         "2bit-h10": ("red", (-9.0, 5.0)),
         "local-h10": ("red", (9.0, 5.0)),
-        "sign-h32-momentum": ("red", (9.0, 18.0)),
+        "sign-h32-momentum": ("red", (9.0, 5.0)),
     }
     points = []
     for name, (colour, label) in places.items():
         row = own.get(name, adam.get(name, []))
         points.append(Point(name, number(row[-1]), -number(row[1]), number(row[2]), colour, label))
-    signs, dense = own["muon-local-sign-h32"], own["muon"]
+    signs = own["muon-local-sign-h32"]
     assert number(signs[1]) < 0
     return draw_points(
         [
-            f"Muon in signs every 32 steps sends {number(signs[-1]):.0f} times fewer bytes",
-            f"and ends {-number(signs[1])} % below dense AdamW",
+            f"Muon with {number(signs[-1]):.0f} times fewer bytes",
+            f"ends {-number(signs[1])} % below dense AdamW",
         ],
-        f"GPT, 4 ranks, 4000 steps, blue: Muon, 2 seeds (dense: {number(dense[1])} %); red: AdamW, 3 seeds",
-        saved(0.8, 5000, 1, 10, 100, 1000),
+        "GPT, 4 ranks, 4000 steps; blue: Muon, 2 seeds; red: AdamW, 3 seeds",
+        saved(0.8, 25000, 1, 10, 100, 1000),
         Axis(
             "bits per character more than dense AdamW, %",
             -9,
