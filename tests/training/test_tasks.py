@@ -308,7 +308,7 @@ def test_each_sentence_counts_once_over_uneven_shares(data: NumberWords) -> None
     assert results["translation/test_exact_match"] == pytest.approx(100 * exact)
     loss = torch.nn.CrossEntropyLoss(ignore_index=PADDING)
     nll = loss(own(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
-    assert results["translation/test_nll"] == pytest.approx(float(nll), rel=1e-5)
+    assert results["translation/test_nll"] == pytest.approx(nll.item(), rel=1e-5)
     for size in (2, 3):
         other, other_texts = evaluate(data, size)
         assert other["translation/test_nll"] == pytest.approx(results["translation/test_nll"], rel=1e-6)
