@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from dgc.wire.payload import PayloadPlan
 Layout = Sequence[Sequence[Segment]]
 
 
-class Step:
+class Step(ABC):
     """What one of the methods does with the gradients of all buckets."""
 
     name: str
@@ -28,11 +29,11 @@ class Step:
     is_slow = False
     bytes_per_parameter = 0  # memory traffic; 0 if it depends on the data
 
-    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None:
-        """Take these values of u and v, if it has any."""
+    @abstractmethod
+    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None: ...
 
-    def step(self, gradients: list[Tensor]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self, gradients: list[Tensor]) -> None: ...
 
 
 class Stateful(Step):
@@ -247,6 +248,9 @@ class Copy(Step):
 
     def __init__(self, numel: int, device: str):
         self.source, self.target = (torch.ones(numel, device=device) for _ in range(2))
+
+    def start_from(self, u: list[Tensor], v: list[Tensor]) -> None:
+        """A copy has no state."""
 
     def step(self, gradients: list[Tensor]) -> None:
         self.target.copy_(self.source)
