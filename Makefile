@@ -69,7 +69,7 @@ proof: setup
 	@PYTHON=$(BIN)/python bash scripts/torch_versions.sh $(TORCHES)
 
 mutants: setup
-	@$(BIN)/python -m tests.mutants --workers $(WORKERS) --seed $(SEED)
+	@$(BIN)/python -m scripts.mutants --workers $(WORKERS) --seed $(SEED)
 
 # needs no set-up, and reads the source without running it: its environment has MkDocs alone. Without INFO lines
 # (--quiet) MkDocs would not count warnings either

@@ -22,7 +22,7 @@ from benchmarks.figures import axes_of, write
 from benchmarks.harness import Table, add_methods, options, print_json
 from dgc.compression import Route, Rule
 from dgc.cost import Compute, Network, fit_computing, predict, record_steps, typical
-from dgc.cost.computing import Planned, cache_evictor
+from dgc.cost.computing import Planned, evict_caches
 from dgc.engine.buckets import plan_buckets
 from scripts.methods import COMPRESSORS, build
 
@@ -45,7 +45,6 @@ class Work:
         generator = torch.Generator().manual_seed(0)
         shapes = [p.shape for _, p in self._named]
         self._sets = [[torch.randn(s, generator=generator) * 1e-3 for s in shapes] for _ in range(GRADIENT_SETS)]
-        self._evict = cache_evictor()
 
     def plan(self, size: int, rank: int) -> Planned:
         compressed = build(self._name, self._ratio)
@@ -59,7 +58,7 @@ class Work:
         for of_bucket in self._planned:
             for i in range(len(of_bucket.parameters)):
                 of_bucket.collect(i)
-        self._evict()
+        evict_caches()
 
 
 def predicted(work: Work, sizes: Sequence[int], network: Network) -> Rows:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dgc.comm import Transport, all_gather_object, barrier
-from dgc.cost.computing import AlikeRanks, Planned, cache_evictor, fit_computing, record_steps, typical
+from dgc.cost.computing import AlikeRanks, Planned, evict_caches, fit_computing, record_steps, typical
 from dgc.cost.gossip import record_gossip
 from dgc.cost.methods import Build, Method, before_compression
 from dgc.cost.model import Compute, Network, Prediction, Traffic, predict
@@ -87,22 +87,30 @@ class Recorder:
     Args:
         method, build, workload, local_size: As in `measure_candidate`.
         dense: Whether to record the dense steps that come first, in place of those that compress.
+        is_timed: Whether the seconds of the steps matter. Each step then begins without what it needs in a cache.
 
     Attributes:
         ready: After a recording, by bucket, the share of backward after which its gradients are complete.
     """
 
-    def __init__(self, method: Method, build: Build, workload: Workload, local_size: int, dense: bool = False):
-        self.dense = dense
+    def __init__(
+        self,
+        method: Method,
+        build: Build,
+        workload: Workload,
+        local_size: int,
+        dense: bool = False,
+        is_timed: bool = True,
+    ):
+        self.dense, self.is_timed = dense, is_timed
         self.method, self.build, self.workload, self.local_size = method, build, workload, local_size
         self.ready: tuple[float, ...] = (1.0,)
-        self._evict = cache_evictor()
         self._fill: Callable[[int], None]
 
     def record(self, size: int, steps: int) -> list[Traffic]:
         """The exchanges of several steps of `size` ranks. Raises the errors of `measure_candidate`."""
         if self.method.averages_models:
-            return record_gossip(self.build, self.workload, size, self.local_size, steps)
+            return record_gossip(self.build, self.workload, size, self.local_size, steps, self.is_timed)
         with torch.no_grad():
             found = record_steps(self._plan, size, self.local_size, steps, self._refill)
         self.workload.model.zero_grad()
@@ -130,7 +138,8 @@ class Recorder:
 
     def _refill(self, planned: Planned, step: int) -> None:
         self._fill(step)
-        self._evict()
+        if self.is_timed:
+            evict_caches()
 
 
 def compute_of(steps: Sequence[Traffic]) -> Compute:

@@ -8,7 +8,7 @@ recorded, one after another: on two levels, each rank of a machine has a share o
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -312,9 +312,14 @@ def _together(messages: Sequence[Message]) -> Message:
     )
 
 
-def cache_evictor() -> Callable[[], object]:
-    """A function that replaces the content of this machine's caches, as a step of a large model does."""
-    return partial(torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32).add_, 1.0)
+def evict_caches() -> None:
+    """Replace the content of this machine's caches, as a step of a large model does."""
+    _larger_than_caches().add_(1.0)
+
+
+@cache
+def _larger_than_caches() -> Tensor:
+    return torch.zeros(2 * last_level_cache() // 4, dtype=torch.float32)
 
 
 def last_level_cache(folder: Path = CACHE) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from dgc.comm import Request
-from dgc.cost.computing import AlikeRanks, cache_evictor, message_of
+from dgc.cost.computing import AlikeRanks, evict_caches, message_of
 from dgc.cost.methods import Build
 from dgc.cost.model import Message, Traffic
 from dgc.cost.workload import Workload
@@ -33,7 +33,9 @@ class RecordingRanks(AlikeRanks):
         return replies
 
 
-def record_gossip(build: Build, workload: Workload, size: int, local_size: int, steps: int) -> list[Traffic]:
+def record_gossip(
+    build: Build, workload: Workload, size: int, local_size: int, steps: int, is_timed: bool = True
+) -> list[Traffic]:
     """The exchange of models in each of several steps.
 
     Args:
@@ -42,12 +44,12 @@ def record_gossip(build: Build, workload: Workload, size: int, local_size: int, 
         size: Number of ranks.
         local_size: Ranks of each machine.
         steps: Number of steps.
+        is_timed: Whether their seconds matter. Each step then begins without what it needs in a cache.
 
     Raises:
         ValueError: The optimizer cannot be built, or the replies of the neighbours cannot be made by one rank.
     """
     model, ranks, found = deepcopy(workload.model), RecordingRanks(size, local_size), []
-    evict = cache_evictor()
     optimizer = build(model, ranks)
     share = leaving_share(optimizer, size, local_size)
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -56,7 +58,8 @@ def record_gossip(build: Build, workload: Workload, size: int, local_size: int, 
         optimizer.zero_grad()
         for name, p in model.named_parameters():
             p.grad = gradients[name].clone() if name in gradients else None
-        evict()
+        if is_timed:
+            evict_caches()
         ranks.messages.clear()
         before = dict(optimizer.meter.seconds)
         optimizer.step()

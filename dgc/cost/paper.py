@@ -78,10 +78,10 @@ def candidate_on_paper(
 ) -> Candidate:
     """A method with the traffic of all layers. Raises the ValueError of `measure_candidate`."""
     build = builder(method, optimizer, workload.gradients[0])
-    found = steps_on_paper(Recorder(method, build, workload, local_size), shape, size)
+    found = steps_on_paper(Recorder(method, build, workload, local_size, is_timed=False), shape, size)
     if not method.dense_share:
         return found
-    first = Recorder(method, build, workload, local_size, dense=True)
+    first = Recorder(method, build, workload, local_size, dense=True, is_timed=False)
     return replace(found, dense=steps_on_paper(first, shape, size))
 
 

@@ -1,6 +1,6 @@
 """Mutation tests: small faults in the source, drawn with a seed, of which the tests must detect most.
 
-    python -m tests.mutants [--count N] [--seed N] [--package NAME] [--workers N] [--list] [--record FILE]
+    python -m scripts.mutants [--count N] [--seed N] [--package NAME] [--workers N] [--list] [--record FILE]
 
 The operators of mutmut make the faults. Each one is applied in a temporary copy of the working tree, so the
 checkout is never changed. The tests that run its lines follow, the fastest first, until one fails. Before the
@@ -11,4 +11,4 @@ than `LEAST` of the faults are detected.
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # as pytest does, for `environment`
+sys.path.append(str(Path(__file__).parents[2] / "tests"))  # as pytest does, for `environment`

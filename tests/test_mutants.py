@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mutants.copies import ROOT
-from mutants.faults import Source, drawn
-from mutants.packages import PACKAGES
+from scripts.mutants.copies import ROOT
+from scripts.mutants.faults import Source, drawn
+from scripts.mutants.packages import PACKAGES
 
 CODE = '''"""A module = 1."""
 from typing import TYPE_CHECKING
