@@ -40,6 +40,14 @@ def no_type_checks() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure times with what is in the caches: to replace it takes longer than what is tested."""
+    import torch
+
+    monkeypatch.setattr("dgc.cost.computing._larger_than_caches", lambda: torch.zeros(1))
+
+
 def pytest_collection_finish() -> None:
     """Search for garbage again, but not in what the collection of the tests has made."""
     gc.freeze()

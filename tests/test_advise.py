@@ -35,7 +35,7 @@ from scripts.advise.drawing import draw
 from scripts.advise.methods import METHODS, builder, unfit
 from scripts.advise.workload import measure_workload, under_autocast
 
-pytestmark = pytest.mark.usefixtures("no_type_checks")
+pytestmark = pytest.mark.usefixtures("no_type_checks", "small_caches")
 Printed = pytest.CaptureFixture[str]
 NETWORK, CPU = Network(latency=0.0, bandwidth=1e8), torch.device("cpu")
 CNN, GPT = "configs/digits/cnn.py", "configs/pysource/gpt.py"

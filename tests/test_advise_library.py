@@ -26,6 +26,7 @@ from dgc.cost.workload import Workload
 from dgc.doctor import Facts, Probe
 from dgc.units import RATES, TIMES, human_rate, human_time, quantity
 
+pytestmark = pytest.mark.usefixtures("no_type_checks", "small_caches")
 PAPER = ["--parameters", "350M", "--step", "1.2s"]
 NETWORK = ["--hosts", "8", "--rate", "1gbit"]
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def nothing() -> Any:
     return nn.Linear(2, 2)
 
 
-def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_type_checks: None) -> None:
+def test_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A GPT of 350 million parameters on 8 machines: fp16 sends 1.2 GB in 9.8 s, of which 0.8 s hide."""
     file = tmp_path / "advice.json"
     assert main([*PAPER, *NETWORK, "--optimizer", "adamw", "--json", str(file)]) == 0
@@ -91,7 +92,7 @@ def test_one_narrow_layer_stands_for_the_model() -> None:
 
 
 def test_a_model_of_ones_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_type_checks: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, names = tmp_path / "advice.json", ["fp16", "dgc-fp16-packed", "powersgd-1", "sgp", "onebit-adam"]
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -105,7 +106,7 @@ def test_a_model_of_ones_own(
     assert result["methods"]["fp16"]["wire_bytes"] == pytest.approx(2 * count * 2 * 7 / 8, rel=0.02)
 
 
-def test_every_row_is_built_from_its_words(no_type_checks: None) -> None:
+def test_every_row_is_built_from_its_words() -> None:
     for method in METHODS:
         with case(method.name):
             model = nn.Linear(64, 64)
@@ -131,7 +132,7 @@ def sent(build: Any, model: Any, gradients: Any, steps: int, transport: Any) -> 
     return [after - before for before, after in pairwise(found)]
 
 
-def test_a_machine_sends_what_its_ranks_send(no_type_checks: None) -> None:
+def test_a_machine_sends_what_its_ranks_send() -> None:
     """2 machines of 8 ranks. Shares of local ranks differ or are empty; SGP's peers depend on rank and round."""
     # like those of VGG-16: one tensor has three quarters of all elements
     shapes = [(128, 196), (4096,), (16, 16, 3, 3), (128, 32), (100,)]
