@@ -133,10 +133,10 @@ class HierarchicalGossip(Gossip):
         """Returns whether the mean is finite, which is the same on all ranks of the machine."""
         if self._local_size == 1:
             return True
-        n = self.z.numel()
+        n = self.model.numel
         # [n] gradients, then for each parameter the fraction of ranks that have a gradient for it
         flat = torch.zeros(n + len(self.model.parameters), dtype=torch.float32, device=self.z.device)
-        for i, (p, segment) in enumerate(zip(self.model.parameters, self.model.segments, strict=True)):
+        for i, (p, segment) in enumerate(self.model.pairs()):
             if p.grad is not None:
                 segment.of(flat[:n]).copy_(p.grad.to_dense())
                 flat[n + i] = 1.0
@@ -144,7 +144,7 @@ class HierarchicalGossip(Gossip):
         if not bool(mean.isfinite().all()):
             return False
         fractions = mean[n:].tolist()
-        for p, segment, fraction in zip(self.model.parameters, self.model.segments, fractions, strict=True):
+        for (p, segment), fraction in zip(self.model.pairs(), fractions, strict=True):
             if fraction:
                 p.grad = segment.of(mean[:n]).to(p.dtype)
         return True
@@ -183,6 +183,10 @@ class HierarchicalGossip(Gossip):
         factor = torch.zeros_like(self.z)
         factor[self._slice] = self.base.bias() * self._local_size
         return factor
+
+    @property
+    def averages_momentum(self) -> bool:  # type: ignore[override]
+        return self.base.averages_momentum
 
     @property
     def island(self) -> int | None:  # type: ignore[override]

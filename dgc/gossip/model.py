@@ -1,6 +1,6 @@
 """The model of a rank as one flat vector, for gossip to send and average."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float32
@@ -18,13 +18,20 @@ def local(tensor: Tensor) -> Tensor:
 
 @checked
 class FlatModel:
-    """A model as one flat vector z [n] fp32, which holds all parameters that are not empty.
+    """A model as one flat vector z [n] fp32: all parameters that are not empty, and then their momenta.
 
     fp32 parameters are views of z, others are rounded copies. Of what FSDP2 has sharded, z has a copy of this
     rank's part. Call `scatter` after a change of z, and `gather` after a change of the parameters.
 
     Args:
         named_parameters (sequence): (name, parameter) pairs.
+        momenta (sequence): (name, tensor) pairs of the optimizer's momenta that are exchanged with the parameters.
+
+    Attributes:
+        parameters: Those that are not empty.
+        segments: The place of each tensor in z. `pairs` has those of the parameters.
+        numel: Elements of the parameters, the first of z.
+        momenta: Names of the momenta.
 
     Raises:
         ValueError: if there are no parameters, they are on several devices, or a dtype is not floating-point.
@@ -34,10 +41,11 @@ class FlatModel:
         torch.Size([8])
     """
 
-    def __init__(self, named_parameters: Sequence[tuple[str, Tensor]]):
+    def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], momenta: Sequence[tuple[str, Tensor]] = ()):
         with torch.no_grad():
-            parts = [(name, p, part) for name, p in named_parameters if (part := local(p)).numel()]
-        self.parameters = [p for _, p, _ in parts]
+            parts = [(name, p, part) for name, p in (*named_parameters, *momenta) if (part := local(p)).numel()]
+        self.momenta = frozenset(name for name, _ in momenta)
+        self.parameters = [p for name, p, _ in parts if name not in self.momenta]
         if not self.parameters:
             raise ValueError("gossip needs at least one parameter that requires a gradient and has elements")
         devices = sorted({str(p.device) for _, p in named_parameters})
@@ -47,18 +55,24 @@ class FlatModel:
             if not p.is_floating_point():
                 raise ValueError(f"gossip averages floating-point numbers, but {name} has dtype {p.dtype}")
         self.segments: tuple[Segment, ...] = lay_out([(name, part) for name, _, part in parts])
-        numel = sum(segment.numel for segment in self.segments)
-        self.z: Float32[Tensor, "n"] = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
+        self.numel = sum(segment.numel for _, segment in self.pairs())
+        n = sum(segment.numel for segment in self.segments)
+        self.z: Float32[Tensor, "n"] = torch.empty(n, dtype=torch.float32, device=self.parameters[0].device)
+        self._tensors = [tensor for _, tensor, _ in parts]
         self._views = [segment.of(self.z) for segment in self.segments]
         with torch.no_grad():
             for (_, _, part), view in zip(parts, self._views, strict=True):
                 view.copy_(part)
         self.gather()
 
+    def pairs(self) -> Iterator[tuple[Tensor, Segment]]:
+        """The parameters and their places in z."""
+        return zip(self.parameters, self.segments, strict=False)
+
     @torch.no_grad()
     def gather(self) -> None:
         """Copies parameters that were moved to other memory. Adds changes of parameters of other dtypes to z."""
-        for p, view in zip(self.parameters, self._views, strict=True):
+        for p, view in zip(self._tensors, self._views, strict=True):
             part = local(p)
             if part.dtype != view.dtype:
                 view.sub_(view.to(part.dtype)).add_(part)
@@ -70,7 +84,7 @@ class FlatModel:
     @torch.no_grad()
     def scatter(self) -> None:
         """Copies z to the parameters that are not views of it."""
-        for p, view in zip(self.parameters, self._views, strict=True):
+        for p, view in zip(self._tensors, self._views, strict=True):
             part = local(p)
             if part.data_ptr() != view.data_ptr():
                 part.copy_(view)
@@ -81,6 +95,7 @@ class ModelSlice(FlatModel):
 
     def __init__(self, model: FlatModel, start: int, end: int):
         self._model, self.parameters, self.z = model, model.parameters, model.z[start:end]
+        self.momenta = model.momenta
         self.segments = tuple(
             Segment(s.name, max(s.offset, start) - start, length, (length,), (1,))
             for s in model.segments

@@ -34,6 +34,7 @@ class Gossip(ABC):
         compress_ratio: Bytes of a message / bytes of the model in fp32.
         is_synchronous: Whether every rank takes the same number of steps.
         needs_groups: Whether the transport must have the groups `local` and `cross`.
+        averages_momentum: Whether the momenta of the optimizer are exchanged with the parameters.
         progress: Steps of all ranks together, as far as this rank has been informed. Only if asynchronous.
         island: After `start`, the number of this rank's island: a rank, or the ranks of a machine that have one
             model together. Islands may be lost and join while the others keep their states. None: no island can
@@ -45,6 +46,7 @@ class Gossip(ABC):
     compression: Any = None
     is_synchronous: bool = True
     needs_groups: bool = False
+    averages_momentum: bool = False
     progress: int
     island: int | None = None
     _conversation: RunningConversation[Any] | None = None  # in flight

@@ -63,7 +63,7 @@ class Fragment:
             flat = zeros(plan.bucket)
             parts |= {s.name: (s.of(flat), s.of(plan.bucket.flat)) for s in plan.bucket.segments}
         self.tensors = [(s, *parts[s.name]) for s in segments]
-        self.optimizer = outer([z0 for z0, _ in parts.values()])
+        self.optimizer = outer([z0 for name, (z0, _) in parts.items() if name not in model.momenta])
         if not isinstance(self.optimizer, Optimizer):
             raise ValueError(f"outer must return an optimizer of torch for tensors, not {self.optimizer!r}")
         self._rates: list[Any] = [group.get("lr") for group in self.optimizer.param_groups]
@@ -85,8 +85,8 @@ class Fragment:
 
     def step(self, lr: float | None, factor: float | None) -> None:
         """Take an outer step on the mean in the buckets. lr, factor: see `Flight`."""
-        for _, z0, mean in self.tensors:
-            if lr is None:
+        for segment, z0, mean in self.tensors:
+            if lr is None or segment.name in self.model.momenta:
                 z0.sub_(mean)
             else:
                 z0.grad = mean

@@ -17,6 +17,8 @@ The exchange of fragment i of P, a part of the model, begins at step i H/P of ea
 steps later. Training goes on meanwhile. If a pseudo-gradient has NaN or inf, every rank goes back to z0. What was
 finite stays in the residual of the compressor, if it has one, and is sent later.
 
+With `average_momentum` z has the momentum of each parameter too, whose z0 is always the mean.
+
 Differences from the papers: Each rank keeps its own inner optimizer buffers, which are never reset. The learning
 rate of SlowMo is that of the first parameter group in the step of the exchange. In Streaming DiLoCo a fragment is
 made of transformer blocks, here of any tensors in the order of the model.
@@ -34,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from dgc.arguments import NOTHING, NUMBER, WHOLE, require
+from dgc.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
@@ -116,6 +118,8 @@ class OuterSteps(Gossip):
         bucket_mb: Largest size of a message's tensors in MB.
         outer_schedule: Given the number of inner steps, returns the factor of the outer optimizer's learning rate:
             `Ramp(0.4, 1.0, steps=3000)`. None: always 1.
+        average_momentum: Exchange the momentum of each parameter too: the momentum buffer of SGD and Muon, the
+            first moment of Adam. Each rank then continues from the mean. Not with fragments or a base.
 
     Raises:
         ValueError: An argument is out of range, or does not fit the others, the model or the transport. Or the
@@ -139,9 +143,10 @@ class OuterSteps(Gossip):
         warmup_steps: int = 0,
         bucket_mb: float = 25.0,
         outer_schedule: OuterSchedule | None = None,
+        average_momentum: bool = False,
     ):
         self.average_every, self.base, self.outer = average_every, base, outer
-        self.outer_schedule = outer_schedule
+        self.outer_schedule, self.averages_momentum = outer_schedule, average_momentum
         self.fragment_mb, self.delay, self.alpha = fragment_mb, delay, alpha
         self.warmup_steps, self.bucket_mb = warmup_steps, bucket_mb
         self._check_arguments()
@@ -157,6 +162,7 @@ class OuterSteps(Gossip):
         require("a whole number of at least 1 step", WHOLE, least=1, average_every=H)
         require("a whole number of 0 steps or more", WHOLE, least=0, delay=delay, warmup_steps=self.warmup_steps)
         require("a number", NUMBER, alpha=alpha)
+        require("True or False", FLAG, average_momentum=self.averages_momentum)
         require("a number, or None for one fragment", NUMBER + NOTHING, fragment_mb=fragment_mb)
         if fragment_mb is not None and not fragment_mb > 0:
             raise ValueError(f"fragment_mb must be positive, or None for one fragment, not {fragment_mb}")
@@ -175,6 +181,11 @@ class OuterSteps(Gossip):
         if base is not None and (self.fragment_mb is not None or self.delay or self.alpha):
             raise ValueError(
                 f"{kind} mixes whole models between exchanges: leave out fragment_mb, delay and alpha, or the base"
+            )
+        if self.averages_momentum and (base is not None or self.fragment_mb is not None):
+            raise ValueError(
+                "average_momentum exchanges momenta with the whole model: leave out "
+                + ("fragment_mb" if base is None else "the base")
             )
         # a class such as Nesterov is no maker, but its instance Nesterov() is
         is_other_class = isinstance(outer, type) and not issubclass(outer, Optimizer)
@@ -198,7 +209,11 @@ class OuterSteps(Gossip):
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
-        return {"average_every": self.average_every, "fragment_mb": self.fragment_mb}
+        return {
+            "average_every": self.average_every,
+            "fragment_mb": self.fragment_mb,
+            "average_momentum": self.averages_momentum,
+        }
 
     @property
     def needs_groups(self) -> bool:  # type: ignore[override]

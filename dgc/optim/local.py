@@ -1,6 +1,6 @@
 """LocalOptimizer: each rank steps on its own gradients, and ranks exchange models (`dgc.gossip`, `dgc.local`)."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isnan
 from time import perf_counter
@@ -96,13 +96,14 @@ class LocalOptimizer(Wrapper):
             check_not_sharded(named, "LocalOptimizer", "use dgc.fsdp.ShardedLocalOptimizer")
         check_settings(ranks, "local.settings", nonfinite=nonfinite, method=method)
         check_equal_plans([(name, tuple(p.shape), str(p.dtype)) for name, p in named], ranks)
-        self.model, self._trained = FlatModel(named), {p for _, p in named}
+        self._momenta = Momenta(optimizer, named) if method.averages_momentum else None
+        self.model = FlatModel(named, () if self._momenta is None else self._momenta.named)
+        self._trained = {p for _, p in named}
         if isinstance(method, UsesOptimizer):
             method.use_optimizer(optimizer)
         method.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.local")
         if method.compression is not None:
-            pairs = zip(self.model.parameters, self.model.segments, strict=True)
-            compressors = {p: method.compression.compressor_for(segment) for p, segment in pairs}
+            compressors = {p: method.compression.compressor_for(segment) for p, segment in self.model.pairs()}
             warn_of_unsuited(optimizer, compressors, ranks, of_gradients=False)
         self.island = method.island
         if not method.is_synchronous:  # a rank could train alone, and end, before the others are connected to it
@@ -118,11 +119,18 @@ class LocalOptimizer(Wrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
-        self.meter.count_dense(self.model.z.numel(), self.transport.size)
+        self.meter.count_dense(self.model.numel, self.transport.size)
         self._begin_step()  # collective in the first step: before what may raise an error on some ranks only
-        step = self.inner.step if self._has_finite_gradients() else lambda: None
+        step = self._step if self._has_finite_gradients() else lambda: None
         self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
         return loss
+
+    def _step(self) -> None:
+        if self._momenta is not None:
+            self._momenta.attach()  # if a state was loaded
+        self.inner.step()
+        if self._momenta is not None:
+            self._momenta.attach()
 
     def _timed(self, phase: str, work: Callable[[], object]) -> None:
         before, start = dict(self.meter.seconds), perf_counter()
@@ -134,8 +142,7 @@ class LocalOptimizer(Wrapper):
 
     def _has_finite_gradients(self) -> bool:
         """Whether this rank's gradients are finite. If a GradScaler has scaled them, they are unscaled first."""
-        pairs = zip(self.model.segments, self.model.parameters, strict=True)
-        owned = [(segment.name, local(p.grad)) for segment, p in pairs if p.grad is not None]
+        owned = [(segment.name, local(p.grad)) for p, segment in self.model.pairs() if p.grad is not None]
         if not owned:
             return True
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -186,7 +193,7 @@ class LocalOptimizer(Wrapper):
         z = self.model.z
         mean = all_reduce(self.transport, self.method.biased_parameters(), "mean", "consensus")
         own = z.clone()
-        self.consensus_distance = float((own - mean).norm())
+        self.consensus_distance = float((own - mean)[: self.model.numel].norm())
         with torch.no_grad():
             z.copy_(mean)
         self.model.scatter()
@@ -232,9 +239,54 @@ class LocalOptimizer(Wrapper):
         # before the optimizer, because it refuses other algorithms
         super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
         load_optimizer_state(self.inner, optimizer)
+        if self._momenta is not None:
+            self._momenta.attach()
 
     def __repr__(self) -> str:
         return f"LocalOptimizer({self.inner!r}, {type(self.method).__name__}, size={self.transport.size})"
+
+
+class Momenta:
+    """The momenta of an optimizer's parameters, as tensors that stay where they are when a state is loaded.
+
+    Args:
+        optimizer: An optimizer that keeps `momentum_buffer` or `exp_avg`.
+        named: (name, parameter) pairs.
+
+    Attributes:
+        named: (name, momentum) pairs, of zeros before the first step.
+    """
+
+    def __init__(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]):
+        self._optimizer, names = optimizer, {p: name for name, p in named}
+        self._parts = [
+            (names[p], p, key, torch.zeros_like(p.detach()))
+            for group in optimizer.param_groups
+            if (key := "momentum_buffer" if group.get("momentum") else "exp_avg" if "betas" in group else None)
+            for p in group["params"]
+            if p in names
+        ]
+        if not self._parts:
+            raise ValueError(
+                f"average_momentum needs momentum, and {type(optimizer).__name__} has none: set its momentum, or "
+                "leave average_momentum out"
+            )
+        self.named = [(f"{name}.momentum", momentum) for name, _, _, momentum in self._parts]
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Let the optimizer use these tensors, with the values of those that it has made or loaded."""
+        for name, p, key, momentum in self._parts:
+            state = self._optimizer.state.get(p)
+            if not state or state.get(key) is momentum:
+                continue
+            if state.get(key) is None:
+                raise ValueError(
+                    f"average_momentum needs the {key} of {name}, which {type(self._optimizer).__name__} does not "
+                    "keep: leave average_momentum out"
+                )
+            local(momentum).copy_(local(state[key]))
+            state[key] = momentum
 
 
 def check_method(method: Any) -> None:
