@@ -141,6 +141,9 @@ class ShardedLocalOptimizer(LocalOptimizer):
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         super().load_compression_state_dict(state, allow_other_rank=allow_other_rank)
         self._forget_unsharded()
+
+    def _load_optimizer(self, state: Any) -> None:
+        super()._load_optimizer(state)
         for p, own in self.inner.state.items():
             for key, value in own.items():
                 if isinstance(value, Tensor) and value.dim():

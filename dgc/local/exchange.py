@@ -63,7 +63,7 @@ class Fragment:
             flat = zeros(plan.bucket)
             parts |= {s.name: (s.of(flat), s.of(plan.bucket.flat)) for s in plan.bucket.segments}
         self.tensors = [(s, *parts[s.name]) for s in segments]
-        self.optimizer = outer([z0 for name, (z0, _) in parts.items() if name not in model.momenta])
+        self.optimizer = outer([z0 for z0, _ in parts.values()])
         if not isinstance(self.optimizer, Optimizer):
             raise ValueError(f"outer must return an optimizer of torch for tensors, not {self.optimizer!r}")
         self._rates: list[Any] = [group.get("lr") for group in self.optimizer.param_groups]

@@ -238,9 +238,12 @@ class LocalOptimizer(Wrapper):
         check_optimizer_state(self.inner, optimizer)
         # before the optimizer, because it refuses other algorithms
         super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
-        load_optimizer_state(self.inner, optimizer)
+        self._load_optimizer(optimizer)
         if self._momenta is not None:
-            self._momenta.attach()
+            self._momenta.attach(loads=False)  # the algorithm has loaded them
+
+    def _load_optimizer(self, state: Any) -> None:
+        load_optimizer_state(self.inner, state)
 
     def __repr__(self) -> str:
         return f"LocalOptimizer({self.inner!r}, {type(self.method).__name__}, size={self.transport.size})"
@@ -274,8 +277,8 @@ class Momenta:
         self.named = [(f"{name}.momentum", momentum) for name, _, _, momentum in self._parts]
 
     @torch.no_grad()
-    def attach(self) -> None:
-        """Let the optimizer use these tensors, with the values of those that it has made or loaded."""
+    def attach(self, loads: bool = True) -> None:
+        """Let the optimizer use these tensors. loads: with the values of those that it has made or loaded."""
         for name, p, key, momentum in self._parts:
             state = self._optimizer.state.get(p)
             if not state or state.get(key) is momentum:
@@ -285,7 +288,8 @@ class Momenta:
                     f"average_momentum needs the {key} of {name}, which {type(self._optimizer).__name__} does not "
                     "keep: leave average_momentum out"
                 )
-            local(momentum).copy_(local(state[key]))
+            if loads:
+                local(momentum).copy_(local(state[key]))
             state[key] = momentum
 
 

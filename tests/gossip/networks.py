@@ -76,6 +76,7 @@ OUTER = [
     Row("streaming, top-k", lambda: OuterSteps(6, None, None, top_k(), **IN_TWO_PARTS, delay=3)),
     Row("streaming, ramp", lambda: OuterSteps(6, **IN_TWO_PARTS, delay=2, outer_schedule=Ramp(0.4, 1.0, 9))),
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
+    Row("momentum", lambda: OuterSteps(3, None, Nesterov(), top_k(), average_momentum=True)),
 ]
 MORE: dict[str, Callable[[], gossip.Gossip]] = {
     "sign": lambda: gossip.CHOCO(quantizer=gossip.Sign()),
@@ -94,6 +95,7 @@ BASES: dict[str, Callable[[], gossip.Gossip]] = {
     "choco": lambda: gossip.CHOCO(gossip.grid),
     "local sgd": lambda: OuterSteps(3),
     "slowmo": lambda: OuterSteps(3, gossip.SGP(), SlowMo(0.2)),
+    "momentum": lambda: OuterSteps(3, average_momentum=True),
 }
 
 

@@ -168,6 +168,38 @@ def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
     assert nets.same(others, [first, first])
 
 
+MOMENTA = {nets.momentum: {"momentum_buffer"}, nets.adam: {"exp_avg"}, nets.muon: {"momentum_buffer", "exp_avg"}}
+
+
+@pytest.mark.parametrize("optimizer", MOMENTA)
+def test_ranks_continue_from_the_mean_of_their_momenta(optimizer: Any) -> None:
+    """The outer optimizer steps on the parameters alone. The state of an optimizer may be replaced."""
+
+    def momenta(own: nets.Trained) -> Tensor:
+        states = [own.optimizer.inner.state[p] for p in own.model.parameters()]
+        return torch.cat([state[key].view(-1) for state in states for key in MOMENTA[optimizer] & state.keys()])
+
+    def body(own: nets.Trained) -> Any:
+        own.steps(3)
+        inner, before = own.optimizer.inner, list[Tensor]()
+        inner.load_state_dict(copy.deepcopy(inner.state_dict()))
+        inner.register_step_post_hook(lambda *_: before.append(momenta(own).double()))
+        own.step()
+        return before[0], momenta(own), own.optimizer.model.numel
+
+    def make() -> OuterSteps:
+        return OuterSteps(4, outer=Nesterov(), average_momentum=True)
+
+    before, after, sizes = zip(*nets.each(3, make, body, make_optimizer=optimizer), strict=True)
+    assert nets.off(after[0].double(), nets.mean(before)) < 1e-6 < nets.off(before[0], before[1])
+    assert nets.same(after, [after[0]] * 3) and after[0].numel() == sizes[0] == 93
+
+
+def test_the_mean_of_models_and_momenta_in_every_step_is_that_of_gradients() -> None:
+    ends = nets.after(6, lambda: OuterSteps(1, average_momentum=True), 3)
+    assert nets.off(ends[0][:93], nets.after_joint_steps(6, 3)) < 1e-6
+
+
 def test_a_step_sends_at_most_the_largest_fragment() -> None:
     def body(own: Any) -> Any:
         sent = [0]
@@ -268,6 +300,9 @@ def test_what_cannot_be_is_refused() -> None:
         *map(never, (0, 2.5, math.nan, True, "2")),
         (lambda: steps(2, delay=0.5), "delay must be a whole number of 0 steps or more, not 0.5"),
         (lambda: steps(2, warmup_steps=None), "warmup_steps must be a whole number of 0 steps or more"),
+        (lambda: steps(2, average_momentum=1), "average_momentum must be True or False, not 1"),
+        (lambda: steps(2, SGP(), average_momentum=True), "leave out the base"),
+        (lambda: steps(2, **nets.IN_TWO_PARTS, average_momentum=True), "leave out fragment_mb"),
         (lambda: steps(2, alpha="0"), "alpha must be a number, not '0'"),
         (lambda: steps(2, fragment_mb="1"), "fragment_mb must be a number, or None for one fragment"),
         (lambda: steps(2, bucket_mb="1"), "bucket_mb must be a number, not '1'"),
@@ -299,6 +334,13 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: steps(2, compression=shared), "has the residual of another"),
     ]
     nets.Trained(alone(), OuterSteps(2, compression=shared))
+    with_momenta = partial(nets.Trained, alone(), OuterSteps(2, average_momentum=True))
+    own = with_momenta(make_optimizer=lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9))
+    own.optimizer.inner.step = lambda: own.optimizer.inner.state[own.model[0].weight].update(exp_avg=1)
+    check_refusals(
+        (lambda: with_momenta(make_optimizer=partial(torch.optim.SGD, lr=0.1)), "SGD has none: set its momentum"),
+        (own.step, "needs the momentum_buffer of 0.weight, which SGD does not keep"),
+    )
     starts = (lambda make=make: nets.Trained(alone(), make()) for make, _ in rows)
     check_refusals(*((start, words) for start, (_, words) in zip(starts, rows, strict=True)))
 
@@ -362,6 +404,7 @@ STREAMING: dict[str, Callable[[], Any]] = {
     "stochastic": lambda: streaming(compression=methods.QSGDCompressor()),
     "random k": lambda: streaming(compression=methods.RandomKCompressor(0.2), delay=1),
     "rank 1": lambda: streaming(compression=rank_1(), delay=3),
+    "momentum": lambda: OuterSteps(PERIOD, compression=nets.top_k(), delay=2, average_momentum=True),
     "whole": lambda: OuterSteps(PERIOD, outer=Nesterov(), compression=methods.FP16Compressor(), delay=5),
     "islands": lambda: HierarchicalGossip(streaming(compression=nets.top_k())),
 }

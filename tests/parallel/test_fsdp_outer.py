@@ -25,8 +25,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def method() -> OuterSteps:
-    return OuterSteps(3, outer=Nesterov())
+def method(make: Any) -> OuterSteps:
+    return OuterSteps(3, outer=Nesterov(), average_momentum=make is muon)
 
 
 def train_on(own: Any, model: Any, inputs: Sequence[Tensor], bad: bool) -> None:
@@ -43,7 +43,7 @@ def train_on(own: Any, model: Any, inputs: Sequence[Tensor], bad: bool) -> None:
 def on_machine(worker: Any, make: Any, steps: int = 7) -> Tensor:
     """A plain model with the batches of both ranks."""
     model, ranks = network(), (2 * worker.rank, 2 * worker.rank + 1)
-    own = LocalOptimizer(make(model), None, method(), transport=worker)
+    own = LocalOptimizer(make(model), None, method(make), transport=worker)
     both = [torch.cat(rows) for rows in zip(*(batches(7, rank) for rank in ranks), strict=True)]
     train_on(own, model, both[:steps], worker.rank == 1)
     return flat(model)
@@ -61,7 +61,7 @@ def test_machines_are_workers_of_outer_steps(transport: Any, make: Any) -> str:
     inputs, number = batches(7, transport.rank), transport.rank // 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, own = outer(transport, make, method())
+        model, own = outer(transport, make, method(make))
         train_on(own, model, inputs, transport.rank == 3)
         expected = LockstepWorld(2).run(partial(on_machine, make=make))
     message = "0.weight on rank 3 has NaN or inf: this machine drops its step"
@@ -85,7 +85,7 @@ def test_machines_are_workers_of_outer_steps(transport: Any, make: Any) -> str:
 @on_machines
 def test_replicas_of_ddp_on_a_machine_take_the_same_outer_steps(transport: Any, make: Any) -> None:
     replica = DistributedDataParallel(network(), process_group=machine(transport).get_group())
-    islands = HierarchicalGossip(method(), averages_gradients=False)
+    islands = HierarchicalGossip(method(make), averages_gradients=False)
     own = LocalOptimizer(make(replica.module), None, islands, transport=transport)
     train(replica, own, batches(7, transport.rank)[:3])
     own.synchronize_messages()
@@ -98,12 +98,12 @@ def test_replicas_of_ddp_on_a_machine_take_the_same_outer_steps(transport: Any, 
 @on_machines
 def test_a_loaded_run_of_compressed_outer_steps_continues_bit_for_bit(transport: Any, make: Any) -> str:
     inputs, ends = batches(6, transport.rank), []
-    model, own = outer(transport, make, OuterSteps(2, compression=top_k()))
+    model, own = outer(transport, make, OuterSteps(2, compression=top_k(), average_momentum=make is muon))
     train(model, own, inputs[:3])
     state = deepcopy(own.compression_state_dict())
     for resumed in (False, True):
         if resumed:
-            model, own = outer(transport, make, OuterSteps(2, compression=top_k()))
+            model, own = outer(transport, make, OuterSteps(2, compression=top_k(), average_momentum=make is muon))
             own.load_compression_state_dict(state)
         train(model, own, inputs[3:])
         assert own.error_norm() > 0
