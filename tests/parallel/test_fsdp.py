@@ -42,6 +42,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dgc.bucket import make_bucket
 from dgc.comm.collectives import all_gather_object
@@ -119,19 +120,16 @@ def test_ratio_1_equals_hsdp(transport: Any) -> None:
 
 @on_machines
 def test_muon_steps_on_whole_matrices(transport: Any) -> None:
-    """The whole model, which one process trains on the batches of all ranks, is that of the ranks."""
+    """The model is the one that DDP trains on the same batches."""
     world = init_device_mesh("cpu", (4,))  # whose last rank has no row of the first matrix
     for mesh, precision in ((machine(transport), "fp32"), (machine(transport), "bf16"), (world, "fp32")):
-        alone, model = network(), shard(network(), mesh)
-        start, own = whole(model), with_muon(alone, precision)
-        for inputs in zip(*(batches(4, rank) for rank in range(4)), strict=True):
-            own.zero_grad()
-            sum((loss_of(alone, each) / 4 for each in inputs), torch.zeros(())).backward()
-            own.step()
+        replica, model = DistributedDataParallel(network()), shard(network(), mesh)
+        start, inputs = whole(model), batches(4, transport.rank)
+        train(replica, with_muon(replica, precision), inputs)
         exchange = None if mesh is world else compress(model, DenseCompressor(), transport=transport)
         other = with_muon(model, precision)
-        train(model, other, batches(4, transport.rank))
-        check_near(model, flat(alone), start, 1e-5 if precision == "fp32" else 2e-2)
+        train(model, other, inputs)
+        check_near(model, flat(replica), start, 1e-5 if precision == "fp32" else 2e-2)
         states = [value for state in other.state.values() for name, value in state.items() if name != "step"]
         assert all(hasattr(state, "to_local") for state in states)
         if exchange is not None:
