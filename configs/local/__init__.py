@@ -14,6 +14,7 @@ configs.train.local.fragment_mb = None  # size of a part that is exchanged at a 
 configs.train.local.delay = 0  # steps from an exchange to the use of its result
 configs.train.local.alpha = 0.0  # share of its own model that a rank then keeps
 configs.train.local.outer_schedule = None  # factor of the outer learning rate by step (ramp.py); null: 1
+configs.train.local.average_momentum = False  # exchange momenta with the models (momentum.py)
 configs.train.local.warmup_steps = 0  # first steps, after each of which models are averaged (post-local SGD)
 
 configs.requires["train.compression._target_"] = "dgc.compression.DenseCompressor"  # no gradients are compressed

@@ -2,7 +2,7 @@
 2019, arXiv 1805.09767), post-local SGD (Lin et al.: ICLR 2020, arXiv 1808.07217), Gossip-PGA (Chen et al. 2021,
 arXiv 2105.09080), SlowMo (Wang et al.: ICLR 2020, arXiv 1910.00643, Algorithm 1), DiLoCo (Douillard et al. 2023,
 arXiv 2311.08105, Algorithm 1), Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), SparseLoCo (Sarfi et
-al. 2025, arXiv 2508.15706).
+al. 2025, arXiv 2508.15706), momenta that are averaged too (DES-LOC: Iacob et al. 2025, arXiv 2505.22549).
 
 z is the model of a rank, and z0 that of all ranks after the last exchange. Every H steps
 
@@ -209,11 +209,8 @@ class OuterSteps(Gossip):
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
-        return {
-            "average_every": self.average_every,
-            "fragment_mb": self.fragment_mb,
-            "average_momentum": self.averages_momentum,
-        }
+        momentum = {"average_momentum": True} if self.averages_momentum else {}
+        return {"average_every": self.average_every, "fragment_mb": self.fragment_mb, **momentum}
 
     @property
     def needs_groups(self) -> bool:  # type: ignore[override]

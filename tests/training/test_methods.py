@@ -46,7 +46,7 @@ ALSO = {
 def names(folder: str) -> list[str]:
     """The files that extend a stack, without those of which every stack has one."""
     files = sorted((CONFIGS / folder).glob("*.py"))
-    return [f"{folder}/{path.stem}" for path in files if path.stem not in ("__init__", "streaming")]
+    return [f"{folder}/{path.stem}" for path in files if path.stem not in ("__init__", "momentum", "streaming")]
 
 
 FOLDERS = ("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
@@ -57,6 +57,7 @@ GOSSIP = [
     *(["gossip/osgp", name] for name in names("local")),
     ["gossip/sgp", "topology/hierarchical"],
     ["local/slowmo"],
+    ["local/momentum"],
 ]
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
