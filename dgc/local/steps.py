@@ -118,8 +118,8 @@ class OuterSteps(Gossip):
         bucket_mb: Largest size of a message's tensors in MB.
         outer_schedule: Given the number of inner steps, returns the factor of the outer optimizer's learning rate:
             `Ramp(0.4, 1.0, steps=3000)`. None: always 1.
-        average_momentum: Exchange the momentum of each parameter too: the momentum buffer of SGD and Muon, the
-            first moment of Adam. Each rank then continues from the mean. Not with fragments or a base.
+        average_momentum: Exchange the momentum of SGD or Muon too. Each rank then continues from the mean of both.
+            Not with fragments or a base. Adam's moments stay local: the first without the second may be too large.
 
     Raises:
         ValueError: An argument is out of range, or does not fit the others, the model or the transport. Or the

@@ -36,6 +36,7 @@ from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
 
+BUFFER = "momentum_buffer"  # what torch calls the momentum of SGD and Muon
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
 
 
@@ -253,7 +254,7 @@ class Momenta:
     """The momenta of an optimizer's parameters, as tensors that stay where they are when a state is loaded.
 
     Args:
-        optimizer: An optimizer that keeps `momentum_buffer` or `exp_avg`.
+        optimizer: SGD or Muon, or another optimizer that keeps a `momentum_buffer`.
         named: (name, parameter) pairs.
 
     Attributes:
@@ -263,34 +264,34 @@ class Momenta:
     def __init__(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]):
         self._optimizer, names = optimizer, {p: name for name, p in named}
         self._parts = [
-            (names[p], p, key, torch.zeros_like(p.detach()))
+            (names[p], p, torch.zeros_like(p.detach()))
             for group in optimizer.param_groups
-            if (key := "momentum_buffer" if group.get("momentum") else "exp_avg" if "betas" in group else None)
+            if group.get("momentum")
             for p in group["params"]
             if p in names
         ]
         if not self._parts:
             raise ValueError(
-                f"average_momentum needs momentum, and {type(optimizer).__name__} has none: set its momentum, or "
-                "leave average_momentum out"
+                f"average_momentum needs the momentum of SGD or Muon, and {type(optimizer).__name__} has none: "
+                "set its momentum, or leave average_momentum out"
             )
-        self.named = [(f"{name}.momentum", momentum) for name, _, _, momentum in self._parts]
+        self.named = [(f"{name}.momentum", momentum) for name, _, momentum in self._parts]
 
     @torch.no_grad()
     def attach(self, loads: bool = True) -> None:
         """Let the optimizer use these tensors. loads: with the values of those that it has made or loaded."""
-        for name, p, key, momentum in self._parts:
+        for name, p, momentum in self._parts:
             state = self._optimizer.state.get(p)
-            if not state or state.get(key) is momentum:
+            if not state or state.get(BUFFER) is momentum:
                 continue
-            if state.get(key) is None:
+            if state.get(BUFFER) is None:
                 raise ValueError(
-                    f"average_momentum needs the {key} of {name}, which {type(self._optimizer).__name__} does not "
-                    "keep: leave average_momentum out"
+                    f"average_momentum needs the {BUFFER} of {name}, which {type(self._optimizer).__name__} does "
+                    "not keep: leave average_momentum out"
                 )
             if loads:
-                local(momentum).copy_(local(state[key]))
-            state[key] = momentum
+                local(momentum).copy_(local(state[BUFFER]))
+            state[BUFFER] = momentum
 
 
 def check_method(method: Any) -> None:
