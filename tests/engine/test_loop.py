@@ -12,18 +12,10 @@ from cases import case
 from on_ranks import on_ranks
 from torch import Tensor
 
+from dgc import compression as methods
 from dgc.bucket import make_bucket
 from dgc.comm import AllReduce, TrafficMeter
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.compression import (
-    Compressor,
-    DenseCompressor,
-    DenseResult,
-    DGCCompressor,
-    PowerSGDCompressor,
-    Reduced,
-    StatelessCompressor,
-)
 from dgc.engine.buckets import PlannedBucket, keep_states, plan_buckets
 from dgc.engine.loop import COMMUNICATORS, Engine, StartOrder
 from dgc.memory import DGCSGDMemory
@@ -89,13 +81,13 @@ class Run:
     """Buckets of three methods, with gradients that differ between ranks and steps."""
 
     def __init__(self, transport: LockstepTransport, bucket_mb: float = 1e-6):
-        dgc, powersgd = DGCCompressor(0.25, DGCSGDMemory(momentum=0.9)), PowerSGDCompressor(rank=1)
-        methods: list[Compressor] = [dgc, DenseCompressor(), powersgd]
+        dgc, dense = methods.DGCCompressor(0.25, DGCSGDMemory(momentum=0.9)), methods.DenseCompressor()
+        kinds: list[methods.Compressor] = [dgc, dense, methods.PowerSGDCompressor(rank=1)]
         self.parameters = [torch.zeros(shape) for shape in SHAPES]
         named = [(f"p{i}", p) for i, p in enumerate(self.parameters)]
-        of_name = {name: methods[i % 3] if p.dim() > 1 else methods[1] for i, (name, p) in enumerate(named)}
+        of_name = {name: kinds[i % 3] if p.dim() > 1 else dense for i, (name, p) in enumerate(named)}
         planned = plan_buckets(named, lambda segment: of_name[segment.name], bucket_mb, "test")
-        self.methods: list[Compressor] = [dgc, powersgd]
+        self.methods = kinds[::2]
         self.kept = keep_states(planned, transport.size, transport.rank, self.methods)[:2]
         self.rank, self.steps, self.begin = transport.rank, 0, Mock()
         self.engine = Engine([[plan] for plan in planned], transport, TrafficMeter(), "test", self.begin)
@@ -136,7 +128,7 @@ class Run:
         return [states.state_dict() for states in self.kept]
 
 
-class Rounds(StatelessCompressor):
+class Rounds(methods.StatelessCompressor):
     """Adds a number in each of some rounds, and leaves the sum of all replies in the bucket."""
 
     def __init__(self, number: int, rank: int):
@@ -148,7 +140,7 @@ class Rounds(StatelessCompressor):
             (reply,) = yield (AllReduce(torch.tensor([float(self.rank + r)]), "sum"),)
             total += reply.item()
         bucket.flat.fill_(total)
-        return Reduced(DenseResult(), state)
+        return methods.Reduced(methods.DenseResult(), state)
 
 
 def engine_of(planned: list[PlannedBucket], transport: LockstepTransport) -> Engine:
@@ -244,7 +236,7 @@ def test_the_loop_asks_only_for_replies_that_let_it_continue() -> None:
     transport = LockstepTransport(LockstepWorld(1), 0)
     transport.poll = polls = Mock(return_value=False)  # type: ignore[method-assign]
     named = [(f"p{i}", torch.zeros(4)) for i in range(320)]
-    planned = plan_buckets(named, lambda segment: DenseCompressor(), 1e-6, "test")
+    planned = plan_buckets(named, lambda segment: methods.DenseCompressor(), 1e-6, "test")
     engine = engine_of(planned, transport)
     for g in range(len(planned)):
         engine.start(g)

@@ -30,10 +30,7 @@ HORIZON = 5.0  # seconds of a quiet machine in which the other ranks tell why th
 
 
 class Launcher:
-    """Starts programs on several ranks.
-
-    commands: The commands, which run at the same time, for a number of ranks and the words after `python`.
-    """
+    """Starts programs on several ranks: commands that run at the same time, of the words after `python`."""
 
     def __init__(self, commands: Callable[..., Commands]) -> None:
         self._commands, self.__name__ = commands, commands.__name__
@@ -148,10 +145,7 @@ def each_rank_of(*groups: Any, **options: Any) -> Callable[[Callable[..., Any]],
 
 
 class Group:
-    """Ranks that run one function after another. They start with the first one.
-
-    An exception, the end of a rank or a time-out in any of them ends all. The next function starts others.
-    """
+    """Ranks that run one function after another. One that fails or is late ends all: the next starts others."""
 
     def __init__(self, launch: Launcher, size: int) -> None:
         self.launch, self.size = launch, size
@@ -166,17 +160,10 @@ class Group:
         last: bool = False,
         **options: Any,
     ) -> list[Any]:
-        """What the function returns on each rank.
+        """What the function, or the body of a test of `each_rank_of`, returns on each rank for a new transport.
 
-        Args:
-            function: A function of a module, or the body of a test of `each_rank_of`. It gets a new transport.
-            arguments: Further arguments.
-            within: Its time limit in seconds of a quiet machine.
-            last: The ranks end after it, each for itself.
-            options: Of `dgc.comm.connect.connect`.
-
-        Raises:
-            AssertionError: It failed on a rank. The message has the tracebacks of all ranks and their output.
+        within: Its time limit in seconds of a quiet machine. last: The ranks end after it, each for itself.
+        options: Of `dgc.comm.connect.connect`. An AssertionError has the tracebacks of all ranks and their output.
         """
         if not self._ranks:
             self._start()

@@ -11,22 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from cases import case
+from parallel import sharded
 from parallel.found import digest, refused, told
 from parallel.ranks import each_rank_of, over, torchrun
-from parallel.sharded import (
-    batches,
-    build,
-    check_a_dropped_step,
-    divide,
-    kept,
-    loss_of,
-    network,
-    of_hsdp,
-    on_gradient,
-    shard,
-    train,
-    whole,
-)
+from parallel.sharded import batches, build, kept, loss_of, network, on_gradient, shard, train, whole
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -188,7 +176,7 @@ def test_a_nonfinite_gradient_drops_the_step_everywhere(transport: Any) -> dict[
         return model, quantize(model, 4, **options), sgd(model, momentum=0.9)
 
     reason = f"the gradient of 0.weight on rank {transport.size - 1} has NaN or inf, or is 2**64 or more"
-    return check_a_dropped_step(transport, start, reason, exact_error, unscales=False)
+    return sharded.check_a_dropped_step(transport, start, reason, exact_error, unscales=False)
 
 
 @on_ranks
@@ -286,7 +274,7 @@ def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any
     refused("it was saved with another error= or number of ranks", partial(second.load_state_dict, exact))
     second.close()
     if transport.size % 2 == 0:
-        refused("is sharded over a mesh of 2 dimensions", partial(quantize, shard(network(), of_hsdp())))
+        refused("is sharded over a mesh of 2 dimensions", partial(quantize, shard(network(), sharded.of_hsdp())))
 
 
 @on_ranks
@@ -302,7 +290,7 @@ def test_a_step_that_cannot_work_is_refused(transport: Any) -> None:
             refused(message, lambda: loss_of(model, batch).backward(), RuntimeError)
         quantizer.close()
 
-    check("call set_force_sum_reduction_for_comms(True)", lambda model: divide(model, 1.5, sums=False))
+    check("call set_force_sum_reduction_for_comms(True)", lambda model: sharded.divide(model, 1.5, sums=False))
     check("close() the quantizer and call it again", lambda model: model[5].requires_grad_(False))
     mixed = network()
     mixed[0].bias.requires_grad_(False)

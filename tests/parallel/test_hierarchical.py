@@ -16,28 +16,22 @@ from parallel.ranks import each_rank_of, over, two_agents, two_gloo_machines, tw
 from torch.distributed import is_initialized
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc import compression as methods
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
-from dgc.compression import (
-    DGCCompressor,
-    NonFiniteGradientError,
-    PowerSGDCompressor,
-    ThresholdCompressor,
-    TwoPhaseCompressor,
-)
 from dgc.ddp import compress
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 OVER_HOROVOD = [over(two_machines, 4), over(two_gloo_machines, 4, pytest.mark.proof)]
 METHODS: dict[str, Any] = {
-    "dgc": lambda: DGCCompressor(
+    "dgc": lambda: methods.DGCCompressor(
         0.05, DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(5.0)), int32_indices=True
     ),
-    "powersgd": lambda: PowerSGDCompressor(1, num_iters_per_step=4),
-    "2bit": lambda: ThresholdCompressor(threshold=0.01),
-    "4 bits": lambda: TwoPhaseCompressor(4),
+    "powersgd": lambda: methods.PowerSGDCompressor(1, num_iters_per_step=4),
+    "2bit": lambda: methods.ThresholdCompressor(threshold=0.01),
+    "4 bits": lambda: methods.TwoPhaseCompressor(4),
 }
 
 
@@ -72,7 +66,7 @@ def train(transport: Any, method: str, hierarchical: str = "auto", through: str 
         inputs = torch.randn(8, 32, generator=generator)
         if number == 5 and transport.rank == 3:
             inputs[0, 0] = float("inf")
-        message += told(partial(step, inputs), NonFiniteGradientError)
+        message += told(partial(step, inputs), methods.NonFiniteGradientError)
     if through != "DDP":
         exchange.close()
     return exchange, message, digest(model.parameters())

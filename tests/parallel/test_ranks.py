@@ -19,17 +19,8 @@ from parallel.ranks import Group, alone, each_rank_of, horovodrun, mpirun, over,
 from states import assert_equal
 
 from dgc import comm, kernels, paper
+from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import (
-    BF16Compressor,
-    ChunkCompressor,
-    DenseCompressor,
-    DGCCompressor,
-    FP16Compressor,
-    NonFiniteGradientError,
-    ThresholdCompressor,
-    TwoPhaseCompressor,
-)
 from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
@@ -128,24 +119,24 @@ def test_a_run_that_loads_the_states_of_all_ranks_from_rank_0_has_the_bits_of_th
     assert other.error_norm() > 0
 
 
-def clipped(ratio: float, **options: Any) -> DGCCompressor:
+def clipped(ratio: float, **options: Any) -> methods.DGCCompressor:
     memory = DGCSGDMemory(0.9, nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0))
-    return DGCCompressor(ratio, memory, **options)
+    return methods.DGCCompressor(ratio, memory, **options)
 
 
 SMALL: dict[str, Any] = {"fp16_values": True, "int32_indices": True, "warmup_epochs": 2}
 SCATTERED: dict[str, Any] = {"exchange": "reduce_scatter", "values": Int8Values(), "indices": RiceIndices()}
 COMPRESSORS: dict[str, Callable[[], Any]] = {
-    "dense": DenseCompressor,
-    "fp16": FP16Compressor,
-    "bf16": BF16Compressor,
-    "residual": lambda: DGCCompressor(0.01, ResidualMemory()),
+    "dense": methods.DenseCompressor,
+    "fp16": methods.FP16Compressor,
+    "bf16": methods.BF16Compressor,
+    "residual": lambda: methods.DGCCompressor(0.01, ResidualMemory()),
     "dgc": lambda: dgc(0.01),
     "dgc-wire": lambda: clipped(0.001, **SMALL),
     "reduce-scatter": lambda: dgc(0.01, **SCATTERED),
-    "8 bits": TwoPhaseCompressor,
-    "4 bits": lambda: TwoPhaseCompressor(4, 64, 8),
-    "chunks": lambda: ChunkCompressor(0.01, DGCSGDMemory(0.9)),
+    "8 bits": methods.TwoPhaseCompressor,
+    "4 bits": lambda: methods.TwoPhaseCompressor(4, 64, 8),
+    "chunks": lambda: methods.ChunkCompressor(0.01, DGCSGDMemory(0.9)),
     "paper-dgc": lambda: paper.DGC(0.01),
     "paper-2bit": lambda: paper.Threshold(2, 0.01),
     "gtopk": lambda: dgc(0.01, exchange="gtopk", dense_values="int8"),  # from point to point
@@ -190,7 +181,7 @@ def train(
         torch.nn.functional.cross_entropy(outputs, (inputs @ weights).argmax(1)).backward()
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
-            messages.append(told(optimizer.step, NonFiniteGradientError))
+            messages.append(told(optimizer.step, methods.NonFiniteGradientError))
     optimizer.close()
     assert all(p.isfinite().all() for p in model.parameters()) and optimizer.error_norm() < 1e6
     return digest(model.parameters()), optimizer.dropped_steps, [message for message in messages if message]
@@ -255,7 +246,7 @@ def test_200_steps_repeat_bit_for_bit_on_equal_replicas_of_other_processes(group
 
 @each_rank_of(TWO)
 def test_ranks_that_disagree_are_told_so(transport: Any) -> None:
-    compression = ThresholdCompressor(threshold=0.25 if transport.rank else 0.5)
+    compression = methods.ThresholdCompressor(threshold=0.25 if transport.rank else 0.5)
     setting = "compression.threshold is 0.5 on rank 0 and 0.25 on rank 1: every rank needs the same settings"
     assert told(partial(wrap, torch.nn.Linear(4, 8), transport, compression=compression), ValueError) == setting
 
