@@ -1,6 +1,7 @@
 """The limits on a gradient, against plain formulas."""
 
 import math
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -8,18 +9,14 @@ import pytest
 import torch
 from cases import case
 from memory.held import bucket_of
+from refusals import refuse
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, ClipValueByGlobalNorm, DGCSGDMemory
 
 SHAPES: dict[str, Any] = {"a": (4, 3), "none": (0, 2), "b": (5,), "c": (2, 3, 2, 2)}
-CLIPPINGS: list[Clipping] = [
-    ClipByValue(0.3),
-    ClipByNorm(0.5),
-    ClipByNorm(0.5, math.inf),
-    ClipByGlobalNorm(0.5),
-    ClipValueByGlobalNorm(),
-]
+CLIPPINGS: list[Clipping] = [ClipByNorm(0.5), ClipByNorm(0.5, math.inf), ClipByGlobalNorm(0.5)]
+CLIPPINGS += [ClipByValue(0.3), ClipValueByGlobalNorm()]
 
 
 def parts(bucket: Any, flat: Any) -> Any:
@@ -88,11 +85,8 @@ def test_norms_in_half_precision_do_not_overflow() -> None:
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_bad_limits() -> None:
-    kinds: list[Any] = [ClipByValue, ClipByNorm, ClipByGlobalNorm, lambda order: ClipByNorm(1.0, order)]
-    for kind in kinds:
+    for kind in (ClipByValue, ClipByNorm, ClipByGlobalNorm, partial(ClipByNorm, 1.0)):
         for limit in (0, -1.0, math.nan, "1", None, True):
-            with pytest.raises(ValueError, match="(clip_value|max_norm|norm_type) must be a positive number"):
-                kind(limit)
+            refuse("(clip_value|max_norm|norm_type) must be a positive number", kind, limit)
     for clipping in (ClipByNorm, 1.0, True):
-        with pytest.raises(ValueError, match="^gradient_clipping must be None or one of"):
-            DGCSGDMemory(0.9, gradient_clipping=clipping)  # type: ignore[arg-type]
+        refuse("^gradient_clipping must be None or one of", DGCSGDMemory, 0.9, gradient_clipping=clipping)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import case
 from memory.held import SHAPES, Held, bucket_of
-from refusals import check_refusals
+from refusals import refuse
 
 from dgc.bucket import make_bucket
 from dgc.kernels import PassInputs
@@ -77,11 +77,9 @@ def test_the_memory_clips_before_it_accumulates_and_no_memory_forgets() -> None:
 def test_the_momentum_and_the_decay_of_a_memory() -> None:
     memory = DGCSGDMemory(0.8, True)
     assert memory.correction == MomentumCorrection(0.8, True) and memory.momentum_masking
-    check_refusals(
-        (lambda: DGCSGDMemory(-0.1), "momentum"),
-        (lambda: DGCSGDMemory(1.0), "momentum"),
-        (lambda: ResidualMemory(decay=0.0), r"decay must be in \(0, 1\]"),
-    )
+    for momentum in (-0.1, 1.0):
+        refuse("momentum", DGCSGDMemory, momentum)
+    refuse(r"decay must be in \(0, 1\]", ResidualMemory, decay=0.0)
 
 
 @every_memory

@@ -10,9 +10,10 @@ from cases import case
 from optim import nets
 from torch import nn
 
-from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, Route, Rule
-from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.optim import DGCSGD
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor, DGCCompressor, Route, Rule
+from dgc.memory import ClipByGlobalNorm, ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
 
 
 @pytest.mark.parametrize("size", nets.SIZES)
@@ -259,16 +260,6 @@ def test_a_step_that_was_left_out_after_synchronize(zero: Any) -> None:
 
 
 @nets.each_rank(2)
-def test_a_route_of_compressors(model: Any, transport: Any) -> None:
-    route = Route([Rule(BF16Compressor(), name="last.*"), Rule(nets.dgc(0.1), min_dim=2), Rule(DenseCompressor())])
-    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=route)
-    kinds = {s.name: type(p.compressor) for p in optimizer.planned for s in p.bucket.segments}
-    assert {kinds.pop("last.weight"), kinds.pop("last.bias")} == {BF16Compressor} and len(kinds) == 4
-    assert all(kind is (DGCCompressor if "weight" in name else DenseCompressor) for name, kind in kinds.items())
-    nets.train(model, optimizer, range(3), transport.rank)
-
-
-@nets.each_rank(2)
 def test_two_optimizers_on_one_transport(model: Any, transport: Any) -> None:
     first, last = (nets.wrap(module, transport) for module in (model.first, model.last))
     for step in range(3):
@@ -281,3 +272,49 @@ def test_two_optimizers_on_one_transport(model: Any, transport: Any) -> None:
 def test_a_horovod_compression() -> None:
     found, expected = nets.trained(2, [0], compression=lambda: nets.Half), nets.trained_alone(2, [0])
     torch.testing.assert_close(nets.values(found), nets.values(expected), rtol=1e-3, atol=1e-3)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {"weight": (10, 10), "bias": (100,), "empty": (0,)}
+
+
+def moved(transport: Any, compression: Any, gradients: Any) -> Any:
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
+    inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+    sum((p * gradients[name]).sum() for name, p in model.items() if p.numel()).backward()
+    optimizer.step()
+    return {name: -p.detach() for name, p in model.items()}, optimizer
+
+
+def normal(rank: Any, scale: float = 1.0) -> Any:
+    generator = torch.Generator().manual_seed(rank)
+    return {name: scale * torch.randn(SHAPES[name], generator=generator) for name in ("weight", "bias")}
+
+
+def clipped(clipping: Any, ratio: float = 0.5, **options: Any) -> Any:
+    compression = DGCCompressor(ratio, DGCSGDMemory(0.9, gradient_clipping=clipping), **options)
+    compression.begin_epoch(0)
+    return compression
+
+
+def test_a_bias_moves_no_further_than_the_limit_and_a_matrix_in_a_warm_up() -> None:
+    for ratio, options in ((1.0, {}), (0.01, {}), (0.01, {"fp16_values": True})):
+        with case(ratio, options):
+            step, _ = moved(nets.alone(), clipped(ClipByNorm(1.0), ratio, **options), normal(0, 100.0))
+            assert float(step["weight"].norm()) < 1.001 and 0.99 < float(step["bias"].norm()) < 1.001
+
+    for clipping in (ClipByNorm(1.0), ClipByGlobalNorm(1.0)):
+        warming = partial(clipped, clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
+        for step in LockstepWorld(2).run(lambda t, w=warming: moved(t, w(), normal(t.rank, 100.0))[0]):
+            assert float(step["weight"].norm()) < 1.001 and float(step["bias"].norm()) < 1.001
+
+
+def test_a_dropped_step_stays_dropped_and_another_compressor_for_vectors_does_not_clip() -> None:
+    bad = normal(0)
+    bad["bias"][3] = float("nan")
+    with pytest.warns(UserWarning, match="the gradient of bias on rank 0 has NaN or inf"):
+        step, optimizer = moved(nets.alone(), clipped(ClipByNorm(1.0)), bad)
+    assert optimizer.dropped_steps == 1 and not any(p.any() for p in step.values())
+    route = Route([Rule(DenseCompressor(), max_dim=1), Rule(clipped(ClipByNorm(1.0)))])
+    step, _ = moved(nets.alone(), route, normal(0, 100.0))
+    torch.testing.assert_close(step["bias"], normal(0, 100.0)["bias"])

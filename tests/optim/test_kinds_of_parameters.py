@@ -35,10 +35,13 @@ def test_parameters_unused_in_some_steps_on_some_ranks(zero: Any, kind: Any) -> 
         nets.assert_same(found, nets.trained_alone(2, range(6), loss=joint))
 
 
-def test_a_parameter_that_no_rank_uses_stays_and_gradients_with_a_graph_of_their_own_are_detached() -> None:
-    trained = nets.trained(2, range(3), training={"spare": False})
-    assert torch.equal(trained.spare.weight, nets.net().spare.weight)
-    assert not torch.equal(trained.first.weight, nets.net().first.weight)
+def test_a_parameter_that_no_rank_uses_stays() -> None:
+    model = nets.trained(2, range(3), training={"spare": False})
+    assert torch.equal(model.spare.weight, nets.net().spare.weight)
+    assert not torch.equal(model.first.weight, nets.net().first.weight)
+
+
+def test_gradients_with_a_graph_of_their_own() -> None:
     optimizer = nets.wrap(model := nets.net(), nets.alone())
     with pytest.warns(UserWarning, match="create_graph"):
         nets.loss_of(model, 0).backward(create_graph=True)

@@ -169,18 +169,14 @@ def test_twenty_clean_ends_of_twenty(transport: Any) -> None:
         assert abs(float(total.mean()) - gossip.progress) < 1e-2
 
 
-def cpu_seconds(thread: int | None) -> float:
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-
-
 @each_rank_of(over(mpirun, 2, PROOF), point_to_point=True)
 def test_waiting_costs_no_core(transport: Any) -> None:
     gossip, _, _ = begun(transport, 1_000_000)
     (thread,) = [t for t in threading.enumerate() if t.name == "AD-PSGD gossip"]
-    time.sleep(0.5)
-    before, start = cpu_seconds(thread.native_id), time.perf_counter()
-    time.sleep(3)
-    spent = (cpu_seconds(thread.native_id) - before) / (time.perf_counter() - start)
+    spent, status = [], Path(f"/proc/self/task/{thread.native_id}/schedstat")
+    for pause in (0.5, 3):
+        time.sleep(pause)
+        spent.append(int(status.read_text().split()[0]) / 1e9)
     gossip.synchronize_messages()
     gossip.close()
-    assert spent < 0.1, spent
+    assert spent[1] - spent[0] < 0.3, spent

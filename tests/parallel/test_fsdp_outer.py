@@ -25,8 +25,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def method() -> OuterSteps:
-    return OuterSteps(3, outer=Nesterov())
+method = partial(OuterSteps, 3, outer=Nesterov())
 
 
 def train_on(own: Any, model: Any, inputs: Sequence[Tensor], bad: bool) -> None:
@@ -54,7 +53,10 @@ def outer(transport: Any, make: Any, steps: Any, **options: Any) -> tuple[Any, A
     return model, ShardedLocalOptimizer(make(model), model, steps, transport=transport, **options)
 
 
-@pytest.mark.parametrize("make", [adam, muon])
+each_make = pytest.mark.parametrize("make", [adam, muon])
+
+
+@each_make
 @on_machines
 def test_machines_are_workers_of_outer_steps(transport: Any, make: Any) -> str:
     """In the fourth of seven steps one shard of rank 3 has a gradient of NaN."""
@@ -81,7 +83,7 @@ def test_machines_are_workers_of_outer_steps(transport: Any, make: Any) -> str:
     return mean
 
 
-@pytest.mark.parametrize("make", [adam, muon])
+@each_make
 @on_machines
 def test_replicas_of_ddp_on_a_machine_take_the_same_outer_steps(transport: Any, make: Any) -> None:
     replica = DistributedDataParallel(network(), process_group=machine(transport).get_group())
@@ -94,7 +96,7 @@ def test_replicas_of_ddp_on_a_machine_take_the_same_outer_steps(transport: Any, 
     own.close()
 
 
-@pytest.mark.parametrize("make", [adam, muon])
+@each_make
 @on_machines
 def test_a_loaded_run_of_compressed_outer_steps_continues_bit_for_bit(transport: Any, make: Any) -> str:
     inputs, ends = batches(6, transport.rank), []

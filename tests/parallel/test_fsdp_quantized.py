@@ -181,15 +181,8 @@ def test_a_nonfinite_gradient_drops_the_step_everywhere(transport: Any) -> dict[
 
 @on_ranks
 def test_an_exception_in_backward_leaves_nothing_behind(transport: Any) -> None:
-    """After one of three groups was reduced. The next step is as if it had not been.
-
-    FSDP2 itself keeps what it has of the gradients of the outermost module.
-    """
-    first, second = batches(2, transport.rank)
-    ends = []
-
-    def fail(gradient: Tensor) -> None:
-        raise ArithmeticError("in backward")
+    """After one of three groups was reduced. FSDP2 itself keeps the gradients of the outermost module."""
+    (first, second), ends = batches(2, transport.rank), []
 
     for fails in (False, True):
         model = build(mesh())
@@ -197,9 +190,8 @@ def test_an_exception_in_backward_leaves_nothing_behind(transport: Any) -> None:
         train(model, optimizer, [first])
         if fails:
             error = exact_error(quantizer)
-            handle = on_gradient(model[0], fail)
-            assert told(partial(train, model, optimizer, [second]), ArithmeticError) == "in backward"
-            handle.remove()
+            with on_gradient(model[0], Mock(side_effect=ArithmeticError("in backward"))):
+                assert told(partial(train, model, optimizer, [second]), ArithmeticError) == "in backward"
             model.reset_iter_state()
             assert exact_error(quantizer) == error
         train(model, optimizer, [second])

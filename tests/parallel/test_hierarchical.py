@@ -25,10 +25,9 @@ from dgc.memory import ClipByGlobalNorm, DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 
 OVER_HOROVOD = [over(two_machines, 4), over(two_gloo_machines, 4, pytest.mark.proof)]
+CLIP = ClipByGlobalNorm(5.0)
 METHODS: dict[str, Any] = {
-    "dgc": lambda: methods.DGCCompressor(
-        0.05, DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(5.0)), int32_indices=True
-    ),
+    "dgc": lambda: methods.DGCCompressor(0.05, DGCSGDMemory(0.9, gradient_clipping=CLIP), int32_indices=True),
     "powersgd": lambda: methods.PowerSGDCompressor(1, num_iters_per_step=4),
     "2bit": lambda: methods.ThresholdCompressor(threshold=0.01),
     "4 bits": lambda: methods.TwoPhaseCompressor(4),
@@ -36,10 +35,8 @@ METHODS: dict[str, Any] = {
 
 
 def train(transport: Any, method: str, hierarchical: str = "auto", through: str = "step()") -> Any:
-    """What exchanges the gradients, the message of a dropped step, and a hash of the model.
-
-    The tensors make shares without a matrix, and an empty one.
-    through: "step()" and "synchronize()" of DistributedOptimizer, or "DDP".
+    """What exchanges the gradients, in shares of which one has no matrix and one nothing, the message of a dropped
+    step, and a hash of the model. through: "step()" and "synchronize()" of DistributedOptimizer, or "DDP".
     """
     torch.manual_seed(3)
     first, last = torch.nn.Linear(32, 100, bias=False), torch.nn.Linear(100, 10)

@@ -37,8 +37,7 @@ class Run:
         script = [str(REPOSITORY / "train.py"), "--configs", "configs/digits/cnn.py", *files, *WORDS, *words]
         script += [f"--configs.train.timeout={patient(120)}", "--run-dir", str(directory / "run")]
         command, environment = prepare(ranks, script)
-        if torchrun:
-            command = torchrun_command(ranks, script)
+        command = torchrun_command(ranks, script) if torchrun else command
         directory.mkdir(parents=True, exist_ok=True)
         self.output = directory / "output"
         self.process = start(command, self.output, {**environment, "PYTHONPATH": str(REPOSITORY)})
@@ -50,24 +49,22 @@ class Run:
         """Process ids of the running ranks, in order of their start."""
         return children(self.process.pid)
 
-    def wait_for_training(self, timeout: float = 120) -> None:
+    def wait_for_training(self) -> None:
         """Returns when the training loop begins or the run has ended."""
-        limit = time.monotonic() + patient(timeout)
+        limit = time.monotonic() + patient(120)
         while self.process.poll() is None and " steps per epoch" not in self.text():
             assert time.monotonic() < limit, self.text()[-3000:]
             time.sleep(0.02)
 
     def end(self, timeout: float = 120) -> int:
         """Waits for the launcher and all ranks. Returns the launcher's exit status."""
-        pids = self.ranks()
-        status = self.process.wait(patient(timeout))
+        pids, status = self.ranks(), self.process.wait(patient(timeout))
         limit = time.monotonic() + patient(10)
-        for pid in pids:
-            while is_running(pid):
-                # Ranks may outlive a killed launcher. A batch system would end them.
-                if time.monotonic() > limit:
-                    send(pid, signal.SIGKILL)
-                time.sleep(0.02)
+        while any(map(is_running, pids)):
+            # Ranks may outlive a killed launcher. A batch system would end them.
+            for pid in pids if time.monotonic() > limit else ():
+                send(pid, signal.SIGKILL)
+            time.sleep(0.02)
         return status
 
 

@@ -1,7 +1,4 @@
-"""A run that is interrupted at any moment resumes and ends with the same bits as an uninterrupted run.
-
-Chunks can be run alone, each with its own seed: `pytest -m proof tests/proof/test_kills.py -k "sigkill and 3"`.
-"""
+"""A run that is interrupted at any moment resumes and ends with the same bits as an uninterrupted run."""
 
 import random
 import shutil
@@ -30,10 +27,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(
     kills: int, directory: Path, reference: Path, draw: random.Random, method: str = "dgc", saves: bool = False
 ) -> int:
-    """Starts and interrupts the run of a directory repeatedly. Then it finishes, and is compared with `reference`.
+    """Interrupts the run of a directory repeatedly, and compares its end with `reference`.
 
-    The signal goes to one rank, both, or the launcher. It is SIGKILL. With `saves`: SIGTERM to ranks, SIGUSR1 to
-    the launcher, while the run trains. Returns how often a run has saved a checkpoint at its signal.
+    SIGKILL goes to one rank, both, or the launcher. With `saves`: SIGTERM to ranks, SIGUSR1 to the launcher, while
+    the run trains. Returns how often a run has saved a checkpoint at its signal.
     """
     done = saved = 0
     while done < kills:

@@ -2,10 +2,7 @@
 
 A case is good if the run trains because the change is valid (a tensor with NaN, inf, another dtype or shape is
 never valid), or if it ends with exit status 2, a message, no traceback, and unchanged files in the run directory.
-None exceeds its time limit. A process of its own runs the cases of a method, and prints the bad ones:
-
-    PYTHONPATH=.:tests python -m proof.test_mutations METHOD KIND COUNT SEED
-        METHOD: one of small_runs.METHODS; KIND: config, words, checkpoint, saved_config
+`PYTHONPATH=.:tests python -m proof.test_mutations METHOD KIND COUNT SEED` prints the bad cases of a method.
 """
 
 import contextlib
@@ -39,14 +36,12 @@ CASES = [("dgc", "config", 110), ("dgc", "words", 70), ("dgc", "checkpoint", 90)
 OTHERS = [method for method in METHODS if method != "dgc"]
 CASES += [(method, kind, n) for method in OTHERS for kind, n in (("config", 15), ("words", 5), ("checkpoint", 30))]
 QUICK = (
-    "train.num_epochs 2 train.batch_size 400 train.timeout 50 train.warmup_lr_epochs 1 train.checkpoint_every 2"
+    "train.num_epochs 2 train.batch_size 400 train.timeout 50 train.warmup_lr_epochs 1 train.checkpoint_every 2 "
 )
-QUICK += " model.width 4 data.num_threads_per_worker 1"
+QUICK += "model.width 4 data.num_threads_per_worker 1"
 VALUES: list[Any] = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf"), 10**30]
 VALUES += ["", "abc", "${x}", "${", "1e-3", "\u00e9\u0000"]
 VALUES += [[], [1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
-
-
 Place = tuple[dict[Any, Any], Any, str]
 Case = tuple[str, Path, list[str]]  # what is damaged, the directory, and the words of the command line
 
