@@ -24,11 +24,10 @@ def names(planned: Any) -> Any:
 
 
 def plan(named: Any, elements: Any, route: Any = None) -> Any:
-    """Plan buckets of at most `elements` fp32 elements."""
     return plan_buckets(named, route or (lambda segment: DENSE), 4 * elements / MEGABYTE, "x")
 
 
-def test_reverse_order_up_to_the_size_and_a_large_tensor_alone() -> None:
+def test_every_parameter_once_in_reverse_order_up_to_the_size_and_a_large_tensor_alone() -> None:
     assert names(plan(parameters(10, 10, 10, 10, 10), 20)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
     assert names(plan(parameters(10, 10, 10), 30)) == [["p2", "p1", "p0"]]
     assert names(plan(parameters(10, 10, 10), 29)) == [["p2", "p1"], ["p0"]]
@@ -38,8 +37,6 @@ def test_reverse_order_up_to_the_size_and_a_large_tensor_alone() -> None:
     for size in (0.0, -1.0, float("nan")):
         refuse("bucket_mb", plan, parameters(3), size)
 
-
-def test_every_parameter_once_and_no_bucket_too_large() -> None:
     sizes = torch.randint(1, 40, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     planned = plan(parameters(*sizes), 50)
     flat = [name for bucket in names(planned) for name in bucket]
@@ -61,8 +58,7 @@ def test_one_bucket_per_dtype_and_compressor() -> None:
     assert by_names["c",].bucket.flat.dtype == torch.float16
     assert by_names["d", "b"].compressor is sparse.fallback
 
-
-def test_what_several_compressors_leave_shares_a_bucket() -> None:
+    # what several compressors leave shares a bucket
     rules = [Rule(DGCCompressor(ratio, NoMemory()), name=f"{i}.*") for i, ratio in enumerate((0.1, 0.2))]
     route = Route([*rules, Rule(DenseCompressor())])
     named = [(f"{i}.{name}", torch.zeros(n)) for i in range(3) for name, n in (("w", (9, 9)), ("b", (9,)))]

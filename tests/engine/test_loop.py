@@ -62,8 +62,6 @@ def test_every_rank_takes_over_the_order_of_rank_0_once_rank_0_fills_buckets(tra
 
 
 class Late(LockstepTransport):
-    """Replies arrive at random, at other times on each rank."""
-
     def __init__(self, transport: LockstepTransport, seed: int):
         super().__init__(transport._world, transport.rank)
         self.random = random.Random(seed + transport.rank)
@@ -73,8 +71,6 @@ class Late(LockstepTransport):
 
 
 class Run:
-    """Buckets of three methods, with gradients that differ between ranks and steps."""
-
     def __init__(self, transport: LockstepTransport, bucket_mb: float = 1e-6):
         dgc, dense = methods.DGCCompressor(0.25, DGCSGDMemory(momentum=0.9)), methods.DenseCompressor()
         kinds: list[methods.Compressor] = [dgc, dense, methods.PowerSGDCompressor(rank=1)]
@@ -211,9 +207,7 @@ def test_after_an_exception_of_a_method_nothing_continues() -> None:
         with pytest.raises(RuntimeError, match="ended with an exception, KeyError: 'of the method'"):
             use()
 
-
-def test_a_step_that_began_to_send_cannot_begin_again() -> None:
-    run = Run(LockstepWorld(1).transports[0])
+    run = Run(LockstepWorld(1).transports[0])  # nor does a step that began to send begin again
     run.fill()
     run.engine.check_ended("backward()")
     run.engine.start(0)

@@ -23,7 +23,6 @@ BROKEN = "an earlier step ended with an exception, in backward"
 
 
 def shard(transport: Transport) -> Any:
-    """Layers 1 and above are groups of their own."""
     model, mesh = Net(LAYERS, SIZE), local_mesh(transport)
     for layer in model.layers[1:]:
         fully_shard(layer, mesh=mesh)

@@ -30,7 +30,6 @@ every_memory = pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
 
 
 def held(make: Any, *buckets: Any) -> Any:
-    """A memory of these buckets, or of one of three tensors."""
     memory = Held(make())
     for bucket in buckets:
         memory.plan(bucket)
@@ -105,7 +104,6 @@ def test_what_was_sent_is_taken_back_bit_for_bit(make: Any) -> None:
 
 @every_memory
 def test_whoever_looks_between_steps_sees_what_was_sent_gone(make: Any) -> None:
-    """As in u and v by hand, which lose it at once: sparse, dense and dropped steps."""
     bucket = bucket_of()
     memory = held(make, bucket)
     momentum, nesterov = vars(memory.memory.correction or MomentumCorrection(None, False)).values()

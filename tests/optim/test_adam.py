@@ -44,7 +44,7 @@ def travel(make: Any, steps: int = 160, **settings: Any) -> Any:
     return first
 
 
-def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio() -> None:
+def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio_and_dense_ones_do_not() -> None:
     """An element sent every T steps is T times as large: the first moment stays g, the second becomes T g^2."""
     for ratio in (0.25, 0.1):
         steps = travel(partial(methods.DGCCompressor, ratio, ResidualMemory()), betas=(0.9, 0.99))
@@ -52,9 +52,7 @@ def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio() -> None
         assert float(steps.mean()) < 0.75
         assert ratio < 0.25 or bool((steps > 0.1).all())
 
-
-def test_dense_gradients_do_not_change_the_steps_and_scaled_signs_move_all_elements_alike() -> None:
-    """With one scale for all, small gradients alternate in sign: their second moment is that of the scale."""
+    # dense ones change no step; with one scale for all, small ones alternate in sign, and have its second moment
     for make in (lambda: methods.QSGDCompressor(bits=8), lambda: methods.DGCCompressor(1.0, ResidualMemory())):
         assert float(travel(make, steps=100).mean()) == pytest.approx(1.0, rel=0.05)
     steps = travel(methods.ScaledSignCompressor, betas=(0.9, 0.99))

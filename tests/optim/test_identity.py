@@ -1,7 +1,4 @@
-"""Whose state it is: the state of this rank loads, that of any other is refused by name, for every adapter.
-
-And states that earlier versions saved load, and training continues as it did there.
-"""
+"""Whose state it is: that of this rank loads, and that of an earlier version, and any other is refused by name."""
 
 import copy
 import io
@@ -150,8 +147,6 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.parametrize("steps", [{0: 3, 1: 2}, {0: 3, 1: 0}])
 def test_states_of_different_steps_are_refused_before_anything_is_sent(name: str, steps: Any) -> None:
-    """Also where one rank has loaded none."""
-
     def body(transport: Any) -> None:
         adapter, again = ADAPTERS[name](transport), ADAPTERS[name](transport)
         states = {number: adapter.train([number]).state() for number in (1, 2, 3)}
@@ -290,21 +285,15 @@ FILES = {
 SAVED, CONTINUED = range(3), range(3, 6)
 
 
-def small_net() -> nn.Module:
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
-    generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) / 2)
-    return model.float()
-
-
 def loss_of_small(model: nn.Module, step: int, rank: int) -> Tensor:
-    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float32)
+    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1000 * step + rank))
     return (model(inputs) - inputs[:, :2].sin()).square().mean()
 
 
 def started(transport: Any, make: Any) -> tuple[nn.Module, Any, Adapter]:
-    model = small_net()
+    model, generator = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)), torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator) / 2)
     optimizer, owner = make(model, transport)
 
     def step(number: int) -> None:
@@ -332,11 +321,6 @@ def mixing(algorithm: Callable[[], Any], make: Any = momentum_sgd) -> Any:
     return lambda model, t: (LocalOptimizer(make(model), model.named_parameters(), algorithm(), transport=t),) * 2
 
 
-def aggregating(model: Any, transport: Any) -> Any:
-    config = Config(1, 1.0, start_compressing_after_num_steps=1)
-    return momentum_sgd(model), PowerSGD(model.parameters(), config, transport)
-
-
 def adam(kind: Any, **options: Any) -> Any:
     return lambda model: kind(model.parameters(), lr=0.05, **options)
 
@@ -360,7 +344,7 @@ CASES: dict[str, Any] = {
     "chunks": exchanging(lambda: methods.ChunkCompressor(0.3, ResidualMemory(), 8)),
     "1-bit Adam": exchanging(methods.OneBitAdamCompressor, adam(OneBitAdam, freeze_step=2)),
     "DGC for Adam": exchanging(partial(methods.DGCAdamCompressor, 0.2), adam(DGCAdam, freeze_step=2)),
-    "aggregate": aggregating,
+    "aggregate": lambda model, t: (momentum_sgd(model), PowerSGD(model.parameters(), Config(1, 1.0, 1), t)),
     "SGP": mixing(SGP),
     "OSGP": mixing(OSGP),
     "D-PSGD": mixing(DPSGD),

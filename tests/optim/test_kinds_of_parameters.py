@@ -119,7 +119,6 @@ def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
 
 @pytest.mark.parametrize("compression", [None, lambda: DGCCompressor(1.0, ResidualMemory())])
 def test_sparse_adam_steps_on_the_rows_of_all_ranks(compression: Any) -> None:
-    """Also where a rank does not use the table, or state is created for a broadcast."""
     torch.manual_seed(0)
     reference = nn.Embedding(20, 4, sparse=True)
 
@@ -169,13 +168,11 @@ def test_channels_last() -> None:
         x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
         return model(x.to(memory_format=torch.channels_last)).square().mean()
 
-    def finish(model: Any, optimizer: Any) -> None:
-        assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
-        optimizer.step()
-
     def end(compression: Any) -> Any:
-        training = {"loss": loss, "finish": finish}
-        return nets.trained(2, range(4), nets.dgc_sgd, compression, [build(), build()], training=training)
+        training, models = {"loss": loss}, [build(), build()]
+        model = nets.trained(2, range(4), nets.dgc_sgd, compression, models, training=training)
+        assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+        return model
 
     dense, complete, sparse = end(DenseCompressor), end(lambda: nets.dgc(1.0)), end(lambda: nets.dgc(0.1))
     nets.assert_same(dense, complete)

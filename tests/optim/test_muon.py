@@ -170,7 +170,7 @@ def test_groups_of_a_wrapped_model_are_those_of_the_model() -> None:
         assert nets.same(adamw, model.fc.parameters()) and nets.same(muon, [model.other.weight])
 
 
-def test_refused() -> None:
+def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nets.net()
     half_net = nn.ModuleDict({"first": nn.Linear(4, 4, dtype=torch.bfloat16), "last": nn.Linear(2, 2)})
     phase = torch.zeros(2, 2, dtype=torch.complex64)
@@ -196,8 +196,6 @@ def test_refused() -> None:
     )
     muon(half_net)  # with Nesterov momentum
 
-
-def test_a_torch_without_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ImportError, match=r"dgc.optim.MuonWithAdamW works with torch 2.9 to .*no Muon"):
         muon(nets.net())

@@ -41,8 +41,6 @@ def spoilt(model: Any, step: Any, rank: Any, at: tuple[int, ...] = (1,), bad: fl
 @every_compression
 @pytest.mark.parametrize(("through", "bad"), [(False, float("nan")), (True, float("inf"))])
 def test_a_step_is_dropped_on_every_rank(compression: Any, through: Any, bad: Any) -> None:
-    """It warns once."""
-
     def body(model: Any, transport: Any) -> None:
         optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), bucket_mb=2e-4)
         scheduler, is_nan = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), []
@@ -213,7 +211,6 @@ def test_an_overflow_of_a_rank_halves_the_scale_of_all(
 @every_recipe
 @nets.each_rank(2)
 def test_fp16_autocast_finds_its_scale(model: Any, transport: Any, recipe: Any) -> None:
-    """The first scale is so large that every step overflows fp16."""
     scaler, losses = new_scaler(init_scale=2.0**30), []
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=nets.dgc(0.3), grad_scaler=scaler)
     for _ in range(80):

@@ -251,11 +251,9 @@ def test_gossip_algorithms_too(transport: Any) -> None:
 def test_values_of_a_rank_may_differ(transport: Any) -> None:
     rank, model = transport.rank, nn.Linear(3, 3)
     compression: Any = OfAUser(1)
-    compression.generator = torch.Generator().manual_seed(rank)
-    compression.module = nn.Linear(2 + rank, 2)
+    vars(compression).update(generator=torch.Generator().manual_seed(rank), module=nn.Linear(2 + rank, 2))
+    vars(compression).update(device=torch.device("cuda", rank), itself=compression, transport=transport)
     compression.parameter = nn.Parameter(torch.full((2,), float(rank)))
-    compression.device, compression.itself = torch.device("cuda", rank), compression
-    compression.transport = transport
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
     DistributedOptimizer(optimizer, model.named_parameters(), compression, transport=transport)
 

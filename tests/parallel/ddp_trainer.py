@@ -126,8 +126,6 @@ def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Trainer:
-    """A model that is trained through DDP with the hook, or through DistributedOptimizer."""
-
     def __init__(
         self, transport: Any, method: Any, through: str = "ddp", net: Any = Net, passes: int = 1, **options: Any
     ):
@@ -137,7 +135,7 @@ class Trainer:
         self.transport, self.passes, self.layouts = transport, passes, [[]]  # type: ignore[var-annotated]
         self.inner = optimizer_of(self.model, method, compression)
         self.uses_ddp = through == "ddp"
-        of_exchange = ("nonfinite", "grad_scaler", "steps_per_epoch", "bucket_mb")
+        of_exchange = ("nonfinite", "grad_scaler", "steps_per_epoch", "bucket_mb", "hierarchical")
         kept = {k: options.pop(k) for k in of_exchange if k in options}
         kept = {"transport": transport, "bucket_mb": BUCKET_MB, **kept}
         self.exchange: Any
@@ -162,7 +160,6 @@ class Trainer:
 
     @property
     def rebuilt(self) -> bool:
-        """Whether DDP's buckets have changed since the first step."""
         return self.layouts[0] != self.layouts[-2]
 
     def backward(self, step: int, factor: float = 1.0, scaler: Any = None) -> None:
@@ -176,8 +173,8 @@ class Trainer:
         if self.uses_ddp and isinstance(self.model, Convolutions):
             self.model.ignored.grad = None
 
-    def step(self, step: int) -> None:
-        self.backward(step)
+    def step(self, step: int, factor: float = 1.0) -> None:
+        self.backward(step, factor)
         if self.uses_ddp:
             self.inner.step()
         else:

@@ -34,8 +34,6 @@ RESUMED = re.compile(r"^resumed from checkpoint (e(\d+)(?:s(\d+))?(?:-\d+)?)", r
 
 
 class Position(NamedTuple):
-    """Steps that `size` ranks have done in an epoch."""
-
     epoch: int = 0
     step: int = 0
     size: int = 1
@@ -45,8 +43,6 @@ class Position(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """What one attempt to train begins with."""
-
     size: int
     checkpoint: Path | None  # a copy of that which it resumes from; None: it starts from the beginning
     before: Position  # the furthest position of all attempts before
@@ -86,8 +82,6 @@ def mean_of_tensors(states: list[Any]) -> dict[str, torch.Tensor]:
 
 
 class Agent:
-    """`scripts/torchrun.sh` in a separate session."""
-
     def __init__(self, run: "ElasticRun", ranks: int) -> None:
         self.output = run.directory / f"agent{len(run.agents)}"
         variables = {
@@ -103,11 +97,9 @@ class Agent:
         self.process = start(command, self.output, {**os.environ, **variables})
 
     def ranks(self) -> list[int]:
-        """Process ids."""
         return children(self.process.pid)
 
     def kill(self) -> None:
-        """Kills the agent and its ranks, as if the machine was lost."""
         for pid in (self.process.pid, *self.ranks()):
             send(pid, signal.SIGKILL)
         self.process.wait()
@@ -173,7 +165,6 @@ class ElasticRun:
         return bool(self.running())
 
     def finish(self, timeout: float = 300) -> None:
-        """Waits for the end of the run, which must be a success."""
         self.wait(patient(timeout))
         ends = {agent: agent.process.poll() for agent in self.agents}
         assert 0 in ends.values(), self.text()[-6000:]

@@ -39,7 +39,6 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -80,7 +79,6 @@ def run_together(
 
 
 def _end(process: subprocess.Popen[str], timeout: float) -> tuple[subprocess.CompletedProcess[str], bool]:
-    """The end of a process, and whether it came in time."""
     in_time = True
     try:
         out, err = process.communicate(timeout=timeout)

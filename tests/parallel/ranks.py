@@ -70,7 +70,6 @@ def horovodrun(ranks: int, words: list[str], hosts: str = "") -> Commands:
 
 @Launcher
 def two_gloo_machines(ranks: int, words: list[str]) -> Commands:
-    """horovodrun with the Gloo controller and two names of this machine."""
     return horovodrun.commands(ranks, words, f"-H localhost:{ranks // 2},127.0.0.1:{ranks // 2}")
 
 
@@ -111,7 +110,6 @@ def two_agents(ranks: int, words: list[str]) -> Commands:
 
 @Launcher
 def alone(ranks: int, words: list[str]) -> Commands:
-    """One process, no launcher."""
     assert ranks == 1
     return [[sys.executable, *words]]
 
@@ -191,7 +189,6 @@ class Group:
         raise AssertionError("\n".join([f"{function.__name__} failed", *told, "--- output", output]))
 
     def end(self) -> None:
-        """End the ranks, which must succeed."""
         if self._ranks:
             for rank in self._ranks:
                 rank.send(None)
@@ -252,7 +249,6 @@ _groups: list[Group] = []  # the one that runs, since ranks that wait take time 
 
 
 def running_group(launch: Launcher, size: int) -> Group:
-    """The group of these ranks. It ends the one of others."""
     if not _groups or (_groups[0].launch, _groups[0].size) != (launch, size):
         end_groups()
         _groups.append(Group(launch, size))

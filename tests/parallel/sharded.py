@@ -31,12 +31,10 @@ def kept(name: str, make: Callable[[], DeviceMesh]) -> DeviceMesh:
 
 
 def machine(transport: Any) -> Any:
-    """The mesh of this machine."""
     return kept("machine", lambda: local_mesh(transport))
 
 
 def of_hsdp() -> DeviceMesh:
-    """The mesh of HSDP on two machines."""
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("machine", "local"))
 
 
@@ -94,7 +92,6 @@ POLICIES: dict[str, Any] = {
 
 
 def build(mesh: DeviceMesh, name: str = "plain") -> Any:
-    """A sharded model whose name says what is special."""
     if name == "repeated":
         repeated: Any = Repeated()
         fully_shard(repeated.middle, mesh=mesh)

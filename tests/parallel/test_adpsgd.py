@@ -79,7 +79,6 @@ def test_least_squares_converge_and_the_global_progress_is_exact(transport: Any)
 
 @each_rank_of(*ALL, over(alone, 1), point_to_point=True)
 def test_ranks_that_synchronize_messages_wait_for_all_who_train_on_for_a_while(transport: Any) -> None:
-    """Each rank is once the first."""
     gossip, z, _ = begun(transport, 100)
     waited = []
     for first in range(transport.size):
@@ -158,7 +157,6 @@ def test_a_rank_that_times_out_is_named_to_all_others(
 @pytest.mark.timeout(400)
 @each_rank_of(*ON_2_4_5, within=390, last=True, point_to_point=True)
 def test_twenty_clean_ends_of_twenty(transport: Any) -> None:
-    """The sum is the number of steps, each time from start to close."""
     for i in range(20):
         gossip, z, _ = begun(transport, 5000, averagings_per_step=None if i % 2 else 1.0)
         while gossip.progress < 20 * transport.size:

@@ -247,8 +247,6 @@ def checkpoints(transport: Any, folder: Path) -> Finding:
 
 
 class Failing(DenseCompressor):
-    """Fails on the last rank in the third step."""
-
     steps = 0
 
     def reduce(self, bucket: Any, state: Any) -> Any:
@@ -271,7 +269,6 @@ def failure(transport: Any) -> None:
 
 
 def resumed(transport: Any, folder: Path) -> Finding:
-    """The end of a run that continues from a checkpoint of another process."""
     states = {method: (folder / f"{method}.{transport.rank}.pt").read_bytes() for method in SAVED}
     return {method: end_of(Trainer(transport, method), state) for method, state in states.items()}
 

@@ -116,7 +116,7 @@ def test_muon_steps_on_whole_matrices(transport: Any) -> None:
 
 
 class SumReduceScatter(DefaultReduceScatter):
-    """Gloo has no PREMUL_SUM, which FSDP2 asks for with most sharded.divide factors. Right for a factor of 1."""
+    """Gloo has no PREMUL_SUM, which FSDP2 asks for with most divide factors. Right for a factor of 1."""
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         return super().__call__(output_tensor, input_tensor, group, dist.ReduceOp.SUM, async_op)

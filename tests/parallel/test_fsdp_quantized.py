@@ -28,7 +28,6 @@ on_ranks = each_rank_of(over(torchrun, 3), *(over(torchrun, ranks, pytest.mark.p
 
 
 def mesh() -> DeviceMesh:
-    """Of all ranks."""
     return kept("all", lambda: init_device_mesh("cpu", (dist.get_world_size(),)))
 
 

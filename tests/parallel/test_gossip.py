@@ -92,7 +92,6 @@ LIKE_LOCKSTEP: dict[str, Callable[[], Gossip]] = {  # no all-reduce: its sums ma
 
 
 def trained_and_resumed(transport: Any, make: Callable[[], Gossip]) -> tuple[str, str]:
-    """Another optimizer begins in mid-run with what has been saved."""
     own = Trained(transport, make())
     begun = [own]
     for step in range(12):

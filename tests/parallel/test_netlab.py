@@ -43,7 +43,6 @@ def exists(pid: int) -> tuple[int, int, bool]:
 
 
 def throughput(laboratory: Laboratory, pairs: list[tuple[int, int]], nbytes: int) -> float:
-    """Bits per second of TCP connections from one host to another, all together."""
     commands, program = [], [sys.executable, "-I", str(REPOSITORY / "benchmarks/throughput.py")]
     for port, (sender, receiver) in enumerate(pairs, 29600):
         commands.append(laboratory.inside(receiver, [*program, "receive", str(port)]))

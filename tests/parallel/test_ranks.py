@@ -36,7 +36,6 @@ OF_HOROVOD = [over(mpirun, 2), *PROOFS_OF_MPIRUN[1:]]
 def test_every_kind_of_request_in_every_group_has_the_replies_and_bytes_of_the_lockstep_transport(
     transport: Any,
 ) -> None:
-    """A group of one rank sends nothing."""
     check_requests(transport)
 
 

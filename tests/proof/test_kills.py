@@ -18,7 +18,6 @@ KILLS = 10  # per chunk
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run on 2 ranks."""
     directory = tmp_path_factory.mktemp("reference")
     finish(directory)
     return directory
@@ -97,10 +96,3 @@ def test_a_run_that_changes_its_transport_ends_with_the_same_bits(tmp_path: Path
         assert latest(directory) is not None, run.text()[-3000:]
         finish(directory, method=method, torchrun=not first)
         assert_same_end(directory, reference)
-
-
-@pytest.mark.horovod
-def test_a_run_under_torchrun_repeats_bit_for_bit(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        finish(tmp_path / name, ranks=3, torchrun=True)
-    assert_same_end(tmp_path / "first", tmp_path / "second", ranks=3)

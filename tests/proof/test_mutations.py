@@ -55,7 +55,6 @@ def stop(signum: int, frame: Any) -> None:
 
 
 def call(words: list[str]) -> tuple[int, str]:
-    """Runs train.py. Returns the exit status and the output."""
     output = io.StringIO()
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
@@ -115,8 +114,6 @@ def mutate_text(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 class Reference:
-    """A finished run of a method. Cases are copies of it."""
-
     def __init__(self, folder: Path, method: str) -> None:
         files, words = METHODS[method]
         quick = [f"--configs.{word}" if "." in word else word for word in QUICK.split()]
@@ -135,7 +132,6 @@ class Reference:
         return directory
 
     def new(self, draw: random.Random) -> Path:
-        """A new directory, or an existing run."""
         return self.copy() if draw.random() < 0.3 else self.folder / "new"
 
     def resume(self, directory: Path, config: Path | None = None) -> list[str]:
@@ -144,7 +140,6 @@ class Reference:
 
 
 def config(reference: Reference, draw: random.Random) -> Case:
-    """A damaged config file, for a new or an existing run."""
     path = reference.folder / "mutated.yaml"
     content, what = mutate_text(reference.text, draw)
     if draw.random() < 0.7:
@@ -157,7 +152,6 @@ def config(reference: Reference, draw: random.Random) -> Case:
 
 
 def words(reference: Reference, draw: random.Random) -> Case:
-    """A damaged command line."""
     directory = reference.new(draw)
     good = reference.resume(directory)
     where = draw.randrange(len(good))
@@ -240,7 +234,6 @@ def damage_tensor(tree: Any, draw: random.Random) -> str:
 
 
 def saved_config(reference: Reference, draw: random.Random) -> Case:
-    """A damaged config.yaml in the run directory."""
     directory = reference.copy()
     content, what = mutate_text(reference.text, draw)
     (directory / "config.yaml").write_bytes(content)
@@ -270,11 +263,11 @@ def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]
     return what, "" if is_good else f"status {status}: {output.strip()[-1500:]}"
 
 
-def main(method: str, kind: str, count: int, seed: int) -> int:
+def main(method: str, kind: str, count: str, seed: str) -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         reference = Reference(Path(folder), method)
-        for number in range(count):
+        for number in range(int(count)):
             what, problem = run_case(reference, random.Random(f"{kind} {seed} {number}"), KINDS[kind])
             if problem:
                 bad += 1
@@ -293,4 +286,4 @@ def test_mutated(method: str, kind: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(main(*sys.argv[1:]))
