@@ -9,6 +9,7 @@ import torch
 from ddp.failing_net import Net
 from optim.nets import alone, through_a_file
 from parallel.ddp_trainer import OPTIONS, top_k
+from refusals import refuse
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -152,5 +153,4 @@ def test_a_compiled_model() -> None:
     compiled(torch.ones(2, 8)).square().sum().backward()
     assert exchange.error_norm() > 0
     other: Any = torch.compile(nn.Linear(8, 8), backend="eager")
-    with pytest.raises(ValueError, match="compress needs a model in DistributedDataParallel, not Linear"):
-        compress(other, ScaledSignCompressor(), transport=alone())
+    refuse("compress needs a model in DistributedDataParallel", compress, other, ScaledSignCompressor())

@@ -39,8 +39,7 @@ def test_every_parameter_once_in_reverse_order_up_to_the_size_and_a_large_tensor
 
     sizes = torch.randint(1, 40, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     planned = plan(parameters(*sizes), 50)
-    flat = [name for bucket in names(planned) for name in bucket]
-    assert flat == [f"p{i}" for i in reversed(range(60))]
+    assert [name for bucket in names(planned) for name in bucket] == [f"p{i}" for i in reversed(range(60))]
     assert all(p.bucket.numel <= 50 for p in planned)
     assert len({p.bucket.name for p in planned}) == len(planned)
 
@@ -49,8 +48,9 @@ def test_one_bucket_per_dtype_and_compressor() -> None:
     sparse, other = DGCCompressor(0.1, NoMemory()), DGCCompressor(0.2, NoMemory())
     route = Route([Rule(other, name="h*"), Rule(sparse)])
     shapes = {"a": (3, 3), "b": (3,), "c": (3, 3), "d": (3,), "h": (3, 3), "e": (3, 3)}
-    of_half = {"c": torch.float16}
-    named = [(name, torch.zeros(shape, dtype=of_half.get(name))) for name, shape in shapes.items()]
+    named = [
+        (name, torch.zeros(shape, dtype=torch.float16 if name == "c" else None)) for name, shape in shapes.items()
+    ]
     planned = plan(named, 1000, route.compressor_for)
     assert sorted(names(planned)) == [["c"], ["d", "b"], ["e", "a"], ["h"]]
     by_names = {tuple(n): p for n, p in zip(names(planned), planned, strict=True)}

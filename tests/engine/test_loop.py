@@ -158,8 +158,7 @@ def test_rounds_are_launched_in_one_order_whatever_arrives_first() -> None:
     for size, numbers, seed in product((2, 3), ((1, 1, 1), (2, 2, 2), (1, 3, 2, 1), deep), range(8)):
         with case(size, numbers, seed):
             expected = [sum(sum(range(size)) + size * r for r in range(n)) for n in numbers]
-            found = LockstepWorld(size).run(partial(sums, numbers=numbers, seed=seed))
-            assert found == [expected] * size
+            assert LockstepWorld(size).run(partial(sums, numbers=numbers, seed=seed)) == [expected] * size
 
 
 def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:

@@ -74,8 +74,7 @@ def test_gradients_of_several_backward_passes_add_up() -> None:
     bucket = plan.buckets[0].bucket
     assert [s.name for s in bucket.segments] == ["p0", "p2"], "it has no row of the second"
     for segment, i in zip(bucket.segments, (0, 2), strict=True):
-        total = passes[0][i] + passes[1][i]
-        assert torch.equal(segment.of(bucket.flat), shard_of(total, rank, ranks))
+        assert torch.equal(segment.of(bucket.flat), shard_of(passes[0][i] + passes[1][i], rank, ranks))
     plan.has_gradients = False  # as after an exchange
     plan.add(reduced(passes[2], ranks)[rank])
     assert torch.equal(bucket.segments[0].of(bucket.flat), shard_of(passes[2][0], rank, ranks))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import case
 from optim.nets import train, trained, values, wrap
+from refusals import refuse
 from torch import nn
 
 from dgc import compression as methods
@@ -100,8 +101,7 @@ def test_on_off_and_auto() -> None:
         # auto leaves an all-reduce to the transport
         assert choices(LockstepWorld(4, 2), "auto", "on", name=stateless) == [False, True]
     assert on_each(LockstepWorld(4, 2), lambda o: o.part is None, name="dense", hierarchical="off") == [True] * 4
-    with pytest.raises(ValueError, match="hierarchical must be 'auto', 'on' or 'off', not 'yes'"):
-        choices(LockstepWorld(2), "yes")
+    refuse("hierarchical must be 'auto', 'on' or 'off', not 'yes'", choices, LockstepWorld(2), "yes")
 
 
 def test_machines_with_different_numbers_of_ranks_and_a_transport_without_groups() -> None:
@@ -121,13 +121,11 @@ def test_machines_with_different_numbers_of_ranks_and_a_transport_without_groups
         return LockstepWorld(size).run(place)
 
     words = "needs the same number of ranks on every machine, not 1 to 2"
-    with pytest.raises(ValueError, match=f"^hierarchical='on' {words}$"):
-        places(3, uneven, "on")
+    refuse(f"^hierarchical='on' {words}$", places, 3, uneven, "on")
     with pytest.warns(UserWarning, match=f"{words}.*hierarchical='auto' treats all ranks alike") as caught:
         assert places(3, uneven, "auto") == [None] * 3
     assert len(caught) == 1
-    with pytest.raises(ValueError, match=r"use connect\(hierarchical=True\)"):
-        places(2, without_groups, "on")
+    refuse(r"use connect\(hierarchical=True\)", places, 2, without_groups, "on")
     assert places(2, without_groups, "auto") == [None] * 2
 
 

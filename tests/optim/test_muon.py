@@ -69,8 +69,7 @@ def test_parts_are_matrices_of_their_own_and_a_copy_goes_on() -> None:
             own.step()
             if step == 1:
                 model, whole = copy.deepcopy((model, whole))
-            expected = split(model.first.weight, model.spare.weight)
-            torch.testing.assert_close([*parts], expected, rtol=0, atol=0)
+            torch.testing.assert_close([*parts], split(model.first.weight, model.spare.weight), rtol=0, atol=0)
 
 
 def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near_one() -> None:
@@ -131,19 +130,15 @@ def test_warnings_of_compressors(make: Any, name: str, words: str, outer: bool) 
         assert found == [True] * bool(words and (not outer or "Power" in words))
 
 
-class Everything(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
-        self.tied = nn.Linear(4, 5, bias=False)
-        self.tied.weight = self.embedding.weight
-        self.attention, self.other_width = nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, kdim=3, vdim=3)
-        self.lstm, self.gru = nn.LSTM(4, 4, proj_size=2), nn.GRU(4, 4)
-        self.convolution, self.column, self.fused = nn.Conv1d(4, 4, 3), nn.Linear(1, 4), nn.Linear(4, 8)
-
-
 def test_groups() -> None:
-    model = Everything()
+    parts: dict[str, Any] = {
+        **{"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5), "tied": nn.Linear(4, 5, bias=False)},
+        **{"attention": nn.MultiheadAttention(4, 2), "other_width": nn.MultiheadAttention(4, 2, kdim=3, vdim=3)},
+        **{"lstm": nn.LSTM(4, 4, proj_size=2), "gru": nn.GRU(4, 4), "convolution": nn.Conv1d(4, 4, 3)},
+        **{"column": nn.Linear(1, 4), "fused": nn.Linear(4, 8)},
+    }
+    parts["tied"].weight = parts["embedding"].weight
+    model = nn.ModuleDict(parts)
     names = {p: name for name, p in model.named_parameters()}
     found = {
         group.get("parts", "adamw"): {names[p] for p in group["params"] if p.dim() > 1}
@@ -175,6 +170,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     half_net = nn.ModuleDict({"first": nn.Linear(4, 4, dtype=torch.bfloat16), "last": nn.Linear(2, 2)})
     phase = torch.zeros(2, 2, dtype=torch.complex64)
     other = muon(nets.net(), {"spare*": 2})
+    wrong = [[{"params": [p], "muon": True}] for p in (phase, torch.zeros(3))]
     needs = "MuonWithAdamW needs"
     refused: list[tuple[dict[str, Any], str]] = [
         *(({"ns_steps": 0}, needs), ({"momentum": 1.0}, needs), ({"muon_lr_ratio": 0.0}, needs)),
@@ -187,10 +183,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: muon_groups(nn.Embedding(3, 3)), "the model has no matrix for Muon"),
         (lambda: MuonWithAdamW(model.parameters()), "no group has muon=True"),
         (lambda: muon(half_net, nesterov=False), "overwrites its momentum"),
-        *(
-            (partial(MuonWithAdamW, [{"params": [t], "muon": True}]), "takes real matrices")
-            for t in (phase, phase[0].real)
-        ),
+        *((partial(MuonWithAdamW, groups), "Muon takes real matrices") for groups in wrong),
         (lambda: muon(model).load_state_dict(other.state_dict()), "other groups of Muon and AdamW"),
         (lambda: nets.wrap(model, nets.alone(), muon, compression=nets.dgc()), "would apply it again"),
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from optim import nets
-from refusals import check_refusals
+from refusals import check_refusals, refuse
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
@@ -71,7 +71,7 @@ def test_a_step_is_dropped_on_every_rank(compression: Any, through: Any, bad: An
 
 @every_compression
 @nets.each_rank(2)
-def test_raise_is_one_error_on_every_rank_and_training_continues(
+def test_raise_is_one_error_on_all_ranks_and_training_goes_on(
     model: Any, transport: Any, compression: Any
 ) -> None:
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), nonfinite="raise")
@@ -251,18 +251,13 @@ def test_wrong_recipes_are_refused_and_a_disabled_scaler_counts_as_none() -> Non
 
     check_refusals(
         (lambda: train_with(False, plain), "pass it as grad_scaler="),
-        (
-            lambda: train_with(True, lambda scaler, optimizer, model: optimizer.step()),
-            r"call grad_scaler.step\(optimizer\)",
-        ),
+        (lambda: train_with(True, lambda _, own, model: own.step()), r"call grad_scaler.step\(optimizer\)"),
         (lambda: train_with(True, unscale_first), "first average the gradients"),
         kind=RuntimeError,
     )
     scaled = partial(nets.wrap, transport=nets.alone(), grad_scaler=new_scaler())
-    check_refusals(
-        (lambda: scaled(nets.net().half()), "first.weight|last.bias"),
-        (lambda: scaled(nets.net(), nonfinite="raise"), "it needs nonfinite='skip'"),
-    )
+    refuse("first.weight|last.bias", scaled, nets.net().half())
+    refuse("it needs nonfinite='skip'", scaled, nets.net(), nonfinite="raise")
     nets.assert_same(train_with(True, plain, enabled=False), nets.trained_alone(1, [0]), exactly=True)
 
 
@@ -306,7 +301,7 @@ def test_gossip_of_a_parameter_that_is_unfrozen_after_wrapping_is_refused() -> N
     optimizer = local(model)
     model.first.requires_grad_(True)
     nets.loss_of(model, 0).backward()
-    check_refusals((optimizer.step, "requires a gradient now but did not when LocalOptimizer was built"))
+    refuse("requires a gradient now but did not when LocalOptimizer was built", optimizer.step)
 
 
 @on_ranks(3)

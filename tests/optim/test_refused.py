@@ -41,15 +41,12 @@ def test_wrong_named_parameters() -> None:
     model, pairs = net(), r"pairs of a name and a tensor.*model.named_parameters\(\)"
     named = list(model.named_parameters())
     wrapped = partial(DistributedOptimizer, momentum_sgd(model))
-    swapped = [(p, name) for name, p in named]
+    no_pairs: Any = (model.parameters(), [*model.state_dict()], [("a", 1.0)], [(p, name) for name, p in named])
     check_refusals(
         (partial(wrapped, named[:-2], transport=alone()), "lacks 2 parameters"),
         (partial(wrapped, [("same", p) for _, p in named], transport=alone()), "same"),
         # pairs are checked before anything is started
-        *(
-            (partial(wrapped, g), pairs)
-            for g in (model.parameters(), [*model.state_dict()], [("a", 1.0)], swapped)
-        ),
+        *((partial(wrapped, given), pairs) for given in no_pairs),
     )
     train(model, DistributedOptimizer(momentum_sgd(model), transport=alone()), [0])  # names may be left out
 
@@ -92,9 +89,7 @@ def test_a_custom_compressor_that_is_no_generator() -> None:
 
 def test_bad_options() -> None:
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"op": "adasum"}, "op must be"),
-        ({"op": 2}, "op must be"),
-        ({"bucket_mb": 0.0}, "bucket_mb"),
+        *(({"op": "adasum"}, "op must be"), ({"op": 2}, "op must be"), ({"bucket_mb": 0.0}, "bucket_mb")),
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
         ({"nonfinite": "zero"}, "nonfinite must be 'skip' or 'raise', not 'zero'"),
@@ -117,9 +112,7 @@ def test_the_same_parameters_or_compressor_twice() -> None:
     train(model, wrap(model, transport), [0])
     shared, stateless = DGCCompressor(0.1, ResidualMemory()), DenseCompressor()
     wrap(net(), alone(), compression=shared)
-    refuse(
-        "this DGCCompressor has the residual of another", wrap, net(), alone(), compression=Route([Rule(shared)])
-    )
+    refuse("DGCCompressor has the residual of another", wrap, net(), alone(), compression=Route([Rule(shared)]))
     for _ in range(2):
         wrap(net(), alone(), compression=stateless)
 

@@ -152,8 +152,7 @@ def test_decay_with_a_buffer_of_another_memory_format() -> None:
         p = torch.nn.Parameter(random(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
         optimizer = DGCSGD([p], lr=0.1, momentum=0.9, weight_decay=0.5, nesterov=nesterov)
         optimizer.skip_momentum_of([p])
-        buffer = random(4, 3, 5, 5, seed=1)
-        optimizer.state[p]["momentum_buffer"] = buffer.contiguous(memory_format=memory_format)
+        optimizer.state[p]["momentum_buffer"] = random(4, 3, 5, 5, seed=1).contiguous(memory_format=memory_format)
         for _ in range(2):
             p.grad = torch.zeros_like(p)
             optimizer.step()

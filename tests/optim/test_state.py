@@ -187,9 +187,7 @@ def gathered(world: LockstepWorld, method: Any, hierarchical: str = "off") -> tu
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("size", "local", "hierarchical"), [(3, 1, "off"), (4, 2, "on")])
-def test_every_rank_gets_its_own_gathered_state_back(
-    method: Any, size: int, local: int, hierarchical: str
-) -> None:
+def test_each_rank_gets_its_own_gathered_state_back(method: Any, size: int, local: int, hierarchical: str) -> None:
     whole, states = gathered(LockstepWorld(size, local), method, hierarchical)
     read = nets.through_a_file(whole)
 
@@ -238,9 +236,7 @@ def test_a_missing_begin_epoch_warns_once_and_correct_use_does_not() -> None:
     with pytest.warns(UserWarning) as caught:
         advance(model, warm(model, nets.alone()), range(3))
     (said,) = [str(w.message) for w in caught]
-    assert all(
-        word in said for word in ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5")
-    )
+    assert all(w in said for w in ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5"))
     for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0), None):
         model, compression = nets.net(), nets.dgc(0.1, **(WARM if begin else {}))
         optimizer = warm(model, nets.alone(), compression=compression)
@@ -257,8 +253,7 @@ def test_steps_are_counted_into_epochs() -> None:
                 optimizer.begin_epoch(epoch)
             assert advance(model, optimizer, (2 * epoch, 2 * epoch + 1), transport.rank) == [ratio] * 2
 
-    ends = (nets.run(2, partial(body, by_hand=by_hand))[0] for by_hand in (False, True))
-    nets.assert_same(*ends, exactly=True)
+    nets.assert_same(*(nets.run(2, partial(body, by_hand=by_hand))[0] for by_hand in (False, True)), exactly=True)
 
 
 def test_every_kind_of_step_counts_once() -> None:

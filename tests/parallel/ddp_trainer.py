@@ -121,8 +121,7 @@ def optimizer_of(model: nn.Module, method: Any, compression: Any) -> torch.optim
 
 def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
-    x = torch.randn(8, FEATURES, generator=generator)
-    return x, torch.randint(0, CLASSES, (8,), generator=generator)
+    return torch.randn(8, FEATURES, generator=generator), torch.randint(0, CLASSES, (8,), generator=generator)
 
 
 class Trainer:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,8 @@ def test_ranks_that_synchronize_messages_wait_for_all_who_train_on_for_a_while(t
     gossip.synchronize_messages()
     gossip.close()
     total = float(all_reduce(transport, z.double(), "sum", "total").mean())
-    steps = transport.size * (3 + 30 * (transport.size - 1))
-    assert gossip.progress == steps == pytest.approx(total, abs=1e-3)
-    everyone = all_gather_object(transport, waited)
-    for (_, end), *starts in zip(waited, *everyone, strict=True):
+    assert gossip.progress == transport.size * (3 + 30 * (transport.size - 1)) == pytest.approx(total, abs=1e-3)
+    for (_, end), *starts in zip(waited, *all_gather_object(transport, waited), strict=True):
         assert all(end >= start for start, _ in starts)
 
 
@@ -136,14 +135,12 @@ def times_out(folder: Path, how: str) -> None:
     os._exit(3)  # Horovod would wait for the rank that stopped
 
 
+STOPS = [(torchrun, 2, "sleeps"), *product([mpirun], (2, 4, 5), ("sleeps", "is stopped"))]
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    ("launch", "ranks", "how"),
-    [(torchrun, 2, "sleeps"), *((mpirun, ranks, how) for ranks in (2, 4, 5) for how in ("sleeps", "is stopped"))],
-)
-def test_a_rank_that_times_out_is_named_to_all_others(
-    launch: Launcher, ranks: int, how: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("launch", "ranks", "how"), STOPS)
+def test_a_rank_that_times_out_is_named_to_others(launch: Launcher, ranks: int, how: str, tmp_path: Path) -> None:
     program = "import sys, pathlib; from parallel.test_adpsgd import times_out\n"
     program += "times_out(pathlib.Path(sys.argv[1]), sys.argv[2])"
     done = launch(ranks, ["-c", program, str(tmp_path), how], timeout=60)

@@ -42,9 +42,7 @@ def beside_optimizer(transport: Any, method: str, modes: Iterable[str], net: Any
 
 @pytest.mark.parametrize("method", METHODS)
 @each_rank_of(*ON_RANKS)
-def test_a_run_is_that_of_distributed_optimizer_also_with_accumulated_gradients(
-    transport: Any, method: str
-) -> Any:
+def test_a_run_is_that_of_distributed_optimizer_with_accumulated_gradients_too(transport: Any, method: str) -> Any:
     modes = OPTIONS if method in ("dgc", "powersgd", "8 bits") else ("default",)
     # DDP's static_graph does not allow no_sync in the first step
     accumulates = ("default", "unused", "view") if modes is OPTIONS else ()
@@ -60,9 +58,7 @@ def test_a_run_with_other_kinds_of_parameters_is_that_of_distributed_optimizer(t
 
 @pytest.mark.parametrize("method", SOME)
 @each_rank_of(*ON_RANKS)
-def test_a_parameter_without_a_gradient_counts_as_zero_and_its_error_state_is_delivered(
-    transport: Any, method: str
-) -> Any:
+def test_a_parameter_without_a_gradient_counts_as_zero_and_its_error_is_sent(transport: Any, method: str) -> Any:
     """Branch 1 is used by the last rank only, branch 2 by every rank in the first step and by none later."""
     last = transport.rank == transport.size - 1
     other = Trainer(transport, method, "optimizer", net=Branches)
@@ -111,9 +107,7 @@ def test_an_overflow_on_one_rank_makes_every_scaler_skip_and_leaves_the_error_st
 
 @pytest.mark.parametrize("method", ["dgc", "powersgd", "dense", "4 bits"])
 @each_rank_of(*ON_RANKS)
-def test_a_nan_on_one_rank_drops_the_step_or_raises_on_every_rank_and_training_goes_on(
-    transport: Any, method: str
-) -> str:
+def test_nan_on_one_rank_drops_the_step_or_raises_on_all_and_training_goes_on(transport: Any, method: str) -> str:
     def run(policy: str, mode: str) -> Finding:
         trainer, messages = Trainer(transport, method, nonfinite=policy, **OPTIONS[mode]), list[str]()
 

@@ -184,8 +184,7 @@ def test_torchtitans_sums_are_those_of_hsdp_and_its_optimizers_keep_what_is_not_
     assert torch.equal(whole(again[0]), whole(run[0]))
     for _, _, optimizers in (dense, run, again):
         optimizers.exchange.close()
-    told = "set --parallelism.data_parallel_replicate_degree 2"
-    refused(told, lambda: titan(transport, top_k, dp_replicate=4))
+    refused("set --parallelism.data_parallel_replicate_degree 2", lambda: titan(transport, top_k, dp_replicate=4))
 
 
 METHODS: dict[str, Callable[[], Any]] = {
@@ -405,8 +404,7 @@ def test_models_and_arguments_that_cannot_work_are_refused(transport: Any) -> No
     check("train different models or compress them differently: ", shard(other, mesh))
     with_complex: Any = network()
     with_complex[0].weight = nn.Parameter(with_complex[0].weight.detach().to(torch.complex64))
-    only = "is complex, which only DistributedOptimizer and dgc.ddp.compress exchange"
-    check(only, shard(with_complex, mesh))
+    check("is complex, which only DistributedOptimizer and dgc.ddp.compress exchange", shard(with_complex, mesh))
     check("nonfinite must be 'skip' or 'raise', not 'ignore'", nonfinite="ignore")
     check("this DGCCompressor has the residual of another", compressor=in_use)
     differing = methods.ThresholdCompressor(2, 0.5 + transport.rank)

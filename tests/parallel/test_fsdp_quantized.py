@@ -122,9 +122,7 @@ def test_collectives_overlap_unless_gradients_are_read_during_backward(transport
 
 @pytest.mark.parametrize("name", ["plain", "frozen", "bf16", "columns", "resharded"])
 @on_ranks
-def test_forward_and_backward_use_the_same_rounded_weights_on_all_ranks_and_shards_are_exact(
-    transport: Any, name: str
-) -> str:
+def test_forward_and_backward_use_the_same_rounded_weights_and_shards_are_exact(transport: Any, name: str) -> str:
     model = build(mesh(), name)
     before, layer, used = whole(model), model[0], list[Tensor]()
     quantizer = quantize(model, None, 8)

@@ -54,8 +54,7 @@ def test_models_are_those_of_simulated_machines_with_half_of_the_bytes_between_t
         of_all = all_gather_object(transport, (message, model))
         assert of_all == [(message, model)] * 4 and "on rank 3 has NaN" in message, (name, of_all)
         if transport.rank == 0:
-            alike = LockstepWorld(4, 2).run(partial(train, method=name))
-            assert alike[0][2] == model, name
+            assert LockstepWorld(4, 2).run(partial(train, method=name))[0][2] == model, name
         if is_initialized():
             assert train(transport, name, through="ddp")[1:] == (message, model), name
         if name == "dgc":

@@ -74,4 +74,4 @@ def test_kills(tmp_path: Path, chunk: int) -> None:
         print(
             f"steps lost: {lost:g} of at most {CHECKPOINT_EVERY}; {len(resized)} times resumed on another number"
         )
-        print(f"of ranks, mean of the residual within {error:.1e}", flush=True)
+        print(f"mean of the residual within {error:.1e}", flush=True)

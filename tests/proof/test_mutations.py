@@ -35,10 +35,8 @@ SECONDS = 60  # time limit of a case
 CASES = [("dgc", "config", 110), ("dgc", "words", 70), ("dgc", "checkpoint", 90), ("dgc", "saved_config", 30)]
 OTHERS = [method for method in METHODS if method != "dgc"]
 CASES += [(method, kind, n) for method in OTHERS for kind, n in (("config", 15), ("words", 5), ("checkpoint", 30))]
-QUICK = (
-    "train.num_epochs 2 train.batch_size 400 train.timeout 50 train.warmup_lr_epochs 1 train.checkpoint_every 2 "
-)
-QUICK += "model.width 4 data.num_threads_per_worker 1"
+QUICK = "train.num_epochs 2 train.batch_size 400 train.timeout 50 train.warmup_lr_epochs 1 model.width 4 "
+QUICK += "train.checkpoint_every 2 data.num_threads_per_worker 1"
 VALUES: list[Any] = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf"), 10**30]
 VALUES += ["", "abc", "${x}", "${", "1e-3", "\u00e9\u0000"]
 VALUES += [[], [1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
@@ -166,8 +164,7 @@ def words(reference: Reference, draw: random.Random) -> Case:
     changed = draw.choice(kinds)
     if "--run-dir" not in changed or str(directory) not in changed:
         changed = [*changed, "--run-dir", str(directory)]  # no case may write elsewhere
-    differing = [word for word in changed if word not in good] or ["one word removed"]
-    return f"words {differing}", directory, changed
+    return f"words {[word for word in changed if word not in good] or ['one word removed']}", directory, changed
 
 
 def checkpoint(reference: Reference, draw: random.Random) -> Case:
