@@ -184,9 +184,7 @@ def test_a_step_is_dropped_for_all_methods_if_one_bucket_of_one_rank_is_not_fini
         run.step(None)
         reason = run.step(None, bad=bad if transport.rank == 1 else None)
         assert reason is not None and "rank 1" in reason, bad
-        for name, error in (
-            run.kept[1].state_dict()["errors"].items()
-        ):  # PowerSGD: finite gradients wait to be sent
+        for name, error in run.kept[1].state_dict()["errors"].items():  # of PowerSGD: gradients wait to be sent
             assert error.isfinite().all(), name
         assert run.step(None) is None, "the next step is an ordinary one"
 

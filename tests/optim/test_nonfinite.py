@@ -71,9 +71,7 @@ def test_a_step_is_dropped_on_every_rank(compression: Any, through: Any, bad: An
 
 @every_compression
 @nets.each_rank(2)
-def test_raise_is_one_error_on_all_ranks_and_training_goes_on(
-    model: Any, transport: Any, compression: Any
-) -> None:
+def test_raise_is_one_error_on_all_and_training_goes_on(model: Any, transport: Any, compression: Any) -> None:
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), nonfinite="raise")
     nets.train(model, optimizer, [0], transport.rank)
     with pytest.raises(methods.NonFiniteGradientError) as error:

@@ -85,9 +85,7 @@ def with_a_bad_step(trainer: Trainer, train: Callable[[int, bool], None]) -> Fin
 
 @pytest.mark.parametrize("method", SOME)
 @each_rank_of(*ON_RANKS)
-def test_an_overflow_on_one_rank_makes_every_scaler_skip_and_leaves_the_error_state_unscaled(
-    transport: Any, method: str
-) -> Any:
+def test_an_overflow_on_one_rank_makes_all_scalers_skip_and_leaves_the_error(transport: Any, method: str) -> Any:
     found = []
     for scale in (1.0, 2.0**12):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)

@@ -200,7 +200,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(transport: Any) -> None:
 
 @pytest.mark.parametrize("error", ["int8", "float32"])
 @on_ranks
-def test_a_loaded_run_continues_bit_for_bit_and_two_ranks_load_what_more_have_saved(
+def test_a_loaded_run_continues_bit_for_bit_also_on_fewer_ranks(
     transport: Any, tmp_path: Path, error: str
 ) -> None:
     inputs = batches(6, transport.rank)

@@ -33,9 +33,7 @@ OF_HOROVOD = [over(mpirun, 2), *PROOFS_OF_MPIRUN[1:]]
 
 
 @each_rank_of(*ALL, over(horovodrun, 2), hierarchical=True)
-def test_every_kind_of_request_in_every_group_has_the_replies_and_bytes_of_simulated_ranks(
-    transport: Any,
-) -> None:
+def test_every_kind_of_request_in_every_group_has_the_replies_and_bytes_of_simulated_ranks(transport: Any) -> None:
     check_requests(transport)
 
 
@@ -150,9 +148,7 @@ def train(
 
 
 @each_rank_of(*ALL, WITH_GLOO)
-def test_replicas_stay_equal_where_nan_on_one_rank_drops_the_step_or_raises_on_all(
-    transport: Any,
-) -> Any:
+def test_replicas_stay_equal_where_nan_on_one_rank_drops_the_step_or_raises_on_all(transport: Any) -> Any:
     found = {}
     for name, make in COMPRESSORS.items():
         for policy in ("skip", "raise") if name != "gtopk" or transport.point_to_point else ():

@@ -71,7 +71,5 @@ def test_kills(tmp_path: Path, chunk: int) -> None:
         lost = max(restart.lost for restart in run.restarts)
         error = max((restart.mean_error() for restart in resized), default=0.0)
         print(f"\nchunk {chunk}, run {number}: killed {', '.join(done) or 'nothing'}; attempts on {sizes} ranks;")
-        print(
-            f"steps lost: {lost:g} of at most {CHECKPOINT_EVERY}; {len(resized)} times resumed on another number"
-        )
+        print(f"steps lost: {lost:g} of at most {CHECKPOINT_EVERY}; {len(resized)} times resumed on another size;")
         print(f"mean of the residual within {error:.1e}", flush=True)
