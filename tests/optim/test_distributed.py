@@ -287,6 +287,10 @@ def clipped(clipping: Any, ratio: float = 0.5, **options: Any) -> Any:
     return compression
 
 
+def moved_far(compression: Any, transport: Any) -> Any:
+    return moved(transport, compression(), normal(transport.rank, 100.0))[0]
+
+
 def test_a_bias_moves_no_further_than_the_limit_and_a_matrix_in_a_warm_up() -> None:
     for ratio, options in ((1.0, {}), (0.01, {}), (0.01, {"fp16_values": True})):
         with case(ratio, options):
@@ -295,7 +299,7 @@ def test_a_bias_moves_no_further_than_the_limit_and_a_matrix_in_a_warm_up() -> N
 
     for clipping in (ClipByNorm(1.0), ClipByGlobalNorm(1.0)):
         warming = partial(clipped, clipping, 0.01, warmup_epochs=1, warmup_coeff=[1.0])
-        for step in LockstepWorld(2).run(lambda t, w=warming: moved(t, w(), normal(t.rank, 100.0))[0]):
+        for step in LockstepWorld(2).run(partial(moved_far, warming)):
             assert float(step["weight"].norm()) < 1.001 and float(step["bias"].norm()) < 1.001
 
 

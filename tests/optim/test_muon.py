@@ -30,9 +30,9 @@ def muon(model: Any, split: Any = None, **options: Any) -> Any:
 def test_one_rank_has_the_bits_of_the_two_optimizers() -> None:
     model, other = nets.net(), nets.net()
     vectors = [*other.last.parameters(), other.first.bias, other.spare.bias]
-    matrices, adjust = [other.first.weight, other.spare.weight], {"adjust_lr_fn": "match_rms_adamw"}
+    matrices, adjust = [other.first.weight, other.spare.weight], "match_rms_adamw"
     adamw = torch.optim.AdamW(vectors, 0.01, (0.9, 0.95), weight_decay=0.1, foreach=False)
-    two = [torch.optim.Muon(matrices, 0.03, momentum=0.9, **adjust), adamw]
+    two = [torch.optim.Muon(matrices, 0.03, momentum=0.9, adjust_lr_fn=adjust), adamw]
     groups = [{**group, "foreach": False} if not group["muon"] else group for group in muon_groups(model, HEAD)]
     own = MuonWithAdamW(groups, 0.01, muon_lr_ratio=3.0, momentum=0.9)
     wrapped = nets.wrap(model, nets.alone(), lambda _: own)

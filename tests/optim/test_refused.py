@@ -51,6 +51,10 @@ def test_wrong_named_parameters() -> None:
     train(model, DistributedOptimizer(momentum_sgd(model), transport=alone()), [0])  # names may be left out
 
 
+def wrap_own(models: Any, transport: Any) -> None:
+    wrap(models[transport.rank], transport, sgd)
+
+
 def test_different_models_name_the_rank() -> None:
     last = nn.Linear(4, 2)
     for other in (
@@ -60,7 +64,7 @@ def test_different_models_name_the_rank() -> None:
     ):
         both = [nn.ModuleDict(layers) for layers in ({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}, other)]
         with case(other), pytest.raises(ValueError, match="rank [01] and rank [01] train different models"):
-            LockstepWorld(2).run(lambda t, both=both: wrap(both[t.rank], t, sgd))
+            LockstepWorld(2).run(partial(wrap_own, both))
 
 
 class OfAUser(StatelessCompressor):

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc import compression as methods
+from dgc.compression import Route, Rule
 from dgc.ddp import compress
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, MuonWithAdamW, muon_groups
@@ -47,12 +48,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "dense": methods.DenseCompressor,
     "fp16": methods.FP16Compressor,
     "ef21": lambda: methods.EF21Compressor(top_k()),
-    "route": lambda: methods.Route(
-        [
-            methods.Rule(methods.PowerSGDCompressor(1), name="layers.1"),
-            methods.Rule(top_k(), min_dim=2),
-            methods.Rule(methods.FP16Compressor()),
-        ]
+    "route": lambda: Route(
+        [Rule(methods.PowerSGDCompressor(1), name="layers.1"), Rule(top_k(), min_dim=2), Rule(METHODS["fp16"]())]
     ),
 }
 SOME = ("dgc", "powersgd", "2-bit", "4 bits")

@@ -259,7 +259,9 @@ def expected_gradients(make: Callable[[], Any], local_rank: int) -> Iterator[dic
             plain.zero_grad()
             for rank in (first, first + 1):
                 (loss_of(plain, gradient_batch(step, rank)) / 2).backward()
-            of_machines.append(rows({name: p.grad.clone() for name, p in plain.named_parameters()}))
+            of_machines.append(
+                rows({n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None})
+            )
         found: dict[str, Tensor] = {}
         for group, fleet in zip(groups, fleets, strict=True):
             mean, _ = fleet.step([[own[name] for name in group] for own in of_machines])

@@ -35,7 +35,7 @@ METHODS: dict[str, Any] = {
 def train(transport: Any, method: str, hierarchical: str = "auto", through: str = "optimizer") -> Any:
     """What exchanges the gradients, the message of a dropped step, and a hash of the model."""
     # some shares of a machine's ranks have no matrix, or nothing
-    options = {"bucket_mb": 0.002, "nonfinite": "raise", "hierarchical": hierarchical}
+    options: Any = {"bucket_mb": 0.002, "nonfinite": "raise", "hierarchical": hierarchical}
     trainer, message = Trainer(transport, METHODS[method](), through, **options), ""
     for step in range(8):
         factor = float("inf") if (step, transport.rank) == (5, 3) else 1.0

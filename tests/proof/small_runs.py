@@ -58,7 +58,7 @@ class Run:
         limit = time.monotonic() + patient(10)
         while any(map(is_running, pids)):
             # Ranks may outlive a killed launcher. A batch system would end them.
-            for pid in pids if time.monotonic() > limit else ():
+            for pid in filter(is_running, pids if time.monotonic() > limit else ()):
                 send(pid, signal.SIGKILL)
             time.sleep(0.02)
         return status
