@@ -291,7 +291,7 @@ def moved_far(compression: Any, transport: Any) -> Any:
     return moved(transport, compression(), normal(transport.rank, 100.0))[0]
 
 
-def test_a_bias_moves_no_further_than_the_limit_and_a_matrix_in_a_warm_up() -> None:
+def test_a_bias_moves_no_further_than_the_limit_nor_a_matrix_at_first() -> None:
     for ratio, options in ((1.0, {}), (0.01, {}), (0.01, {"fp16_values": True})):
         with case(ratio, options):
             step, _ = moved(nets.alone(), clipped(ClipByNorm(1.0), ratio, **options), normal(0, 100.0))
