@@ -30,7 +30,7 @@ PACKAGES = {
     "dgc/engine": Tests(("tests/engine", "tests/optim", *LAWS), (*TRANSPORTS, "tests/parallel/test_ddp.py")),
     "dgc/fsdp": Tests(("tests/fsdp",), ("tests/parallel/test_fsdp.py", "tests/parallel/test_fsdp_outer.py")),
     "dgc/gossip": Tests(("tests/gossip",), ("tests/parallel/test_gossip.py", "tests/parallel/test_adpsgd.py")),
-    "dgc/integrations": Tests(("tests/integrations",), ("tests/parallel/test_integrations.py",)),
+    "dgc/integrations": Tests(("tests/integrations",), ("tests/parallel/test_examples.py",)),
     "dgc/kernels": Tests(("tests/kernels",)),
     "dgc/launch": Tests(("tests/test_launch.py",)),
     "dgc/local": Tests(("tests/local",)),

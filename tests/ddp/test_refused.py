@@ -1,4 +1,4 @@
-"""What dgc.ddp refuses, in one process."""
+"""What dgc.ddp refuses, and the momentum of 1-bit Adam and DGC for Adam that a hook exchanges, in one process."""
 
 import gc
 import warnings
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
-from optim.nets import alone
-from refusals import check_refusals
+from optim import nets
+from optim.nets import alone, dgc
+from refusals import check_refusals, refuse
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -18,10 +18,10 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DenseCompressor, DGCCompressor
+from dgc.compression import DenseCompressor, DGCAdamCompressor, DGCCompressor, OneBitAdamCompressor
 from dgc.ddp import compress
-from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.memory import ResidualMemory
+from dgc.optim import DGCSGD, DGCAdam, DistributedOptimizer, OneBitAdam
 
 
 def net() -> nn.Module:
@@ -40,8 +40,7 @@ def hook(model: Any, compression: Any = None, optimizer: Any = None, **options: 
     return compress(model, compression or DenseCompressor(), optimizer, **{"transport": alone(), **options})
 
 
-def momentum() -> DGCCompressor:
-    return DGCCompressor(0.5, DGCSGDMemory(momentum=0.9))
+momentum = partial(dgc, 0.5)
 
 
 def after(act: Callable[[Any], Any]) -> DistributedDataParallel:
@@ -57,8 +56,8 @@ def with_python_reducer() -> DistributedDataParallel:
 
 def with_delayed_parameters() -> DistributedDataParallel:
     module = net()
-    named = list(module.named_parameters())
-    return wrapped(module, delay_all_reduce_named_params=named[:1], param_to_hook_all_reduce=named[-1][1])
+    first, *_, (_, last) = module.named_parameters()
+    return wrapped(module, delay_all_reduce_named_params=[first], param_to_hook_all_reduce=last)
 
 
 def in_an_optimizer(model: Any) -> DistributedOptimizer:
@@ -81,10 +80,7 @@ def test_a_model_that_a_hook_cannot_serve() -> None:
     sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     rows: list[tuple[Any, str]] = [
         (net(), "compress needs a model in DistributedDataParallel, not Sequential: wrap it first"),
-        (
-            after(lambda model: model.register_comm_hook(None, allreduce_hook)),
-            "it has a communication hook already",
-        ),
+        (after(lambda model: model.register_comm_hook(None, allreduce_hook)), "has a communication hook already"),
         (after(hook), "it has a communication hook already"),
         (after(in_an_optimizer), "belongs to another DistributedOptimizer already"),
         (with_python_reducer(), "torch.compile's python_reducer calls no hooks"),
@@ -102,8 +98,7 @@ def test_a_model_that_a_hook_cannot_serve() -> None:
 def test_a_distributed_optimizer_of_compressed_parameters() -> None:
     model = after(hook)
     module = model.module
-    with pytest.raises(ValueError, match="^dgc.ddp.compress exchanges the gradient of 0.weight already"):
-        in_an_optimizer(model)
+    refuse("^dgc.ddp.compress exchanges the gradient of 0.weight already", in_an_optimizer, model)
     again = DistributedDataParallel(module)
     hook(again)  # in place of the first one
     del model, again
@@ -111,36 +106,59 @@ def test_a_distributed_optimizer_of_compressed_parameters() -> None:
     DistributedOptimizer(sgd(module), module.named_parameters(), transport=alone())
 
 
-def test_momentum_that_would_be_applied_twice() -> None:
+def test_momentum_that_would_be_applied_twice_or_not_at_all() -> None:
     lacks = "applies momentum to 1 parameters that the optimizer lacks, such as 0.weight"
-    rows: list[tuple[Any, str]] = [
-        (lambda model: None, "pass the optimizer to compress"),
-        (lambda model: sgd(model, momentum=0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
-        (lambda model: torch.optim.Adam(model.parameters()), "Adam would apply it again"),
-        (lambda model: DGCSGD(model.parameters(), lr=0.1, momentum=0.5), "they must agree"),
-        (lambda model: DGCSGD([model.module[1].weight], lr=0.1, momentum=0.9), lacks),
+    rows: list[tuple[Any, Any, str]] = [
+        (momentum(), lambda model: None, "pass the optimizer to compress"),
+        (momentum(), partial(sgd, momentum=0.9), "SGD would apply it again: use dgc.optim.DGCSGD"),
+        (momentum(), lambda model: torch.optim.Adam(model.parameters()), "Adam would apply it again"),
+        (momentum(), lambda model: DGCSGD(model.parameters(), lr=0.1, momentum=0.5), "they must agree"),
+        (momentum(), lambda model: DGCSGD([model.module[1].weight], lr=0.1, momentum=0.9), lacks),
+        (OneBitAdamCompressor(), lambda model: None, r"and has none: .*pass it to dgc.ddp.compress"),
+        (OneBitAdamCompressor(), lambda m: torch.optim.AdamW(m.parameters()), "AdamW does not share its own"),
     ]
-    for optimizer, message in rows:
+    for compression, optimizer, message in rows:
         model = wrapped()
-        with case(message), pytest.raises(ValueError, match=message):
-            hook(model, momentum(), optimizer(model))
+        refuse(message, hook, model, compression, optimizer(model))
     model = wrapped()
     hook(model, DGCCompressor(0.5, ResidualMemory()), sgd(model, momentum=0.9))
     model = wrapped()
     optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
     hook(model, momentum(), optimizer)
     optimizer.param_groups[0]["momentum"] = 0.5
-    with pytest.raises(ValueError, match="it must not change"):
-        model(torch.ones(1, 8)).sum().backward()
+    refuse("it must not change", model(torch.ones(1, 8)).sum().backward)
 
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_arguments() -> None:
-    rows: list[tuple[str, dict[str, Any]]] = [
+    for message, options in (
         ("nonfinite must be 'skip' or 'raise', not 'ignore'", {"nonfinite": "ignore"}),
         ("it needs nonfinite='skip'", {"nonfinite": "raise", "grad_scaler": torch.amp.GradScaler("cpu")}),
         ("bucket_mb must be positive", {"bucket_mb": 0}),
         ("compression=DenseCompressor is a class", {"compression": DenseCompressor}),
         ("process group has 1 ranks, but the exchange has 2", {"transport": LockstepWorld(2).transports[0]}),
-    ]
-    check_refusals(*((partial(hook, wrapped(), **options), message) for message, options in rows))
+    ):
+        refuse(message, hook, wrapped(), **options)
+
+
+METHODS: list[tuple[Any, Any]] = [(OneBitAdam, OneBitAdamCompressor), (DGCAdam, partial(DGCAdamCompressor, 0.2))]
+
+
+@pytest.mark.parametrize(("make", "compression"), METHODS, ids=["OneBitAdam", "DGCAdam"])
+@pytest.mark.filterwarnings("ignore:.*has NaN or inf")
+def test_the_hook_exchanges_momentum(make: Any, compression: Any) -> None:
+    model, other = nets.net(), nets.net()
+    wrapped = DistributedDataParallel(model)
+    inner, adam = (make(m.parameters(), lr=0.01, freeze_step=3) for m in (model, other))
+    exchange = compress(wrapped, compression(), inner, transport=alone())
+    optimizer = DistributedOptimizer(adam, other.named_parameters(), compression(), transport=alone())
+    for step in range(8):
+        factor = float("nan") if step in (1, 5) else 1.0
+        for m, o in ((wrapped, inner), (other, optimizer)):
+            o.zero_grad()
+            (nets.loss_of(m, step) * factor).backward()
+            o.step()
+        assert exchange.dropped_steps == optimizer.dropped_steps
+        nets.assert_same(model, other, exactly=True)
+    assert inner.exchanges_momentum and inner.param_groups[0]["steps"] == 6
+    assert exchange.error_norm() == optimizer.error_norm() > 0

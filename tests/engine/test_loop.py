@@ -10,20 +10,11 @@ import pytest
 import torch
 from cases import case
 from on_ranks import on_ranks
-from torch import Tensor
 
+from dgc import compression as methods
 from dgc.bucket import make_bucket
 from dgc.comm import AllReduce, TrafficMeter
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.compression import (
-    Compressor,
-    DenseCompressor,
-    DenseResult,
-    DGCCompressor,
-    PowerSGDCompressor,
-    Reduced,
-    StatelessCompressor,
-)
 from dgc.engine.buckets import PlannedBucket, keep_states, plan_buckets
 from dgc.engine.loop import COMMUNICATORS, Engine, StartOrder
 from dgc.memory import DGCSGDMemory
@@ -53,30 +44,24 @@ def test_a_bucket_starts_when_it_and_all_before_it_are_full_or_at_the_end() -> N
 
 
 @on_ranks(2)
-def test_every_rank_takes_over_the_order_of_rank_0(transport: Any) -> None:
-    order = StartOrder([1, 1, 1], transport, "test")
-    for arrivals in [[2, 1, 0] if transport.rank == 0 else [1, 0, 2]] * 2:
-        order.reset()
-        started = step(order, arrivals)
-        order.learn()
-    assert order.groups == [2, 1, 0]
-    assert started == ([[2], [1], [0], []] if transport.rank == 0 else [[], [], [2, 1, 0], []])
-
-
-@on_ranks(2)
-def test_the_order_is_learned_in_a_step_in_which_rank_0_fills_buckets(transport: Any) -> None:
-    order = StartOrder([1, 1, 1], transport, "test")
-    for arrivals, expected in (([], [0, 1, 2]), ([2], [2, 0, 1]), ([1], [2, 0, 1])):
-        order.reset()
-        step(order, arrivals)
-        if not order.is_learned:
-            order.learn()
-        assert order.groups == expected
+def test_every_rank_takes_over_the_order_of_rank_0_once_rank_0_fills_buckets(transport: Any) -> None:
+    first = transport.rank == 0
+    for steps in (
+        [([2, 1, 0] if first else [1, 0, 2], [2, 1, 0])] * 2,
+        [([], [0, 1, 2]), ([2], [2, 0, 1]), ([1], [2, 0, 1])],
+    ):
+        order = StartOrder([1, 1, 1], transport, "test")
+        for arrivals, expected in steps:
+            order.reset()
+            started = step(order, arrivals)
+            if not order.is_learned:
+                order.learn()
+            assert order.groups == expected
+        if len(steps) == 2:
+            assert started == ([[2], [1], [0], []] if first else [[], [], [2, 1, 0], []])
 
 
 class Late(LockstepTransport):
-    """Replies arrive at random, at other times on each rank."""
-
     def __init__(self, transport: LockstepTransport, seed: int):
         super().__init__(transport._world, transport.rank)
         self.random = random.Random(seed + transport.rank)
@@ -86,16 +71,14 @@ class Late(LockstepTransport):
 
 
 class Run:
-    """Buckets of three methods, with gradients that differ between ranks and steps."""
-
     def __init__(self, transport: LockstepTransport, bucket_mb: float = 1e-6):
-        dgc, powersgd = DGCCompressor(0.25, DGCSGDMemory(momentum=0.9)), PowerSGDCompressor(rank=1)
-        methods: list[Compressor] = [dgc, DenseCompressor(), powersgd]
+        dgc, dense = methods.DGCCompressor(0.25, DGCSGDMemory(momentum=0.9)), methods.DenseCompressor()
+        kinds: list[methods.Compressor] = [dgc, dense, methods.PowerSGDCompressor(rank=1)]
         self.parameters = [torch.zeros(shape) for shape in SHAPES]
         named = [(f"p{i}", p) for i, p in enumerate(self.parameters)]
-        of_name = {name: methods[i % 3] if p.dim() > 1 else methods[1] for i, (name, p) in enumerate(named)}
+        of_name = {name: kinds[i % 3] if p.dim() > 1 else dense for i, (name, p) in enumerate(named)}
         planned = plan_buckets(named, lambda segment: of_name[segment.name], bucket_mb, "test")
-        self.methods: list[Compressor] = [dgc, powersgd]
+        self.methods = kinds[::2]
         self.kept = keep_states(planned, transport.size, transport.rank, self.methods)[:2]
         self.rank, self.steps, self.begin = transport.rank, 0, Mock()
         self.engine = Engine([[plan] for plan in planned], transport, TrafficMeter(), "test", self.begin)
@@ -129,26 +112,23 @@ class Run:
                 result.write_to(plan.bucket)
         return outcome.nonfinite
 
-    def means(self) -> list[Tensor]:
-        return [group[0].bucket.flat.clone() for group in self.engine.groups]
-
-    def states(self) -> list[Any]:
-        return [states.state_dict() for states in self.kept]
+    def means_and_states(self) -> Any:
+        means = [group[0].bucket.flat.clone() for group in self.engine.groups]
+        return means, [states.state_dict() for states in self.kept]
 
 
-class Rounds(StatelessCompressor):
+class Rounds(methods.StatelessCompressor):
     """Adds a number in each of some rounds, and leaves the sum of all replies in the bucket."""
 
     def __init__(self, number: int, rank: int):
         self.number, self.rank = number, rank
 
     def reduce(self, bucket: Any, state: Any) -> Any:
-        total = 0.0
+        bucket.flat.zero_()
         for r in range(self.number):
             (reply,) = yield (AllReduce(torch.tensor([float(self.rank + r)]), "sum"),)
-            total += reply.item()
-        bucket.flat.fill_(total)
-        return Reduced(DenseResult(), state)
+            bucket.flat.add_(reply)
+        return methods.Reduced(methods.DenseResult(), state)
 
 
 def engine_of(planned: list[PlannedBucket], transport: LockstepTransport) -> Engine:
@@ -178,8 +158,7 @@ def test_rounds_are_launched_in_one_order_whatever_arrives_first() -> None:
     for size, numbers, seed in product((2, 3), ((1, 1, 1), (2, 2, 2), (1, 3, 2, 1), deep), range(8)):
         with case(size, numbers, seed):
             expected = [sum(sum(range(size)) + size * r for r in range(n)) for n in numbers]
-            found = LockstepWorld(size).run(partial(sums, numbers=numbers, seed=seed))
-            assert found == [expected] * size
+            assert LockstepWorld(size).run(partial(sums, numbers=numbers, seed=seed)) == [expected] * size
 
 
 def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:
@@ -188,8 +167,7 @@ def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:
         early, at_end = Run(Late(transport, 10 * seed)), Run(transport)
         for _ in range(3):
             assert early.step(arrivals) is None and at_end.step(None) is None
-            torch.testing.assert_close(early.means(), at_end.means(), rtol=0, atol=0)
-            torch.testing.assert_close(early.states(), at_end.states(), rtol=0, atol=0)
+            torch.testing.assert_close(early.means_and_states(), at_end.means_and_states(), rtol=0, atol=0)
         assert early.begin.call_count == 3 and not early.engine.in_flight
 
     for size, seed in product((1, 2, 3), range(4)):
@@ -206,7 +184,7 @@ def test_a_step_is_dropped_for_all_methods_if_one_bucket_of_one_rank_is_not_fini
         run.step(None)
         reason = run.step(None, bad=bad if transport.rank == 1 else None)
         assert reason is not None and "rank 1" in reason, bad
-        for name, error in run.states()[1]["errors"].items():  # PowerSGD: finite gradients wait to be sent
+        for name, error in run.kept[1].state_dict()["errors"].items():  # of PowerSGD: gradients wait to be sent
             assert error.isfinite().all(), name
         assert run.step(None) is None, "the next step is an ordinary one"
 
@@ -217,11 +195,7 @@ def test_after_an_exception_of_a_method_nothing_continues() -> None:
     engine = run.engine
     dense = next(group[0].compressor for group in engine.groups if group[0].compressor not in run.methods)
 
-    def fail(bucket: Any, state: Any) -> Any:
-        raise KeyError("of the method")
-        yield
-
-    dense.reduce = fail  # type: ignore[method-assign]
+    dense.reduce = Mock(side_effect=KeyError("of the method"))  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         for g in range(len(engine.groups)):
             engine.start(g)
@@ -230,9 +204,7 @@ def test_after_an_exception_of_a_method_nothing_continues() -> None:
         with pytest.raises(RuntimeError, match="ended with an exception, KeyError: 'of the method'"):
             use()
 
-
-def test_a_step_that_began_to_send_cannot_begin_again() -> None:
-    run = Run(LockstepWorld(1).transports[0])
+    run = Run(LockstepWorld(1).transports[0])  # nor does a step that began to send begin again
     run.fill()
     run.engine.check_ended("backward()")
     run.engine.start(0)
@@ -244,7 +216,7 @@ def test_the_loop_asks_only_for_replies_that_let_it_continue() -> None:
     transport = LockstepTransport(LockstepWorld(1), 0)
     transport.poll = polls = Mock(return_value=False)  # type: ignore[method-assign]
     named = [(f"p{i}", torch.zeros(4)) for i in range(320)]
-    planned = plan_buckets(named, lambda segment: DenseCompressor(), 1e-6, "test")
+    planned = plan_buckets(named, lambda segment: methods.DenseCompressor(), 1e-6, "test")
     engine = engine_of(planned, transport)
     for g in range(len(planned)):
         engine.start(g)

@@ -8,36 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from parallel import sharded
+from parallel.sharded import batches, loss_of, top_k, train
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.transport import Transport
-from dgc.compression import DGCAdamCompressor, DGCCompressor, OneBitAdamCompressor, SparseCompressor
+from dgc.compression import DGCAdamCompressor, DGCCompressor, OneBitAdamCompressor
 from dgc.fsdp import ShardedLocalOptimizer, compress, local_mesh
 from dgc.local import OuterSteps
 from dgc.memory import ResidualMemory
 from dgc.optim import DistributedOptimizer, LocalOptimizer
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-SIZE = 8
+INPUTS = batches(2, 0)
 Act = Callable[..., Any]
 
 
-def network(frozen: int | None = None) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
-    if frozen is not None:
-        model[frozen].requires_grad_(False)
+def network(*frozen: int) -> nn.Sequential:
+    model = sharded.network()
+    for layer in frozen:
+        model[layer].requires_grad_(False)
     return model
 
 
-def shard(transport: Transport, model: nn.Sequential | None = None, **options: Any) -> Any:
-    """Layers 0 and 1 are groups of their own, layer 2 is in that of the whole model."""
-    model, mesh = model or network(), local_mesh(transport)
-    for part in (model[0], model[1], model):
-        fully_shard(part, mesh=mesh, **options)
-    return model
+def shard(transport: Transport, model: Any = None, **options: Any) -> Any:
+    return sharded.shard(model or network(), local_mesh(transport), **options)
 
 
 @pytest.fixture
@@ -45,17 +42,8 @@ def model(transport: Transport) -> Any:
     return shard(transport)
 
 
-def top_k() -> SparseCompressor:
-    return SparseCompressor(0.2, ResidualMemory())
-
-
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = model(torch.ones(2, SIZE)).square().mean()
-    return loss
 
 
 def outer(transport: Transport, model: nn.Module, /, **options: Any) -> ShardedLocalOptimizer:
@@ -63,15 +51,7 @@ def outer(transport: Transport, model: nn.Module, /, **options: Any) -> ShardedL
     return ShardedLocalOptimizer(**{**arguments, **options})
 
 
-def train(model: nn.Module, optimizer: Any) -> None:
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
-
 def refused(message: str, act: Act, *arguments: Any, kind: type[Exception] = ValueError, **options: Any) -> None:
-    """It raises an error of this kind that begins with the message."""
     with pytest.raises(kind, match=f"^{re.escape(message)}"):
         act(*arguments, **options)
 
@@ -80,13 +60,13 @@ def test_arguments_are_named(transport: Transport, model: Any) -> None:
     compressor, scaler = top_k(), torch.amp.GradScaler
     half = shard(transport, network().half(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     connected = "transport must be what dgc.comm connects"
-    sharded = "model must be a torch.nn.Module on which fully"
+    on_which = "model must be a torch.nn.Module on which fully"
 
     def attempt(message: str, model: Any = model, **options: Any) -> None:
         refused(message, compress, model, compressor, **{"transport": transport, **options})
 
-    attempt(f"{sharded}_shard was called, not None", None)
-    attempt(f"{sharded}_shard was called, not <class", nn.Linear)
+    attempt(f"{on_which}_shard was called, not None", None)
+    attempt(f"{on_which}_shard was called, not <class", nn.Linear)
     attempt(f"{connected}, with hierarchical=True, not None", transport=None)
     attempt(f"{connected}, with hierarchical=True, not 'x'", transport="x")
     attempt("transport has 2 ranks, and torch.distributed has 1", transport=LockstepWorld(2).transports[0])
@@ -97,16 +77,15 @@ def test_arguments_are_named(transport: Transport, model: Any) -> None:
     refused(connected, local_mesh, None)
     compress(model, compressor, transport=transport).close()  # the compressor is still free
     for of_momentum in (OneBitAdamCompressor(), DGCAdamCompressor(0.1)):
-        with pytest.raises(ValueError, match="exchanges the momentum of an optimizer, which dgc.fsdp does not"):
-            compress(model, of_momentum, transport=transport)
+        words = f"{type(of_momentum).__name__} exchanges the momentum of an optimizer, which dgc.fsdp does not"
+        refused(words, compress, model, of_momentum, transport=transport)
     refuse = partial(refused, act=partial(outer, transport, model))
     refuse("method must be an algorithm such as dgc.gossip.SGP(), not None", method=None)
     refuse("method must be an algorithm such as dgc.gossip.SGP(), not <class", method=OuterSteps)
-    refuse(f"{sharded}_shard was called, not None", model=None)
+    refuse(f"{on_which}_shard was called, not None", model=None)
     refuse(connected, transport=None)
     refuse("optimizer must be a torch.optim.Optimizer, not None", optimizer=None)
-    other = sgd(shard(transport))
-    refuse("6 of the optimizer's 6 parameters are not those of the sharded model", optimizer=other)
+    refuse("9 of the optimizer's 9 parameters are not those of", optimizer=sgd(shard(transport)))
 
 
 def test_a_forward_pass_before(transport: Transport) -> None:
@@ -114,15 +93,15 @@ def test_a_forward_pass_before(transport: Transport) -> None:
     models = [shard(transport) for _ in range(4)]
     optimizers = [sgd(model) for model in models]
     models[1].unshard()
-    loss_of(models[2])
-    loss_of(models[3])
+    loss_of(models[2], INPUTS[0])
+    loss_of(models[3], INPUTS[0])
     for model, optimizer in zip(models[:3], optimizers, strict=False):
         exchange = compress(model, top_k(), transport=transport)
-        train(model, optimizer)
+        train(model, optimizer, INPUTS)
         exchange.close()
         for p, q in zip(model.parameters(), models[0].parameters(), strict=True):
             assert torch.equal(p.full_tensor(), q.full_tensor())
-    train(models[3], outer(transport, models[3], optimizer=optimizers[3]))
+    train(models[3], outer(transport, models[3], optimizer=optimizers[3]), INPUTS)
 
 
 def test_a_second_exchange(transport: Transport) -> None:
@@ -143,30 +122,29 @@ def test_a_second_exchange(transport: Transport) -> None:
     optimizer.close()
     second = compress(compressed, top_k(), transport=transport)
     exchange.close()  # does not remove the hooks of the second one
-    train(compressed, sgd(compressed))
+    train(compressed, sgd(compressed), INPUTS)
     assert second.error_norm() > 0
     compress(in_outer_steps, top_k(), transport=transport)
 
 
 def test_gradients_that_machines_would_not_exchange(transport: Transport) -> None:
     """Machines would end with different models, or a frozen parameter would change."""
-    alone = "each machine would train {} alone"
-    rows: list[tuple[str, Callable[[Any], Any], int | None]] = [
-        ("0.weight of module 0 was frozen", lambda model: model[0].requires_grad_(False), None),
-        (alone.format("0.weight"), lambda model: model.requires_grad_(True), 0),
-        (alone.format("2.weight"), lambda model: model.requires_grad_(True), 2),
-        (alone.format("3.weight"), lambda model: model.append(nn.Linear(SIZE, 1)), None),
-        ("the hook of the model was replaced", lambda model: model.set_all_reduce_hook(lambda output: None), None),
+    alone, thaw = "each machine would train {} alone", partial(nn.Module.requires_grad_, requires_grad=True)
+    rows: list[tuple[str, Callable[[Any], Any], tuple[int, ...]]] = [
+        ("0.weight of module 0 was frozen", lambda model: model[0].requires_grad_(False), ()),
+        *((alone.format(f"{layers[0]}.weight"), thaw, layers) for layers in ((0,), (4, 5))),
+        (alone.format("6.weight"), lambda model: model.append(nn.Linear(1, 1)), ()),
+        ("the hook of the model was replaced", lambda model: model.set_all_reduce_hook(lambda output: None), ()),
     ]
     for message, change, frozen in rows:
-        model = shard(transport, network(frozen))
+        model = shard(transport, network(*frozen))
         compress(model, top_k(), transport=transport)
-        train(model, sgd(model))
+        train(model, sgd(model), INPUTS)
         change(model)
-        refused(message, train, model, sgd(model), kind=RuntimeError)
+        refused(message, train, model, sgd(model), INPUTS, kind=RuntimeError)
     model = shard(transport)
     compress(model[0], top_k(), transport=transport)  # a part of a model is no model
-    refused(alone.format("2.weight"), train, model, sgd(model), kind=RuntimeError)
+    refused(alone.format("4.weight"), train, model, sgd(model), INPUTS, kind=RuntimeError)
 
 
 def test_steps_on_scaled_gradients(transport: Transport, model: Any) -> None:
@@ -174,19 +152,18 @@ def test_steps_on_scaled_gradients(transport: Transport, model: Any) -> None:
     compress(model, top_k(), transport=transport, grad_scaler=scaler)
     for optimizer in (sgd(model), torch.optim.AdamW(model.parameters(), fused=True)):
         optimizer.zero_grad()
-        scaler.scale(loss_of(model)).backward()
-        with pytest.raises(RuntimeError, match="the gradients are scaled: call grad_scaler.step"):
-            optimizer.step()
+        scaler.scale(loss_of(model, INPUTS[0])).backward()
+        refused("the gradients are scaled: call grad_scaler.step", optimizer.step, kind=RuntimeError)
         scaler.step(optimizer)
         scaler.update()
 
 
 def test_parameters_that_outer_steps_would_not_find(transport: Transport, model: Any) -> None:
     optimizer = outer(transport, model)
-    train(model, optimizer)
+    train(model, optimizer, INPUTS)
     model.load_state_dict(deepcopy(model.state_dict()), assign=True)
     with pytest.raises(RuntimeError, match=r"were replaced after dgc.fsdp.ShardedLocalOptimizer, for example"):
-        train(model, optimizer)
+        train(model, optimizer, INPUTS)
 
 
 def test_damaged_states(transport: Transport, model: Any) -> None:
@@ -194,12 +171,11 @@ def test_damaged_states(transport: Transport, model: Any) -> None:
     exchange = compress(model, compression, transport=transport, steps_per_epoch=2)
     state: Any = exchange.compression_state_dict()
     for epochs in ("1", -1, float("nan"), float("inf"), [1], torch.ones(2)):
-        with pytest.raises(ValueError, match="^epochs of the state must be "):
-            exchange.load_compression_state_dict({**state, "epochs": epochs})
+        refused("epochs of the state must be ", exchange.load_compression_state_dict, {**state, "epochs": epochs})
     exchange.close()
     optimizer = outer(transport, model, optimizer=torch.optim.AdamW(model.parameters()))
-    train(model, optimizer)
+    train(model, optimizer, INPUTS)
     state = deepcopy(optimizer.compression_state_dict())
     state["optimizer"]["state"][0]["exp_avg"] = torch.ones(3)
-    message = "exp_avg of a parameter of shape (8, 8) has shape (3,), and this"
+    message = "exp_avg of a parameter of shape (5, 7) has shape (3,), and this"
     refused(message, optimizer.load_compression_state_dict, state)

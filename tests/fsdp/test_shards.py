@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import on_ranks
+from refusals import refuse
 from torch.distributed.fsdp import fully_shard  # noqa: F401  (registers torch.ops.fsdp)
 
 from dgc.bucket import make_bucket
@@ -36,8 +37,7 @@ def reduced(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:
 
 
 def shard_of(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    chunks = tensor.chunk(ranks)
-    return chunks[rank] if rank < len(chunks) else tensor[:0]
+    return (*tensor.chunk(ranks), *[tensor[:0]] * ranks)[rank]
 
 
 def test_each_place_has_the_rows_of_its_rank() -> None:
@@ -74,8 +74,7 @@ def test_gradients_of_several_backward_passes_add_up() -> None:
     bucket = plan.buckets[0].bucket
     assert [s.name for s in bucket.segments] == ["p0", "p2"], "it has no row of the second"
     for segment, i in zip(bucket.segments, (0, 2), strict=True):
-        total = passes[0][i] + passes[1][i]
-        assert torch.equal(segment.of(bucket.flat), shard_of(total, rank, ranks))
+        assert torch.equal(segment.of(bucket.flat), shard_of(passes[0][i] + passes[1][i], rank, ranks))
     plan.has_gradients = False  # as after an exchange
     plan.add(reduced(passes[2], ranks)[rank])
     assert torch.equal(bucket.segments[0].of(bucket.flat), shard_of(passes[2][0], rank, ranks))
@@ -86,16 +85,11 @@ def test_gradients_of_several_backward_passes_add_up() -> None:
 
 
 def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    def group_size(transport: LockstepTransport, group: str) -> int:
-        return 1 if transport.rank == 2 else 2
-
-    world = LockstepWorld(6, local_size=3)
-    assert world.run(mesh.machines) == [[[0, 1, 2], [3, 4, 5]]] * 6
+    assert LockstepWorld(6, local_size=3).run(mesh.machines) == [[[0, 1, 2], [3, 4, 5]]] * 6
     monkeypatch.setattr(mesh, "all_gather_object", lambda *_: [0, 1, 0, 1])  # as if ranks alternated
     assert LockstepWorld(4, local_size=2).run(mesh.machines) == [[[0, 2], [1, 3]]] * 4
-    monkeypatch.setattr(LockstepTransport, "group_size", group_size)
-    with pytest.raises(ValueError, match="needs the same number of ranks on every machine, not 1 to 2"):
-        LockstepWorld(3).run(mesh.machines)
+    monkeypatch.setattr(LockstepTransport, "group_size", lambda own, group: 2 - (own.rank == 2))
+    refuse("needs the same number of ranks on every machine, not 1 to 2", LockstepWorld(3).run, mesh.machines)
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -104,5 +98,5 @@ def test_machines_with_elements_in_another_order_differ(transport: LockstepTrans
     own = torch.arange(6, dtype=torch.bfloat16)
     p = SimpleNamespace(to_local=lambda: own.flip(0) if transport.rank else own)
     group: Any = SimpleNamespace(names=("weight",), parameters=(p,))
-    with pytest.raises(ValueError, match="weight differs between machines 0 and 1 before the first step"):
-        check_equal_models([group], transport, "models")
+    words = "weight differs between machines 0 and 1 before the first step"
+    refuse(words, check_equal_models, [group], transport, "models")

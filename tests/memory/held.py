@@ -17,7 +17,6 @@ SHAPES: dict[str, Any] = {"a": (4, 3), "b": (5,), "c": (2, 3, 2, 2)}
 
 
 def bucket_of(name: str = "b", seed: int = 0, dtype: Any = torch.float32, **shapes: Any) -> Any:
-    """A bucket with random gradients; by default of three tensors."""
     bucket = make_bucket(name, [(n, torch.zeros(s, dtype=dtype)) for n, s in (shapes or SHAPES).items()])
     bucket.flat.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(seed)))
     return bucket

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import case
 from memory.held import SHAPES, Held, bucket_of
-from refusals import check_refusals
+from refusals import refuse
 
 from dgc.bucket import make_bucket
 from dgc.kernels import PassInputs
@@ -30,7 +30,6 @@ every_memory = pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
 
 
 def held(make: Any, *buckets: Any) -> Any:
-    """A memory of these buckets, or of one of three tensors."""
     memory = Held(make())
     for bucket in buckets:
         memory.plan(bucket)
@@ -77,11 +76,9 @@ def test_the_memory_clips_before_it_accumulates_and_no_memory_forgets() -> None:
 def test_the_momentum_and_the_decay_of_a_memory() -> None:
     memory = DGCSGDMemory(0.8, True)
     assert memory.correction == MomentumCorrection(0.8, True) and memory.momentum_masking
-    check_refusals(
-        (lambda: DGCSGDMemory(-0.1), "momentum"),
-        (lambda: DGCSGDMemory(1.0), "momentum"),
-        (lambda: ResidualMemory(decay=0.0), r"decay must be in \(0, 1\]"),
-    )
+    for momentum in (-0.1, 1.0):
+        refuse("momentum", DGCSGDMemory, momentum)
+    refuse(r"decay must be in \(0, 1\]", ResidualMemory, decay=0.0)
 
 
 @every_memory
@@ -107,7 +104,6 @@ def test_what_was_sent_is_taken_back_bit_for_bit(make: Any) -> None:
 
 @every_memory
 def test_whoever_looks_between_steps_sees_what_was_sent_gone(make: Any) -> None:
-    """As in u and v by hand, which lose it at once: sparse, dense and dropped steps."""
     bucket = bucket_of()
     memory = held(make, bucket)
     momentum, nesterov = vars(memory.memory.correction or MomentumCorrection(None, False)).values()

@@ -64,12 +64,9 @@ def wrap(model: Any, transport: Any, make: Any = momentum_sgd, **options: Any) -
 
 
 def train(model: Any, optimizer: Any, steps: Any, rank: int = 0, *, loss: Any = loss_of, **options: Any) -> None:
-    """Train with `loss(model, number of the batch, rank, **options)`.
+    """Train with `loss(model, number of the batch, rank, **options)`, `passes` batches in a step.
 
-    Args:
-        passes: Calls of backward per step, each with a batch of its own.
-        zero: What begins a step: a key of `ZEROS`, or a function of the model and the optimizer.
-        finish: `finish(model, optimizer)` in place of `optimizer.step()`.
+    zero: a key of `ZEROS`, or a function of the model and the optimizer. finish: in place of `optimizer.step()`.
     """
     passes, zero, finish = options.pop("passes", 1), options.pop("zero", "own"), options.pop("finish", None)
     for step in steps:
@@ -85,6 +82,10 @@ def through_gradients(model: Any, optimizer: Any, change: Any = None) -> None:
         change(model)
     with optimizer.skip_synchronize():
         optimizer.step()
+
+
+def clip(model: Any, norm: float = 0.05) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
 def values(model: Any) -> Any:
@@ -139,11 +140,10 @@ def trained_alone(size: int, steps: Any, make: Any = momentum_sgd, model: Any = 
     return model
 
 
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
+def through_a_file(state: Any, weights_only: bool = True) -> Any:
+    torch.save(state, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)
 
 
 def check_that_a_saved_state_goes_on(wrapped: Any, saved: int, used: int = 0, again: Any = None) -> None:
@@ -182,13 +182,8 @@ def dgc_sgd(model: Any, **options: Any) -> Any:
 
 
 class Half:
-    @staticmethod
-    def compress(tensor: Any) -> Any:
-        return tensor.half(), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor.to(ctx)
+    compress = staticmethod(lambda tensor: (tensor.half(), tensor.dtype))
+    decompress = staticmethod(lambda tensor, dtype: tensor.to(dtype))
 
 
 # ways to zero gradients

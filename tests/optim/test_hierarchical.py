@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import case
 from optim.nets import train, trained, values, wrap
+from refusals import refuse
 from torch import nn
 
 from dgc import compression as methods
@@ -19,11 +20,6 @@ from dgc.optim import DGCSGD, MuonWithAdamW, muon_groups
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def mixed() -> methods.Route:
-    low_rank = methods.Rule(methods.PowerSGDCompressor(1), min_dim=2, max_numel=500)
-    return methods.Route([low_rank, methods.Rule(METHODS["dgc"]())])
-
-
 METHODS: dict[str, Callable[[], Any]] = {
     "dgc": lambda: methods.DGCCompressor(0.05, DGCSGDMemory(0.9)),
     "residual": lambda: methods.DGCCompressor(0.05, ResidualMemory()),  # momentum is the optimizer's
@@ -32,7 +28,9 @@ METHODS: dict[str, Callable[[], Any]] = {
     "2bit": lambda: methods.ThresholdCompressor(threshold=0.01),
     "dense": methods.DenseCompressor,
     "ef21": lambda: methods.EF21Compressor(METHODS["residual"](), 0.5),
-    "route": mixed,
+    "route": lambda: methods.Route(
+        [methods.Rule(methods.PowerSGDCompressor(1), min_dim=2, max_numel=500), methods.Rule(METHODS["dgc"]())]
+    ),
     "int8": methods.TwoPhaseCompressor,
     "int4": partial(methods.TwoPhaseCompressor, 4, 64),
 }
@@ -72,9 +70,8 @@ def on_each(world: LockstepWorld, found: Callable[[Any], Any], **options: Any) -
 def test_ranks_of_a_machine_train_as_one_rank_with_their_mean_gradient(name: str) -> None:
     """With shares of whole tensors the division into buckets differs, which sparse methods and 2bit do not see.
 
-    8 and 4 bits with two ranks are exact, as halves are, and a block does not depend on the shares. The two means
-    of three ranks would be rounded differently. An element may then get the next level, a 127th or a 7th of the
-    largest of its block away. No limit near the rounding of fp32 holds.
+    8 and 4 bits with two ranks are exact, as halves are. The means of three would be rounded differently, and an
+    element may then get the next level: no limit near the rounding of fp32 holds.
     """
     is_exact = name in ("int8", "int4")
     for machines, local in ((1, 2), (2, 2), (3, 2)) if is_exact else ((2, 2), (2, 3), (3, 2)):
@@ -98,49 +95,37 @@ def test_on_off_and_auto() -> None:
         assert all(len(set(of_rank)) == 1 for of_rank in found)
         return [of_rank[0] for of_rank in found]
 
-    every = ("auto", "on", True, "off", False)
-    assert choices(LockstepWorld(4, 2), *every) == [True, True, True, False, False]
-    for world in (LockstepWorld(2), LockstepWorld(2, 1)):
-        assert choices(world, *every) == [False, True, True, False, False]
+    for world, auto in ((LockstepWorld(4, 2), True), (LockstepWorld(2), False), (LockstepWorld(2, 1), False)):
+        assert choices(world, "auto", "on", True, "off", False) == [auto, True, True, False, False]
     for stateless in (methods.DenseCompressor(), methods.FP16Compressor()):
         # auto leaves an all-reduce to the transport
         assert choices(LockstepWorld(4, 2), "auto", "on", name=stateless) == [False, True]
     assert on_each(LockstepWorld(4, 2), lambda o: o.part is None, name="dense", hierarchical="off") == [True] * 4
-    with pytest.raises(ValueError, match="hierarchical must be 'auto', 'on' or 'off', not 'yes'"):
-        choices(LockstepWorld(2), "yes")
-
-
-def uneven(transport: Any) -> Any:
-    """Of 3 ranks on two machines, of two ranks and one."""
-    sizes = {"world": (3, 3, 3), "local": (2, 2, 1), "cross": (2, 1, 2)}
-    transport.group_size = lambda group: sizes[group][transport.rank]
-    return transport
-
-
-def without_groups(transport: Any) -> Any:
-    def group_size(group: str) -> int:
-        if group != "world":
-            raise ValueError(f"group {group!r} does not exist: use connect(hierarchical=True)")
-        return int(transport.size)
-
-    transport.group_size = group_size
-    return transport
+    refuse("hierarchical must be 'auto', 'on' or 'off', not 'yes'", choices, LockstepWorld(2), "yes")
 
 
 def test_machines_with_different_numbers_of_ranks_and_a_transport_without_groups() -> None:
-    def places(size: int, kind: Any, hierarchical: str) -> list[Any]:
-        made = models(size)
-        return LockstepWorld(size).run(lambda t: wrapped(made[t.rank], kind(t), hierarchical=hierarchical).place)
+    def uneven(rank: int, group: str) -> int:  # two ranks on one machine and one on the other
+        return {"world": (3, 3, 3), "local": (2, 2, 1), "cross": (2, 1, 2)}[group][rank]
+
+    def without_groups(rank: int, group: str) -> int:
+        if group != "world":
+            raise ValueError(f"group {group!r} does not exist: use connect(hierarchical=True)")
+        return 2
+
+    def places(size: int, group_size: Any, hierarchical: str) -> list[Any]:
+        def place(transport: Any) -> Any:
+            transport.group_size = partial(group_size, transport.rank)
+            return wrapped(models(1)[0], transport, hierarchical=hierarchical).place
+
+        return LockstepWorld(size).run(place)
 
     words = "needs the same number of ranks on every machine, not 1 to 2"
-    with pytest.raises(ValueError, match=f"^hierarchical='on' {words}$"):
-        places(3, uneven, "on")
-    with pytest.warns(UserWarning) as caught:
+    refuse(f"^hierarchical='on' {words}$", places, 3, uneven, "on")
+    with pytest.warns(UserWarning, match=f"{words}.*hierarchical='auto' treats all ranks alike") as caught:
         assert places(3, uneven, "auto") == [None] * 3
-    (line,) = [str(warning.message) for warning in caught]
-    assert words in line and "hierarchical='auto' treats all ranks alike" in line
-    with pytest.raises(ValueError, match=r"use connect\(hierarchical=True\)"):
-        places(2, without_groups, "on")
+    assert len(caught) == 1
+    refuse(r"use connect\(hierarchical=True\)", places, 2, without_groups, "on")
     assert places(2, without_groups, "auto") == [None] * 2
 
 
@@ -172,9 +157,7 @@ def test_a_state_of_another_division_is_refused() -> None:
 
 @pytest.mark.parametrize(("name", "share"), [("dgc", 0.5), ("residual", 0.5), ("2bit", 0.5), ("powersgd", 0.67)])
 def test_bytes_between_machines(name: str, share: float) -> None:
-    """On 2 machines of 2 ranks, an all-gather sends a third, and an all-reduce two thirds: its ring visits each
-    machine once anyway.
-    """
+    """An all-gather sends a third, and an all-reduce two thirds: its ring visits each machine once anyway."""
 
     def meter(transport: Any, hierarchical: str, made: Any) -> Any:
         optimizer = wrapped(made[transport.rank], transport, name, hierarchical, bucket_mb=25.0)

@@ -1,7 +1,4 @@
-"""Whose state it is: the state of this rank loads, that of any other is refused by name, for every adapter.
-
-And states that earlier versions saved load, and training continues as it did there.
-"""
+"""Whose state it is: that of this rank loads, and that of an earlier version, and any other is refused by name."""
 
 import copy
 import io
@@ -15,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import case
 from gossip.networks import Trained, top_k
 from on_ranks import on_ranks
 from optim.nets import alone, dgc, dgc_sgd, loss_of, momentum_sgd, net, train, wrap
+from refusals import refuse
 from states import assert_equal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -79,12 +76,12 @@ def gossiping(transport: Any, algorithm: Any, **options: Any) -> Adapter:
 
 
 def zero_one(transport: Any, clipper: int = 2) -> Adapter:
-    adam = partial(ZeroOneAdam, lr=0.02)
-    return gossiping(transport, partial(ZeroOneSteps, 2, 1, 1, clipper), make_optimizer=adam)
+    steps = partial(ZeroOneSteps, 2, 1, 1, clipper)
+    return gossiping(transport, steps, make_optimizer=partial(ZeroOneAdam, lr=0.02))
 
 
 def diloco(transport: Any, number: int, **options: Any) -> Adapter:
-    return gossiping(transport, lambda: OuterSteps(number, None, Nesterov(), **options))
+    return gossiping(transport, partial(OuterSteps, number, None, Nesterov(), **options))
 
 
 ADAPTERS: dict[str, Any] = {
@@ -133,14 +130,13 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
             assert all(cure in str(told.value) for cure in cures)
         assert_equal(again.state(), state)  # a refused state changes nothing
         shard = {**state, "identity": {**state["identity"], "shard": 1, "shards": 2}}
-        with pytest.raises(ValueError, match=f"shard 1 of 2 on machine {rank} .*shards are different parts"):
-            again.load(shard, allow_other_rank=True)
+        different = f"shard 1 of 2 on machine {rank} .*shards are different parts"
+        refuse(different, again.load, shard, allow_other_rank=True)
         again.load(other, allow_other_rank=True)
         assert again.state()["identity"] == state["identity"]
         if name not in OWN_PARTS:
             assert_equal(*(without(its, "identity", "part") for its in (again.state(), other)))
-        with pytest.raises(ValueError, match="identity of the state is damaged"):
-            again.load({**state, "identity": {"owner": 1}})
+        refuse("identity of the state is damaged", again.load, {**state, "identity": {"owner": 1}})
         with pytest.warns(UserWarning, match="an earlier version saved it: make sure that it is that of rank"):
             again.load(without(state, "identity"))
         again.train(range(3, 5))
@@ -151,15 +147,12 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.parametrize("steps", [{0: 3, 1: 2}, {0: 3, 1: 0}])
 def test_states_of_different_steps_are_refused_before_anything_is_sent(name: str, steps: Any) -> None:
-    """Also where one rank has loaded none."""
-
     def body(transport: Any) -> None:
         adapter, again = ADAPTERS[name](transport), ADAPTERS[name](transport)
         states = {number: adapter.train([number]).state() for number in (1, 2, 3)}
         if its := steps.get(transport.rank, 3):
             again.load(states[its])
-        with pytest.raises(ValueError, match=rf"ranks? 0.*: step 3; rank 1: step {steps[1]}\): .*on every rank"):
-            again.train(range(3, 4))
+        refuse(rf"ranks? 0.*: step 3; rank 1: step {steps[1]}\): .*on every rank", again.train, range(3, 4))
 
     world(name).run(body)
 
@@ -177,8 +170,7 @@ def test_ddp() -> None:
     again.load(state)
     assert again.train(range(3, 4)).state()["identity"]["step"] == 4
     foreign = {**state, "identity": {**state["identity"], "rank": 1, "size": 2}}
-    with pytest.raises(ValueError, match="that of rank 1 of 2, and rank 0 of 1 loads it"):
-        again.load(foreign)
+    refuse("that of rank 1 of 2, and rank 0 of 1 loads it", again.load, foreign)
     again.load(foreign, allow_other_rank=True)
     optimizer(alone()).load(state)
     dist.destroy_process_group()
@@ -192,9 +184,7 @@ def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any
         (in_parts, partial(diloco, number=4), "OuterSteps.0.fragment_mb=0.00025, and here it is None"),
         (zero_one, partial(zero_one, clipper=4), "ZeroOneSteps.0.local_step_clipper=2, and here it is 4"),
     ):
-        state = saved(transport).train(range(3)).state()
-        with case(message), pytest.raises(ValueError, match=message):
-            loaded(transport).load(state, allow_other_rank=True)
+        refuse(message, loaded(transport).load, saved(transport).train(range(3)).state(), allow_other_rank=True)
 
 
 @on_ranks(2)
@@ -233,15 +223,13 @@ def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: i
 
 
 def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
-    states = states_of("optimizer", 3)
-    for wrong in (states[:2], [*states[:2], states[1]], [*states, states[0]]):
-        with pytest.raises(ValueError, match="pass the state of every rank once"):
-            redistribute(wrong, 2)
-    later = {**states[1], "identity": {**states[1]["identity"], "step": 4}}
-    with pytest.raises(ValueError, match="rank 0 of 3 is of step 3, that of rank 1 of 3 of step 4"):
-        redistribute([states[0], later, states[2]], 1)
-    mixed = redistribute([without(state, "identity") for state in states], 2)
-    assert not any("identity" in state for state in mixed)
+    first, second, third = states = states_of("optimizer", 3)
+    later = {**second, "identity": {**second["identity"], "step": 4}}
+    once, steps = "pass the state of every rank once", "rank 0 of 3 is of step 3, that of rank 1 of 3 of step 4"
+    for wrong in (states[:2], [first, second, second], [*states, first]):
+        refuse(once, redistribute, wrong, 2)
+    refuse(steps, redistribute, [first, later, third], 1)
+    assert not any("identity" in state for state in redistribute([without(s, "identity") for s in states], 2))
 
 
 def test_states_are_redistributed_to_two_levels_and_back() -> None:
@@ -253,8 +241,7 @@ def test_states_are_redistributed_to_two_levels_and_back() -> None:
         adapter.load(redistribute(flat, transport.size, parts)[transport.rank])
         return adapter.train(range(3, 4)).state()
 
-    divided = LockstepWorld(4, 2).run(on_machines)
-    back = redistribute(divided, 2)
+    back = redistribute(LockstepWorld(4, 2).run(on_machines), 2)
     LockstepWorld(2).run(lambda transport: optimizer(transport).load(back[transport.rank]))
 
 
@@ -265,12 +252,10 @@ def test_shards_are_redistributed_among_machines() -> None:
         states += [{"errors": {"w": torch.full((2,), 10.0 * shard + machine)}, "identity": identity}]
     one = redistribute(states[::-1], 2)
     assert [s["errors"]["w"][0].item() for s in one] == [0.5, 10.5]
-    places = [[s["identity"][key] for key in ("rank", "size", "shard")] for s in one]
-    assert places == [[0, 1, 0], [0, 1, 1]]
+    assert [[s["identity"][key] for key in ("rank", "size", "shard")] for s in one] == [[0, 1, 0], [0, 1, 1]]
     four = redistribute(states, 8)
     assert [s["errors"]["w"][0].item() for s in four] == [0.0, 10.0, 0.0, 10.0, 1.0, 11.0, 1.0, 11.0]
-    with pytest.raises(ValueError, match="3 ranks cannot have 2 shards on each machine"):
-        redistribute(states, 3)
+    refuse("3 ranks cannot have 2 shards on each machine", redistribute, states, 3)
 
 
 @on_ranks(2)
@@ -282,19 +267,14 @@ def test_a_broadcast_of_the_optimizer_leaves_every_rank_its_residual(transport: 
 
 
 def test_steps_of_asynchronous_ranks_are_not_compared_and_another_memory_is_refused() -> None:
-    class Alone(SGP):
-        is_synchronous = False
-
-    own = gossiping(alone(), Alone).owner
+    own = gossiping(alone(), type("Alone", (SGP,), {"is_synchronous": False})).owner
     assert own.compression_state_dict()["identity"]["step"] is None
     state = optimizer(alone(), compression=SparseCompressor(0.1, DGCSGDMemory())).state()
     found = r"state of another compressor: it has \['history', 'momentums', 'steps', 'velocities'\]"
-    with pytest.raises(ValueError, match=found):
-        optimizer(alone(), compression=SparseCompressor(0.1, ResidualMemory())).load(state)
+    refuse(found, optimizer(alone(), compression=SparseCompressor(0.1, ResidualMemory())).load, state)
 
 
-# The files have, by case, the states of two ranks after 3 steps, and the models 3 steps later. To write such a
-# file for another version, call `write` in its checkout.
+# The states of two ranks after 3 steps by case, and the models 3 steps later: `write` in a checkout makes a file.
 FILES = {
     "older": "no identity, and one number of steps for all parameters",
     "nested": "the state of a memory, and the ratio of a history, in tables of their own",
@@ -302,21 +282,15 @@ FILES = {
 SAVED, CONTINUED = range(3), range(3, 6)
 
 
-def small_net() -> nn.Module:
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
-    generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) / 2)
-    return model.float()
-
-
 def loss_of_small(model: nn.Module, step: int, rank: int) -> Tensor:
-    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float32)
+    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1000 * step + rank))
     return (model(inputs) - inputs[:, :2].sin()).square().mean()
 
 
 def started(transport: Any, make: Any) -> tuple[nn.Module, Any, Adapter]:
-    model = small_net()
+    model, generator = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)), torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator) / 2)
     optimizer, owner = make(model, transport)
 
     def step(number: int) -> None:
@@ -344,26 +318,15 @@ def mixing(algorithm: Callable[[], Any], make: Any = momentum_sgd) -> Any:
     return lambda model, t: (LocalOptimizer(make(model), model.named_parameters(), algorithm(), transport=t),) * 2
 
 
-def aggregating(model: Any, transport: Any) -> Any:
-    config = Config(1, 1.0, start_compressing_after_num_steps=1)
-    return momentum_sgd(model), PowerSGD(model.parameters(), config, transport)
-
-
 def adam(kind: Any, **options: Any) -> Any:
     return lambda model: kind(model.parameters(), lr=0.05, **options)
 
 
-def sparse(**options: Any) -> SparseCompressor:
-    return SparseCompressor(0.1, ResidualMemory(), **options)
-
-
 low_rank = partial(methods.PowerSGDCompressor, rank=1)
-IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 40 * 4 / 2**20}
+
 CASES: dict[str, Any] = {
-    "dgc": exchanging(
-        lambda: methods.DGCCompressor(0.1, DGCSGDMemory(momentum=0.9)), partial(dgc_sgd, weight_decay=1e-2)
-    ),
-    "top-k, vectors as int8": exchanging(partial(sparse, dense_values="int8")),
+    "dgc": exchanging(lambda: dgc(0.1), partial(dgc_sgd, weight_decay=1e-2)),
+    "top-k, vectors as int8": exchanging(lambda: SparseCompressor(0.1, ResidualMemory(), dense_values="int8")),
     "PowerSGD": exchanging(partial(low_rank, min_compression_rate=1)),
     "PowerSGD, adaptive": exchanging(partial(low_rank, high_rank=2, min_compression_rate=0)),
     "QSGD": exchanging(methods.QSGDCompressor),
@@ -374,15 +337,15 @@ CASES: dict[str, Any] = {
     "chunks": exchanging(lambda: methods.ChunkCompressor(0.3, ResidualMemory(), 8)),
     "1-bit Adam": exchanging(methods.OneBitAdamCompressor, adam(OneBitAdam, freeze_step=2)),
     "DGC for Adam": exchanging(partial(methods.DGCAdamCompressor, 0.2), adam(DGCAdam, freeze_step=2)),
-    "aggregate": aggregating,
+    "aggregate": lambda model, t: (momentum_sgd(model), PowerSGD(model.parameters(), Config(1, 1.0, 1, 1), t)),
     "SGP": mixing(SGP),
     "OSGP": mixing(OSGP),
     "D-PSGD": mixing(DPSGD),
     "CHOCO": mixing(lambda: CHOCO(quantizer=TopK(0.25))),
     "PowerGossip": mixing(partial(PowerGossip, rank=1)),
     "SlowMo": mixing(lambda: OuterSteps(2, OSGP(), SlowMo())),
-    "DiLoCo, top-k": mixing(lambda: OuterSteps(2, None, Nesterov(), sparse(vectors="sparse"))),
-    "streaming": mixing(lambda: OuterSteps(4, None, Nesterov(), **IN_TWO_PARTS, delay=2)),
+    "DiLoCo, top-k": mixing(lambda: OuterSteps(2, None, Nesterov(), top_k())),
+    "streaming": mixing(lambda: OuterSteps(4, None, Nesterov(), fragment_mb=40 * 4 / 2**20, delay=2)),
     "0/1 Adam": mixing(partial(ZeroOneSteps, 2, 1, 1, 3), adam(ZeroOneAdam)),
 }
 
@@ -390,12 +353,13 @@ CASES: dict[str, Any] = {
 def write(file: Path) -> None:
     def body(transport: Any, make: Any) -> Any:
         model, optimizer, adapter = started(transport, make)
-        own = adapter.train(SAVED).state()
-        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), own))
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), adapter.train(SAVED).state()))
         return state, continued(model, adapter)
 
-    found = {name: LockstepWorld(2).run(partial(body, make=make)) for name, make in CASES.items()}
-    whole = io.BytesIO()
+    found, whole = (
+        {name: LockstepWorld(2).run(partial(body, make=make)) for name, make in CASES.items()},
+        io.BytesIO(),
+    )
     torch.save(found, whole, _use_new_zipfile_serialization=False)
     file.write_bytes(lzma.compress(whole.getvalue(), preset=9))
 

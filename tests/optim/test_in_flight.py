@@ -1,7 +1,4 @@
-"""What is in flight during backward: the order of the rounds, and gradients that must not change any more.
-
-After an exception that the program catches, an optimizer continues with equal replicas, or refuses to.
-"""
+"""What is in flight during backward: the order of the rounds, gradients that must not change, and exceptions."""
 
 from functools import partial
 from typing import Any
@@ -165,10 +162,8 @@ def fail(*_: Any) -> None:
 
 def fail_in_backward(model: Any, layer: str, rank: int) -> None:
     """An exception before the gradient of the layer is computed. `first` has the last gradients."""
-    hook = getattr(model, layer).register_full_backward_pre_hook(fail)
-    with pytest.raises(MemoryError):
+    with getattr(model, layer).register_full_backward_pre_hook(fail), pytest.raises(MemoryError):
         nets.loss_of(model, 99, rank).backward()
-    hook.remove()
 
 
 @pytest.mark.parametrize(("layer", "passes"), [("last", 1), ("first", 1), ("first", 2)])
@@ -220,16 +215,13 @@ def test_a_step_that_is_refused_before_it_begins_does_not_count() -> None:
 
 
 class FailingCompressor(DenseCompressor):
-    def __init__(self, where: str):
-        self.where, self.fails = where, False
+    where = ""
 
     def reduce(self, bucket: Any, state: Any) -> Any:
-        if self.fails and bucket.name.endswith(self.where):
+        if self.where and bucket.name.endswith(self.where):
             fail()
         reduced = yield from super().reduce(bucket, state)
-        if self.fails and self.where == "later":
-            fail()
-        return reduced
+        return fail() if self.where == "later" else reduced
 
 
 def check_that_nothing_continues(model: Any, *uses: Any) -> None:
@@ -243,14 +235,14 @@ def check_that_nothing_continues(model: Any, *uses: Any) -> None:
 @pytest.mark.parametrize("name", [".0", ".1", "later", "optimizer"])
 @nets.each_rank(2)
 def test_an_exception_of_a_compressor_or_of_the_wrapped_optimizer(model: Any, transport: Any, name: str) -> None:
-    compressor = FailingCompressor(name)
+    compressor = FailingCompressor()
     optimizer = nets.wrap(model, transport, compression=compressor, bucket_mb=SMALL)
     nets.train(model, optimizer, range(2), transport.rank)
-    compressor.fails = True
-    step, optimizer.inner.step = optimizer.inner.step, fail if name == "optimizer" else optimizer.inner.step
+    compressor.where, step = name, optimizer.inner.step
+    optimizer.inner.step = fail if name == "optimizer" else step
     with pytest.raises(MemoryError):
         nets.train(model, optimizer, [2], transport.rank)
-    compressor.fails, optimizer.inner.step = False, step
+    compressor.where, optimizer.inner.step = "", step
     check_that_nothing_continues(model, optimizer.zero_grad, optimizer.compression_state_dict, optimizer.step)
 
 
@@ -274,7 +266,5 @@ def test_an_exception_in_a_step_with_an_outer_exchange(transport: Any, name: str
     with pytest.raises(MemoryError):
         nets.train(model, optimizer, range(5, 12), transport.rank)
     delattr(owner, attribute)
-    own = [optimizer.synchronize_messages, lambda: optimizer.consensus().__enter__()]
-    check_that_nothing_continues(
-        model, optimizer.zero_grad, optimizer.step, *own, optimizer.compression_state_dict
-    )
+    uses = (optimizer.synchronize_messages, lambda: optimizer.consensus().__enter__(), optimizer.zero_grad)
+    check_that_nothing_continues(model, *uses, optimizer.step, optimizer.compression_state_dict)

@@ -68,23 +68,14 @@ def test_frozen_parameters_take_no_part_and_are_refused_when_unfrozen_until_wrap
     assert len(set(all_gather_object(transport, str(error.value)))) == 1
     optimizer.synchronize()  # completes the exchange, whose gradients are dropped
     optimizer.close()
-    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
+    optimizer = nets.wrap(model, transport, partial(nets.dgc_sgd, weight_decay=0.1), compression=compression())
     nets.train(model, optimizer, range(4, 7), transport.rank)
     assert not torch.equal(model.first.weight, nets.net().first.weight)
-
-
-@nets.every_kind
-@nets.each_rank(2)
-def test_parameters_that_are_frozen_later_stay(model: Any, transport: Any, compression: Any) -> None:
-    optimizer = nets.wrap(model, transport, partial(nets.dgc_sgd, weight_decay=0.1), compression=compression())
-    nets.train(model, optimizer, range(3), transport.rank)
-    model.first.requires_grad_(False)
-    before = model.first.weight.detach().clone()
-    nets.train(model, optimizer, range(3, 6), transport.rank)
-    assert torch.equal(model.first.weight, before)
-    model.first.requires_grad_(True)
-    nets.train(model, optimizer, [6], transport.rank)
-    assert not torch.equal(model.first.weight, before)
+    for frozen in (True, False):  # what is frozen later stays until it is not
+        model.first.requires_grad_(not frozen)
+        before = model.first.weight.detach().clone()
+        nets.train(model, optimizer, range(7, 10), transport.rank)
+        assert torch.equal(model.first.weight, before) == frozen
 
 
 @pytest.mark.parametrize("duplicates", [False, True])
@@ -118,16 +109,16 @@ def test_sparse_embedding_gradients(compression: Any, passes: Any) -> None:
     def loss(model: Any, number: Any, rank: Any) -> Any:
         return model(WORDS[rank]).square().sum().mul(0.01)
 
-    training, ends = {"loss": loss, "passes": passes}, []
-    for sparse in (True, False):
+    def end(sparse: bool) -> Any:
         models = [nn.EmbeddingBag(20, 4, sparse=sparse, _weight=torch.ones(20, 4)) for _ in range(2)]
-        ends += [nets.trained(2, range(3), nets.dgc_sgd, compression, models, training=training)]
-    nets.assert_same(*ends)
+        training = {"loss": loss, "passes": passes}
+        return nets.trained(2, range(3), nets.dgc_sgd, compression, models, training=training)
+
+    nets.assert_same(end(True), end(False))
 
 
 @pytest.mark.parametrize("compression", [None, lambda: DGCCompressor(1.0, ResidualMemory())])
 def test_sparse_adam_steps_on_the_rows_of_all_ranks(compression: Any) -> None:
-    """Also where a rank does not use the table, or state is created for a broadcast."""
     torch.manual_seed(0)
     reference = nn.Embedding(20, 4, sparse=True)
 
@@ -177,13 +168,11 @@ def test_channels_last() -> None:
         x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
         return model(x.to(memory_format=torch.channels_last)).square().mean()
 
-    def finish(model: Any, optimizer: Any) -> None:
-        assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
-        optimizer.step()
-
     def end(compression: Any) -> Any:
-        training = {"loss": loss, "finish": finish}
-        return nets.trained(2, range(4), nets.dgc_sgd, compression, [build(), build()], training=training)
+        training, models = {"loss": loss}, [build(), build()]
+        model = nets.trained(2, range(4), nets.dgc_sgd, compression, models, training=training)
+        assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+        return model
 
     dense, complete, sparse = end(DenseCompressor), end(lambda: nets.dgc(1.0)), end(lambda: nets.dgc(0.1))
     nets.assert_same(dense, complete)
@@ -207,15 +196,13 @@ class Complex(nn.Module):
 
 @pytest.mark.parametrize("zero", ["own", "zero"])
 def test_complex_parameters_are_exchanged_as_pairs_of_real_numbers(zero: Any) -> None:
-    def check(model: Any) -> None:
-        assert model.first.grad.dtype == torch.complex64
-
     def body(model: Any, transport: Any, compression: Any) -> None:
         decaying = partial(nets.dgc_sgd, weight_decay=0.01)
         optimizer = nets.wrap(model, transport, decaying, compression=compression())
         for step in range(5):
-            finish = partial(nets.through_gradients, change=check) if step % 2 else None
+            finish = nets.through_gradients if step % 2 else None
             nets.train(model, optimizer, [step], transport.rank, zero=zero, finish=finish)
+            assert model.first.grad.dtype == torch.complex64
 
     expected = nets.trained_alone(2, range(5), partial(nets.momentum_sgd, weight_decay=0.01), Complex())
     dense: list[Any] = [DenseCompressor, lambda: nets.dgc(1.0)]

@@ -27,28 +27,21 @@ def muon(model: Any, split: Any = None, **options: Any) -> Any:
     return MuonWithAdamW(muon_groups(model, HEAD, split), **{"lr": 0.01, **options})
 
 
-def clipped(model: Any) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
 def test_one_rank_has_the_bits_of_the_two_optimizers() -> None:
     model, other = nets.net(), nets.net()
     vectors = [*other.last.parameters(), other.first.bias, other.spare.bias]
-    two = [
-        torch.optim.Muon(
-            [other.first.weight, other.spare.weight], 0.03, adjust_lr_fn="match_rms_adamw", momentum=0.9
-        ),
-        torch.optim.AdamW(vectors, 0.01, (0.9, 0.95), weight_decay=0.1, foreach=False),
-    ]
+    matrices, adjust = [other.first.weight, other.spare.weight], "match_rms_adamw"
+    adamw = torch.optim.AdamW(vectors, 0.01, (0.9, 0.95), weight_decay=0.1, foreach=False)
+    two = [torch.optim.Muon(matrices, 0.03, momentum=0.9, adjust_lr_fn=adjust), adamw]
     groups = [{**group, "foreach": False} if not group["muon"] else group for group in muon_groups(model, HEAD)]
     own = MuonWithAdamW(groups, 0.01, muon_lr_ratio=3.0, momentum=0.9)
     wrapped = nets.wrap(model, nets.alone(), lambda _: own)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in (own, *two)]
     for step in range(4):
-        nets.train(model, wrapped, [step], finish=partial(nets.through_gradients, change=clipped))
+        nets.train(model, wrapped, [step], finish=partial(nets.through_gradients, change=nets.clip))
         other.zero_grad()
         nets.loss_of(other, step).backward()
-        clipped(other)
+        nets.clip(other)
         for optimizer in two:
             optimizer.step()
         for scheduled in schedules:
@@ -76,8 +69,7 @@ def test_parts_are_matrices_of_their_own_and_a_copy_goes_on() -> None:
             own.step()
             if step == 1:
                 model, whole = copy.deepcopy((model, whole))
-            expected = split(model.first.weight, model.spare.weight)
-            torch.testing.assert_close([*parts], expected, rtol=0, atol=0)
+            torch.testing.assert_close([*parts], split(model.first.weight, model.spare.weight), rtol=0, atol=0)
 
 
 def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near_one() -> None:
@@ -107,17 +99,13 @@ def test_states_and_ranks_with_four_bits() -> None:
 
 
 POWER, SIGNS = partial(methods.PowerSGDCompressor, 2), methods.ScaledSignCompressor
+OF_MOMENTUM = "EF21Compressor has momentum, and Muon applies its own again"
 WARNINGS: list[tuple[Any, str, str]] = [
     (POWER, "spare*", "PowerSGDCompressor loses much with Muon"),
     (SIGNS, "last*", "ScaledSignCompressor of embeddings ruins AdamW's step"),
     (methods.DoubleSqueezeCompressor, "spare*", "DoubleSqueezeCompressor loses much with Muon"),
-    (
-        lambda: methods.EF21Compressor(SIGNS()),
-        "spare*",
-        "EF21Compressor has momentum, and Muon applies its own again",
-    ),
-    (SIGNS, "spare*", ""),
-    (POWER, "last*", ""),
+    (lambda: methods.EF21Compressor(SIGNS()), "spare*", OF_MOMENTUM),
+    *((SIGNS, "spare*", ""), (POWER, "last*", "")),
 ]
 
 
@@ -125,9 +113,8 @@ WARNINGS: list[tuple[Any, str, str]] = [
 @pytest.mark.parametrize("outer", [False, True])
 def test_warnings_of_compressors(make: Any, name: str, words: str, outer: bool) -> None:
     def body(model: Any, transport: Any) -> None:
-        route = methods.Route(
-            [methods.Rule(make(), name=name, min_dim=2), methods.Rule(methods.DenseCompressor())]
-        )
+        rules = [methods.Rule(make(), name=name, min_dim=2), methods.Rule(methods.DenseCompressor())]
+        route = methods.Route(rules)
         if outer:
             method = OuterSteps(2, outer=Nesterov(0.7, 0.8), compression=route)
             optimizer: Any = LocalOptimizer(muon(model), model.named_parameters(), method, transport=transport)
@@ -143,19 +130,15 @@ def test_warnings_of_compressors(make: Any, name: str, words: str, outer: bool) 
         assert found == [True] * bool(words and (not outer or "Power" in words))
 
 
-class Everything(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
-        self.tied = nn.Linear(4, 5, bias=False)
-        self.tied.weight = self.embedding.weight
-        self.attention, self.other_width = nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2, kdim=3, vdim=3)
-        self.lstm, self.gru = nn.LSTM(4, 4, proj_size=2), nn.GRU(4, 4)
-        self.convolution, self.column, self.fused = nn.Conv1d(4, 4, 3), nn.Linear(1, 4), nn.Linear(4, 8)
-
-
 def test_groups() -> None:
-    model = Everything()
+    parts: dict[str, Any] = {
+        **{"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5), "tied": nn.Linear(4, 5, bias=False)},
+        **{"attention": nn.MultiheadAttention(4, 2), "other_width": nn.MultiheadAttention(4, 2, kdim=3, vdim=3)},
+        **{"lstm": nn.LSTM(4, 4, proj_size=2), "gru": nn.GRU(4, 4), "convolution": nn.Conv1d(4, 4, 3)},
+        **{"column": nn.Linear(1, 4), "fused": nn.Linear(4, 8)},
+    }
+    parts["tied"].weight = parts["embedding"].weight
+    model = nn.ModuleDict(parts)
     names = {p: name for name, p in model.named_parameters()}
     found = {
         group.get("parts", "adamw"): {names[p] for p in group["params"] if p.dim() > 1}
@@ -182,14 +165,15 @@ def test_groups_of_a_wrapped_model_are_those_of_the_model() -> None:
         assert nets.same(adamw, model.fc.parameters()) and nets.same(muon, [model.other.weight])
 
 
-def test_refused() -> None:
+def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nets.net()
     half_net = nn.ModuleDict({"first": nn.Linear(4, 4, dtype=torch.bfloat16), "last": nn.Linear(2, 2)})
     phase = torch.zeros(2, 2, dtype=torch.complex64)
     other = muon(nets.net(), {"spare*": 2})
+    wrong = [[{"params": [p], "muon": True}] for p in (phase, torch.zeros(3))]
+    needs = "MuonWithAdamW needs"
     refused: list[tuple[dict[str, Any], str]] = [
-        *(({"ns_steps": 0}, "MuonWithAdamW needs"), ({"momentum": 1.0}, "MuonWithAdamW needs")),
-        ({"muon_lr_ratio": 0.0}, "MuonWithAdamW needs"),
+        *(({"ns_steps": 0}, needs), ({"momentum": 1.0}, needs), ({"muon_lr_ratio": 0.0}, needs)),
         ({"ns_precision": "fp16"}, "ns_precision must be one of bf16, fp32"),
         ({"split": {"first*": 3}}, "cannot be split into parts=3"),
     ]
@@ -199,15 +183,12 @@ def test_refused() -> None:
         (lambda: muon_groups(nn.Embedding(3, 3)), "the model has no matrix for Muon"),
         (lambda: MuonWithAdamW(model.parameters()), "no group has muon=True"),
         (lambda: muon(half_net, nesterov=False), "overwrites its momentum"),
-        (lambda: MuonWithAdamW([{"params": [torch.zeros(3)], "muon": True}]), "Muon takes real matrices"),
-        (lambda: MuonWithAdamW([{"params": [phase], "muon": True}]), "Muon takes real matrices"),
+        *((partial(MuonWithAdamW, groups), "Muon takes real matrices") for groups in wrong),
         (lambda: muon(model).load_state_dict(other.state_dict()), "other groups of Muon and AdamW"),
         (lambda: nets.wrap(model, nets.alone(), muon, compression=nets.dgc()), "would apply it again"),
     )
     muon(half_net)  # with Nesterov momentum
 
-
-def test_a_torch_without_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ImportError, match=r"dgc.optim.MuonWithAdamW works with torch 2.9 to .*no Muon"):
         muon(nets.net())

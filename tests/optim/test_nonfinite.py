@@ -1,7 +1,4 @@
-"""NaN and inf in a gradient: every rank drops the step, or every rank raises. The residual stays finite.
-
-With a GradScaler, both of its recipes. And LocalOptimizer with gradients that are sparse, empty or not finite.
-"""
+"""NaN and inf in a gradient: all ranks drop the step, or raise, also with a GradScaler and in LocalOptimizer."""
 
 from functools import partial
 from itertools import product
@@ -11,7 +8,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from optim import nets
-from refusals import check_refusals
+from refusals import check_refusals, refuse
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
@@ -36,10 +33,6 @@ COMPRESSIONS = {
 every_compression = pytest.mark.parametrize("compression", COMPRESSIONS.values(), ids=COMPRESSIONS)
 
 
-def clip(model: Any) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
 def spoilt(model: Any, step: Any, rank: Any, at: tuple[int, ...] = (1,), bad: float = float("nan")) -> Any:
     found = nets.loss_of(model, step, rank)
     return found + bad * model.spare.weight.sum() if rank == 1 and step in at else found
@@ -48,15 +41,13 @@ def spoilt(model: Any, step: Any, rank: Any, at: tuple[int, ...] = (1,), bad: fl
 @every_compression
 @pytest.mark.parametrize(("through", "bad"), [(False, float("nan")), (True, float("inf"))])
 def test_a_step_is_dropped_on_every_rank(compression: Any, through: Any, bad: Any) -> None:
-    """It warns once."""
-
     def body(model: Any, transport: Any) -> None:
         optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), bucket_mb=2e-4)
         scheduler, is_nan = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), []
 
         def clip_and_note(model: Any) -> None:
             is_nan.append((optimizer.dropped_steps, bool(model.first.weight.grad.isnan().all())))
-            clip(model)
+            nets.clip(model)
 
         def everything() -> Any:
             return [b.clone() for state in optimizer.state.values() for b in state.values()]
@@ -80,9 +71,7 @@ def test_a_step_is_dropped_on_every_rank(compression: Any, through: Any, bad: An
 
 @every_compression
 @nets.each_rank(2)
-def test_raise_is_one_error_on_every_rank_and_training_continues(
-    model: Any, transport: Any, compression: Any
-) -> None:
+def test_raise_is_one_error_on_all_and_training_goes_on(model: Any, transport: Any, compression: Any) -> None:
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression(), nonfinite="raise")
     nets.train(model, optimizer, [0], transport.rank)
     with pytest.raises(methods.NonFiniteGradientError) as error:
@@ -120,17 +109,15 @@ LARGE = [(1, 32, True, 0.1), (2, 32, True, 1.0), (2, 32, False, 0.1)]
 LARGE += [(2, 16, True, 0.1), (2, 16, False, 1.0), (1, 16, True, 1.0)]
 
 
-@pytest.mark.parametrize(("size", "bits", "fp16_values", "ratio"), LARGE)
-def test_large_gradients_stay_in_range_and_arrive_in_the_end(
-    size: Any, bits: Any, fp16_values: Any, ratio: Any
-) -> None:
+@pytest.mark.parametrize(("size", "bits", "fp16", "ratio"), LARGE)
+def test_large_gradients_stay_in_range_and_arrive_in_the_end(size: Any, bits: Any, fp16: Any, ratio: Any) -> None:
     """Gradients of 6e4 in three steps, then none: messages are limited to fp16, and the rest is sent later."""
     dtype, lr = (torch.float32, 1e-6) if bits == 32 else (torch.float16, 1e-3)
     models = [nn.Linear(20, 10, bias=False).to(dtype) for _ in range(size)]
 
     def body(model: Any, transport: Any) -> None:
         nn.init.zeros_(model.weight)
-        compression = methods.DGCCompressor(ratio, ResidualMemory(), fp16_values=fp16_values)
+        compression = methods.DGCCompressor(ratio, ResidualMemory(), fp16_values=fp16)
         sgd = torch.optim.SGD(model.parameters(), lr=lr)
         optimizer = nets.wrap(model, transport, lambda m: sgd, compression=compression)
         for step in range(60):
@@ -139,15 +126,15 @@ def test_large_gradients_stay_in_range_and_arrive_in_the_end(
                 (model.weight.sum(dtype=torch.float32) * 6e4).backward()
             optimizer.step()
             assert model.weight.isfinite().all()
-        assert optimizer.dropped_steps == 0
-        assert optimizer.error_norm() < 1e-3 * 6e4
+        assert optimizer.dropped_steps == 0 and optimizer.error_norm() < 60
         expected = torch.full((10, 20), -3 * 6e4 * lr)
         torch.testing.assert_close(model.weight.float(), expected, rtol=0.02, atol=0.02 * 3 * 6e4 * lr)
 
     nets.run(size, body, models)
 
 
-some_compressions = pytest.mark.parametrize("name", ["dense", "bf16", "dgc", "dgc dense"])
+SOME = ("dense", "bf16", "dgc", "dgc dense")
+some_compressions = pytest.mark.parametrize("name", SOME)
 
 
 def new_scaler(**options: Any) -> Any:
@@ -162,7 +149,7 @@ def plain(scaler: Any, optimizer: Any, model: Any) -> None:
 def explicit(scaler: Any, optimizer: Any, model: Any) -> None:
     optimizer.synchronize()
     scaler.unscale_(optimizer)
-    clip(model)
+    nets.clip(model, 0.5)
     with optimizer.skip_synchronize():
         plain(scaler, optimizer, model)
 
@@ -182,7 +169,7 @@ def test_scaling_by_powers_of_two_changes_no_bit(name: Any, recipe: Any) -> None
     """Neither the weights nor the residual: it is unscaled while the scale grows."""
 
     def unscaled(scaler: Any, optimizer: Any, model: Any) -> None:
-        nets.through_gradients(model, optimizer, clip if recipe is explicit else None)
+        nets.through_gradients(model, optimizer, partial(nets.clip, norm=0.5) if recipe is explicit else None)
 
     def ends(transport: Any, is_scaled: Any) -> Any:
         model, scaler = nets.net(), new_scaler(enabled=is_scaled, growth_interval=3)
@@ -198,10 +185,10 @@ def test_scaling_by_powers_of_two_changes_no_bit(name: Any, recipe: Any) -> None
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe", "is_passed"),
-    [*product(("dense", "bf16", "dgc", "dgc dense"), (explicit, plain), (True,)), ("dense", explicit, False)],
-)
+OVERFLOWS = [*product(SOME, (explicit, plain), (True,)), ("dense", explicit, False)]
+
+
+@pytest.mark.parametrize(("name", "recipe", "is_passed"), OVERFLOWS)
 @pytest.mark.filterwarnings("ignore:.*on rank 1")
 @nets.each_rank(2)
 def test_an_overflow_of_a_rank_halves_the_scale_of_all(
@@ -222,7 +209,6 @@ def test_an_overflow_of_a_rank_halves_the_scale_of_all(
 @every_recipe
 @nets.each_rank(2)
 def test_fp16_autocast_finds_its_scale(model: Any, transport: Any, recipe: Any) -> None:
-    """The first scale is so large that every step overflows fp16."""
     scaler, losses = new_scaler(init_scale=2.0**30), []
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=nets.dgc(0.3), grad_scaler=scaler)
     for _ in range(80):
@@ -241,9 +227,8 @@ def test_bf16_autocast_needs_no_scaler(model: Any, transport: Any, name: Any) ->
 
     def loss(model: Any, step: Any, rank: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
-            found = nets.loss_of(model, 0, rank)
-        losses.append(found.item())
-        return found
+            losses.append(nets.loss_of(model, 0, rank))
+        return losses[-1]
 
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=COMPRESSIONS[name]())
     nets.train(model, optimizer, range(60), transport.rank, loss=loss)
@@ -252,9 +237,6 @@ def test_bf16_autocast_needs_no_scaler(model: Any, transport: Any, name: Any) ->
 
 
 def test_wrong_recipes_are_refused_and_a_disabled_scaler_counts_as_none() -> None:
-    def step_alone(scaler: Any, optimizer: Any, model: Any) -> None:
-        optimizer.step()
-
     def unscale_first(scaler: Any, optimizer: Any, model: Any) -> None:
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -267,15 +249,13 @@ def test_wrong_recipes_are_refused_and_a_disabled_scaler_counts_as_none() -> Non
 
     check_refusals(
         (lambda: train_with(False, plain), "pass it as grad_scaler="),
-        (lambda: train_with(True, step_alone), r"call grad_scaler.step\(optimizer\)"),
+        (lambda: train_with(True, lambda _, own, model: own.step()), r"call grad_scaler.step\(optimizer\)"),
         (lambda: train_with(True, unscale_first), "first average the gradients"),
         kind=RuntimeError,
     )
     scaled = partial(nets.wrap, transport=nets.alone(), grad_scaler=new_scaler())
-    check_refusals(
-        (lambda: scaled(nets.net().half()), "first.weight|last.bias"),
-        (lambda: scaled(nets.net(), nonfinite="raise"), "it needs nonfinite='skip'"),
-    )
+    refuse("first.weight|last.bias", scaled, nets.net().half())
+    refuse("it needs nonfinite='skip'", scaled, nets.net(), nonfinite="raise")
     nets.assert_same(train_with(True, plain, enabled=False), nets.trained_alone(1, [0]), exactly=True)
 
 
@@ -319,8 +299,7 @@ def test_gossip_of_a_parameter_that_is_unfrozen_after_wrapping_is_refused() -> N
     optimizer = local(model)
     model.first.requires_grad_(True)
     nets.loss_of(model, 0).backward()
-    with pytest.raises(ValueError, match="requires a gradient now but did not when LocalOptimizer was built"):
-        optimizer.step()
+    refuse("requires a gradient now but did not when LocalOptimizer was built", optimizer.step)
 
 
 @on_ranks(3)

@@ -28,9 +28,6 @@ def layouts() -> Any:
     }
 
 
-MORE: tuple[dict[str, Any], ...] = ({"dampening": 0.3}, {"nesterov": True})
-
-
 def pair(**options: Any) -> Any:
     own, others = ([torch.nn.Parameter(t) for t in layouts().values()] for _ in range(2))
     return own, others, DGCSGD(own, **options)
@@ -48,8 +45,9 @@ def assert_close(own: Any, others: Any, rtol: float = 1e-6) -> None:
 
 
 def test_equals_torchs_sgd() -> None:
-    ways: tuple[dict[str, Any], ...] = ({}, {"momentum": 0.9}, *({"momentum": 0.9, **o} for o in MORE))
-    for options in (*ways, *({"weight_decay": 0.1, **way} for way in ways)):
+    momentum, decay = {"momentum": 0.9}, {"weight_decay": 0.1}
+    ways: list[dict[str, Any]] = [{}, momentum, {**momentum, "dampening": 0.3}, {**momentum, "nesterov": True}]
+    for options in (*ways, *(decay | way for way in ways)):
         own, others, optimizer = pair(lr=0.1, **options)
         reference = torch.optim.SGD(others, lr=0.1, **options)
         for step in range(5):
@@ -101,9 +99,8 @@ def test_decoupled_decay() -> None:
         reference = torch.optim.SGD(others, lr=0.1, momentum=0.0 if corrected else 0.9)
         for step in range(4):
             give(step, own, others)
-            with torch.no_grad():
-                for q in others:
-                    q.mul_(1 - 0.1 * 0.2)
+            for q in others:
+                q.data.mul_(1 - 0.1 * 0.2)
             optimizer.step()
             reference.step()
         assert_close(own, others)
@@ -123,9 +120,8 @@ def test_sparse_updates_equal_dense_ones() -> None:
         with case(decay, layout):
             for step in range(3):
                 bucket, count = make_bucket("b", [("p", p)]), max(1, p.numel() // 3)
-                generator = torch.Generator().manual_seed(step)
-                indices = torch.randperm(bucket.numel, generator=generator)[:count].sort().values
-                bucket.flat[indices] = values = torch.randn(count, generator=generator)
+                indices = random(bucket.numel, seed=step).argsort()[:count].sort().values
+                bucket.flat[indices] = values = random(count, seed=step)
                 q.grad = bucket.segments[0].of(bucket.flat)
                 first.step(sparse=[update_of(p, indices, values)])
                 second.step()
@@ -156,8 +152,7 @@ def test_decay_with_a_buffer_of_another_memory_format() -> None:
         p = torch.nn.Parameter(random(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
         optimizer = DGCSGD([p], lr=0.1, momentum=0.9, weight_decay=0.5, nesterov=nesterov)
         optimizer.skip_momentum_of([p])
-        buffer = random(4, 3, 5, 5, seed=1).contiguous(memory_format=memory_format)
-        optimizer.state[p]["momentum_buffer"] = buffer
+        optimizer.state[p]["momentum_buffer"] = random(4, 3, 5, 5, seed=1).contiguous(memory_format=memory_format)
         for _ in range(2):
             p.grad = torch.zeros_like(p)
             optimizer.step()

@@ -13,17 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.compression import (
-    DenseCompressor,
-    DGCCompressor,
-    EF21Compressor,
-    FP16Compressor,
-    PowerSGDCompressor,
-    Route,
-    Rule,
-    ThresholdCompressor,
-    TwoPhaseCompressor,
-)
+from dgc import compression as methods
+from dgc.compression import Route, Rule
 from dgc.ddp import compress
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, MuonWithAdamW, muon_groups
@@ -38,33 +29,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def top_k() -> DGCCompressor:
-    return DGCCompressor(0.1, ResidualMemory())
+def top_k() -> methods.DGCCompressor:
+    return methods.DGCCompressor(0.1, ResidualMemory())
 
 
 METHODS: dict[str, Callable[[], Any]] = {
-    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(momentum=0.9)),
-    "sign values": lambda: DGCCompressor(0.05, ResidualMemory(), values=SignValues()),
-    "reduce_scatter": lambda: DGCCompressor(0.05, DGCSGDMemory(momentum=0.9), exchange="reduce_scatter"),
-    "gtopk": lambda: DGCCompressor(0.05, ResidualMemory(), exchange="gtopk", values=SignValues()),
-    "powersgd": lambda: PowerSGDCompressor(2),
-    "powersgd paper": lambda: PowerSGDCompressor(2, mode="paper"),
-    "2-bit": lambda: ThresholdCompressor(2, 0.01),
-    "1-bit": lambda: ThresholdCompressor(1, 0.0),
-    "8 bits": TwoPhaseCompressor,
-    "4 bits": lambda: TwoPhaseCompressor(4, 64),
-    "hadamard": lambda: TwoPhaseCompressor(4, 64, hadamard=True),
-    "dense": DenseCompressor,
-    "fp16": FP16Compressor,
-    "ef21": lambda: EF21Compressor(top_k()),
+    "dgc": lambda: methods.DGCCompressor(0.05, DGCSGDMemory(momentum=0.9)),
+    "sign values": lambda: methods.DGCCompressor(0.05, ResidualMemory(), values=SignValues()),
+    "reduce_scatter": lambda: methods.DGCCompressor(0.05, DGCSGDMemory(momentum=0.9), exchange="reduce_scatter"),
+    "gtopk": lambda: methods.DGCCompressor(0.05, ResidualMemory(), exchange="gtopk", values=SignValues()),
+    "powersgd": lambda: methods.PowerSGDCompressor(2),
+    "powersgd paper": lambda: methods.PowerSGDCompressor(2, mode="paper"),
+    "2-bit": lambda: methods.ThresholdCompressor(2, 0.01),
+    "1-bit": lambda: methods.ThresholdCompressor(1, 0.0),
+    "8 bits": methods.TwoPhaseCompressor,
+    "4 bits": lambda: methods.TwoPhaseCompressor(4, 64),
+    "hadamard": lambda: methods.TwoPhaseCompressor(4, 64, hadamard=True),
+    "dense": methods.DenseCompressor,
+    "fp16": methods.FP16Compressor,
+    "ef21": lambda: methods.EF21Compressor(top_k()),
     "route": lambda: Route(
-        [Rule(PowerSGDCompressor(1), name="layers.1"), Rule(top_k(), min_dim=2), Rule(FP16Compressor())]
+        [Rule(methods.PowerSGDCompressor(1), name="layers.1"), Rule(top_k(), min_dim=2), Rule(METHODS["fp16"]())]
     ),
 }
 SOME = ("dgc", "powersgd", "2-bit", "4 bits")
 SAVED = [*SOME, "route", "ef21"]
 if hasattr(torch.optim, "Muon"):  # of torch 2.9
-    METHODS["muon"] = lambda: TwoPhaseCompressor(4)
+    METHODS["muon"] = lambda: methods.TwoPhaseCompressor(4)
     SAVED.append("muon")
 
 
@@ -127,22 +118,12 @@ def optimizer_of(model: nn.Module, method: Any, compression: Any) -> torch.optim
 
 def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
-    x = torch.randn(8, FEATURES, generator=generator)
-    return x, torch.randint(0, CLASSES, (8,), generator=generator)
+    return torch.randn(8, FEATURES, generator=generator), torch.randint(0, CLASSES, (8,), generator=generator)
 
 
 class Trainer:
-    """A model that is trained through DDP with the hook, or through DistributedOptimizer."""
-
     def __init__(
-        self,
-        transport: Any,
-        method: str | Any,
-        through: str = "ddp",
-        net: type[nn.Module] = Net,
-        bucket_mb: float = BUCKET_MB,
-        passes: int = 1,
-        **options: Any,
+        self, transport: Any, method: Any, through: str = "ddp", net: Any = Net, passes: int = 1, **options: Any
     ):
         compression = METHODS[method]() if isinstance(method, str) else method
         torch.manual_seed(0)
@@ -150,10 +131,11 @@ class Trainer:
         self.transport, self.passes, self.layouts = transport, passes, [[]]  # type: ignore[var-annotated]
         self.inner = optimizer_of(self.model, method, compression)
         self.uses_ddp = through == "ddp"
-        kept = {k: options.pop(k) for k in ("nonfinite", "grad_scaler", "steps_per_epoch") if k in options}
-        kept |= {"transport": transport, "bucket_mb": bucket_mb}
+        of_exchange = ("nonfinite", "grad_scaler", "steps_per_epoch", "bucket_mb", "hierarchical")
+        kept = {k: options.pop(k) for k in of_exchange if k in options}
+        kept = {"transport": transport, "bucket_mb": BUCKET_MB, **kept}
         self.exchange: Any
-        self.forward: Any
+        self.forward: Any = self.model
         if self.uses_ddp:
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [".ignored"])
@@ -163,7 +145,6 @@ class Trainer:
         else:
             if net is Convolutions:
                 self.model.ignored.requires_grad_(False)
-            self.forward = self.model
             named = self.model.named_parameters()
             self.exchange = DistributedOptimizer(self.inner, named, compression, passes, **kept)
 
@@ -175,7 +156,6 @@ class Trainer:
 
     @property
     def rebuilt(self) -> bool:
-        """Whether DDP's buckets have changed since the first step."""
         return self.layouts[0] != self.layouts[-2]
 
     def backward(self, step: int, factor: float = 1.0, scaler: Any = None) -> None:
@@ -189,8 +169,8 @@ class Trainer:
         if self.uses_ddp and isinstance(self.model, Convolutions):
             self.model.ignored.grad = None
 
-    def step(self, step: int) -> None:
-        self.backward(step)
+    def step(self, step: int, factor: float = 1.0) -> None:
+        self.backward(step, factor)
         if self.uses_ddp:
             self.inner.step()
         else:

@@ -1,7 +1,4 @@
-"""Runs scripts of examples/ one after another in each rank, as their commands do, and writes what they end with.
-
-mpirun -np 2 python tests/parallel/examples_worker.py OUT '[["train_horovod.py", "dgc", "5"], ..]'
-"""
+"""Runs scripts of examples/ one after another in each rank, as their commands do, and writes how they end."""
 
 import json
 import os

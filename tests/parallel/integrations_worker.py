@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from parallel.found import digest, told
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (transformers imports torchvision)
 from dgc.compression import DenseCompressor, DGCCompressor, OneBitAdamCompressor, PowerSGDCompressor
-from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, OneBitAdam
 
 warnings.filterwarnings("default", module=r"(transformers|accelerate)\.")  # they warn of their own code
@@ -29,7 +29,13 @@ from dgc.integrations.transformers import CompressionCallback  # noqa: E402
 
 STEPS, SAVED, KILLED = 14, 6, 9
 OUT, PART, RANK = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
-METHODS: dict[str, dict[str, Any]] = {"onebit": {"max_grad_norm": 0.5}, "dgc": {}, "powersgd": {"bf16": True}}
+# by method: options of the Trainer, the compressor, and the optimizer if it is not that of the Trainer
+METHODS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "onebit": ({"max_grad_norm": 0.5}, OneBitAdamCompressor, partial(OneBitAdam, lr=0.01, freeze_step=4)),
+    "dgc": ({}, partial(DGCCompressor, 0.05, warmup_epochs=2), partial(DGCSGD, lr=0.3, momentum=0.9)),
+    "powersgd": ({"bf16": True}, partial(PowerSGDCompressor, rank=2, num_iters_per_step=2), None),
+}
+PLAIN: tuple[dict[str, Any], Any, Any] = ({}, DenseCompressor, None)
 found: dict[str, Any] = {}
 
 
@@ -58,23 +64,13 @@ def trainer_of(method: str, folder: str) -> tuple[Any, CompressionCallback | Non
     data = [{"input_ids": tokens, "labels": tokens} for tokens in (first + 5 * torch.arange(12)) % 16]
     batches = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": STEPS}
     files = {"save_steps": SAVED, "save_total_limit": 1, "logging_steps": 1, "report_to": "none"}
-    options = {"learning_rate": 0.01, "disable_tqdm": True, "use_cpu": True, **METHODS.get(method, {})}
+    own, make, optimizer = METHODS.get(method, PLAIN)
+    options = {"learning_rate": 0.01, "disable_tqdm": True, "use_cpu": True, **own}
     args = hf.TrainingArguments(str(OUT / folder), **batches, **files, **options)
     if method == "none":
         return hf.Trainer(model, args, train_dataset=data), None
-    optimizer: Any = None
-    match method:
-        case "dense":
-            compressor: Any = DenseCompressor()
-        case "powersgd":
-            compressor = PowerSGDCompressor(rank=2, num_iters_per_step=2)
-        case "onebit":
-            compressor = OneBitAdamCompressor()
-            optimizer = OneBitAdam(model.parameters(), lr=0.01, freeze_step=4)
-        case "dgc":
-            compressor = DGCCompressor(0.05, DGCSGDMemory(momentum=0.9), warmup_epochs=2)
-            optimizer = DGCSGD(model.parameters(), lr=0.3, momentum=0.9)
-    compression = CompressionCallback(compressor)
+    compression = CompressionCallback(make())
+    optimizer = optimizer and optimizer(model.parameters())
     trainer = hf.Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=[compression])
     compression.attach(trainer)
     return trainer, compression

@@ -15,11 +15,7 @@ from environment import REPOSITORY, patient
 
 
 def free_port() -> int:
-    """A port of this machine that no process uses.
-
-    It is below the ports that systems choose themselves. A process that starts at the same time, such as a rank
-    that opens many connections, therefore does not get it before it is used.
-    """
+    """A port of this machine that no process uses, below those that systems give to processes themselves."""
     while True:
         port = random.SystemRandom().randrange(10000, 20000)
         with socket.socket() as free, suppress(OSError):
@@ -43,7 +39,6 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -68,8 +63,7 @@ def run_together(
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run commands at the same time, and wait for all of them.
 
-    timeout: Seconds after which they are killed, on a quiet machine. The error then has their output and the
-    stacks of their threads.
+    timeout: Seconds of a quiet machine. The error after it has their output and the stacks of their threads.
     """
     variables = {**environment, "PYTHONFAULTHANDLER": "1"}  # prints the stacks of all threads at SIGABRT
     options: Any = {"cwd": directory, "env": variables, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -85,7 +79,6 @@ def run_together(
 
 
 def _end(process: subprocess.Popen[str], timeout: float) -> tuple[subprocess.CompletedProcess[str], bool]:
-    """The end of a process, and whether it came in time."""
     in_time = True
     try:
         out, err = process.communicate(timeout=timeout)

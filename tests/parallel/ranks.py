@@ -30,10 +30,7 @@ HORIZON = 5.0  # seconds of a quiet machine in which the other ranks tell why th
 
 
 class Launcher:
-    """Starts programs on several ranks.
-
-    commands: The commands, which run at the same time, for a number of ranks and the words after `python`.
-    """
+    """Starts programs on several ranks: commands that run at the same time, of the words after `python`."""
 
     def __init__(self, commands: Callable[..., Commands]) -> None:
         self._commands, self.__name__ = commands, commands.__name__
@@ -73,7 +70,6 @@ def horovodrun(ranks: int, words: list[str], hosts: str = "") -> Commands:
 
 @Launcher
 def two_gloo_machines(ranks: int, words: list[str]) -> Commands:
-    """horovodrun with the Gloo controller and two names of this machine."""
     return horovodrun.commands(ranks, words, f"-H localhost:{ranks // 2},127.0.0.1:{ranks // 2}")
 
 
@@ -114,8 +110,6 @@ def two_agents(ranks: int, words: list[str]) -> Commands:
 
 @Launcher
 def alone(ranks: int, words: list[str]) -> Commands:
-    """One process, no launcher."""
-    assert ranks == 1
     return [[sys.executable, *words]]
 
 
@@ -148,10 +142,7 @@ def each_rank_of(*groups: Any, **options: Any) -> Callable[[Callable[..., Any]],
 
 
 class Group:
-    """Ranks that run one function after another. They start with the first one.
-
-    An exception, the end of a rank or a time-out in any of them ends all. The next function starts others.
-    """
+    """Ranks that run one function after another. One that fails or is late ends all: the next starts others."""
 
     def __init__(self, launch: Launcher, size: int) -> None:
         self.launch, self.size = launch, size
@@ -166,17 +157,10 @@ class Group:
         last: bool = False,
         **options: Any,
     ) -> list[Any]:
-        """What the function returns on each rank.
+        """What the function, or the body of a test of `each_rank_of`, returns on each rank for a new transport.
 
-        Args:
-            function: A function of a module, or the body of a test of `each_rank_of`. It gets a new transport.
-            arguments: Further arguments.
-            within: Its time limit in seconds of a quiet machine.
-            last: The ranks end after it, each for itself.
-            options: Of `dgc.comm.connect.connect`.
-
-        Raises:
-            AssertionError: It failed on a rank. The message has the tracebacks of all ranks and their output.
+        within: Its time limit in seconds of a quiet machine. last: The ranks end after it, each for itself.
+        options: Of `dgc.comm.connect.connect`. An AssertionError has the tracebacks of all ranks and their output.
         """
         if not self._ranks:
             self._start()
@@ -204,7 +188,6 @@ class Group:
         raise AssertionError("\n".join([f"{function.__name__} failed", *told, "--- output", output]))
 
     def end(self) -> None:
-        """End the ranks, which must succeed."""
         if self._ranks:
             for rank in self._ranks:
                 rank.send(None)
@@ -265,7 +248,6 @@ _groups: list[Group] = []  # the one that runs, since ranks that wait take time 
 
 
 def running_group(launch: Launcher, size: int) -> Group:
-    """The group of these ranks. It ends the one of others."""
     if not _groups or (_groups[0].launch, _groups[0].size) != (launch, size):
         end_groups()
         _groups.append(Group(launch, size))

@@ -21,28 +21,20 @@ class Horovod:
     """The transports of a process, which live as long as it does."""
 
     def __init__(self, hierarchical: Any) -> None:
-        self._open = cache(connect)
-        self._open(hierarchical=hierarchical)  # the first connection decides whether there can be groups later
-
-    def open(self, **options: Any) -> Any:
-        return self._open(**options)
+        self.open = cache(connect)
+        self.open(hierarchical=hierarchical)  # the first connection decides whether there can be groups later
 
     def close(self, transport: Any) -> None:
         """Nothing is left behind."""
 
 
 class Torch:
-    """Transports of which each lives as long as one function.
+    """Transports of which each lives as long as one function: hundreds of them would keep a core busy."""
 
-    A thread of each of its process groups looks for messages 100 times a second, which takes much of a core when
-    there are hundreds of them.
-    """
+    open = staticmethod(connect)
 
     def __init__(self) -> None:
         self._first = connect()  # keeps the default group
-
-    def open(self, **options: Any) -> Any:
-        return connect(**options)
 
     def close(self, transport: Any) -> None:
         gc.collect()  # of models and optimizers that still use the groups

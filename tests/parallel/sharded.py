@@ -22,25 +22,19 @@ from dgc.optim import MuonWithAdamW, muon_groups
 
 FEATURES = 7
 on_machines = each_rank_of(over(two_agents, 4), hierarchical=True)
-
-
 MESHES: dict[str, DeviceMesh] = {}
 
 
 def kept(name: str, make: Callable[[], DeviceMesh]) -> DeviceMesh:
     """A mesh that is made once: torch has meshes in its caches, so their groups must stay."""
-    if name not in MESHES:
-        MESHES[name] = make()
-    return MESHES[name]
+    return MESHES[name] if name in MESHES else MESHES.setdefault(name, make())
 
 
 def machine(transport: Any) -> Any:
-    """The mesh of this machine."""
     return kept("machine", lambda: local_mesh(transport))
 
 
 def of_hsdp() -> DeviceMesh:
-    """The mesh of HSDP on two machines."""
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("machine", "local"))
 
 
@@ -86,8 +80,7 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         x = self.first(x).tanh()
-        if dist.get_rank() == 0:
-            x = self.middle(x)
+        x = x if dist.get_rank() else self.middle(x)
         return x.mean(1, keepdim=True) + self.last(torch.ones(FEATURES)).mean()
 
 
@@ -99,15 +92,14 @@ POLICIES: dict[str, Any] = {
 
 
 def build(mesh: DeviceMesh, name: str = "plain") -> Any:
-    """A sharded model whose name says what is special."""
-    if name in ("repeated", "tied"):
-        other: Any = Repeated() if name == "repeated" else Tied()
-        if name == "repeated":
-            fully_shard(other.middle, mesh=mesh)
-        fully_shard(other, mesh=mesh)
-        if name == "tied":
-            other.set_reduce_scatter_unused_params(True)  # else ranks would send FSDP2 different sizes
-        return other
+    if name == "repeated":
+        repeated: Any = Repeated()
+        fully_shard(repeated.middle, mesh=mesh)
+        return fully_shard(repeated, mesh=mesh)
+    if name == "tied":
+        tied = fully_shard(Tied(), mesh=mesh)
+        tied.set_reduce_scatter_unused_params(True)  # else ranks would send FSDP2 different sizes
+        return tied
     model, options = network(), dict[str, Any]()
     if name in POLICIES:
         options["mp_policy"] = MixedPrecisionPolicy(**POLICIES[name])
@@ -184,12 +176,10 @@ def on_gradient(layer: nn.Module, act: Callable[[Tensor], Tensor | None]) -> Any
 def check_a_dropped_step(
     transport: Any, start: Callable[..., Any], reason: str, error_of: Callable[[Any], Any], unscales: bool
 ) -> dict[str, str]:
-    """NaN in the last row of a gradient on the last rank, in the second of four steps. Returns the models.
+    """NaN in a row that half of the ranks lack of a gradient on the last rank, in the second of four steps.
 
-    Half of the ranks have no part of this row.
     start: `start(nonfinite=.., grad_scaler=..)` returns a model, its exchange and an optimizer.
     error_of: The error of an exchange, which must not change then, or None.
-    unscales: The scaler does before its step.
     """
     models = {}
     for policy in ("skip", "raise", "scaler"):

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,6 @@ def test_least_squares_converge_and_the_global_progress_is_exact(transport: Any)
 
 @each_rank_of(*ALL, over(alone, 1), point_to_point=True)
 def test_ranks_that_synchronize_messages_wait_for_all_who_train_on_for_a_while(transport: Any) -> None:
-    """Each rank is once the first."""
     gossip, z, _ = begun(transport, 100)
     waited = []
     for first in range(transport.size):
@@ -92,10 +92,8 @@ def test_ranks_that_synchronize_messages_wait_for_all_who_train_on_for_a_while(t
     gossip.synchronize_messages()
     gossip.close()
     total = float(all_reduce(transport, z.double(), "sum", "total").mean())
-    steps = transport.size * (3 + 30 * (transport.size - 1))
-    assert gossip.progress == steps == pytest.approx(total, abs=1e-3)
-    everyone = all_gather_object(transport, waited)
-    for (_, end), *starts in zip(waited, *everyone, strict=True):
+    assert gossip.progress == transport.size * (3 + 30 * (transport.size - 1)) == pytest.approx(total, abs=1e-3)
+    for (_, end), *starts in zip(waited, *all_gather_object(transport, waited), strict=True):
         assert all(end >= start for start, _ in starts)
 
 
@@ -137,14 +135,12 @@ def times_out(folder: Path, how: str) -> None:
     os._exit(3)  # Horovod would wait for the rank that stopped
 
 
+STOPS = [(torchrun, 2, "sleeps"), *product([mpirun], (2, 4, 5), ("sleeps", "is stopped"))]
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    ("launch", "ranks", "how"),
-    [(torchrun, 2, "sleeps"), *((mpirun, ranks, how) for ranks in (2, 4, 5) for how in ("sleeps", "is stopped"))],
-)
-def test_a_rank_that_times_out_is_named_to_all_others(
-    launch: Launcher, ranks: int, how: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("launch", "ranks", "how"), STOPS)
+def test_a_rank_that_times_out_is_named_to_others(launch: Launcher, ranks: int, how: str, tmp_path: Path) -> None:
     program = "import sys, pathlib; from parallel.test_adpsgd import times_out\n"
     program += "times_out(pathlib.Path(sys.argv[1]), sys.argv[2])"
     done = launch(ranks, ["-c", program, str(tmp_path), how], timeout=60)
@@ -158,7 +154,6 @@ def test_a_rank_that_times_out_is_named_to_all_others(
 @pytest.mark.timeout(400)
 @each_rank_of(*ON_2_4_5, within=390, last=True, point_to_point=True)
 def test_twenty_clean_ends_of_twenty(transport: Any) -> None:
-    """The sum is the number of steps, each time from start to close."""
     for i in range(20):
         gossip, z, _ = begun(transport, 5000, averagings_per_step=None if i % 2 else 1.0)
         while gossip.progress < 20 * transport.size:
@@ -169,18 +164,14 @@ def test_twenty_clean_ends_of_twenty(transport: Any) -> None:
         assert abs(float(total.mean()) - gossip.progress) < 1e-2
 
 
-def cpu_seconds(thread: int | None) -> float:
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-
-
 @each_rank_of(over(mpirun, 2, PROOF), point_to_point=True)
 def test_waiting_costs_no_core(transport: Any) -> None:
     gossip, _, _ = begun(transport, 1_000_000)
     (thread,) = [t for t in threading.enumerate() if t.name == "AD-PSGD gossip"]
-    time.sleep(0.5)
-    before, start = cpu_seconds(thread.native_id), time.perf_counter()
-    time.sleep(3)
-    spent = (cpu_seconds(thread.native_id) - before) / (time.perf_counter() - start)
+    spent, status = [], Path(f"/proc/self/task/{thread.native_id}/schedstat")
+    for pause in (0.5, 3):
+        time.sleep(pause)
+        spent.append(int(status.read_text().split()[0]) / 1e9)
     gossip.synchronize_messages()
     gossip.close()
-    assert spent < 0.1, spent
+    assert spent[1] - spent[0] < 0.3, spent

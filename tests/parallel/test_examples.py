@@ -1,4 +1,4 @@
-"""Every script of examples/ trains, and its ranks end with the state that examples/README.md promises."""
+"""Every script of examples/ trains to the state that README.md promises, and a killed Trainer resumes."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,9 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def ends(launch: Any, directory: Path, *runs: str, shards: bool = False) -> list[dict[str, Any]]:
-    """What runs of scripts end with: losses, accuracy and a hash of the parameters.
+    """What runs of scripts on equal replicas end with: losses, accuracy and a hash of the parameters.
 
-    There are two ranks, or two machines with two ranks each. All replicas must be equal. shards: There is one
-    replica, which is sharded over all ranks.
+    shards: There is one replica, which is sharded over all ranks.
     """
     words = ["-W", "error", str(WORKER), str(directory), json.dumps([run.split() for run in runs])]
     ranks = 4 if launch is two_agents else 2
@@ -31,6 +30,11 @@ def ends(launch: Any, directory: Path, *runs: str, shards: bool = False) -> list
 
 def check_training(end: dict[str, Any]) -> None:
     assert end["losses"][-1] < 0.4 * end["losses"][0] and end["accuracy"] > 80, end
+
+
+def check_resumed(whole: dict[str, Any], begun: object, resumed: dict[str, Any]) -> None:
+    check_training(whole)
+    assert resumed == {**whole, "losses": whole["losses"][2:]}
 
 
 @pytest.mark.horovod
@@ -62,9 +66,7 @@ def test_with_torchrun(tmp_path: Path, launch: Launcher, run: str) -> None:
 )
 def test_libraries_resume_bit_for_bit(tmp_path: Path, script: str) -> None:
     runs = [("whole", 6), ("parts", 2), ("parts", 6)]
-    whole, _, resumed = ends(torchrun, tmp_path, *(f"{script} {tmp_path / name} {n}" for name, n in runs))
-    check_training(whole)
-    assert resumed == {**whole, "losses": whole["losses"][2:]}
+    check_resumed(*ends(torchrun, tmp_path, *(f"{script} {tmp_path / name} {n}" for name, n in runs)))
 
 
 @pytest.mark.proof
@@ -73,9 +75,30 @@ def test_one_file_on_rank_0_resumes_bit_for_bit(tmp_path: Path) -> None:
     for name, epochs in (("whole", 4), ("parts", 2), ("parts", 4)):
         # started one by one, since each of them ends its process group
         found += ends(torchrun, tmp_path, f"train_rank0.py {tmp_path / name} {epochs}")
-    whole, _, resumed = found
-    check_training(whole)
-    assert resumed == {**whole, "losses": whole["losses"][2:]}
+    check_resumed(*found)
+
+
+@pytest.mark.proof
+def test_a_killed_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def run(part: str, is_killed: bool) -> list[dict[str, Any]]:
+        done = torchrun(2, ["-W", "error", str(WORKER.with_name("integrations_worker.py")), str(tmp_path), part])
+        assert bool(done.returncode) == is_killed == ("SIGKILL" in done.stderr), done.stdout + done.stderr
+        return [json.loads((tmp_path / f"{part}{rank}.json").read_text()) for rank in (0, 1)]
+
+    begun, resumed = run("begin", True), run("resume", False)
+
+    for whole, parts in zip(begun, resumed, strict=True):
+        assert whole["dense"]["losses"] == whole["none"]["losses"] and len(whole["none"]["losses"]) == 14
+        assert whole["dense"]["model"] == whole["none"]["model"]
+        for method in ("powersgd", "onebit", "dgc"):
+            assert whole[method]["losses"][-1] < 0.8 * whole[method]["losses"][0], (method, whole[method])
+            assert parts[method] == whole[method], method
+    for method in ("powersgd", "onebit", "dgc"):
+        one, other = (ranks[method] for ranks in begun)
+        assert one["model"] == other["model"] and one["errors"] != other["errors"]
+    for rank, parts in enumerate(resumed):
+        assert "rank 1 has no file" in parts["lacking"]
+        assert len(parts["new"]) == (1 if rank == 0 else 0)
 
 
 def test_the_page_names_every_script() -> None:

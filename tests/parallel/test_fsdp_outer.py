@@ -54,7 +54,10 @@ def outer(transport: Any, make: Any, steps: Any, **options: Any) -> tuple[Any, A
     return model, ShardedLocalOptimizer(make(model), model, steps, transport=transport, **options)
 
 
-@pytest.mark.parametrize("make", [adam, muon])
+each_make = pytest.mark.parametrize("make", [adam, muon])
+
+
+@each_make
 @on_machines
 def test_machines_are_workers_of_outer_steps(transport: Any, make: Any) -> str:
     """In the fourth of seven steps one shard of rank 3 has a gradient of NaN."""
@@ -81,7 +84,7 @@ def test_machines_are_workers_of_outer_steps(transport: Any, make: Any) -> str:
     return mean
 
 
-@pytest.mark.parametrize("make", [adam, muon])
+@each_make
 @on_machines
 def test_replicas_of_ddp_on_a_machine_take_the_same_outer_steps(transport: Any, make: Any) -> None:
     replica = DistributedDataParallel(network(), process_group=machine(transport).get_group())
@@ -94,7 +97,7 @@ def test_replicas_of_ddp_on_a_machine_take_the_same_outer_steps(transport: Any, 
     own.close()
 
 
-@pytest.mark.parametrize("make", [adam, muon])
+@each_make
 @on_machines
 def test_a_loaded_run_of_compressed_outer_steps_continues_bit_for_bit(transport: Any, make: Any) -> str:
     inputs, ends = batches(6, transport.rank), []

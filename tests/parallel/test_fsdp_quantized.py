@@ -11,22 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from cases import case
+from parallel import sharded
 from parallel.found import digest, refused, told
 from parallel.ranks import each_rank_of, over, torchrun
-from parallel.sharded import (
-    batches,
-    build,
-    check_a_dropped_step,
-    divide,
-    kept,
-    loss_of,
-    network,
-    of_hsdp,
-    on_gradient,
-    shard,
-    train,
-    whole,
-)
+from parallel.sharded import batches, build, kept, loss_of, network, on_gradient, shard, train, whole
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,7 +28,6 @@ on_ranks = each_rank_of(over(torchrun, 3), *(over(torchrun, ranks, pytest.mark.p
 
 
 def mesh() -> DeviceMesh:
-    """Of all ranks."""
     return kept("all", lambda: init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
@@ -135,9 +122,7 @@ def test_collectives_overlap_unless_gradients_are_read_during_backward(transport
 
 @pytest.mark.parametrize("name", ["plain", "frozen", "bf16", "columns", "resharded"])
 @on_ranks
-def test_forward_and_backward_use_the_same_rounded_weights_on_all_ranks_and_shards_are_exact(
-    transport: Any, name: str
-) -> str:
+def test_forward_and_backward_use_the_same_rounded_weights_and_shards_are_exact(transport: Any, name: str) -> str:
     model = build(mesh(), name)
     before, layer, used = whole(model), model[0], list[Tensor]()
     quantizer = quantize(model, None, 8)
@@ -188,20 +173,13 @@ def test_a_nonfinite_gradient_drops_the_step_everywhere(transport: Any) -> dict[
         return model, quantize(model, 4, **options), sgd(model, momentum=0.9)
 
     reason = f"the gradient of 0.weight on rank {transport.size - 1} has NaN or inf, or is 2**64 or more"
-    return check_a_dropped_step(transport, start, reason, exact_error, unscales=False)
+    return sharded.check_a_dropped_step(transport, start, reason, exact_error, unscales=False)
 
 
 @on_ranks
 def test_an_exception_in_backward_leaves_nothing_behind(transport: Any) -> None:
-    """After one of three groups was reduced. The next step is as if it had not been.
-
-    FSDP2 itself keeps what it has of the gradients of the outermost module.
-    """
-    first, second = batches(2, transport.rank)
-    ends = []
-
-    def fail(gradient: Tensor) -> None:
-        raise ArithmeticError("in backward")
+    """After one of three groups was reduced. FSDP2 itself keeps the gradients of the outermost module."""
+    (first, second), ends = batches(2, transport.rank), []
 
     for fails in (False, True):
         model = build(mesh())
@@ -209,9 +187,8 @@ def test_an_exception_in_backward_leaves_nothing_behind(transport: Any) -> None:
         train(model, optimizer, [first])
         if fails:
             error = exact_error(quantizer)
-            handle = on_gradient(model[0], fail)
-            assert told(partial(train, model, optimizer, [second]), ArithmeticError) == "in backward"
-            handle.remove()
+            with on_gradient(model[0], Mock(side_effect=ArithmeticError("in backward"))):
+                assert told(partial(train, model, optimizer, [second]), ArithmeticError) == "in backward"
             model.reset_iter_state()
             assert exact_error(quantizer) == error
         train(model, optimizer, [second])
@@ -223,7 +200,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(transport: Any) -> None:
 
 @pytest.mark.parametrize("error", ["int8", "float32"])
 @on_ranks
-def test_a_loaded_run_continues_bit_for_bit_and_two_ranks_load_what_more_have_saved(
+def test_a_loaded_run_continues_bit_for_bit_also_on_fewer_ranks(
     transport: Any, tmp_path: Path, error: str
 ) -> None:
     inputs = batches(6, transport.rank)
@@ -286,7 +263,7 @@ def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any
     refused("it was saved with another error= or number of ranks", partial(second.load_state_dict, exact))
     second.close()
     if transport.size % 2 == 0:
-        refused("is sharded over a mesh of 2 dimensions", partial(quantize, shard(network(), of_hsdp())))
+        refused("is sharded over a mesh of 2 dimensions", partial(quantize, shard(network(), sharded.of_hsdp())))
 
 
 @on_ranks
@@ -302,7 +279,7 @@ def test_a_step_that_cannot_work_is_refused(transport: Any) -> None:
             refused(message, lambda: loss_of(model, batch).backward(), RuntimeError)
         quantizer.close()
 
-    check("call set_force_sum_reduction_for_comms(True)", lambda model: divide(model, 1.5, sums=False))
+    check("call set_force_sum_reduction_for_comms(True)", lambda model: sharded.divide(model, 1.5, sums=False))
     check("close() the quantizer and call it again", lambda model: model[5].requires_grad_(False))
     mixed = network()
     mixed[0].bias.requires_grad_(False)

@@ -45,6 +45,7 @@ MASS: dict[str, Callable[[], Gossip]] = {
     "sgp, two to one": lambda: SGP(both_ways, graph_from_epoch=IN_TURNS),
     "sgp, all-reduce to one": lambda: SGP(None, graph_from_epoch={1: n_peer_exponential, 2: None}),
     "osgp, star": lambda: OSGP(gossip.star),
+    "osgp, 4 steps, rank 0 is late": lambda: OSGP(synch_freq=4),
     "osgp, 2 steps": lambda: OSGP(synch_freq=2),
     "osgp, 2 steps, int8": lambda: OSGP(both_ways, synch_freq=2, message=Int8Message(16)),
     "osgp, two to one": lambda: OSGP(both_ways, graph_from_epoch=IN_TURNS),
@@ -54,16 +55,15 @@ MASS: dict[str, Callable[[], Gossip]] = {
 
 
 @each_rank_of(*ALL, point_to_point=True)
-def test_sums_over_the_ranks_of_x_and_w_stay_with_messages_in_flight_and_after_synchronization(
-    transport: Any,
-) -> None:
+def test_sums_over_the_ranks_of_x_and_w_stay_with_messages_in_flight_and_without(transport: Any) -> None:
     for name, make in MASS.items():
         own = Trained(transport, make()).scatter()
         wanted = mean_of(transport, own.z)
         for step in range(17):
             own.optimizer.begin_epoch(step // 5)
             own.only_gossip()
-            time.sleep(0.001 * ((transport.rank + step) % 3))  # ranks are ahead of each other in turns
+            # ranks are ahead of each other in turns, or the others come to the end long before rank 0
+            time.sleep(0.02 * (transport.rank == 0) if "late" in name else 0.001 * ((transport.rank + step) % 3))
         between, state = own.biased_parameters(), own.algorithm.state_dict()
         weights = state["w"] + sum(share["w"] for share in state["received"].values())
         own.optimizer.synchronize_messages()
@@ -90,7 +90,6 @@ LIKE_LOCKSTEP: dict[str, Callable[[], Gossip]] = {  # no all-reduce: its sums ma
 
 
 def trained_and_resumed(transport: Any, make: Callable[[], Gossip]) -> tuple[str, str]:
-    """Another optimizer begins in mid-run with what has been saved."""
     own = Trained(transport, make())
     begun = [own]
     for step in range(12):
@@ -118,10 +117,8 @@ def test_models_are_those_of_simulated_ranks_also_when_they_are_resumed(transpor
 
 @each_rank_of(*(groups[size] for groups in (MPIRUN, TORCHRUN) for size in (3, 5)), point_to_point=True)
 def test_a_slow_iteration_travels_along_the_ring(transport: Any, tmp_path: Path) -> None:
-    """Rank d, d messages away from rank 0, begins iteration 5 + d only when the slow iteration 5 is over, and
-    those before it while that one lasts; with overlap, one iteration later.
-
-    The slow one lasts until every other rank has come as far as it can without it, and a second longer.
+    """Rank d, d messages away from rank 0, begins iteration 5 + d (with overlap, one later) only when the slow
+    iteration 5 is over: when every other rank has come as far as it can without it, and a second later.
     """
     for later, algorithm in enumerate((SGP(gossip.ring), OSGP(gossip.ring))):
         own, begun = Trained(transport, algorithm), []
@@ -146,18 +143,6 @@ def test_a_slow_iteration_travels_along_the_ring(transport: Any, tmp_path: Path)
             assert begun[first - 1] < ended <= begun[first], algorithm
         # the slow iteration ends only after all have begun theirs, so that none waits twice
         assert begun[-1] - ended < patient(20), algorithm
-
-
-@each_rank_of(MPIRUN[4], TORCHRUN[4], point_to_point=True)
-def test_the_mean_stays_where_one_rank_has_a_fifth_of_the_others_pace(transport: Any) -> None:
-    """All do 40 steps: the others come to the end long before it."""
-    own = Trained(transport, OSGP(synch_freq=4)).scatter()
-    wanted = mean_of(transport, own.z)
-    for _ in range(40):
-        own.only_gossip()
-        time.sleep(0.025 if transport.rank == 0 else 0.005)
-    own.optimizer.synchronize_messages()
-    assert_near(mean_of(transport, own.biased_parameters()), wanted)
 
 
 @pytest.mark.horovod

@@ -43,7 +43,6 @@ def exists(pid: int) -> tuple[int, int, bool]:
 
 
 def throughput(laboratory: Laboratory, pairs: list[tuple[int, int]], nbytes: int) -> float:
-    """Bits per second of TCP connections from one host to another, all together."""
     commands, program = [], [sys.executable, "-I", str(REPOSITORY / "benchmarks/throughput.py")]
     for port, (sender, receiver) in enumerate(pairs, 29600):
         commands.append(laboratory.inside(receiver, [*program, "receive", str(port)]))
@@ -66,8 +65,7 @@ def test_links_are_limited_in_both_directions_and_counted() -> None:
     assert names == ["lab0\n", "lab1\n", "lab2\n"]
     # a full bucket passes at once, so that a short transfer is a little faster; a busy machine makes it slower
     assert all(40 * MBIT / slowness() < rate < 115 * MBIT for rate in rates), rates
-    received = after[2]["received_bytes"] - before[2]["received_bytes"]
-    assert 2 * nbytes < received < 2.1 * nbytes
+    assert 2 * nbytes < after[2]["received_bytes"] - before[2]["received_bytes"] < 2.1 * nbytes
     # frames of 1500 bytes would each have a timer, which slows what the hosts compute
     packets, sent = (after[0][f"sent_{unit}"] - before[0][f"sent_{unit}"] for unit in ("packets", "bytes"))
     assert sent / packets > 6000
@@ -84,18 +82,17 @@ print(f"{socket.gethostname()} has rank {transport.rank}: {total[0].item()}", fl
 """
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param("mpirun", marks=pytest.mark.horovod), pytest.param("torchrun", marks=pytest.mark.proof)],
-)
+LAUNCHERS = [pytest.param("mpirun", marks=pytest.mark.horovod), pytest.param("torchrun", marks=pytest.mark.proof)]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_on_two_hosts(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     words = ["--hosts", "2", "--rate", "200mbit", "--launcher", launcher, "--", str(tmp_path / "program.py")]
     paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     (done,) = run_together([[*NETLAB, *words]], REPOSITORY, {**os.environ, "PYTHONPATH": paths}, timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
-        assert f"lab{rank} has rank {rank}: 3.0" in done.stdout
+    assert all(f"lab{rank} has rank {rank}: 3.0" in done.stdout for rank in range(2)), done.stdout
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert 50 * MBIT / slowness() < found["bits_per_second"] < 230 * MBIT
     # an all-reduce of 1 MB on two ranks sends 1 MB; 5 % for headers, and what the launcher and the start need
@@ -122,11 +119,8 @@ def test_what_a_killed_laboratory_leaves_is_removed_by_the_next() -> None:
 
 
 def test_sigterm_removes_the_hosts_and_ends_what_runs_in_them() -> None:
-    script = """
-from benchmarks.laboratory import Laboratory
-with Laboratory(2, "1gbit") as laboratory:
-    laboratory.run(["sh", "-c", "sleep 600; true"], host=1)
-"""
+    script = "from benchmarks.laboratory import Laboratory\nwith Laboratory(2, '1gbit') as own:\n"
+    script += "    own.run(['sh', '-c', 'sleep 600; true'], host=1)"
     words = [sys.executable, "-c", script]
     with subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
         end = time.monotonic() + patient(60)

@@ -1,35 +1,23 @@
-"""What only real ranks can show: Horovod over MPI at 1 to 4 ranks, and over Gloo."""
+"""What only real ranks can show: Horovod over MPI at 1 to 4 ranks, and over Gloo. And how their groups fail."""
 
 import atexit
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
-from copy import deepcopy
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from optim import nets
 from optim.nets import dgc, dgc_sgd, wrap
 from parallel.found import digest, told
 from parallel.ranks import Group, alone, each_rank_of, horovodrun, mpirun, over, torchrun
-from states import assert_equal
 
 from dgc import comm, kernels, paper
+from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import (
-    BF16Compressor,
-    ChunkCompressor,
-    DenseCompressor,
-    DGCCompressor,
-    FP16Compressor,
-    NonFiniteGradientError,
-    ThresholdCompressor,
-    TwoPhaseCompressor,
-)
 from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
@@ -45,10 +33,7 @@ OF_HOROVOD = [over(mpirun, 2), *PROOFS_OF_MPIRUN[1:]]
 
 
 @each_rank_of(*ALL, over(horovodrun, 2), hierarchical=True)
-def test_every_kind_of_request_in_every_group_has_the_replies_and_bytes_of_the_lockstep_transport(
-    transport: Any,
-) -> None:
-    """A group of one rank sends nothing."""
+def test_every_kind_of_request_in_every_group_has_the_replies_and_bytes_of_simulated_ranks(transport: Any) -> None:
     check_requests(transport)
 
 
@@ -62,14 +47,8 @@ def test_one_process_without_a_launcher_sends_nothing(group: Group, chosen: str)
 def started(transport: Any) -> list[Any]:
     """What the network does for requests in a group of one rank: operations of Gloo, or Horovod's handles."""
     own = torch.arange(4.0)
-    sent = (
-        comm.AllReduce(own),
-        comm.AllGather(own),
-        comm.AllToAll(own, (4,)),
-        comm.ReduceScatter(own),
-        comm.Broadcast(own, 0),
-    )
-    work = transport.launch("started", sent)
+    sent = (comm.AllReduce(own), comm.AllGather(own), comm.AllToAll(own, (4,)), comm.ReduceScatter(own))
+    work = transport.launch("started", (*sent, comm.Broadcast(own, 0)))
     operations = getattr(work, "operations", None)
     found = [handle for _, handle in work if handle is not None] if operations is None else sum(operations, [])
     transport.wait(work)
@@ -106,46 +85,24 @@ def check_requests(transport: Any) -> None:
     assert comm.broadcast_object(transport, {"from": rank}, root=size - 1) == {"from": size - 1}
 
 
-@each_rank_of(*ALL, WITH_GLOO)
-def test_a_run_that_loads_the_states_of_all_ranks_from_rank_0_has_the_bits_of_the_one_that_gathered_them(
-    transport: Any,
-) -> None:
-    model, again = nets.net(), nets.net()
-    optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.1))
-    nets.train(model, optimizer, range(3), transport.rank)
-    states = optimizer.gather_state()
-    assert (states is None) == (transport.rank > 0)
-    own, saved = optimizer.compression_state_dict(), nets.values(model)
-    inner = deepcopy(optimizer.state_dict())
-    nets.train(model, optimizer, range(3, 6), transport.rank)
-    other = wrap(again, transport, dgc_sgd, compression=dgc(0.1))
-    again.load_state_dict(saved)
-    other.load_state_dict(inner)
-    other.load_gathered(states)
-    assert_equal(other.compression_state_dict(), own)
-    nets.train(again, other, range(3, 6), transport.rank)
-    nets.assert_same(again, model, exactly=True)
-    assert other.error_norm() > 0
-
-
-def clipped(ratio: float, **options: Any) -> DGCCompressor:
+def clipped(ratio: float, **options: Any) -> methods.DGCCompressor:
     memory = DGCSGDMemory(0.9, nesterov=True, gradient_clipping=ClipByGlobalNorm(5.0))
-    return DGCCompressor(ratio, memory, **options)
+    return methods.DGCCompressor(ratio, memory, **options)
 
 
 SMALL: dict[str, Any] = {"fp16_values": True, "int32_indices": True, "warmup_epochs": 2}
 SCATTERED: dict[str, Any] = {"exchange": "reduce_scatter", "values": Int8Values(), "indices": RiceIndices()}
 COMPRESSORS: dict[str, Callable[[], Any]] = {
-    "dense": DenseCompressor,
-    "fp16": FP16Compressor,
-    "bf16": BF16Compressor,
-    "residual": lambda: DGCCompressor(0.01, ResidualMemory()),
+    "dense": methods.DenseCompressor,
+    "fp16": methods.FP16Compressor,
+    "bf16": methods.BF16Compressor,
+    "residual": lambda: methods.DGCCompressor(0.01, ResidualMemory()),
     "dgc": lambda: dgc(0.01),
     "dgc-wire": lambda: clipped(0.001, **SMALL),
     "reduce-scatter": lambda: dgc(0.01, **SCATTERED),
-    "8 bits": TwoPhaseCompressor,
-    "4 bits": lambda: TwoPhaseCompressor(4, 64, 8),
-    "chunks": lambda: ChunkCompressor(0.01, DGCSGDMemory(0.9)),
+    "8 bits": methods.TwoPhaseCompressor,
+    "4 bits": lambda: methods.TwoPhaseCompressor(4, 64, 8),
+    "chunks": lambda: methods.ChunkCompressor(0.01, DGCSGDMemory(0.9)),
     "paper-dgc": lambda: paper.DGC(0.01),
     "paper-2bit": lambda: paper.Threshold(2, 0.01),
     "gtopk": lambda: dgc(0.01, exchange="gtopk", dense_values="int8"),  # from point to point
@@ -153,13 +110,7 @@ COMPRESSORS: dict[str, Callable[[], Any]] = {
 
 
 def train(
-    transport: Any,
-    compression: Any,
-    steps: int = 12,
-    hidden: int = 300,
-    bucket_mb: float = 0.02,
-    nonfinite: str = "skip",
-    bad: int | None = None,
+    transport: Any, compression: Any, steps: int = 12, hidden: int = 300, bad: int | None = None, **options: Any
 ) -> tuple[str, int, list[str]]:
     """A hash of the model, the number of dropped steps, and the messages of errors, of data of this rank's own.
 
@@ -172,7 +123,7 @@ def train(
     corrected = getattr(compression, "correction", None)
     nesterov = corrected is not None and corrected.nesterov
     inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4, nesterov=nesterov)
-    options = {"transport": transport, "bucket_mb": bucket_mb, "nonfinite": nonfinite}
+    options = {"transport": transport, "bucket_mb": 0.02, **options}
     optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, **options)
     generator = torch.Generator().manual_seed(100 + transport.rank)
     weights = torch.randn(32, 10, generator=torch.Generator().manual_seed(5))
@@ -190,16 +141,14 @@ def train(
         torch.nn.functional.cross_entropy(outputs, (inputs @ weights).argmax(1)).backward()
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
-            messages.append(told(optimizer.step, NonFiniteGradientError))
+            messages.append(told(optimizer.step, methods.NonFiniteGradientError))
     optimizer.close()
     assert all(p.isfinite().all() for p in model.parameters()) and optimizer.error_norm() < 1e6
     return digest(model.parameters()), optimizer.dropped_steps, [message for message in messages if message]
 
 
 @each_rank_of(*ALL, WITH_GLOO)
-def test_replicas_stay_equal_where_nan_on_one_rank_drops_the_step_or_raises_the_same_error_on_all(
-    transport: Any,
-) -> Any:
+def test_replicas_stay_equal_where_nan_on_one_rank_drops_the_step_or_raises_on_all(transport: Any) -> Any:
     found = {}
     for name, make in COMPRESSORS.items():
         for policy in ("skip", "raise") if name != "gtopk" or transport.point_to_point else ():
@@ -219,7 +168,6 @@ def test_horovods_compressions(transport: Any) -> Any:
 
 @each_rank_of(*OF_HOROVOD, hierarchical=True)
 def test_horovods_broadcast_of_the_optimizers_state_leaves_the_weights_alone(transport: Any) -> None:
-    """All of it with Horovod's own words."""
     import horovod.torch as hvd
 
     torch.manual_seed(0)
@@ -253,19 +201,9 @@ def test_200_steps_repeat_bit_for_bit_on_equal_replicas_of_other_processes(group
     assert first == [first[0]] * group.size == group.run(train_with_dgc, 200)
 
 
-@each_rank_of(TWO)
-def test_ranks_that_disagree_are_told_so(transport: Any) -> None:
-    compression = ThresholdCompressor(threshold=0.25 if transport.rank else 0.5)
-    setting = "compression.threshold is 0.5 on rank 0 and 0.25 on rank 1: every rank needs the same settings"
-    assert told(partial(wrap, torch.nn.Linear(4, 8), transport, compression=compression), ValueError) == setting
-
-
 @each_rank_of(over(mpirun, 2), last=True)
 def test_ratios_that_differ_are_told(transport: Any) -> None:
-    """begin_epoch on one rank only: ratios differ, and with them the payloads' sizes, or even the collectives.
-
-    Horovod checks the sizes of messages. With Gloo, a message of another size ends the process.
-    """
+    """Ratios, and with them payloads or collectives, which Horovod checks. With Gloo, they end the process."""
     rank = transport.rank
     for numel, ratios in ((1000, [0.25, 0.125]), (100, [0.006, 0.01]), (1000, [1.0, 0.125])):  # 1 ends Horovod
         model = torch.nn.Linear(numel, 1, bias=False)
@@ -287,10 +225,7 @@ def test_ratios_that_differ_are_told(transport: Any) -> None:
 
 
 def check_backends(transport: Any, steps: int, hidden: int, *modes: str) -> str:
-    """Every backend leads to the same model, also with a different instruction set per rank ("mixed").
-
-    Indices in a Rice code, fp16 values, clipping, Nesterov and a warm-up of the ratio pass through every kernel.
-    """
+    """Every backend leads to the same model, also with a different instruction set per rank ("mixed")."""
     models, supported = set(), supported_isas()
     for mode in modes:
         isa = {0: "avx2", 1: "portable"}.get(transport.rank, supported[-1]) if mode == "mixed" else ""
@@ -335,3 +270,27 @@ transport = HorovodTransport()
 sys.exit(7) if transport.rank == 2 else barrier(transport)
 """
     assert mpirun(3, ["-c", program], timeout=60).returncode != 0
+
+
+def rank_and_process(transport: Any) -> tuple[int, int]:
+    return transport.rank, os.getpid()
+
+
+def fails(transport: Any) -> None:
+    raise KeyError("of the function")
+
+
+def hangs(transport: Any) -> None:
+    time.sleep(10_000)
+
+
+@pytest.mark.parametrize("group", [over(alone, 1)], indirect=True)
+def test_functions_share_the_ranks_until_one_fails_or_is_late_and_the_error_shows_where(group: Group) -> None:
+    first = group.run(rank_and_process)
+    assert first[0][0] == 0 and group.run(rank_and_process) == first
+    told = "fails failed\\n--- rank 0: Traceback(.|\\n)*KeyError: 'of the function'"
+    with pytest.raises(AssertionError, match=told):
+        group.run(fails)
+    assert group.run(rank_and_process) != first
+    with pytest.raises(AssertionError, match="rank 0: no answer in time(.|\\n)*test_ranks.py.* in hangs"):
+        group.run(hangs, within=1)

@@ -15,9 +15,7 @@ TWO = pytest.param(mpirun, 2, "2 ranks on cpu", marks=pytest.mark.horovod)
 
 
 @pytest.mark.parametrize(("launch", "ranks", "told"), [(alone, 1, "1 process: nothing is sent"), TWO])
-def test_torch_in_place_of_what_the_launcher_offers(
-    launch: Launcher, ranks: int, told: str, tmp_path: Path
-) -> None:
+def test_torch_in_place_of_the_launchers_offer(launch: Launcher, ranks: int, told: str, tmp_path: Path) -> None:
     words = [*WORDS, *SHORT, "--configs.train.transport=torch", "--run-dir", str(tmp_path / "run")]
     done = launch(ranks, words, timeout=180)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

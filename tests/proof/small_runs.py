@@ -30,15 +30,12 @@ WORDS += ["--devices=cpu", "--configs.data.num_threads_per_worker=1", "--configs
 
 
 class Run:
-    """`train.py` in a separate directory and session, under mpirun or torchrun."""
-
-    def __init__(self, directory: Path, ranks: int = 2, method: str = "dgc", torchrun: bool = False) -> None:
+    def __init__(self, directory: Path, method: str = "dgc", torchrun: bool = False) -> None:
         files, words = METHODS[method]
         script = [str(REPOSITORY / "train.py"), "--configs", "configs/digits/cnn.py", *files, *WORDS, *words]
         script += [f"--configs.train.timeout={patient(120)}", "--run-dir", str(directory / "run")]
-        command, environment = prepare(ranks, script)
-        if torchrun:
-            command = torchrun_command(ranks, script)
+        command, environment = prepare(2, script)
+        command = torchrun_command(2, script) if torchrun else command
         directory.mkdir(parents=True, exist_ok=True)
         self.output = directory / "output"
         self.process = start(command, self.output, {**environment, "PYTHONPATH": str(REPOSITORY)})
@@ -47,33 +44,29 @@ class Run:
         return self.output.read_text(errors="replace")
 
     def ranks(self) -> list[int]:
-        """Process ids of the running ranks, in order of their start."""
         return children(self.process.pid)
 
-    def wait_for_training(self, timeout: float = 120) -> None:
+    def wait_for_training(self) -> None:
         """Returns when the training loop begins or the run has ended."""
-        limit = time.monotonic() + patient(timeout)
+        limit = time.monotonic() + patient(120)
         while self.process.poll() is None and " steps per epoch" not in self.text():
             assert time.monotonic() < limit, self.text()[-3000:]
             time.sleep(0.02)
 
     def end(self, timeout: float = 120) -> int:
-        """Waits for the launcher and all ranks. Returns the launcher's exit status."""
-        pids = self.ranks()
-        status = self.process.wait(patient(timeout))
+        pids, status = self.ranks(), self.process.wait(patient(timeout))
         limit = time.monotonic() + patient(10)
-        for pid in pids:
-            while is_running(pid):
-                # Ranks may outlive a killed launcher. A batch system would end them.
-                if time.monotonic() > limit:
-                    send(pid, signal.SIGKILL)
-                time.sleep(0.02)
+        while any(map(is_running, pids)):
+            # Ranks may outlive a killed launcher. A batch system would end them.
+            for pid in filter(is_running, pids if time.monotonic() > limit else ()):
+                send(pid, signal.SIGKILL)
+            time.sleep(0.02)
         return status
 
 
-def finish(directory: Path, ranks: int = 2, method: str = "dgc", torchrun: bool = False) -> None:
+def finish(directory: Path, method: str = "dgc", torchrun: bool = False) -> None:
     """Starts or resumes the run of the directory, and waits for its end."""
-    run = Run(directory, ranks, method, torchrun)
+    run = Run(directory, method, torchrun)
     assert run.end(300) == 0, run.text()[-3000:]
     assert "Traceback" not in run.text()
 
@@ -82,9 +75,9 @@ def latest(directory: Path) -> str | None:
     return latest_of(directory / "run") if (directory / "run/checkpoints/latest.json").exists() else None
 
 
-def assert_same_end(directory: Path, reference: Path, ranks: int = 2) -> None:
+def assert_same_end(directory: Path, reference: Path) -> None:
     """Compares the last checkpoints of two finished runs bit for bit. Times are not compared."""
     assert (directory / "run/summary.json").exists()
-    for file in ("shared.pt", *(f"rank{rank}.pt" for rank in range(ranks))):
+    for file in ("shared.pt", "rank0.pt", "rank1.pt"):
         own, other = (read_tensors(side / "run/checkpoints/e0004" / file) for side in (directory, reference))
         assert_equal({**own, "csv": None}, {**other, "csv": None}, file)

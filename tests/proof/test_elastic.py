@@ -1,7 +1,4 @@
-"""Runs under torchrun go on after kills of ranks and of whole agents at random moments.
-
-Each chunk has a seed of its own and can be run alone: `pytest -m proof tests/proof/test_elastic.py -k 3 -s`.
-"""
+"""Runs under torchrun go on after kills of ranks and agents at random moments, drawn by the seed of a chunk."""
 
 import random
 import signal
@@ -15,9 +12,7 @@ from simulated import events_of, latest_of, summary_of
 from dgc_training.checkpoint.reading import read_manifest
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
-KILLS = 4  # of each kind, in a chunk
-CHUNKS = 5
-EPOCHS = 40
+KILLS, CHUNKS, EPOCHS = 4, 5, 40  # kills of each kind in a chunk
 
 
 def killed_once(run: ElasticRun, draw: random.Random, kind: str) -> bool:
@@ -44,17 +39,15 @@ def killed_once(run: ElasticRun, draw: random.Random, kind: str) -> bool:
     return False
 
 
-def check(run: ElasticRun, epochs: int) -> list[Restart]:
+def check(run: ElasticRun) -> list[Restart]:
     """Checks a run that has ended. Returns its restarts with another number of ranks."""
-    assert summary_of(run.run)["epochs"] == epochs and latest_of(run.run) == f"e{epochs:04d}"
+    assert summary_of(run.run)["epochs"] == EPOCHS and latest_of(run.run) == f"e{EPOCHS:04d}"
     assert "Traceback" not in run.text(), run.text()
-    for restart in run.restarts:
-        assert restart.lost <= CHECKPOINT_EVERY, restart
+    assert all(restart.lost <= CHECKPOINT_EVERY for restart in run.restarts), run.restarts
     steps = [point.step for point in events_of(run.run).Scalars("train/loss")]
     assert steps == sorted(set(steps)), "no point is there twice"
     resized = [r for r in run.restarts if r.checkpoint and read_manifest(r.checkpoint)["size"] != r.size]
-    for restart in resized:
-        assert restart.mean_error() < 2**-22, restart
+    assert all(restart.mean_error() < 2**-22 for restart in resized), resized
     return resized
 
 
@@ -73,12 +66,10 @@ def test_kills(tmp_path: Path, chunk: int) -> None:
             while kinds and killed_once(run, draw, kinds[-1]):
                 done.append(kinds.pop())
             run.finish()
-        resized = check(run, EPOCHS)
+        resized = check(run)
         sizes = "-".join(str(restart.size) for restart in run.restarts)
-        print(
-            f"\nchunk {chunk}, run {number}: killed {', '.join(done) or 'nothing'}; attempts on {sizes} ranks; "
-            f"steps lost: {max(restart.lost for restart in run.restarts):g} of at most {CHECKPOINT_EVERY}; "
-            f"{len(resized)} times resumed on another number of ranks, mean of the residual within "
-            f"{max((restart.mean_error() for restart in resized), default=0.0):.1e}",
-            flush=True,
-        )
+        lost = max(restart.lost for restart in run.restarts)
+        error = max((restart.mean_error() for restart in resized), default=0.0)
+        print(f"\nchunk {chunk}, run {number}: killed {', '.join(done) or 'nothing'}; attempts on {sizes} ranks;")
+        print(f"steps lost: {lost:g} of at most {CHECKPOINT_EVERY}; {len(resized)} times resumed on another size;")
+        print(f"mean of the residual within {error:.1e}", flush=True)

@@ -1,7 +1,4 @@
-"""Digits on 8 simulated ranks: exchanges that select twice are as accurate as the all-gather, with fewer bytes.
-
-All have the same ratio. A step changes at most 2 k elements with them, and with the all-gather up to 8 k.
-"""
+"""Digits on 8 simulated ranks: exchanges that select twice are as accurate as the all-gather, with fewer bytes."""
 
 import statistics
 from math import sqrt

@@ -1,7 +1,4 @@
-"""A run that is interrupted at any moment resumes and ends with the same bits as an uninterrupted run.
-
-Chunks can be run alone, each with its own seed: `pytest -m proof tests/proof/test_kills.py -k "sigkill and 3"`.
-"""
+"""A run that is interrupted at any moment resumes and ends with the same bits as an uninterrupted run."""
 
 import random
 import shutil
@@ -21,7 +18,6 @@ KILLS = 10  # per chunk
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run on 2 ranks."""
     directory = tmp_path_factory.mktemp("reference")
     finish(directory)
     return directory
@@ -30,10 +26,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(
     kills: int, directory: Path, reference: Path, draw: random.Random, method: str = "dgc", saves: bool = False
 ) -> int:
-    """Starts and interrupts the run of a directory repeatedly. Then it finishes, and is compared with `reference`.
+    """Interrupts the run of a directory repeatedly, and compares its end with `reference`.
 
-    The signal goes to one rank, both, or the launcher. It is SIGKILL. With `saves`: SIGTERM to ranks, SIGUSR1 to
-    the launcher, while the run trains. Returns how often a run has saved a checkpoint at its signal.
+    SIGKILL goes to one rank, both, or the launcher. With `saves`: SIGTERM to ranks, SIGUSR1 to the launcher, while
+    the run trains. Returns how often a run has saved a checkpoint at its signal.
     """
     done = saved = 0
     while done < kills:
@@ -44,8 +40,7 @@ def interrupted(
         time.sleep(draw.uniform(0, 1.5 if saves else 2.5 if trains else 12))
         ranks = run.ranks()
         pids = draw.choice([ranks[:1], ranks[1:], ranks, [run.process.pid]])
-        if run.process.poll() is not None:
-            pids = []
+        pids = pids if run.process.poll() is None else []
         gentle = signal.SIGUSR1 if pids == [run.process.pid] else signal.SIGTERM
         for pid in pids:
             send(pid, gentle if saves else signal.SIGKILL)
@@ -57,8 +52,7 @@ def interrupted(
         assert status in expected or (pids and not saves), (status, text[-3000:])
         if saves and status == EXIT_SAVED:
             saved += 1
-            assert f"Stopped by {gentle.name}: saved {latest(directory)}." in text
-            assert latest(directory) != before
+            assert f"Stopped by {gentle.name}: saved {latest(directory)}." in text and latest(directory) != before
         if (directory / "run/summary.json").exists():
             assert_same_end(directory, reference)
             shutil.rmtree(directory / "run")
@@ -100,10 +94,3 @@ def test_a_run_that_changes_its_transport_ends_with_the_same_bits(tmp_path: Path
         assert latest(directory) is not None, run.text()[-3000:]
         finish(directory, method=method, torchrun=not first)
         assert_same_end(directory, reference)
-
-
-@pytest.mark.horovod
-def test_a_run_under_torchrun_repeats_bit_for_bit(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        finish(tmp_path / name, ranks=3, torchrun=True)
-    assert_same_end(tmp_path / "first", tmp_path / "second", ranks=3)

@@ -2,10 +2,7 @@
 
 A case is good if the run trains because the change is valid (a tensor with NaN, inf, another dtype or shape is
 never valid), or if it ends with exit status 2, a message, no traceback, and unchanged files in the run directory.
-None exceeds its time limit. A process of its own runs the cases of a method, and prints the bad ones:
-
-    PYTHONPATH=.:tests python -m proof.test_mutations METHOD KIND COUNT SEED
-        METHOD: one of small_runs.METHODS; KIND: config, words, checkpoint, saved_config
+`PYTHONPATH=.:tests python -m proof.test_mutations METHOD KIND COUNT SEED` prints the bad cases of a method.
 """
 
 import contextlib
@@ -38,15 +35,11 @@ SECONDS = 60  # time limit of a case
 CASES = [("dgc", "config", 110), ("dgc", "words", 70), ("dgc", "checkpoint", 90), ("dgc", "saved_config", 30)]
 OTHERS = [method for method in METHODS if method != "dgc"]
 CASES += [(method, kind, n) for method in OTHERS for kind, n in (("config", 15), ("words", 5), ("checkpoint", 30))]
-QUICK = (
-    "train.num_epochs 2 train.batch_size 400 train.timeout 50 train.warmup_lr_epochs 1 train.checkpoint_every 2"
-)
-QUICK += " model.width 4 data.num_threads_per_worker 1"
+QUICK = "train.num_epochs 2 train.batch_size 400 train.timeout 50 train.warmup_lr_epochs 1 model.width 4 "
+QUICK += "train.checkpoint_every 2 data.num_threads_per_worker 1"
 VALUES: list[Any] = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), float("inf"), 10**30]
 VALUES += ["", "abc", "${x}", "${", "1e-3", "\u00e9\u0000"]
 VALUES += [[], [1, 2], {}, {"a": 1}, {"_target_": "os.system"}, {"_target_": "nowhere.Nothing"}]
-
-
 Place = tuple[dict[Any, Any], Any, str]
 Case = tuple[str, Path, list[str]]  # what is damaged, the directory, and the words of the command line
 
@@ -60,7 +53,6 @@ def stop(signum: int, frame: Any) -> None:
 
 
 def call(words: list[str]) -> tuple[int, str]:
-    """Runs train.py. Returns the exit status and the output."""
     output = io.StringIO()
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
@@ -120,8 +112,6 @@ def mutate_text(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 class Reference:
-    """A finished run of a method. Cases are copies of it."""
-
     def __init__(self, folder: Path, method: str) -> None:
         files, words = METHODS[method]
         quick = [f"--configs.{word}" if "." in word else word for word in QUICK.split()]
@@ -140,7 +130,6 @@ class Reference:
         return directory
 
     def new(self, draw: random.Random) -> Path:
-        """A new directory, or an existing run."""
         return self.copy() if draw.random() < 0.3 else self.folder / "new"
 
     def resume(self, directory: Path, config: Path | None = None) -> list[str]:
@@ -149,7 +138,6 @@ class Reference:
 
 
 def config(reference: Reference, draw: random.Random) -> Case:
-    """A damaged config file, for a new or an existing run."""
     path = reference.folder / "mutated.yaml"
     content, what = mutate_text(reference.text, draw)
     if draw.random() < 0.7:
@@ -162,7 +150,6 @@ def config(reference: Reference, draw: random.Random) -> Case:
 
 
 def words(reference: Reference, draw: random.Random) -> Case:
-    """A damaged command line."""
     directory = reference.new(draw)
     good = reference.resume(directory)
     where = draw.randrange(len(good))
@@ -177,8 +164,7 @@ def words(reference: Reference, draw: random.Random) -> Case:
     changed = draw.choice(kinds)
     if "--run-dir" not in changed or str(directory) not in changed:
         changed = [*changed, "--run-dir", str(directory)]  # no case may write elsewhere
-    differing = [word for word in changed if word not in good] or ["one word removed"]
-    return f"words {differing}", directory, changed
+    return f"words {[word for word in changed if word not in good] or ['one word removed']}", directory, changed
 
 
 def checkpoint(reference: Reference, draw: random.Random) -> Case:
@@ -245,7 +231,6 @@ def damage_tensor(tree: Any, draw: random.Random) -> str:
 
 
 def saved_config(reference: Reference, draw: random.Random) -> Case:
-    """A damaged config.yaml in the run directory."""
     directory = reference.copy()
     content, what = mutate_text(reference.text, draw)
     (directory / "config.yaml").write_bytes(content)
@@ -275,11 +260,11 @@ def run_case(reference: Reference, draw: random.Random, make: Callable[..., Any]
     return what, "" if is_good else f"status {status}: {output.strip()[-1500:]}"
 
 
-def main(method: str, kind: str, count: int, seed: int) -> int:
+def main(method: str, kind: str, count: str, seed: str) -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         reference = Reference(Path(folder), method)
-        for number in range(count):
+        for number in range(int(count)):
             what, problem = run_case(reference, random.Random(f"{kind} {seed} {number}"), KINDS[kind])
             if problem:
                 bad += 1
@@ -298,4 +283,4 @@ def test_mutated(method: str, kind: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(main(*sys.argv[1:]))

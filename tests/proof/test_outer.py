@@ -1,10 +1,6 @@
-"""Islands of a language model under torchrun, of which one is killed again and again.
+"""Islands of a language model under torchrun: ranks, or machines of two. One is killed again and again.
 
-    pytest -m proof tests/proof/test_outer.py -s
-
-Two agents stand for machines. Either one is lost, the other goes on, and the first comes back, or a rank is killed
-together with its files, and returns. Islands are ranks, three on one machine and one on the other, or machines of
-two ranks each.
+Either an agent, which stands for a machine, is lost and comes back, or a rank is killed together with its files.
 """
 
 import random
@@ -75,10 +71,7 @@ def undisturbed(directory: Path, seed: int) -> float:
 def killed(
     directory: Path, machines: tuple[int, int], kills: int, epochs: int, words: tuple[str, ...], island_size: int
 ) -> tuple[float, str, str]:
-    """Train on two machines, of which the second is lost and returns. Checks what holds after every restart.
-
-    Returns the bits per character, what was killed, and what the run has printed.
-    """
+    """Bits per character, kills, and the output of two machines, of which the second is lost and returns."""
     draw, done, with_files, size = random.Random(0), 0, 0, sum(machines)
     with ElasticRun(directory, epochs, (*METHOD, *words), EXPERIMENT) as run:
         first, second = (run.start(ranks) for ranks in machines)

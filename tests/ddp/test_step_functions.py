@@ -1,14 +1,12 @@
 """How much of the library one step runs: files and functions of `dgc`, without the simulator."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from optim.nets import alone, dgc_sgd, momentum_sgd, wrap
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,14 +15,6 @@ from dgc.compression import DenseCompressor, DGCCompressor, PowerSGDCompressor
 from dgc.ddp import compress
 
 ROOT = Path(dgc.__file__).parent
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group of one rank, which DDP needs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def run_by_one_step(make: Any, sgd: Any, with_ddp: bool = False) -> set[tuple[str, str]]:
@@ -52,7 +42,7 @@ def run_by_one_step(make: Any, sgd: Any, with_ddp: bool = False) -> set[tuple[st
     return {(file, function) for file, function in seen if file != "comm/lockstep.py"}
 
 
-@pytest.mark.usefixtures("no_type_checks", "one_rank")
+@pytest.mark.usefixtures("no_type_checks")
 def test_a_step_runs_few_files_and_functions() -> None:
     for make, sgd, files, functions in (
         (DenseCompressor, momentum_sgd, 10, 45),
