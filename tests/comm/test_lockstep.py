@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgc import comm
 from dgc.comm import all_gather_object, all_reduce, barrier, broadcast_object
-from dgc.comm.lockstep import LockstepError, LockstepTransport, LockstepWorld
+from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.comm.requests import Group, Request
 
 ONE = torch.ones(2)
@@ -39,16 +39,19 @@ def wait(transport: Any, work: Any) -> float:
     return transport.wait(work)[0].item()
 
 
-def tensors(size: Any, n: int = 6) -> Any:
-    generator = torch.Generator().manual_seed(size)
-    return [torch.randn(n, generator=generator) for _ in range(size)]
+def noting() -> Any:
+    """A transport of one rank that keeps the names of launches."""
+    transport = alone()
+    transport.launched, launch = [], transport.launch
+    transport.launch = lambda name, *given: transport.launched.append(name) or launch(name, *given)
+    return transport
 
 
 def test_replies_of_collectives() -> None:
     """Of sums and other reductions every rank has the same bits."""
     reductions: Any = {"sum": Tensor.sum, "mean": Tensor.mean, "min": Tensor.amin, "max": Tensor.amax}
     for size in (1, 2, 3, 5):
-        own = tensors(size, 4 * size)
+        own = [*torch.randn(size, 4 * size, generator=torch.Generator().manual_seed(size))]
 
         def replies(request: Any, *options: Any, own: Any = own) -> Any:
             return converse(LockstepWorld(len(own)), [request(t.clone(), *options) for t in own])
@@ -77,19 +80,15 @@ def test_all_to_all_with_uneven_splits() -> None:
     assert [[piece.tolist() for piece in reply] for reply in replies] == expected
 
 
-def test_exchange_delivers_to_neighbours_on_a_ring() -> None:
-    size = 5
-    requests = [
-        comm.Exchange({(rank + 1) % size: torch.full((rank + 1,), float(rank))}, {s: torch.empty(s + 1)})
-        for rank in range(size)
-        for s in [(rank - 1) % size]
-    ]
-    for rank, reply in enumerate(converse(LockstepWorld(size), requests)):
-        source = (rank - 1) % size
+def test_exchange_delivers_to_neighbours_on_a_ring_and_must_match() -> None:
+    requests = []
+    for rank in range(5):
+        to, source = (rank + 1) % 5, (rank - 1) % 5
+        message = torch.full((rank + 1,), float(rank))
+        requests.append(comm.Exchange({to: message}, {source: torch.empty(source + 1)}))
+    for rank, reply in enumerate(converse(LockstepWorld(5), requests)):
+        source = (rank - 1) % 5
         assert list(reply) == [source] and reply[source].tolist() == [float(source)] * (source + 1)
-
-
-def test_exchanges_that_do_not_match() -> None:
     for sent, expected, words in (
         (1, {}, "rank 0's sends and rank 1's receives"),
         (3, {0: torch.empty(2)}, r"rank 0 sends \(3,\) torch.float32 to rank 1, which expects \(2,\)"),
@@ -100,16 +99,15 @@ def test_exchanges_that_do_not_match() -> None:
 
 def test_replies_are_not_shared_between_ranks_and_launched_tensors_are_invalidated() -> None:
     """A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN."""
-    own = [torch.ones(3) for _ in range(2)]
-    replies = converse(LockstepWorld(2), [comm.AllReduce(t, "sum") for t in own])
-    gathered = converse(LockstepWorld(2), [comm.AllGather(torch.ones(3)) for _ in range(2)])
+    world, own = LockstepWorld(2), [torch.ones(3) for _ in range(2)]
+    replies = converse(world, [comm.AllReduce(t, "sum") for t in own])
+    gathered = converse(world, [comm.AllGather(torch.ones(3)) for _ in range(2)])
     assert all(t.isnan().all() for t in own) and all(reply.tolist() == [2.0] * 3 for reply in replies)
     replies[0].zero_()
     gathered[0][1].zero_()
     assert replies[1].tolist() == [2.0] * 3 and gathered[1][1].tolist() == [1.0] * 3
-    sent = torch.ones(2)
-    exchange = [comm.Exchange({1: sent}, {}), comm.Exchange({}, {0: torch.empty(2)})]
-    assert converse(LockstepWorld(2), exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
+    exchange = [comm.Exchange({1: (sent := torch.ones(2))}, {}), comm.Exchange({}, {0: torch.empty(2)})]
+    assert converse(world, exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
 
 
 def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
@@ -171,7 +169,7 @@ def test_other_requests_within_a_group() -> None:
     assert [next(iter(r.values()))[0].item() for r in converse(world, pairs)] == [1.0, 0.0, 3.0, 2.0]
 
 
-def test_requests_that_do_not_match_name_the_rank() -> None:
+def test_requests_that_do_not_match_name_the_rank_and_so_do_other_numbers_of_them_and_of_rounds() -> None:
     for usual, odd in (
         (comm.AllReduce(ONE), comm.AllGather(ONE)),
         (comm.AllReduce(ONE), comm.AllReduce(ONE, "sum")),
@@ -189,8 +187,6 @@ def test_requests_that_do_not_match_name_the_rank() -> None:
             with case(usual, odd), pytest.raises(LockstepError, match=f"rank {culprit} sent"):
                 converse(LockstepWorld(3), requests)
 
-
-def test_different_numbers_of_requests_and_of_rounds() -> None:
     def rounds(*requests: int) -> Any:
         for number in requests:
             yield tuple(comm.AllReduce(ONE.clone()) for _ in range(number))
@@ -378,12 +374,7 @@ def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
 
 
 def test_a_conversation_names_its_rounds_and_is_done_at_once_without_any() -> None:
-    names = []
-
-    class Transport(LockstepTransport):
-        def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
-            names.append(name)
-            return super().launch(name, requests, communicator)
+    transport = noting()
 
     def body(rounds: int) -> Any:
         for _ in range(rounds):
@@ -391,12 +382,12 @@ def test_a_conversation_names_its_rounds_and_is_done_at_once_without_any() -> No
         return 7
 
     def running(rounds: int) -> Any:
-        transport = Transport(LockstepWorld(1), 0)
         return comm.RunningConversation("bucket", body(rounds), transport, comm.TrafficMeter())
 
-    assert running(2).finish() == 7 and names == ["bucket.0", "bucket.1"]
+    assert running(2).finish() == 7 and transport.launched == ["bucket.0", "bucket.1"]
     ended = running(0)
-    assert ended.done and ended.advance() and ended.finish() == 7 and ended.rounds == 0 and len(names) == 2
+    assert ended.done and ended.advance() and ended.finish() == 7
+    assert ended.rounds == 0 and len(transport.launched) == 2
 
 
 def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others() -> None:
@@ -426,25 +417,20 @@ def test_all_reduce_leaves_the_tensor_of_each_rank_and_keeps_shape_and_integers(
         assert LockstepWorld(size).run(body) == [(expected, float(rank)) for rank in range(size)]
 
 
-def test_objects_of_uneven_sizes_and_tensors() -> None:
+def test_objects_of_uneven_sizes_and_tensors_and_a_barrier() -> None:
+    arrived: list[int] = []
+
     def of(rank: Any) -> Any:
         return {"rank": rank, "data": "x" * 1000 * rank} if rank else None
 
     def body(transport: Any) -> Any:
+        arrived.append(transport.rank)
+        barrier(transport)
+        assert len(arrived) == transport.size
         own, last = of(transport.rank), transport.size - 1
         assert broadcast_object(transport, torch.arange(3) * (transport.rank == 0)).tolist() == [0, 1, 2]
         return all_gather_object(transport, own), [broadcast_object(transport, own, root) for root in (0, last)]
 
     for size in (1, 2, 3):
+        arrived.clear()
         assert LockstepWorld(size).run(body) == [([*map(of, range(size))], [of(0), of(size - 1)])] * size
-
-
-def test_barrier_waits_for_all() -> None:
-    arrived = []
-
-    def body(transport: Any) -> Any:
-        arrived.append(transport.rank)
-        barrier(transport)
-        return len(arrived)
-
-    assert LockstepWorld(3).run(body) == [3, 3, 3]

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from comm.test_lockstep import noting
 from optim.nets import alone, same
+from torch.utils._pytree import tree_leaves
 
 from dgc import comm
 from dgc.bucket import make_bucket
@@ -75,26 +77,13 @@ class OfADevice(StagedTransport):
         return True
 
 
-class Noting(LockstepTransport):
-    """Keeps the names of launches."""
-
-    def __init__(self) -> None:
-        super().__init__(LockstepWorld(1), 0)
-        self.launched: list[str] = []
-
-    def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
-        self.launched.append(name)
-        return super().launch(name, requests, communicator)
-
-
 def launch(transport: Any, name: str = "a", communicator: str = "") -> Any:
     return transport.launch(name, (comm.AllReduce(torch.ones(3), "sum"),), communicator)
 
 
 def test_a_message_is_launched_once_its_copy_is_complete() -> None:
     """On the host it is at once. A rank that only receives uses host memory, too."""
-    inner = Noting()
-    transport = OfADevice(inner)
+    transport = OfADevice(inner := noting())
     work = launch(transport)
     assert inner.launched == [] and not transport.poll(work) and inner.launched == []
     Copying.made[0].over = True
@@ -108,8 +97,7 @@ def test_a_message_is_launched_once_its_copy_is_complete() -> None:
 
 
 def test_the_messages_of_a_lane_are_launched_in_order() -> None:
-    inner = Noting()
-    transport = OfADevice(inner)
+    transport = OfADevice(inner := noting())
     transport.open_communicator("other")
     works = [launch(transport, name, "other" if name == "c" else "") for name in "abc"]
     Copying.made[1].over = Copying.made[2].over = True
@@ -119,10 +107,7 @@ def test_the_messages_of_a_lane_are_launched_in_order() -> None:
 
 
 def test_waiting_waits_for_the_copy_first_and_launches_everything_pending() -> None:
-    """Values are those at the launch: the copy is queued before any later operation on the sender's memory.
-
-    Ranks that wait in different orders do not deadlock.
-    """
+    """Values are those at the launch. Ranks that wait in different orders do not deadlock."""
     transport, own = OfADevice(alone()), torch.ones(3)
     work = transport.launch("a", (comm.AllReduce(own),))
     own.zero_()
@@ -155,11 +140,7 @@ def test_ranks_and_replies_are_those_of_the_inner_transport() -> None:
     def replies(transport: Any) -> Any:
         def body(make: Any) -> Any:
             (reply,) = yield (make(transport.rank),)
-            return (
-                [reply]
-                if isinstance(reply, torch.Tensor)
-                else list(reply.values() if isinstance(reply, dict) else reply)
-            )
+            return tree_leaves(reply)
 
         running = (comm.RunningConversation("t", body(make), transport, comm.TrafficMeter()) for make in REQUESTS)
         return [part for conversation in running for part in conversation.finish()]

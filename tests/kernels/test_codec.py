@@ -36,8 +36,7 @@ def supports() -> Any:
         yield torch.arange(numel - count, numel), numel
     yield inputs.clustered(30_000, 1500), 30_000
     yield torch.arange(0, 10**6, 10**3) + torch.arange(1000) % 2 * 490, 10**6
-    gaps = torch.where(torch.arange(1000) % 128 == 7, 124_000, 1)
-    yield gaps.cumsum(0), 10**6
+    yield torch.where(torch.arange(1000) % 128 == 7, 124_000, 1).cumsum(0), 10**6
     yield torch.tensor([0, 2**20, 2**31 - 3, 2**31 - 2]), 2**31 - 1
 
 
@@ -131,15 +130,11 @@ def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec: Any, dtyp
 
 
 @every_codec
-def test_fp32_is_kept_bit_for_bit(codec: Any) -> None:
+def test_fp32_is_kept_bit_for_bit_and_plain_indices_are_read_as_they_were_written(codec: Any) -> None:
+    """A count beyond the section is not sound."""
     values, section = torch.tensor([0.0, -0.0, 1e-45, -3.4e38, 0.1]), section_of(20)
     decoded, scale = codec.cast_encode_(values, torch.float32, section)
     assert same(decoded, values) and same(section.view(torch.float32), values) and scale == 1.0
-
-
-@every_codec
-def test_plain_indices_are_read_as_they_were_written(codec: Any) -> None:
-    """A count beyond the section is not sound."""
     support = scattered(5000, 50)
     for kind, dtype in PLAIN.items():
         code = IndexCode(kind, 60, 5000, 60 * dtype.itemsize)
@@ -153,23 +148,17 @@ def test_plain_indices_are_read_as_they_were_written(codec: Any) -> None:
         assert valid == [True, False, False]
 
 
-def rice_bits(support: Any, b: Any) -> Any:
-    gaps = torch.diff(support, prepend=torch.tensor([-1])) - 1
-    return support.numel() * (b + 1) + int((gaps >> b).sum())
-
-
 @every_codec
 def test_every_block_has_its_best_rice_parameter(codec: Any) -> None:
-    numel = 10**6
     parts = (scattered(400_000, 900, 1), 400_000 + scattered(5000, 800, 2), 999_000 + scattered(500, 30, 3))
     support = torch.cat(parts)
-    code = plan_rice(support.numel(), numel)
+    code = plan_rice(support.numel(), 10**6)
     section = section_of(code.nbytes)
     codec.indices_encode_(selection_of(support), code, section)
     size = BLOCKS[IndexKind.RICE]
     for k, block in enumerate(support.split(size)):
-        before = support[k * size - 1] + 1 if k else 0
-        lengths = [rice_bits(block - before, b) for b in range(31)]
+        gaps = torch.diff(block, prepend=support[k * size - 1 :][:1] if k else torch.tensor([-1])) - 1
+        lengths = [len(gaps) * (b + 1) + int((gaps >> b).sum()) for b in range(31)]
         assert section[k] == lengths.index(min(lengths))
 
 

@@ -1,4 +1,6 @@
-"""Every backend gives the reference's bits, whatever the sizes, numbers, lower bounds and what was sent."""
+"""Every backend gives the reference's bits, whatever the sizes, numbers, lower bounds and what was sent. Sums over
+segments are those of fp64, and have the same bits whatever the threads and instructions.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -8,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import HALVES, REFERENCE, Pass, assert_same_choice, budget_of, random, same
+from kernels.backends import NAMES, backend
+from kernels.comparison import (
+    HALVES,
+    REFERENCE,
+    Pass,
+    assert_same_choice,
+    budget_of,
+    check_moments,
+    check_tail,
+    random,
+    same,
+)
 from torch import Tensor
 
 from dgc.kernels import Budget, PassInputs, SparseVector
@@ -21,9 +34,8 @@ def wall(n: Any) -> Any:
     """Accumulated gradients as they really are: dense up to a wall, with a thin shoulder above it."""
     g = torch.Generator().manual_seed(n)
     v = torch.rand(n, generator=g) ** 0.5
-    return torch.where(torch.rand(n, generator=g) < 0.004, 1 + 0.05 * torch.rand(n, generator=g), v) * (
-        2 * torch.randint(2, (n,), generator=g) - 1
-    )
+    v = torch.where(torch.rand(n, generator=g) < 0.004, 1 + 0.05 * torch.rand(n, generator=g), v)
+    return v * (2 * torch.randint(2, (n,), generator=g) - 1)
 
 
 DATA: dict[str, Callable[[int], Tensor]] = {
@@ -47,8 +59,7 @@ BUDGETS = [(0.001, 1), (0.001, 7), (0.01, 3), (0.1, 5), (1.0, 2), (0.0, 2), (0.0
 def budget_for(n: Any, ratio: Any, pieces: Any) -> Any:
     """Ranges of uneven sizes, empty ones included, with k = ceil(ratio * size)."""
     generator = torch.Generator().manual_seed(n + pieces)
-    cuts = sorted(torch.randint(n + 1, (pieces - 1,), generator=generator).tolist())
-    bounds = [0, *cuts, n]
+    bounds = [0, *sorted(torch.randint(n + 1, (pieces - 1,), generator=generator).tolist()), n]
     ks = [-int(-(b - a) * ratio // 1) for a, b in pairwise(bounds)]
     return Budget(torch.tensor(bounds), torch.tensor(ks), sum(ks))
 
@@ -57,8 +68,7 @@ def budget_for(n: Any, ratio: Any, pieces: Any) -> Any:
 def selected(kind: Any, n: Any) -> Any:
     """v, and for each of BUDGETS what the reference chooses: it is the same for every backend."""
     v = DATA[kind](n)
-    plans = [budget_for(n, *sizes) for sizes in BUDGETS]
-    return v, [(budget, REFERENCE.select(v, budget)) for budget in plans]
+    return v, [(budget, REFERENCE.select(v, budget)) for budget in (budget_for(n, *sizes) for sizes in BUDGETS)]
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -241,9 +251,7 @@ def some(n: int, share: float) -> tuple[int, ...]:
     return tuple(torch.randperm(n, generator=torch.Generator().manual_seed(n))[: int(n * share)].tolist())
 
 
-def pass_of(
-    n: int, form: str, masking: bool, sent: SparseVector, budget: Budget | None = None, nan: tuple[int, ...] = ()
-) -> Pass:
+def pass_of(n: int, form: str, masking: bool, sent: Any, budget: Any = None, nan: tuple[int, ...] = ()) -> Pass:
     g, u = random(n, 1), None if form == "residual" else random(n, 2)
     g[list(nan)] = float("nan")
     return Pass(PassInputs((g,), u, random(n, 3), 0.9, form == "nesterov", sent, masking, decay=0.95), budget)
@@ -278,27 +286,23 @@ def test_pieces_and_addresses_of_any_kind_where_something_was_sent(kernels: Sele
             assert int(one.check(kernels, None, PIECES, offset)) == n
 
 
-BUDGET = budget_of((40_003, 0, 97, 69_900, 10), (400, 0, 3, 200, 0))
+BUDGET, N = budget_of((40_003, 0, 97, 69_900, 10), (400, 0, 3, 200, 0)), 110_010
 
 
 def test_a_pass_that_selects_takes_out_what_was_sent(kernels: SelectionKernels) -> None:
     """Lower bounds that fit, and such that a second pass over v is needed, which may take nothing out again."""
-    n = int(BUDGET.bounds[-1])
-    edges = tuple(i for b in BUDGET.bounds.tolist() for i in (b - 1, b) if 0 <= i < n)
-    for name, one in sending_passes(n, BUDGET, edges + some(n, 0.01), some(n, 0.2)):
+    edges = tuple(i for b in BUDGET.bounds.tolist() for i in (b - 1, b) if 0 <= i < N)
+    for name, one in sending_passes(N, BUDGET, edges + some(N, 0.01), some(N, 0.2)):
         for lower_bound in (None, 0.0, 0.98, 1.001, 1e-30, float("inf")):
             with case(name, lower_bound):
                 chosen = one.check(kernels, None if lower_bound is None else one.expected.thresholds * lower_bound)
                 assert int(chosen.missed) > 0 or lower_bound != 1.001 or kernels.name == "reference"
 
 
-def test_nonfinite_gradients_where_something_was_sent(kernels: SelectionKernels) -> None:
+def test_nonfinite_gradients_where_something_was_sent_and_taking_alone(kernels: SelectionKernels) -> None:
     one = pass_of(1000, "plain", True, sent_of(1000, [3, 500]), nan=(3, 500))
     assert int(one.check(kernels)) == 3
     assert one.left.u is not None and one.left.u[3] == 0 and one.left.v.isfinite().all()
-
-
-def test_taking_alone(kernels: SelectionKernels) -> None:
     for n, indices in ((1, (0,)), (5000, some(5000, 0.01)), (100_000, some(100_000, 0.2)), (9, ())):
         for masking in (True, False):
             sent, u, v = sent_of(n, indices), random(n, 2), random(n, 3)
@@ -306,3 +310,61 @@ def test_taking_alone(kernels: SelectionKernels) -> None:
             where, values = sent.indices[: len(indices)].long(), sent.values[: len(indices)]
             assert same(v, random(n, 3).index_put((where,), random(n, 3)[where] - values))
             assert same(u, random(n, 2).index_fill(0, where, 0.0) if masking else random(n, 2))
+
+
+@cache
+def given(n: Any) -> Any:
+    """A buffer of all kinds of data, n elements each. A segment is one kind, or a part of one, maybe empty."""
+    v = torch.cat([make(n) for make in DATA.values()])
+    whole = torch.arange(0, n * len(DATA) + 1, n) if n else torch.zeros(len(DATA) + 1, dtype=torch.int64)
+    cuts = torch.randint(n * len(DATA) + 1, (20,), generator=torch.Generator().manual_seed(n))
+    return [(v, whole), (v, torch.cat([whole, cuts]).msort())]
+
+
+def test_moments_and_tails(kernels: Any) -> None:
+    # a rank that serves no part of a small bucket has no segment
+    nothing = kernels.moments(torch.empty(0, dtype=torch.float32), torch.tensor([0]))
+    assert [x.shape for x in vars(nothing).values()] == [(0,)] * 4
+    for n in SIZES:
+        for v, bounds in given(n):
+            with case(n, len(bounds)):
+                found = check_moments(kernels, v, bounds)
+                for factor in (0.0, 1e-3, 0.3, 1.0, 1.01):  # 1 reaches the largest magnitude, more does not
+                    check_tail(kernels, v, bounds, found.largest * factor)
+
+
+def test_every_lane_counts_and_squares_neither_overflow_nor_vanish(kernels: Any) -> None:
+    """Ranges of n elements, each with one that is not zero, in a place of its own."""
+    for n in (*range(1, 19), 31, 32, 33, 39):
+        v, bounds = torch.eye(n).view(-1) * -3, torch.arange(0, n * n + 1, n)
+        found = kernels.moments(v, bounds)
+        for result, each in ((found.sums, -3), (found.magnitudes, 3), (found.squares, 9), (found.largest, 3)):
+            assert result.tolist() == [each] * n
+        tail = kernels.tail(v, bounds, torch.full((n,), 3.0))
+        assert tail.counts.tolist() == [1] * n and tail.sums.tolist() == [3] * n
+        assert not kernels.tail(v, bounds, torch.full((n,), 3.0000002)).counts.any()
+    for value in (3e38, -3e38, 1e-45, -1e-40):
+        found = check_moments(kernels, torch.full((1000,), value), torch.tensor([0, 1000]))
+        assert found.squares.isfinite().all() and found.squares > 0
+
+
+def test_ranges_whose_floor_is_inf_are_not_read(kernels: Any) -> None:
+    v = torch.cat([random(40_000, 1), torch.full((40_000,), float("nan")), random(40_000, 2)])
+    bounds = torch.tensor([0, 40_000, 80_000, 120_000])
+    for lower_bounds in ([1.0, float("inf"), 0.5], [float("inf")] * 3):
+        check_tail(kernels, v, bounds, torch.tensor(lower_bounds))
+
+
+def test_threads_addresses_and_instructions_change_no_bit() -> None:
+    """Several units of a segment, in different threads; another range before it shifts its address."""
+    v = DATA["heavy"](200_003)
+    results = []
+    for name in NAMES[1:]:
+        with backend(name) as native:
+            for shift in (0, 1, 5):
+                shifted = torch.cat([random(shift, 3), v])
+                bounds, lower_bounds = torch.tensor([0, shift, len(shifted)]), torch.tensor([0.0, 0.7])
+                found, tail = native.moments(shifted, bounds), native.tail(shifted, bounds, lower_bounds)
+                results.append((found.sums, found.magnitudes, found.squares, tail.sums))
+    for result in results:
+        assert all(same(ours[1:], first[1:]) for ours, first in zip(result, results[0], strict=True))

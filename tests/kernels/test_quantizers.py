@@ -1,4 +1,6 @@
-"""Quantizers: all backends, instruction sets and numbers of threads give the reference's bits, which are right."""
+"""Quantizers, and blocks with a scale each: all backends and numbers of threads give the reference's bits, which
+are right.
+"""
 
 from functools import cache, partial
 from itertools import product
@@ -7,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import random, same
+from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, encoded, numbers, random, same
 from kernels.quantizing import REFERENCE, SEEDS, assert_same_codes, check_sums, coded, means, operations
 
 from dgc import kernels
-from dgc.kernels.native import NativeQuantizers
+from dgc.kernels.blocks import GROUP, Blocks, rotated
+from dgc.kernels.native import NativeBlocks, NativeQuantizers
 from dgc.kernels.quantize import Quantizers, layout_of, random_bits
 
 SIZES = (0, 1, 7, 8, 15, 16, 17, 31, 33, 100, 4097, 70_001)
@@ -36,7 +39,7 @@ def wild(n: Any) -> Any:
     return v
 
 
-def numbers(n: Any) -> Any:
+def buffers(n: Any) -> Any:
     """Buffers, and a unit for what their segments need."""
     return [(random(n, 2), 1.0), (random(n, 3) * 1e37, 1e37), (random(n, 4) * 1e-40, 1e-40), (wild(n), 1e-3)]
 
@@ -46,8 +49,8 @@ def cases(n: Any) -> Any:
     """(v, bounds, a magnitude for each segment): one segment, and uneven ones, some of them empty."""
     cuts = torch.randint(n + 1, (7,), generator=torch.Generator().manual_seed(n)).msort()
     uneven = torch.tensor([0, 0, *cuts.tolist(), *cuts[3:4].tolist(), n, n]).msort()
-    ways = (torch.tensor([0, n]), uneven)
-    made = [(v, bounds, random(len(bounds) - 1, n).abs() * unit) for bounds in ways for v, unit in numbers(n)]
+    ways = product((torch.tensor([0, n]), uneven), buffers(n))
+    made = [(v, bounds, random(len(bounds) - 1, n).abs() * unit) for bounds, (v, unit) in ways]
     return made if n < 10_000 else [made[0], made[-1]]
 
 
@@ -151,7 +154,7 @@ def test_mxnet_s_layouts(quantizers: Any) -> None:
     assert total.tolist() == [1, 3, -1, 1]
 
 
-def test_uniform_levels(quantizers: Any) -> None:
+def test_uniform_levels_and_every_range_at_a_unit_of_its_own(quantizers: Any) -> None:
     v, scale = torch.tensor([0.0, -7.0, 2.49, -2.5, 9.0, -0.4]), torch.tensor([7.0])
     codes, residual = quantizers.uniform_encode(v, one_range(v), scale, 7, 4, None)
     assert codes.tolist() == [0xF0, 0xB2, 0x07]
@@ -159,10 +162,7 @@ def test_uniform_levels(quantizers: Any) -> None:
     codes, _ = quantizers.uniform_encode(v, torch.tensor([0, 3, 3, 6]), scale.expand(3).clone(), 1, 2, None)
     assert codes.tolist() == [0b001100, 0b000100]
 
-
-def test_every_range_begins_at_its_own_unit(quantizers: Any) -> None:
-    bounds, v = torch.tensor([0, 33, 33, 34, 41]), torch.ones(41)
-    each = torch.ones(4)
+    bounds, v, each = torch.tensor([0, 33, 33, 34, 41]), torch.ones(41), torch.ones(4)
     signs, _ = quantizers.sign_encode(v, bounds, 0 * each, -each, each)
     assert signs.tolist() == [255, 255, 255, 255, 128, 0, 0, 0, 128, 0, 0, 0, 254, 0, 0, 0]
     assert layout_of(bounds, 1, 4).starts.tolist() == [0, 8, 8, 12]
@@ -172,22 +172,18 @@ def test_every_range_begins_at_its_own_unit(quantizers: Any) -> None:
     assert uniform.tolist() == [85] * 8 + [1] + [1] + [85, 21]
 
 
-def test_ranges_that_send_nothing(quantizers: Any) -> None:
-    """Whatever the codes that arrive for them."""
+def test_ranges_that_send_nothing_and_scales_at_the_ends_of_fp32(quantizers: Any) -> None:
+    """The former whatever the codes that arrive for them."""
     v = torch.tensor([3.0, -1e38, 1e-40, 0.0, -0.0])
     for each in torch.tensor([[0.0], [INF], [NAN], [-1.0]]):
         with case(each):
-            for code in (quantizers.tern_encode(v, one_range(v), each), *(
-                quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in SEEDS
-            )):  # fmt: skip
-                assert not code[0].any() and same(code[1], v)
+            uniform = [quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in SEEDS]
+            for codes, residual in (quantizers.tern_encode(v, one_range(v), each), *uniform):
+                assert not codes.any() and same(residual, v)
             noise, total = torch.arange(240, 248).byte(), v.clone()
             quantizers.tern_add_(noise, one_range(v), each, total)
             quantizers.uniform_add_(noise, one_range(v), each, 7, 4, total)
             assert torch.equal(total, v)
-
-
-def test_scales_at_the_ends_of_fp32(quantizers: Any) -> None:
     v = torch.tensor([LARGEST, -LARGEST, 1e-40])
     for bits in (2, 4, 8):
         for levels in range(1, 2 ** (bits - 1)):
@@ -270,3 +266,54 @@ def test_the_tier_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kind in (("reference", Quantizers), ("native", NativeQuantizers)):
         monkeypatch.setattr(kernels, "_asked", name)
         assert type(kernels.of(torch.zeros(1)).quantize) is kind
+
+
+BLOCKS = Blocks()
+
+
+@pytest.fixture
+def blocks(kernels: Any) -> Any:
+    return BLOCKS if kernels.name == "reference" else NativeBlocks()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_tiers_agree_bit_for_bit(blocks: Any) -> None:
+    for cuts, code, rows in product(CUTS, CODES, (1, 3)):
+        for v in random(cuts[-1], 1), numbers(cuts[-1], 2):
+            with case(cuts, code, rows):
+                coded = check_blocks(blocks, v, torch.tensor(cuts), code, rows)
+        check_one_pass(blocks, v, torch.tensor(cuts), code, coded)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_scale_that_is_not_finite_and_positive_stands_for_zeros(blocks: Any) -> None:
+    """Elements near the largest float round up to such a scale. They stay unsent."""
+    for code in (code for code in CODES if not code.rotate):
+        v, bounds, out = random(code.size, 1), torch.tensor([0, code.size]), torch.empty(code.size)
+        v[3] = 3.4e38
+        coded, kept = encoded(blocks, v, bounds, code, 1)
+        assert same(kept, v) and not coded[:, 2:].any()
+        for high in (0x7F, 0xFF, 0x80, 0xBF):  # inf, NaN and negative numbers
+            for low in (0x80, 0xC0):
+                coded[0, 0], coded[0, 1], coded[0, 2:] = low, high, 0x7F
+                blocks.decode(coded.unbind(), bounds, code, 1, (out,))
+                assert not out.any(), (code, high, low)
+
+
+def test_levels_are_the_nearest_of_the_block() -> None:
+    """Within half a step of the block, whose scale is its largest magnitude, rounded up to bfloat16."""
+    for code in CODES:
+        v, bounds = random(5000, 4), torch.tensor([0, 2000, 5000])
+        _, rest = encoded(BLOCKS, v, bounds, code, 1)
+        for s, e in zip(v.split([2000, 3000]), rest.split([2000, 3000]), strict=True):
+            whole = len(s) // code.size * code.size
+            blocks = [y[:whole].view(-1, code.size) for y in (s, e)]
+            x, error = map(rotated, blocks) if code.rotate else blocks
+            limits = x.abs().amax(1) * (1 + 2.0**-7) / code.levels / 2
+            assert whole and (error.abs().amax(1) <= 1.0001 * limits).all()
+    x = random(4 * GROUP, 5)
+    torch.testing.assert_close(rotated(rotated(x)), x)
+    torch.testing.assert_close(rotated(x).norm(), x.norm())
+    one = torch.zeros(GROUP)
+    one[3] = 8.0
+    assert same(rotated(one).abs(), torch.ones(GROUP))

@@ -1,24 +1,33 @@
 """Where a step on a GPU makes the host wait for the device: nowhere but in the functions that are listed here.
 
-In Triton's interpreter, where the operations that would wait or copy from the host can be seen without a GPU.
+In Triton's interpreter, where the operations that would wait or copy from the host can be seen without a GPU. It
+also counts the bytes that kernels move, which are those that they state (`dgc.kernels.triton_tables.moves`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from kernels.interpreter import DEVICE
 from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
+from triton.runtime.interpreter import InterpreterBuilder
 
-from benchmarks.gpu_steps import COUNTED, launches_of
+from benchmarks.gpu_steps import COUNTED, DGC_BYTES, FORMATS, bytes_of_dgc, launches_of
+from benchmarks.step_methods import Ours
+from benchmarks.step_overhead import plan_buckets, resnet50
 from dgc import compression, kernels, wire
 from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import AllGather, AllToAll, next_requests
 from dgc.engine.state import BucketStates
+from dgc.kernels.triton_tables import SECTOR, Launcher, bytes_moved
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
-from dgc.selection import TopKPerChunk
+from dgc.selection import Predicted, TopKPerChunk
 
 # Numbers that are in host memory already are read at once. On a GPU, `read` does not wait.
 READ = {"comm/requests.py read"} if DEVICE == "cpu" else set()
@@ -141,3 +150,79 @@ def test_other_methods() -> None:
     assert waits_of(compression.DenseCompressor()) == []
     chunks = compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32)
     assert set(waits_of(chunks)) == {"compression/chunks.py reduce", *READ}
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+
+
+@contextmanager
+def measured() -> Iterator[list[Any]]:
+    """Collect (kernel, programs, bytes moved, bytes stated) of each launch; bytes read, and bytes written.
+
+    A scalar access moves its own bytes, that of a block of elements all sectors that these touch.
+    """
+    found, moved = [], {"read": 0, "written": 0}
+
+    def count(directions: str, pointers: Any, mask: Any) -> None:
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        one = pointers.get_element_ty().primitive_bitwidth // 8 * addresses.size
+        nbytes = one if pointers.data.size == 1 else SECTOR * np.unique(addresses // SECTOR).size
+        for direction in directions.split():
+            moved[direction] += nbytes
+
+    def watched(name: str, directions: str, pointers_at: int, mask_at: int) -> Any:
+        original = getattr(InterpreterBuilder, name)
+
+        def access(builder: Any, *arguments: Any) -> Any:
+            count(directions, arguments[pointers_at], arguments[mask_at])
+            return original(builder, *arguments)
+
+        return patch.object(InterpreterBuilder, name, access)
+
+    launch = Launcher.__call__
+
+    def launched(launcher: Any, kernel: Any, near: Any, programs: int, *arguments: Any) -> None:
+        moved.update(read=0, written=0)
+        launch(launcher, kernel, near, programs, *arguments)
+        stated = bytes_moved(kernel, programs, arguments)
+        found.append((kernel.fn.__name__, programs, (moved["read"], moved["written"]), stated))
+
+    with (
+        watched("create_masked_load", "read", 0, 1),
+        watched("create_masked_store", "written", 0, 2),
+        watched("create_atomic_rmw", "read written", 1, 3),
+        patch.object(Launcher, "__call__", launched),
+    ):
+        yield found
+
+
+@interpreted
+def test_no_kernel_moves_more_than_it_states() -> None:
+    """But for a few numbers per program, and the rest of a sector where a tile begins or ends within it."""
+    from kernels import compile_triton  # after `kernels.interpreter`
+
+    with measured() as found:
+        compile_triton.everything([torch.float16, torch.float32], (50,))
+    for name, programs, moved, stated in found:
+        for own, said in zip(moved, stated, strict=True):
+            assert own <= said + 5 * SECTOR * (programs + 2), (name, programs, moved, stated)
+
+
+@interpreted
+def test_dgc_moves_what_it_states_and_not_much_more_than_the_pass_over_its_buffers() -> None:
+    """In a step with candidates at most a fifth less. The limit is 1.3 times the pass over g, u and v."""
+    form = FORMATS["fp16 values, int32 indices"]
+    layout = [lay_out([("a", torch.empty(150, 300)), ("b", torch.empty(100, 70))])]
+    ours = Ours("triton", Predicted(), layout, 0.01, 0.0, form, "cpu")
+    for step in range(3):
+        history = ours.plans[0].history
+        history.update({"t2": history["t1"]} if history else {})  # thresholds still grow, so that the bounds hold
+        with measured() as found:
+            ours.step([torch.randn(52000, generator=torch.Generator().manual_seed(step))])
+    names, moved, stated = zip(*((name, sum(moved), sum(stated)) for name, _, moved, stated in found), strict=True)
+    assert names == ("take", "accumulate", "choose", "tally", "offsets", "write", "write_plain")
+    assert sum(moved) <= sum(stated) <= 1.2 * sum(moved), found
+    assert bytes_of_dgc(layout, form, 0.01) == dict(zip(names, stated, strict=True)), "without memory"
+    layout = plan_buckets(resnet50())
+    numel = sum(segment.numel for segments in layout for segment in segments)
+    assert DGC_BYTES < sum(bytes_of_dgc(layout, form).values()) / numel < 1.3 * DGC_BYTES
