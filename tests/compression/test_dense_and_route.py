@@ -21,7 +21,7 @@ def reduce_all(make: Any, own: Any, dtype: Any = torch.float32) -> Any:
 
 
 def gradients(size: Any, scale: float = 1.0) -> Any:
-    return [scale * normal(N, rank) for rank in range(size)]
+    return [scale * normal(N, seed=rank) for rank in range(size)]
 
 
 def test_only_a_compressor_that_decides_has_a_dense_share_and_dense_leaves_nan_to_the_user() -> None:
@@ -62,7 +62,7 @@ def segment(name: Any, *shape: Any) -> Any:
     return make_bucket("b", [(name, torch.zeros(shape))]).segments[0]
 
 
-def test_the_first_rule_that_matches_wins() -> None:
+def test_what_rules_match_and_the_first_that_does_wins() -> None:
     first, second, last = methods.DenseCompressor(), methods.FP16Compressor(), methods.BF16Compressor()
     route = Route([Rule(first, name="head.*"), Rule(second, min_numel=100), Rule(last)])
     assert route.compressor_for(segment("head.weight", 20, 20)) is first
@@ -71,10 +71,7 @@ def test_the_first_rule_that_matches_wins() -> None:
     assert route.rules[0].compressor is first
     with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
         Route([Rule(methods.DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
-
-
-def test_rules() -> None:
-    """Each with a tensor that it matches and one that it does not."""
+    # Each with a tensor that it matches and one that it does not.
     rows: list[tuple[dict[str, Any], Any, Any]] = [
         ({"name": "*.weight"}, segment("a.b.weight", 2), segment("a.b.bias", 2)),
         ({"name": "*.Weight"}, segment("a.Weight", 2), segment("a.weight", 2)),
@@ -91,7 +88,7 @@ def test_rules() -> None:
     assert Rule(methods.DenseCompressor()).matches(segment("x"))
 
 
-def test_what_a_compressor_does_not_accept_goes_to_its_fallback() -> None:
+def test_what_a_compressor_does_not_accept_goes_to_its_fallback_and_equal_ones_are_one() -> None:
     sparse = methods.DGCCompressor(0.01, NoMemory())
     route = Route([Rule(sparse)])
     assert route.compressor_for(segment("w", 3, 3)) is sparse
@@ -99,8 +96,6 @@ def test_what_a_compressor_does_not_accept_goes_to_its_fallback() -> None:
     assert bias is other is sparse.fallback and isinstance(bias, methods.DenseCompressor)
     assert isinstance(methods.DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, methods.FP16Compressor)
 
-
-def test_equal_compressors_without_state_are_one() -> None:
     class OfAUser(methods.DenseCompressor):
         """May have settings."""
 

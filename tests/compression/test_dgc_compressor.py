@@ -24,7 +24,7 @@ MOMENTUM = partial(DGCSGDMemory, 0.9)
 
 
 def gradients(size: Any, step: Any, n: int = NUMEL) -> Any:
-    return [normal(n, 100 * step + rank) for rank in range(size)]
+    return [normal(n, seed=100 * step + rank) for rank in range(size)]
 
 
 def dgc(ratio: float = 0.05, memory: Any = MOMENTUM, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def test_a_mean_is_sparse_only_where_it_can_be_used_so() -> None:
         (dgc(0.01, **small), torch.float32, SparseResult),
     ):
         ranks = Ranks(2, make, [(40, 30), (700, 10)], dtype)
-        results, mean = ranks.exchange([normal(8200, r).to(dtype) for r in range(2)])
+        results, mean = ranks.exchange([normal(8200, seed=r).to(dtype) for r in range(2)])
         assert [type(result) for result in results] == [kind, kind]
         assert 0 < int((mean != 0).sum()) <= 2 * 82
         for bucket, result in zip(ranks.buckets, results, strict=True):
@@ -122,7 +122,7 @@ def test_state_continues_bit_by_bit_where_a_bucket_was_dense_at_first() -> None:
     mixed = {"mixed": (60, 50), **{f"s{i}": (1, 1) for i in range(250)}}
 
     def step(pair: Any, number: Any) -> Any:
-        own = [normal(ranks.buckets[0].numel, 10 * number + i) for i, ranks in enumerate(pair)]
+        own = [normal(ranks.buckets[0].numel, seed=10 * number + i) for i, ranks in enumerate(pair)]
         results = [ranks.exchange([gradient]) for ranks, gradient in zip(pair, own, strict=True)]
         return [type(kind) for (kind,), _ in results], torch.cat([mean for _, mean in results])
 

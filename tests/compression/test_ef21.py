@@ -27,7 +27,7 @@ def test_the_definition() -> None:
     for size in (1, 3):
         fast, defined = Ranks(size, top_k, SHAPES), Ranks(size, partial(paper.EF21, 0.1, 0.2), SHAPES)
         for step in range(12):
-            own = [normal(N, 10 * step + rank) for rank in range(size)]
+            own = [normal(N, seed=10 * step + rank) for rank in range(size)]
             torch.testing.assert_close(fast.step(own), defined.step(own), rtol=0, atol=1e-6)
 
 
@@ -35,7 +35,7 @@ def test_estimates_and_momenta_differ_by_the_errors_also_on_another_number_of_ra
     """After a dropped step too."""
     ranks = Ranks(3, top_k, SHAPES)
     for step in range(5):
-        own = [normal(N, 10 * step + rank) for rank in range(3)]
+        own = [normal(N, seed=10 * step + rank) for rank in range(3)]
         if step == 3:
             own[1][7] = float("nan")
         (result, *_), _ = ranks.exchange(own)

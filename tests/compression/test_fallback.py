@@ -51,7 +51,7 @@ def test_with_many_ranks_an_all_reduce_costs_less(name: str, most: int, reduced:
         ranks = Ranks(size, partial(fallback, name), SHAPES)
         lost = torch.zeros(N, dtype=torch.float64)
         for step in range(3):
-            own = [normal(N, 100 * step + rank) for rank in range(size)]
+            own = [normal(N, seed=100 * step + rank) for rank in range(size)]
             lost += sum(g.double() for g in own) / size - ranks.step(own).double()
         gathers, meter = size <= most, ranks.world.meters[0]
         codes = N + 4 * (1 + 3 + 1) if name == "int8" else 2 * N
@@ -67,7 +67,7 @@ def test_with_many_ranks_an_all_reduce_costs_less(name: str, most: int, reduced:
 def test_a_large_element_makes_only_its_block_coarse() -> None:
     """A scale belongs to up to 1024 elements of one tensor."""
     ranks = Ranks(1, partial(fallback, "int8"), SHAPES)
-    gradient = normal(N, 1).clamp(-3, 3)
+    gradient = normal(N, seed=1).clamp(-3, 3)
     gradient[64 + 1024] = 1000.0
     error = gradient - ranks.step([gradient])
     torch.testing.assert_close(ranks.errors()[0], error, rtol=0, atol=1e-6)
@@ -79,7 +79,7 @@ def test_a_large_element_makes_only_its_block_coarse() -> None:
 
 def test_the_mean_is_clipped() -> None:
     for size, name in product((1, 3), ("fp32", "fp16", "bf16", "int8")):
-        own, make = [normal(N, rank) for rank in range(size)], partial(fallback, name)
+        own, make = [normal(N, seed=rank) for rank in range(size)], partial(fallback, name)
         free = Ranks(size, make, SHAPES).step(own)
         mean = Ranks(size, partial(make, clipping=ClipByNorm(0.5)), SHAPES).step(own)
         for part, whole in zip(mean.split([64, 3000, 7]), free.split([64, 3000, 7]), strict=True):
@@ -95,7 +95,7 @@ def vectors(transport: Any, compression: Any, steps: int, state: Any = None) -> 
         optimizer.load_compression_state_dict(state, allow_other_rank=True)
     for step in range(steps):
         optimizer.zero_grad()
-        (model["b"] @ normal(50, 10 * step + transport.rank) + model["w"].sum()).backward()
+        (model["b"] @ normal(50, seed=10 * step + transport.rank) + model["w"].sum()).backward()
         optimizer.step()
     return model["b"].detach(), optimizer.compression_state_dict()
 
@@ -144,12 +144,14 @@ def counts(compressor: Any, gradient: Tensor) -> list[int]:
 def test_vectors_join_the_selection_at_a_ratio_of_their_own() -> None:
     for vector_ratio, expected in ((None, [20, 5]), (0.1, [20, 50]), (10, [20, 50])):
         compressor = methods.DGCCompressor(0.01, ResidualMemory(), vectors="sparse", vector_ratio=vector_ratio)
-        assert counts(compressor, normal(2500, 0)) == expected
+        assert counts(compressor, normal(2500, seed=0)) == expected
     warmup: Any = {"warmup_epochs": 2, "warmup_coeff": [0.1, 0.01]}
     compressor = methods.DGCCompressor(0.001, ResidualMemory(), vectors="sparse", vector_ratio=0.02, **warmup)
     for epoch, expected in enumerate(([200, 50], [20, 10], [2, 10])):
         compressor.begin_epoch(epoch)
-        assert counts(compressor, normal(2500, epoch)) == expected, "in a warm-up vectors send as much as matrices"
+        assert counts(compressor, normal(2500, seed=epoch)) == expected, (
+            "in a warm-up vectors send as much as matrices"
+        )
     compressor = methods.DGCCompressor(0.05, DGCSGDMemory(0.9), vectors="sparse", vector_ratio=0.5)
     state = vectors(alone(), compressor, 3)[1]
     (only,) = (name for name in state if name.startswith(("DGC", "Dense")))

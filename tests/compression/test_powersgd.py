@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
+from compression.ranks import normal
 from on_ranks import on_ranks
 from optim.nets import alone
 from states import assert_equal
@@ -31,10 +32,6 @@ MODES: dict[str, dict[str, Any]] = {
     "cholesky": {"mode": "paper", "orthogonalization": "cholesky_qr"},
 }
 every_mode = pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
-
-
-def normal(*shape: Any, seed: int = 0) -> Any:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def low_rank(r: Any, n: Any, m: Any, seed: Any) -> Any:
@@ -64,8 +61,7 @@ def test_matrices_of_low_rank_arrive_whole(settings: Any) -> None:
     """Also many of one shape: the original normalises rank-1 factors by the whole batch's norm."""
     for r, count in ((1, 1), (1, 8), (1, 32), (2, 1), (2, 8), (4, 32)):
         matrices = [10.0 ** (i % 5) * low_rank(r, 40, 60, i) for i in range(count)]
-        fleet = fleet_of([(40, 60)] * count, rank=r, **settings)
-        mean = fleet.step([matrices])[0]
+        mean = fleet_of([(40, 60)] * count, rank=r, **settings).step([matrices])[0]
         for found, expected in zip(mean.view(count, 40, 60), matrices, strict=True):
             assert float((found - expected).norm()) < 5e-3 * float(expected.norm()), (r, count)
     shapes = [(40, 60), (30, 20), (50, 10)]
@@ -218,9 +214,6 @@ def test_a_resumed_run_may_have_another_rank() -> None:
         assert P.shape == (30, rank)
         torch.testing.assert_close(P[:, :1].abs(), state["P"]["p0"][:, :1].abs())
         assert other.step([[normal(30, 40, seed=1)]])[0].isfinite().all()
-
-
-def test_everything_is_sent_until_compression_starts() -> None:
     fleet = fleet_of([(30, 40), (7,)], 2, start_compressing_after_num_steps=2, num_iters_per_step=2)
     for step in range(4):
         own = [[normal(30, 40, seed=9 * step + r), normal(7, seed=r)] for r in range(2)]
@@ -230,7 +223,7 @@ def test_everything_is_sent_until_compression_starts() -> None:
     assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 24) + 2 * (4 * (2 * 70 + 7) + 24)
 
 
-def test_accordion_chooses_by_the_change_of_the_norm() -> None:
+def test_accordion_chooses_by_the_change_of_the_norm_and_ranks_switch_at_the_ends_of_epochs() -> None:
     accordion = Accordion(1, 4, change=0.5, every=2)
     epochs = (None, 0, 0, 1, 2, 2, 3, 4)
     assert [e for last, e in pairwise(epochs) if accordion.ends_interval(last, e or 0)] == [2, 4]
@@ -239,9 +232,6 @@ def test_accordion_chooses_by_the_change_of_the_norm() -> None:
         regime = accordion.choose(regime, {"w": (3 * norm**2, 3)})
         chosen.append(regime.ranks["w"])
     assert chosen == [4, 4, 1, 1, 4, 4, 1, 4]
-
-
-def test_ranks_switch_at_the_ends_of_epochs() -> None:
     make = {"rank": 1, "high_rank": 3, "num_iters_per_step": 2}
     (fleet, other), ranks = (fleet_of([(30, 40), (40, 30)], 2, **make) for _ in range(2)), []
     for epoch in range(5):
@@ -355,9 +345,8 @@ def basis_of(x: Any, *options: Any, **named: Any) -> Any:
     return orthonormalize([x], *options, **named)[0]
 
 
-def assert_orthonormal(x: Any, tolerance: float = 2e-6) -> None:
-    eye = torch.eye(x.shape[1]).expand(len(x), -1, -1)
-    torch.testing.assert_close(x @ x.mT, eye, rtol=0, atol=tolerance)
+def assert_orthonormal(x: Any) -> None:
+    torch.testing.assert_close(x @ x.mT, torch.eye(x.shape[1]).expand(len(x), -1, -1), rtol=0, atol=2e-6)
 
 
 @every_way
@@ -368,9 +357,8 @@ def test_rows_are_orthonormal_and_span_the_same(way: Any) -> None:
         assert_orthonormal(basis)
         for k in range(1, shape[1] + 1):
             part, first = basis[:, :k], x[:, :k]
-            outside = first - first @ part.mT @ part
-            norms = first.flatten(1).norm(dim=1)
-            assert bool((outside.flatten(1).norm(dim=1) <= 1e-5 * norms).all())
+            norms, outside = (y.flatten(1).norm(dim=1) for y in (first, first - first @ part.mT @ part))
+            assert bool((outside <= 1e-5 * norms).all())
         for scale in (1e-30, 1e30):
             assert_orthonormal(basis_of(normal(*shape) * scale, way))
     # a matrix does not depend on the others of its batch
@@ -381,7 +369,7 @@ def test_rows_are_orthonormal_and_span_the_same(way: Any) -> None:
 
 
 @every_way
-def test_zeros_become_random_directions(way: Any) -> None:
+def test_zeros_become_random_directions_and_dependent_rows_keep_what_there_is(way: Any) -> None:
     for r in (1, 3):
         x, noise = normal(3, r, 30), normal(3, r, 30, seed=5)
         x[1] = 0
@@ -390,10 +378,6 @@ def test_zeros_become_random_directions(way: Any) -> None:
         assert_orthonormal(found)
         assert float((found[1] @ noise[1].T @ noise[1]).norm()) > 1
         torch.testing.assert_close(found[0], basis[0])
-
-
-@every_way
-def test_dependent_rows_keep_what_there_is(way: Any) -> None:
     x = normal(2, 4, 30)
     x[0, 1] = 2 * x[0, 0]
     x[0, 2] = x[0, 0] + 1e-5 * x[0, 3]

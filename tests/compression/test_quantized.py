@@ -21,7 +21,7 @@ def once(make: Any, g: Any) -> Any:
 
 
 def test_the_majority_decides_and_signum_is_the_sign_of_the_average_and_a_scale_is_a_tensor_s_own() -> None:
-    g = normal(N, 0)
+    g = normal(N, seed=0)
     torch.testing.assert_close(once(methods.ScaledSignCompressor, g), g.sign() * g.abs().mean())
     signs = torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])
     assert torch.equal(Ranks(1, methods.ScaledSignCompressor, [(4,), (4,)]).step([signs]), signs)
@@ -36,7 +36,7 @@ def test_the_majority_decides_and_signum_is_the_sign_of_the_average_and_a_scale_
     beta, m = 0.9, torch.zeros(N)
     ranks = Ranks(1, partial(methods.SignSGDCompressor, momentum=beta), [(N,)])
     for step in range(20):
-        g = normal(N, step)
+        g = normal(N, seed=step)
         m = beta * m + (1 - beta) * g
         agree = ranks.step([g]) == m.sign()
         assert agree[m.abs() > 1e-6].all()
@@ -44,7 +44,7 @@ def test_the_majority_decides_and_signum_is_the_sign_of_the_average_and_a_scale_
 
 def test_one_bit_sends_the_mean_of_each_side_of_each_row() -> None:
     """Rows are the outermost dimension."""
-    g = normal(12 * 40, 1).view(12, 40)
+    g = normal(12 * 40, seed=1).view(12, 40)
     sent = once(methods.OneBitCompressor, g)
     for row, got in zip(g, sent, strict=True):
         for side in (row > 0, row <= 0):
@@ -70,7 +70,7 @@ STOCHASTIC = {
 @pytest.mark.usefixtures("no_type_checks")
 def test_unbiased(name: Any) -> None:
     """The mean over many steps is the gradient; its error falls as one over the root of their number."""
-    g, draws = normal(24 * 25, 2), 300
+    g, draws = normal(24 * 25, seed=2), 300
 
     def distance(steps: int) -> float:
         ranks = Ranks(1, STOCHASTIC[name], [(24, 25)])
@@ -83,7 +83,7 @@ def test_unbiased(name: Any) -> None:
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_randomness_repeats_with_the_seed_and_differs_between_steps_and_ranks(name: Any) -> None:
     """And torch's generator is left alone. Means over ranks that hold the same gradient are better than one's."""
-    g, before = normal(24 * 25, 2), torch.get_rng_state()
+    g, before = normal(24 * 25, seed=2), torch.get_rng_state()
     first, second = (Ranks(1, STOCHASTIC[name], [(24, 25)]) for _ in range(2))
     a, b = [first.step([g]) for _ in range(2)], [second.step([g]) for _ in range(2)]
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and not torch.equal(a[0], a[1])
@@ -93,9 +93,9 @@ def test_randomness_repeats_with_the_seed_and_differs_between_steps_and_ranks(na
         assert (together - g).norm() < 0.6 * (a[0] - g).norm()
 
 
-def test_levels_of_stochastic_methods() -> None:
+def test_levels_of_stochastic_methods_and_the_nearest_level_of_a_block() -> None:
     """QSGD has 7 levels in 4 bits, of the L2 norm or of the largest magnitude."""
-    g = normal(N, 5)
+    g = normal(N, seed=5)
     for norm, scale in (("l2", g.norm()), ("max", g.abs().max())):
         levels = 7 * once(partial(methods.QSGDCompressor, 4, None, norm), g) / scale
         assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
@@ -105,16 +105,13 @@ def test_levels_of_stochastic_methods() -> None:
     assert methods.QSGDCompressor(bits=4).compress_ratio == 1 / 8
     powers = once(methods.NaturalCompressor, g).abs().log2()
     assert (powers == powers.round()).all()
-
-
-def test_blocks_are_rounded_to_the_nearest_level() -> None:
-    g = normal(5000, 7)
+    g = normal(5000, seed=7)
     for bits, levels in ((4, 7), (8, 127)):
         sent = once(partial(methods.BlockwiseCompressor, bits=bits, block=512), g)
         for part, got in zip(g.split(512), sent.split(512), strict=True):
             assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
     ranks = Ranks(1, partial(methods.BlockwiseCompressor, block=512), [(512,), (513,)])
-    ranks.step([normal(1025, 0)])
+    ranks.step([normal(1025, seed=0)])
     # a short last block is no full one
     assert ranks.world.meters[0].payload_bytes == sealed_bytes(3 * 4 + 512 + 513)
 
@@ -136,8 +133,8 @@ def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks_and_random_blo
     assert starts == set(range(10))
 
 
-def test_svd_is_the_best_approximation_and_takes_what_it_makes_smaller() -> None:
-    M = normal(20 * 30, 8).view(20, 30)
+def test_svd_is_the_best_approximation_and_probabilities_of_atomo_add_up() -> None:
+    M = normal(20 * 30, seed=8).view(20, 30)
     U, s, Vh = torch.linalg.svd(M.double())  # in fp32 some CPUs' LAPACK is a hundred times less exact than ours
     for rank in (1, 3):
         best = U[:, :rank] * s[:rank] @ Vh[:rank]
@@ -146,9 +143,6 @@ def test_svd_is_the_best_approximation_and_takes_what_it_makes_smaller() -> None
     shapes = [(3, 40), (2, 2), (40,), (), (0, 4), (30, 4, 5)]
     segments = Ranks(1, methods.SVDCompressor, shapes).buckets[0].segments
     assert [methods.SVDCompressor(2).accepts(s) for s in segments] == [True, False, False, False, False, True]
-
-
-def test_probabilities_add_up() -> None:
     for s, r, expected in (
         ([1.0, 1, 1, 1], 2, [0.5] * 4),
         ([100.0, 1, 1], 2, [1, 0.5, 0.5]),
@@ -167,7 +161,7 @@ def test_every_wire_of_threshold_codes_gives_the_same_bits() -> None:
         makes = [partial(methods.ThresholdCompressor, wire=wire, **settings) for wire in wires]
         gather, scatter, server = (Ranks(size, make, shapes) for make in makes)
         for step in range(3):
-            own = [normal(35 + 33 + 1, 10 * step + rank) for rank in range(size)]
+            own = [normal(35 + 33 + 1, seed=10 * step + rank) for rank in range(size)]
             mean = gather.step(own)
             assert torch.equal(mean, scatter.step(own)) and torch.equal(mean, server.step(own)), settings
         assert torch.equal(gather.errors()[0], scatter.errors()[0])
@@ -179,7 +173,7 @@ def test_scattered_sums_of_threshold_codes_take_as_few_bits_as_they_can() -> Non
     codes = 64 * 64 // 4
     for size, bits in ((2, 3), (3, 3), (4, 4), (8, 5)):
         ranks = Ranks(size, partial(methods.ThresholdCompressor, wire="scatter"), [(64, 64)])
-        ranks.step([normal(64 * 64, rank) for rank in range(size)])
+        ranks.step([normal(64 * 64, seed=rank) for rank in range(size)])
         share = 4 * -(-codes // (4 * size))
         sums = -(-share * 4 * bits // 8)
         assert ranks.world.meters[0].payload_bytes == size * sealed_bytes(share) + sealed_bytes(sums), size
@@ -191,7 +185,7 @@ def test_thresholds_from_the_data_follow_the_gradients_scale() -> None:
     factors = (1.0, 1e-6, 1e8)
     fleets = [Ranks(3, partial(methods.ThresholdCompressor, threshold=None), [(300,)]) for _ in factors]
     for step in range(3):
-        own = [normal(300, 7 * step + rank) for rank in range(3)]
+        own = [normal(300, seed=7 * step + rank) for rank in range(3)]
         first, *others = (fleet.step([g * x for g in own]) for fleet, x in zip(fleets, factors, strict=True))
         for factor, mean in zip(factors[1:], others, strict=True):
             torch.testing.assert_close(mean, first * factor, rtol=1e-5, atol=1e-30)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from optim.nets import same as same
 from torch import Tensor, nn
 
 from dgc import gossip
@@ -57,6 +58,10 @@ ROWS = [
 IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 64 * 4 / 2**20}  # 63 and 30 of the elements of a Trained
 
 
+def several(size: int) -> bool:
+    return size > 1
+
+
 def top_k() -> SparseCompressor:
     return SparseCompressor(0.1, ResidualMemory(), vectors="sparse")
 
@@ -77,13 +82,13 @@ OUTER = [
     Row("streaming, ramp", lambda: OuterSteps(6, **IN_TWO_PARTS, delay=2, outer_schedule=Ramp(0.4, 1.0, 9))),
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
 ]
-MORE: dict[str, Callable[[], gossip.Gossip]] = {
-    "sign": lambda: gossip.CHOCO(quantizer=gossip.Sign()),
-    "fp16": lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16")),
-    "star": lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2)),
-    "one half step": lambda: gossip.PowerGossip(num_iters_per_step=1),
-    "pairs, three half steps": lambda: gossip.PowerGossip(gossip.random_matching, num_iters_per_step=3),
-}
+MORE = [
+    Row("sign", lambda: gossip.CHOCO(quantizer=gossip.Sign()), several),
+    Row("fp16", lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16")), several),
+    Row("star", lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2)), several),
+    Row("one half step", lambda: gossip.PowerGossip(num_iters_per_step=1), several),
+    Row("three half steps", lambda: gossip.PowerGossip(gossip.random_matching, num_iters_per_step=3), several),
+]
 # between machines
 BASES: dict[str, Callable[[], gossip.Gossip]] = {
     "sgp": gossip.SGP,
@@ -145,8 +150,9 @@ class Trained:
     def algorithm(self) -> Any:
         return self.optimizer.method
 
-    def scatter(self, seed: int = 0) -> "Trained":
-        generator = torch.Generator().manual_seed(1000 * seed + self.rank)
+    def scatter(self, seed: int = 0, of: int | None = None) -> "Trained":
+        """Adds the noise of this rank, or `of` another."""
+        generator = torch.Generator().manual_seed(1000 * seed + (self.rank if of is None else of))
         self.z.add_(torch.randn(self.z.numel(), generator=generator, dtype=torch.float32))
         self.optimizer.model.scatter()
         return self
@@ -184,8 +190,8 @@ class Trained:
         return self
 
     def biased_parameters(self) -> Tensor:
-        self.optimizer.method.flush()
-        return self.optimizer.method.biased_parameters().double()
+        self.algorithm.flush()
+        return self.algorithm.biased_parameters().double()
 
 
 def on(size: int, body: Callable[[LockstepTransport], Any], local_size: int | None = None) -> list[Any]:
@@ -200,11 +206,7 @@ def each(size: int, make: Any, body: Any, local_size: int | None = None, **optio
 def after(steps: int, make: Any, size: int, local_size: int | None = None, **options: Any) -> list[Tensor]:
     """Every rank's model after so many steps, and once no message is in flight."""
 
-    def body(own: Trained) -> Tensor:
-        own.steps(steps)
-        return own.finish()
-
-    return each(size, make, body, local_size, **options)
+    return each(size, make, lambda own: own.steps(steps) and own.finish(), local_size, **options)
 
 
 def losses(steps: int, make: Any, size: int, local_size: int | None = None) -> tuple[float, float]:
@@ -215,8 +217,7 @@ def losses(steps: int, make: Any, size: int, local_size: int | None = None) -> t
 
 def after_joint_steps(steps: int, size: int) -> Tensor:
     """The model after SGD with momentum on the mean of all ranks' losses."""
-    ranks = on(size, lambda transport: Trained(transport, OuterSteps(100)))
-    one = ranks[0]
+    ranks = one, *_ = on(size, lambda transport: Trained(transport, OuterSteps(100)))
     optimizer = momentum(one.model.parameters())
     for _ in range(steps):
         optimizer.zero_grad()
@@ -231,10 +232,6 @@ def mean(parts: Sequence[Any]) -> Any:
 
 def off(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
-
-
-def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

@@ -157,10 +157,8 @@ def test_many_cycles_and_messages_that_overtake_the_end_of_one() -> None:
 @pytest.mark.parametrize("slow", [None, 1])
 @pytest.mark.parametrize(("graph", "size"), [c for c in CASES if c.values[1] < 16])
 def test_all_ranks_are_informed_that_an_epoch_is_over(graph: Any, size: Any, slow: Any) -> None:
-    """Each rank trains until its step counts are large enough, which is soon. At the end the counts are exact.
-
-    A slow rank may be the only path between two fast ranks. Each step adds one to the x of its rank, also between
-    a snapshot and the reply.
+    """Each trains until its step counts are large enough, which is soon. At the end the counts are exact.
+    A slow rank may be the only path between two fast ones. Each step adds one to the x of its rank.
     """
     simulation = Simulation(graph(size), seed=size, averagings_per_step=1.0)
     protocols, goal, looks, since = simulation.protocols, 12 * size, 0, None

@@ -39,7 +39,7 @@ def test_in_peers_mirror_out_peers_and_shares_keep_sums(row: Any, size: Any) -> 
             check_mixing(topology, metropolis)
 
 
-def test_the_schedules_of_rank_0() -> None:
+def test_published_schedules_and_a_matching_repeats_with_its_seed() -> None:
     for topology, expected in (
         (gossip.n_peer_exponential(8), [(1,), (2,), (4,)]),
         (gossip.n_peer_exponential(9), [(1,), (2,), (4,), (8,)]),
@@ -57,6 +57,13 @@ def test_the_schedules_of_rank_0() -> None:
         (gossip.static_exponential(6), [(1, 2, 4)]),
     ):
         assert schedule(topology) == expected, topology.name
+    # An active rank takes plus first. Machines mix within and then between.
+    first, again, other = (gossip.random_matching(9, seed) for seed in (1, 1, 2))
+    assert schedule(first) == schedule(again) != schedule(other)
+    assert len(set(schedule(first))) > 4
+    assert () in schedule(first), "one of nine ranks has no peer"
+    assert schedule(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
+    assert schedule(gossip.hierarchical(8, 2), rank=3) == [(2,), (5,), (2,), (7,)]
 
 
 @at_every_size([row for row in ROWS if "bipartite" in row.name], SIZES)
@@ -66,16 +73,6 @@ def test_a_round_of_a_bipartite_graph_is_a_set_of_pairs_as_published(row: Any, s
         mates = [topology.out_peers(rank, t)[0] for rank in range(size)]
         assert all((rank + mate) % 2 for rank, mate in enumerate(mates))
         assert "later" in row.name or all(mates[mate] == rank for rank, mate in enumerate(mates))
-
-
-def test_a_matching_changes_and_repeats_with_its_seed_and_the_schedules_of_other_ranks() -> None:
-    """An active rank takes plus first. Machines mix within and then between."""
-    first, again, other = (gossip.random_matching(9, seed) for seed in (1, 1, 2))
-    assert schedule(first) == schedule(again) != schedule(other)
-    assert len(set(schedule(first))) > 4
-    assert () in schedule(first), "one of nine ranks has no peer"
-    assert schedule(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
-    assert schedule(gossip.hierarchical(8, 2), rank=3) == [(2,), (5,), (2,), (7,)]
 
 
 def test_unusable_graphs_are_one_clear_error() -> None:
@@ -178,7 +175,7 @@ def test_every_graph_converges_to_the_mean_and_symmetric_graphs_without_weights(
         torch.testing.assert_close(long_product(row.make(size), metropolis), mean, rtol=0, atol=1e-6)
 
 
-def test_push_pull_is_push_sum_where_weights_stay_one_and_both_take_no_integers() -> None:
+def test_averages_of_every_dtype_and_shape_and_push_pull_is_push_sum_where_weights_stay_one() -> None:
     averages = (gossip.push_pull_average, gossip.push_sum_average)
     pull, push = (averaged(average, values(5), 7, gossip.ring(5, 2))[0][3] for average in averages)
     assert pull.allclose(push, rtol=0, atol=1e-12)
@@ -187,6 +184,16 @@ def test_push_pull_is_push_sum_where_weights_stay_one_and_both_take_no_integers(
             averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
     _, meters = averaged(gossip.push_sum_average, values(8, torch.float32, (100,)), 3, gossip.exponential(8, 2))
     assert [meter.payload_bytes for meter in meters] == [3 * 2 * (24 + 400 + 8)] * 8
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        own = values(4, dtype, shape=(3, 1, 2))
+        kept = [x.clone() for x in own]
+        reached, _ = averaged(gossip.push_sum_average, own, 2, gossip.n_peer_exponential(4))
+        assert all(torch.equal(x, before) for x, before in zip(own, kept, strict=True))
+        for z in reached:
+            assert z.dtype == dtype and z.shape == (3, 1, 2)
+            torch.testing.assert_close(z.float(), (sum(x.float() for x in own) / 4), rtol=2e-2, atol=2e-2)
+    (single,) = averaged(gossip.push_sum_average, [torch.tensor(2.5)], 3, gossip.full(1))[0]
+    assert float(single) == 2.5
 
 
 def test_one_peer_exponential_is_exact_after_log2_n_rounds_and_one_of_all_after_one() -> None:
@@ -205,16 +212,3 @@ def test_one_peer_exponential_is_exact_after_log2_n_rounds_and_one_of_all_after_
             for z in reached:
                 torch.testing.assert_close(z, sum(own) / size, rtol=0, atol=1e-15)
                 assert torch.equal(z, reached[0]), "added in one order"
-
-
-def test_dtypes_shapes_and_unchanged_inputs() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        own = values(4, dtype, shape=(3, 1, 2))
-        kept = [x.clone() for x in own]
-        reached, _ = averaged(gossip.push_sum_average, own, 2, gossip.n_peer_exponential(4))
-        assert all(torch.equal(x, before) for x, before in zip(own, kept, strict=True))
-        for z in reached:
-            assert z.dtype == dtype and z.shape == (3, 1, 2)
-            torch.testing.assert_close(z.float(), (sum(x.float() for x in own) / 4), rtol=2e-2, atol=2e-2)
-    (single,) = averaged(gossip.push_sum_average, [torch.tensor(2.5)], 3, gossip.full(1))[0]
-    assert float(single) == 2.5

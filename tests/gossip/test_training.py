@@ -46,12 +46,9 @@ def check_the_mean(row: Any, size: Any, steps: Any) -> Any:
     return max(nets.off(z, wanted) for z in models) / scale, now / before if size > 1 else 0.0
 
 
-MORE = [nets.Row(name, make, lambda size: size > 1) for name, make in nets.MORE.items()]
-
-
-@at_every_size([*nets.ROWS, *MORE], nets.SIZES)
+@at_every_size([*nets.ROWS, *nets.MORE], nets.SIZES)
 def test_without_gradients_the_mean_is_kept_and_all_agree(row: Any, size: Any) -> None:
-    if row in MORE:
+    if row in nets.MORE:
         assert check_the_mean(row, size, 80)[1] < 0.05
     else:
         is_lossy = any(word in row.name for word in ("int8", "16"))
@@ -82,14 +79,12 @@ def test_training_learns_and_models_stay_close(row: Any) -> None:
 
 
 def test_a_complete_graph_is_parameter_averaging() -> None:
-    """SGD with momentum on averaged gradients, every rank: the first oracle."""
+    """SGD with momentum on averaged gradients is the first oracle. Of Muon it takes the mean of the steps."""
     for size in nets.SIZES:
         models = nets.after(20, partial(SGP, gossip.full), size)
         assert nets.same(models, [models[0]] * size)
         assert nets.off(models[0], nets.after_joint_steps(20, size)) < 1e-5
 
-
-def test_a_complete_graph_takes_the_mean_of_the_steps_of_muon() -> None:
     def body(own: Any) -> Any:
         """The parameters' means over the ranks after each step, without gossip."""
         for step in range(6):
@@ -123,7 +118,7 @@ def test_one_peer_and_a_powers_of_two_lose_no_bit_and_the_biased_ablation_is_bia
 
 KEPT = [row for row in (*nets.ROWS, *nets.OUTER) if not row.by_timing]
 GO_ON: list[Any] = [(row.name, row.make, size, None) for row in KEPT for size in (1, 4)]
-GO_ON += [(name, make, 3, None) for name, make in nets.MORE.items()]
+GO_ON += [(row.name, row.make, 3, None) for row in nets.MORE]
 GO_ON += [(f"{name}, machines", nets.of_machines(make), 4, 2) for name, make in nets.BASES.items()]
 OF_MUON = ("sgp", "dpsgd", "powergossip", "slowmo", "diloco, top-k", "streaming, top-k", "local sgd, machines")
 
@@ -306,10 +301,6 @@ def test_zero_grad_twice_is_once_and_gradients_add_up_over_passes() -> None:
 
     assert nets.same(nets.each(3, OSGP, twice), nets.after(5, OSGP, 3))
     assert nets.farthest(nets.each(3, SGP, in_passes), nets.after(4, SGP, 3)) < 1e-5
-
-
-def test_no_rank_leaves_before_all_have_closed() -> None:
-    """The first rank that exits would end MPI on ranks that still train."""
     seen = []
 
     def body(own: Any) -> None:
@@ -409,15 +400,14 @@ def test_ranks_with_other_models_are_told_apart(transport: Any) -> None:
 
 @pytest.mark.parametrize("row", [*nets.ROWS, *nets.OUTER], ids=lambda row: row.name)
 def test_a_flipped_bit_of_a_message_is_an_error_that_names_the_sender(row: Any) -> None:
-    """In the first and the last message of a rank, which may be settings. Some algorithms only reduce.
-
-    All places of the first algorithm's messages, three of the others': the envelope is the same.
+    """In the first and last message of a rank, which may be settings. All places of the first algorithm, three of
+    the others': the envelope is the same. Some algorithms only reduce.
     """
 
     def body(transport: Any) -> None:
         own = nets.Trained(transport, row.make())
         own.steps(6)
-        own.optimizer.synchronize_messages()
+        own.finish()
 
     clean, unnoticed = Noisy(4), []
     clean.run(body)

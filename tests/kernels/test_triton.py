@@ -17,6 +17,7 @@ from kernels.interpreter import DEVICE
 from kernels.interpreter import interpreter as interpreter
 from kernels.quantizing import REFERENCE as QUANTIZERS
 from kernels.quantizing import assert_same_codes, check_sums, coded, means, operations
+from kernels.test_triton_codec import selection_of
 from kernels.waits import watching
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,15 +72,12 @@ def test_accumulate(kernels: Any) -> None:
     pass_of(g, None, v).check(kernels)
 
 
-def test_nonfinite_counts_as_zero_and_the_first_is_named(kernels: Any) -> None:
+def test_nonfinite_counts_as_zero_and_denormals_and_negative_zeros_survive(kernels: Any) -> None:
     for bad in (float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38):
         g = random(300, 1)
         g[[299, 131, 190]] = bad
         with case(bad):
             assert int(pass_of(g, random(300, 2), random(300, 3)).check(kernels, None, [100, 200])) == 131
-
-
-def test_denormals_and_negative_zeros_survive(kernels: Any) -> None:
     g, u, v = random(100, 1) * 1e-42, random(100, 2) * 1e-41, random(100, 3) * 1e-42
     g[::3], u[::3], v[::3] = -0.0, -0.0, -0.0
     one = pass_of(g, u, v)
@@ -173,8 +171,7 @@ def test_other_gradients_in_the_same_bucket(kernels: Any) -> None:
     budget = budget_of([100, 100], [5, 5])
     for step in range(3):
         g, u, v = (random(200, seed + step) for seed in (0, 10, 20))
-        one = pass_of(g, u, v, False, budget)
-        one.check(kernels, None, [150, 50] if step == 1 else [60, 140])
+        pass_of(g, u, v, False, budget).check(kernels, None, [150, 50] if step == 1 else [60, 140])
 
 
 STATISTICS = {
@@ -241,13 +238,6 @@ def test_what_was_sent_is_taken_out(kernels: Any) -> None:
             Pass(inputs, budget).check(kernels, tensor(1.0, 1.0))
 
 
-def sparse(n: Any, k: Any, seed: Any, capacity: Any) -> Any:
-    indices = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values.to(DEVICE)
-    padded = torch.zeros(2, capacity, device=DEVICE)
-    padded[0, :k], padded[1, :k] = indices, random(k, seed)
-    return SparseVector(padded[0].int(), padded[1].clone(), torch.tensor(k, dtype=torch.int32, device=DEVICE))
-
-
 class NoDivisionByNumbers(TorchDispatchMode):
     """A GPU would multiply with the inverse, which is rounded twice."""
 
@@ -257,23 +247,20 @@ class NoDivisionByNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_merge_mean(kernels: Any) -> None:
+def test_merge_mean_also_in_the_order_of_the_parts_and_of_no_capacity(kernels: Any) -> None:
     for counts in ([5], [0], [7, 7], [40, 0, 33], [60, 60, 1, 60, 0], [0, 0]):
-        parts = [sparse(90, k, seed, max(k, 9)) for seed, k in enumerate(counts)]
+        parts = [selection_of(90, k, max(k, 9), seed) for seed, k in enumerate(counts)]
         merged = kernels.merge_mean(parts, len(parts), 90)
         with NoDivisionByNumbers():
             theirs = REFERENCE.merge_mean(parts, len(parts), 90).valid()
         with case(counts):
             assert all(map(same, merged.valid(), theirs)) and theirs[0].dtype == torch.int64
             assert not merged.values[len(theirs[1]) :].any()
-
-
-def test_merge_mean_in_the_order_of_the_parts_and_of_no_capacity(kernels: Any) -> None:
-    parts = [sparse(1, 1, 0, 1) for _ in range(4)]
+    parts = [selection_of(1, 1, 1, 0) for _ in range(4)]
     for part, value in zip(parts, [1e8, 1.0, -1e8, 1.0], strict=True):
         part.values.fill_(value)
     assert float(kernels.merge_mean(parts, 3, 1).valid()[1]) == float(torch.tensor(1.0) / 3)
-    indices, means = kernels.merge_mean([sparse(4, 0, 0, 0)] * 2, 2, 4).valid()
+    indices, means = kernels.merge_mean([selection_of(4, 0, 0, 0)] * 2, 2, 4).valid()
     assert indices.shape == means.shape == (0,) and indices.dtype == torch.int64
 
 
@@ -281,7 +268,8 @@ def test_subtract_at(kernels: Any) -> None:
     lengths = [3, 0, 130, 64, 1, 0, 70]
     bounds, factors = budget_of(lengths, [0] * 7).bounds, [0.1 * s for s in range(7)]
     for dtypes, k in product([[torch.float32, torch.float16], *([dtype] for dtype in DTYPES)], (0, 1, 200)):
-        indices, values, before, made = sparse(268, k, 1, k).indices.long(), random(k, 2), kernels.launches, []
+        indices, values = selection_of(268, k, k, 1).indices.long(), random(k, 2)
+        before, made = kernels.launches, []
         for backend in (kernels, REFERENCE):
             made.append([random(n, s).to(dtypes[s % len(dtypes)]) for s, n in enumerate(lengths)])
             backend.subtract_at_(made[-1], bounds, indices, values, factors)
@@ -312,7 +300,7 @@ def test_quantizers() -> None:
                 assert_same_codes(found, expected, v)
 
 
-def test_means_of_several_ranks() -> None:
+def test_means_of_several_ranks_and_sums_of_several_segments() -> None:
     """In one launch, of codes in one tensor, as after an all-gather, or each in its own."""
     bounds, n, ranks = budget_of([33, 0, 70, 64, 1, 0, 66], [0] * 7).bounds, 234, 3
     ours, each = TritonQuantizers(TILE), random(7, 4).abs()
@@ -327,23 +315,17 @@ def test_means_of_several_ranks() -> None:
         for q, (own, given), mean in ((ours, rows, mine), (QUANTIZERS, (codes, values), theirs)):
             [*means(q, bounds, given, factors, ranks)][kind](own, mean)
         assert same(mine, theirs) and ours.launches - before == 1, (together, kind)
-
-
-def test_sums_of_several_segments() -> None:
     for width, bits in ((1, 2), (2, 3)):
         check_sums(TritonQuantizers(TILE), budget_of([33, 0, 70, 64, 1, 66], [0] * 6).bounds, width, bits, 2)
 
 
-def test_rows_of_other_tensors_are_copied() -> None:
+def test_rows_of_other_tensors_are_copied_and_small_integers_packed() -> None:
     """Also where they lie at the distances of rows, each in a tensor of its own."""
     whole = torch.arange(32, device=DEVICE)
     apart = [(whole + 100 * r)[8 * r : 8 * r + 8] for r in range(3)]
     for rows, copied in ((whole.view(4, 8).unbind(), False), (apart, True), ([whole[::1]], False)):
         found = as_rows(rows)
         assert torch.equal(found, torch.stack(list(rows))) and (found.data_ptr() != rows[0].data_ptr()) == copied
-
-
-def test_small_integers() -> None:
     for n in (0, 1, 8, 1003):
         levels = torch.arange(n, device=DEVICE).mul(37).byte()
         for bits in range(1, 9):
@@ -353,7 +335,7 @@ def test_small_integers() -> None:
 # --- what it promises beside the results -----------------------------------------------------------
 
 
-def test_quantizers_wait_for_nothing_but_the_bounds() -> None:
+def test_quantizers_wait_for_nothing_but_the_bounds_and_other_waits_are_noticed() -> None:
     bounds, v = budget_of([100, 28], [0, 0]).bounds, random(128, 1)
     quantizers, each = TritonQuantizers(TILE), torch.ones(2, device=DEVICE)
     coded(quantizers, v, bounds, each)
@@ -363,6 +345,11 @@ def test_quantizers_wait_for_nothing_but_the_bounds() -> None:
         quantizers.positives(v, bounds)
         coded(quantizers, v, bounds, each)
     assert watch.seen == [] and quantizers.launches - before == 1 + 4 * 8, "two to encode and two to add"
+    waits: tuple[Any, ...] = (lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist())
+    for wait in waits:
+        with watching() as watch:
+            wait(torch.ones(3, device=DEVICE))
+        assert watch.seen
 
 
 @pytest.mark.parametrize("lower_bounds", [None, [0.5, 99.0]])
@@ -387,14 +374,6 @@ def test_nothing_waits_for_the_device(kernels: Any, lower_bounds: Any) -> None:
         kernels.subtract_at_(split(g, lengths), budget.bounds, indices, means, [0.1, 0.2])
     # tables are copied once and kept
     assert {*watch.seen, *other.seen} <= {"kernels/triton_tables.py _table"}
-
-
-def test_the_waiting_that_is_looked_for_is_noticed() -> None:
-    waits: tuple[Any, ...] = (lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist())
-    for wait in waits:
-        with watching() as watch:
-            wait(torch.ones(3, device=DEVICE))
-        assert watch.seen
 
 
 def test_launches_do_not_grow_with_the_number_of_tensors(kernels: Any) -> None:

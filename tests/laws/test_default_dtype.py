@@ -145,7 +145,7 @@ def test_selectors() -> None:
 
 def test_payloads() -> None:
     count, numel = 131, 3000
-    budget, selection, sizes = (
+    budget, selection, end = (
         budget_of(count, 0, 20, numel),
         selection_of(scattered(numel, count)),
         torch.tensor(numel),
@@ -154,7 +154,7 @@ def test_payloads() -> None:
     def coded() -> list[Tensor]:
         found = []
         for codec, form in product(CODECS.values(), FORMATS.values()):
-            made = PayloadPlan(form, budget, numel).encode(codec, selection, sizes)
+            made = PayloadPlan(form, budget, numel).encode(codec, selection, end)
             (got,), _ = decode(form, [made.payload], budget, numel, codec)
             found += [made.payload, made.own, got.indices, got.values, got.count]
         return found
@@ -185,7 +185,7 @@ def average_models(make: Callable[[], Gossip], world: LockstepWorld) -> list[Ten
     return [tensor for found in world.run(declared(body)) for tensor in found]
 
 
-GOSSIP = {row.name: row.make for row in [*ROWS, *OUTER] if not row.by_timing} | MORE
+GOSSIP = {row.name: row.make for row in [*ROWS, *OUTER, *MORE] if not row.by_timing}
 
 
 @pytest.mark.parametrize("make", GOSSIP.values(), ids=GOSSIP)

@@ -78,14 +78,11 @@ def test_gradients_of_the_second_moment_in_half_the_bytes(transport: Any) -> Non
     assert own.optimizer.meter.payload_bytes == 2 * N and same(gradients, [g.half().float() for g in gradients])
 
 
-def test_it_goes_on_from_a_saved_state_bit_for_bit() -> None:
+def test_it_goes_on_from_a_saved_state_bit_for_bit_or_with_other_ranks_from_the_same_means() -> None:
     """In both stages, and in the middle of an interval. The last step is one after which models differ."""
     for stop in (3, 9, 11):
         check_that_a_saved_state_goes_on(lambda transport: trained(transport, weight_decay=0.1), 3, 15, stop)
-
-
-def test_another_number_of_ranks_goes_on_from_the_same_means() -> None:
-    """To the step after which all ranks have one model."""
+    # To the step after which all ranks have one model.
     for new in (2, 6):
         models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
         assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
@@ -224,8 +221,8 @@ def test_what_cannot_be_is_refused() -> None:
     check_refusals(*((partial(own.algorithm.load_state_dict, {**state, **new}), words) for new, words in changes))
 
 
-def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> None:
-    """In both directions, alone and with the algorithm. A step would otherwise fail with KeyError."""
+def test_states_of_other_optimizers_are_refused_and_one_with_a_scheduler_is_loaded() -> None:
+    """Before anything is loaded, alone and with the algorithm. A step would otherwise fail with KeyError."""
 
     def outer() -> Trained:
         return Trained(alone(), OuterSteps(2), partial(torch.optim.AdamW, lr=0.02))
@@ -242,9 +239,6 @@ def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> N
         own.step()
         groups = own.optimizer.param_groups
         assert len(groups) == 1 and groups[0].keys() == make().optimizer.param_groups[0].keys()
-
-
-def test_a_state_of_the_same_optimizer_with_a_scheduler_is_loaded() -> None:
     own, saved = (Trained(alone(), OuterSteps(2)) for _ in range(2))
     torch.optim.lr_scheduler.OneCycleLR(saved.optimizer, max_lr=0.1, total_steps=9, cycle_momentum=False)
     saved.step()

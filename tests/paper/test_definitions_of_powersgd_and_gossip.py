@@ -9,7 +9,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from compression.ranks import Ranks
+from compression.ranks import Ranks, normal
 from torch import Tensor, nn
 
 from dgc import gossip
@@ -26,10 +26,6 @@ STEPS = 50
 ULP = 2.0**-24
 SIZES = (1, 2, 3)
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-
-
-def normal(*shape: Any, seed: Any) -> Any:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def distance(found: Any, wanted: Any) -> Any:
@@ -91,8 +87,6 @@ SHAPES = ((7, 5), (5,), (3, 2, 4))
 NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
 # powers of two: products with them are exact, whether or not a sum with them is fused
 LR, MOMENTUM = 0.0625, 0.5
-
-
 START = normal(sum(NUMELS), seed=1)
 
 

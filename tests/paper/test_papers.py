@@ -27,7 +27,7 @@ def momentum_sgd(steps: Any, nesterov: Any, momentum: float = 0.9) -> Any:
 
 def test_momentum_correction_loses_nothing() -> None:
     """Without masking what was sent and what waits add up to momentum SGD; all of it is sent at D = 1."""
-    steps = [[normal(N, 10 * step + rank) for rank in range(2)] for step in range(10)]
+    steps = [[normal(N, seed=10 * step + rank) for rank in range(2)] for step in range(10)]
     for nesterov in (False, True):
         expected = momentum_sgd(steps, nesterov)
         for ratio in (0.05, 1.0):

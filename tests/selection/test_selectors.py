@@ -292,10 +292,8 @@ def test_count_on_laplace_data(ratio: Any) -> None:
 
 
 def test_count_on_the_wall_of_a_single_outlier_and_of_tiny_tensors() -> None:
-    """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k.
-
-    A sample that misses the outlier gives threshold 0, which takes what is not zero and no more. Where the sample
-    would be the whole tensor, the selection is exact.
+    """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k. A sample without the
+    outlier gives threshold 0, which takes what is not zero. That of a tiny tensor is all of it, and exact.
     """
     plan = plan_of(100_000, ratio=0.001)
     assert all(80 <= indices_of(Sampled(), wall(100_000, seed), plan, seed).numel() <= 100 for seed in range(10))
@@ -320,19 +318,6 @@ def test_strided_samples(n: Any) -> None:
             assert len({sample[0].item() for sample in samples}) > 1 or strides[-1] == [1]
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    found, count = [], Ranges.count
-
-    def noted(self: Any, t: Any, where: Any) -> Any:
-        counts = count(self, t, where)
-        found.append(int(counts))
-        return counts
-
-    monkeypatch.setattr(Ranges, "count", noted)
-    return found
-
-
 def first_at(threshold: float, **options: Any) -> Any:
     """Its sample is a constant, so that the first threshold is known."""
 
@@ -347,22 +332,26 @@ def first_at(threshold: float, **options: Any) -> Any:
 RAMP = torch.arange(1000) * 0.01 + 0.005
 
 
-def test_too_few_lowers_the_threshold_step_by_step(counted: Any) -> None:
+def test_too_few_lower_the_threshold_too_many_raise_it_or_are_resampled_until_the_end(monkeypatch: Any) -> None:
     """9.95, 7.96, 6.368: 5, 204, 363 elements for k = 400, where 320 are enough."""
+    counted, count = [], Ranges.count
+
+    def noted(self: Any, t: Any, where: Any) -> Any:
+        counts = count(self, t, where)
+        counted.append(int(counts))
+        return counts
+
+    monkeypatch.setattr(Ranges, "count", noted)
     assert reaching(first_at(9.95), RAMP, 0.4) == 363
     assert counted == [5, 204, 363]
-
-
-def test_too_many_are_resampled_or_raise_the_threshold(counted: Any) -> None:
+    counted.clear()
     assert indices_of(first_at(0.5), RAMP, plan_of(1000, ratio=0.1), 0).tolist() == list(range(900, 1000))
     assert counted == [950], "resampled at once"
     counted.clear()
     assert reaching(first_at(0.5, resample=False), RAMP, 0.6) == counted[-1]
     assert counted == pytest.approx([100 * (10 - 0.5 * 1.3**i) for i in range(7)], abs=1)
     assert counted[-2] > 1.3 * 600 >= counted[-1]
-
-
-def test_adaptation_ends_after_its_iterations_or_within_the_bounds(counted: Any) -> None:
+    counted.clear()
     reaching(first_at(0.5, resample=False, max_adaptation_iters=3), RAMP, 0.001)
     assert len(counted) == 4
     counted.clear()
@@ -393,10 +382,8 @@ def shares(**settings: Any) -> Any:
     def body(transport: Any) -> Any:
         torch.manual_seed(0)
         model, memory = DigitsCNN(width=8), Counting()
-        inner, compression = (
-            DGCSGD(model.parameters(), lr=0.02, momentum=0.9),
-            DGCCompressor(0.01, memory, **settings),
-        )
+        inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9)
+        compression = DGCCompressor(0.01, memory, **settings)
         optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
         generator = torch.Generator().manual_seed(transport.rank)
         for _ in range(STEPS + 1):
@@ -410,20 +397,17 @@ def shares(**settings: Any) -> Any:
     return LockstepWorld(2).run(body)[1]
 
 
-def test_as_many_elements_as_planned() -> None:
+def test_as_many_elements_as_planned_and_codes_of_any_length_leave_few_behind() -> None:
     for per_bucket in (False, True):
         steady = shares(selector=selectors.Predicted(per_bucket=per_bucket))
         assert len(steady) >= STEPS - WARM and all(abs(share - 1) <= 0.02 for share in steady), per_bucket
-
-
-def test_codes_of_any_length_leave_few_behind() -> None:
-    """Their plan has room for what is likely: now and then some elements wait for the next step."""
+    # Their plan has room for what is likely: now and then some elements wait for the next step.
     for indices in (RiceIndices(), PackedIndices()):
         steady = shares(indices=indices)
         assert 0.98 <= sum(steady) / len(steady) <= 1, indices
 
 
-def test_plan_rounds_up_and_sends_at_least_one() -> None:
+def test_plan_rounds_up_and_gives_free_slots_in_proportion_to_the_surplus() -> None:
     plan = plan_of(1, 10, 999, 1000, 1001, 0, ratio=0.001)
     assert plan.ks == (1, 1, 1, 1, 2, 0) and plan.capacity == 6
     assert plan.per_tensor.bounds.tolist() == [0, 1, 11, 1010, 2010, 3011, 3011]
@@ -431,9 +415,6 @@ def test_plan_rounds_up_and_sends_at_least_one() -> None:
     # the noise of floats sends nothing more: 0.07 * 100 is 7.000000000000001
     for ratio, numel, k in ((0.07, 100, 7), (0.29, 100, 29), (1e-3, 1000, 1), (1e-9, 5, 1)):
         assert plan_of(numel, ratio=ratio).ks == (k,)
-
-
-def test_free_slots_are_given_in_proportion_to_the_surplus_and_never_more_than_the_capacity() -> None:
     for sizes, ratio, counts, ks in (
         ([40] * 3, 0.1, [0, 4, 3], [0, 4, 3]),  # what fits is kept
         # 4 slots each; the first leaves 4 free, the others have 6 and 3 too many

@@ -8,7 +8,6 @@ from zlib import crc32
 import pytest
 import torch
 from cases import case
-from wire import payloads as inputs
 from wire.payloads import (
     FORMATS,
     SOME,
@@ -28,8 +27,6 @@ from dgc.wire import PackedIndices, RiceIndices, SignValues, SparseFormat
 from dgc.wire.indices import packed_longest, plan_packed, plan_rice
 
 NUMEL = 5000
-PAIR_BYTES = {"fp32 int64": 12, "fp32 int32": 8, "fp16 int64": 10, "fp16 int32": 6, "bf16 int32": 6}
-
 some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
@@ -51,7 +48,8 @@ def check_round_trip(form: Any, selection: Any, budget: Any, numel: Any) -> Any:
 
 
 def test_planned_size_of_plain_formats() -> None:
-    for (name, nbytes), capacity in product(PAIR_BYTES.items(), (0, 1, 2, 3, 7, 64, 101, 1000)):
+    pairs = {"fp32 int64": 12, "fp32 int32": 8, "fp16 int64": 10, "fp16 int32": 6, "bf16 int32": 6}
+    for (name, nbytes), capacity in product(pairs.items(), (0, 1, 2, 3, 7, 64, 101, 1000)):
         exact = 24 + capacity * nbytes
         planned = FORMATS[name].nbytes(budget_of(capacity, 0, NUMEL), NUMEL)
         assert exact <= planned < exact + 8 and planned % 8 == 0, (name, capacity)
@@ -74,16 +72,8 @@ def test_supports_of_every_shape() -> None:
     numel = 20_000
     everything = torch.arange(numel)
     first, last, every_13th = everything[:700], everything[-700:], everything[::13]
-    shapes = [
-        everything,
-        first,
-        last,
-        every_13th,
-        everything[-1:],
-        everything[:1],
-        everything[everything % 64 < 3],
-    ]
-    shapes += [inputs.clustered(numel, 900), torch.cat([first[:300], last[-300:]])]
+    shapes = [everything, first, last, every_13th, everything[-1:], everything[:1]]
+    shapes += [everything[everything % 64 < 3], clustered(numel, 900), torch.cat([first[:300], last[-300:]])]
     shapes += [scattered(numel, count, seed) for seed in range(2) for count in (2, 200, 6000, 14_000)]
     for number, indices in enumerate(shapes):
         for capacity in (indices.numel(), min(numel, indices.numel() + 600)):
@@ -102,8 +92,8 @@ def test_payloads_that_lie_behind_one_another_at_odd_addresses_decode(form: Any)
         gathered = torch.cat([torch.zeros(shift, dtype=torch.uint8), *(done.payload for done in sent)])
         selections, _ = decode(form, list(gathered[shift:].chunk(3)), budget, NUMEL)
         for got, done in zip(selections, sent, strict=True):
-            pairs = (got.indices, done.sent.indices), (got.values, done.sent.values)
-            assert all(torch.equal(*pair) for pair in pairs), (capacity, shift)
+            assert torch.equal(got.indices, done.sent.indices), (capacity, shift)
+            assert torch.equal(got.values, done.sent.values), (capacity, shift)
 
 
 def test_bytes_by_hand() -> None:
@@ -116,12 +106,8 @@ def test_bytes_by_hand() -> None:
     assert payload[20:24].tolist() == list(form_number.to_bytes(4, "little"))
     indices, values = [2, 0, 0, 0, 2, 1, 0, 0], [0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0]
     assert payload[24:].tolist() == [*indices, *[0] * 4, *values, *[0] * 4]
-
-
-def test_rice_sign_packed_and_int8_bytes_by_hand() -> None:
-    """Gaps 1, 0, 2: all with b = 0, so in unary, 01 1 001 from the lowest bit on, behind the byte for b. Packed,
-    gaps 1, 0, 5 take three bits each.
-    """
+    # Gaps 1, 0, 2: all with b = 0, so in unary, 01 1 001 from the lowest bit on, behind the byte for b. Packed,
+    # gaps 1, 0, 5 take three bits each.
     selection = selection_of(torch.tensor([1, 2, 5]), torch.tensor([1.0, -2.0, -4.0]))
     payload = encode(FORMATS["sign rice"], selection, budget_of(3, 0, 5, 6), 6).payload
     means = [0, 0, 0xC0, 0x3F, 0, 0, 0x80, 0x40]
@@ -132,10 +118,7 @@ def test_rice_sign_packed_and_int8_bytes_by_hand() -> None:
     assert payload[24 : 24 + 4].tolist() == [3, 0b01000001, 0b1, 0]
     start = 24 + form.indices.plan(3, 100).nbytes
     assert payload[start : start + 7].tolist() == [0, 0, 0x80, 0x3F, 127, 256 - 64, 1]
-
-
-def test_2_bit_bytes_by_hand() -> None:
-    """Bins meet at -8.9, 0 and 8.9, then all at 8. From the lowest bits on: 0, 1, 2, 3 and 1; then 3 for 8."""
+    # Bins meet at -8.9, 0 and 8.9, then all at 8. From the lowest bits on: 0, 1, 2, 3 and 1; then 3 for 8.
     form, budget = FORMATS["2 bits int32"], budget_of(7, 0, 5, 7, 8)
     values = torch.tensor([-9.0, -1.0, 3.0, 9.0, -2.0, 8.0])
     payload = encode(form, selection_of(torch.tensor([0, 1, 2, 3, 4, 7]), values, 7), budget, 8).payload
@@ -179,33 +162,26 @@ def test_casting_is_as_exact_at_every_magnitude(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_ends_of_the_range(name: Any) -> None:
+def test_the_ends_of_the_range_and_values_stay_in_that_of_the_gradients(name: Any) -> None:
     for values in ([LARGEST, -LARGEST], [LARGEST, 1.0], [1e-45, -1e-45], [1e-40, 3e-40], [65520.0, 1e-8]):
         got = sent_values(name, values)
         assert got.sign().tolist() == torch.tensor(values).sign().tolist() or name in ("fp16", "int8")
         assert got.abs().max() >= 0.5 * torch.tensor(values).abs().max()
     assert sent_values(name, [0.0, 0.0]).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_values_stay_in_the_gradients_range(name: Any) -> None:
-    """A mean that is to be written into fp16 gradients must not be inf there, whatever the wire holds."""
+    # A mean that is to be written into fp16 gradients must not be inf there, whatever the wire holds.
     for result in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         got = sent_values(name, [LARGEST, -1e6, 2.0, 65504.0], 0, 1, 2, 4, result=result)
         assert got.to(result).isfinite().all(), result
 
 
-def test_int8_errs_by_half_a_step_of_each_tensor() -> None:
+def test_int8_errs_by_half_a_step_and_signs_carry_the_mean_magnitude_of_each_tensor() -> None:
     generator = torch.Generator().manual_seed(2)
     values = torch.cat([torch.randn(200, generator=generator), 1e-6 * torch.randn(100, generator=generator)])
     got = sent_values("int8", values.tolist(), 0, 200, 200, 300)
     for part in (slice(0, 200), slice(200, 300)):
         step = values[part].abs().max() / 127
         assert ((got[part] - values[part]).abs() <= 0.5001 * step).all()
-
-
-def test_signs_carry_each_tensors_mean_magnitude() -> None:
-    """Added up in double precision; that of a tensor that sends nothing is 0."""
+    # Added up in double precision; that of a tensor that sends nothing is 0.
     got = sent_values("sign", [1.0, -2.0, 3.0, -4e-6, 2e-6], 0, 3, 3, 5)
     assert torch.equal(got, torch.tensor([2.0, -2.0, 2.0, -3e-6, 3e-6]))
     values = [1.0] + [1e-4] * 20_000
@@ -258,10 +234,18 @@ def test_2_bits_keep_signs_and_are_closer_than_signs_are() -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_range_that_is_none_is_refused() -> None:
+def test_ranges_names_and_indices_that_cannot_be_are_refused() -> None:
     for wrong in (0, -1.0, math.inf, math.nan, True, "6", None):
         with pytest.raises(ValueError, match="range_in_sigmas must be a positive number of standard dev"):
             wire.TwoBitValues(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fp32, fp16, bf16"):
+        wire.CastValues("float16")
+    with pytest.raises(ValueError, match="int64 or int32"):
+        wire.PlainIndices("int16")
+    for indices in (wire.PlainIndices(), wire.PlainIndices("int32"), wire.PackedIndices(), wire.RiceIndices()):
+        indices.plan(1, 2**31 - 1)
+        with pytest.raises(ValueError, match="too large"):
+            indices.plan(1, 2**31)
 
 
 def test_values_beyond_the_range_are_cut_and_not_infinite() -> None:
@@ -276,17 +260,6 @@ def test_values_beyond_the_range_are_cut_and_not_infinite() -> None:
     assert (4 * wire.CastValues("fp16").quantize(torch.full((3,), 1e5), summands=4)).isfinite().all()
     dense = {name: values.dense.dtype for name, values in VALUES.items()}
     assert dense == {**dict.fromkeys(VALUES, "fp32"), "fp16": "fp16"}
-
-
-def test_unknown_names_and_indices_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="fp32, fp16, bf16"):
-        wire.CastValues("float16")
-    with pytest.raises(ValueError, match="int64 or int32"):
-        wire.PlainIndices("int16")
-    for indices in (wire.PlainIndices(), wire.PlainIndices("int32"), wire.PackedIndices(), wire.RiceIndices()):
-        indices.plan(1, 2**31 - 1)
-        with pytest.raises(ValueError, match="too large"):
-            indices.plan(1, 2**31)
 
 
 CODES = {"packed": PackedIndices(), "rice": RiceIndices()}
