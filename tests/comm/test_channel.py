@@ -83,16 +83,6 @@ class RecordingMPI:
         self.posted.append(("to", to, buffer))
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
-    MPI = RecordingMPI()
-    monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
-    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
-    inner: Any = LockstepWorld(2).transports[0]
-    inner.members = lambda group: [0, 1]
-    return PointToPointTransport(inner), MPI.posted
-
-
 def test_a_buffer_is_the_memory_of_the_tensor() -> None:
     """Both ends of a message choose the same unit, by its length and not by its address."""
     for length, first in product((0, 3, 4, 7, 4096), (0, 1)):
@@ -104,9 +94,13 @@ def test_a_buffer_is_the_memory_of_the_tensor() -> None:
         assert not tensor.any()
 
 
-def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded: Any) -> None:
+def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is longer is refused before anything is posted."""
-    transport, posted = recorded
+    MPI, inner = RecordingMPI(), LockstepWorld(2).transports[0]
+    monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
+    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
+    monkeypatch.setattr(inner, "members", lambda group: [0, 1])
+    transport, posted = PointToPointTransport(inner), MPI.posted
     short = torch.empty(8, dtype=torch.uint8)
     for nbytes in (101, 404):
         long = torch.empty(nbytes, dtype=torch.uint8)

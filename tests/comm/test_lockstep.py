@@ -133,7 +133,7 @@ def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
     assert seconds["compress"] + seconds["decode"] <= passed
 
 
-def test_groups_of_two_machines_of_three() -> None:
+def test_groups_of_machines_and_requests_within_them() -> None:
     transports = (world := LockstepWorld(6, local_size=3)).transports
     assert [(t.local_rank, t.local_size) for t in transports] == [(0, 3), (1, 3), (2, 3)] * 2
     assert [transports[rank].members("local") for rank in (0, 2, 4)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
@@ -148,9 +148,6 @@ def test_groups_of_two_machines_of_three() -> None:
         assert [reply.item() for reply in replies] == totals
     with pytest.raises(ValueError, match="local_size must divide the number of ranks, 5, but it is 2"):
         LockstepWorld(5, local_size=2)
-
-
-def test_other_requests_within_a_group() -> None:
     world = LockstepWorld(4, local_size=2)
     own = [torch.tensor([float(rank), 10.0 + rank]) for rank in range(4)]
 
@@ -197,7 +194,7 @@ def test_requests_that_do_not_match_name_the_rank_and_so_do_other_numbers_of_the
         LockstepWorld(3).converse("test", [rounds(1), rounds(1, 1), rounds(1, 1)])
 
 
-def test_launch_order_is_shuffled_and_does_not_matter() -> None:
+def test_launch_order_is_shuffled_and_does_not_matter_but_in_a_strict_world() -> None:
     orders, sums = set(), set()
 
     def body(rank: Any, started: Any) -> Any:
@@ -212,16 +209,14 @@ def test_launch_order_is_shuffled_and_does_not_matter() -> None:
         orders.add(tuple(started))
     assert len(orders) > 3 and len(sums) == 1
 
-
-def test_requests_are_matched_by_name_in_any_launch_order_but_not_in_a_strict_world() -> None:
-    def body(transport: Any) -> Any:
+    def launches(transport: Any) -> Any:
         works = {n: total(transport, n, ord(n)) for n in ("abc" if transport.rank else "cab")}
         return [wait(transport, works[n]) for n in "abc"]
 
-    assert LockstepWorld(2, strict=False).run(body) == [[194.0, 196.0, 198.0]] * 2
+    assert LockstepWorld(2, strict=False).run(launches) == [[194.0, 196.0, 198.0]] * 2
     words = "rank 1 launches a as number 0 of communicator '', where another rank has"
     with pytest.raises(LockstepError, match=words):
-        LockstepWorld(2).run(body)
+        LockstepWorld(2).run(launches)
 
 
 def test_communicators_have_an_order_of_their_own_and_must_be_opened() -> None:

@@ -132,14 +132,12 @@ if {initialised}:
     time.sleep({seconds})  # a new thread has no name yet
 print("program", threads())
 
-
 def main():
     transport = connect(hierarchical=True)
     transport.open_communicator("communicator")
     all_reduce(transport, torch.ones(3), "sum")
     if {unfinished}:
         transport.launch("unfinished", (AllReduce(torch.ones(3)),))
-
 
 main()
 if {destroyed}:
@@ -193,18 +191,15 @@ from dgc.comm.torch_distributed import connect
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 ending, sent = folder / "ending", folder / "sent"
 
-
 def wait_for(file, sleep=time.sleep):
     while not file.exists():
         sleep(0.01)
-
 
 class Shutdown:
     def __del__(self, ending=ending, sent=sent, wait_for=wait_for, sleep=time.sleep):
         ending.touch()
         wait_for(sent)
         sleep(0.5)
-
 
 dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
 transport = connect(point_to_point=True)

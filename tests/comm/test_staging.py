@@ -81,7 +81,7 @@ def launch(transport: Any, name: str = "a", communicator: str = "") -> Any:
     return transport.launch(name, (comm.AllReduce(torch.ones(3), "sum"),), communicator)
 
 
-def test_a_message_is_launched_once_its_copy_is_complete() -> None:
+def test_a_message_is_launched_once_its_copy_is_complete_and_those_of_a_lane_in_order() -> None:
     """On the host it is at once. A rank that only receives uses host memory, too."""
     transport = OfADevice(inner := noting())
     work = launch(transport)
@@ -94,16 +94,14 @@ def test_a_message_is_launched_once_its_copy_is_complete() -> None:
     into = torch.zeros(3)
     receiving: Any = OfADevice(LockstepWorld(2).transports[0]).launch("a", (comm.Exchange({}, {1: into}),))
     assert len(Copying.made) == 2 and receiving.requests[0].receives[1] is not into
-
-
-def test_the_messages_of_a_lane_are_launched_in_order() -> None:
-    transport = OfADevice(inner := noting())
-    transport.open_communicator("other")
-    works = [launch(transport, name, "other" if name == "c" else "") for name in "abc"]
-    Copying.made[1].over = Copying.made[2].over = True
-    assert not transport.poll(works[1]) and inner.launched == ["c"]
-    Copying.made[0].over = True
-    assert transport.poll(works[1]) and inner.launched == ["c", "a", "b"]
+    lanes = OfADevice(noted := noting())
+    lanes.open_communicator("other")
+    works = [launch(lanes, name, "other" if name == "c" else "") for name in "abc"]
+    first, second, third = Copying.made[2:]
+    second.over = third.over = True
+    assert not lanes.poll(works[1]) and noted.launched == ["c"]
+    first.over = True
+    assert lanes.poll(works[1]) and noted.launched == ["c", "a", "b"]
 
 
 def test_waiting_waits_for_the_copy_first_and_launches_everything_pending() -> None:
@@ -189,15 +187,12 @@ def test_finish_waits_for_what_is_read_and_advance_does_not() -> None:
     assert LockstepWorld(2).run(body) == [[[18, 18]] * 2] * 2
 
 
-def test_numbers_in_host_memory_are_read_at_once() -> None:
+def test_numbers_in_host_memory_are_read_at_once_and_without_a_transport_come_with_the_requests() -> None:
     with pytest.raises(StopIteration) as ended:
         next(read([torch.tensor(7), torch.tensor(True)]))
     assert ended.value.value == [7, 1]
     copy = HostCopy(torch.tensor([1, 2], dtype=torch.int32))
     assert copy.poll() and copy.wait() == [1, 2]
-
-
-def test_without_a_transport_the_numbers_come_with_the_requests() -> None:
     conversation = reading(0)
     first: Any = next_requests(conversation)[0]
     second: Any = next_requests(conversation, (first.tensor,))[0]

@@ -106,8 +106,7 @@ def test_a_part_given_as_such_takes_the_place_of_the_original_s_keyword() -> Non
 
 
 def ratios(epochs: int = 7, **options: Any) -> Any:
-    compressor = DGCCompressor(memory=NoMemory(), **options)
-    seen = []
+    compressor, seen = DGCCompressor(memory=NoMemory(), **options), []
     for epoch in range(epochs):
         compressor.begin_epoch(epoch)
         seen.append(compressor.compress_ratio)

@@ -42,8 +42,7 @@ def chunks_by_hand(vs: Any, k: Any) -> Any:
 def test_the_chunks_of_largest_sum_are_sent_by_all() -> None:
     """4 of 17 chunks. They cross the bounds of tensors, and each has its turn, the short one included."""
     for size in (1, 2, 3):
-        ranks = ranks_of(size)
-        vs, turns = [torch.zeros(NUMEL) for _ in range(size)], set()
+        ranks, vs, turns = ranks_of(size), [torch.zeros(NUMEL) for _ in range(size)], set()
         for step in range(20):
             own = gradients(size, step)
             vs = [v + g for v, g in zip(vs, own, strict=True)]
@@ -83,8 +82,7 @@ def test_chunks_have_nearly_one_length_and_the_first_of_equal_ones_are_sent_as_m
 def test_the_momentum_of_sent_chunks_is_masked() -> None:
     for masking in (True, False):
         ranks = ranks_of(2, memory=lambda: DGCSGDMemory(0.5, momentum_masking=masking))  # noqa: B023
-        own = gradients(2, 0)
-        sent = torch.zeros(NUMEL, dtype=torch.bool)
+        own, sent = gradients(2, 0), torch.zeros(NUMEL, dtype=torch.bool)
         for s in chunks_by_hand(own, 4):
             sent[s] = True
         assert torch.equal(ranks.exchange(own)[1], torch.where(sent, sum(own) / 2, 0.0))
@@ -97,8 +95,7 @@ def test_the_momentum_of_sent_chunks_is_masked() -> None:
 
 def test_what_fp16_rounds_and_cannot_hold_stays_and_a_sum_that_overflows_is_named(monkeypatch: Any) -> None:
     """Its limit keeps sums in range. Without it, the report is that of FP16Compressor, and nothing is lost."""
-    ranks = ranks_of(3, dtype="fp16")
-    own = [g * 1e5 for g in gradients(3, 0)]
+    ranks, own = ranks_of(3, dtype="fp16"), [g * 1e5 for g in gradients(3, 0)]
     mean, limit = ranks.step(own), torch.finfo(torch.float16).max / 6
     assert mean.abs().max() <= limit * 1.001 and (mean.abs() > limit / 2).any()
     for error, gradient in zip(ranks.errors(), own, strict=True):

@@ -21,6 +21,7 @@ from dgc.wire.envelope import sealed_bytes
 
 SHAPES = [(64,), (3000,), (7,)]
 N = 3071
+DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
 
 
 def fallback(name: str | None, values: ValueFormat | None = None, clipping: Any = None) -> methods.Compressor:
@@ -48,8 +49,7 @@ def test_dense_values_fit_the_values_of_the_method_unless_they_are_named() -> No
 def test_with_many_ranks_an_all_reduce_costs_less(name: str, most: int, reduced: int) -> None:
     """most: the largest number of ranks that gather codes."""
     for size in (1, most, most + 1):
-        ranks = Ranks(size, partial(fallback, name), SHAPES)
-        lost = torch.zeros(N, dtype=torch.float64)
+        ranks, lost = Ranks(size, partial(fallback, name), SHAPES), torch.zeros(N, dtype=torch.float64)
         for step in range(3):
             own = [normal(N, seed=100 * step + rank) for rank in range(size)]
             lost += sum(g.double() for g in own) / size - ranks.step(own).double()
@@ -66,8 +66,7 @@ def test_with_many_ranks_an_all_reduce_costs_less(name: str, most: int, reduced:
 
 def test_a_large_element_makes_only_its_block_coarse() -> None:
     """A scale belongs to up to 1024 elements of one tensor."""
-    ranks = Ranks(1, partial(fallback, "int8"), SHAPES)
-    gradient = normal(N, seed=1).clamp(-3, 3)
+    ranks, gradient = Ranks(1, partial(fallback, "int8"), SHAPES), normal(N, seed=1).clamp(-3, 3)
     gradient[64 + 1024] = 1000.0
     error = gradient - ranks.step([gradient])
     torch.testing.assert_close(ranks.errors()[0], error, rtol=0, atol=1e-6)
@@ -78,7 +77,7 @@ def test_a_large_element_makes_only_its_block_coarse() -> None:
 
 
 def test_the_mean_is_clipped() -> None:
-    for size, name in product((1, 3), ("fp32", "fp16", "bf16", "int8")):
+    for size, name in product((1, 3), DENSE_VALUES):
         own, make = [normal(N, seed=rank) for rank in range(size)], partial(fallback, name)
         free = Ranks(size, make, SHAPES).step(own)
         mean = Ranks(size, partial(make, clipping=ClipByNorm(0.5)), SHAPES).step(own)
@@ -106,11 +105,8 @@ def method(dense_values: str) -> methods.DGCCompressor:
 
 def test_momentum_of_vectors_is_the_optimizer_s() -> None:
     """All but the last step's rounding arrives, times 1 / (1 - momentum) in the end."""
-
-    def train(dense_values: str) -> Tensor:
-        return LockstepWorld(2).run(lambda transport: vectors(transport, method(dense_values), 30)[0])[0]
-
-    exact, *others = map(train, ("fp32", "fp16", "bf16", "int8"))
+    trains = [partial(lambda name, t: vectors(t, method(name), 30)[0], name) for name in DENSE_VALUES]
+    exact, *others = (LockstepWorld(2).run(train)[0] for train in trains)
     assert float(exact.abs().max()) > 20
     for other in others:
         assert not torch.equal(exact, other)

@@ -58,18 +58,11 @@ ROWS = [
 IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 64 * 4 / 2**20}  # 63 and 30 of the elements of a Trained
 
 
-def several(size: int) -> bool:
-    return size > 1
-
-
 def top_k() -> SparseCompressor:
     return SparseCompressor(0.1, ResidualMemory(), vectors="sparse")
 
 
-def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05)
-
-
+adam = partial(torch.optim.AdamW, lr=0.05)
 # those that move on from the mean by a momentum of their own, compress what they exchange, or use it later
 OUTER = [
     Row("slowmo", lambda: OuterSteps(3, gossip.OSGP(), SlowMo())),
@@ -83,11 +76,11 @@ OUTER = [
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
 ]
 MORE = [
-    Row("sign", lambda: gossip.CHOCO(quantizer=gossip.Sign()), several),
-    Row("fp16", lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16")), several),
-    Row("star", lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2)), several),
-    Row("one half step", lambda: gossip.PowerGossip(num_iters_per_step=1), several),
-    Row("three half steps", lambda: gossip.PowerGossip(gossip.random_matching, num_iters_per_step=3), several),
+    Row("sign", lambda: gossip.CHOCO(quantizer=gossip.Sign())),
+    Row("fp16", lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16"))),
+    Row("star", lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2))),
+    Row("one half step", lambda: gossip.PowerGossip(num_iters_per_step=1)),
+    Row("three half steps", lambda: gossip.PowerGossip(gossip.random_matching, num_iters_per_step=3)),
 ]
 # between machines
 BASES: dict[str, Callable[[], gossip.Gossip]] = {
@@ -110,8 +103,7 @@ SIZES = (1, 2, 3, 6)
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
+momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
 def muon(parameters: Any, is_first: bool = False) -> torch.optim.Optimizer:
@@ -172,7 +164,6 @@ class Trained:
         return [self.step() for _ in range(number)]
 
     def only_gossip(self, steps: int = 1) -> None:
-        """Steps without a gradient."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.optimizer.step()

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from math import inf
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_all_ranks_are_informed_that_an_epoch_is_over(graph: Any, size: Any, slo
     assert since is not None and looks - since <= 60 * size**2
 
 
-def test_averages_are_bounded_by_steps() -> None:
+def test_averages_are_bounded_by_steps_and_idle_or_stopped_ranks_are_not_lost() -> None:
     for rate, most in ((1.0, 50), (0.5, 25), (2.0, 100)):
         simulation = Simulation(bipartite_complete(4), averagings_per_step=rate)
         for _ in range(50):
@@ -195,9 +196,6 @@ def test_averages_are_bounded_by_steps() -> None:
     simulation.run(500)
     simulation.drain()
     assert simulation.protocols[1].averagings == 1
-
-
-def test_idle_ranks_are_not_lost_and_one_that_was_stopped_extends_the_time_limits_of_the_others() -> None:
     idle = Simulation(bipartite_complete(5), averagings_per_step=1.0, timeout=10.0)
     idle.run(10_000)
     idle.drain()
@@ -343,7 +341,7 @@ def test_threads_train_synchronize_and_resume(size: Any) -> None:
     assert float(sum(models)[0]) == pytest.approx(26 * size, rel=1e-5)
 
 
-def test_a_state_goes_on_where_it_was() -> None:
+def test_a_state_goes_on_where_it_was_and_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
     def start(rank: Any, own: Any, z: Any) -> Any:
         steps(own, z, 5)
         own.synchronize_messages()
@@ -366,11 +364,8 @@ def test_a_state_goes_on_where_it_was() -> None:
 
     together(2, body)
 
-
-def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
-    """It has gone on as the others have, or they would wait for its answers until the timeout."""
-
-    def body(rank: Any, own: Any, z: Any) -> Any:
+    # It has gone on as the others have, or they would wait for its answers until the timeout.
+    def idle(rank: Any, own: Any, z: Any) -> Any:
         for _ in range(3):
             own.synchronize_messages()
             own.begin_epoch(0)
@@ -378,7 +373,7 @@ def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
         own.synchronize_messages()
         return own.progress
 
-    assert together(2, body, timeout=patient(30))[0] == [12, 12]
+    assert together(2, idle, timeout=patient(30))[0] == [12, 12]
 
 
 def optimizer_of(p: Any, transport: Any, lr: float) -> LocalOptimizer:
@@ -429,11 +424,8 @@ def test_errors_of_the_user() -> None:
 
 def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:
     def body(rank: Any, own: Any, z: Any) -> Any:
-        def fail(*_: Any) -> None:
-            raise OSError("the cable is cut")
-
         if rank == 1:
-            own._protocol.channel.isend = fail
+            own._protocol.channel.isend = Mock(side_effect=OSError("the cable is cut"))
         with pytest.raises(GossipError, match="cable is cut" if rank == 1 else "rank 1 "):
             for _ in range(100_000):
                 steps(own, z, 1)

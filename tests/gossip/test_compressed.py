@@ -89,8 +89,7 @@ def test_another_number_of_ranks_goes_on(algorithm: Any, graph: Any) -> None:
     states = on(5, lambda t: stepped(t, make(), 5).algorithm.state_dict())
 
     def body(transport: Any) -> Any:
-        own = Trained(transport, make())
-        weights = shares(5, new, transport.rank)
+        own, weights = Trained(transport, make()), shares(5, new, transport.rank)
         own.algorithm.load_state_dict(blend({rank: copy.deepcopy(states[rank]) for rank in weights}, weights))
         start = own.z.clone()
         own.only_gossip(100)
@@ -169,8 +168,7 @@ def test_matrices_have_the_memory_order_of_their_tensors() -> None:
         *((size, stride, 1, None) for size, stride in none),
     ):
         found = as_matrix(Segment("", 3, torch.Size(size).numel(), size, stride), rank, 2)
-        with case(size, stride, rank):
-            assert (found and (found.offset, found.n, found.m, found.r)) == expected
+        assert (found and (found.offset, found.n, found.m, found.r)) == expected, (size, stride, rank)
 
 
 UNEVEN = gossip.mixing_from_weights([[[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]]])

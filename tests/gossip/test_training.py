@@ -132,10 +132,7 @@ def test_muon_goes_on_from_a_saved_state_bit_for_bit() -> None:
     rows = [row for row in GO_ON if row[0] in OF_MUON]
     assert len(rows) == 2 * len(OF_MUON) - 1  # machines are of one size
     for name, make, *sizes in rows:
-
-        def start(transport: Any, make: Any = make) -> Any:
-            return nets.Trained(transport, make(), nets.muon)
-
+        start: Any = partial(lambda make, t: nets.Trained(t, make(), nets.muon), make)
         with case(name, sizes):
             nets.check_that_a_saved_state_goes_on(start, sizes[0], 14, 7, sizes[1])
 
@@ -164,10 +161,7 @@ def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any) -> N
         return [own.biased_parameters()]
 
     for make, new in product((nets.momentum, nets.muon), (2, 3)):
-
-        def start(transport: Any, make: Any = make) -> Any:
-            return nets.Trained(transport, algorithm(gossip.star), make)
-
+        start: Any = partial(lambda make, t: nets.Trained(t, algorithm(gossip.star), make), make)
         nets.check_that_means_stay(start, seen, 3, new)
 
 
@@ -195,9 +189,7 @@ def test_parameters_of_half_precision(dtype: Any, make: Any, local_size: Any) ->
         losses, z = own.steps(60), own.finish()
         return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in own.model.parameters()]), z
 
-    def sgd(parameters: Any) -> Any:
-        return torch.optim.SGD(parameters, lr=0.05)
-
+    sgd = partial(torch.optim.SGD, lr=0.05)
     found = nets.each(4, make, body, local_size, make_optimizer=sgd, dtype=dtype)
     for rank, (first, last, parameters, z) in enumerate(found):
         assert last < 0.5 * first and parameters.dtype == dtype and torch.equal(parameters, z.to(dtype))
@@ -391,8 +383,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 @on_ranks(2)
 def test_ranks_with_other_models_are_told_apart(transport: Any) -> None:
     model = torch.nn.Linear(2 + transport.rank, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    other = 1 - transport.rank
+    inner, other = torch.optim.SGD(model.parameters(), lr=0.1), 1 - transport.rank
     message = rf"rank {other} and rank {transport.rank} train different .*\('weight', \(1, {2 + other}\)"
     with pytest.raises(ValueError, match=message):
         LocalOptimizer(inner, model.named_parameters(), SGP(), transport=transport)

@@ -171,8 +171,7 @@ def test_leaving_out_what_rice_cannot_hold_is_enough(codec: Any) -> None:
         for extra in (0, 1, step // 2, step - 1):
             multiples = torch.arange(capacity + 1) * ((numel - capacity * (1 + extra)) // step) // capacity
             support = (step * torch.diff(multiples).clamp(min=0) + extra + 1).cumsum(0) - 1
-            support = support[support < numel]
-            section = section_of(code.nbytes)
+            support, section = support[support < numel], section_of(code.nbytes)
             sent = codec.indices_encode_(selection_of(support, capacity=capacity), code, section)
             indices, valid = codec.indices_decode(section, sent.count, code)
             assert valid and torch.equal(indices, sent.indices) and int(sent.count) > 0.8 * support.numel()

@@ -357,8 +357,7 @@ def test_ranges_whose_floor_is_inf_are_not_read(kernels: Any) -> None:
 
 def test_threads_addresses_and_instructions_change_no_bit() -> None:
     """Several units of a segment, in different threads; another range before it shifts its address."""
-    v = DATA["heavy"](200_003)
-    results = []
+    v, results = DATA["heavy"](200_003), []
     for name in NAMES[1:]:
         with backend(name) as native:
             for shift in (0, 1, 5):

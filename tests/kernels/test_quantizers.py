@@ -39,17 +39,14 @@ def wild(n: Any) -> Any:
     return v
 
 
-def buffers(n: Any) -> Any:
-    """Buffers, and a unit for what their segments need."""
-    return [(random(n, 2), 1.0), (random(n, 3) * 1e37, 1e37), (random(n, 4) * 1e-40, 1e-40), (wild(n), 1e-3)]
-
-
 @cache
 def cases(n: Any) -> Any:
     """(v, bounds, a magnitude for each segment): one segment, and uneven ones, some of them empty."""
     cuts = torch.randint(n + 1, (7,), generator=torch.Generator().manual_seed(n)).msort()
     uneven = torch.tensor([0, 0, *cuts.tolist(), *cuts[3:4].tolist(), n, n]).msort()
-    ways = product((torch.tensor([0, n]), uneven), buffers(n))
+    # with a unit for what their segments need
+    buffers = (random(n, 2), 1.0), (random(n, 3) * 1e37, 1e37), (random(n, 4) * 1e-40, 1e-40), (wild(n), 1e-3)
+    ways = product((torch.tensor([0, n]), uneven), buffers)
     made = [(v, bounds, random(len(bounds) - 1, n).abs() * unit) for bounds, (v, unit) in ways]
     return made if n < 10_000 else [made[0], made[-1]]
 
@@ -111,8 +108,7 @@ def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other(quantizers: A
             codes, right = expected[operation]
             mean = torch.full((n,), NAN)
             mean_([torch.cat([own[:1], own])[1:] for own in codes], mean)  # at any address
-            with case(n, len(bounds), operation):
-                assert same(mean, right)
+            assert same(mean, right), (n, len(bounds), operation)
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -109,11 +109,8 @@ def residual(name: str, tolerance: float = 4 * 2.0**-24, **settings: Any) -> Row
 
 
 PLAIN_MOMENTUM = partial(DGCSGDMemory, 0.9)
+no_momentum = partial(DGCSGDMemory, momentum=0.0)
 CLIPPED = partial(DGCSGDMemory, 0.9, gradient_clipping=ClipByGlobalNorm(50.0))
-
-
-def no_momentum() -> DGCSGDMemory:
-    return DGCSGDMemory(momentum=0.0)
 
 
 def with_momentum(name: str, memory: Any = PLAIN_MOMENTUM, payload: Any = None, **settings: Any) -> Row:
@@ -379,8 +376,7 @@ def gtopk_bytes(form: wire.SparseFormat, bucket: Bucket, size: int, rank: int) -
 
     A rank sends in every doubling of the power of two up to N, and to its twin beyond that power.
     """
-    k = kept(bucket)
-    doublings = size.bit_length() - 1
+    k, doublings = kept(bucket), size.bit_length() - 1
     power = 2**doublings
     first, later = (nbytes(form, n, len(bucket.segments), bucket.numel) for n in (k, min(bucket.numel, 2 * k)))
     if rank >= power:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
 from gossip.networks import IN_TWO_PARTS, Trained, momentum, muon, on, same, top_k
 from local import test_outer_steps as outer_steps
 from optim.nets import alone
@@ -181,8 +180,7 @@ def test_which_rank_continues_which() -> None:
     for readable, old, continues, lost, says in rows:
         of_two = len(set(old)) < len(old)
         islands = assign(readable, [int(island) for island in old], [0, 0, 1, 1] if of_two else None)
-        with case(says):
-            assert (islands.continues, islands.lost) == (continues, lost) and re.search(says, str(islands))
+        assert (islands.continues, islands.lost) == (continues, lost) and re.search(says, str(islands)), says
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ def two_bits() -> methods.SparseCompressor:
     return methods.SparseCompressor(0.1, ResidualMemory(), vectors="sparse", **form)
 
 
-def rank_1() -> methods.PowerSGDCompressor:
-    return methods.PowerSGDCompressor(rank=1)
+rank_1 = partial(methods.PowerSGDCompressor, rank=1)
 
 
 def by_dimension() -> methods.Route:
@@ -65,9 +64,8 @@ def errors(own: nets.Trained) -> dict[str, Tensor]:
 
 
 def check_that_nothing_is_lost(found: Any) -> None:
-    """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error.
-
-    found: of each rank, z0, z before the exchange, the old error, z after it and the new error, by tensor.
+    """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error. found: of each rank z0, z
+    before the exchange, the old error, z after it and the new error, by tensor.
     """
     for tensor, z0 in found[0][0].items():
         _, local, old, now, new = (nets.mean([of_rank[i][tensor].double() for of_rank in found]) for i in range(5))
@@ -242,14 +240,11 @@ def test_what_a_dropped_exchange_has_sent_is_an_error_again(transport: Any, make
 def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> None:
     """As for algorithms with a base. Without one, ranks keep their states: see test_islands.py."""
 
-    def make() -> OuterSteps:
-        return OuterSteps(6, None, Nesterov(), nets.top_k(), **nets.IN_TWO_PARTS, delay=2)
-
-    def seen(own: nets.Trained) -> list[Tensor]:
-        return [own.z.double(), *errors(own).values()]
+    def make(transport: Any) -> nets.Trained:
+        return nets.Trained(transport, streaming(outer=Nesterov(), compression=nets.top_k()))
 
     # after 10 steps the second exchange of the second fragment is in flight
-    models = nets.check_that_means_stay(lambda transport: nets.Trained(transport, make()), seen, 10, new)
+    models = nets.check_that_means_stay(make, lambda own: [own.z.double(), *errors(own).values()], 10, new)
     assert all(bool(z.isfinite().all()) for z in models)
 
 
@@ -320,11 +315,8 @@ def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent(transpo
 @pytest.mark.parametrize("base", [lambda: SGP(star), lambda: HierarchicalGossip(SGP())])
 def test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes(base: Any) -> None:
     """Compressors would otherwise send differences as large as the weights."""
-
-    def make() -> OuterSteps:
-        return OuterSteps(4, base(), compression=methods.ScaledSignCompressor())
-
-    first, last = nets.losses(80, make, 4, 2)
+    signs = methods.ScaledSignCompressor
+    first, last = nets.losses(80, lambda: OuterSteps(4, base(), compression=signs()), 4, 2)
     assert last < 0.2 * first
 
 
@@ -371,8 +363,7 @@ STREAMING: dict[str, Callable[[], Any]] = {
 @on_ranks(2, 1)
 def test_a_state_loaded_at_any_position_goes_on_bit_for_bit(transport: Any, name: str) -> None:
     """The exchange in flight, if any, is received and given up. It changes nothing of what was loaded."""
-    own = nets.Trained(transport, STREAMING[name]())
-    saved, models = [], []
+    own, saved, models = nets.Trained(transport, STREAMING[name]()), [], []
     for step in range(3 * PERIOD):
         if PERIOD <= step < 2 * PERIOD:
             saved.append((step, own.state()))

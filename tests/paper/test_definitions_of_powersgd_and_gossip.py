@@ -52,8 +52,7 @@ def test_powersgd() -> None:
 def farthest(size: Any, rank: Any, warm_start: Any, error_feedback: Any) -> Any:
     """The largest distance of an update, an error or a factor."""
     settings: dict[str, Any] = {"mode": "paper", "min_compression_rate": 0, "orthogonalization": "gram_schmidt"}
-    options = {"warm_start": warm_start, "error_feedback": error_feedback}
-    shapes = MATRICES.values()
+    options, shapes = {"warm_start": warm_start, "error_feedback": error_feedback}, MATRICES.values()
     fast = Fleet(lambda: PowerSGDCompressor(rank, **settings, **options), size, [torch.zeros(s) for s in shapes])
 
     def draw(name: Any, t: Any, m: Any, r: Any) -> Any:

@@ -407,7 +407,7 @@ def test_as_many_elements_as_planned_and_codes_of_any_length_leave_few_behind() 
         assert 0.98 <= sum(steady) / len(steady) <= 1, indices
 
 
-def test_plan_rounds_up_and_gives_free_slots_in_proportion_to_the_surplus() -> None:
+def test_plan_rounds_up_gives_free_slots_in_proportion_to_the_surplus_and_hands_its_history_on() -> None:
     plan = plan_of(1, 10, 999, 1000, 1001, 0, ratio=0.001)
     assert plan.ks == (1, 1, 1, 1, 2, 0) and plan.capacity == 6
     assert plan.per_tensor.bounds.tolist() == [0, 1, 11, 1010, 2010, 3011, 3011]
@@ -425,16 +425,12 @@ def test_plan_rounds_up_and_gives_free_slots_in_proportion_to_the_surplus() -> N
         ([3_000_000] * 2, 0.5, [10, 2_999_999], [10, 2_999_990]),
     ):
         assert plan_of(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks, counts
-    generator = torch.Generator().manual_seed(0)
-    plan = plan_of(*[1000] * 9, ratio=0.01)
+    generator, plan = torch.Generator().manual_seed(0), plan_of(*[1000] * 9, ratio=0.01)
     for _ in range(200):
         wanted = torch.randint(40, (9,), generator=generator)
         shared = plan.shared(wanted)
         assert shared.capacity == plan.capacity >= int(shared.ks.sum()) and bool((shared.ks <= wanted).all())
-
-
-def test_history_moves_to_other_buckets() -> None:
-    """That of some tensors alone is not used."""
+    # That of some tensors alone is not used.
     one, two, larger = plan_of(5, 6, 7, ratio=0.5), plan_of(9, 9, ratio=0.5), plan_of(5, 6, 7, 8, ratio=0.5)
     one.history["threshold"] = torch.tensor([1.0, 2.0, 3.0])
     two.take_history(one.rows_of_history())

@@ -32,7 +32,6 @@ def payload_of(form: Any, count: int = 5, capacity: int = 6, **options: Any) -> 
 
 
 def flipped(payload: Any) -> Any:
-    """The payload with each of its bits flipped."""
     for byte, bit in product(range(payload.numel()), range(8)):
         other = payload.clone()
         other[byte] ^= 1 << bit

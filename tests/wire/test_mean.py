@@ -21,7 +21,6 @@ some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
 def mean_of(form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> Any:
-    """The payloads of all ranks together."""
     return PayloadPlan(form, budget, numel).mean(NativeMeanDecoder(), payloads, size or len(payloads))
 
 

@@ -47,12 +47,21 @@ def check_round_trip(form: Any, selection: Any, budget: Any, numel: Any) -> Any:
     return done.sent
 
 
-def test_planned_size_of_plain_formats() -> None:
+def test_planned_size_of_plain_formats_and_of_rice_within_a_fifth_of_a_bit_of_the_entropy() -> None:
     pairs = {"fp32 int64": 12, "fp32 int32": 8, "fp16 int64": 10, "fp16 int32": 6, "bf16 int32": 6}
     for (name, nbytes), capacity in product(pairs.items(), (0, 1, 2, 3, 7, 64, 101, 1000)):
         exact = 24 + capacity * nbytes
         planned = FORMATS[name].nbytes(budget_of(capacity, 0, NUMEL), NUMEL)
         assert exact <= planned < exact + 8 and planned % 8 == 0, (name, capacity)
+    # With all rounding up. With signs it takes less than 14 bits.
+    for numel, density in product((1_500_000, 6_500_000, 50_000_000), (0.001, 0.01)):
+        capacity = math.ceil(numel * density)
+        bits = 8 * RiceIndices().plan(capacity, numel).nbytes / capacity
+        assert entropy(density) < bits < entropy(density) + 0.2, (numel, density)
+    for numel in (400_000, 1_000_000, 6_500_000):
+        capacity = numel // 1000
+        planned = SparseFormat(SignValues(), RiceIndices()).nbytes(budget_of(capacity, 0, numel), numel)
+        assert 8 * planned < 14 * capacity
 
 
 COUNTS = [(0, 0), (0, 1), (1, 1), (0, 5), (3, 5), (127, 127), (128, 128), (129, 129), (63, 101), (1000, 1001)]
@@ -129,8 +138,7 @@ def test_bytes_by_hand() -> None:
 
 @some_formats
 def test_the_first_tensor_that_is_not_finite_is_named(form: Any) -> None:
-    budget = budget_of(4, 0, 7, 7, 3000, NUMEL)
-    selection = selection_of(scattered(NUMEL, 4))
+    budget, selection = budget_of(4, 0, 7, 7, 3000, NUMEL), selection_of(scattered(NUMEL, 4))
     good = encode(form, selection, budget, NUMEL).payload
     for first, number in ((0, 1), (6, 1), (7, 3), (2999, 3), (3000, 4), (4999, 4), (5000, 0)):
         bad = encode(form, selection, budget, NUMEL, first).payload
@@ -276,18 +284,6 @@ def send(indices: Any, support: Any, numel: Any) -> Any:
     form, budget = SparseFormat(SignValues(), indices), budget_of(support.numel(), 0, numel)
     sent = encode(form, selection_of(support), budget, numel).sent
     return int(sent.count), sent.indices[: int(sent.count)].long()
-
-
-def test_rice_plans_within_a_fifth_of_a_bit_of_the_entropy() -> None:
-    """With all rounding up. With signs it takes less than 14 bits."""
-    for numel, density in product((1_500_000, 6_500_000, 50_000_000), (0.001, 0.01)):
-        capacity = math.ceil(numel * density)
-        bits = 8 * RiceIndices().plan(capacity, numel).nbytes / capacity
-        assert entropy(density) < bits < entropy(density) + 0.2, (numel, density)
-    for numel in (400_000, 1_000_000, 6_500_000):
-        capacity = numel // 1000
-        planned = SparseFormat(SignValues(), RiceIndices()).nbytes(budget_of(capacity, 0, numel), numel)
-        assert 8 * planned < 14 * capacity
 
 
 def test_the_expected_length_is_that_of_random_supports() -> None:
