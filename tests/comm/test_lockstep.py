@@ -70,7 +70,7 @@ def test_replies_of_collectives() -> None:
         converse(LockstepWorld(2), [comm.ReduceScatter(torch.ones(5)) for _ in range(2)])
 
 
-def test_all_to_all_with_uneven_splits() -> None:
+def test_all_to_all_with_uneven_splits_and_exchanges_with_neighbours_which_must_match() -> None:
     splits = [(2, 0, 1), (1, 1, 1), (0, 3, 0)]
     own = [torch.arange(3.0) + 10 * rank for rank in range(3)]
     received = list(zip(*splits, strict=True))
@@ -78,23 +78,20 @@ def test_all_to_all_with_uneven_splits() -> None:
     replies = converse(LockstepWorld(3), requests)
     expected = [[[0, 1], [10], []], [[], [11], [20, 21, 22]], [[2], [12], []]]
     assert [[piece.tolist() for piece in reply] for reply in replies] == expected
-
-
-def test_exchange_delivers_to_neighbours_on_a_ring_and_must_match() -> None:
-    requests = []
+    exchanges = []
     for rank in range(5):
-        to, source = (rank + 1) % 5, (rank - 1) % 5
+        to, peer = (rank + 1) % 5, (rank - 1) % 5
         message = torch.full((rank + 1,), float(rank))
-        requests.append(comm.Exchange({to: message}, {source: torch.empty(source + 1)}))
-    for rank, reply in enumerate(converse(LockstepWorld(5), requests)):
-        source = (rank - 1) % 5
-        assert list(reply) == [source] and reply[source].tolist() == [float(source)] * (source + 1)
-    for sent, expected, words in (
+        exchanges.append(comm.Exchange({to: message}, {peer: torch.empty(peer + 1)}))
+    for rank, reply in enumerate(converse(LockstepWorld(5), exchanges)):
+        peer = (rank - 1) % 5
+        assert list(reply) == [peer] and reply[peer].tolist() == [float(peer)] * (peer + 1)
+    for sent, into, words in (
         (1, {}, "rank 0's sends and rank 1's receives"),
         (3, {0: torch.empty(2)}, r"rank 0 sends \(3,\) torch.float32 to rank 1, which expects \(2,\)"),
     ):
         with pytest.raises(LockstepError, match=words):
-            converse(LockstepWorld(2), [comm.Exchange({1: torch.ones(sent)}, {}), comm.Exchange({}, expected)])
+            converse(LockstepWorld(2), [comm.Exchange({1: torch.ones(sent)}, {}), comm.Exchange({}, into)])
 
 
 def test_replies_are_not_shared_between_ranks_and_launched_tensors_are_invalidated() -> None:
@@ -144,8 +141,8 @@ def test_groups_of_machines_and_requests_within_them() -> None:
     expected: dict[Group, Any] = {"world": [15] * 6, "local": [3, 3, 3, 12, 12, 12], "cross": [3, 5, 7] * 2}
     assert [transports[0].group_size(group) for group in expected] == [6, 3, 2]
     for group, totals in expected.items():
-        replies = converse(world, [comm.AllReduce(torch.tensor([rank]), "sum", group) for rank in range(6)])
-        assert [reply.item() for reply in replies] == totals
+        sums = converse(world, [comm.AllReduce(torch.tensor([rank]), "sum", group) for rank in range(6)])
+        assert [reply.item() for reply in sums] == totals
     with pytest.raises(ValueError, match="local_size must divide the number of ranks, 5, but it is 2"):
         LockstepWorld(5, local_size=2)
     world = LockstepWorld(4, local_size=2)

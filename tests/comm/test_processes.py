@@ -30,8 +30,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.horovod
-def test_what_the_user_chose_is_kept_and_a_lone_process_finds_its_open_mpi_and_ends_without_a_sleep(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_what_the_user_chose_is_kept_and_a_lone_process_finds_its_open_mpi(
+    monkeypatch: Any, tmp_path: Path
 ) -> None:
     from dgc.comm.horovod import prepare_environment  # prepares when it is imported first
 

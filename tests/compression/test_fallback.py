@@ -145,9 +145,7 @@ def test_vectors_join_the_selection_at_a_ratio_of_their_own() -> None:
     compressor = methods.DGCCompressor(0.001, ResidualMemory(), vectors="sparse", vector_ratio=0.02, **warmup)
     for epoch, expected in enumerate(([200, 50], [20, 10], [2, 10])):
         compressor.begin_epoch(epoch)
-        assert counts(compressor, normal(2500, seed=epoch)) == expected, (
-            "in a warm-up vectors send as much as matrices"
-        )
+        assert counts(compressor, normal(2500, seed=epoch)) == expected, "a warm-up sends as much of vectors"
     compressor = methods.DGCCompressor(0.05, DGCSGDMemory(0.9), vectors="sparse", vector_ratio=0.5)
     state = vectors(alone(), compressor, 3)[1]
     (only,) = (name for name in state if name.startswith(("DGC", "Dense")))

@@ -100,7 +100,6 @@ def of_machines(base: Callable[[], gossip.Gossip]) -> Callable[[], gossip.Gossip
 
 
 SIZES = (1, 2, 3, 6)
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
@@ -117,11 +116,7 @@ class Trained:
     """One rank's model, optimizer and data; the same start on every rank."""
 
     def __init__(
-        self,
-        transport: LockstepTransport,
-        algorithm: gossip.Gossip,
-        make_optimizer: MakeOptimizer = momentum,
-        dtype: torch.dtype = torch.float32,
+        self, transport: Any, algorithm: Any, make_optimizer: Any = momentum, dtype: Any = torch.float32
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
         generator = torch.Generator().manual_seed(0)
@@ -229,9 +224,7 @@ def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return max(off(x, y) for x, y in zip(a, b, strict=True))
 
 
-def check_that_a_saved_state_goes_on(
-    make: Callable[[LockstepTransport], Trained], size: int, steps: int, stop: int, local_size: int | None = None
-) -> None:
+def check_that_a_saved_state_goes_on(make: Any, size: int, steps: int, stop: int, local_size: Any = None) -> None:
     def body(transport: LockstepTransport, stops: bool) -> Tensor:
         own = make(transport)
         for step in range(steps):
@@ -248,9 +241,7 @@ def check_that_a_saved_state_goes_on(
     assert same(straight, stopped)
 
 
-def check_that_means_stay(
-    make: Callable[[LockstepTransport], Trained], seen: Callable[[Trained], list[Tensor]], steps: int, new: int
-) -> list[Tensor]:
+def check_that_means_stay(make: Any, seen: Any, steps: int, new: int) -> list[Tensor]:
     """The means of what is seen of 4 ranks, and of new ones that go on from their states. Returns later models."""
 
     def before(transport: LockstepTransport) -> tuple[Any, list[Tensor]]:

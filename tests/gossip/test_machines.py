@@ -101,7 +101,7 @@ def test_gradients_that_are_not_finite_drop_the_step_of_a_machine_and_others_may
     assert [moved for moved, _ in found] == [False, False, True, True]
     assert torch.equal(found[0][1], found[1][1]) and bool(found[0][1].isfinite().all())
 
-    def body(own: Any) -> Any:
+    def missing(own: Any) -> Any:
         own.optimizer.zero_grad()
         own.model(own.inputs).sum().backward()
         own.model[0].bias.grad = None
@@ -113,7 +113,7 @@ def test_gradients_that_are_not_finite_drop_the_step_of_a_machine_and_others_may
         kept = [torch.equal(p, old) for p, old in zip(own.model.parameters(), before, strict=True)]
         return kept, mine, own.model[2].bias.grad
 
-    found = each(4, of_machines(SGP), body, 2)
+    found = each(4, of_machines(SGP), missing, 2)
     for rank, (kept, _, grad) in enumerate(found):
         assert kept == [False, True, False, False]
         assert off(grad, found[rank - rank % 2][1] / 2) < 1e-6

@@ -228,9 +228,7 @@ def test_metrics_have_the_weight_that_the_gradient_was_computed_with() -> None:
 
 
 @on_ranks(4)
-def test_a_new_graph_begins_at_its_first_round_and_a_rank_waits_after_as_many_steps_as_synch_freq(
-    transport: Any,
-) -> None:
+def test_a_new_graph_begins_at_its_first_round_and_a_rank_waits_after_synch_freq_steps(transport: Any) -> None:
     """Messages that seem never to arrive are waited for in every third step."""
     own, rounds, staleness = nets.Trained(transport, SGP(graph_from_epoch={1: gossip.exponential})), [], []
     for epoch in range(2):

@@ -100,9 +100,7 @@ class Pass:
         own_g = tuple(at(piece, (offset + i) % 8) for i, piece in enumerate(g.split(pieces or [g.numel()])))
         return replace(self.start, g=own_g, u=None if u is None else at(u, offset), v=at(self.start.v, offset))
 
-    def check(
-        self, kernels: Any, lower_bounds: Tensor | None = None, pieces: list[int] | None = None, offset: int = 0
-    ) -> Any:
+    def check(self, kernels: Any, lower_bounds: Any = None, pieces: Any = None, offset: int = 0) -> Any:
         """A pass of these kernels over copies has the reference's results, and leaves the same. Returns them."""
         ours = self.inputs(pieces, offset)
         found = self.of(kernels, ours, lower_bounds)

@@ -39,7 +39,7 @@ def test_largest_takes_the_k_largest_also_of_too_few_zeros_ties_and_denormals() 
         assert chosen.tolist() == sorted(set(chosen.tolist()))
         assert k == 0 or v[chosen].abs().min() >= v.abs().index_fill(0, chosen, 0.0).max()
     ties, denormals = [2.0, -2.0, 2.0, 1.0, 2.0, -2.0, 2.0, 2.0, 2.0], [0.0, 1e-42, -2e-42, 0.0]
-    for v, k, expected in (
+    for few, k, expected in (
         ([1.0, -2.0], 5, [0, 1]),
         ([], 3, []),
         *(([0.0] * 4, k, []) for k in (0, 1, 3)),
@@ -50,7 +50,7 @@ def test_largest_takes_the_k_largest_also_of_too_few_zeros_ties_and_denormals() 
         (denormals, 1, [2]),
         (denormals, 4, [1, 2]),
     ):
-        chosen = largest(torch.tensor(v), k)
+        chosen = largest(torch.tensor(few), k)
         assert chosen.tolist() == expected and chosen.dtype == torch.int64
 
 

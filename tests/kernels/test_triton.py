@@ -28,7 +28,8 @@ from dgc.kernels.triton_selection import TritonSelection
 from dgc.kernels.triton_tables import as_rows, cut
 
 TILE, SLOTS = 64, 8
-random, budget_of = (partial(f, device=DEVICE) for f in (comparison.random, comparison.budget_of))
+random: Any = partial(comparison.random, device=DEVICE)
+budget_of: Any = partial(comparison.budget_of, device=DEVICE)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -66,7 +66,7 @@ class Steps:
                 for i, s in enumerate(bucket.segments):
                     bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel].to(bucket.dtype))
         talks = [states.reduce(bucket) for states, bucket in zip(self.states, self.buckets, strict=True)]
-        replies, ended = [None] * len(talks), list[Any]()
+        replies, ended = list[Any]([None] * len(talks)), list[Any]()
         while not ended:
             requests: list[Any] = []
             for talk, reply in zip(talks, replies, strict=True):

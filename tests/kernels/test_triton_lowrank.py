@@ -26,7 +26,7 @@ from dgc.testing import Fleet
 
 EXACT = Cast(torch.float32, None, None)
 REST = 75
-normal = partial(products.normal, device=DEVICE)
+normal: Any = partial(products.normal, device=DEVICE)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_step_begins_with_one_pass(ours: Any, given: Given, even: Any) -> None
 
 
 def test_what_is_not_finite_counts_as_zero_and_later_half_steps_leave_out_what_was_sent(
-    ours: Any, given: Given
+    ours: Any, given: Any
 ) -> None:
     end = len(given.v)
     for bad, place in ((torch.nan, 0), (-torch.inf, 33 * 70 + 64), (TOO_LARGE, end - REST), (3e38, end - 1)):
@@ -164,9 +164,7 @@ def test_bases_also_of_rows_without_a_direction_and_as_the_authors_have_them(our
     assert_orthonormal(both)
 
 
-def test_the_order_of_programs_changes_nothing_and_nothing_waits(
-    ours: Any, given: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_programs_changes_nothing_and_nothing_waits(ours: Any, given: Any, monkeypatch: Any) -> None:
     sent, largest = SentUpdate(given.products, given.errors), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     out = [torch.empty(b.count, b.n, b.m, device=DEVICE) for b in given.batches]
 

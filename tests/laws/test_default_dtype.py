@@ -37,7 +37,6 @@ from dgc.local import ZeroOneAdam, ZeroOneSteps
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
 from dgc.optim import LocalOptimizer, OneBitAdam
 from dgc.testing import LIKE, Fleet, gradients
-from dgc.wire.payload import PayloadPlan
 
 ROOT = Path(__file__).parents[2]
 CONSTRUCTORS = set(
@@ -145,16 +144,12 @@ def test_selectors() -> None:
 
 def test_payloads() -> None:
     count, numel = 131, 3000
-    budget, selection, end = (
-        budget_of(count, 0, 20, numel),
-        selection_of(scattered(numel, count)),
-        torch.tensor(numel),
-    )
+    budget, selection = budget_of(count, 0, 20, numel), selection_of(scattered(numel, count))
 
     def coded() -> list[Tensor]:
         found = []
         for codec, form in product(CODECS.values(), FORMATS.values()):
-            made = PayloadPlan(form, budget, numel).encode(codec, selection, end)
+            made = encode(form, selection, budget, numel, None, codec)
             (got,), _ = decode(form, [made.payload], budget, numel, codec)
             found += [made.payload, made.own, got.indices, got.values, got.count]
         return found

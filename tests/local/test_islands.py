@@ -259,9 +259,7 @@ def run_trainer(tmp_path: Path, ranks: int, *words: str) -> Any:
     return summary_of(tmp_path / "run") if (tmp_path / "run/summary.json").exists() else None
 
 
-def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(tmp_path: Path, monkeypatch: Any) -> None:
     words = ["configs/local/local_sgd.py", "train.num_epochs=2"]
     steps = {"taken": 0}
 

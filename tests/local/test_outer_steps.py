@@ -30,7 +30,7 @@ def two_bits() -> methods.SparseCompressor:
     return methods.SparseCompressor(0.1, ResidualMemory(), vectors="sparse", **form)
 
 
-rank_1 = partial(methods.PowerSGDCompressor, rank=1)
+rank_1: Any = partial(methods.PowerSGDCompressor, rank=1)
 
 
 def by_dimension() -> methods.Route:

@@ -71,8 +71,7 @@ def fast(size: int, gamma: Any, Adam: Any, wrapped: Any, **settings: Any) -> Any
         parts = [nn.Parameter(part.view(s)) for part, s in zip(normal(1).split(NUMELS), SHAPES, strict=True)]
         adam = Adam(parts, gamma(0), BETAS, ETA, bias_correction=False, floor=0.0, **settings)
         # backward fills buckets from the last tensor to the first: named in that order, they lie as in x
-        named = [(f"p{i}", p) for i, p in reversed(list(enumerate(parts)))]
-        optimizer = wrapped(adam, named, transport=transport)
+        optimizer = wrapped(adam, [(f"p{i}", p) for i, p in reversed(list(enumerate(parts)))], transport)
         gradient, models = gradient_of(transport.rank), []
         for t in range(STEPS):
             models.append(torch.cat([p.detach().view(-1) for p in parts]))
@@ -101,8 +100,8 @@ def test_onebit_adam(size: int) -> None:
     assert len(pieces) > len(NUMELS) or size == 1
     expected = defined(size, lambda x, g: onebit_adam(x, g, gamma, BETAS, ETA, warm_up, STEPS, pieces))
 
-    def wrapped(*given: Any, **to: Any) -> Any:
-        return DistributedOptimizer(*given, OneBitAdamCompressor(), **to)
+    def wrapped(adam: Any, named: Any, transport: Any) -> Any:
+        return DistributedOptimizer(adam, named, OneBitAdamCompressor(), transport=transport)
 
     check(fast(size, lambda t: gamma, OneBitAdam, wrapped, freeze_step=warm_up), expected[:1] * size, warm_up)
 

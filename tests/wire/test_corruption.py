@@ -24,10 +24,8 @@ every_format = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
 def payload_of(form: Any, count: int = 5, capacity: int = 6, **options: Any) -> Any:
-    budget, selection = (
-        budget_of(capacity, 0, 100, NUMEL),
-        selection_of(scattered(NUMEL, count), capacity=capacity),
-    )
+    budget = budget_of(capacity, 0, 100, NUMEL)
+    selection = selection_of(scattered(NUMEL, count), capacity=capacity)
     return encode(form, selection, budget, NUMEL, **options).payload, budget
 
 

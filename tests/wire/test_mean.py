@@ -87,8 +87,8 @@ def test_means_of_buckets_of_many_regions(native: Any) -> None:
 def test_values_are_added_in_the_order_of_ranks_and_quotients_rounded_once(native: Any) -> None:
     """Quotients of smallest numbers too, which an inverse that is not exact would change."""
     form, budget = FORMATS["fp32 packed"], budget_of(1, 0, 100)
-    for values, expected in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
-        sent = [selection_of(torch.tensor([70]), torch.tensor([value])) for value in values]
+    for numbers, expected in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
+        sent = [selection_of([70], [number]) for number in numbers]
         dense, payloads = torch.ones(100), payloads_of(form, sent, budget, 100)
         mean_into_(dense, form, payloads, budget, 1)
         assert mean_of(form, payloads, budget, 100, 1)[0].values.tolist() == [expected] == [dense[70].item()]

@@ -107,8 +107,7 @@ def test_payloads_that_lie_behind_one_another_at_odd_addresses_decode(form: Any)
 
 def test_bytes_by_hand() -> None:
     form, budget = FORMATS["fp32 int32"], budget_of(3, 0, NUMEL)
-    selection = selection_of(torch.tensor([2, 258]), torch.tensor([1.0, -2.0]), 3)
-    payload = encode(form, selection, budget, NUMEL).payload
+    payload = encode(form, selection_of([2, 258], [1.0, -2.0], 3), budget, NUMEL).payload
     assert payload[:8].tolist() == [2] + [0] * 7
     assert payload[12:20].tolist() == [0, 0, 0x80, 0x3F] * 2  # scale and ratio: 1
     form_number = crc32(b"(PlainIndices(dtype='int32'), CastValues(dtype='fp32'))")
@@ -117,20 +116,19 @@ def test_bytes_by_hand() -> None:
     assert payload[24:].tolist() == [*indices, *[0] * 4, *values, *[0] * 4]
     # Gaps 1, 0, 2: all with b = 0, so in unary, 01 1 001 from the lowest bit on, behind the byte for b. Packed,
     # gaps 1, 0, 5 take three bits each.
-    selection = selection_of(torch.tensor([1, 2, 5]), torch.tensor([1.0, -2.0, -4.0]))
+    selection = selection_of([1, 2, 5], [1.0, -2.0, -4.0])
     payload = encode(FORMATS["sign rice"], selection, budget_of(3, 0, 5, 6), 6).payload
     means = [0, 0, 0xC0, 0x3F, 0, 0, 0x80, 0x40]
     assert payload[24:].tolist() == [0, 0b100110, 0, 0] + means + [0b110, 0, 0, 0]
     form = FORMATS["int8 packed"]
-    selection = selection_of(torch.tensor([1, 2, 8]), torch.tensor([127.0, -64.4, 1]))
-    payload = encode(form, selection, budget_of(3, 0, 100), 100).payload
+    payload = encode(form, selection_of([1, 2, 8], [127.0, -64.4, 1]), budget_of(3, 0, 100), 100).payload
     assert payload[24 : 24 + 4].tolist() == [3, 0b01000001, 0b1, 0]
     start = 24 + form.indices.plan(3, 100).nbytes
     assert payload[start : start + 7].tolist() == [0, 0, 0x80, 0x3F, 127, 256 - 64, 1]
     # Bins meet at -8.9, 0 and 8.9, then all at 8. From the lowest bits on: 0, 1, 2, 3 and 1; then 3 for 8.
     form, budget = FORMATS["2 bits int32"], budget_of(7, 0, 5, 7, 8)
-    values = torch.tensor([-9.0, -1.0, 3.0, 9.0, -2.0, 8.0])
-    payload = encode(form, selection_of(torch.tensor([0, 1, 2, 3, 4, 7]), values, 7), budget, 8).payload
+    selection = selection_of([0, 1, 2, 3, 4, 7], [-9.0, -1.0, 3.0, 9.0, -2.0, 8.0], 7)
+    payload = encode(form, selection, budget, 8).payload
     tables = payload[24 + 4 * 7 :][: 3 * 16].view(torch.float32).view(3, 4)
     assert tables.tolist() == [[-9.0, -1.5, 3.0, 9.0], [0.0] * 4, [0.0, 0.0, 0.0, 8.0]]
     assert payload[24 + 4 * 7 + 3 * 16 :].tolist() == [0b11_10_01_00, 0b11_01, 0, 0]
@@ -192,9 +190,9 @@ def test_int8_errs_by_half_a_step_and_signs_carry_the_mean_magnitude_of_each_ten
     # Added up in double precision; that of a tensor that sends nothing is 0.
     got = sent_values("sign", [1.0, -2.0, 3.0, -4e-6, 2e-6], 0, 3, 3, 5)
     assert torch.equal(got, torch.tensor([2.0, -2.0, 2.0, -3e-6, 3e-6]))
-    values = [1.0] + [1e-4] * 20_000
-    exact = math.fsum(torch.tensor(values).tolist()) / len(values)
-    assert sent_values("sign", values)[0].item() == torch.tensor(exact).item()
+    many = [1.0] + [1e-4] * 20_000
+    exact = math.fsum(torch.tensor(many).tolist()) / len(many)
+    assert sent_values("sign", many)[0].item() == torch.tensor(exact).item()
     selection, budget = selection_of(torch.tensor([3, 55])), budget_of(2, 0, 2, 50, 60)
     payload = encode(FORMATS["sign int32"], selection, budget, 60).payload
     means = payload[24 + 8 : 24 + 8 + 12].view(torch.float32)
