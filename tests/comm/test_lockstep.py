@@ -347,7 +347,7 @@ def test_ranks_that_wait_in_vain() -> None:
         assert len(caught) == 1 and words in caught[0]
 
 
-def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
+def test_a_conversation_advances_by_rounds_which_have_names_and_never_waits() -> None:
     world, meters = LockstepWorld(2), [comm.TrafficMeter(), comm.TrafficMeter()]
 
     def body(value: Any) -> Any:
@@ -363,18 +363,15 @@ def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
     assert first.advance() and first.finish() == 12.0
     assert meters[0].rounds == meters[1].rounds == 2
     assert set(meters[0].seconds) == {"compress", "launch", "wait", "decode", "step"}
-
-
-def test_a_conversation_names_its_rounds_and_is_done_at_once_without_any() -> None:
     transport = noting()
 
-    def body(rounds: int) -> Any:
+    def rounds_of(rounds: int) -> Any:
         for _ in range(rounds):
             yield (comm.AllReduce(torch.ones(1)),)
         return 7
 
     def running(rounds: int) -> Any:
-        return comm.RunningConversation("bucket", body(rounds), transport, comm.TrafficMeter())
+        return comm.RunningConversation("bucket", rounds_of(rounds), transport, comm.TrafficMeter())
 
     assert running(2).finish() == 7 and transport.launched == ["bucket.0", "bucket.1"]
     ended = running(0)
@@ -395,7 +392,7 @@ def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others(
         LockstepWorld(4, 2).converse("test", [body(rank, False) for rank in range(4)])
 
 
-def test_all_reduce_leaves_the_tensor_of_each_rank_and_keeps_shape_and_integers() -> None:
+def test_all_reduce_leaves_tensors_as_they_are_and_objects_may_be_uneven_and_a_barrier_waits() -> None:
     ops: Any = ("mean", "sum", "min", "max")
 
     def body(transport: Any) -> Any:
@@ -407,22 +404,19 @@ def test_all_reduce_leaves_the_tensor_of_each_rank_and_keeps_shape_and_integers(
     for size in (1, 2, 3):
         expected = [(size - 1) / 2, size * (size - 1) / 2, 0.0, size - 1.0]
         assert LockstepWorld(size).run(body) == [(expected, float(rank)) for rank in range(size)]
-
-
-def test_objects_of_uneven_sizes_and_tensors_and_a_barrier() -> None:
     arrived: list[int] = []
 
     def of(rank: Any) -> Any:
         return {"rank": rank, "data": "x" * 1000 * rank} if rank else None
 
-    def body(transport: Any) -> Any:
+    def gathered(transport: Any) -> Any:
         arrived.append(transport.rank)
         barrier(transport)
         assert len(arrived) == transport.size
-        own, last = of(transport.rank), transport.size - 1
+        mine, last = of(transport.rank), transport.size - 1
         assert broadcast_object(transport, torch.arange(3) * (transport.rank == 0)).tolist() == [0, 1, 2]
-        return all_gather_object(transport, own), [broadcast_object(transport, own, root) for root in (0, last)]
+        return all_gather_object(transport, mine), [broadcast_object(transport, mine, root) for root in (0, last)]
 
     for size in (1, 2, 3):
         arrived.clear()
-        assert LockstepWorld(size).run(body) == [([*map(of, range(size))], [of(0), of(size - 1)])] * size
+        assert LockstepWorld(size).run(gathered) == [([*map(of, range(size))], [of(0), of(size - 1)])] * size

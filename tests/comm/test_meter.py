@@ -42,7 +42,7 @@ def test_formulas_and_dense_as_a_ring_all_reduce_in_fp32() -> None:
         assert meter.dense_wire_bytes == expected == bytes_of(AllReduce(torch.zeros(1000)), 0, size)[1]
 
 
-def test_a_conversation_is_counted_with_its_groups_size_and_a_broadcast_as_its_root_s() -> None:
+def test_totals_count_groups_and_roots_and_continue_from_a_saved_state() -> None:
     def body() -> Any:
         yield (AllReduce(T.clone()), AllGather(T))
         yield (AllGather(T, "local"),)
@@ -55,20 +55,17 @@ def test_a_conversation_is_counted_with_its_groups_size_and_a_broadcast_as_its_r
         assert meter.payload_bytes == (4 + (rank % 3 == 1)) * 1200 and meter.rounds == 4
         wire = 2 * 1200 * 5 / 6 + 1200 * 5 + 1200 * 2 + 1200 * 1 + 1200 * 2 / 3
         assert meter.wire_bytes == pytest.approx(wire)
-
-
-def test_totals_continue_from_a_saved_state() -> None:
     whole, first, second = TrafficMeter(2), TrafficMeter(2), TrafficMeter(2)
     four = LockstepWorld(4).transports[0]
-    for meter in (whole, first):
-        meter.count(AllReduce(torch.zeros(10)), four)
-        meter.count_dense(10, 4)
+    for each in (whole, first):
+        each.count(AllReduce(torch.zeros(10)), four)
+        each.count_dense(10, 4)
     second.load_state_dict(first.state_dict())
-    for meter in (whole, second):
-        meter.count(AllGather(torch.zeros(7)), four)
-        meter.count_dense(10, 4)
+    for each in (whole, second):
+        each.count(AllGather(torch.zeros(7)), four)
+        each.count_dense(10, 4)
     assert second == whole
-    with pytest.raises(ValueError, match="not the state of a meter: it has \\['bytes'\\]"):
+    with pytest.raises(ValueError, match="not the state of a each: it has \\['bytes'\\]"):
         second.load_state_dict({"bytes": 1.0})
 
 

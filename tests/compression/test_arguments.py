@@ -72,7 +72,7 @@ def test_wrong_arguments_are_named() -> None:
         DGCCompressor(0.1, ResidualMemory()).initialize(["weight", "bias"])  # type: ignore[list-item]
 
 
-def test_each_keyword_of_the_original_names_a_part() -> None:
+def test_each_keyword_of_the_original_names_a_part_and_a_part_given_as_such_takes_its_place() -> None:
     half, int32, warmup = CastValues("fp16"), PlainIndices("int32"), {"warmup_epochs": 5, "warmup_coeff": 0.3}
     bounds = {"compress_upper_bound": 1.5, "compress_lower_bound": 0.7, "max_adaptation_iters": 5}
     every = {"sample_ratio": 0.01, "strided_sample": False, "resample": False, **bounds}
@@ -90,9 +90,6 @@ def test_each_keyword_of_the_original_names_a_part() -> None:
         facade = describe(compressor=DGCCompressor(ratio, DGCSGDMemory(0.9), **keywords))
         general = describe(compressor=SparseCompressor(ratio, DGCSGDMemory(0.9), **parts))
         assert facade.pop("compressor") != general.pop("compressor") and facade == general, (keywords, ratio)
-
-
-def test_a_part_given_as_such_takes_the_place_of_the_original_s_keyword() -> None:
     options: dict[str, Any] = {"values": Int8Values(), "indices": RiceIndices(), "selector": Exact()}
     for keyword, part, words in (
         ({"fp16_values": True}, "values", r"values=Int8Values\(.*\) is used; the original's keyword"),

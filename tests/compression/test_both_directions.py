@@ -20,7 +20,7 @@ SHAPES = ((70, 20), (33,), (0, 4), (5,), (2, 30, 8))
 TWO_PHASES = [partial(TwoPhaseCompressor, 8, 64), partial(TwoPhaseCompressor, 4, 64, hadamard=True)]
 
 
-def test_double_squeeze_by_hand() -> None:
+def test_double_squeeze_by_hand_and_its_chunks_which_are_whole_words_and_may_be_empty() -> None:
     """In plain torch, with one server error of all chunks."""
     for size in (1, 2, 3, 5, 9):
         ranks = Ranks(size, DoubleSqueezeCompressor, SMALL)
@@ -35,9 +35,6 @@ def test_double_squeeze_by_hand() -> None:
             with case(size, step):
                 torch.testing.assert_close(ranks.step(own), compress(s, pieces) / size, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(sum(ranks.errors()), sum(errors) + served, rtol=1e-4, atol=1e-4 * size)
-
-
-def test_chunks_are_whole_words_and_may_be_empty() -> None:
     bucket = Ranks(1, DoubleSqueezeCompressor, SMALL).buckets[0]
     for size, edges in ((2, [0, 128, 226]), (3, [0, 96, 192, 226]), (9, [*range(0, 225, 32), 226, 226])):
         chunks = divide_into_chunks(bucket, size, size - 1)

@@ -39,7 +39,7 @@ def chunks_by_hand(vs: Any, k: Any) -> Any:
     return [slices[c] for c in sorted(order[:k])]
 
 
-def test_the_chunks_of_largest_sum_are_sent_by_all() -> None:
+def test_the_chunks_of_largest_sum_are_sent_by_all_and_their_momentum_is_masked() -> None:
     """4 of 17 chunks. They cross the bounds of tensors, and each has its turn, the short one included."""
     for size in (1, 2, 3):
         ranks, vs, turns = ranks_of(size), [torch.zeros(NUMEL) for _ in range(size)], set()
@@ -60,6 +60,17 @@ def test_the_chunks_of_largest_sum_are_sent_by_all() -> None:
                 assert bool((result.indices.diff() > 0).all()) and result.values.dtype == torch.float32
         assert turns == set(range(0, NUMEL, SIZE))
         assert {meter.rounds for meter in ranks.world.meters} == {40}
+    for masking in (True, False):
+        ranks = ranks_of(2, memory=lambda: DGCSGDMemory(0.5, momentum_masking=masking))  # noqa: B023
+        own, sent = gradients(2, 0), torch.zeros(NUMEL, dtype=torch.bool)
+        for s in chunks_by_hand(own, 4):
+            sent[s] = True
+        assert torch.equal(ranks.exchange(own)[1], torch.where(sent, sum(own) / 2, 0.0))
+        for states, gradient in zip(ranks.states, own, strict=True):
+            state = states.state_dict()
+            momentum, velocity = (flat(list(state[name].values())) for name in ("momentums", "velocities"))
+            assert torch.equal(velocity, torch.where(sent, 0.0, gradient))
+            assert torch.equal(momentum, torch.where(sent, 0.0, gradient) if masking else gradient)
 
 
 def test_chunks_have_nearly_one_length_and_the_first_of_equal_ones_are_sent_as_many_as_planned() -> None:
@@ -77,20 +88,6 @@ def test_chunks_have_nearly_one_length_and_the_first_of_equal_ones_are_sent_as_m
     assert largest(torch.zeros(3), 1).tolist() == [0]
     ratios = (0.001, 1 / 17, 0.06, 0.5, 0.9)
     assert [divide(NUMEL, SIZE, ratio).sent for ratio in ratios] == [1, 1, 2, 9, 16]
-
-
-def test_the_momentum_of_sent_chunks_is_masked() -> None:
-    for masking in (True, False):
-        ranks = ranks_of(2, memory=lambda: DGCSGDMemory(0.5, momentum_masking=masking))  # noqa: B023
-        own, sent = gradients(2, 0), torch.zeros(NUMEL, dtype=torch.bool)
-        for s in chunks_by_hand(own, 4):
-            sent[s] = True
-        assert torch.equal(ranks.exchange(own)[1], torch.where(sent, sum(own) / 2, 0.0))
-        for states, gradient in zip(ranks.states, own, strict=True):
-            state = states.state_dict()
-            momentum, velocity = (flat(list(state[name].values())) for name in ("momentums", "velocities"))
-            assert torch.equal(velocity, torch.where(sent, 0.0, gradient))
-            assert torch.equal(momentum, torch.where(sent, 0.0, gradient) if masking else gradient)
 
 
 def test_what_fp16_rounds_and_cannot_hold_stays_and_a_sum_that_overflows_is_named(monkeypatch: Any) -> None:

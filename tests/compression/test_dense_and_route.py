@@ -35,7 +35,7 @@ def test_only_a_compressor_that_decides_has_a_dense_share_and_dense_leaves_nan_t
     assert ranks.buckets[0].flat.isnan().nonzero().tolist() == [[7]]
 
 
-def test_bf16_adds_in_fp32_what_each_rank_rounds_once() -> None:
+def test_bf16_adds_in_fp32_what_each_rank_rounds_once_and_nothing_is_kept_between_steps() -> None:
     """256 + 1 + 1 is 256 where bf16 adds, and 258 in fp32."""
     own = [torch.full((N,), value) for value in (256.0, 1.0, 1.0)]
     assert (reduce_all(methods.BF16Compressor, own) == 258 / 3).all()
@@ -44,9 +44,6 @@ def test_bf16_adds_in_fp32_what_each_rank_rounds_once() -> None:
     torch.testing.assert_close(reduce_all(methods.BF16Compressor, own), expected, rtol=1e-6, atol=1e-7)
     assert reduce_all(methods.BF16Compressor, gradients(2, 1e30)).isfinite().all()
     assert (reduce_all(methods.FP16Compressor, [torch.full((N,), 7e4)] * 2) == float("inf")).all()
-
-
-def test_half_precision_gradients_and_nothing_is_kept_between_steps() -> None:
     for make in (methods.DenseCompressor, methods.FP16Compressor, methods.BF16Compressor):
         for dtype in (torch.float16, torch.bfloat16):
             own = [g.to(dtype) for g in gradients(3)]

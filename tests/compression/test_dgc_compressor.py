@@ -40,7 +40,7 @@ def test_global_clipping_takes_a_round_of_its_own_and_sums_of_fp16_values_do_not
     assert ranks.exchange([torch.full((NUMEL,), 40_000.0)] * 3)[1].isfinite().all()
 
 
-def test_the_cheaper_way_is_taken() -> None:
+def test_the_cheaper_way_is_taken_and_a_mean_is_sparse_only_where_it_can_be_used_so() -> None:
     """12 bytes per pair from N ranks against 4 bytes twice: even at ratio 2 * 4 / (12 N)."""
     for size, ratio, sparse in ((2, 0.3, True), (2, 0.4, False), (4, 0.16, True), (4, 0.2, False)):
         ranks = Ranks(size, dgc(ratio), {"only": (100, 100)})
@@ -48,9 +48,6 @@ def test_the_cheaper_way_is_taken() -> None:
         assert isinstance(result, SparseResult) == sparse
         both = (24 + 12 * round(ratio * 10_000)) * (size - 1), 2 * 40_000 * (size - 1) / size
         assert ranks.world.meters[0].wire_bytes <= min(both) + 24 * size
-
-
-def test_a_mean_is_sparse_only_where_it_can_be_used_so() -> None:
     small: Any = {"values": SignValues(), "indices": RiceIndices()}
     residual = partial(SparseCompressor, 0.01, ResidualMemory(), **small)
     for make, dtype, kind in (

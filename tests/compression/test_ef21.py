@@ -23,16 +23,13 @@ def top_k(ratio: float = 0.1, beta: float = 0.2) -> Any:
     return EF21Compressor(DGCCompressor(ratio, ResidualMemory(), selector="exact"), beta)
 
 
-def test_the_definition() -> None:
+def test_the_definition_and_estimates_and_momenta_differ_by_the_errors() -> None:
     for size in (1, 3):
         fast, defined = Ranks(size, top_k, SHAPES), Ranks(size, partial(paper.EF21, 0.1, 0.2), SHAPES)
         for step in range(12):
             own = [normal(N, seed=10 * step + rank) for rank in range(size)]
             torch.testing.assert_close(fast.step(own), defined.step(own), rtol=0, atol=1e-6)
-
-
-def test_estimates_and_momenta_differ_by_the_errors_also_on_another_number_of_ranks() -> None:
-    """After a dropped step too."""
+    # After a dropped step too.
     ranks = Ranks(3, top_k, SHAPES)
     for step in range(5):
         own = [normal(N, seed=10 * step + rank) for rank in range(3)]

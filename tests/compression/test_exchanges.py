@@ -41,7 +41,7 @@ def ranks_of(size: int, exchange: str = "gtopk", ratio: float = 0.05, shape: Any
     return Ranks(size, lambda: DGCCompressor(ratio, ResidualMemory(), exchange=exchange, **rest), [shape])
 
 
-def test_every_element_has_one_place_and_every_tensor_its_bounds() -> None:
+def test_every_element_has_one_place_and_the_largest_of_each_region_are_dealt() -> None:
     for size, numel in product((1, 2, 3, 7), (0, 1, 12, 13, 14, 1000, 4011)):
         offsets, found = sorted({0, min(5, numel), numel // 2, numel}), []
         regions = divide_into_regions(torch.tensor(offsets), numel, size)
@@ -61,9 +61,6 @@ def test_every_element_has_one_place_and_every_tensor_its_bounds() -> None:
     for size in (2, 8, 64):
         counts = (selected // BLOCK % size).bincount(minlength=size)
         assert float((counts.max() - counts.min()) / counts.float().mean()) < 0.15
-
-
-def test_dealt_elements_are_the_largest_of_each_region_and_the_first_of_equal_ones() -> None:
     regions = divide_into_regions(torch.tensor([0, 5 * BLOCK]), 5 * BLOCK, 2)
     # blocks 0, 2, 4 are of region 0; 1 and 3 of region 1
     indices = [0, 3, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7, 3 * BLOCK, 4 * BLOCK + 2]
@@ -75,7 +72,7 @@ def test_dealt_elements_are_the_largest_of_each_region_and_the_first_of_equal_on
     assert joined.values.tolist() == [-5.0, 0.5, 2.0, pytest.approx(0.1), 4.0, 0.0]
 
 
-def test_a_full_payload_leaves_the_smallest_elements_in_the_residual() -> None:
+def test_what_a_full_payload_or_the_result_does_not_have_waits_on_the_rank_that_selected_it() -> None:
     """All that a rank selects lies in the region of one rank."""
     size, numel = 4, 4 * BLOCK * 10
     gradient = 1e-3 * torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 1e-3
@@ -86,6 +83,25 @@ def test_a_full_payload_leaves_the_smallest_elements_in_the_residual() -> None:
     assert torch.equal(ranks.step([gradient] * size).nonzero().view(-1), sent)
     for error in ranks.errors():
         assert torch.equal(error[left], gradient[left]) and not error[sent].any()
+    # Every rank selects k elements of its own. The result has 2 k of all.
+    size, k, own = 8, 200, torch.zeros(8, 4000)
+    for rank in range(size):
+        own[rank, rank * 300 + torch.arange(k)] = 1.0 + rank
+    for exchange in ("gtopk", "reduce_scatter"):
+        ranks = ranks_of(size, exchange)
+        mean = ranks.step(list(own))
+        assert 1.9 * k < int(mean.count_nonzero()) <= 2 * k
+        for gradient, error in zip(own, ranks.errors(), strict=True):
+            assert torch.equal(error, torch.where(mean == 0, gradient, 0.0))
+    # ranks 0 to 3 drop 2.5 at element 5, for elements 0 and 1; the result has what ranks 4 and 5 add there
+    own, left = torch.zeros(8, 20), torch.zeros(8, 20)
+    own[0, 0], own[1, 1], own[2, 5], own[3, 1] = 3.0, 4.0, 2.5, 1.0
+    own[4, 5], own[5, 5], own[6, 6], own[7, 6] = 10.0, 1.0, 8.0, 1.0
+    ranks = ranks_of(8, shape=(20, 1))
+    mean = ranks.step(list(own))
+    assert (mean[5], mean[6]) == (11 / 8, 9 / 8) and mean.count_nonzero() == 2
+    left[0, 0], left[0, 5], left[1, 1], left[3, 1] = 3.0, 2.5, 4.0, 1.0
+    assert torch.equal(torch.stack(ranks.errors()), left)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
@@ -109,30 +125,8 @@ def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
         assert all(torch.equal(error[waits], v[waits]) for v, error in zip(due, errors, strict=True))
 
 
-def test_what_the_result_does_not_have_waits_on_the_rank_that_selected_it() -> None:
-    """Every rank selects k elements of its own. The result has 2 k of all."""
-    size, k, own = 8, 200, torch.zeros(8, 4000)
-    for rank in range(size):
-        own[rank, rank * 300 + torch.arange(k)] = 1.0 + rank
-    for exchange in ("gtopk", "reduce_scatter"):
-        ranks = ranks_of(size, exchange)
-        mean = ranks.step(list(own))
-        assert 1.9 * k < int(mean.count_nonzero()) <= 2 * k
-        for gradient, error in zip(own, ranks.errors(), strict=True):
-            assert torch.equal(error, torch.where(mean == 0, gradient, 0.0))
-    # ranks 0 to 3 drop 2.5 at element 5, for elements 0 and 1; the result has what ranks 4 and 5 add there
-    own, left = torch.zeros(8, 20), torch.zeros(8, 20)
-    own[0, 0], own[1, 1], own[2, 5], own[3, 1] = 3.0, 4.0, 2.5, 1.0
-    own[4, 5], own[5, 5], own[6, 6], own[7, 6] = 10.0, 1.0, 8.0, 1.0
-    ranks = ranks_of(8, shape=(20, 1))
-    mean = ranks.step(list(own))
-    assert (mean[5], mean[6]) == (11 / 8, 9 / 8) and mean.count_nonzero() == 2
-    left[0, 0], left[0, 5], left[1, 1], left[3, 1] = 3.0, 2.5, 4.0, 1.0
-    assert torch.equal(torch.stack(ranks.errors()), left)
-
-
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_meter_agrees_with_the_planned_bytes() -> None:
+def test_the_meter_agrees_with_the_planned_bytes_and_a_bucket_goes_dense_where_that_is_cheaper() -> None:
     """Of the rank that sends most; laws/table.py has the formulas of payloads."""
     for size, exchange in product((3, 8, 11, 16), ("gtopk", "reduce_scatter")):
         ranks = ranks_of(size, exchange, int32_indices=True)
@@ -141,6 +135,12 @@ def test_the_meter_agrees_with_the_planned_bytes() -> None:
         assert max(found) == wire_bytes(exchange, payload_of(4000, 0.05), size)
         assert (len(set(found)) > 1) == (exchange == "gtopk" and bool(size & size - 1))
         assert len(set(rounds)) == 1 and (rounds[0] == 2 or exchange == "gtopk")
+    for size, (ratio, kind) in product((4, 16), ((0.36, DenseResult), (0.3, SparseResult))):
+        ranks = ranks_of(size, "reduce_scatter", ratio, (300, 100), int32_indices=True)
+        results, _ = ranks.exchange([normal(30_000, seed=rank) for rank in range(size)])
+        assert all(isinstance(result, kind) for result in results)
+        dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
+        assert ranks.world.meters[0].wire_bytes <= dense
 
 
 @pytest.mark.parametrize(("masking", "u"), [(True, [0, 0, 0, 3, 4, 5]), (False, [0, 1, 2, 3, 4, 5])])
@@ -190,16 +190,6 @@ def test_bytes_do_not_grow_with_the_number_of_ranks_and_are_those_of_the_docs() 
         size = int(row.split("|")[1])
         planned = [wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter", "gtopk")]
         assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
-
-
-def test_a_bucket_goes_dense_where_that_is_cheaper() -> None:
-    """At a third of all elements six words per element cost as much as an all-reduce, for any number of ranks."""
-    for size, (ratio, kind) in product((4, 16), ((0.36, DenseResult), (0.3, SparseResult))):
-        ranks = ranks_of(size, "reduce_scatter", ratio, (300, 100), int32_indices=True)
-        results, _ = ranks.exchange([normal(30_000, seed=rank) for rank in range(size)])
-        assert all(isinstance(result, kind) for result in results)
-        dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
-        assert ranks.world.meters[0].wire_bytes <= dense
 
 
 def test_a_rank_with_other_settings_is_named_and_told_the_cure() -> None:

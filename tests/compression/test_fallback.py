@@ -103,7 +103,7 @@ def method(dense_values: str) -> methods.DGCCompressor:
     return methods.DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values=dense_values)
 
 
-def test_momentum_of_vectors_is_the_optimizer_s() -> None:
+def test_momentum_of_vectors_is_the_optimizer_s_and_a_state_has_their_error() -> None:
     """All but the last step's rounding arrives, times 1 / (1 - momentum) in the end."""
     trains = [partial(lambda name, t: vectors(t, method(name), 30)[0], name) for name in DENSE_VALUES]
     exact, *others = (LockstepWorld(2).run(train)[0] for train in trains)
@@ -111,9 +111,6 @@ def test_momentum_of_vectors_is_the_optimizer_s() -> None:
     for other in others:
         assert not torch.equal(exact, other)
         torch.testing.assert_close(other, exact, rtol=0, atol=0.1)
-
-
-def test_a_state_has_the_error_of_vectors_and_belongs_to_its_dense_values() -> None:
     state = LockstepWorld(2).run(lambda t: vectors(t, method("int8"), 3)[1])[0]
     assert {"DenseValuesCompressor.0", "DGCCompressor.1"} <= state.keys()
     error = state["DenseValuesCompressor.0"]["errors"]["b"]

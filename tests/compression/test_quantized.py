@@ -154,7 +154,7 @@ def test_svd_is_the_best_approximation_and_probabilities_of_atomo_add_up() -> No
         assert inclusion(torch.tensor(s), r).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_every_wire_of_threshold_codes_gives_the_same_bits() -> None:
+def test_every_wire_of_threshold_codes_gives_the_same_bits_in_as_few_bytes_as_can_be() -> None:
     wires, shapes = ("gather", "scatter", "server"), [(7, 5), (33,), (1,), (0, 3)]
     every: tuple[dict[str, Any], ...] = ({}, {"threshold": None}, {"bits": 1, "threshold": 0.0})
     for size, settings in product((2, 3), every):
@@ -165,11 +165,7 @@ def test_every_wire_of_threshold_codes_gives_the_same_bits() -> None:
             mean = gather.step(own)
             assert torch.equal(mean, scatter.step(own)) and torch.equal(mean, server.step(own)), settings
         assert torch.equal(gather.errors()[0], scatter.errors()[0])
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_scattered_sums_of_threshold_codes_take_as_few_bits_as_they_can() -> None:
-    """Codes for each rank and the packed share, each sealed. Sums of many ranks need more than a byte."""
+    # Codes for each rank and the packed share, each sealed. Sums of many ranks need more than a byte.
     codes = 64 * 64 // 4
     for size, bits in ((2, 3), (3, 3), (4, 4), (8, 5)):
         ranks = Ranks(size, partial(methods.ThresholdCompressor, wire="scatter"), [(64, 64)])
@@ -179,13 +175,10 @@ def test_scattered_sums_of_threshold_codes_take_as_few_bits_as_they_can() -> Non
         assert ranks.world.meters[0].payload_bytes == size * sealed_bytes(share) + sealed_bytes(sums), size
     mean = Ranks(130, partial(methods.ThresholdCompressor, threshold=0.1), [(9,)]).step([torch.ones(9)] * 130)
     torch.testing.assert_close(mean, torch.full((9,), 0.1))
-
-
-def test_thresholds_from_the_data_follow_the_gradients_scale() -> None:
     factors = (1.0, 1e-6, 1e8)
     fleets = [Ranks(3, partial(methods.ThresholdCompressor, threshold=None), [(300,)]) for _ in factors]
     for step in range(3):
         own = [normal(300, seed=7 * step + rank) for rank in range(3)]
         first, *others = (fleet.step([g * x for g in own]) for fleet, x in zip(fleets, factors, strict=True))
-        for factor, mean in zip(factors[1:], others, strict=True):
-            torch.testing.assert_close(mean, first * factor, rtol=1e-5, atol=1e-30)
+        for factor, found in zip(factors[1:], others, strict=True):
+            torch.testing.assert_close(found, first * factor, rtol=1e-5, atol=1e-30)

@@ -147,7 +147,7 @@ def test_a_difference_of_rank_1_is_gone_after_a_step_and_both_ends_of_an_edge_ha
                 assert not even and torch.equal(factors, found[j][i][1])
 
 
-def test_factors_stay_orthonormal_whatever_the_difference() -> None:
+def test_factors_stay_orthonormal_and_matrices_have_the_memory_order_of_their_tensors() -> None:
     noise = orthonormal(torch.randn(30, 3), torch.zeros(30, 3))
     column = torch.randn(30, 1)
     alike = column * torch.tensor([1.0, 2.0, 0.0])
@@ -156,9 +156,6 @@ def test_factors_stay_orthonormal_whatever_the_difference() -> None:
         assert off(Q.T @ Q, torch.eye(3)) < 1e-5
     Q = orthonormal(column.expand(30, 3), noise)
     assert off(Q @ (Q.T @ column), column) < 1e-4
-
-
-def test_matrices_have_the_memory_order_of_their_tensors() -> None:
     none = (((40,), (1,)), ((1, 40), (40, 1)), ((0, 5), (5, 1)), ((), ()))
     for size, stride, rank, expected in (
         ((8, 5), (5, 1), 1, (3, 8, 5, 1)),

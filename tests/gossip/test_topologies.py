@@ -146,7 +146,7 @@ def mixed(topology: Any, mixing: Any, rounds: Any) -> Any:
 
 
 @at_every_size(ROWS, SIZES)
-def test_rounds_preserve_sums_and_equal_the_mixing_matrix(row: Any, size: Any) -> None:
+def test_rounds_equal_the_mixing_matrix_preserve_sums_and_converge_to_the_mean(row: Any, size: Any) -> None:
     topology, own = row.make(size), values(size, shape=(3,))
     states = [initial_state(x) for x in own]
     for t in range(4):
@@ -157,22 +157,18 @@ def test_rounds_preserve_sums_and_equal_the_mixing_matrix(row: Any, size: Any) -
     torch.testing.assert_close(w, P.sum(1))
     torch.testing.assert_close(x.sum(0), sum(own), rtol=0, atol=1e-12)
     assert float(w.sum()) == pytest.approx(size, abs=1e-12)
-
-
-def long_product(topology: Any, mixing: Any) -> Any:
-    """The product of about 100 rounds per rank."""
-    periods = -(-100 * topology.size // topology.period)
-    return torch.linalg.matrix_power(mixed(topology, mixing, topology.period), periods)
-
-
-@at_every_size(ROWS, SIZES)
-def test_every_graph_converges_to_the_mean_and_symmetric_graphs_without_weights(row: Any, size: Any) -> None:
     P = long_product(row.make(size), uniform)
     mean = torch.full_like(P, 1 / size)
     torch.testing.assert_close(P / P.sum(1, keepdim=True), mean, rtol=0, atol=1e-6)
     assert row.pairs or not row.doubly_stochastic or bool((P.sum(1) - 1).abs().max() < 1e-9)
     if row.pairs:
         torch.testing.assert_close(long_product(row.make(size), metropolis), mean, rtol=0, atol=1e-6)
+
+
+def long_product(topology: Any, mixing: Any) -> Any:
+    """The product of about 100 rounds per rank."""
+    periods = -(-100 * topology.size // topology.period)
+    return torch.linalg.matrix_power(mixed(topology, mixing, topology.period), periods)
 
 
 def test_averages_of_every_dtype_and_shape_and_push_pull_is_push_sum_where_weights_stay_one() -> None:

@@ -137,7 +137,7 @@ def test_muon_goes_on_from_a_saved_state_bit_for_bit() -> None:
             nets.check_that_a_saved_state_goes_on(start, sizes[0], 14, 7, sizes[1])
 
 
-def test_the_slow_momentum_of_muon_does_not_depend_on_the_group_that_is_first() -> None:
+def test_slow_momentum_by_hand_and_of_muon_whichever_group_is_first() -> None:
     """SlowMo reads the learning rate of one group. A schedule multiplies those of all by the same factor."""
 
     def body(own: Any) -> Any:
@@ -151,21 +151,6 @@ def test_the_slow_momentum_of_muon_does_not_depend_on_the_group_that_is_first() 
     make = partial(OuterSteps, 2, None, SlowMo())
     assert nets.farthest(*(nets.each(2, make, body, make_optimizer=muon) for muon in optimizers)) < 1e-6
 
-
-@pytest.mark.parametrize("algorithm", [SGP, OSGP])
-def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any) -> None:
-    """On a star of 4 ranks weights differ."""
-
-    def seen(own: nets.Trained) -> Any:
-        own.finish()
-        return [own.biased_parameters()]
-
-    for make, new in product((nets.momentum, nets.muon), (2, 3)):
-        start: Any = partial(lambda make, t: nets.Trained(t, algorithm(gossip.star), make), make)
-        nets.check_that_means_stay(start, seen, 3, new)
-
-
-def test_slow_momentum_by_hand_and_an_outer_step_without_momentum() -> None:
     def second_step(outer: Any, key: str) -> float:
         z0 = torch.tensor([1.0])
         z0.grad, optimizer = torch.tensor([0.6]), outer([z0])
@@ -180,6 +165,19 @@ def test_slow_momentum_by_hand_and_an_outer_step_without_momentum() -> None:
     plain = nets.after(12, partial(OuterSteps, 3), 3)
     for outer in (SlowMo(0.0), Nesterov(1.0, 0.0)):
         assert nets.farthest(plain, nets.after(12, partial(OuterSteps, 3, None, outer), 3)) < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", [SGP, OSGP])
+def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any) -> None:
+    """On a star of 4 ranks weights differ."""
+
+    def seen(own: nets.Trained) -> Any:
+        own.finish()
+        return [own.biased_parameters()]
+
+    for make, new in product((nets.momentum, nets.muon), (2, 3)):
+        start: Any = partial(lambda make, t: nets.Trained(t, algorithm(gossip.star), make), make)
+        nets.check_that_means_stay(start, seen, 3, new)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -72,7 +72,7 @@ def selected(kind: Any, n: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_select(native: Any) -> None:
+def test_select_also_with_floors(native: Any) -> None:
     """Also digit by digit."""
     for kind, n in product(DATA, SIZES):
         v, choices = selected(kind, n)
@@ -83,9 +83,6 @@ def test_select(native: Any) -> None:
                     found, wanted = backend.radix_select(v, budget), expected.elements
                     assert int(found.count) == int(wanted.count)
                     assert same(found.indices, wanted.indices) and same(found.values, wanted.values)
-
-
-def test_floors_do_not_change_what_is_selected(native: Any) -> None:
     for kind, n, floor in product(("wall", "levels"), (17, 70001), (0.5, 0.98, 1.0, 1.001, float("inf"))):
         v, choices = selected(kind, n)
         for number, (budget, expected) in enumerate(choices):
@@ -127,14 +124,11 @@ def passes() -> Any:
     return made
 
 
-def test_accumulate(native: Any) -> None:
+def test_accumulate_and_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
     for (dtype, n, form), one in passes().items():
         with case(dtype, n, form):
             assert int(one.check(native)) == n
-
-
-def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
-    """At these bounds the largest usable gradient changes nothing more, and below them sums are no larger."""
+    # At these bounds the largest usable gradient changes nothing more, and below them sums are no larger.
     g = torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)).repeat(40)
     u, v = torch.full((40,), 2.0**90), torch.full((40,), 2.0**116)
     for form, momentum, sign in product(FORMS, (0.0, 0.9, 1 - 2.0**-24, 1.0), (1, -1)):
@@ -146,24 +140,21 @@ def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
             assert ours.u is None or bool((ours.u.abs() <= u).all())
 
 
-def test_gradients_in_pieces(native: Any) -> None:
+def test_gradients_in_pieces_and_assigned(native: Any) -> None:
     """Pieces lie anywhere in memory, at any alignment, and may be shorter than a vector."""
     sizes = [1, 2, 0, 3, 30, 0, 17, 200_000, 4096, 100_000, 1, 0]
     n, budget = sum(sizes), budget_of((200_010, sum(sizes) - 200_010), (700, 50))
     one = Pass(PassInputs((random(n, 14),), random(n, 15), random(n, 16), 0.9), budget)
     for lower_bounds in (None, one.expected.thresholds * 0.98):
         one.check(native, lower_bounds, sizes, 1)
-
-
-def test_assign(native: Any) -> None:
-    """Pieces of any type, from elsewhere or in their places, with elements that are not usable."""
-    sizes = [1, 2, 0, 3, 30, 0, 17, 70_000, 4096, 1, 0]
+    # Pieces of any type, from elsewhere or in their places, with elements that are not usable.
+    lengths = [1, 2, 0, 3, 30, 0, 17, 70_000, 4096, 1, 0]
     for dtype, bad in product((torch.float32, *HALVES), ([], [0], [40, 70_000], [74_148, 33_000])):
-        g = random(sum(sizes), 17).to(dtype)
+        g = random(sum(lengths), 17).to(dtype)
         g[bad] = torch.tensor([float("nan"), float("-inf")])[: len(bad)].to(dtype)
         ours, theirs = torch.ones(len(g)), torch.ones(len(g))
-        places = [place.copy_(piece) for place, piece in zip(ours.split(sizes), g.split(sizes), strict=True)]
-        pieces = [p if i % 3 or dtype in HALVES else places[i] for i, p in enumerate(g.split(sizes))]
+        places = [place.copy_(piece) for place, piece in zip(ours.split(lengths), g.split(lengths), strict=True)]
+        pieces = [p if i % 3 or dtype in HALVES else places[i] for i, p in enumerate(g.split(lengths))]
         with case(dtype, bad):
             assert int(REFERENCE.assign_((g,), theirs)) == min(bad, default=len(g))
             assert same(theirs, torch.where(g.abs() < TOO_LARGE, g, 0.0).float())
@@ -197,7 +188,7 @@ def test_the_order_of_the_parts_is_the_order_of_addition(kernels: Any) -> None:
     assert kernels.merge_mean([big, minus, one], 1, 3).values.tolist() == [1.0]
 
 
-def test_subtract_at(native: Any) -> None:
+def test_subtract_at_and_decay(native: Any) -> None:
     few = torch.tensor([0, 2, 3, 5, 100, 402, 403, 419, 420])
     for sizes, indices in (
         ((3, 0, 400, 17, 1), few),
@@ -212,16 +203,13 @@ def test_subtract_at(native: Any) -> None:
             REFERENCE.subtract_at_(theirs, bounds, indices, values, factors)
             assert all(map(torch.equal, ours, theirs)), (sizes, dtype)
             assert ours[4] == random(1, 81).to(dtype) - (values[-1] * 0.5).to(dtype)
-
-
-def test_decay(native: Any) -> None:
     for dtype, nesterov, n in product((torch.float32, torch.bfloat16), (False, True), (0, 1, 17, 5000)):
         ours = [random(n, 90).to(dtype), random(n, 91).to(dtype)]
-        theirs = p, buffer = ours[0].clone(), ours[1].clone()
+        others = p, buffer = ours[0].clone(), ours[1].clone()
         for _ in range(3):
             native.decay_(*ours, 0.1, 1e-4, 0.9, nesterov)
             REFERENCE.decay_(p, buffer, 0.1, 1e-4, 0.9, nesterov)
-        assert all(map(torch.equal, ours, theirs)), (dtype, nesterov, n)
+        assert all(map(torch.equal, ours, others)), (dtype, nesterov, n)
 
 
 def test_floors_follow_the_thresholds(native: Any) -> None:
@@ -267,23 +255,22 @@ def sending_passes(n: int, budget: Budget | None, *chosen: tuple[int, ...]) -> l
     return made
 
 
-def test_a_pass_takes_out_what_was_sent(kernels: SelectionKernels) -> None:
+def test_a_pass_takes_out_what_was_sent_also_in_pieces_and_at_addresses_of_any_kind(
+    kernels: SelectionKernels,
+) -> None:
     for n in (1, 16, 17, 300, 70_001):
         edges = tuple(i for i in EDGES if i < n)
         for name, one in sending_passes(n, None, (), (0, n - 1), edges, some(n, 0.01), tuple(range(n))):
             with case(name):
                 assert int(one.check(kernels)) == n
-
-
-PIECES = [1, 2, 0, 3, 30, 0, 0, 70_000, 7, 33_000, 1, 0]
-
-
-def test_pieces_and_addresses_of_any_kind_where_something_was_sent(kernels: SelectionKernels) -> None:
     n = sum(PIECES)
     edges = (0, *(i for start in accumulate(PIECES) for i in (start - 1, start) if i < n))
     for (name, one), offset in product(sending_passes(n, None, edges + some(n, 0.01)), (0, 1, 7)):
         with case(name, offset):
             assert int(one.check(kernels, None, PIECES, offset)) == n
+
+
+PIECES = [1, 2, 0, 3, 30, 0, 0, 70_000, 7, 33_000, 1, 0]
 
 
 BUDGET, N = budget_of((40_003, 0, 97, 69_900, 10), (400, 0, 3, 200, 0)), 110_010
@@ -321,7 +308,7 @@ def given(n: Any) -> Any:
     return [(v, whole), (v, torch.cat([whole, cuts]).msort())]
 
 
-def test_moments_and_tails(kernels: Any) -> None:
+def test_moments_and_tails_and_ranges_whose_floor_is_inf_are_not_read(kernels: Any) -> None:
     # a rank that serves no part of a small bucket has no segment
     nothing = kernels.moments(torch.empty(0, dtype=torch.float32), torch.tensor([0]))
     assert [x.shape for x in vars(nothing).values()] == [(0,)] * 4
@@ -331,6 +318,10 @@ def test_moments_and_tails(kernels: Any) -> None:
                 found = check_moments(kernels, v, bounds)
                 for factor in (0.0, 1e-3, 0.3, 1.0, 1.01):  # 1 reaches the largest magnitude, more does not
                     check_tail(kernels, v, bounds, found.largest * factor)
+    v = torch.cat([random(40_000, 1), torch.full((40_000,), float("nan")), random(40_000, 2)])
+    bounds = torch.tensor([0, 40_000, 80_000, 120_000])
+    for lower_bounds in ([1.0, float("inf"), 0.5], [float("inf")] * 3):
+        check_tail(kernels, v, bounds, torch.tensor(lower_bounds))
 
 
 def test_every_lane_counts_and_squares_neither_overflow_nor_vanish(kernels: Any) -> None:
@@ -346,13 +337,6 @@ def test_every_lane_counts_and_squares_neither_overflow_nor_vanish(kernels: Any)
     for value in (3e38, -3e38, 1e-45, -1e-40):
         found = check_moments(kernels, torch.full((1000,), value), torch.tensor([0, 1000]))
         assert found.squares.isfinite().all() and found.squares > 0
-
-
-def test_ranges_whose_floor_is_inf_are_not_read(kernels: Any) -> None:
-    v = torch.cat([random(40_000, 1), torch.full((40_000,), float("nan")), random(40_000, 2)])
-    bounds = torch.tensor([0, 40_000, 80_000, 120_000])
-    for lower_bounds in ([1.0, float("inf"), 0.5], [float("inf")] * 3):
-        check_tail(kernels, v, bounds, torch.tensor(lower_bounds))
 
 
 def test_threads_addresses_and_instructions_change_no_bit() -> None:

@@ -102,17 +102,15 @@ def mean_cases() -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other(quantizers: Any) -> None:
+def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other_and_sums_are_sent_as_levels(
+    quantizers: Any,
+) -> None:
     for n, bounds, values, factors, size, expected in mean_cases():
         for operation, mean_ in enumerate(means(quantizers, bounds, values, factors, size)):
             codes, right = expected[operation]
             mean = torch.full((n,), NAN)
             mean_([torch.cat([own[:1], own])[1:] for own in codes], mean)  # at any address
             assert same(mean, right), (n, len(bounds), operation)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_sums_are_sent_as_levels(quantizers: Any) -> None:
     for n, width, bits in ((1, 2, 3), (100, 2, 4), (100, 1, 2), (70_001, 1, 3), (70_001, 2, 5)):
         for bounds in cases(n)[0][1], cases(n)[-1][1]:
             with case(n, len(bounds), width, bits):
@@ -273,17 +271,13 @@ def blocks(kernels: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_tiers_agree_bit_for_bit(blocks: Any) -> None:
+def test_tiers_of_blocks_agree_and_a_scale_that_is_not_finite_and_positive_stands_for_zeros(blocks: Any) -> None:
     for cuts, code, rows in product(CUTS, CODES, (1, 3)):
         for v in random(cuts[-1], 1), numbers(cuts[-1], 2):
             with case(cuts, code, rows):
                 coded = check_blocks(blocks, v, torch.tensor(cuts), code, rows)
         check_one_pass(blocks, v, torch.tensor(cuts), code, coded)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_a_scale_that_is_not_finite_and_positive_stands_for_zeros(blocks: Any) -> None:
-    """Elements near the largest float round up to such a scale. They stay unsent."""
+    # Elements near the largest float round up to such a scale. They stay unsent.
     for code in (code for code in CODES if not code.rotate):
         v, bounds, out = random(code.size, 1), torch.tensor([0, code.size]), torch.empty(code.size)
         v[3] = 3.4e38

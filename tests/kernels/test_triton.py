@@ -90,12 +90,24 @@ RANGES = {
 WHOLE = {f"{k} of {n}": ([n], [k]) for n, k in ((0, 0), (1, 0), (1, 1), (64, 64), (65, 30), (150, 149))}
 
 
-def test_select(kernels: Any) -> None:
+def test_select_also_awkward_values_with_any_floors(kernels: Any) -> None:
     for name, (sizes, ks) in {**RANGES, **WHOLE}.items():
         budget, v, before = budget_of(sizes, ks), random(sum(sizes), 4), kernels.launches
         with case(name):
             assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
             assert kernels.launches - before == 9
+    # In a segment of each kind. Floors are too low, right, too high; 0 where a segment is mostly zeros.
+    kinds = awkward(90).values()
+    g, budget = torch.cat(list(kinds)), budget_of([90] * len(kinds), [11] * len(kinds))
+    one, expected = pass_of(g, 0 * g, 0 * g, False, budget), REFERENCE.select(g, budget)
+    assert all(torch.equal(x, g) for x in (one.left.u, one.left.v) if x is not None)
+    assert_same_choice(kernels.select(g, budget), expected)
+    for scale in (0.0, 1.0, 1.1):
+        many = TritonSelection(TILE, 32)
+        lower_bounds = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
+        with case(scale):
+            one.check(many, lower_bounds, [33, g.numel() - 33])
+            assert many.launches == 5
 
 
 def awkward(n: Any) -> Any:
@@ -113,21 +125,6 @@ def awkward(n: Any) -> Any:
         "of many magnitudes": x.sign() * torch.exp(x * 15),
         "neighbours": 1 + x.abs() * 2**-22,
     }
-
-
-def test_floors_never_change_the_choice_of_awkward_values(kernels: Any) -> None:
-    """In a segment of each kind. Floors are too low, right, too high; 0 where a segment is mostly zeros."""
-    kinds = awkward(90).values()
-    g, budget = torch.cat(list(kinds)), budget_of([90] * len(kinds), [11] * len(kinds))
-    one, expected = pass_of(g, 0 * g, 0 * g, False, budget), REFERENCE.select(g, budget)
-    assert all(torch.equal(x, g) for x in (one.left.u, one.left.v) if x is not None)
-    assert_same_choice(kernels.select(g, budget), expected)
-    for scale in (0.0, 1.0, 1.1):
-        many = TritonSelection(TILE, 32)
-        lower_bounds = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
-        with case(scale):
-            one.check(many, lower_bounds, [33, g.numel() - 33])
-            assert many.launches == 5
 
 
 def test_half_precision_gradients_and_others_in_the_same_bucket(kernels: Any) -> None:
@@ -256,7 +253,7 @@ def test_merge_mean_also_in_the_order_of_the_parts_and_of_no_capacity(kernels: A
     assert indices.shape == means.shape == (0,) and indices.dtype == torch.int64
 
 
-def test_subtract_at(kernels: Any) -> None:
+def test_subtract_at_and_decay(kernels: Any) -> None:
     lengths = [3, 0, 130, 64, 1, 0, 70]
     bounds, factors = budget_of(lengths, [0] * 7).bounds, [0.1 * s for s in range(7)]
     for dtypes, k in product([[torch.float32, torch.float16], *([dtype] for dtype in DTYPES)], (0, 1, 200)):
@@ -266,14 +263,11 @@ def test_subtract_at(kernels: Any) -> None:
             made.append([random(n, s).to(dtypes[s % len(dtypes)]) for s, n in enumerate(lengths)])
             backend.subtract_at_(made[-1], bounds, indices, values, factors)
         assert all(map(same, *made)) and (len(dtypes) > 1 or kernels.launches - before == (k > 0)), (dtypes, k)
-
-
-def test_decay(kernels: Any) -> None:
     for dtype, nesterov, n in product(DTYPES, (False, True), (0, 1, 1025)):
-        ours, theirs = ((random(n, 1).to(dtype), random(n, 2).to(dtype)) for _ in range(2))
-        kernels.decay_(*ours, 0.1, 5e-4, 0.9, nesterov)
+        mine, theirs = ((random(n, 1).to(dtype), random(n, 2).to(dtype)) for _ in range(2))
+        kernels.decay_(*mine, 0.1, 5e-4, 0.9, nesterov)
         REFERENCE.decay_(*theirs, 0.1, 5e-4, 0.9, nesterov)
-        assert all(map(same, ours, theirs)), (dtype, nesterov, n)
+        assert all(map(same, mine, theirs)), (dtype, nesterov, n)
 
 
 def test_quantizers() -> None:

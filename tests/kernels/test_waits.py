@@ -68,8 +68,8 @@ def waits_of(compressor: Any, warm_up: int = 1) -> Any:
     return watch.seen
 
 
-def test_dgc_never_waits() -> None:
-    """Clipping included."""
+def test_no_method_waits_elsewhere() -> None:
+    """DGC never waits, clipping included."""
     for values, indices in (
         (wire.CastValues("fp32"), wire.PlainIndices("int32")),
         (wire.CastValues("fp16"), wire.PlainIndices("int32")),
@@ -81,6 +81,36 @@ def test_dgc_never_waits() -> None:
         memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
         seen = waits_of(compression.DGCCompressor(0.05, memory, values=values, indices=indices))
         assert set(seen) == READ, (values, indices)
+    decaying = ResidualMemory(decay=0.95)
+    for method in (
+        compression.ScaledSignCompressor(),
+        compression.QSGDCompressor(),
+        compression.TernGradCompressor(),
+        compression.NaturalCompressor(),
+        compression.OneBitCompressor(),
+        compression.SignSGDCompressor(),
+        compression.ThresholdCompressor(),
+        compression.ThresholdCompressor(wire="scatter"),
+        compression.TwoPhaseCompressor(4, hadamard=True),
+        compression.DGCCompressor(1.0, DGCSGDMemory(0.9)),
+        compression.RandomKCompressor(0.1),
+        compression.SparseCompressor(0.05, decaying, TopKPerChunk(32), wire.TwoBitValues(), vectors="sparse"),
+    ):
+        assert set(waits_of(method)) == READ, type(method).__name__
+    assert waits_of(compression.DenseCompressor()) == []
+    chunks = compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32)
+    assert set(waits_of(chunks)) == {"compression/chunks.py reduce", *READ}
+    # One read at the end of a step: of what all ranks report, and of the largest magnitude.
+    rows: tuple[dict[str, Any], ...] = (
+        {"rank": 1, "num_iters_per_step": 3},
+        {"rank": 2, "warm_start": False, "orthogonalization": "qr"},
+        {"rank": 2, "mode": "paper", "wire": "fp16"},
+        {"rank": 1, "mode": "square", "warm_start": False, "orthogonalization": "authors"},
+    )
+    for settings in rows:
+        # even and odd half steps have tables of their own
+        seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
+        assert seen == list(READ), settings
 
 
 def test_launches_for_a_payload_and_for_the_mean_of_all_ranks() -> None:
@@ -101,20 +131,6 @@ def test_launches_for_a_payload_and_for_the_mean_of_all_ranks() -> None:
         assert [(own.kernels, own.operations) for own in both] == [encoding, decoding], (name, ranks)
 
 
-def test_powersgd() -> None:
-    """One read at the end of a step: of what all ranks report, and of the largest magnitude."""
-    rows: tuple[dict[str, Any], ...] = (
-        {"rank": 1, "num_iters_per_step": 3},
-        {"rank": 2, "warm_start": False, "orthogonalization": "qr"},
-        {"rank": 2, "mode": "paper", "wire": "fp16"},
-        {"rank": 1, "mode": "square", "warm_start": False, "orthogonalization": "authors"},
-    )
-    for settings in rows:
-        # even and odd half steps have tables of their own
-        seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
-        assert seen == list(READ), settings
-
-
 def test_launches_of_powersgd(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's included: of all half steps, with matrices of one shape and of three."""
     shapes: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}
@@ -128,28 +144,6 @@ def test_launches_of_powersgd(monkeypatch: pytest.MonkeyPatch) -> None:
         make = partial(compression.PowerSGDCompressor, min_compression_rate=0, **settings)
         both = launches_of(make, 2, torch.device(DEVICE))
         assert sum(own.kernels + own.operations for own in both) == expected, (settings, groups)
-
-
-def test_other_methods() -> None:
-    decaying = ResidualMemory(decay=0.95)
-    for method in (
-        compression.ScaledSignCompressor(),
-        compression.QSGDCompressor(),
-        compression.TernGradCompressor(),
-        compression.NaturalCompressor(),
-        compression.OneBitCompressor(),
-        compression.SignSGDCompressor(),
-        compression.ThresholdCompressor(),
-        compression.ThresholdCompressor(wire="scatter"),
-        compression.TwoPhaseCompressor(4, hadamard=True),
-        compression.DGCCompressor(1.0, DGCSGDMemory(0.9)),
-        compression.RandomKCompressor(0.1),
-        compression.SparseCompressor(0.05, decaying, TopKPerChunk(32), wire.TwoBitValues(), vectors="sparse"),
-    ):
-        assert set(waits_of(method)) == READ, type(method).__name__
-    assert waits_of(compression.DenseCompressor()) == []
-    chunks = compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32)
-    assert set(waits_of(chunks)) == {"compression/chunks.py reduce", *READ}
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")

@@ -131,7 +131,7 @@ def test_compressors_in_plain_torch() -> None:
         kernels.use("auto")
 
 
-def test_selectors() -> None:
+def test_selectors_and_payloads() -> None:
     sizes = (1500, 300, 0, 3, 1)
     data = [make(sum(sizes)) for make in DATA.values()]
 
@@ -140,9 +140,6 @@ def test_selectors() -> None:
         return [chosen_by(SELECTORS[name], v, plans[name], 1) for name in SELECTORS for v in data]
 
     check(chosen)
-
-
-def test_payloads() -> None:
     count, numel = 131, 3000
     budget, selection = budget_of(count, 0, 20, numel), selection_of(scattered(numel, count))
 

@@ -166,7 +166,7 @@ def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
     assert nets.same(others, [first, first])
 
 
-def test_a_step_sends_at_most_the_largest_fragment() -> None:
+def test_a_step_sends_at_most_the_largest_fragment_which_is_used_after_the_delay_and_merged_by_alpha() -> None:
     def body(own: Any) -> Any:
         sent = [0]
         for _ in range(13):
@@ -180,16 +180,13 @@ def test_a_step_sends_at_most_the_largest_fragment() -> None:
     # fragments of 63 and 30 elements, three steps apart
     assert parts == [0, 0, 4 * 30, 0, 0, 4 * 63] * 2 + [0]
 
-
-def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
-    """The mean is that of the step in which the exchange began. Steps since then stay with a share of alpha."""
-
-    def body(own: Any) -> Any:
+    # The mean is that of the step in which the exchange began. Steps since then stay with a share of alpha.
+    def merged(own: Any) -> Any:
         local = recorded(own)
         own.steps(6)
         return local, own.z.double()
 
-    found = nets.each(3, partial(OuterSteps, 4, delay=2, alpha=0.25), body)
+    found = nets.each(3, partial(OuterSteps, 4, delay=2, alpha=0.25), merged)
     z0 = nets.mean([local[3] for local, _ in found])
     for local, z in found:
         torch.testing.assert_close(z, 0.25 * local[5] + 0.75 * z0, rtol=0, atol=1e-6)

@@ -116,7 +116,7 @@ def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> No
     assert torch.equal(first, second) and bool(first.any())
 
 
-def test_a_parameter_without_elements_is_left_out() -> None:
+def test_parameters_without_elements_and_of_half_precision() -> None:
     model = torch.nn.ModuleList([net(), torch.nn.ParameterList([torch.zeros(0, 3)])])
     optimizer = wrapped(adam, ZeroOneSteps(1), model)
     before = [p.clone() for p in model.parameters()]
@@ -126,8 +126,6 @@ def test_a_parameter_without_elements_is_left_out() -> None:
         optimizer.step()
     assert all(bool((p != old).all()) for p, old in zip(model.parameters(), before, strict=True))
 
-
-def test_parameters_of_half_precision() -> None:
     def body(transport: Any) -> Any:
         own = trained(transport, dtype=torch.bfloat16)
         losses = own.steps(46)

@@ -165,7 +165,7 @@ def test_estimates_where_they_should_hold(ratio: Any, passes: Any) -> None:
             assert len(passes) <= most
 
 
-def test_stages_rise_where_too_few_and_fall_where_too_many() -> None:
+def test_stages_rise_where_too_few_and_fall_where_too_many_and_no_search_goes_to_and_fro() -> None:
     """On the wall a single stage selects next to nothing: M grows, each period by one."""
     v, plan, selector = SHAPES["wall"](N), plan_of(N, ratio=0.01), Exponential()
     stages = []
@@ -183,6 +183,9 @@ def test_stages_rise_where_too_few_and_fall_where_too_many() -> None:
     plan.history["stages"] = torch.tensor([[5.0, 0.0, 0.0]], dtype=torch.float64)
     t, counts = selector.estimate(Ranges(v, plan, 0))
     assert 0 < float(t) <= 0.5 and int(counts) == 10_000
+    # A count that doubles and halves around the accepted ones: 3 k at t, k/3 at 1.5 t.
+    v = torch.cat([torch.full((300,), 1.0), torch.full((30,), 1.4), torch.full((20,), 2.0), torch.zeros(99_650)])
+    assert 2 / 3 <= estimates(Gaussian(passes=20), v, 0.0005) <= 4 / 3
 
 
 def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
@@ -192,12 +195,6 @@ def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
         passes.clear()
         selector.estimate(Ranges(scale * v, plan, 0))
         assert passes == ["moments", "tail"]  # the first count is accepted
-
-
-def test_the_gaussian_search_does_not_go_to_and_fro() -> None:
-    """A count that doubles and halves around the accepted ones: 3 k at t, k/3 at 1.5 t."""
-    v = torch.cat([torch.full((300,), 1.0), torch.full((30,), 1.4), torch.full((20,), 2.0), torch.zeros(99_650)])
-    assert 2 / 3 <= estimates(Gaussian(passes=20), v, 0.0005) <= 4 / 3
 
 
 def test_bad_options() -> None:

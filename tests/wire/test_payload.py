@@ -284,7 +284,7 @@ def send(indices: Any, support: Any, numel: Any) -> Any:
     return int(sent.count), sent.indices[: int(sent.count)].long()
 
 
-def test_the_expected_length_is_that_of_random_supports() -> None:
+def test_the_expected_length_of_packed_codes_is_that_of_random_supports_and_the_longest_is() -> None:
     """The mean of ten; the planned deviation is about that of one."""
     numel, capacity = 200_000, 2000
     room = 8 * plan_packed(capacity, numel).nbytes
@@ -293,16 +293,24 @@ def test_the_expected_length_is_that_of_random_supports() -> None:
     mean = sum(lengths) / 10
     deviation = (sum((x - mean) ** 2 for x in lengths) / 9) ** 0.5
     assert 0.2 * deviation < room - mean < 2.5 * deviation
+    for numel, count, seed in product((200, 2000), (1, 5, 128, 129, 150), range(20)):
+        support = selection_of(scattered(numel, count, seed))
+        length = int(packed_bits(support.indices, support.count))
+        assert length <= 8 * -(-count // 128) + packed_longest(count, numel)
 
 
 @every_code
 @pytest.mark.usefixtures("no_type_checks")
-def test_nearly_all_of_a_random_support_is_sent(indices: Any) -> None:
+def test_nearly_all_of_a_random_support_is_sent_and_all_of_a_small_bucket(indices: Any) -> None:
     numel = 100_000
     for density in (0.001, 0.01, 0.1, 0.5):
         capacity = math.ceil(numel * density)
         sent = [send(indices, scattered(numel, capacity, seed), numel)[0] for seed in range(10)]
         assert sum(sent) > 0.99 * 10 * capacity and max(sent) == capacity, density
+    # Where a support of few elements is coded, the longest code there is has room.
+    for numel, capacity in ((9, 2), (9, 5), (8, 7), (8, 8)):
+        for support in combinations(range(numel), capacity):
+            assert send(indices, torch.tensor(support), numel)[0] == capacity
 
 
 @every_code
@@ -317,23 +325,6 @@ def test_no_plan_exceeds_int32_and_all_of_them_admit_an_element(indices: Any) ->
     # tiny supports in large buckets are int32
     assert RiceIndices().plan(1, 2**31 - 1).kind == IndexKind.INT32
     assert RiceIndices().plan(100, 10**5).kind == IndexKind.RICE
-
-
-@every_code
-@pytest.mark.usefixtures("no_type_checks")
-def test_small_buckets_send_every_support_there_is(indices: Any) -> None:
-    """Where a support of few elements is coded, the longest code there is has room."""
-    for numel, capacity in ((9, 2), (9, 5), (8, 7), (8, 8)):
-        for support in combinations(range(numel), capacity):
-            assert send(indices, torch.tensor(support), numel)[0] == capacity
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_the_longest_packed_code_is() -> None:
-    for numel, count, seed in product((200, 2000), (1, 5, 128, 129, 150), range(20)):
-        support = selection_of(scattered(numel, count, seed))
-        bits = int(packed_bits(support.indices, support.count))
-        assert bits <= 8 * -(-count // 128) + packed_longest(count, numel)
 
 
 def worst_for(name: str, capacity: Any, numel: Any) -> Any:
