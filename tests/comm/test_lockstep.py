@@ -47,7 +47,7 @@ def noting() -> Any:
     return transport
 
 
-def test_replies_of_collectives() -> None:
+def test_replies_of_collectives_which_are_not_shared_and_launched_tensors_which_are_invalidated() -> None:
     """Of sums and other reductions every rank has the same bits."""
     reductions: Any = {"sum": Tensor.sum, "mean": Tensor.mean, "min": Tensor.amin, "max": Tensor.amax}
     for size in (1, 2, 3, 5):
@@ -68,6 +68,16 @@ def test_replies_of_collectives() -> None:
             assert all(torch.equal(reply, own[root]) for reply in replies(comm.Broadcast, root))
     with pytest.raises(LockstepError):
         converse(LockstepWorld(2), [comm.ReduceScatter(torch.ones(5)) for _ in range(2)])
+    # A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN.
+    world, launched = LockstepWorld(2), [torch.ones(3) for _ in range(2)]
+    sums = converse(world, [comm.AllReduce(t, "sum") for t in launched])
+    others = converse(world, [comm.AllGather(torch.ones(3)) for _ in range(2)])
+    assert all(t.isnan().all() for t in launched) and all(reply.tolist() == [2.0] * 3 for reply in sums)
+    sums[0].zero_()
+    others[0][1].zero_()
+    assert sums[1].tolist() == [2.0] * 3 and others[1][1].tolist() == [1.0] * 3
+    exchange = [comm.Exchange({1: (sent := torch.ones(2))}, {}), comm.Exchange({}, {0: torch.empty(2)})]
+    assert converse(world, exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
 
 
 def test_all_to_all_with_uneven_splits_and_exchanges_with_neighbours_which_must_match() -> None:
@@ -92,19 +102,6 @@ def test_all_to_all_with_uneven_splits_and_exchanges_with_neighbours_which_must_
     ):
         with pytest.raises(LockstepError, match=words):
             converse(LockstepWorld(2), [comm.Exchange({1: torch.ones(sent)}, {}), comm.Exchange({}, into)])
-
-
-def test_replies_are_not_shared_between_ranks_and_launched_tensors_are_invalidated() -> None:
-    """A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN."""
-    world, own = LockstepWorld(2), [torch.ones(3) for _ in range(2)]
-    replies = converse(world, [comm.AllReduce(t, "sum") for t in own])
-    gathered = converse(world, [comm.AllGather(torch.ones(3)) for _ in range(2)])
-    assert all(t.isnan().all() for t in own) and all(reply.tolist() == [2.0] * 3 for reply in replies)
-    replies[0].zero_()
-    gathered[0][1].zero_()
-    assert replies[1].tolist() == [2.0] * 3 and gathered[1][1].tolist() == [1.0] * 3
-    exchange = [comm.Exchange({1: (sent := torch.ones(2))}, {}), comm.Exchange({}, {0: torch.empty(2)})]
-    assert converse(world, exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
 
 
 def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
@@ -229,7 +226,7 @@ def test_communicators_have_an_order_of_their_own_and_must_be_opened() -> None:
         total(alone(), "a", 1, "other")
 
 
-def test_ranks_take_turns_always_in_the_same_order() -> None:
+def test_ranks_take_turns_always_in_the_same_order_and_draw_numbers_of_their_own() -> None:
     """Shared objects, such as NumPy's random generator, therefore give the same numbers in every run."""
 
     def turns() -> Any:
@@ -251,13 +248,11 @@ def test_ranks_take_turns_always_in_the_same_order() -> None:
     assert order == turns()
     assert sorted(order) == [(step, rank) for step in range(3) for rank in range(3)]
 
-
-def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
     def draw(rank: int, exchange: Any) -> Tensor:
         torch.manual_seed(rank)
         return torch.stack([(torch.rand(2), exchange(step))[0] for step in range(3)])
 
-    def body(transport: Any) -> Tensor:
+    def drawing(transport: Any) -> Tensor:
         def exchange(step: int) -> None:
             work = total(transport, f"step{step}", 1)
             while step != 1 and not transport.poll(work):
@@ -266,7 +261,7 @@ def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
 
         return draw(transport.rank, exchange)
 
-    for rank, drawn in enumerate(LockstepWorld(3).run(body)):
+    for rank, drawn in enumerate(LockstepWorld(3).run(drawing)):
         assert torch.equal(drawn, draw(rank, lambda step: None))
 
 
@@ -296,7 +291,8 @@ def test_ranks_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert events.count("idle") >= 4 and all(a == b for a, b in switches)
 
 
-def test_poll_returns_whether_all_ranks_have_launched_and_waiting_alone_outside_of_run_raises() -> None:
+def test_poll_returns_whether_all_ranks_have_launched_and_waiting_in_vain_raises() -> None:
+    """Alone, where a rank returns early, or under different names: in a thread, which may hang."""
     one, other = LockstepWorld(2).transports
     first = total(one, "a", 1)
     assert not one.poll(first)
@@ -305,6 +301,23 @@ def test_poll_returns_whether_all_ranks_have_launched_and_waiting_alone_outside_
     transport = LockstepWorld(3).transports[1]
     with pytest.raises(LockstepError, match=r"a: rank 1 waits for ranks \[0, 2\]"):
         wait(transport, total(transport, "a", 1))
+
+    def body(transport: Any, early: int) -> None:
+        if transport.rank != early:
+            wait(transport, total(transport, "a" if early >= 0 else f"step{transport.rank}", 1))
+
+    def work(early: int, caught: list[str]) -> None:
+        try:
+            LockstepWorld(3, strict=early > 0).run(lambda transport: body(transport, early))
+        except LockstepError as error:
+            caught.append(str(error))
+
+    for early, words in ((2, "[2]"), (-1, "waits for ranks")):
+        caught: list[str] = []
+        thread = threading.Thread(target=work, args=(early, caught), daemon=True)
+        thread.start()
+        thread.join(patient(10))
+        assert len(caught) == 1 and words in caught[0]
 
 
 @pytest.mark.timeout(20)
@@ -324,27 +337,6 @@ def test_a_failing_rank_ends_all_ranks_with_its_error_and_their_requests_are_dro
         world.run(lambda transport: body(transport, 100, True))
     assert len(seen) == 2 and all("1" in message for message in seen)
     assert world.run(lambda transport: body(transport, 1, False)) == [3.0] * 3
-
-
-def test_ranks_that_wait_in_vain() -> None:
-    """A rank returns early, or ranks wait for each other under different names. In a thread, which may hang."""
-
-    def body(transport: Any, early: int) -> None:
-        if transport.rank != early:
-            wait(transport, total(transport, "a" if early >= 0 else f"step{transport.rank}", 1))
-
-    def work(early: int, caught: list[str]) -> None:
-        try:
-            LockstepWorld(3, strict=early > 0).run(lambda transport: body(transport, early))
-        except LockstepError as error:
-            caught.append(str(error))
-
-    for early, words in ((2, "[2]"), (-1, "waits for ranks")):
-        caught: list[str] = []
-        thread = threading.Thread(target=work, args=(early, caught), daemon=True)
-        thread.start()
-        thread.join(patient(10))
-        assert len(caught) == 1 and words in caught[0]
 
 
 def test_a_conversation_advances_by_rounds_which_have_names_and_never_waits() -> None:

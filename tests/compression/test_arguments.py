@@ -24,7 +24,7 @@ from dgc.wire import CastValues, Int8Values, PlainIndices, RiceIndices, SignValu
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def test_a_name_stands_for_the_object_with_its_defaults() -> None:
+def test_a_name_stands_for_the_object_with_its_defaults_and_wrong_ones_are_named() -> None:
     """What is not sent is lost only where asked for."""
     assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
     assert isinstance(DGCCompressor(0.001).memory, DGCSGDMemory)
@@ -37,6 +37,16 @@ def test_a_name_stands_for_the_object_with_its_defaults() -> None:
     assert {type(make()).__name__.lower(): make for make in SELECTORS.values()} == SELECTORS
     named = DGCCompressor(0.001, values="sign", indices="rice")
     assert isinstance(named.format.values, SignValues) and isinstance(named.format.indices, RiceIndices)
+    others: Any = {"compress_ratio": 0.1, "memory": ResidualMemory(), "warmup_epochs": 2}
+    for name, values in WRONG.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{name} must .*not ") as error:
+                DGCCompressor(**{**others, name: value})
+            assert repr(value) in str(error.value)
+    with pytest.raises(ValueError, match="lists 2 ratios for 3 warmup_epochs"):
+        DGCCompressor(0.1, NoMemory(), warmup_epochs=3, warmup_coeff=[0.5, 0.2])
+    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
+        DGCCompressor(0.1, ResidualMemory()).initialize(["weight", "bias"])  # type: ignore[list-item]
 
 
 WRONG: dict[str, list[Any]] = {
@@ -57,19 +67,6 @@ WRONG: dict[str, list[Any]] = {
     "values": ["fp17", CastValues],
     "indices": ["int31", PlainIndices],
 }
-
-
-def test_wrong_arguments_are_named() -> None:
-    given: Any = {"compress_ratio": 0.1, "memory": ResidualMemory(), "warmup_epochs": 2}
-    for name, values in WRONG.items():
-        for value in values:
-            with pytest.raises(ValueError, match=f"^{name} must .*not ") as error:
-                DGCCompressor(**{**given, name: value})
-            assert repr(value) in str(error.value)
-    with pytest.raises(ValueError, match="lists 2 ratios for 3 warmup_epochs"):
-        DGCCompressor(0.1, NoMemory(), warmup_epochs=3, warmup_coeff=[0.5, 0.2])
-    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
-        DGCCompressor(0.1, ResidualMemory()).initialize(["weight", "bias"])  # type: ignore[list-item]
 
 
 def test_each_keyword_of_the_original_names_a_part_and_a_part_given_as_such_takes_its_place() -> None:

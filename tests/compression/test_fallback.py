@@ -29,7 +29,7 @@ def fallback(name: str | None, values: ValueFormat | None = None, clipping: Any 
     return methods.SparseCompressor(0.01, memory, values=values, dense_values=name).fallback
 
 
-def test_dense_values_fit_the_values_of_the_method_unless_they_are_named() -> None:
+def test_dense_values_fit_the_method_unless_they_are_named_and_their_mean_is_clipped() -> None:
     assert type(fallback(None)) is type(fallback("fp32", SignValues())) is methods.DenseCompressor
     assert type(fallback(None, CastValues("fp16"))) is methods.FP16Compressor
     for name, chosen in (
@@ -43,6 +43,12 @@ def test_dense_values_fit_the_values_of_the_method_unless_they_are_named() -> No
         assert isinstance(chosen, DenseValuesCompressor) and chosen.values == name
         assert chosen.correction is None  # momentum stays with the optimizer
     assert isinstance(fallback("fp32", clipping=ClipByValue(1.0)), ClippedCompressor)
+    for size, name in product((1, 3), DENSE_VALUES):
+        own, make = [normal(N, seed=rank) for rank in range(size)], partial(fallback, name)
+        free = Ranks(size, make, SHAPES).step(own)
+        mean = Ranks(size, partial(make, clipping=ClipByNorm(0.5)), SHAPES).step(own)
+        for part, whole in zip(mean.split([64, 3000, 7]), free.split([64, 3000, 7]), strict=True):
+            torch.testing.assert_close(part, whole * (0.5 / whole.norm()))
 
 
 @pytest.mark.parametrize(("name", "most", "reduced"), [("int8", 7, 4), ("bf16", 4, 4), ("fp16", 2, 2)])
@@ -74,15 +80,6 @@ def test_a_large_element_makes_only_its_block_coarse() -> None:
     assert float(error[block].abs().max()) > 1
     error[block] = 0
     assert float(error.abs().max()) <= 3 / 127 / 2 * 1.001
-
-
-def test_the_mean_is_clipped() -> None:
-    for size, name in product((1, 3), DENSE_VALUES):
-        own, make = [normal(N, seed=rank) for rank in range(size)], partial(fallback, name)
-        free = Ranks(size, make, SHAPES).step(own)
-        mean = Ranks(size, partial(make, clipping=ClipByNorm(0.5)), SHAPES).step(own)
-        for part, whole in zip(mean.split([64, 3000, 7]), free.split([64, 3000, 7]), strict=True):
-            torch.testing.assert_close(part, whole * (0.5 / whole.norm()))
 
 
 def vectors(transport: Any, compression: Any, steps: int, state: Any = None) -> tuple[Tensor, Any]:

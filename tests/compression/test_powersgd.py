@@ -94,7 +94,7 @@ def test_each_rank_s_error_stays_bounded() -> None:
 
 
 @every_mode
-def test_zeros_give_zeros_and_training_goes_on(settings: Any) -> None:
+def test_zeros_give_zeros_and_a_dropped_step_never_was(settings: Any) -> None:
     """A factor that a zero gradient made zero would let nothing through ever after."""
     fleet = fleet_of([(30, 40), (30, 40)], **settings)
     for _ in range(3):
@@ -104,6 +104,17 @@ def test_zeros_give_zeros_and_training_goes_on(settings: Any) -> None:
     total = sum(fleet.step([[M, torch.zeros(30, 40)]])[0] for _ in range(4))
     share = 0.3 if settings.get("mode") == "square" else 0.9
     assert float(total[:1200] @ M.view(-1)) > share * 4 * float(M.square().sum())
+    # And global random numbers stay as they are.
+    shapes, generator = [(30, 40), (8,), (16, 3, 3, 3)], torch.get_rng_state()
+    fleet = fleet_of(shapes, 2, **settings)
+    for step in range(3):
+        fleet.step([[normal(*s, seed=step + r) for s in shapes] for r in range(2)])
+    before, bad = [c.state_dict() for c in fleet.states], [torch.zeros(s) for s in shapes]
+    bad[2][3] = float("inf")
+    fleet.step([[torch.zeros(s) for s in shapes], bad])
+    assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
+    assert_equal(before, [c.state_dict() for c in fleet.states])
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 @every_mode
@@ -123,21 +134,6 @@ def test_halves_are_multiplied_in_fp32_and_fp16_sends_half_and_keeps_what_roundi
         half.step(own), full.step(own)
         assert 2 * (half.world.meters[0].payload_bytes - 24) == full.world.meters[0].payload_bytes - 24
         assert half.errors()[0][2400:].any() and not full.errors()[0][2400:].any()
-
-
-@every_mode
-def test_a_dropped_step_never_was(settings: Any) -> None:
-    """And global random numbers stay as they are."""
-    shapes, generator = [(30, 40), (8,), (16, 3, 3, 3)], torch.get_rng_state()
-    fleet = fleet_of(shapes, 2, **settings)
-    for step in range(3):
-        fleet.step([[normal(*s, seed=step + r) for s in shapes] for r in range(2)])
-    before, bad = [c.state_dict() for c in fleet.states], [torch.zeros(s) for s in shapes]
-    bad[2][3] = float("inf")
-    fleet.step([[torch.zeros(s) for s in shapes], bad])
-    assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
-    assert_equal(before, [c.state_dict() for c in fleet.states])
-    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def test_the_rule_counts_the_flattened_matrix_and_bytes_of_resnet18_are_the_paper_s() -> None:
@@ -350,7 +346,7 @@ def assert_orthonormal(x: Any) -> None:
 
 
 @every_way
-def test_rows_are_orthonormal_and_span_the_same(way: Any) -> None:
+def test_rows_are_orthonormal_and_span_the_same_also_zeros_and_dependent_ones(way: Any) -> None:
     for shape in ((1, 1, 1), (4, 1, 7), (3, 2, 50), (2, 5, 5), (5, 7, 1000)):
         x = normal(*shape) * torch.logspace(-6, 6, shape[0])[:, None, None]
         basis = basis_of(x, way)
@@ -366,10 +362,6 @@ def test_rows_are_orthonormal_and_span_the_same(way: Any) -> None:
     together = basis_of(x, way)
     for i in range(6):
         torch.testing.assert_close(together[i : i + 1], basis_of(x[i : i + 1], way))
-
-
-@every_way
-def test_zeros_become_random_directions_and_dependent_rows_keep_what_there_is(way: Any) -> None:
     for r in (1, 3):
         x, noise = normal(3, r, 30), normal(3, r, 30, seed=5)
         x[1] = 0

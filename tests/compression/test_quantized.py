@@ -20,7 +20,7 @@ def once(make: Any, g: Any) -> Any:
     return Ranks(1, make, [tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
 
 
-def test_the_majority_decides_and_signum_is_the_sign_of_the_average_and_a_scale_is_a_tensor_s_own() -> None:
+def test_signs_their_majority_their_average_and_the_mean_of_each_side_of_each_row() -> None:
     g = normal(N, seed=0)
     torch.testing.assert_close(once(methods.ScaledSignCompressor, g), g.sign() * g.abs().mean())
     signs = torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])
@@ -40,10 +40,7 @@ def test_the_majority_decides_and_signum_is_the_sign_of_the_average_and_a_scale_
         m = beta * m + (1 - beta) * g
         agree = ranks.step([g]) == m.sign()
         assert agree[m.abs() > 1e-6].all()
-
-
-def test_one_bit_sends_the_mean_of_each_side_of_each_row() -> None:
-    """Rows are the outermost dimension."""
+    # Rows are the outermost dimension.
     g = normal(12 * 40, seed=1).view(12, 40)
     sent = once(methods.OneBitCompressor, g)
     for row, got in zip(g, sent, strict=True):

@@ -398,7 +398,7 @@ def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
     assert world.in_flight == world.pending_receives == 0
 
 
-def test_errors_of_the_user() -> None:
+def test_errors_of_the_user_and_a_failure_in_one_thread_is_one_of_every_rank() -> None:
     (channel,) = ChannelWorld(1).channels
     own, z, refused = ADPSGD(), torch.zeros(3), partial(check_refusals, kind=RuntimeError)
     check_refusals(
@@ -418,8 +418,6 @@ def test_errors_of_the_user() -> None:
     own.close()
     refused((own.begin_step, "closed"))
 
-
-def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:
     def body(rank: Any, own: Any, z: Any) -> Any:
         if rank == 1:
             own._protocol.channel.isend = Mock(side_effect=OSError("the cable is cut"))

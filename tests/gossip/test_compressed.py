@@ -29,7 +29,7 @@ def stepped(transport: Any, algorithm: Any, steps: Any) -> Any:
     return own
 
 
-def test_between_exchanges_every_rank_trains_alone() -> None:
+def test_between_exchanges_every_rank_trains_alone_and_knows_differences_of_public_copies() -> None:
     def body(transport: Any, average_every: int) -> Any:
         own = Trained(transport, gossip.CHOCO(quantizer=gossip.TopK(0.25), average_every=average_every))
         alone, sent = Trained(transport, OuterSteps(100)), []
@@ -45,16 +45,13 @@ def test_between_exchanges_every_rank_trains_alone() -> None:
     for (sent, ratio), ((one, *_), plain) in zip(every_third, every, strict=True):
         assert sent == [0, 0, one, one, one, 2 * one, 2 * one] and ratio == plain / 3
 
-
-def test_differences_of_public_copies() -> None:
-    """d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat."""
-
-    def body(transport: Any) -> Any:
+    # d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat.
+    def differences_of(transport: Any) -> Any:
         own = stepped(transport, gossip.CHOCO(), 15).algorithm
         assert off(next(iter(own.errors())), own.z - own.xhat) < 1e-6
         return own.xhat.double(), own.d.double()
 
-    xhat, differences = zip(*on(5, body), strict=True)
+    xhat, differences = zip(*on(5, differences_of), strict=True)
     for i, d in enumerate(differences):
         assert off(d, sum((xhat[j] - xhat[i]) / 3 for j in ((i + 1) % 5, (i - 1) % 5))) < 1e-5
     assert float(sum(differences).abs().max()) < 1e-5

@@ -54,7 +54,7 @@ def spoiled(n: Any, lane: Any, bad: Any) -> Any:
     return one, Pass(PassInputs(one.start.g, None, one.start.v))
 
 
-def test_floors_that_fit_and_others(native: Any) -> None:
+def test_floors_that_fit_and_others_and_structure_of_every_kind(native: Any) -> None:
     """The number of segments missed with lower bounds. Nothing else may depend on them."""
     thresholds = large().expected.thresholds
     nonsense = [torch.full_like(thresholds, x) for x in (float("inf"), float("nan"), -1.0, 0.0)]
@@ -64,6 +64,9 @@ def test_floors_that_fit_and_others(native: Any) -> None:
         assert int(large().check(native, lower_bounds).missed) == missed, lower_bounds
     for lower_bounds in (None, tiny().expected.thresholds * 0.9, tiny().expected.thresholds * 1.1):
         tiny().check(native, lower_bounds)
+    for number, (v, budget, expected) in enumerate(buffers()):
+        with case("buffer", number):
+            assert_same_choice(native.select(v, budget), expected)
 
 
 @cache
@@ -99,12 +102,6 @@ def buffers() -> Any:
     others = v.where(some, v * 1e-3), v.round(), v * some * 1e-40, v.where(v > 3, 0.0)
     made += [(each, chunks) for each in (v, *others)]
     return [(v, budget, REFERENCE.select(v, budget)) for v, budget in made]
-
-
-def test_structure_of_every_kind(native: Any) -> None:
-    for number, (v, budget, expected) in enumerate(buffers()):
-        with case("buffer", number):
-            assert_same_choice(native.select(v, budget), expected)
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -130,7 +130,7 @@ def test_a_large_mean_is_written_past_the_caches(quantizers: Any) -> None:
     assert same(mean, right / 3)
 
 
-def test_mxnet_s_layouts(quantizers: Any) -> None:
+def test_mxnet_s_layouts_and_uniform_levels_and_every_range_at_a_unit_of_its_own(quantizers: Any) -> None:
     v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
     half, one, total = torch.tensor([0.5]), torch.ones(1), torch.zeros(6)
     codes, residual = quantizers.tern_encode(v, one_range(v), half)
@@ -146,9 +146,6 @@ def test_mxnet_s_layouts(quantizers: Any) -> None:
     total = torch.ones(4)
     quantizers.tern_add_(torch.tensor([0b01111001, 0, 0, 0]).byte(), one_range(total), torch.tensor([2.0]), total)
     assert total.tolist() == [1, 3, -1, 1]
-
-
-def test_uniform_levels_and_every_range_at_a_unit_of_its_own(quantizers: Any) -> None:
     v, scale = torch.tensor([0.0, -7.0, 2.49, -2.5, 9.0, -0.4]), torch.tensor([7.0])
     codes, residual = quantizers.uniform_encode(v, one_range(v), scale, 7, 4, None)
     assert codes.tolist() == [0xF0, 0xB2, 0x07]

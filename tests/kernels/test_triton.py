@@ -50,7 +50,7 @@ def pass_of(g: Any, u: Any, v: Any, nesterov: bool = False, budget: Any = None) 
     return Pass(PassInputs((g,), u, v, 0.9, nesterov, decay=0.95), budget)
 
 
-def test_accumulate(kernels: Any) -> None:
+def test_accumulate_also_where_something_is_not_finite_denormal_or_a_negative_zero(kernels: Any) -> None:
     """Pieces that begin and end within tiles, empty ones, and one that is shorter than a tile. No momentum."""
     for n, nesterov in ((0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)):
         before = kernels.launches
@@ -65,9 +65,6 @@ def test_accumulate(kernels: Any) -> None:
             assert int(kernels.assign_(split(g, lengths), ours)) == REFERENCE.assign_((g,), theirs) == 198
             assert same(ours, theirs)
     pass_of(g, None, v).check(kernels)
-
-
-def test_nonfinite_counts_as_zero_and_denormals_and_negative_zeros_survive(kernels: Any) -> None:
     for bad in (float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38):
         g = random(300, 1)
         g[[299, 131, 190]] = bad
@@ -270,7 +267,7 @@ def test_subtract_at_and_decay(kernels: Any) -> None:
         assert all(map(same, mine, theirs)), (dtype, nesterov, n)
 
 
-def test_quantizers() -> None:
+def test_quantizers_and_means_of_several_ranks() -> None:
     ours = TritonQuantizers(TILE)
     for sizes, scales in (([0], [1.0]), ([1], [1.0]), ([33, 0, 70, 64, 1, 0, 66, 0], [1e37, 1e-40])):
         bounds, each = budget_of(sizes, [0] * len(sizes)).bounds, random(len(sizes), 4).abs()
@@ -283,10 +280,7 @@ def test_quantizers() -> None:
                 assert same(ours.positives(v, bounds), QUANTIZERS.positives(v, bounds))
                 found, expected = (coded(q, v, bounds, scale * each) for q in (ours, QUANTIZERS))
                 assert_same_codes(found, expected, v)
-
-
-def test_means_of_several_ranks_and_sums_of_several_segments() -> None:
-    """In one launch, of codes in one tensor, as after an all-gather, or each in its own."""
+    # In one launch, of codes in one tensor, as after an all-gather, or each in its own.
     bounds, n, ranks = budget_of([33, 0, 70, 64, 1, 0, 66], [0] * 7).bounds, 234, 3
     ours, each = TritonQuantizers(TILE), random(7, 4).abs()
     vs = [random(n, seed) * 10.0**seed for seed in range(ranks)]

@@ -136,7 +136,7 @@ def test_parameters_without_elements_and_of_half_precision() -> None:
     assert torch.equal(*models) and mean(lasts) < 0.6 * mean(firsts)
 
 
-def test_a_gradient_that_is_not_finite() -> None:
+def test_a_gradient_that_is_not_finite_and_a_rank_that_diverges_which_drops_its_last_steps() -> None:
     """In a step of T_v nobody moves. In another step its rank alone leaves out its part."""
 
     def all_of(own: Trained) -> Any:
@@ -159,9 +159,7 @@ def test_a_gradient_that_is_not_finite() -> None:
             first, second = on(2, partial(body, steps=steps, alike=in_variance_step))
             assert torch.equal(first, second) and bool(first.isfinite().all())
 
-
-def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
-    def body(transport: Any) -> Any:
+    def diverges(transport: Any) -> Any:
         own = trained(transport)
         own.steps(8)
         common = own.z.clone()
@@ -175,7 +173,7 @@ def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
         return own.z.clone()
 
     with pytest.warns(UserWarning, match=r"0.bias on rank 1 has NaN or inf.*dropped_exchanges"):
-        first, second = on(2, body)
+        first, second = on(2, diverges)
     assert torch.equal(first, second) and bool(first.isfinite().all())
 
 

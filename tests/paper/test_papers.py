@@ -25,7 +25,7 @@ def momentum_sgd(steps: Any, nesterov: Any, momentum: float = 0.9) -> Any:
     return -p.detach()
 
 
-def test_momentum_correction_loses_nothing() -> None:
+def test_momentum_correction_loses_nothing_and_what_is_sent_loses_its_momentum() -> None:
     """Without masking what was sent and what waits add up to momentum SGD; all of it is sent at D = 1."""
     steps = [[normal(N, seed=10 * step + rank) for rank in range(2)] for step in range(10)]
     for nesterov in (False, True):
@@ -36,10 +36,7 @@ def test_momentum_correction_loses_nothing() -> None:
             waits = sum(error.double() for error in ranks.errors()) / 2
             torch.testing.assert_close(sent + waits, expected, rtol=0, atol=1e-4)
             assert bool(waits.any()) == (ratio < 1)
-
-
-def test_what_is_sent_loses_its_momentum() -> None:
-    """By hand: U = V = (4, 2, 1) sends 4. Then U = (0, 1, 0.5), V = (0, 3, 1.5); not masked: (2, ..), (2, ..)."""
+    # By hand: U = V = (4, 2, 1) sends 4. Then U = (0, 1, 0.5), V = (0, 3, 1.5); not masked: (2, ..), (2, ..).
     for masking, waits, momenta in ((True, [0, 0, 1.5], [0, 0, 0.5]), (False, [2, 0, 1.5], [2, 1, 0.5])):
         ranks = Ranks(1, partial(paper.DGC, 1 / 3, 0.5, masking=masking), [(3, 1)])
         assert ranks.step([torch.tensor([4.0, 2.0, 1.0])]).tolist() == [4, 0, 0]

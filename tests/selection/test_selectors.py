@@ -197,7 +197,7 @@ def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
         assert passes == ["moments", "tail"]  # the first count is accepted
 
 
-def test_bad_options() -> None:
+def test_bad_options_and_every_estimator_is_in_the_table() -> None:
     wrong: list[tuple[Any, str, dict[str, Any]]] = [
         (Laplace, "stop is one of redsync, tight, exact", {"stop": "loose"}),
         (Laplace, "method is one of bisection, secant", {"method": "newton"}),
@@ -215,9 +215,6 @@ def test_bad_options() -> None:
         (selectors.TopKPerChunk, "chunk_size must be 1 element or more, not 0", {"chunk_size": 0}),
     ]
     check_refusals(*((partial(kind, **options), words) for kind, words, options in wrong))
-
-
-def test_every_estimator_is_in_the_table() -> None:
     estimators = {kind for base in Estimator.__subclasses__() for kind in (base, *base.__subclasses__())}
     of_product = {e.__name__ for e in estimators if e.__module__.startswith("dgc.")}
     # Fixed sends nothing where nothing reaches its threshold, which others never do
