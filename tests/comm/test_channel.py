@@ -83,7 +83,7 @@ class RecordingMPI:
         self.posted.append(("to", to, buffer))
 
 
-def test_a_buffer_is_the_memory_of_the_tensor() -> None:
+def test_a_buffer_is_memory_of_the_tensor_and_mpi_carries_four_times_the_bytes_it_counts(monkeypatch: Any) -> None:
     """Both ends of a message choose the same unit, by its length and not by its address."""
     for length, first in product((0, 3, 4, 7, 4096), (0, 1)):
         tensor = torch.arange(length + 1, dtype=torch.int64).to(torch.uint8)[first:][:length]
@@ -92,10 +92,7 @@ def test_a_buffer_is_the_memory_of_the_tensor() -> None:
         assert memory.tolist() == tensor.tolist()
         memory.fill(0)
         assert not tensor.any()
-
-
-def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is longer is refused before anything is posted."""
+    # One that is longer is refused before anything is posted.
     MPI, inner = RecordingMPI(), LockstepWorld(2).transports[0]
     monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
     monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)

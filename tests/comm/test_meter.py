@@ -53,8 +53,7 @@ def test_totals_count_groups_and_roots_and_continue_from_a_saved_state() -> None
     world.converse("test", [body() for _ in range(6)])
     for rank, meter in enumerate(world.meters):
         assert meter.payload_bytes == (4 + (rank % 3 == 1)) * 1200 and meter.rounds == 4
-        wire = 2 * 1200 * 5 / 6 + 1200 * 5 + 1200 * 2 + 1200 * 1 + 1200 * 2 / 3
-        assert meter.wire_bytes == pytest.approx(wire)
+        assert meter.wire_bytes == pytest.approx(2 * 1200 * 5 / 6 + 1200 * 5 + 1200 * 2 + 1200 * 1 + 1200 * 2 / 3)
     whole, first, second = TrafficMeter(2), TrafficMeter(2), TrafficMeter(2)
     four = LockstepWorld(4).transports[0]
     for each in (whole, first):

@@ -1,7 +1,4 @@
-"""How transports start and end in a process: environment variables, Horovod or torch, and the threads of groups.
-
-tests/parallel has what needs several ranks.
-"""
+"""How transports start and end in a process. tests/parallel has what needs several ranks."""
 
 import os
 import subprocess
@@ -114,19 +111,15 @@ torch.distributed.destroy_process_group()
 PROGRAM = """
 import atexit, time
 from pathlib import Path
-
 def threads():
     names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return sum("gloo_runloop" in name for name in names)
-
 atexit.register(lambda: print("at exit", threads()))
-
 import torch
 import torch.distributed as dist
 from dgc.comm import all_reduce
 from dgc.comm.requests import AllReduce
 from dgc.comm.torch_distributed import connect
-
 if {initialised}:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     time.sleep({seconds})  # a new thread has no name yet
@@ -178,16 +171,13 @@ def test_the_threads_of_all_groups_end_at_the_same_time(monkeypatch: pytest.Monk
 # Rank 1 ends while it waits for two messages. Its shutdown lasts until rank 0 has sent them, or has failed to.
 ENDS = """
 import atexit, sys, threading, time
-
 atexit.register(lambda: print(sum(thread.name == "dgc-messages" for thread in threading.enumerate())))
-
 from contextlib import suppress
 from pathlib import Path
 import torch
 import torch.distributed as dist
 from dgc.comm.requests import Exchange
 from dgc.comm.torch_distributed import connect
-
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 ending, sent = folder / "ending", folder / "sent"
 

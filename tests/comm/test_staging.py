@@ -1,7 +1,4 @@
-"""Messages and numbers through host memory: when they are launched and read, and that nothing else changes.
-
-No GPU is needed: stand-ins for an event and for a copy say when they are done.
-"""
+"""Messages and numbers through host memory, with stand-ins for an event and for a copy: no GPU is needed."""
 
 from typing import Any
 

@@ -95,8 +95,7 @@ def test_each_keyword_of_the_original_names_a_part_and_a_part_given_as_such_take
     ):
         with pytest.warns(UserWarning, match=words):
             compressor = DGCCompressor(0.01, ResidualMemory(), **keyword, **{part: options[part]})
-        used = {"selector": compressor.selector, **vars(compressor.format)}
-        assert used[part] is options[part]
+        assert {"selector": compressor.selector, **vars(compressor.format)}[part] is options[part]
 
 
 def ratios(epochs: int = 7, **options: Any) -> Any:
@@ -186,18 +185,11 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_what_each_compressor_refuses() -> None:
+def test_what_each_compressor_refuses_also_states_of_others() -> None:
     check_refusals(*((partial(make, **wrong), words) for make, wrong, words in ARGUMENTS))
     rounding = (methods.FP16Compressor, partial(methods.QSGDCompressor, error_feedback=False))
     starts = (partial(Ranks, 1, partial(methods.EF21Compressor, make()), [(3, 7)]) for make in rounding)
     check_refusals(*((start, "has no residual to send the rest later") for start in starts))
-
-
-def states(make: Any, *shapes: Any) -> Any:
-    return Fleet(make, 1, [torch.zeros(shape) for shape in shapes]).states[0]
-
-
-def test_states_of_other_compressors_and_models_are_refused() -> None:
     powersgd, squeeze = partial(POWERSGD, 2), partial(states, methods.DoubleSqueezeCompressor, (7, 20), (33,))
     of_matrix = partial(states, powersgd, (30, 40))
     low_rank, squeezed, other = of_matrix().state_dict(), squeeze().state_dict(), "state of another compressor"
@@ -217,3 +209,7 @@ def test_states_of_other_compressors_and_models_are_refused() -> None:
     for make in (methods.DenseCompressor, methods.FP16Compressor, methods.BF16Compressor):
         rows.append((partial(states, make, (3,)), {"residuals": {"p0": torch.zeros(3)}}, other))
     check_refusals(*((partial(make().load_state_dict, state), words) for make, state, words in rows))
+
+
+def states(make: Any, *shapes: Any) -> Any:
+    return Fleet(make, 1, [torch.zeros(shape) for shape in shapes]).states[0]

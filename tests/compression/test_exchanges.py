@@ -126,7 +126,7 @@ def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_meter_agrees_with_the_planned_bytes_and_a_bucket_goes_dense_where_that_is_cheaper() -> None:
+def test_bytes_are_planned_and_those_of_the_docs_and_a_bucket_goes_dense_where_that_is_cheaper() -> None:
     """Of the rank that sends most; laws/table.py has the formulas of payloads."""
     for size, exchange in product((3, 8, 11, 16), ("gtopk", "reduce_scatter")):
         ranks = ranks_of(size, exchange, int32_indices=True)
@@ -141,6 +141,26 @@ def test_the_meter_agrees_with_the_planned_bytes_and_a_bucket_goes_dense_where_t
         assert all(isinstance(result, kind) for result in results)
         dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
         assert ranks.world.meters[0].wire_bytes <= dense
+    # A bucket of ResNet-50's size at 0.1 %. auto sends the fewest bytes of the two.
+    payload, chosen = payload_of(25_557_032, 0.001), []
+    fewest, many = (wire_bytes("reduce_scatter", payload, size) for size in (8, 1024))
+    assert many <= 1.5 * fewest and wire_bytes("all_gather", payload, 1024) > 300 * many
+    for size in (8, 16, 64, 256, 1024):
+        assert wire_bytes("reduce_scatter", payload, size) <= 6 * 4 * payload.budget.capacity
+    for size in (1, 2, 3, 4, 8, 1024):
+        exchanges = ("all_gather", "reduce_scatter", "auto")
+        gathered, scattered, auto = (wire_bytes(name, payload, size) for name in exchanges)
+        assert auto == min(gathered, scattered)
+        chosen.append(scattered < gathered)
+    assert chosen == [False, False, False, True, True, True]
+    text = Path(__file__).parents[2].joinpath("docs/methods.md").read_text()
+    head = "| ranks | `all_gather` | `reduce_scatter` | `gtopk` |\n|---:|---:|---:|---:|\n"
+    table = text.split(head)[1].split("\n\n")[0].splitlines()
+    assert len(table) > 4
+    for row in table:
+        size = int(row.split("|")[1])
+        planned = [wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter", "gtopk")]
+        assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
 
 
 @pytest.mark.parametrize(("masking", "u"), [(True, [0, 0, 0, 3, 4, 5]), (False, [0, 1, 2, 3, 4, 5])])
@@ -167,29 +187,6 @@ def test_what_returns_is_added_once_and_momentum_is_masked_where_this_rank_sent(
     inputs = memory.pass_inputs(bucket)
     assert inputs.sent is None and inputs.u is not None and inputs.u.tolist() == u
     assert errors() == [inputs.v.tolist()] == [v]
-
-
-def test_bytes_do_not_grow_with_the_number_of_ranks_and_are_those_of_the_docs() -> None:
-    """A bucket of ResNet-50's size at 0.1 %. auto sends the fewest bytes of the two."""
-    payload, chosen = payload_of(25_557_032, 0.001), []
-    few, many = (wire_bytes("reduce_scatter", payload, size) for size in (8, 1024))
-    assert many <= 1.5 * few and wire_bytes("all_gather", payload, 1024) > 300 * many
-    for size in (8, 16, 64, 256, 1024):
-        assert wire_bytes("reduce_scatter", payload, size) <= 6 * 4 * payload.budget.capacity
-    for size in (1, 2, 3, 4, 8, 1024):
-        exchanges = ("all_gather", "reduce_scatter", "auto")
-        gathered, scattered, auto = (wire_bytes(name, payload, size) for name in exchanges)
-        assert auto == min(gathered, scattered)
-        chosen.append(scattered < gathered)
-    assert chosen == [False, False, False, True, True, True]
-    text = Path(__file__).parents[2].joinpath("docs/methods.md").read_text()
-    head = "| ranks | `all_gather` | `reduce_scatter` | `gtopk` |\n|---:|---:|---:|---:|\n"
-    rows = text.split(head)[1].split("\n\n")[0].splitlines()
-    assert len(rows) > 4
-    for row in rows:
-        size = int(row.split("|")[1])
-        planned = [wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter", "gtopk")]
-        assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
 
 
 def test_a_rank_with_other_settings_is_named_and_told_the_cure() -> None:

@@ -378,5 +378,4 @@ def test_rows_are_orthonormal_and_span_the_same_also_zeros_and_dependent_ones(wa
     assert_orthonormal(basis)
     for i in range(2):
         rows = x[i] / x[i].norm(dim=1, keepdim=True).clamp(min=1e-30)
-        outside = rows - rows @ basis[i].T @ basis[i]
-        assert float(outside.norm(dim=1)[[0, 1, 3]].max()) < 1e-4
+        assert float((rows - rows @ basis[i].T @ basis[i]).norm(dim=1)[[0, 1, 3]].max()) < 1e-4

@@ -1,4 +1,4 @@
-"""The small quantizing and sampling compressors, each against its definition."""
+"""The small quantizing and sampling compressors and EF21, each against its definition."""
 
 from functools import partial
 from itertools import product
@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 from compression.ranks import Ranks, normal
+from optim import nets
 
 from dgc import compression as methods
+from dgc import paper
 from dgc.compression.signs import rows_of
 from dgc.compression.svd import inclusion
+from dgc.engine.redistribute import redistribute
+from dgc.memory import ResidualMemory
+from dgc.optim import MuonWithAdamW, muon_groups
 from dgc.wire.envelope import sealed_bytes
 
 N = 600
@@ -38,8 +43,7 @@ def test_signs_their_majority_their_average_and_the_mean_of_each_side_of_each_ro
     for step in range(20):
         g = normal(N, seed=step)
         m = beta * m + (1 - beta) * g
-        agree = ranks.step([g]) == m.sign()
-        assert agree[m.abs() > 1e-6].all()
+        assert (ranks.step([g]) == m.sign())[m.abs() > 1e-6].all()
     # Rows are the outermost dimension.
     g = normal(12 * 40, seed=1).view(12, 40)
     sent = once(methods.OneBitCompressor, g)
@@ -179,3 +183,51 @@ def test_every_wire_of_threshold_codes_gives_the_same_bits_in_as_few_bytes_as_ca
         first, *others = (fleet.step([g * x for g in own]) for fleet, x in zip(fleets, factors, strict=True))
         for factor, found in zip(factors[1:], others, strict=True):
             torch.testing.assert_close(found, first * factor, rtol=1e-5, atol=1e-30)
+
+
+TWO_MATRICES = [(40, 5), (3, 7)]
+
+
+def ef21(ratio: float = 0.1, beta: float = 0.2) -> Any:
+    return methods.EF21Compressor(methods.DGCCompressor(ratio, ResidualMemory(), selector="exact"), beta)
+
+
+def test_ef21_by_definition_and_estimates_and_momenta_differ_by_the_errors() -> None:
+    for size in (1, 3):
+        fast, defined = Ranks(size, ef21, TWO_MATRICES), Ranks(size, partial(paper.EF21, 0.1, 0.2), TWO_MATRICES)
+        for step in range(12):
+            own = [normal(221, seed=10 * step + rank) for rank in range(size)]
+            torch.testing.assert_close(fast.step(own), defined.step(own), rtol=0, atol=1e-6)
+    # After a dropped step too.
+    ranks = Ranks(3, ef21, TWO_MATRICES)
+    for step in range(5):
+        own = [normal(221, seed=10 * step + rank) for rank in range(3)]
+        if step == 3:
+            own[1][7] = float("nan")
+        (result, *_), _ = ranks.exchange(own)
+        assert (result.nonfinite is not None) == (step == 3)
+        if step == 3:
+            for states, bucket in zip(ranks.states, ranks.buckets, strict=True):
+                states.rollback(bucket)
+    saved: list[Any] = [states.state_dict() for states in ranks.states]
+    for loaded in (saved, redistribute(saved, 2), redistribute(saved, 5)):
+        for name, shape in zip(("p0", "p1"), TWO_MATRICES, strict=True):
+            parts = [[state[table][name].double() for state in loaded] for table in ("momentum", "residuals")]
+            difference = sum(m - e for m, e in zip(*parts, strict=True)) / len(loaded)
+            assert difference.shape == shape
+            torch.testing.assert_close(difference, loaded[0]["estimate"][name].double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
+def test_without_compression_it_is_muon_without_nesterov() -> None:
+    def muon(model: Any, **options: Any) -> Any:
+        return MuonWithAdamW(muon_groups(model, ["last.*"]), lr=0.01, ns_precision="fp32", **options)
+
+    model, other = nets.net(), nets.net()
+    for net in (model, other):
+        for p in (net.first.bias, net.spare.bias, *net.last.parameters()):
+            p.requires_grad_(False)
+    method = methods.EF21Compressor(methods.DenseCompressor())
+    nets.train(model, nets.wrap(model, nets.alone(), partial(muon, momentum=0.0), compression=method), range(5))
+    nets.train(other, muon(other, nesterov=False), range(5))
+    nets.assert_same(model, other)

@@ -197,8 +197,8 @@ def after(steps: int, make: Any, size: int, local_size: int | None = None, **opt
 
 def losses(steps: int, make: Any, size: int, local_size: int | None = None) -> tuple[float, float]:
     """The first and the last, as means over ranks."""
-    found = each(size, make, lambda own: own.steps(steps), local_size)
-    return mean([of_rank[0] for of_rank in found]), mean([of_rank[-1] for of_rank in found])
+    first, *_, last = map(mean, zip(*each(size, make, lambda own: own.steps(steps), local_size), strict=True))
+    return first, last
 
 
 def after_joint_steps(steps: int, size: int) -> Tensor:

@@ -49,9 +49,7 @@ GRAPHS = {
     gossip.full: (5,),
     gossip.exponential: (8,),
 }
-CASES: list[Any] = [
-    pytest.param(graph, size, id=f"{graph.__name__}-{size}") for graph, sizes in GRAPHS.items() for size in sizes
-]
+CASES: list[Any] = [pytest.param(graph, n, id=f"{graph.__name__}-{n}") for graph, ns in GRAPHS.items() for n in ns]
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
@@ -77,10 +75,8 @@ class Simulation:
         generator = torch.Generator().manual_seed(self.seed)
         self.xs = list(torch.randn(size, self.numel, generator=generator, dtype=torch.float32))
         pairs = bipartite_subgraph(self.topology)
-        self.protocols = [
-            AveragingProtocol(x, pairs, channel, self.averagings_per_step, self.timeout)
-            for x, channel in zip(self.xs, self.world.channels, strict=True)
-        ]
+        ends, limits = zip(self.xs, self.world.channels, strict=True), (self.averagings_per_step, self.timeout)
+        self.protocols = [AveragingProtocol(x, pairs, channel, *limits) for x, channel in ends]
         self.now, self.tag = 0.0, 0
         for rank in range(size):
             self.begin(rank)
@@ -378,7 +374,7 @@ def optimizer_of(p: Any, transport: Any, lr: float) -> LocalOptimizer:
     return LocalOptimizer(inner, [("p", p)], ADPSGD(timeout=patient(20)), transport=transport)
 
 
-def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
+def test_closing_receives_what_is_on_its_way_and_no_rank_trains_before_all_are_connected() -> None:
     """Also on ranks that close long before others do. Each step adds one to its rank's model."""
     world = ChannelWorld(3)
 
@@ -396,6 +392,21 @@ def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
 
     assert float(total(in_threads(3, on_rank))[0]) == pytest.approx(60, rel=1e-5)
     assert world.in_flight == world.pending_receives == 0
+    channels, connected = ChannelWorld(2), threading.Event()
+
+    def connecting(transport: Any) -> None:
+        def channel() -> Any:
+            if transport.rank == 1:
+                threading.Event().wait(0.3)
+                connected.set()
+            return channels.channels[transport.rank]
+
+        transport.channel = channel
+        optimizer = optimizer_of(torch.nn.Parameter(torch.zeros(3)), transport, 0.1)
+        assert connected.is_set()
+        optimizer.close()
+
+    LockstepWorld(2).run(connecting)
 
 
 def test_errors_of_the_user_and_a_failure_in_one_thread_is_one_of_every_rank() -> None:
@@ -427,21 +438,3 @@ def test_errors_of_the_user_and_a_failure_in_one_thread_is_one_of_every_rank() -
                 threading.Event().wait(0.001)
 
     together(3, body, timeout=patient(1))
-
-
-def test_no_rank_trains_before_all_are_connected() -> None:
-    channels, connected = ChannelWorld(2), threading.Event()
-
-    def on_rank(transport: Any) -> None:
-        def channel() -> Any:
-            if transport.rank == 1:
-                threading.Event().wait(0.3)
-                connected.set()
-            return channels.channels[transport.rank]
-
-        transport.channel = channel
-        optimizer = optimizer_of(torch.nn.Parameter(torch.zeros(3)), transport, 0.1)
-        assert connected.is_set()
-        optimizer.close()
-
-    LockstepWorld(2).run(on_rank)

@@ -22,7 +22,7 @@ def schedule(topology: Any, rank: int = 0) -> Any:
 
 
 @at_every_size(ROWS, SIZES)
-def test_in_peers_mirror_out_peers_and_shares_keep_sums(row: Any, size: Any) -> None:
+def test_in_peers_mirror_out_peers_and_rounds_keep_sums_and_converge_to_the_mean(row: Any, size: Any) -> None:
     """Equal shares keep the sum over ranks, Metropolis weights every rank's total too."""
     topology = row.make(size)
     assert topology.size == size
@@ -37,6 +37,22 @@ def test_in_peers_mirror_out_peers_and_shares_keep_sums(row: Any, size: Any) -> 
     else:
         with pytest.raises(TopologyError, match="symmetric"):
             check_mixing(topology, metropolis)
+    graph, own = row.make(size), values(size, shape=(3,))
+    states = [initial_state(x) for x in own]
+    for t in range(4):
+        rounds = [gossip.push_sum_round(state, rank, t, graph) for rank, state in enumerate(states)]
+        states = LockstepWorld(size).converse("round", rounds)
+    x, w, P = torch.stack([s.x for s in states]), torch.stack([s.w for s in states]), mixed(graph, uniform, 4)
+    torch.testing.assert_close(x, P @ torch.stack(own))
+    torch.testing.assert_close(w, P.sum(1))
+    torch.testing.assert_close(x.sum(0), sum(own), rtol=0, atol=1e-12)
+    assert float(w.sum()) == pytest.approx(size, abs=1e-12)
+    P = long_product(row.make(size), uniform)
+    mean = torch.full_like(P, 1 / size)
+    torch.testing.assert_close(P / P.sum(1, keepdim=True), mean, rtol=0, atol=1e-6)
+    assert row.pairs or not row.doubly_stochastic or bool((P.sum(1) - 1).abs().max() < 1e-9)
+    if row.pairs:
+        torch.testing.assert_close(long_product(row.make(size), metropolis), mean, rtol=0, atol=1e-6)
 
 
 def test_published_schedules_and_a_matching_repeats_with_its_seed() -> None:
@@ -143,26 +159,6 @@ def mixed(topology: Any, mixing: Any, rounds: Any) -> Any:
     for t in range(rounds):
         P = mixing_matrix(topology, mixing, t) @ P
     return P
-
-
-@at_every_size(ROWS, SIZES)
-def test_rounds_equal_the_mixing_matrix_preserve_sums_and_converge_to_the_mean(row: Any, size: Any) -> None:
-    topology, own = row.make(size), values(size, shape=(3,))
-    states = [initial_state(x) for x in own]
-    for t in range(4):
-        rounds = [gossip.push_sum_round(state, rank, t, topology) for rank, state in enumerate(states)]
-        states = LockstepWorld(size).converse("round", rounds)
-    x, w, P = torch.stack([s.x for s in states]), torch.stack([s.w for s in states]), mixed(topology, uniform, 4)
-    torch.testing.assert_close(x, P @ torch.stack(own))
-    torch.testing.assert_close(w, P.sum(1))
-    torch.testing.assert_close(x.sum(0), sum(own), rtol=0, atol=1e-12)
-    assert float(w.sum()) == pytest.approx(size, abs=1e-12)
-    P = long_product(row.make(size), uniform)
-    mean = torch.full_like(P, 1 / size)
-    torch.testing.assert_close(P / P.sum(1, keepdim=True), mean, rtol=0, atol=1e-6)
-    assert row.pairs or not row.doubly_stochastic or bool((P.sum(1) - 1).abs().max() < 1e-9)
-    if row.pairs:
-        torch.testing.assert_close(long_product(row.make(size), metropolis), mean, rtol=0, atol=1e-6)
 
 
 def long_product(topology: Any, mixing: Any) -> Any:

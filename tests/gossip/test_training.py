@@ -25,9 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 def check_the_mean(row: Any, size: Any, steps: Any) -> Any:
-    """Steps without gradients keep it. Returns how far the models are from it at the end, in the largest element,
-    and as a share of how far they are from it at the start.
-    """
+    """Steps without gradients keep it. Returns the largest distance at the end, and its share of the first one."""
 
     def body(own: Any) -> Any:
         start = own.scatter().z.double()
@@ -387,9 +385,7 @@ def test_ranks_with_other_models_are_told_apart(transport: Any) -> None:
 
 @pytest.mark.parametrize("row", [*nets.ROWS, *nets.OUTER], ids=lambda row: row.name)
 def test_a_flipped_bit_of_a_message_is_an_error_that_names_the_sender(row: Any) -> None:
-    """In the first and last message of a rank, which may be settings. All places of the first algorithm, three of
-    the others': the envelope is the same. Some algorithms only reduce.
-    """
+    """In the first and last message, at all places of the first algorithm's and at three of the others'."""
 
     def body(transport: Any) -> None:
         own = nets.Trained(transport, row.make())
@@ -398,7 +394,7 @@ def test_a_flipped_bit_of_a_message_is_an_error_that_names_the_sender(row: Any) 
 
     clean, unnoticed = Noisy(4), []
     clean.run(body)
-    for number in {0, len(clean.messages) - 1} if clean.messages else ():
+    for number in {0, len(clean.messages) - 1} if clean.messages else ():  # some only reduce
         for byte in places(clean.messages[number])[:: 1 if row is nets.ROWS[0] else 4]:
             try:
                 Noisy(4, None, flip(byte), number).run(body)

@@ -1,6 +1,4 @@
-"""Products of low-rank methods: every backend, instruction set and number of threads is close to fp64, and where
-bits are promised they are the same.
-"""
+"""Products of low-rank methods: every backend is close to fp64, and where bits are promised they are the same."""
 
 from dataclasses import replace
 from itertools import product
@@ -37,9 +35,7 @@ def assert_close(own: Any, wanted: Any, terms: Any) -> None:
 
 
 def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
-    """A batch alone has the same bits, and so has what is subtracted alone: a residual that is saved goes on like
-    one that is kept.
-    """
+    """A batch, and what is subtracted, has the same bits alone: a saved residual goes on like a kept one."""
     given = Given(SHAPES, 70)
     for even, (sends, errors) in product((True, False), ((True, True), (True, False), (False, False))):
         update = SentUpdate(given.products, given.errors if errors else None) if sends else None

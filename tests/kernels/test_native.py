@@ -1,6 +1,4 @@
-"""What is particular to native kernels: segments, threads and instruction sets, building and loading, and that a
-wrong tensor at the boundary to native code is an error that says so, never a crash.
-"""
+"""What is particular to native kernels: threads and instruction sets, building, and which tensors they refuse."""
 
 import platform
 import struct

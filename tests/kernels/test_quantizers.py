@@ -1,6 +1,4 @@
-"""Quantizers, and blocks with a scale each: all backends and numbers of threads give the reference's bits, which
-are right.
-"""
+"""Quantizers, and blocks with a scale each: all backends give the reference's bits, which are right."""
 
 from functools import cache, partial
 from itertools import product
@@ -79,11 +77,7 @@ def test_statistics(quantizers: Any) -> None:
 
 @cache
 def mean_cases() -> Any:
-    """(numbers of the ranks, bounds, their values by segment, factors, size, their codes and mean by operation).
-
-    Group sizes and their ends, ranks that are added together and that are not, segments that begin anywhere, sizes
-    that are powers of two and not, values of other sizes on each rank, and zeros.
-    """
+    """(n, bounds, values of the ranks, factors, size, codes and mean by operation), at the ends of groups."""
     made = []
     for n, ranks in ((0, 2), (1, 1), (33, 2), (100, 3), (4097, 4), (4100, 5), (40_000, 9)):
         for bounds in cases(n)[0][1], cases(n)[-1][1]:
@@ -210,7 +204,7 @@ def assert_unbiased(encode: Any, v: Any, below: Any, above: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_random_rounding_is_unbiased() -> None:
+def test_random_rounding_is_unbiased_and_its_numbers_are_uniform_and_uncorrelated() -> None:
     v = random(300, 5)
     largest, quantizers = v.abs().max().view(1), NativeQuantizers()
     for bits, levels in ((2, 1), (4, 7), (8, 100)):
@@ -222,9 +216,6 @@ def test_random_rounding_is_unbiased() -> None:
     assert_unbiased(lambda s: quantizers.natural_encode(v, s), v, below, 2 * below)
     tiny = v.clamp(-5, 5) * 2e-39
     assert_unbiased(lambda s: quantizers.natural_encode(tiny, s), tiny, 0.0, 2.0**-126)
-
-
-def test_random_numbers_are_uniform_and_neighbours_uncorrelated() -> None:
     n = 1 << 16
     drawn = [random_bits(n, seed, torch.device("cpu")) for seed in (0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1)]
     for bits, shift in product(drawn, (0, 8, 16, 24)):

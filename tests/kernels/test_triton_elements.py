@@ -165,8 +165,7 @@ def test_a_mean_that_overflows_and_waits() -> None:
     backend, _ = backends(TritonElementCoder(64))
     steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True)
     steps.step([torch.full((NUMEL,), 3e4, device=DEVICE)])
-    errors = next(iter(steps.states[0].errors()))
-    errors.fill_(1e5)
+    next(iter(steps.states[0].errors())).fill_(1e5)
     with warnings.catch_warnings(), watching() as watch:
         warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of the overflow
         (result,), _, _ = steps.step([torch.zeros(NUMEL, device=DEVICE)])

@@ -1,7 +1,4 @@
-"""The Triton backend's low-rank products and bases; in Triton's interpreter where there is no GPU.
-
-Sums have the reference's bits where they have one term, and are close to fp64 otherwise.
-"""
+"""The Triton backend's low-rank products and bases: the reference's bits where sums have one term, else close."""
 
 from functools import partial
 from itertools import product
@@ -93,10 +90,7 @@ def test_what_is_not_finite_counts_as_zero_and_later_half_steps_leave_out_what_w
         assert same(v, given.v) and message.first_nonfinite is None
         plain = LowRank(REFERENCE).project(v.double().float(), given.batches, sent, given.X[even], even, EXACT)
         assert_close(message.numbers, plain.numbers, 100)
-
-
-def test_one_square_matrix(ours: Any) -> None:
-    """The pieces are of any length. Zeros follow them."""
+    # The pieces are of any length. Zeros follow them.
     batch, g = Batch((0, 1), 0, 1, 40, 40, 2, 1590), normal(1590, seed=1)
     X, sent = [normal(1, 2, 40, seed=2)], SentUpdate([(normal(1, 2, 40, seed=3), normal(1, 2, 40, seed=4))])
     g[700] = torch.nan

@@ -1,7 +1,5 @@
-"""Where a step on a GPU makes the host wait for the device: nowhere but in the functions that are listed here.
-
-In Triton's interpreter, where the operations that would wait or copy from the host can be seen without a GPU. It
-also counts the bytes that kernels move, which are those that they state (`dgc.kernels.triton_tables.moves`).
+"""Where a step on a GPU makes the host wait: nowhere but in the functions listed here. Kernels move the bytes that
+they state (`dgc.kernels.triton_tables.moves`). Triton's interpreter shows both without a GPU.
 """
 
 from collections.abc import Iterator
@@ -113,7 +111,7 @@ def test_no_method_waits_elsewhere() -> None:
         assert seen == list(READ), settings
 
 
-def test_launches_for_a_payload_and_for_the_mean_of_all_ranks() -> None:
+def test_launches_for_a_payload_for_the_mean_of_all_ranks_and_of_powersgd(monkeypatch: Any) -> None:
     """Kernels and PyTorch's operations. Their number does not depend on that of the ranks."""
     elements = ("scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks")
     for name, ranks, encoding, decoding in (
@@ -129,10 +127,7 @@ def test_launches_for_a_payload_and_for_the_mean_of_all_ranks() -> None:
     ):
         both = launches_of(COUNTED[name], ranks, torch.device(DEVICE))
         assert [(own.kernels, own.operations) for own in both] == [encoding, decoding], (name, ranks)
-
-
-def test_launches_of_powersgd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's included: of all half steps, with matrices of one shape and of three."""
+    # PyTorch's included: of all half steps, with matrices of one shape and of three.
     shapes: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}
     cases: list[Any] = [({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes]
     cases += [({"rank": 2, "wire": "fp16"}, 1, 8), ({"rank": 2, "mode": "square"}, 3, 13)]
@@ -151,10 +146,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 @contextmanager
 def measured() -> Iterator[list[Any]]:
-    """Collect (kernel, programs, bytes moved, bytes stated) of each launch; bytes read, and bytes written.
-
-    A scalar access moves its own bytes, that of a block of elements all sectors that these touch.
-    """
+    """Collect (kernel, programs, bytes moved, bytes stated): of a scalar its own, of a block whole sectors."""
     found, moved = [], {"read": 0, "written": 0}
 
     def count(directions: str, pointers: Any, mask: Any) -> None:

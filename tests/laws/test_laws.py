@@ -1,7 +1,4 @@
-"""The laws: what every compressor keeps, in lockstep at 1, 2, 3 and 5 ranks, and exchanges at 4 and 8.
-
-And dgc.testing finds each broken law by name, in a compressor that breaks only this one.
-"""
+"""The laws that every compressor keeps, in lockstep, of which dgc.testing finds each broken one by name."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 def two_bits() -> methods.SparseCompressor:
-    form: Any = {"values": TwoBitValues(), "indices": RiceIndices()}
-    return methods.SparseCompressor(0.1, ResidualMemory(), vectors="sparse", **form)
+    return methods.SparseCompressor(0.1, ResidualMemory(), None, TwoBitValues(), RiceIndices(), vectors="sparse")
 
 
 rank_1: Any = partial(methods.PowerSGDCompressor, rank=1)
@@ -250,14 +249,9 @@ def test_what_cannot_be_is_refused() -> None:
     with_momentum = methods.DGCCompressor(0.1, DGCSGDMemory(0.9))
     steps, ramp, slowmo = cast(Any, (OuterSteps, Ramp, SlowMo))  # arguments of another type than annotated
 
-    def failing(factor: Any) -> tuple[Any, str]:
-        return lambda: steps(2, outer_schedule=lambda _: factor), f"outer_schedule returned {factor} at step 2"
-
-    def never(H: Any) -> tuple[Any, str]:
-        return lambda: steps(H), f"average_every must .* at least 1 step, not {H!r}"
-
+    failing, never = "outer_schedule returned {} at step 2", "average_every must .* at least 1 step, not {!r}"
     rows: list[tuple[Any, str]] = [
-        *map(never, (0, 2.5, math.nan, True, "2")),
+        *((partial(steps, H), never.format(H)) for H in (0, 2.5, math.nan, True, "2")),
         (lambda: steps(2, delay=0.5), "delay must be a whole number of 0 steps or more, not 0.5"),
         (lambda: steps(2, warmup_steps=None), "warmup_steps must be a whole number of 0 steps or more"),
         (lambda: steps(2, alpha="0"), "alpha must be a number, not '0'"),
@@ -267,7 +261,7 @@ def test_what_cannot_be_is_refused() -> None:
         *((partial(steps, 2, outer=outer), "outer must make an optimizer") for outer in (Nesterov, 0.7)),
         (lambda: steps(2, outer=len), "outer must return an optimizer of torch"),
         *((partial(steps, 2, outer_schedule=f), "outer_schedule must return a factor") for f in (Ramp, 0.4)),
-        *map(failing, (math.nan, -1.0, None)),
+        *((partial(steps, 2, outer_schedule=lambda _, f=f: f), failing.format(f)) for f in (math.nan, -1.0, None)),
         (lambda: ramp(steps=2.5), "steps must be a whole number of at least 1, not 2.5"),
         (lambda: ramp(math.inf), "Ramp needs first and last above 0 and finite, not inf"),
         (lambda: slowmo(beta="0.5"), "beta must be a number, not '0.5'"),

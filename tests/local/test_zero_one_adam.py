@@ -36,7 +36,9 @@ def moments(own: Trained, name: str) -> Any:
 
 
 @on_ranks(2)
-def test_with_a_dense_mean_in_every_step_it_is_adamw_bit_for_bit(transport: Any) -> None:
+def test_with_a_dense_mean_it_is_adamw_bit_for_bit_whose_weight_decay_goes_on_between_exchanges(
+    transport: Any,
+) -> None:
     settings: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     own = trained(transport, (8, 8, 1, 1), floor=0.0, **settings)
     model = copy.deepcopy(own.model)
@@ -48,6 +50,14 @@ def test_with_a_dense_mean_in_every_step_it_is_adamw_bit_for_bit(transport: Any)
         ((model(own.inputs) - own.targets) ** 2).mean().backward()
         dense.step()
     assert same(own.model.parameters(), model.parameters())
+    # Without gradients, nothing but it moves a parameter. At each exchange x' is what x is.
+    decayed = trained(transport, weight_decay=0.5)
+    start = decayed.z.clone()
+    for step in range(1, 16):
+        decayed.optimizer.zero_grad()
+        sum(p.sum() * 0 for p in decayed.model.parameters()).backward()
+        decayed.optimizer.step()
+        assert torch.equal(decayed.z, start.mul_(1 - 0.02 * 0.5)), step
 
 
 def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
@@ -86,18 +96,6 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit_or_with_other_ranks_from_the_
     for new in (2, 6):
         models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
         assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
-
-
-@on_ranks(2)
-def test_weight_decay_goes_on_between_exchanges(transport: Any) -> None:
-    """Without gradients, nothing but it moves a parameter. At each exchange x' is what x is."""
-    own = trained(transport, weight_decay=0.5)
-    start = own.z.clone()
-    for step in range(1, 16):
-        own.optimizer.zero_grad()
-        sum(p.sum() * 0 for p in own.model.parameters()).backward()
-        own.optimizer.step()
-        assert torch.equal(own.z, start.mul_(1 - 0.02 * 0.5)), step
 
 
 def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> None:

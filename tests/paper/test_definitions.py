@@ -97,15 +97,6 @@ def test_dgc() -> None:
         equal = (0.05, 0.5, False, True, None, 0)
         makes = partial(fast_dgc, *equal, selector), partial(paper.DGC, *equal)
         run(*makes, size, draw=in_halves, after=same_momenta)
-
-
-def same_momenta(fast: Any, definition: Any) -> None:
-    for ours, theirs in zip(fast.states, definition.states, strict=True):
-        momentums, expected = ours.state_dict()["momentums"], theirs.state_dict()["U"]
-        assert all(torch.equal(momentums[name], u) for name, u in expected.items())
-
-
-def test_dgc_sends_vectors_dense() -> None:
     fast, definition = DGCCompressor(0.05, DGCSGDMemory(0.9)), paper.DGC(0.05)
     segments = make_bucket("b", [(str(shape), torch.zeros(shape)) for shape in [*SHAPES, (7,), ()]]).segments
     assert [fast.accepts(s) for s in segments] == [definition.accepts(s) for s in segments]
@@ -116,6 +107,12 @@ def test_dgc_sends_vectors_dense() -> None:
         return Fleet(lambda: compressor.fallback, 3, own[0]).step(own)
 
     assert same_bits(mean(fast), mean(definition))
+
+
+def same_momenta(fast: Any, definition: Any) -> None:
+    for ours, theirs in zip(fast.states, definition.states, strict=True):
+        momentums, expected = ours.state_dict()["momentums"], theirs.state_dict()["U"]
+        assert all(torch.equal(momentums[name], u) for name, u in expected.items())
 
 
 def fast_ldte_bs(stop: Any) -> Any:

@@ -1,8 +1,4 @@
-"""What every selector promises, on data of every shape, where each is known to be weak, and what a real run sends.
-
-The sampled threshold also has tests of its sample and of its adaptation, and the plan of how many elements each
-tensor and each chunk sends, and who gets the slots that others leave free.
-"""
+"""What every selector promises, on data of every shape, and what a real run sends; plans, and their free slots."""
 
 import math
 from functools import cache, partial

@@ -1,6 +1,4 @@
-"""Payloads that were changed on their way, or that ranks encode at different ratios or in different formats: an
-error on every rank that names the rank and says so, never a wrong gradient.
-"""
+"""Payloads that were changed on their way, or encoded with other settings: an error that names the rank."""
 
 from itertools import permutations, product
 from typing import Any
