@@ -21,7 +21,6 @@ ONE = torch.ones(2)
 
 
 def ask(request: Request) -> Any:
-    """A conversation of one round with one request."""
     (reply,) = yield (request,)
     return reply
 
@@ -91,8 +90,7 @@ def test_all_to_all_with_uneven_splits_and_exchanges_with_neighbours_which_must_
     exchanges = []
     for rank in range(5):
         to, peer = (rank + 1) % 5, (rank - 1) % 5
-        message = torch.full((rank + 1,), float(rank))
-        exchanges.append(comm.Exchange({to: message}, {peer: torch.empty(peer + 1)}))
+        exchanges.append(comm.Exchange({to: torch.full((rank + 1,), float(rank))}, {peer: torch.empty(peer + 1)}))
     for rank, reply in enumerate(converse(LockstepWorld(5), exchanges)):
         peer = (rank - 1) % 5
         assert list(reply) == [peer] and reply[peer].tolist() == [float(peer)] * (peer + 1)

@@ -64,7 +64,7 @@ def test_totals_count_groups_and_roots_and_continue_from_a_saved_state() -> None
         each.count(AllGather(torch.zeros(7)), four)
         each.count_dense(10, 4)
     assert second == whole
-    with pytest.raises(ValueError, match="not the state of a each: it has \\['bytes'\\]"):
+    with pytest.raises(ValueError, match="not the state of a meter: it has \\['bytes'\\]"):
         second.load_state_dict({"bytes": 1.0})
 
 

@@ -78,7 +78,7 @@ def launch(transport: Any, name: str = "a", communicator: str = "") -> Any:
     return transport.launch(name, (comm.AllReduce(torch.ones(3), "sum"),), communicator)
 
 
-def test_a_message_is_launched_once_its_copy_is_complete_and_those_of_a_lane_in_order() -> None:
+def test_a_message_is_launched_once_its_copy_is_complete_in_the_order_of_its_lane_or_when_waited_for() -> None:
     """On the host it is at once. A rank that only receives uses host memory, too."""
     transport = OfADevice(inner := noting())
     work = launch(transport)
@@ -99,22 +99,19 @@ def test_a_message_is_launched_once_its_copy_is_complete_and_those_of_a_lane_in_
     assert not lanes.poll(works[1]) and noted.launched == ["c"]
     first.over = True
     assert lanes.poll(works[1]) and noted.launched == ["c", "a", "b"]
+    # Values are those at the launch. Ranks that wait in different orders do not deadlock.
+    waiting, sent = OfADevice(alone()), torch.ones(3)
+    waited = waiting.launch("a", (comm.AllReduce(sent),))
+    sent.zero_()
+    (reply,) = waiting.wait(waited)
+    assert Copying.made[-1].over and torch.equal(reply, torch.ones(3))
 
+    def in_any_order(waiting: Any) -> Any:
+        sent = OfADevice(waiting)
+        works = {name: launch(sent, name) for name in "ab"}
+        return [sent.wait(works[name])[0].tolist() for name in ("ab" if waiting.rank else "ba")]
 
-def test_waiting_waits_for_the_copy_first_and_launches_everything_pending() -> None:
-    """Values are those at the launch. Ranks that wait in different orders do not deadlock."""
-    transport, own = OfADevice(alone()), torch.ones(3)
-    work = transport.launch("a", (comm.AllReduce(own),))
-    own.zero_()
-    (reply,) = transport.wait(work)
-    assert Copying.made[0].over and torch.equal(reply, torch.ones(3))
-
-    def body(transport: Any) -> Any:
-        own = OfADevice(transport)
-        works = {name: launch(own, name) for name in "ab"}
-        return [own.wait(works[name])[0].tolist() for name in ("ab" if transport.rank else "ba")]
-
-    assert LockstepWorld(2).run(body) == [[[2.0] * 3] * 2] * 2
+    assert LockstepWorld(2).run(in_any_order) == [[[2.0] * 3] * 2] * 2
 
 
 REQUESTS: list[Any] = [

@@ -109,7 +109,7 @@ def test_what_fp16_rounds_and_cannot_hold_stays_and_a_sum_that_overflows_is_name
     assert all(map(torch.equal, ranks.errors(), own))
 
 
-def test_the_cheaper_way_is_taken_and_nothing_is_sent_after_a_rank_has_reported_nan() -> None:
+def test_the_cheaper_way_is_taken_also_in_the_warm_up_and_nothing_is_sent_after_nan() -> None:
     """2 bytes per element of 17 chunks against 4 per sum and 2 per sent element, whatever the number of ranks."""
     ranks, own = ranks_of(3), gradients(3, 0)
     own[1][230] = float("nan")
@@ -127,9 +127,6 @@ def test_the_cheaper_way_is_taken_and_nothing_is_sent_after_a_rank_has_reported_
             payload = 24 + (4 * 17 + 2 * chunks.sent * chunks.length if sparse else 2 * NUMEL)
             assert meter.payload_bytes == payload
             assert meter.wire_bytes == pytest.approx(2 * (payload - 24) * (size - 1) / size + 24 * (size - 1))
-
-
-def test_warm_up_sends_more_and_then_the_planned_number() -> None:
     ranks = ranks_of(2, 0.05, partial(DGCSGDMemory, 0.9), warmup_epochs=2, warmup_coeff=[1, 0.3])
     for epoch, numbers in ((0, NUMEL), (1, 6 * SIZE), (2, SIZE)):
         for compressor in ranks.compressors:

@@ -33,7 +33,6 @@ def payload_of(numel: Any, ratio: Any) -> Any:
 
 
 def wire_bytes(exchange: Any, payload: Any, size: Any) -> Any:
-    """The fewest."""
     return min(kind.wire_bytes(payload, size) for kind in EXCHANGES[exchange])
 
 

@@ -44,7 +44,7 @@ def test_signs_their_majority_their_average_and_the_mean_of_each_side_of_each_ro
         g = normal(N, seed=step)
         m = beta * m + (1 - beta) * g
         assert (ranks.step([g]) == m.sign())[m.abs() > 1e-6].all()
-    # Rows are the outermost dimension.
+    # rows are the outermost dimension
     g = normal(12 * 40, seed=1).view(12, 40)
     sent = once(methods.OneBitCompressor, g)
     for row, got in zip(g, sent, strict=True):
@@ -90,8 +90,7 @@ def test_randomness_repeats_with_the_seed_and_differs_between_steps_and_ranks(na
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and not torch.equal(a[0], a[1])
     assert torch.equal(torch.get_rng_state(), before)
     if name in ("qsgd, 4 bits", "terngrad", "natural"):
-        together = Ranks(8, STOCHASTIC[name], [(24, 25)]).step([g] * 8)
-        assert (together - g).norm() < 0.6 * (a[0] - g).norm()
+        assert (Ranks(8, STOCHASTIC[name], [(24, 25)]).step([g] * 8) - g).norm() < 0.6 * (a[0] - g).norm()
 
 
 def test_levels_of_stochastic_methods_and_the_nearest_level_of_a_block() -> None:

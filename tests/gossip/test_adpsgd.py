@@ -285,7 +285,6 @@ class AgreedTransport:
 
 
 def begin(own: Any, z: Any, channel: Any) -> None:
-    """Start gossip of a vector, and do not wait for a step."""
     own.start(FlatModel([("z", z)]), AgreedTransport(channel), TrafficMeter())
     own.resume()
 

@@ -132,8 +132,7 @@ def test_a_difference_of_rank_1_is_gone_after_a_step_and_both_ends_of_an_edge_ha
         return own.finish()
 
     def factors_of(transport: Any) -> Any:
-        own = stepped(transport, gossip.PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm
-        edges = own._edges.items()
+        edges = stepped(transport, gossip.PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm._edges.items()
         return {peer: (edge.even, torch.cat([f.view(-1) for f in edge.factors])) for peer, edge in edges}
 
     assert off(*each(2, gossip.PowerGossip, differ)) < 1e-4

@@ -167,7 +167,7 @@ def long_product(topology: Any, mixing: Any) -> Any:
     return torch.linalg.matrix_power(mixed(topology, mixing, topology.period), periods)
 
 
-def test_averages_of_every_dtype_and_shape_and_push_pull_is_push_sum_where_weights_stay_one() -> None:
+def test_averages_of_every_dtype_and_shape_and_when_they_are_exact() -> None:
     averages = (gossip.push_pull_average, gossip.push_sum_average)
     pull, push = (averaged(average, values(5), 7, gossip.ring(5, 2))[0][3] for average in averages)
     assert pull.allclose(push, rtol=0, atol=1e-12)
@@ -186,21 +186,18 @@ def test_averages_of_every_dtype_and_shape_and_push_pull_is_push_sum_where_weigh
             torch.testing.assert_close(z.float(), (sum(x.float() for x in own) / 4), rtol=2e-2, atol=2e-2)
     (single,) = averaged(gossip.push_sum_average, [torch.tensor(2.5)], 3, gossip.full(1))[0]
     assert float(single) == 2.5
-
-
-def test_one_peer_exponential_is_exact_after_log2_n_rounds_and_one_of_all_after_one() -> None:
     for power in range(1, 7):
         size = 2**power
-        own = [torch.full((1,), float(rank), dtype=torch.float64) for rank in range(size)]
-        reached, _ = averaged(gossip.push_sum_average, own, power, gossip.n_peer_exponential(size))
+        given = [torch.full((1,), float(rank), dtype=torch.float64) for rank in range(size)]
+        reached, _ = averaged(gossip.push_sum_average, given, power, gossip.n_peer_exponential(size))
         assert all(float(z) == (size - 1) / 2 for z in reached), "sums of halves are exact"
         if power > 1:
-            early, _ = averaged(gossip.push_sum_average, own, power - 1, gossip.n_peer_exponential(size))
+            early, _ = averaged(gossip.push_sum_average, given, power - 1, gossip.n_peer_exponential(size))
             assert any(float(z) != (size - 1) / 2 for z in early)
     for size in (2, 3, 4, 5, 8):
-        own = values(size)
+        given = values(size)
         for topology in (gossip.full(size), gossip.n_peer_exponential(size, size - 1)):
-            reached, _ = averaged(gossip.push_sum_average, own, 1, topology)
+            reached, _ = averaged(gossip.push_sum_average, given, 1, topology)
             for z in reached:
-                torch.testing.assert_close(z, sum(own) / size, rtol=0, atol=1e-15)
+                torch.testing.assert_close(z, sum(given) / size, rtol=0, atol=1e-15)
                 assert torch.equal(z, reached[0]), "added in one order"

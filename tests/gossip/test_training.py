@@ -185,8 +185,7 @@ def test_parameters_of_half_precision(dtype: Any, make: Any, local_size: Any) ->
         losses, z = own.steps(60), own.finish()
         return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in own.model.parameters()]), z
 
-    sgd = partial(torch.optim.SGD, lr=0.05)
-    found = nets.each(4, make, body, local_size, make_optimizer=sgd, dtype=dtype)
+    found = nets.each(4, make, body, local_size, make_optimizer=partial(torch.optim.SGD, lr=0.05), dtype=dtype)
     for rank, (first, last, parameters, z) in enumerate(found):
         assert last < 0.5 * first and parameters.dtype == dtype and torch.equal(parameters, z.to(dtype))
         assert local_size is None or torch.equal(parameters, found[rank // 2 * 2][2])

@@ -219,7 +219,10 @@ def test_what_has_no_graph_and_cannot_be_captured(captured: Any, monkeypatch: py
     for compressor in (DGCCompressor(0.02, DGCSGDMemory(0.9), 0.5), SparseCompressor(0.02, NoMemory())):
         rank = Rank(compressor, StepGraph("bucket", CPU))
         assert rank.states[rank.bucket].graph is None
-    other = warmed_up(2)
+    # tables live as long as the graph: other buckets may push them out of the cache
+    rank, other = warmed_up(3), warmed_up(2)
+    sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
+    assert rank.graph is not None and any(table is sources[0] for table in rank.graph._tables)
     error = RuntimeError("operation not permitted when stream is capturing")
     monkeypatch.setattr(torch.cuda, "graph", Mock(side_effect=error))
     expected = r"the encoding of bucket bucket cannot be a CUDA graph: operation not .* Unset DGC_CUDA_GRAPHS"
@@ -232,10 +235,3 @@ def warmed_up(steps: int) -> Rank:
     for number in range(1, WARM_UP + steps):
         rank.run(number)
     return rank
-
-
-def test_tables_live_as_long_as_the_graph(captured: Any) -> None:
-    """Other buckets may push them out of the cache."""
-    rank = warmed_up(3)
-    sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
-    assert rank.graph is not None and any(table is sources[0] for table in rank.graph._tables)

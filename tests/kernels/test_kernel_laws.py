@@ -129,7 +129,7 @@ def passes() -> Any:
     return made
 
 
-def test_accumulate_and_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
+def test_accumulate_also_in_pieces_and_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
     for (dtype, n, form), one in passes().items():
         with case(dtype, n, form):
             assert int(one.check(native)) == n
@@ -143,16 +143,16 @@ def test_accumulate_and_no_number_of_usable_gradients_overflows_the_state(native
             assert int(native.accumulate_(ours)) == 40
             assert torch.equal(ours.v, sign * v)
             assert ours.u is None or bool((ours.u.abs() <= u).all())
-
-
-def test_gradients_in_pieces_and_assigned(native: Any) -> None:
-    """Pieces lie anywhere in memory, at any alignment, and may be shorter than a vector."""
+    # Pieces lie anywhere in memory, at any alignment, and may be shorter than a vector.
     sizes = [1, 2, 0, 3, 30, 0, 17, 200_000, 4096, 100_000, 1, 0]
-    n, budget = sum(sizes), budget_of((200_010, sum(sizes) - 200_010), (700, 50))
-    one = Pass(PassInputs((random(n, 14),), random(n, 15), random(n, 16), 0.9), budget)
-    for lower_bounds in (None, one.expected.thresholds * 0.98):
-        one.check(native, lower_bounds, sizes, 1)
-    # Pieces of any type, from elsewhere or in their places, with elements that are not usable.
+    elements, budget = sum(sizes), budget_of((200_010, sum(sizes) - 200_010), (700, 50))
+    piecewise = Pass(PassInputs((random(elements, 14),), random(elements, 15), random(elements, 16), 0.9), budget)
+    for lower_bounds in (None, piecewise.expected.thresholds * 0.98):
+        piecewise.check(native, lower_bounds, sizes, 1)
+
+
+def test_assign(native: Any) -> None:
+    """Pieces of any type, from elsewhere or in their places, with elements that are not usable."""
     lengths = [1, 2, 0, 3, 30, 0, 17, 70_000, 4096, 1, 0]
     for dtype, bad in product((torch.float32, *HALVES), ([], [0], [40, 70_000], [74_148, 33_000])):
         g = random(sum(lengths), 17).to(dtype)

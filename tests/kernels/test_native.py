@@ -243,8 +243,7 @@ def test_an_address_is_of_a_contiguous_cpu_tensor_of_the_dtype_and_only_such_rea
     found = {path.name: path.read_text().count("data_ptr") for path in Path(build.__file__).parent.glob("*.py")}
     expected = {"library.py": 2, "triton_tables.py": 1, "triton_lowrank.py": 2}
     assert {name: count for name, count in found.items() if count} == expected
-    x = torch.arange(12.0).view(3, 4)
-    one, several = Address(torch.float32), Addresses(torch.float32)
+    x, one, several = torch.arange(12.0).view(3, 4), Address(torch.float32), Addresses(torch.float32)
     assert string_at(one.from_param(x), 8) == struct.pack("ff", 0, 1)
     assert string_at(one.from_param(x[1]), 8) == struct.pack("ff", 4, 5)
     assert one.from_param(None) is None and several.from_param(None) is None

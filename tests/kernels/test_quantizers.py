@@ -218,8 +218,8 @@ def test_random_rounding_is_unbiased_and_its_numbers_are_uniform_and_uncorrelate
     assert_unbiased(lambda s: quantizers.natural_encode(tiny, s), tiny, 0.0, 2.0**-126)
     n = 1 << 16
     drawn = [random_bits(n, seed, torch.device("cpu")) for seed in (0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1)]
-    for bits, shift in product(drawn, (0, 8, 16, 24)):
-        counts = torch.bincount(bits >> shift & 255, minlength=256)
+    for column, shift in product(drawn, (0, 8, 16, 24)):
+        counts = torch.bincount(column >> shift & 255, minlength=256)
         chi_square = float((counts - n / 256).square().sum() / (n / 256))
         assert 150 < chi_square < 380  # 255 degrees of freedom: within some five standard deviations
     rows = torch.stack(drawn).double() / 2**32

@@ -50,7 +50,7 @@ def pass_of(g: Any, u: Any, v: Any, nesterov: bool = False, budget: Any = None) 
     return Pass(PassInputs((g,), u, v, 0.9, nesterov, decay=0.95), budget)
 
 
-def test_accumulate_also_where_something_is_not_finite_denormal_or_a_negative_zero(kernels: Any) -> None:
+def test_accumulate_whatever_the_gradients_and_their_type_also_others_in_the_same_bucket(kernels: Any) -> None:
     """Pieces that begin and end within tiles, empty ones, and one that is shorter than a tile. No momentum."""
     for n, nesterov in ((0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)):
         before = kernels.launches
@@ -75,6 +75,16 @@ def test_accumulate_also_where_something_is_not_finite_denormal_or_a_negative_ze
     one = pass_of(g, u, v)
     one.check(kernels)
     assert (one.left.v != 0).any()
+    for dtype in DTYPES[:2]:
+        g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
+        g[200] = float("nan")
+        with case(dtype):
+            pass_of(g, u, v, True, budget_of([133, 200], [10, 10])).check(kernels, tensor(1.5, 1.5))
+    # Tables that are kept from the step before must not point at its gradients.
+    budget = budget_of([100, 100], [5, 5])
+    for step in range(3):
+        g, u, v = (random(200, seed + step) for seed in (0, 10, 20))
+        pass_of(g, u, v, False, budget).check(kernels, None, [150, 50] if step == 1 else [60, 140])
 
 
 RANGES = {
@@ -122,19 +132,6 @@ def awkward(n: Any) -> Any:
         "of many magnitudes": x.sign() * torch.exp(x * 15),
         "neighbours": 1 + x.abs() * 2**-22,
     }
-
-
-def test_half_precision_gradients_and_others_in_the_same_bucket(kernels: Any) -> None:
-    for dtype in DTYPES[:2]:
-        g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
-        g[200] = float("nan")
-        with case(dtype):
-            pass_of(g, u, v, True, budget_of([133, 200], [10, 10])).check(kernels, tensor(1.5, 1.5))
-    # Tables that are kept from the step before must not point at its gradients.
-    budget = budget_of([100, 100], [5, 5])
-    for step in range(3):
-        g, u, v = (random(200, seed + step) for seed in (0, 10, 20))
-        pass_of(g, u, v, False, budget).check(kernels, None, [150, 50] if step == 1 else [60, 140])
 
 
 def test_missed() -> None:

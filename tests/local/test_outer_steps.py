@@ -107,7 +107,7 @@ def z0_of(own: nets.Trained) -> dict[str, Tensor]:
     return {name: z.double() for name, z in own.algorithm.exchange.state_dict()["z0"].items()}
 
 
-def test_diloco_by_hand() -> None:
+def test_diloco_by_hand_and_its_warm_up_which_is_synchronous_sgd_with_momentum() -> None:
     """Against plain torch in float64, with the models that the ranks had before each exchange."""
 
     def body(own: Any) -> Any:
@@ -124,6 +124,10 @@ def test_diloco_by_hand() -> None:
         u = 0.9 * u + d
         z0 = z0 - 0.7 * (d + 0.9 * u)
         assert all(nets.off(afters[i], z0) < 1e-5 for *_, afters in found)
+    # Averages of models after each step, with momentum of their own, are SGD on the mean gradient.
+    first, *others = nets.after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
+    assert nets.off(first, nets.after_joint_steps(12, 3)) < 1e-5
+    assert nets.same(others, [first, first])
 
 
 def test_the_outer_learning_rate_follows_its_schedule() -> None:
@@ -156,13 +160,6 @@ def test_outer_momentum_repeats_what_arrives_late() -> None:
 
     late = loss(Nesterov(), nets.top_k)
     assert late > 2 * loss(None, nets.top_k) and late > 10 * loss(Nesterov(), lambda: None)
-
-
-def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
-    """Averages of models after each step, with momentum of their own, are SGD on the mean gradient."""
-    first, *others = nets.after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
-    assert nets.off(first, nets.after_joint_steps(12, 3)) < 1e-5
-    assert nets.same(others, [first, first])
 
 
 def test_a_step_sends_at_most_the_largest_fragment_which_is_used_after_the_delay_and_merged_by_alpha() -> None:

@@ -217,13 +217,27 @@ def test_bad_options_and_every_estimator_is_in_the_table() -> None:
     assert of_product - {"Fixed"} <= {type(selector).__name__ for selector in SELECTORS.values()}
 
 
-def test_a_fixed_threshold() -> None:
+def test_a_fixed_threshold_and_the_largest_of_each_chunk_but_no_zeros() -> None:
     plan, v = plan_of(40, 40, ratio=0.1), torch.zeros(80)
     v[[3, 50, 51, 52, 53, 54, 55]] = torch.tensor([0.4, 0.5, -0.6, 0.7, 0.8, -0.9, 1.0])
     assert indices_of(selectors.Fixed(0.5), v, plan, 0).tolist() == [50, 51, 52, 53, 54, 55]
     assert indices_of(selectors.Fixed(2.0), v, plan, 0).numel() == 0
     crowded = torch.arange(80.0) + 1
     assert indices_of(selectors.Fixed(0.5), crowded, plan, 0).tolist() == [36, 37, 38, 39, 76, 77, 78, 79]
+    numels = (8192, 20_000, 0, 3, 1)
+    v = laplace(sum(numels))
+    for chunk, ratio in ((4096, 64 / 4096), (64, 0.03), (7, 0.5), (2, 0.9), (10**6, 0.01), (1, 0.25)):
+        plan = plan_of(*numels, ratio=ratio)
+        parts = zip(plan.segments, plan.split(v), strict=True)
+        expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
+        assert indices_of(selectors.TopKPerChunk(chunk), v, plan, 0).tolist() == expected, chunk
+        assert len(expected) == plan.capacity
+    plan, v = plan_of(3 * 4096, ratio=64 / 4096), laplace(3 * 4096)
+    v[4096:8192] *= 1e-3
+    chosen = indices_of(selectors.TopKPerChunk(4096), v, plan, 0)
+    assert torch.bincount(chosen // 4096).tolist() == plan.per_chunk(4096).ks.tolist() == [64] * 3
+    v = torch.zeros(100).index_fill(0, torch.tensor([55]), -2.0)
+    assert indices_of(selectors.TopKPerChunk(10), v, plan_of(100, ratio=0.1), 0).tolist() == [55]
 
 
 DRAWS, LENGTH, RATIO, DECILES = 60, 20_000, 0.01, 10
@@ -438,20 +452,3 @@ def by_topk(part: Any, chunk: int, ratio: float) -> list[int]:
         assert largest.numel() >= 1 and end - start <= max(chunk, n // k) + -(-n // k)
         chosen += (start + largest).sort().values.tolist()
     return chosen
-
-
-def test_the_largest_of_each_chunk_whatever_their_magnitudes_but_no_zeros() -> None:
-    numels = (8192, 20_000, 0, 3, 1)
-    v = laplace(sum(numels))
-    for chunk, ratio in ((4096, 64 / 4096), (64, 0.03), (7, 0.5), (2, 0.9), (10**6, 0.01), (1, 0.25)):
-        plan = plan_of(*numels, ratio=ratio)
-        parts = zip(plan.segments, plan.split(v), strict=True)
-        expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
-        assert indices_of(selectors.TopKPerChunk(chunk), v, plan, 0).tolist() == expected, chunk
-        assert len(expected) == plan.capacity
-    plan, v = plan_of(3 * 4096, ratio=64 / 4096), laplace(3 * 4096)
-    v[4096:8192] *= 1e-3
-    chosen = indices_of(selectors.TopKPerChunk(4096), v, plan, 0)
-    assert torch.bincount(chosen // 4096).tolist() == plan.per_chunk(4096).ks.tolist() == [64] * 3
-    v = torch.zeros(100).index_fill(0, torch.tensor([55]), -2.0)
-    assert indices_of(selectors.TopKPerChunk(10), v, plan_of(100, ratio=0.1), 0).tolist() == [55]

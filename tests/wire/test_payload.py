@@ -284,7 +284,7 @@ def send(indices: Any, support: Any, numel: Any) -> Any:
     return int(sent.count), sent.indices[: int(sent.count)].long()
 
 
-def test_the_expected_length_of_packed_codes_is_that_of_random_supports_and_the_longest_is() -> None:
+def test_the_expected_and_the_longest_length_of_packed_codes_and_thinning() -> None:
     """The mean of ten; the planned deviation is about that of one."""
     numel, capacity = 200_000, 2000
     room = 8 * plan_packed(capacity, numel).nbytes
@@ -297,6 +297,12 @@ def test_the_expected_length_of_packed_codes_is_that_of_random_supports_and_the_
         support = selection_of(scattered(numel, count, seed))
         length = int(packed_bits(support.indices, support.count))
         assert length <= 8 * -(-count // 128) + packed_longest(count, numel)
+    selection = selection_of(torch.arange(0, 100, 10), torch.arange(1.0, 11.0), capacity=12)
+    some = thin(selection, torch.tensor(4))
+    assert some.indices.tolist() == [0, 20, 50, 70] + [0] * 8 and some.values[:4].tolist() == [1, 3, 6, 8]
+    assert int(some.count) == 4
+    for kept in (0, 10):
+        assert torch.equal(thin(selection, torch.tensor(kept)).values[:kept], selection.values[:kept])
 
 
 @every_code
@@ -350,12 +356,3 @@ def test_of_a_support_that_does_not_fit_evenly_spaced_elements_are_sent(name: An
             assert steps.max() <= capacity // kept + 1, "no run of elements stays behind"
     clusters = clustered(10**6, 5000)
     assert send(CODES[name], clusters, 10**6)[0] == clusters.numel()
-
-
-def test_thinning() -> None:
-    selection = selection_of(torch.arange(0, 100, 10), torch.arange(1.0, 11.0), capacity=12)
-    some = thin(selection, torch.tensor(4))
-    assert some.indices.tolist() == [0, 20, 50, 70] + [0] * 8 and some.values[:4].tolist() == [1, 3, 6, 8]
-    assert int(some.count) == 4
-    for kept in (0, 10):
-        assert torch.equal(thin(selection, torch.tensor(kept)).values[:kept], selection.values[:kept])
