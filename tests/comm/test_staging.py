@@ -106,10 +106,10 @@ def test_a_message_is_launched_once_its_copy_is_complete_in_the_order_of_its_lan
     (reply,) = waiting.wait(waited)
     assert Copying.made[-1].over and torch.equal(reply, torch.ones(3))
 
-    def in_any_order(waiting: Any) -> Any:
-        sent = OfADevice(waiting)
-        works = {name: launch(sent, name) for name in "ab"}
-        return [sent.wait(works[name])[0].tolist() for name in ("ab" if waiting.rank else "ba")]
+    def in_any_order(transport: Any) -> Any:
+        own = OfADevice(transport)
+        launched = {name: launch(own, name) for name in "ab"}
+        return [own.wait(launched[name])[0].tolist() for name in ("ab" if transport.rank else "ba")]
 
     assert LockstepWorld(2).run(in_any_order) == [[[2.0] * 3] * 2] * 2
 

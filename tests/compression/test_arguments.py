@@ -24,6 +24,26 @@ from dgc.wire import CastValues, Int8Values, PlainIndices, RiceIndices, SignValu
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
+WRONG: dict[str, list[Any]] = {
+    "memory": [None, DGCSGDMemory, "nothing"],
+    "compress_ratio": ["0.1", None, True, 0, -0.1, float("nan"), float("inf")],
+    "sample_ratio": ["0.1", True],
+    "strided_sample": [1, "yes"],
+    "compress_upper_bound": ["1.3", None],
+    "compress_lower_bound": [[0.8]],
+    "max_adaptation_iters": [2.5, "10"],
+    "resample": [None],
+    "fp16_values": ["fp16"],
+    "int32_indices": [32],
+    "warmup_epochs": ["five", 2.5, True, None],
+    "warmup_coeff": ["0.25", [0.5, "0.1"], True, 0.0, -0.1, 1.5, [0.5, 2.0], [0.5, 0.0]],
+    "seed": [None, 1.5],
+    "selector": ["exactly", Exact],
+    "values": ["fp17", CastValues],
+    "indices": ["int31", PlainIndices],
+}
+
+
 def test_a_name_stands_for_the_object_with_its_defaults_and_wrong_ones_are_named() -> None:
     """What is not sent is lost only where asked for."""
     assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
@@ -47,26 +67,6 @@ def test_a_name_stands_for_the_object_with_its_defaults_and_wrong_ones_are_named
         DGCCompressor(0.1, NoMemory(), warmup_epochs=3, warmup_coeff=[0.5, 0.2])
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
         DGCCompressor(0.1, ResidualMemory()).initialize(["weight", "bias"])  # type: ignore[list-item]
-
-
-WRONG: dict[str, list[Any]] = {
-    "memory": [None, DGCSGDMemory, "nothing"],
-    "compress_ratio": ["0.1", None, True, 0, -0.1, float("nan"), float("inf")],
-    "sample_ratio": ["0.1", True],
-    "strided_sample": [1, "yes"],
-    "compress_upper_bound": ["1.3", None],
-    "compress_lower_bound": [[0.8]],
-    "max_adaptation_iters": [2.5, "10"],
-    "resample": [None],
-    "fp16_values": ["fp16"],
-    "int32_indices": [32],
-    "warmup_epochs": ["five", 2.5, True, None],
-    "warmup_coeff": ["0.25", [0.5, "0.1"], True, 0.0, -0.1, 1.5, [0.5, 2.0], [0.5, 0.0]],
-    "seed": [None, 1.5],
-    "selector": ["exactly", Exact],
-    "values": ["fp17", CastValues],
-    "indices": ["int31", PlainIndices],
-}
 
 
 def test_each_keyword_of_the_original_names_a_part_and_a_part_given_as_such_takes_its_place() -> None:

@@ -208,6 +208,13 @@ def test_new_ratio_and_addresses(captured: Any) -> None:
     assert len(captured) == 5 and captured[-1].replays >= 3 and before[:4] == [own.replays for own in captured[:4]]
 
 
+def warmed_up(steps: int) -> Rank:
+    rank = Rank(METHODS["DGC"](), StepGraph("bucket", CPU))
+    for number in range(1, WARM_UP + steps):
+        rank.run(number)
+    return rank
+
+
 def test_what_has_no_graph_and_cannot_be_captured(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = (Bucket("bucket", (), torch.float32, torch.device(device)) for device in ("cuda", "cpu"))
     for switch, wanted in (("1", True), ("0", False)):
@@ -228,10 +235,3 @@ def test_what_has_no_graph_and_cannot_be_captured(captured: Any, monkeypatch: py
     expected = r"the encoding of bucket bucket cannot be a CUDA graph: operation not .* Unset DGC_CUDA_GRAPHS"
     with pytest.raises(RuntimeError, match=expected):
         other.run(9)
-
-
-def warmed_up(steps: int) -> Rank:
-    rank = Rank(METHODS["DGC"](), StepGraph("bucket", CPU))
-    for number in range(1, WARM_UP + steps):
-        rank.run(number)
-    return rank

@@ -82,6 +82,12 @@ def sparse_at_the_same_ratio(fast: Any, definition: Any) -> None:
         assert ours.dense_share == 0 and ours.compress_ratio == theirs.compress_ratio
 
 
+def same_momenta(fast: Any, definition: Any) -> None:
+    for ours, theirs in zip(fast.states, definition.states, strict=True):
+        momentums, expected = ours.state_dict()["momentums"], theirs.state_dict()["U"]
+        assert all(torch.equal(momentums[name], u) for name, u in expected.items())
+
+
 def test_dgc() -> None:
     """With an exact selector, in steps that are sent sparse: the paper has no others."""
     cases = [(0.9, *options) for options in product((False, True), (True, False), (None, 5.0))]
@@ -107,12 +113,6 @@ def test_dgc() -> None:
         return Fleet(lambda: compressor.fallback, 3, own[0]).step(own)
 
     assert same_bits(mean(fast), mean(definition))
-
-
-def same_momenta(fast: Any, definition: Any) -> None:
-    for ours, theirs in zip(fast.states, definition.states, strict=True):
-        momentums, expected = ours.state_dict()["momentums"], theirs.state_dict()["U"]
-        assert all(torch.equal(momentums[name], u) for name, u in expected.items())
 
 
 def fast_ldte_bs(stop: Any) -> Any:
