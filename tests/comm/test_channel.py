@@ -83,17 +83,7 @@ class RecordingMPI:
         self.posted.append(("to", to, buffer))
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
-    MPI = RecordingMPI()
-    monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
-    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
-    inner: Any = LockstepWorld(2).transports[0]
-    inner.members = lambda group: [0, 1]
-    return PointToPointTransport(inner), MPI.posted
-
-
-def test_a_buffer_is_the_memory_of_the_tensor() -> None:
+def test_a_buffer_is_memory_of_the_tensor_and_mpi_carries_four_times_the_bytes_it_counts(monkeypatch: Any) -> None:
     """Both ends of a message choose the same unit, by its length and not by its address."""
     for length, first in product((0, 3, 4, 7, 4096), (0, 1)):
         tensor = torch.arange(length + 1, dtype=torch.int64).to(torch.uint8)[first:][:length]
@@ -102,11 +92,12 @@ def test_a_buffer_is_the_memory_of_the_tensor() -> None:
         assert memory.tolist() == tensor.tolist()
         memory.fill(0)
         assert not tensor.any()
-
-
-def test_a_message_may_have_four_times_as_many_bytes_as_mpi_counts(recorded: Any) -> None:
-    """One that is longer is refused before anything is posted."""
-    transport, posted = recorded
+    # One that is longer is refused before anything is posted.
+    MPI, inner = RecordingMPI(), LockstepWorld(2).transports[0]
+    monkeypatch.setattr(point_to_point, "running_mpi", lambda: MPI)
+    monkeypatch.setattr(point_to_point, "MAX_COUNT", 100)
+    monkeypatch.setattr(inner, "members", lambda group: [0, 1])
+    transport, posted = PointToPointTransport(inner), MPI.posted
     short = torch.empty(8, dtype=torch.uint8)
     for nbytes in (101, 404):
         long = torch.empty(nbytes, dtype=torch.uint8)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from dgc import comm
 from dgc.comm import all_gather_object, all_reduce, barrier, broadcast_object
-from dgc.comm.lockstep import LockstepError, LockstepTransport, LockstepWorld
+from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.comm.requests import Group, Request
 
 ONE = torch.ones(2)
 
 
 def ask(request: Request) -> Any:
-    """A conversation of one round with one request."""
     (reply,) = yield (request,)
     return reply
 
@@ -39,16 +38,19 @@ def wait(transport: Any, work: Any) -> float:
     return transport.wait(work)[0].item()
 
 
-def tensors(size: Any, n: int = 6) -> Any:
-    generator = torch.Generator().manual_seed(size)
-    return [torch.randn(n, generator=generator) for _ in range(size)]
+def noting() -> Any:
+    """A transport of one rank that keeps the names of launches."""
+    transport = alone()
+    transport.launched, launch = [], transport.launch
+    transport.launch = lambda name, *given: transport.launched.append(name) or launch(name, *given)
+    return transport
 
 
-def test_replies_of_collectives() -> None:
+def test_replies_of_collectives_which_are_not_shared_and_launched_tensors_which_are_invalidated() -> None:
     """Of sums and other reductions every rank has the same bits."""
     reductions: Any = {"sum": Tensor.sum, "mean": Tensor.mean, "min": Tensor.amin, "max": Tensor.amax}
     for size in (1, 2, 3, 5):
-        own = tensors(size, 4 * size)
+        own = [*torch.randn(size, 4 * size, generator=torch.Generator().manual_seed(size))]
 
         def replies(request: Any, *options: Any, own: Any = own) -> Any:
             return converse(LockstepWorld(len(own)), [request(t.clone(), *options) for t in own])
@@ -65,9 +67,19 @@ def test_replies_of_collectives() -> None:
             assert all(torch.equal(reply, own[root]) for reply in replies(comm.Broadcast, root))
     with pytest.raises(LockstepError):
         converse(LockstepWorld(2), [comm.ReduceScatter(torch.ones(5)) for _ in range(2)])
+    # A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN.
+    world, launched = LockstepWorld(2), [torch.ones(3) for _ in range(2)]
+    sums = converse(world, [comm.AllReduce(t, "sum") for t in launched])
+    others = converse(world, [comm.AllGather(torch.ones(3)) for _ in range(2)])
+    assert all(t.isnan().all() for t in launched) and all(reply.tolist() == [2.0] * 3 for reply in sums)
+    sums[0].zero_()
+    others[0][1].zero_()
+    assert sums[1].tolist() == [2.0] * 3 and others[1][1].tolist() == [1.0] * 3
+    exchange = [comm.Exchange({1: (sent := torch.ones(2))}, {}), comm.Exchange({}, {0: torch.empty(2)})]
+    assert converse(world, exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
 
 
-def test_all_to_all_with_uneven_splits() -> None:
+def test_all_to_all_with_uneven_splits_and_exchanges_with_neighbours_which_must_match() -> None:
     splits = [(2, 0, 1), (1, 1, 1), (0, 3, 0)]
     own = [torch.arange(3.0) + 10 * rank for rank in range(3)]
     received = list(zip(*splits, strict=True))
@@ -75,41 +87,19 @@ def test_all_to_all_with_uneven_splits() -> None:
     replies = converse(LockstepWorld(3), requests)
     expected = [[[0, 1], [10], []], [[], [11], [20, 21, 22]], [[2], [12], []]]
     assert [[piece.tolist() for piece in reply] for reply in replies] == expected
-
-
-def test_exchange_delivers_to_neighbours_on_a_ring() -> None:
-    size = 5
-    requests = [
-        comm.Exchange({(rank + 1) % size: torch.full((rank + 1,), float(rank))}, {s: torch.empty(s + 1)})
-        for rank in range(size)
-        for s in [(rank - 1) % size]
-    ]
-    for rank, reply in enumerate(converse(LockstepWorld(size), requests)):
-        source = (rank - 1) % size
-        assert list(reply) == [source] and reply[source].tolist() == [float(source)] * (source + 1)
-
-
-def test_exchanges_that_do_not_match() -> None:
-    for sent, expected, words in (
+    exchanges = []
+    for rank in range(5):
+        to, peer = (rank + 1) % 5, (rank - 1) % 5
+        exchanges.append(comm.Exchange({to: torch.full((rank + 1,), float(rank))}, {peer: torch.empty(peer + 1)}))
+    for rank, reply in enumerate(converse(LockstepWorld(5), exchanges)):
+        peer = (rank - 1) % 5
+        assert list(reply) == [peer] and reply[peer].tolist() == [float(peer)] * (peer + 1)
+    for sent, into, words in (
         (1, {}, "rank 0's sends and rank 1's receives"),
         (3, {0: torch.empty(2)}, r"rank 0 sends \(3,\) torch.float32 to rank 1, which expects \(2,\)"),
     ):
         with pytest.raises(LockstepError, match=words):
-            converse(LockstepWorld(2), [comm.Exchange({1: torch.ones(sent)}, {}), comm.Exchange({}, expected)])
-
-
-def test_replies_are_not_shared_between_ranks_and_launched_tensors_are_invalidated() -> None:
-    """A launched tensor belongs to the transport: Horovod writes the reply into it. Here it becomes NaN."""
-    own = [torch.ones(3) for _ in range(2)]
-    replies = converse(LockstepWorld(2), [comm.AllReduce(t, "sum") for t in own])
-    gathered = converse(LockstepWorld(2), [comm.AllGather(torch.ones(3)) for _ in range(2)])
-    assert all(t.isnan().all() for t in own) and all(reply.tolist() == [2.0] * 3 for reply in replies)
-    replies[0].zero_()
-    gathered[0][1].zero_()
-    assert replies[1].tolist() == [2.0] * 3 and gathered[1][1].tolist() == [1.0] * 3
-    sent = torch.ones(2)
-    exchange = [comm.Exchange({1: sent}, {}), comm.Exchange({}, {0: torch.empty(2)})]
-    assert converse(LockstepWorld(2), exchange)[1][0].tolist() == [1.0, 1.0] and sent.isnan().all()
+            converse(LockstepWorld(2), [comm.Exchange({1: torch.ones(sent)}, {}), comm.Exchange({}, into)])
 
 
 def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
@@ -135,7 +125,7 @@ def test_work_counts_as_decoding_only_after_the_last_reply() -> None:
     assert seconds["compress"] + seconds["decode"] <= passed
 
 
-def test_groups_of_two_machines_of_three() -> None:
+def test_groups_of_machines_and_requests_within_them() -> None:
     transports = (world := LockstepWorld(6, local_size=3)).transports
     assert [(t.local_rank, t.local_size) for t in transports] == [(0, 3), (1, 3), (2, 3)] * 2
     assert [transports[rank].members("local") for rank in (0, 2, 4)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
@@ -146,13 +136,10 @@ def test_groups_of_two_machines_of_three() -> None:
     expected: dict[Group, Any] = {"world": [15] * 6, "local": [3, 3, 3, 12, 12, 12], "cross": [3, 5, 7] * 2}
     assert [transports[0].group_size(group) for group in expected] == [6, 3, 2]
     for group, totals in expected.items():
-        replies = converse(world, [comm.AllReduce(torch.tensor([rank]), "sum", group) for rank in range(6)])
-        assert [reply.item() for reply in replies] == totals
+        sums = converse(world, [comm.AllReduce(torch.tensor([rank]), "sum", group) for rank in range(6)])
+        assert [reply.item() for reply in sums] == totals
     with pytest.raises(ValueError, match="local_size must divide the number of ranks, 5, but it is 2"):
         LockstepWorld(5, local_size=2)
-
-
-def test_other_requests_within_a_group() -> None:
     world = LockstepWorld(4, local_size=2)
     own = [torch.tensor([float(rank), 10.0 + rank]) for rank in range(4)]
 
@@ -171,7 +158,7 @@ def test_other_requests_within_a_group() -> None:
     assert [next(iter(r.values()))[0].item() for r in converse(world, pairs)] == [1.0, 0.0, 3.0, 2.0]
 
 
-def test_requests_that_do_not_match_name_the_rank() -> None:
+def test_requests_that_do_not_match_name_the_rank_and_so_do_other_numbers_of_them_and_of_rounds() -> None:
     for usual, odd in (
         (comm.AllReduce(ONE), comm.AllGather(ONE)),
         (comm.AllReduce(ONE), comm.AllReduce(ONE, "sum")),
@@ -189,8 +176,6 @@ def test_requests_that_do_not_match_name_the_rank() -> None:
             with case(usual, odd), pytest.raises(LockstepError, match=f"rank {culprit} sent"):
                 converse(LockstepWorld(3), requests)
 
-
-def test_different_numbers_of_requests_and_of_rounds() -> None:
     def rounds(*requests: int) -> Any:
         for number in requests:
             yield tuple(comm.AllReduce(ONE.clone()) for _ in range(number))
@@ -201,7 +186,7 @@ def test_different_numbers_of_requests_and_of_rounds() -> None:
         LockstepWorld(3).converse("test", [rounds(1), rounds(1, 1), rounds(1, 1)])
 
 
-def test_launch_order_is_shuffled_and_does_not_matter() -> None:
+def test_launch_order_is_shuffled_and_does_not_matter_but_in_a_strict_world() -> None:
     orders, sums = set(), set()
 
     def body(rank: Any, started: Any) -> Any:
@@ -216,16 +201,14 @@ def test_launch_order_is_shuffled_and_does_not_matter() -> None:
         orders.add(tuple(started))
     assert len(orders) > 3 and len(sums) == 1
 
-
-def test_requests_are_matched_by_name_in_any_launch_order_but_not_in_a_strict_world() -> None:
-    def body(transport: Any) -> Any:
+    def launches(transport: Any) -> Any:
         works = {n: total(transport, n, ord(n)) for n in ("abc" if transport.rank else "cab")}
         return [wait(transport, works[n]) for n in "abc"]
 
-    assert LockstepWorld(2, strict=False).run(body) == [[194.0, 196.0, 198.0]] * 2
+    assert LockstepWorld(2, strict=False).run(launches) == [[194.0, 196.0, 198.0]] * 2
     words = "rank 1 launches a as number 0 of communicator '', where another rank has"
     with pytest.raises(LockstepError, match=words):
-        LockstepWorld(2).run(body)
+        LockstepWorld(2).run(launches)
 
 
 def test_communicators_have_an_order_of_their_own_and_must_be_opened() -> None:
@@ -241,7 +224,7 @@ def test_communicators_have_an_order_of_their_own_and_must_be_opened() -> None:
         total(alone(), "a", 1, "other")
 
 
-def test_ranks_take_turns_always_in_the_same_order() -> None:
+def test_ranks_take_turns_always_in_the_same_order_and_draw_numbers_of_their_own() -> None:
     """Shared objects, such as NumPy's random generator, therefore give the same numbers in every run."""
 
     def turns() -> Any:
@@ -263,13 +246,11 @@ def test_ranks_take_turns_always_in_the_same_order() -> None:
     assert order == turns()
     assert sorted(order) == [(step, rank) for step in range(3) for rank in range(3)]
 
-
-def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
     def draw(rank: int, exchange: Any) -> Tensor:
         torch.manual_seed(rank)
         return torch.stack([(torch.rand(2), exchange(step))[0] for step in range(3)])
 
-    def body(transport: Any) -> Tensor:
+    def drawing(transport: Any) -> Tensor:
         def exchange(step: int) -> None:
             work = total(transport, f"step{step}", 1)
             while step != 1 and not transport.poll(work):
@@ -278,7 +259,7 @@ def test_a_rank_draws_the_numbers_of_a_process_of_its_own() -> None:
 
         return draw(transport.rank, exchange)
 
-    for rank, drawn in enumerate(LockstepWorld(3).run(body)):
+    for rank, drawn in enumerate(LockstepWorld(3).run(drawing)):
         assert torch.equal(drawn, draw(rank, lambda step: None))
 
 
@@ -308,7 +289,8 @@ def test_ranks_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert events.count("idle") >= 4 and all(a == b for a, b in switches)
 
 
-def test_poll_returns_whether_all_ranks_have_launched_and_waiting_alone_outside_of_run_raises() -> None:
+def test_poll_returns_whether_all_ranks_have_launched_and_waiting_in_vain_raises() -> None:
+    """Alone, where a rank returns early, or under different names: in a thread, which may hang."""
     one, other = LockstepWorld(2).transports
     first = total(one, "a", 1)
     assert not one.poll(first)
@@ -317,6 +299,23 @@ def test_poll_returns_whether_all_ranks_have_launched_and_waiting_alone_outside_
     transport = LockstepWorld(3).transports[1]
     with pytest.raises(LockstepError, match=r"a: rank 1 waits for ranks \[0, 2\]"):
         wait(transport, total(transport, "a", 1))
+
+    def body(transport: Any, early: int) -> None:
+        if transport.rank != early:
+            wait(transport, total(transport, "a" if early >= 0 else f"step{transport.rank}", 1))
+
+    def work(early: int, caught: list[str]) -> None:
+        try:
+            LockstepWorld(3, strict=early > 0).run(lambda transport: body(transport, early))
+        except LockstepError as error:
+            caught.append(str(error))
+
+    for early, words in ((2, "[2]"), (-1, "waits for ranks")):
+        caught: list[str] = []
+        thread = threading.Thread(target=work, args=(early, caught), daemon=True)
+        thread.start()
+        thread.join(patient(10))
+        assert len(caught) == 1 and words in caught[0]
 
 
 @pytest.mark.timeout(20)
@@ -338,28 +337,7 @@ def test_a_failing_rank_ends_all_ranks_with_its_error_and_their_requests_are_dro
     assert world.run(lambda transport: body(transport, 1, False)) == [3.0] * 3
 
 
-def test_ranks_that_wait_in_vain() -> None:
-    """A rank returns early, or ranks wait for each other under different names. In a thread, which may hang."""
-
-    def body(transport: Any, early: int) -> None:
-        if transport.rank != early:
-            wait(transport, total(transport, "a" if early >= 0 else f"step{transport.rank}", 1))
-
-    def work(early: int, caught: list[str]) -> None:
-        try:
-            LockstepWorld(3, strict=early > 0).run(lambda transport: body(transport, early))
-        except LockstepError as error:
-            caught.append(str(error))
-
-    for early, words in ((2, "[2]"), (-1, "waits for ranks")):
-        caught: list[str] = []
-        thread = threading.Thread(target=work, args=(early, caught), daemon=True)
-        thread.start()
-        thread.join(patient(10))
-        assert len(caught) == 1 and words in caught[0]
-
-
-def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
+def test_a_conversation_advances_by_rounds_which_have_names_and_never_waits() -> None:
     world, meters = LockstepWorld(2), [comm.TrafficMeter(), comm.TrafficMeter()]
 
     def body(value: Any) -> Any:
@@ -375,28 +353,20 @@ def test_a_conversation_advances_by_rounds_and_never_waits() -> None:
     assert first.advance() and first.finish() == 12.0
     assert meters[0].rounds == meters[1].rounds == 2
     assert set(meters[0].seconds) == {"compress", "launch", "wait", "decode", "step"}
+    transport = noting()
 
-
-def test_a_conversation_names_its_rounds_and_is_done_at_once_without_any() -> None:
-    names = []
-
-    class Transport(LockstepTransport):
-        def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
-            names.append(name)
-            return super().launch(name, requests, communicator)
-
-    def body(rounds: int) -> Any:
+    def rounds_of(rounds: int) -> Any:
         for _ in range(rounds):
             yield (comm.AllReduce(torch.ones(1)),)
         return 7
 
     def running(rounds: int) -> Any:
-        transport = Transport(LockstepWorld(1), 0)
-        return comm.RunningConversation("bucket", body(rounds), transport, comm.TrafficMeter())
+        return comm.RunningConversation("bucket", rounds_of(rounds), transport, comm.TrafficMeter())
 
-    assert running(2).finish() == 7 and names == ["bucket.0", "bucket.1"]
+    assert running(2).finish() == 7 and transport.launched == ["bucket.0", "bucket.1"]
     ended = running(0)
-    assert ended.done and ended.advance() and ended.finish() == 7 and ended.rounds == 0 and len(names) == 2
+    assert ended.done and ended.advance() and ended.finish() == 7
+    assert ended.rounds == 0 and len(transport.launched) == 2
 
 
 def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others() -> None:
@@ -412,7 +382,7 @@ def test_requests_of_a_group_have_equal_places_and_other_groups_may_send_others(
         LockstepWorld(4, 2).converse("test", [body(rank, False) for rank in range(4)])
 
 
-def test_all_reduce_leaves_the_tensor_of_each_rank_and_keeps_shape_and_integers() -> None:
+def test_all_reduce_leaves_tensors_as_they_are_and_objects_may_be_uneven_and_a_barrier_waits() -> None:
     ops: Any = ("mean", "sum", "min", "max")
 
     def body(transport: Any) -> Any:
@@ -424,27 +394,19 @@ def test_all_reduce_leaves_the_tensor_of_each_rank_and_keeps_shape_and_integers(
     for size in (1, 2, 3):
         expected = [(size - 1) / 2, size * (size - 1) / 2, 0.0, size - 1.0]
         assert LockstepWorld(size).run(body) == [(expected, float(rank)) for rank in range(size)]
+    arrived: list[int] = []
 
-
-def test_objects_of_uneven_sizes_and_tensors() -> None:
     def of(rank: Any) -> Any:
         return {"rank": rank, "data": "x" * 1000 * rank} if rank else None
 
-    def body(transport: Any) -> Any:
-        own, last = of(transport.rank), transport.size - 1
-        assert broadcast_object(transport, torch.arange(3) * (transport.rank == 0)).tolist() == [0, 1, 2]
-        return all_gather_object(transport, own), [broadcast_object(transport, own, root) for root in (0, last)]
-
-    for size in (1, 2, 3):
-        assert LockstepWorld(size).run(body) == [([*map(of, range(size))], [of(0), of(size - 1)])] * size
-
-
-def test_barrier_waits_for_all() -> None:
-    arrived = []
-
-    def body(transport: Any) -> Any:
+    def gathered(transport: Any) -> Any:
         arrived.append(transport.rank)
         barrier(transport)
-        return len(arrived)
+        assert len(arrived) == transport.size
+        mine, last = of(transport.rank), transport.size - 1
+        assert broadcast_object(transport, torch.arange(3) * (transport.rank == 0)).tolist() == [0, 1, 2]
+        return all_gather_object(transport, mine), [broadcast_object(transport, mine, root) for root in (0, last)]
 
-    assert LockstepWorld(3).run(body) == [3, 3, 3]
+    for size in (1, 2, 3):
+        arrived.clear()
+        assert LockstepWorld(size).run(gathered) == [([*map(of, range(size))], [of(0), of(size - 1)])] * size

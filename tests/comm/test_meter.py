@@ -16,7 +16,8 @@ T = torch.zeros(300)  # 1200 bytes
 THIRDS = AllToAll(T, (100, 50, 150))
 
 
-def test_formulas() -> None:
+def test_formulas_and_dense_as_a_ring_all_reduce_in_fp32() -> None:
+    """The dense equivalent is counted in bytes on the wire, too. A single rank sends nothing."""
     for request, rank, payload, wire in (
         (AllReduce(T), 0, 1200, 1600.0),
         (AllReduce(T.half()), 0, 600, 800.0),
@@ -35,9 +36,13 @@ def test_formulas() -> None:
         assert bytes_of(request, rank, 3)[:2] == (payload, pytest.approx(wire)), request
         if not isinstance(request, AllToAll | Exchange):
             assert bytes_of(request, 0, 1)[1] == 0  # one rank sends nothing
+    for size, expected in ((1, 0.0), (2, 4000.0), (4, 6000.0)):
+        meter = TrafficMeter()
+        meter.count_dense(1000, size)
+        assert meter.dense_wire_bytes == expected == bytes_of(AllReduce(torch.zeros(1000)), 0, size)[1]
 
 
-def test_a_conversation_is_counted_with_its_groups_size_and_a_broadcast_as_its_root_s() -> None:
+def test_totals_count_groups_and_roots_and_continue_from_a_saved_state() -> None:
     def body() -> Any:
         yield (AllReduce(T.clone()), AllGather(T))
         yield (AllGather(T, "local"),)
@@ -48,28 +53,16 @@ def test_a_conversation_is_counted_with_its_groups_size_and_a_broadcast_as_its_r
     world.converse("test", [body() for _ in range(6)])
     for rank, meter in enumerate(world.meters):
         assert meter.payload_bytes == (4 + (rank % 3 == 1)) * 1200 and meter.rounds == 4
-        wire = 2 * 1200 * 5 / 6 + 1200 * 5 + 1200 * 2 + 1200 * 1 + 1200 * 2 / 3
-        assert meter.wire_bytes == pytest.approx(wire)
-
-
-def test_dense_is_a_ring_all_reduce_in_fp32() -> None:
-    """The dense equivalent is counted in bytes on the wire, too. A single rank sends nothing."""
-    for size, expected in ((1, 0.0), (2, 4000.0), (4, 6000.0)):
-        meter = TrafficMeter()
-        meter.count_dense(1000, size)
-        assert meter.dense_wire_bytes == expected == bytes_of(AllReduce(torch.zeros(1000)), 0, size)[1]
-
-
-def test_totals_continue_from_a_saved_state() -> None:
+        assert meter.wire_bytes == pytest.approx(2 * 1200 * 5 / 6 + 1200 * 5 + 1200 * 2 + 1200 * 1 + 1200 * 2 / 3)
     whole, first, second = TrafficMeter(2), TrafficMeter(2), TrafficMeter(2)
     four = LockstepWorld(4).transports[0]
-    for meter in (whole, first):
-        meter.count(AllReduce(torch.zeros(10)), four)
-        meter.count_dense(10, 4)
+    for each in (whole, first):
+        each.count(AllReduce(torch.zeros(10)), four)
+        each.count_dense(10, 4)
     second.load_state_dict(first.state_dict())
-    for meter in (whole, second):
-        meter.count(AllGather(torch.zeros(7)), four)
-        meter.count_dense(10, 4)
+    for each in (whole, second):
+        each.count(AllGather(torch.zeros(7)), four)
+        each.count_dense(10, 4)
     assert second == whole
     with pytest.raises(ValueError, match="not the state of a meter: it has \\['bytes'\\]"):
         second.load_state_dict({"bytes": 1.0})

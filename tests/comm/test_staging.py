@@ -1,13 +1,12 @@
-"""Messages and numbers through host memory: when they are launched and read, and that nothing else changes.
-
-No GPU is needed: stand-ins for an event and for a copy say when they are done.
-"""
+"""Messages and numbers through host memory, with stand-ins for an event and for a copy: no GPU is needed."""
 
 from typing import Any
 
 import pytest
 import torch
+from comm.test_lockstep import noting
 from optim.nets import alone, same
+from torch.utils._pytree import tree_leaves
 
 from dgc import comm
 from dgc.bucket import make_bucket
@@ -75,26 +74,13 @@ class OfADevice(StagedTransport):
         return True
 
 
-class Noting(LockstepTransport):
-    """Keeps the names of launches."""
-
-    def __init__(self) -> None:
-        super().__init__(LockstepWorld(1), 0)
-        self.launched: list[str] = []
-
-    def launch(self, name: Any, requests: Any, communicator: Any = "") -> Any:
-        self.launched.append(name)
-        return super().launch(name, requests, communicator)
-
-
 def launch(transport: Any, name: str = "a", communicator: str = "") -> Any:
     return transport.launch(name, (comm.AllReduce(torch.ones(3), "sum"),), communicator)
 
 
-def test_a_message_is_launched_once_its_copy_is_complete() -> None:
+def test_a_message_is_launched_once_its_copy_is_complete_in_the_order_of_its_lane_or_when_waited_for() -> None:
     """On the host it is at once. A rank that only receives uses host memory, too."""
-    inner = Noting()
-    transport = OfADevice(inner)
+    transport = OfADevice(inner := noting())
     work = launch(transport)
     assert inner.launched == [] and not transport.poll(work) and inner.launched == []
     Copying.made[0].over = True
@@ -105,36 +91,27 @@ def test_a_message_is_launched_once_its_copy_is_complete() -> None:
     into = torch.zeros(3)
     receiving: Any = OfADevice(LockstepWorld(2).transports[0]).launch("a", (comm.Exchange({}, {1: into}),))
     assert len(Copying.made) == 2 and receiving.requests[0].receives[1] is not into
+    lanes = OfADevice(noted := noting())
+    lanes.open_communicator("other")
+    works = [launch(lanes, name, "other" if name == "c" else "") for name in "abc"]
+    first, second, third = Copying.made[2:]
+    second.over = third.over = True
+    assert not lanes.poll(works[1]) and noted.launched == ["c"]
+    first.over = True
+    assert lanes.poll(works[1]) and noted.launched == ["c", "a", "b"]
+    # Values are those at the launch. Ranks that wait in different orders do not deadlock.
+    waiting, sent = OfADevice(alone()), torch.ones(3)
+    waited = waiting.launch("a", (comm.AllReduce(sent),))
+    sent.zero_()
+    (reply,) = waiting.wait(waited)
+    assert Copying.made[-1].over and torch.equal(reply, torch.ones(3))
 
-
-def test_the_messages_of_a_lane_are_launched_in_order() -> None:
-    inner = Noting()
-    transport = OfADevice(inner)
-    transport.open_communicator("other")
-    works = [launch(transport, name, "other" if name == "c" else "") for name in "abc"]
-    Copying.made[1].over = Copying.made[2].over = True
-    assert not transport.poll(works[1]) and inner.launched == ["c"]
-    Copying.made[0].over = True
-    assert transport.poll(works[1]) and inner.launched == ["c", "a", "b"]
-
-
-def test_waiting_waits_for_the_copy_first_and_launches_everything_pending() -> None:
-    """Values are those at the launch: the copy is queued before any later operation on the sender's memory.
-
-    Ranks that wait in different orders do not deadlock.
-    """
-    transport, own = OfADevice(alone()), torch.ones(3)
-    work = transport.launch("a", (comm.AllReduce(own),))
-    own.zero_()
-    (reply,) = transport.wait(work)
-    assert Copying.made[0].over and torch.equal(reply, torch.ones(3))
-
-    def body(transport: Any) -> Any:
+    def in_any_order(transport: Any) -> Any:
         own = OfADevice(transport)
-        works = {name: launch(own, name) for name in "ab"}
-        return [own.wait(works[name])[0].tolist() for name in ("ab" if transport.rank else "ba")]
+        launched = {name: launch(own, name) for name in "ab"}
+        return [own.wait(launched[name])[0].tolist() for name in ("ab" if transport.rank else "ba")]
 
-    assert LockstepWorld(2).run(body) == [[[2.0] * 3] * 2] * 2
+    assert LockstepWorld(2).run(in_any_order) == [[[2.0] * 3] * 2] * 2
 
 
 REQUESTS: list[Any] = [
@@ -155,11 +132,7 @@ def test_ranks_and_replies_are_those_of_the_inner_transport() -> None:
     def replies(transport: Any) -> Any:
         def body(make: Any) -> Any:
             (reply,) = yield (make(transport.rank),)
-            return (
-                [reply]
-                if isinstance(reply, torch.Tensor)
-                else list(reply.values() if isinstance(reply, dict) else reply)
-            )
+            return tree_leaves(reply)
 
         running = (comm.RunningConversation("t", body(make), transport, comm.TrafficMeter()) for make in REQUESTS)
         return [part for conversation in running for part in conversation.finish()]
@@ -208,15 +181,12 @@ def test_finish_waits_for_what_is_read_and_advance_does_not() -> None:
     assert LockstepWorld(2).run(body) == [[[18, 18]] * 2] * 2
 
 
-def test_numbers_in_host_memory_are_read_at_once() -> None:
+def test_numbers_in_host_memory_are_read_at_once_and_without_a_transport_come_with_the_requests() -> None:
     with pytest.raises(StopIteration) as ended:
         next(read([torch.tensor(7), torch.tensor(True)]))
     assert ended.value.value == [7, 1]
     copy = HostCopy(torch.tensor([1, 2], dtype=torch.int32))
     assert copy.poll() and copy.wait() == [1, 2]
-
-
-def test_without_a_transport_the_numbers_come_with_the_requests() -> None:
     conversation = reading(0)
     first: Any = next_requests(conversation)[0]
     second: Any = next_requests(conversation, (first.tensor,))[0]

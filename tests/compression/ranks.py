@@ -56,5 +56,5 @@ def dense(result: Any, bucket: Any) -> Any:
     return mean
 
 
-def normal(n: Any, seed: Any) -> Any:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+def normal(*shape: Any, seed: Any = 0) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)

@@ -24,21 +24,6 @@ from dgc.wire import CastValues, Int8Values, PlainIndices, RiceIndices, SignValu
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def test_a_name_stands_for_the_object_with_its_defaults() -> None:
-    """What is not sent is lost only where asked for."""
-    assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
-    assert isinstance(DGCCompressor(0.001).memory, DGCSGDMemory)
-    parts: dict[str, Any] = {"memory": MEMORIES, "selector": SELECTORS, "values": VALUES, "indices": INDICES}
-    for argument, choices in parts.items():
-        for name, make in choices.items():
-            options: Any = {"compress_ratio": 0.01, "memory": "residual", argument: name}
-            given, built = SparseCompressor(**options), SparseCompressor(**{**options, argument: make()})
-            assert describe(made=given) == describe(made=built), (argument, name)
-    assert {type(make()).__name__.lower(): make for make in SELECTORS.values()} == SELECTORS
-    named = DGCCompressor(0.001, values="sign", indices="rice")
-    assert isinstance(named.format.values, SignValues) and isinstance(named.format.indices, RiceIndices)
-
-
 WRONG: dict[str, list[Any]] = {
     "memory": [None, DGCSGDMemory, "nothing"],
     "compress_ratio": ["0.1", None, True, 0, -0.1, float("nan"), float("inf")],
@@ -59,12 +44,24 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-def test_wrong_arguments_are_named() -> None:
-    given: Any = {"compress_ratio": 0.1, "memory": ResidualMemory(), "warmup_epochs": 2}
+def test_a_name_stands_for_the_object_with_its_defaults_and_wrong_ones_are_named() -> None:
+    """What is not sent is lost only where asked for."""
+    assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
+    assert isinstance(DGCCompressor(0.001).memory, DGCSGDMemory)
+    parts: dict[str, Any] = {"memory": MEMORIES, "selector": SELECTORS, "values": VALUES, "indices": INDICES}
+    for argument, choices in parts.items():
+        for name, make in choices.items():
+            options: Any = {"compress_ratio": 0.01, "memory": "residual", argument: name}
+            given, built = SparseCompressor(**options), SparseCompressor(**{**options, argument: make()})
+            assert describe(made=given) == describe(made=built), (argument, name)
+    assert {type(make()).__name__.lower(): make for make in SELECTORS.values()} == SELECTORS
+    named = DGCCompressor(0.001, values="sign", indices="rice")
+    assert isinstance(named.format.values, SignValues) and isinstance(named.format.indices, RiceIndices)
+    others: Any = {"compress_ratio": 0.1, "memory": ResidualMemory(), "warmup_epochs": 2}
     for name, values in WRONG.items():
         for value in values:
             with pytest.raises(ValueError, match=f"^{name} must .*not ") as error:
-                DGCCompressor(**{**given, name: value})
+                DGCCompressor(**{**others, name: value})
             assert repr(value) in str(error.value)
     with pytest.raises(ValueError, match="lists 2 ratios for 3 warmup_epochs"):
         DGCCompressor(0.1, NoMemory(), warmup_epochs=3, warmup_coeff=[0.5, 0.2])
@@ -72,7 +69,7 @@ def test_wrong_arguments_are_named() -> None:
         DGCCompressor(0.1, ResidualMemory()).initialize(["weight", "bias"])  # type: ignore[list-item]
 
 
-def test_each_keyword_of_the_original_names_a_part() -> None:
+def test_each_keyword_of_the_original_names_a_part_and_a_part_given_as_such_takes_its_place() -> None:
     half, int32, warmup = CastValues("fp16"), PlainIndices("int32"), {"warmup_epochs": 5, "warmup_coeff": 0.3}
     bounds = {"compress_upper_bound": 1.5, "compress_lower_bound": 0.7, "max_adaptation_iters": 5}
     every = {"sample_ratio": 0.01, "strided_sample": False, "resample": False, **bounds}
@@ -90,9 +87,6 @@ def test_each_keyword_of_the_original_names_a_part() -> None:
         facade = describe(compressor=DGCCompressor(ratio, DGCSGDMemory(0.9), **keywords))
         general = describe(compressor=SparseCompressor(ratio, DGCSGDMemory(0.9), **parts))
         assert facade.pop("compressor") != general.pop("compressor") and facade == general, (keywords, ratio)
-
-
-def test_a_part_given_as_such_takes_the_place_of_the_original_s_keyword() -> None:
     options: dict[str, Any] = {"values": Int8Values(), "indices": RiceIndices(), "selector": Exact()}
     for keyword, part, words in (
         ({"fp16_values": True}, "values", r"values=Int8Values\(.*\) is used; the original's keyword"),
@@ -101,13 +95,11 @@ def test_a_part_given_as_such_takes_the_place_of_the_original_s_keyword() -> Non
     ):
         with pytest.warns(UserWarning, match=words):
             compressor = DGCCompressor(0.01, ResidualMemory(), **keyword, **{part: options[part]})
-        used = {"selector": compressor.selector, **vars(compressor.format)}
-        assert used[part] is options[part]
+        assert {"selector": compressor.selector, **vars(compressor.format)}[part] is options[part]
 
 
 def ratios(epochs: int = 7, **options: Any) -> Any:
-    compressor = DGCCompressor(memory=NoMemory(), **options)
-    seen = []
+    compressor, seen = DGCCompressor(memory=NoMemory(), **options), []
     for epoch in range(epochs):
         compressor.begin_epoch(epoch)
         seen.append(compressor.compress_ratio)
@@ -193,18 +185,11 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_what_each_compressor_refuses() -> None:
+def test_what_each_compressor_refuses_also_states_of_others() -> None:
     check_refusals(*((partial(make, **wrong), words) for make, wrong, words in ARGUMENTS))
     rounding = (methods.FP16Compressor, partial(methods.QSGDCompressor, error_feedback=False))
     starts = (partial(Ranks, 1, partial(methods.EF21Compressor, make()), [(3, 7)]) for make in rounding)
     check_refusals(*((start, "has no residual to send the rest later") for start in starts))
-
-
-def states(make: Any, *shapes: Any) -> Any:
-    return Fleet(make, 1, [torch.zeros(shape) for shape in shapes]).states[0]
-
-
-def test_states_of_other_compressors_and_models_are_refused() -> None:
     powersgd, squeeze = partial(POWERSGD, 2), partial(states, methods.DoubleSqueezeCompressor, (7, 20), (33,))
     of_matrix = partial(states, powersgd, (30, 40))
     low_rank, squeezed, other = of_matrix().state_dict(), squeeze().state_dict(), "state of another compressor"
@@ -224,3 +209,7 @@ def test_states_of_other_compressors_and_models_are_refused() -> None:
     for make in (methods.DenseCompressor, methods.FP16Compressor, methods.BF16Compressor):
         rows.append((partial(states, make, (3,)), {"residuals": {"p0": torch.zeros(3)}}, other))
     check_refusals(*((partial(make().load_state_dict, state), words) for make, state, words in rows))
+
+
+def states(make: Any, *shapes: Any) -> Any:
+    return Fleet(make, 1, [torch.zeros(shape) for shape in shapes]).states[0]

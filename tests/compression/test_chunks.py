@@ -28,7 +28,7 @@ def ranks_of(size: int, ratio: float = 0.2, memory: Any = ResidualMemory, dtype:
 def gradients(size: Any, step: Any) -> Any:
     """Of other magnitude in every chunk, so that each is sent at some time."""
     scales = torch.linspace(1, 2, 17).repeat_interleave(SIZE)[:NUMEL]
-    return [normal(NUMEL, 10 * step + rank) * scales for rank in range(size)]
+    return [normal(NUMEL, seed=10 * step + rank) * scales for rank in range(size)]
 
 
 def chunks_by_hand(vs: Any, k: Any) -> Any:
@@ -39,11 +39,10 @@ def chunks_by_hand(vs: Any, k: Any) -> Any:
     return [slices[c] for c in sorted(order[:k])]
 
 
-def test_the_chunks_of_largest_sum_are_sent_by_all() -> None:
+def test_the_chunks_of_largest_sum_are_sent_by_all_and_their_momentum_is_masked() -> None:
     """4 of 17 chunks. They cross the bounds of tensors, and each has its turn, the short one included."""
     for size in (1, 2, 3):
-        ranks = ranks_of(size)
-        vs, turns = [torch.zeros(NUMEL) for _ in range(size)], set()
+        ranks, vs, turns = ranks_of(size), [torch.zeros(NUMEL) for _ in range(size)], set()
         for step in range(20):
             own = gradients(size, step)
             vs = [v + g for v, g in zip(vs, own, strict=True)]
@@ -61,33 +60,9 @@ def test_the_chunks_of_largest_sum_are_sent_by_all() -> None:
                 assert bool((result.indices.diff() > 0).all()) and result.values.dtype == torch.float32
         assert turns == set(range(0, NUMEL, SIZE))
         assert {meter.rounds for meter in ranks.world.meters} == {40}
-
-
-def test_chunks_cover_the_bucket_and_have_nearly_one_length() -> None:
-    for chunk_size, numel in product((1, 2, 7, 16, 100, 1000), (0, 1, 2, 6, 7, 8, 99, 100, 101, 1000, 1001)):
-        chunks = divide(numel, chunk_size, 0.001)
-        lengths = chunks.bounds(torch.device("cpu")).diff().tolist()
-        with case(numel, "in chunks of", chunk_size):
-            assert sum(lengths) == numel and len(lengths) == chunks.number
-            assert max(lengths, default=0) <= chunk_size
-            assert all(length == chunks.length for length in lengths[:-1])
-            assert min(lengths, default=1) > max(0, chunks.length - chunks.number)
-            assert chunks.sent == min(1, numel) or chunks.number > 1000
-
-
-def test_the_first_of_equal_chunks_and_exactly_the_planned_number_are_sent() -> None:
-    assert largest(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 4).tolist() == [0, 1, 2, 3]
-    assert largest(torch.ones(2000), 70).tolist() == list(range(70))
-    assert largest(torch.zeros(3), 1).tolist() == [0]
-    ratios = (0.001, 1 / 17, 0.06, 0.5, 0.9)
-    assert [divide(NUMEL, SIZE, ratio).sent for ratio in ratios] == [1, 1, 2, 9, 16]
-
-
-def test_the_momentum_of_sent_chunks_is_masked() -> None:
     for masking in (True, False):
         ranks = ranks_of(2, memory=lambda: DGCSGDMemory(0.5, momentum_masking=masking))  # noqa: B023
-        own = gradients(2, 0)
-        sent = torch.zeros(NUMEL, dtype=torch.bool)
+        own, sent = gradients(2, 0), torch.zeros(NUMEL, dtype=torch.bool)
         for s in chunks_by_hand(own, 4):
             sent[s] = True
         assert torch.equal(ranks.exchange(own)[1], torch.where(sent, sum(own) / 2, 0.0))
@@ -98,10 +73,26 @@ def test_the_momentum_of_sent_chunks_is_masked() -> None:
             assert torch.equal(momentum, torch.where(sent, 0.0, gradient) if masking else gradient)
 
 
+def test_chunks_have_nearly_one_length_and_the_first_of_equal_ones_are_sent_as_many_as_planned() -> None:
+    for chunk_size, numel in product((1, 2, 7, 16, 100, 1000), (0, 1, 2, 6, 7, 8, 99, 100, 101, 1000, 1001)):
+        chunks = divide(numel, chunk_size, 0.001)
+        lengths = chunks.bounds(torch.device("cpu")).diff().tolist()
+        with case(numel, "in chunks of", chunk_size):
+            assert sum(lengths) == numel and len(lengths) == chunks.number
+            assert max(lengths, default=0) <= chunk_size
+            assert all(length == chunks.length for length in lengths[:-1])
+            assert min(lengths, default=1) > max(0, chunks.length - chunks.number)
+            assert chunks.sent == min(1, numel) or chunks.number > 1000
+    assert largest(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 4).tolist() == [0, 1, 2, 3]
+    assert largest(torch.ones(2000), 70).tolist() == list(range(70))
+    assert largest(torch.zeros(3), 1).tolist() == [0]
+    ratios = (0.001, 1 / 17, 0.06, 0.5, 0.9)
+    assert [divide(NUMEL, SIZE, ratio).sent for ratio in ratios] == [1, 1, 2, 9, 16]
+
+
 def test_what_fp16_rounds_and_cannot_hold_stays_and_a_sum_that_overflows_is_named(monkeypatch: Any) -> None:
     """Its limit keeps sums in range. Without it, the report is that of FP16Compressor, and nothing is lost."""
-    ranks = ranks_of(3, dtype="fp16")
-    own = [g * 1e5 for g in gradients(3, 0)]
+    ranks, own = ranks_of(3, dtype="fp16"), [g * 1e5 for g in gradients(3, 0)]
     mean, limit = ranks.step(own), torch.finfo(torch.float16).max / 6
     assert mean.abs().max() <= limit * 1.001 and (mean.abs() > limit / 2).any()
     for error, gradient in zip(ranks.errors(), own, strict=True):
@@ -118,7 +109,7 @@ def test_what_fp16_rounds_and_cannot_hold_stays_and_a_sum_that_overflows_is_name
     assert all(map(torch.equal, ranks.errors(), own))
 
 
-def test_the_cheaper_way_is_taken_and_nothing_is_sent_after_a_rank_has_reported_nan() -> None:
+def test_the_cheaper_way_is_taken_also_in_the_warm_up_and_nothing_is_sent_after_nan() -> None:
     """2 bytes per element of 17 chunks against 4 per sum and 2 per sent element, whatever the number of ranks."""
     ranks, own = ranks_of(3), gradients(3, 0)
     own[1][230] = float("nan")
@@ -136,9 +127,6 @@ def test_the_cheaper_way_is_taken_and_nothing_is_sent_after_a_rank_has_reported_
             payload = 24 + (4 * 17 + 2 * chunks.sent * chunks.length if sparse else 2 * NUMEL)
             assert meter.payload_bytes == payload
             assert meter.wire_bytes == pytest.approx(2 * (payload - 24) * (size - 1) / size + 24 * (size - 1))
-
-
-def test_warm_up_sends_more_and_then_the_planned_number() -> None:
     ranks = ranks_of(2, 0.05, partial(DGCSGDMemory, 0.9), warmup_epochs=2, warmup_coeff=[1, 0.3])
     for epoch, numbers in ((0, NUMEL), (1, 6 * SIZE), (2, SIZE)):
         for compressor in ranks.compressors:
@@ -155,17 +143,14 @@ def test_warm_up_sends_more_and_then_the_planned_number() -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_it_takes_matrices_and_sends_vectors_dense() -> None:
+def test_it_takes_matrices_and_sends_vectors_dense_also_in_a_step_of_the_optimizer() -> None:
     compressor, fp32 = ChunkCompressor(10, NoMemory()), ChunkCompressor(0.1, NoMemory(), dtype="fp32")
     segments = Ranks(1, lambda: compressor, {"w": (3, 4), "b": (4,)}).buckets[0].segments
     assert [compressor.accepts(s) for s in segments] == [True, False]
     assert isinstance(compressor.fallback, FP16Compressor) and isinstance(fp32.fallback, DenseCompressor)
     assert compressor.compress_ratio == 0.1
-
-
-def test_a_step_of_the_optimizer() -> None:
-    """The sparse update of DGCSGD for matrices, and the fallback for vectors."""
-    model, inputs = torch.nn.Linear(16, 12), normal(32, 0).view(2, 16)
+    # The sparse update of DGCSGD for matrices, and the fallback for vectors.
+    model, inputs = torch.nn.Linear(16, 12), normal(32, seed=0).view(2, 16)
     weight, bias = (p.detach().clone() for p in model.parameters())
     method = ChunkCompressor(0.3, DGCSGDMemory(0.9), SIZE, "fp32")
     optimizer = wrap(model, alone(), dgc_sgd, compression=method)

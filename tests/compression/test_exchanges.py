@@ -10,16 +10,16 @@ import torch
 from compression.ranks import Ranks, normal
 from memory.held import Held
 from optim.nets import alone, net, wrap
+from selection.shapes import plan_of
+from wire.payloads import selection_of
 
-from dgc.bucket import Segment, make_bucket
+from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepError
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import next_requests
 from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseResult
 from dgc.compression.sparse_sum import BLOCK, EXCHANGES, divide_into_regions, largest_region
-from dgc.kernels.selection import SparseVector
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.selection import plan_selection
 from dgc.wire import CastValues, PayloadError, PlainIndices, SparseFormat
 from dgc.wire.payload import PayloadPlan
 from dgc_training.config import load
@@ -29,29 +29,18 @@ INT32 = SparseFormat(CastValues(), PlainIndices("int32"))
 
 
 def payload_of(numel: Any, ratio: Any) -> Any:
-    plan = plan_selection([Segment("w", 0, numel, (numel,), (1,))], ratio)
-    return PayloadPlan(INT32, plan.per_tensor, numel, ratio)
+    return PayloadPlan(INT32, plan_of(numel, ratio=ratio).per_tensor, numel, ratio)
 
 
 def wire_bytes(exchange: Any, payload: Any, size: Any) -> Any:
-    """The fewest."""
     return min(kind.wire_bytes(payload, size) for kind in EXCHANGES[exchange])
-
-
-def sparse(indices: Any, values: Any, capacity: Any) -> Any:
-    """A sparse vector with room for `capacity` elements."""
-    found = SparseVector(torch.zeros(capacity, dtype=torch.int32), torch.zeros(capacity), torch.tensor(0).int())
-    found.indices[: len(indices)] = torch.tensor(indices).int()
-    found.values[: len(values)] = torch.tensor(values)
-    found.count.fill_(len(indices))
-    return found
 
 
 def ranks_of(size: int, exchange: str = "gtopk", ratio: float = 0.05, shape: Any = (40, 100), **rest: Any) -> Any:
     return Ranks(size, lambda: DGCCompressor(ratio, ResidualMemory(), exchange=exchange, **rest), [shape])
 
 
-def test_every_element_has_one_place_and_every_tensor_its_bounds() -> None:
+def test_every_element_has_one_place_and_the_largest_of_each_region_are_dealt() -> None:
     for size, numel in product((1, 2, 3, 7), (0, 1, 12, 13, 14, 1000, 4011)):
         offsets, found = sorted({0, min(5, numel), numel // 2, numel}), []
         regions = divide_into_regions(torch.tensor(offsets), numel, size)
@@ -71,13 +60,10 @@ def test_every_element_has_one_place_and_every_tensor_its_bounds() -> None:
     for size in (2, 8, 64):
         counts = (selected // BLOCK % size).bincount(minlength=size)
         assert float((counts.max() - counts.min()) / counts.float().mean()) < 0.15
-
-
-def test_dealt_elements_are_the_largest_of_each_region_and_the_first_of_equal_ones() -> None:
     regions = divide_into_regions(torch.tensor([0, 5 * BLOCK]), 5 * BLOCK, 2)
     # blocks 0, 2, 4 are of region 0; 1 and 3 of region 1
     indices = [0, 3, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7, 3 * BLOCK, 4 * BLOCK + 2]
-    first, second = regions.deal(sparse(indices, [1.0, -5.0, 0.5, 2.0, -2.0, 0.1, 4.0], 9), 3)
+    first, second = regions.deal(selection_of(indices, [1.0, -5.0, 0.5, 2.0, -2.0, 0.1, 4.0], 9), 3)
     assert first.indices.tolist() == [3, BLOCK, 2 * BLOCK + 2] and first.values.tolist() == [-5.0, 2.0, 4.0]
     assert second.indices.tolist() == [1, BLOCK, 0] and second.count == 2
     joined = regions.join([first, second])
@@ -85,7 +71,7 @@ def test_dealt_elements_are_the_largest_of_each_region_and_the_first_of_equal_on
     assert joined.values.tolist() == [-5.0, 0.5, 2.0, pytest.approx(0.1), 4.0, 0.0]
 
 
-def test_a_full_payload_leaves_the_smallest_elements_in_the_residual() -> None:
+def test_what_a_full_payload_or_the_result_does_not_have_waits_on_the_rank_that_selected_it() -> None:
     """All that a rank selects lies in the region of one rank."""
     size, numel = 4, 4 * BLOCK * 10
     gradient = 1e-3 * torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 1e-3
@@ -96,31 +82,7 @@ def test_a_full_payload_leaves_the_smallest_elements_in_the_residual() -> None:
     assert torch.equal(ranks.step([gradient] * size).nonzero().view(-1), sent)
     for error in ranks.errors():
         assert torch.equal(error[left], gradient[left]) and not error[sent].any()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
-def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
-    def top(x: Any, k: Any) -> Any:
-        """The k largest magnitudes, of equal ones the first."""
-        order = x.abs().argsort(descending=True, stable=True)[:k]
-        return torch.zeros_like(x).index_copy(0, order, x[order])
-
-    k, ranks, errors = 200, ranks_of(size), [torch.zeros(4000) for _ in range(size)]
-    for step in range(3):
-        own = [normal(4000, 10 * step + rank) for rank in range(size)]
-        due = [error + gradient for error, gradient in zip(errors, own, strict=True)]
-        sent = [top(v, k) for v in due]
-        power = 2 ** (size.bit_length() - 1)
-        x = [top(sent[p] + sent[power + p], 2 * k) if power + p < size else sent[p] for p in range(power)]
-        for j in range(size.bit_length() - 1):
-            x = [top(x[r & ~(1 << j)] + x[r | 1 << j], 2 * k) for r in range(power)]
-        assert torch.equal(ranks.step(own), x[0] / size)
-        errors, waits = ranks.errors(), x[0] == 0
-        assert all(torch.equal(error[waits], v[waits]) for v, error in zip(due, errors, strict=True))
-
-
-def test_what_the_result_does_not_have_waits_on_the_rank_that_selected_it() -> None:
-    """Every rank selects k elements of its own. The result has 2 k of all."""
+    # Every rank selects k elements of its own. The result has 2 k of all.
     size, k, own = 8, 200, torch.zeros(8, 4000)
     for rank in range(size):
         own[rank, rank * 300 + torch.arange(k)] = 1.0 + rank
@@ -141,22 +103,67 @@ def test_what_the_result_does_not_have_waits_on_the_rank_that_selected_it() -> N
     assert torch.equal(torch.stack(ranks.errors()), left)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
+    def top(x: Any, k: Any) -> Any:
+        """The k largest magnitudes, of equal ones the first."""
+        order = x.abs().argsort(descending=True, stable=True)[:k]
+        return torch.zeros_like(x).index_copy(0, order, x[order])
+
+    k, ranks, errors = 200, ranks_of(size), [torch.zeros(4000) for _ in range(size)]
+    for step in range(3):
+        own = [normal(4000, seed=10 * step + rank) for rank in range(size)]
+        due = [error + gradient for error, gradient in zip(errors, own, strict=True)]
+        sent = [top(v, k) for v in due]
+        power = 2 ** (size.bit_length() - 1)
+        x = [top(sent[p] + sent[power + p], 2 * k) if power + p < size else sent[p] for p in range(power)]
+        for j in range(size.bit_length() - 1):
+            x = [top(x[r & ~(1 << j)] + x[r | 1 << j], 2 * k) for r in range(power)]
+        assert torch.equal(ranks.step(own), x[0] / size)
+        errors, waits = ranks.errors(), x[0] == 0
+        assert all(torch.equal(error[waits], v[waits]) for v, error in zip(due, errors, strict=True))
+
+
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_meter_agrees_with_the_planned_bytes() -> None:
+def test_bytes_are_planned_and_those_of_the_docs_and_a_bucket_goes_dense_where_that_is_cheaper() -> None:
     """Of the rank that sends most; laws/table.py has the formulas of payloads."""
     for size, exchange in product((3, 8, 11, 16), ("gtopk", "reduce_scatter")):
         ranks = ranks_of(size, exchange, int32_indices=True)
-        ranks.step([normal(4000, rank) for rank in range(size)])
+        ranks.step([normal(4000, seed=rank) for rank in range(size)])
         found, rounds = zip(*((meter.wire_bytes, meter.rounds) for meter in ranks.world.meters), strict=True)
         assert max(found) == wire_bytes(exchange, payload_of(4000, 0.05), size)
         assert (len(set(found)) > 1) == (exchange == "gtopk" and bool(size & size - 1))
         assert len(set(rounds)) == 1 and (rounds[0] == 2 or exchange == "gtopk")
+    for size, (ratio, kind) in product((4, 16), ((0.36, DenseResult), (0.3, SparseResult))):
+        ranks = ranks_of(size, "reduce_scatter", ratio, (300, 100), int32_indices=True)
+        results, _ = ranks.exchange([normal(30_000, seed=rank) for rank in range(size)])
+        assert all(isinstance(result, kind) for result in results)
+        dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
+        assert ranks.world.meters[0].wire_bytes <= dense
+    # A bucket of ResNet-50's size at 0.1 %. auto sends the fewest bytes of the two.
+    payload, chosen = payload_of(25_557_032, 0.001), []
+    fewest, many = (wire_bytes("reduce_scatter", payload, size) for size in (8, 1024))
+    assert many <= 1.5 * fewest and wire_bytes("all_gather", payload, 1024) > 300 * many
+    for size in (8, 16, 64, 256, 1024):
+        assert wire_bytes("reduce_scatter", payload, size) <= 6 * 4 * payload.budget.capacity
+    for size in (1, 2, 3, 4, 8, 1024):
+        exchanges = ("all_gather", "reduce_scatter", "auto")
+        gathered, scattered, auto = (wire_bytes(name, payload, size) for name in exchanges)
+        assert auto == min(gathered, scattered)
+        chosen.append(scattered < gathered)
+    assert chosen == [False, False, False, True, True, True]
+    text = Path(__file__).parents[2].joinpath("docs/methods.md").read_text()
+    head = "| ranks | `all_gather` | `reduce_scatter` | `gtopk` |\n|---:|---:|---:|---:|\n"
+    table = text.split(head)[1].split("\n\n")[0].splitlines()
+    assert len(table) > 4
+    for row in table:
+        size = int(row.split("|")[1])
+        planned = [wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter", "gtopk")]
+        assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
 
 
 @pytest.mark.parametrize(("masking", "u"), [(True, [0, 0, 0, 3, 4, 5]), (False, [0, 1, 2, 3, 4, 5])])
-def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank_sent(
-    masking: Any, u: Any
-) -> None:
+def test_what_returns_is_added_once_and_momentum_is_masked_where_this_rank_sent(masking: Any, u: Any) -> None:
     bucket, v = make_bucket("b", [("w", torch.zeros(6))]), [0, -1, 9, 3, 24, 5]
     memory = Held(DGCSGDMemory(0.5, momentum_masking=masking))
     memory.plan(bucket)
@@ -170,7 +177,7 @@ def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank
         assert inputs.sent is None and inputs.u is not None
         inputs.u.copy_(torch.arange(6.0))
         inputs.v.copy_(torch.arange(6.0))
-        memory.sent_(bucket, sparse([1, 2], [2.0, 3.0], 2), sparse([2, 4], [10.0, 20.0], 3))
+        memory.sent_(bucket, selection_of([1, 2], [2.0, 3.0]), selection_of([2, 4], [10.0, 20.0], 3))
         state = memory.state_dict()
         assert errors() == [state["velocities"]["w"].tolist()] == [v] and state["momentums"]["w"].tolist() == u
         if dropped:
@@ -181,40 +188,7 @@ def test_returned_elements_are_added_once_and_momentum_is_masked_where_this_rank
     assert errors() == [inputs.v.tolist()] == [v]
 
 
-def test_bytes_do_not_grow_with_the_number_of_ranks_and_are_those_of_the_docs() -> None:
-    """A bucket of ResNet-50's size at 0.1 %. auto sends the fewest bytes of the two."""
-    payload, chosen = payload_of(25_557_032, 0.001), []
-    few, many = (wire_bytes("reduce_scatter", payload, size) for size in (8, 1024))
-    assert many <= 1.5 * few and wire_bytes("all_gather", payload, 1024) > 300 * many
-    for size in (8, 16, 64, 256, 1024):
-        assert wire_bytes("reduce_scatter", payload, size) <= 6 * 4 * payload.budget.capacity
-    for size in (1, 2, 3, 4, 8, 1024):
-        exchanges = ("all_gather", "reduce_scatter", "auto")
-        gathered, scattered, auto = (wire_bytes(name, payload, size) for name in exchanges)
-        assert auto == min(gathered, scattered)
-        chosen.append(scattered < gathered)
-    assert chosen == [False, False, False, True, True, True]
-    text = Path(__file__).parents[2].joinpath("docs/methods.md").read_text()
-    head = "| ranks | `all_gather` | `reduce_scatter` | `gtopk` |\n|---:|---:|---:|---:|\n"
-    rows = text.split(head)[1].split("\n\n")[0].splitlines()
-    assert len(rows) > 4
-    for row in rows:
-        size = int(row.split("|")[1])
-        planned = [wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter", "gtopk")]
-        assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
-
-
-def test_a_bucket_goes_dense_where_that_is_cheaper() -> None:
-    """At a third of all elements six words per element cost as much as an all-reduce, for any number of ranks."""
-    for size, (ratio, kind) in product((4, 16), ((0.36, DenseResult), (0.3, SparseResult))):
-        ranks = ranks_of(size, "reduce_scatter", ratio, (300, 100), int32_indices=True)
-        results, _ = ranks.exchange([normal(30_000, rank) for rank in range(size)])
-        assert all(isinstance(result, kind) for result in results)
-        dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
-        assert ranks.world.meters[0].wire_bytes <= dense
-
-
-def test_a_rank_with_other_settings_is_named() -> None:
+def test_a_rank_with_other_settings_is_named_and_told_the_cure() -> None:
     """Also where the payloads have equal sizes, and before anything is doubled."""
 
     def first_messages(exchange: str, settings: Any) -> Any:
@@ -222,7 +196,7 @@ def test_a_rank_with_other_settings_is_named() -> None:
         make, conversations = partial(DGCCompressor, memory=ResidualMemory(), int32_indices=True), []
         for rank, (ratio, dtype) in enumerate(settings):
             bucket = make_bucket("b", [("w", torch.zeros(100, 100))])
-            bucket.flat.copy_(normal(bucket.numel, rank))
+            bucket.flat.copy_(normal(bucket.numel, seed=rank))
             compressor = make(ratio, values=CastValues(dtype), exchange=exchange)
             conversations.append(compressor.reduce(bucket, compressor.init(bucket, len(settings), rank)))
         return conversations, [next_requests(conversation)[0] for conversation in conversations]
@@ -242,14 +216,10 @@ def test_a_rank_with_other_settings_is_named() -> None:
         conversations, messages = first_messages("gtopk", [usual, odd, usual])
         with pytest.raises(PayloadError, match=words):
             conversations[2].send((tuple(message.tensor for message in messages),))
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_simulated_ranks_with_other_settings_are_told_the_cure() -> None:
     ratios, make = [0.01, 0.02], partial(DGCCompressor, memory=ResidualMemory(), exchange="reduce_scatter")
     ranks = Ranks(2, lambda: make(ratios.pop()), [(300, 100)])
     with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
-        ranks.step([normal(30_000, rank) for rank in range(2)])
+        ranks.step([normal(30_000, seed=rank) for rank in range(2)])
 
 
 def test_a_transport_of_messages_between_ranks_is_asked_for_and_any_other_refused(monkeypatch: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
+from compression.ranks import normal
 from on_ranks import on_ranks
 from optim.nets import alone
 from states import assert_equal
@@ -31,10 +32,6 @@ MODES: dict[str, dict[str, Any]] = {
     "cholesky": {"mode": "paper", "orthogonalization": "cholesky_qr"},
 }
 every_mode = pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
-
-
-def normal(*shape: Any, seed: int = 0) -> Any:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def low_rank(r: Any, n: Any, m: Any, seed: Any) -> Any:
@@ -64,8 +61,7 @@ def test_matrices_of_low_rank_arrive_whole(settings: Any) -> None:
     """Also many of one shape: the original normalises rank-1 factors by the whole batch's norm."""
     for r, count in ((1, 1), (1, 8), (1, 32), (2, 1), (2, 8), (4, 32)):
         matrices = [10.0 ** (i % 5) * low_rank(r, 40, 60, i) for i in range(count)]
-        fleet = fleet_of([(40, 60)] * count, rank=r, **settings)
-        mean = fleet.step([matrices])[0]
+        mean = fleet_of([(40, 60)] * count, rank=r, **settings).step([matrices])[0]
         for found, expected in zip(mean.view(count, 40, 60), matrices, strict=True):
             assert float((found - expected).norm()) < 5e-3 * float(expected.norm()), (r, count)
     shapes = [(40, 60), (30, 20), (50, 10)]
@@ -98,7 +94,7 @@ def test_each_rank_s_error_stays_bounded() -> None:
 
 
 @every_mode
-def test_zeros_give_zeros_and_training_goes_on(settings: Any) -> None:
+def test_zeros_give_zeros_and_a_dropped_step_never_was(settings: Any) -> None:
     """A factor that a zero gradient made zero would let nothing through ever after."""
     fleet = fleet_of([(30, 40), (30, 40)], **settings)
     for _ in range(3):
@@ -108,6 +104,17 @@ def test_zeros_give_zeros_and_training_goes_on(settings: Any) -> None:
     total = sum(fleet.step([[M, torch.zeros(30, 40)]])[0] for _ in range(4))
     share = 0.3 if settings.get("mode") == "square" else 0.9
     assert float(total[:1200] @ M.view(-1)) > share * 4 * float(M.square().sum())
+    # And global random numbers stay as they are.
+    shapes, generator = [(30, 40), (8,), (16, 3, 3, 3)], torch.get_rng_state()
+    fleet = fleet_of(shapes, 2, **settings)
+    for step in range(3):
+        fleet.step([[normal(*s, seed=step + r) for s in shapes] for r in range(2)])
+    before, bad = [c.state_dict() for c in fleet.states], [torch.zeros(s) for s in shapes]
+    bad[2][3] = float("inf")
+    fleet.step([[torch.zeros(s) for s in shapes], bad])
+    assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
+    assert_equal(before, [c.state_dict() for c in fleet.states])
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 @every_mode
@@ -127,21 +134,6 @@ def test_halves_are_multiplied_in_fp32_and_fp16_sends_half_and_keeps_what_roundi
         half.step(own), full.step(own)
         assert 2 * (half.world.meters[0].payload_bytes - 24) == full.world.meters[0].payload_bytes - 24
         assert half.errors()[0][2400:].any() and not full.errors()[0][2400:].any()
-
-
-@every_mode
-def test_a_dropped_step_never_was(settings: Any) -> None:
-    """And global random numbers stay as they are."""
-    shapes, generator = [(30, 40), (8,), (16, 3, 3, 3)], torch.get_rng_state()
-    fleet = fleet_of(shapes, 2, **settings)
-    for step in range(3):
-        fleet.step([[normal(*s, seed=step + r) for s in shapes] for r in range(2)])
-    before, bad = [c.state_dict() for c in fleet.states], [torch.zeros(s) for s in shapes]
-    bad[2][3] = float("inf")
-    fleet.step([[torch.zeros(s) for s in shapes], bad])
-    assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
-    assert_equal(before, [c.state_dict() for c in fleet.states])
-    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def test_the_rule_counts_the_flattened_matrix_and_bytes_of_resnet18_are_the_paper_s() -> None:
@@ -218,9 +210,6 @@ def test_a_resumed_run_may_have_another_rank() -> None:
         assert P.shape == (30, rank)
         torch.testing.assert_close(P[:, :1].abs(), state["P"]["p0"][:, :1].abs())
         assert other.step([[normal(30, 40, seed=1)]])[0].isfinite().all()
-
-
-def test_everything_is_sent_until_compression_starts() -> None:
     fleet = fleet_of([(30, 40), (7,)], 2, start_compressing_after_num_steps=2, num_iters_per_step=2)
     for step in range(4):
         own = [[normal(30, 40, seed=9 * step + r), normal(7, seed=r)] for r in range(2)]
@@ -230,7 +219,7 @@ def test_everything_is_sent_until_compression_starts() -> None:
     assert fleet.world.meters[0].payload_bytes == 2 * (4 * 1207 + 24) + 2 * (4 * (2 * 70 + 7) + 24)
 
 
-def test_accordion_chooses_by_the_change_of_the_norm() -> None:
+def test_accordion_chooses_by_the_change_of_the_norm_and_ranks_switch_at_the_ends_of_epochs() -> None:
     accordion = Accordion(1, 4, change=0.5, every=2)
     epochs = (None, 0, 0, 1, 2, 2, 3, 4)
     assert [e for last, e in pairwise(epochs) if accordion.ends_interval(last, e or 0)] == [2, 4]
@@ -239,9 +228,6 @@ def test_accordion_chooses_by_the_change_of_the_norm() -> None:
         regime = accordion.choose(regime, {"w": (3 * norm**2, 3)})
         chosen.append(regime.ranks["w"])
     assert chosen == [4, 4, 1, 1, 4, 4, 1, 4]
-
-
-def test_ranks_switch_at_the_ends_of_epochs() -> None:
     make = {"rank": 1, "high_rank": 3, "num_iters_per_step": 2}
     (fleet, other), ranks = (fleet_of([(30, 40), (40, 30)], 2, **make) for _ in range(2)), []
     for epoch in range(5):
@@ -355,22 +341,20 @@ def basis_of(x: Any, *options: Any, **named: Any) -> Any:
     return orthonormalize([x], *options, **named)[0]
 
 
-def assert_orthonormal(x: Any, tolerance: float = 2e-6) -> None:
-    eye = torch.eye(x.shape[1]).expand(len(x), -1, -1)
-    torch.testing.assert_close(x @ x.mT, eye, rtol=0, atol=tolerance)
+def assert_orthonormal(x: Any) -> None:
+    torch.testing.assert_close(x @ x.mT, torch.eye(x.shape[1]).expand(len(x), -1, -1), rtol=0, atol=2e-6)
 
 
 @every_way
-def test_rows_are_orthonormal_and_span_the_same(way: Any) -> None:
+def test_rows_are_orthonormal_and_span_the_same_also_zeros_and_dependent_ones(way: Any) -> None:
     for shape in ((1, 1, 1), (4, 1, 7), (3, 2, 50), (2, 5, 5), (5, 7, 1000)):
         x = normal(*shape) * torch.logspace(-6, 6, shape[0])[:, None, None]
         basis = basis_of(x, way)
         assert_orthonormal(basis)
         for k in range(1, shape[1] + 1):
             part, first = basis[:, :k], x[:, :k]
-            outside = first - first @ part.mT @ part
-            norms = first.flatten(1).norm(dim=1)
-            assert bool((outside.flatten(1).norm(dim=1) <= 1e-5 * norms).all())
+            norms, outside = (y.flatten(1).norm(dim=1) for y in (first, first - first @ part.mT @ part))
+            assert bool((outside <= 1e-5 * norms).all())
         for scale in (1e-30, 1e30):
             assert_orthonormal(basis_of(normal(*shape) * scale, way))
     # a matrix does not depend on the others of its batch
@@ -378,10 +362,6 @@ def test_rows_are_orthonormal_and_span_the_same(way: Any) -> None:
     together = basis_of(x, way)
     for i in range(6):
         torch.testing.assert_close(together[i : i + 1], basis_of(x[i : i + 1], way))
-
-
-@every_way
-def test_zeros_become_random_directions(way: Any) -> None:
     for r in (1, 3):
         x, noise = normal(3, r, 30), normal(3, r, 30, seed=5)
         x[1] = 0
@@ -390,10 +370,6 @@ def test_zeros_become_random_directions(way: Any) -> None:
         assert_orthonormal(found)
         assert float((found[1] @ noise[1].T @ noise[1]).norm()) > 1
         torch.testing.assert_close(found[0], basis[0])
-
-
-@every_way
-def test_dependent_rows_keep_what_there_is(way: Any) -> None:
     x = normal(2, 4, 30)
     x[0, 1] = 2 * x[0, 0]
     x[0, 2] = x[0, 0] + 1e-5 * x[0, 3]
@@ -402,5 +378,4 @@ def test_dependent_rows_keep_what_there_is(way: Any) -> None:
     assert_orthonormal(basis)
     for i in range(2):
         rows = x[i] / x[i].norm(dim=1, keepdim=True).clamp(min=1e-30)
-        outside = rows - rows @ basis[i].T @ basis[i]
-        assert float(outside.norm(dim=1)[[0, 1, 3]].max()) < 1e-4
+        assert float((rows - rows @ basis[i].T @ basis[i]).norm(dim=1)[[0, 1, 3]].max()) < 1e-4

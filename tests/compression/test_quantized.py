@@ -1,4 +1,4 @@
-"""The small quantizing and sampling compressors, each against its definition."""
+"""The small quantizing and sampling compressors and EF21, each against its definition."""
 
 from functools import partial
 from itertools import product
@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 from compression.ranks import Ranks, normal
+from optim import nets
 
 from dgc import compression as methods
+from dgc import paper
 from dgc.compression.signs import rows_of
 from dgc.compression.svd import inclusion
+from dgc.engine.redistribute import redistribute
+from dgc.memory import ResidualMemory
+from dgc.optim import MuonWithAdamW, muon_groups
 from dgc.wire.envelope import sealed_bytes
 
 N = 600
@@ -20,8 +25,8 @@ def once(make: Any, g: Any) -> Any:
     return Ranks(1, make, [tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
 
 
-def test_the_majority_decides_and_signum_is_the_sign_of_the_average_and_a_scale_is_a_tensor_s_own() -> None:
-    g = normal(N, 0)
+def test_signs_their_majority_their_average_and_the_mean_of_each_side_of_each_row() -> None:
+    g = normal(N, seed=0)
     torch.testing.assert_close(once(methods.ScaledSignCompressor, g), g.sign() * g.abs().mean())
     signs = torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])
     assert torch.equal(Ranks(1, methods.ScaledSignCompressor, [(4,), (4,)]).step([signs]), signs)
@@ -36,15 +41,11 @@ def test_the_majority_decides_and_signum_is_the_sign_of_the_average_and_a_scale_
     beta, m = 0.9, torch.zeros(N)
     ranks = Ranks(1, partial(methods.SignSGDCompressor, momentum=beta), [(N,)])
     for step in range(20):
-        g = normal(N, step)
+        g = normal(N, seed=step)
         m = beta * m + (1 - beta) * g
-        agree = ranks.step([g]) == m.sign()
-        assert agree[m.abs() > 1e-6].all()
-
-
-def test_one_bit_sends_the_mean_of_each_side_of_each_row() -> None:
-    """Rows are the outermost dimension."""
-    g = normal(12 * 40, 1).view(12, 40)
+        assert (ranks.step([g]) == m.sign())[m.abs() > 1e-6].all()
+    # rows are the outermost dimension
+    g = normal(12 * 40, seed=1).view(12, 40)
     sent = once(methods.OneBitCompressor, g)
     for row, got in zip(g, sent, strict=True):
         for side in (row > 0, row <= 0):
@@ -70,7 +71,7 @@ STOCHASTIC = {
 @pytest.mark.usefixtures("no_type_checks")
 def test_unbiased(name: Any) -> None:
     """The mean over many steps is the gradient; its error falls as one over the root of their number."""
-    g, draws = normal(24 * 25, 2), 300
+    g, draws = normal(24 * 25, seed=2), 300
 
     def distance(steps: int) -> float:
         ranks = Ranks(1, STOCHASTIC[name], [(24, 25)])
@@ -83,19 +84,18 @@ def test_unbiased(name: Any) -> None:
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_randomness_repeats_with_the_seed_and_differs_between_steps_and_ranks(name: Any) -> None:
     """And torch's generator is left alone. Means over ranks that hold the same gradient are better than one's."""
-    g, before = normal(24 * 25, 2), torch.get_rng_state()
+    g, before = normal(24 * 25, seed=2), torch.get_rng_state()
     first, second = (Ranks(1, STOCHASTIC[name], [(24, 25)]) for _ in range(2))
     a, b = [first.step([g]) for _ in range(2)], [second.step([g]) for _ in range(2)]
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and not torch.equal(a[0], a[1])
     assert torch.equal(torch.get_rng_state(), before)
     if name in ("qsgd, 4 bits", "terngrad", "natural"):
-        together = Ranks(8, STOCHASTIC[name], [(24, 25)]).step([g] * 8)
-        assert (together - g).norm() < 0.6 * (a[0] - g).norm()
+        assert (Ranks(8, STOCHASTIC[name], [(24, 25)]).step([g] * 8) - g).norm() < 0.6 * (a[0] - g).norm()
 
 
-def test_levels_of_stochastic_methods() -> None:
+def test_levels_of_stochastic_methods_and_the_nearest_level_of_a_block() -> None:
     """QSGD has 7 levels in 4 bits, of the L2 norm or of the largest magnitude."""
-    g = normal(N, 5)
+    g = normal(N, seed=5)
     for norm, scale in (("l2", g.norm()), ("max", g.abs().max())):
         levels = 7 * once(partial(methods.QSGDCompressor, 4, None, norm), g) / scale
         assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
@@ -105,16 +105,13 @@ def test_levels_of_stochastic_methods() -> None:
     assert methods.QSGDCompressor(bits=4).compress_ratio == 1 / 8
     powers = once(methods.NaturalCompressor, g).abs().log2()
     assert (powers == powers.round()).all()
-
-
-def test_blocks_are_rounded_to_the_nearest_level() -> None:
-    g = normal(5000, 7)
+    g = normal(5000, seed=7)
     for bits, levels in ((4, 7), (8, 127)):
         sent = once(partial(methods.BlockwiseCompressor, bits=bits, block=512), g)
         for part, got in zip(g.split(512), sent.split(512), strict=True):
             assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
     ranks = Ranks(1, partial(methods.BlockwiseCompressor, block=512), [(512,), (513,)])
-    ranks.step([normal(1025, 0)])
+    ranks.step([normal(1025, seed=0)])
     # a short last block is no full one
     assert ranks.world.meters[0].payload_bytes == sealed_bytes(3 * 4 + 512 + 513)
 
@@ -136,8 +133,8 @@ def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks_and_random_blo
     assert starts == set(range(10))
 
 
-def test_svd_is_the_best_approximation_and_takes_what_it_makes_smaller() -> None:
-    M = normal(20 * 30, 8).view(20, 30)
+def test_svd_is_the_best_approximation_and_probabilities_of_atomo_add_up() -> None:
+    M = normal(20 * 30, seed=8).view(20, 30)
     U, s, Vh = torch.linalg.svd(M.double())  # in fp32 some CPUs' LAPACK is a hundred times less exact than ours
     for rank in (1, 3):
         best = U[:, :rank] * s[:rank] @ Vh[:rank]
@@ -146,9 +143,6 @@ def test_svd_is_the_best_approximation_and_takes_what_it_makes_smaller() -> None
     shapes = [(3, 40), (2, 2), (40,), (), (0, 4), (30, 4, 5)]
     segments = Ranks(1, methods.SVDCompressor, shapes).buckets[0].segments
     assert [methods.SVDCompressor(2).accepts(s) for s in segments] == [True, False, False, False, False, True]
-
-
-def test_probabilities_add_up() -> None:
     for s, r, expected in (
         ([1.0, 1, 1, 1], 2, [0.5] * 4),
         ([100.0, 1, 1], 2, [1, 0.5, 0.5]),
@@ -160,38 +154,79 @@ def test_probabilities_add_up() -> None:
         assert inclusion(torch.tensor(s), r).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_every_wire_of_threshold_codes_gives_the_same_bits() -> None:
+def test_every_wire_of_threshold_codes_gives_the_same_bits_in_as_few_bytes_as_can_be() -> None:
     wires, shapes = ("gather", "scatter", "server"), [(7, 5), (33,), (1,), (0, 3)]
     every: tuple[dict[str, Any], ...] = ({}, {"threshold": None}, {"bits": 1, "threshold": 0.0})
     for size, settings in product((2, 3), every):
         makes = [partial(methods.ThresholdCompressor, wire=wire, **settings) for wire in wires]
         gather, scatter, server = (Ranks(size, make, shapes) for make in makes)
         for step in range(3):
-            own = [normal(35 + 33 + 1, 10 * step + rank) for rank in range(size)]
+            own = [normal(35 + 33 + 1, seed=10 * step + rank) for rank in range(size)]
             mean = gather.step(own)
             assert torch.equal(mean, scatter.step(own)) and torch.equal(mean, server.step(own)), settings
         assert torch.equal(gather.errors()[0], scatter.errors()[0])
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_scattered_sums_of_threshold_codes_take_as_few_bits_as_they_can() -> None:
-    """Codes for each rank and the packed share, each sealed. Sums of many ranks need more than a byte."""
+    # Codes for each rank and the packed share, each sealed. Sums of many ranks need more than a byte.
     codes = 64 * 64 // 4
     for size, bits in ((2, 3), (3, 3), (4, 4), (8, 5)):
         ranks = Ranks(size, partial(methods.ThresholdCompressor, wire="scatter"), [(64, 64)])
-        ranks.step([normal(64 * 64, rank) for rank in range(size)])
+        ranks.step([normal(64 * 64, seed=rank) for rank in range(size)])
         share = 4 * -(-codes // (4 * size))
         sums = -(-share * 4 * bits // 8)
         assert ranks.world.meters[0].payload_bytes == size * sealed_bytes(share) + sealed_bytes(sums), size
     mean = Ranks(130, partial(methods.ThresholdCompressor, threshold=0.1), [(9,)]).step([torch.ones(9)] * 130)
     torch.testing.assert_close(mean, torch.full((9,), 0.1))
-
-
-def test_thresholds_from_the_data_follow_the_gradients_scale() -> None:
     factors = (1.0, 1e-6, 1e8)
     fleets = [Ranks(3, partial(methods.ThresholdCompressor, threshold=None), [(300,)]) for _ in factors]
     for step in range(3):
-        own = [normal(300, 7 * step + rank) for rank in range(3)]
+        own = [normal(300, seed=7 * step + rank) for rank in range(3)]
         first, *others = (fleet.step([g * x for g in own]) for fleet, x in zip(fleets, factors, strict=True))
-        for factor, mean in zip(factors[1:], others, strict=True):
-            torch.testing.assert_close(mean, first * factor, rtol=1e-5, atol=1e-30)
+        for factor, found in zip(factors[1:], others, strict=True):
+            torch.testing.assert_close(found, first * factor, rtol=1e-5, atol=1e-30)
+
+
+TWO_MATRICES = [(40, 5), (3, 7)]
+
+
+def ef21(ratio: float = 0.1, beta: float = 0.2) -> Any:
+    return methods.EF21Compressor(methods.DGCCompressor(ratio, ResidualMemory(), selector="exact"), beta)
+
+
+def test_ef21_by_definition_and_estimates_and_momenta_differ_by_the_errors() -> None:
+    for size in (1, 3):
+        fast, defined = Ranks(size, ef21, TWO_MATRICES), Ranks(size, partial(paper.EF21, 0.1, 0.2), TWO_MATRICES)
+        for step in range(12):
+            own = [normal(221, seed=10 * step + rank) for rank in range(size)]
+            torch.testing.assert_close(fast.step(own), defined.step(own), rtol=0, atol=1e-6)
+    # After a dropped step too.
+    ranks = Ranks(3, ef21, TWO_MATRICES)
+    for step in range(5):
+        own = [normal(221, seed=10 * step + rank) for rank in range(3)]
+        if step == 3:
+            own[1][7] = float("nan")
+        (result, *_), _ = ranks.exchange(own)
+        assert (result.nonfinite is not None) == (step == 3)
+        if step == 3:
+            for states, bucket in zip(ranks.states, ranks.buckets, strict=True):
+                states.rollback(bucket)
+    saved: list[Any] = [states.state_dict() for states in ranks.states]
+    for loaded in (saved, redistribute(saved, 2), redistribute(saved, 5)):
+        for name, shape in zip(("p0", "p1"), TWO_MATRICES, strict=True):
+            parts = [[state[table][name].double() for state in loaded] for table in ("momentum", "residuals")]
+            difference = sum(m - e for m, e in zip(*parts, strict=True)) / len(loaded)
+            assert difference.shape == shape
+            torch.testing.assert_close(difference, loaded[0]["estimate"][name].double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
+def test_without_compression_it_is_muon_without_nesterov() -> None:
+    def muon(model: Any, **options: Any) -> Any:
+        return MuonWithAdamW(muon_groups(model, ["last.*"]), lr=0.01, ns_precision="fp32", **options)
+
+    model, other = nets.net(), nets.net()
+    for net in (model, other):
+        for p in (net.first.bias, net.spare.bias, *net.last.parameters()):
+            p.requires_grad_(False)
+    method = methods.EF21Compressor(methods.DenseCompressor())
+    nets.train(model, nets.wrap(model, nets.alone(), partial(muon, momentum=0.0), compression=method), range(5))
+    nets.train(other, muon(other, nesterov=False), range(5))
+    nets.assert_same(model, other)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from optim.nets import same as same
 from torch import Tensor, nn
 
 from dgc import gossip
@@ -61,10 +62,7 @@ def top_k() -> SparseCompressor:
     return SparseCompressor(0.1, ResidualMemory(), vectors="sparse")
 
 
-def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05)
-
-
+adam = partial(torch.optim.AdamW, lr=0.05)
 # those that move on from the mean by a momentum of their own, compress what they exchange, or use it later
 OUTER = [
     Row("slowmo", lambda: OuterSteps(3, gossip.OSGP(), SlowMo())),
@@ -78,13 +76,13 @@ OUTER = [
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
     Row("momentum", lambda: OuterSteps(3, None, Nesterov(), top_k(), average_momentum=True)),
 ]
-MORE: dict[str, Callable[[], gossip.Gossip]] = {
-    "sign": lambda: gossip.CHOCO(quantizer=gossip.Sign()),
-    "fp16": lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16")),
-    "star": lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2)),
-    "one half step": lambda: gossip.PowerGossip(num_iters_per_step=1),
-    "pairs, three half steps": lambda: gossip.PowerGossip(gossip.random_matching, num_iters_per_step=3),
-}
+MORE = [
+    Row("sign", lambda: gossip.CHOCO(quantizer=gossip.Sign())),
+    Row("fp16", lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16"))),
+    Row("star", lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2))),
+    Row("one half step", lambda: gossip.PowerGossip(num_iters_per_step=1)),
+    Row("three half steps", lambda: gossip.PowerGossip(gossip.random_matching, num_iters_per_step=3)),
+]
 # between machines
 BASES: dict[str, Callable[[], gossip.Gossip]] = {
     "sgp": gossip.SGP,
@@ -104,11 +102,9 @@ def of_machines(base: Callable[[], gossip.Gossip]) -> Callable[[], gossip.Gossip
 
 
 SIZES = (1, 2, 3, 6)
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
+momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
 def muon(parameters: Any, is_first: bool = False) -> torch.optim.Optimizer:
@@ -122,11 +118,7 @@ class Trained:
     """One rank's model, optimizer and data; the same start on every rank."""
 
     def __init__(
-        self,
-        transport: LockstepTransport,
-        algorithm: gossip.Gossip,
-        make_optimizer: MakeOptimizer = momentum,
-        dtype: torch.dtype = torch.float32,
+        self, transport: Any, algorithm: Any, make_optimizer: Any = momentum, dtype: Any = torch.float32
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
         generator = torch.Generator().manual_seed(0)
@@ -147,8 +139,9 @@ class Trained:
     def algorithm(self) -> Any:
         return self.optimizer.method
 
-    def scatter(self, seed: int = 0) -> "Trained":
-        generator = torch.Generator().manual_seed(1000 * seed + self.rank)
+    def scatter(self, seed: int = 0, of: int | None = None) -> "Trained":
+        """Adds the noise of this rank, or `of` another."""
+        generator = torch.Generator().manual_seed(1000 * seed + (self.rank if of is None else of))
         self.z.add_(torch.randn(self.z.numel(), generator=generator, dtype=torch.float32))
         self.optimizer.model.scatter()
         return self
@@ -168,7 +161,6 @@ class Trained:
         return [self.step() for _ in range(number)]
 
     def only_gossip(self, steps: int = 1) -> None:
-        """Steps without a gradient."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.optimizer.step()
@@ -186,8 +178,8 @@ class Trained:
         return self
 
     def biased_parameters(self) -> Tensor:
-        self.optimizer.method.flush()
-        return self.optimizer.method.biased_parameters().double()
+        self.algorithm.flush()
+        return self.algorithm.biased_parameters().double()
 
 
 def on(size: int, body: Callable[[LockstepTransport], Any], local_size: int | None = None) -> list[Any]:
@@ -202,23 +194,18 @@ def each(size: int, make: Any, body: Any, local_size: int | None = None, **optio
 def after(steps: int, make: Any, size: int, local_size: int | None = None, **options: Any) -> list[Tensor]:
     """Every rank's model after so many steps, and once no message is in flight."""
 
-    def body(own: Trained) -> Tensor:
-        own.steps(steps)
-        return own.finish()
-
-    return each(size, make, body, local_size, **options)
+    return each(size, make, lambda own: own.steps(steps) and own.finish(), local_size, **options)
 
 
 def losses(steps: int, make: Any, size: int, local_size: int | None = None) -> tuple[float, float]:
     """The first and the last, as means over ranks."""
-    found = each(size, make, lambda own: own.steps(steps), local_size)
-    return mean([of_rank[0] for of_rank in found]), mean([of_rank[-1] for of_rank in found])
+    first, *_, last = map(mean, zip(*each(size, make, lambda own: own.steps(steps), local_size), strict=True))
+    return first, last
 
 
 def after_joint_steps(steps: int, size: int) -> Tensor:
     """The model after SGD with momentum on the mean of all ranks' losses."""
-    ranks = on(size, lambda transport: Trained(transport, OuterSteps(100)))
-    one = ranks[0]
+    ranks = one, *_ = on(size, lambda transport: Trained(transport, OuterSteps(100)))
     optimizer = momentum(one.model.parameters())
     for _ in range(steps):
         optimizer.zero_grad()
@@ -235,17 +222,11 @@ def off(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return max(off(x, y) for x, y in zip(a, b, strict=True))
 
 
-def check_that_a_saved_state_goes_on(
-    make: Callable[[LockstepTransport], Trained], size: int, steps: int, stop: int, local_size: int | None = None
-) -> None:
+def check_that_a_saved_state_goes_on(make: Any, size: int, steps: int, stop: int, local_size: Any = None) -> None:
     def body(transport: LockstepTransport, stops: bool) -> Tensor:
         own = make(transport)
         for step in range(steps):
@@ -262,9 +243,7 @@ def check_that_a_saved_state_goes_on(
     assert same(straight, stopped)
 
 
-def check_that_means_stay(
-    make: Callable[[LockstepTransport], Trained], seen: Callable[[Trained], list[Tensor]], steps: int, new: int
-) -> list[Tensor]:
+def check_that_means_stay(make: Any, seen: Any, steps: int, new: int) -> list[Tensor]:
     """The means of what is seen of 4 ranks, and of new ones that go on from their states. Returns later models."""
 
     def before(transport: LockstepTransport) -> tuple[Any, list[Tensor]]:

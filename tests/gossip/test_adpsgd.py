@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from math import inf
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,9 +49,7 @@ GRAPHS = {
     gossip.full: (5,),
     gossip.exponential: (8,),
 }
-CASES: list[Any] = [
-    pytest.param(graph, size, id=f"{graph.__name__}-{size}") for graph, sizes in GRAPHS.items() for size in sizes
-]
+CASES: list[Any] = [pytest.param(graph, n, id=f"{graph.__name__}-{n}") for graph, ns in GRAPHS.items() for n in ns]
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
@@ -76,10 +75,8 @@ class Simulation:
         generator = torch.Generator().manual_seed(self.seed)
         self.xs = list(torch.randn(size, self.numel, generator=generator, dtype=torch.float32))
         pairs = bipartite_subgraph(self.topology)
-        self.protocols = [
-            AveragingProtocol(x, pairs, channel, self.averagings_per_step, self.timeout)
-            for x, channel in zip(self.xs, self.world.channels, strict=True)
-        ]
+        ends, limits = zip(self.xs, self.world.channels, strict=True), (self.averagings_per_step, self.timeout)
+        self.protocols = [AveragingProtocol(x, pairs, channel, *limits) for x, channel in ends]
         self.now, self.tag = 0.0, 0
         for rank in range(size):
             self.begin(rank)
@@ -157,10 +154,8 @@ def test_many_cycles_and_messages_that_overtake_the_end_of_one() -> None:
 @pytest.mark.parametrize("slow", [None, 1])
 @pytest.mark.parametrize(("graph", "size"), [c for c in CASES if c.values[1] < 16])
 def test_all_ranks_are_informed_that_an_epoch_is_over(graph: Any, size: Any, slow: Any) -> None:
-    """Each rank trains until its step counts are large enough, which is soon. At the end the counts are exact.
-
-    A slow rank may be the only path between two fast ranks. Each step adds one to the x of its rank, also between
-    a snapshot and the reply.
+    """Each trains until its step counts are large enough, which is soon. At the end the counts are exact.
+    A slow rank may be the only path between two fast ones. Each step adds one to the x of its rank.
     """
     simulation = Simulation(graph(size), seed=size, averagings_per_step=1.0)
     protocols, goal, looks, since = simulation.protocols, 12 * size, 0, None
@@ -182,7 +177,7 @@ def test_all_ranks_are_informed_that_an_epoch_is_over(graph: Any, size: Any, slo
     assert since is not None and looks - since <= 60 * size**2
 
 
-def test_averages_are_bounded_by_steps() -> None:
+def test_averages_are_bounded_by_steps_and_messages_as_long_as_documented_and_no_rank_is_lost() -> None:
     for rate, most in ((1.0, 50), (0.5, 25), (2.0, 100)):
         simulation = Simulation(bipartite_complete(4), averagings_per_step=rate)
         for _ in range(50):
@@ -197,9 +192,6 @@ def test_averages_are_bounded_by_steps() -> None:
     simulation.run(500)
     simulation.drain()
     assert simulation.protocols[1].averagings == 1
-
-
-def test_idle_ranks_are_not_lost_and_one_that_was_stopped_extends_the_time_limits_of_the_others() -> None:
     idle = Simulation(bipartite_complete(5), averagings_per_step=1.0, timeout=10.0)
     idle.run(10_000)
     idle.drain()
@@ -209,6 +201,12 @@ def test_idle_ranks_are_not_lost_and_one_that_was_stopped_extends_the_time_limit
     stopped.now += 10_000
     stopped.run(500)
     stopped.drain()
+    simulation = Simulation(bipartite_complete(4), numel=101)
+    simulation.run(200)
+    simulation.drain()
+    header = 8 * (6 + 4)
+    for protocol, without_x in zip(simulation.protocols, (3, 3, 1, 3), strict=True):
+        assert protocol.sent_bytes == protocol.averagings * (header + 8 * 51) + without_x * header
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -232,15 +230,6 @@ def test_a_lost_rank_is_reported_to_all_others(size: Any) -> None:
                 break
         assert set(errors) == set(range(size)) - {lost}
         assert all(f"rank {lost} " in text and "timed out" in text for text in errors.values())
-
-
-def test_messages_are_as_long_as_documented() -> None:
-    simulation = Simulation(bipartite_complete(4), numel=101)
-    simulation.run(200)
-    simulation.drain()
-    header = 8 * (6 + 4)
-    for protocol, without_x in zip(simulation.protocols, (3, 3, 1, 3), strict=True):
-        assert protocol.sent_bytes == protocol.averagings * (header + 8 * 51) + without_x * header
 
 
 def noisy(world: ChannelWorld, number: int, byte: int) -> Any:
@@ -296,7 +285,6 @@ class AgreedTransport:
 
 
 def begin(own: Any, z: Any, channel: Any) -> None:
-    """Start gossip of a vector, and do not wait for a step."""
     own.start(FlatModel([("z", z)]), AgreedTransport(channel), TrafficMeter())
     own.resume()
 
@@ -345,7 +333,7 @@ def test_threads_train_synchronize_and_resume(size: Any) -> None:
     assert float(sum(models)[0]) == pytest.approx(26 * size, rel=1e-5)
 
 
-def test_a_state_goes_on_where_it_was() -> None:
+def test_a_state_goes_on_where_it_was_and_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
     def start(rank: Any, own: Any, z: Any) -> Any:
         steps(own, z, 5)
         own.synchronize_messages()
@@ -368,11 +356,8 @@ def test_a_state_goes_on_where_it_was() -> None:
 
     together(2, body)
 
-
-def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
-    """It has gone on as the others have, or they would wait for its answers until the timeout."""
-
-    def body(rank: Any, own: Any, z: Any) -> Any:
+    # It has gone on as the others have, or they would wait for its answers until the timeout.
+    def idle(rank: Any, own: Any, z: Any) -> Any:
         for _ in range(3):
             own.synchronize_messages()
             own.begin_epoch(0)
@@ -380,7 +365,7 @@ def test_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
         own.synchronize_messages()
         return own.progress
 
-    assert together(2, body, timeout=patient(30))[0] == [12, 12]
+    assert together(2, idle, timeout=patient(30))[0] == [12, 12]
 
 
 def optimizer_of(p: Any, transport: Any, lr: float) -> LocalOptimizer:
@@ -388,7 +373,7 @@ def optimizer_of(p: Any, transport: Any, lr: float) -> LocalOptimizer:
     return LocalOptimizer(inner, [("p", p)], ADPSGD(timeout=patient(20)), transport=transport)
 
 
-def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
+def test_closing_receives_what_is_on_its_way_and_no_rank_trains_before_all_are_connected() -> None:
     """Also on ranks that close long before others do. Each step adds one to its rank's model."""
     world = ChannelWorld(3)
 
@@ -406,9 +391,24 @@ def test_closing_an_optimizer_receives_what_is_on_its_way() -> None:
 
     assert float(total(in_threads(3, on_rank))[0]) == pytest.approx(60, rel=1e-5)
     assert world.in_flight == world.pending_receives == 0
+    channels, connected = ChannelWorld(2), threading.Event()
+
+    def connecting(transport: Any) -> None:
+        def channel() -> Any:
+            if transport.rank == 1:
+                threading.Event().wait(0.3)
+                connected.set()
+            return channels.channels[transport.rank]
+
+        transport.channel = channel
+        optimizer = optimizer_of(torch.nn.Parameter(torch.zeros(3)), transport, 0.1)
+        assert connected.is_set()
+        optimizer.close()
+
+    LockstepWorld(2).run(connecting)
 
 
-def test_errors_of_the_user() -> None:
+def test_errors_of_the_user_and_a_failure_in_one_thread_is_one_of_every_rank() -> None:
     (channel,) = ChannelWorld(1).channels
     own, z, refused = ADPSGD(), torch.zeros(3), partial(check_refusals, kind=RuntimeError)
     check_refusals(
@@ -428,35 +428,12 @@ def test_errors_of_the_user() -> None:
     own.close()
     refused((own.begin_step, "closed"))
 
-
-def test_a_failure_in_one_thread_is_an_error_on_every_rank() -> None:
     def body(rank: Any, own: Any, z: Any) -> Any:
-        def fail(*_: Any) -> None:
-            raise OSError("the cable is cut")
-
         if rank == 1:
-            own._protocol.channel.isend = fail
+            own._protocol.channel.isend = Mock(side_effect=OSError("the cable is cut"))
         with pytest.raises(GossipError, match="cable is cut" if rank == 1 else "rank 1 "):
             for _ in range(100_000):
                 steps(own, z, 1)
                 threading.Event().wait(0.001)
 
     together(3, body, timeout=patient(1))
-
-
-def test_no_rank_trains_before_all_are_connected() -> None:
-    channels, connected = ChannelWorld(2), threading.Event()
-
-    def on_rank(transport: Any) -> None:
-        def channel() -> Any:
-            if transport.rank == 1:
-                threading.Event().wait(0.3)
-                connected.set()
-            return channels.channels[transport.rank]
-
-        transport.channel = channel
-        optimizer = optimizer_of(torch.nn.Parameter(torch.zeros(3)), transport, 0.1)
-        assert connected.is_set()
-        optimizer.close()
-
-    LockstepWorld(2).run(on_rank)

@@ -29,7 +29,7 @@ def stepped(transport: Any, algorithm: Any, steps: Any) -> Any:
     return own
 
 
-def test_between_exchanges_every_rank_trains_alone() -> None:
+def test_between_exchanges_every_rank_trains_alone_and_knows_differences_of_public_copies() -> None:
     def body(transport: Any, average_every: int) -> Any:
         own = Trained(transport, gossip.CHOCO(quantizer=gossip.TopK(0.25), average_every=average_every))
         alone, sent = Trained(transport, OuterSteps(100)), []
@@ -45,16 +45,13 @@ def test_between_exchanges_every_rank_trains_alone() -> None:
     for (sent, ratio), ((one, *_), plain) in zip(every_third, every, strict=True):
         assert sent == [0, 0, one, one, one, 2 * one, 2 * one] and ratio == plain / 3
 
-
-def test_differences_of_public_copies() -> None:
-    """d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat."""
-
-    def body(transport: Any) -> Any:
+    # d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat.
+    def differences_of(transport: Any) -> Any:
         own = stepped(transport, gossip.CHOCO(), 15).algorithm
         assert off(next(iter(own.errors())), own.z - own.xhat) < 1e-6
         return own.xhat.double(), own.d.double()
 
-    xhat, differences = zip(*on(5, body), strict=True)
+    xhat, differences = zip(*on(5, differences_of), strict=True)
     for i, d in enumerate(differences):
         assert off(d, sum((xhat[j] - xhat[i]) / 3 for j in ((i + 1) % 5, (i - 1) % 5))) < 1e-5
     assert float(sum(differences).abs().max()) < 1e-5
@@ -89,8 +86,7 @@ def test_another_number_of_ranks_goes_on(algorithm: Any, graph: Any) -> None:
     states = on(5, lambda t: stepped(t, make(), 5).algorithm.state_dict())
 
     def body(transport: Any) -> Any:
-        own = Trained(transport, make())
-        weights = shares(5, new, transport.rank)
+        own, weights = Trained(transport, make()), shares(5, new, transport.rank)
         own.algorithm.load_state_dict(blend({rank: copy.deepcopy(states[rank]) for rank in weights}, weights))
         start = own.z.clone()
         own.only_gossip(100)
@@ -136,8 +132,7 @@ def test_a_difference_of_rank_1_is_gone_after_a_step_and_both_ends_of_an_edge_ha
         return own.finish()
 
     def factors_of(transport: Any) -> Any:
-        own = stepped(transport, gossip.PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm
-        edges = own._edges.items()
+        edges = stepped(transport, gossip.PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm._edges.items()
         return {peer: (edge.even, torch.cat([f.view(-1) for f in edge.factors])) for peer, edge in edges}
 
     assert off(*each(2, gossip.PowerGossip, differ)) < 1e-4
@@ -148,7 +143,7 @@ def test_a_difference_of_rank_1_is_gone_after_a_step_and_both_ends_of_an_edge_ha
                 assert not even and torch.equal(factors, found[j][i][1])
 
 
-def test_factors_stay_orthonormal_whatever_the_difference() -> None:
+def test_factors_stay_orthonormal_and_matrices_have_the_memory_order_of_their_tensors() -> None:
     noise = orthonormal(torch.randn(30, 3), torch.zeros(30, 3))
     column = torch.randn(30, 1)
     alike = column * torch.tensor([1.0, 2.0, 0.0])
@@ -157,9 +152,6 @@ def test_factors_stay_orthonormal_whatever_the_difference() -> None:
         assert off(Q.T @ Q, torch.eye(3)) < 1e-5
     Q = orthonormal(column.expand(30, 3), noise)
     assert off(Q @ (Q.T @ column), column) < 1e-4
-
-
-def test_matrices_have_the_memory_order_of_their_tensors() -> None:
     none = (((40,), (1,)), ((1, 40), (40, 1)), ((0, 5), (5, 1)), ((), ()))
     for size, stride, rank, expected in (
         ((8, 5), (5, 1), 1, (3, 8, 5, 1)),
@@ -169,8 +161,7 @@ def test_matrices_have_the_memory_order_of_their_tensors() -> None:
         *((size, stride, 1, None) for size, stride in none),
     ):
         found = as_matrix(Segment("", 3, torch.Size(size).numel(), size, stride), rank, 2)
-        with case(size, stride, rank):
-            assert (found and (found.offset, found.n, found.m, found.r)) == expected
+        assert (found and (found.offset, found.n, found.m, found.r)) == expected, (size, stride, rank)
 
 
 UNEVEN = gossip.mixing_from_weights([[[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]]])

@@ -25,10 +25,7 @@ each_size = pytest.mark.parametrize(("size", "local"), [(6, 2), (6, 3)])
 @each_size
 def test_without_gradients_the_mean_over_machines_is_kept(base: Any, size: Any, local: Any) -> None:
     def body(own: Any) -> Any:
-        machine = torch.Generator().manual_seed(own.rank // local)
-        own.z.add_(torch.randn(own.z.numel(), generator=machine))
-        own.optimizer.model.scatter()
-        start = own.z.double()
+        start = own.scatter(of=own.rank // local).z.double()
         own.only_gossip(7)
         return start, own.biased_parameters(), own.finish()
 
@@ -86,7 +83,7 @@ def test_one_rank_per_machine_and_one_machine() -> None:
         assert farthest(after(8, of_machines(SGP), size, local), plain) < 1e-5
 
 
-def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine() -> None:
+def test_gradients_that_are_not_finite_drop_the_step_of_a_machine_and_others_may_be_missing() -> None:
     def body(own: Any) -> Any:
         own.step()
         before = own.z.clone()
@@ -104,9 +101,7 @@ def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine() -> None:
     assert [moved for moved, _ in found] == [False, False, True, True]
     assert torch.equal(found[0][1], found[1][1]) and bool(found[0][1].isfinite().all())
 
-
-def test_gradients_that_some_ranks_lack() -> None:
-    def body(own: Any) -> Any:
+    def missing(own: Any) -> Any:
         own.optimizer.zero_grad()
         own.model(own.inputs).sum().backward()
         own.model[0].bias.grad = None
@@ -118,7 +113,7 @@ def test_gradients_that_some_ranks_lack() -> None:
         kept = [torch.equal(p, old) for p, old in zip(own.model.parameters(), before, strict=True)]
         return kept, mine, own.model[2].bias.grad
 
-    found = each(4, of_machines(SGP), body, 2)
+    found = each(4, of_machines(SGP), missing, 2)
     for rank, (kept, _, grad) in enumerate(found):
         assert kept == [False, True, False, False]
         assert off(grad, found[rank - rank % 2][1] / 2) < 1e-6

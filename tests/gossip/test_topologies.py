@@ -22,7 +22,7 @@ def schedule(topology: Any, rank: int = 0) -> Any:
 
 
 @at_every_size(ROWS, SIZES)
-def test_in_peers_mirror_out_peers_and_shares_keep_sums(row: Any, size: Any) -> None:
+def test_in_peers_mirror_out_peers_and_rounds_keep_sums_and_converge_to_the_mean(row: Any, size: Any) -> None:
     """Equal shares keep the sum over ranks, Metropolis weights every rank's total too."""
     topology = row.make(size)
     assert topology.size == size
@@ -37,9 +37,25 @@ def test_in_peers_mirror_out_peers_and_shares_keep_sums(row: Any, size: Any) -> 
     else:
         with pytest.raises(TopologyError, match="symmetric"):
             check_mixing(topology, metropolis)
+    graph, own = row.make(size), values(size, shape=(3,))
+    states = [initial_state(x) for x in own]
+    for t in range(4):
+        rounds = [gossip.push_sum_round(state, rank, t, graph) for rank, state in enumerate(states)]
+        states = LockstepWorld(size).converse("round", rounds)
+    x, w, P = torch.stack([s.x for s in states]), torch.stack([s.w for s in states]), mixed(graph, uniform, 4)
+    torch.testing.assert_close(x, P @ torch.stack(own))
+    torch.testing.assert_close(w, P.sum(1))
+    torch.testing.assert_close(x.sum(0), sum(own), rtol=0, atol=1e-12)
+    assert float(w.sum()) == pytest.approx(size, abs=1e-12)
+    P = long_product(row.make(size), uniform)
+    mean = torch.full_like(P, 1 / size)
+    torch.testing.assert_close(P / P.sum(1, keepdim=True), mean, rtol=0, atol=1e-6)
+    assert row.pairs or not row.doubly_stochastic or bool((P.sum(1) - 1).abs().max() < 1e-9)
+    if row.pairs:
+        torch.testing.assert_close(long_product(row.make(size), metropolis), mean, rtol=0, atol=1e-6)
 
 
-def test_the_schedules_of_rank_0() -> None:
+def test_published_schedules_and_a_matching_repeats_with_its_seed() -> None:
     for topology, expected in (
         (gossip.n_peer_exponential(8), [(1,), (2,), (4,)]),
         (gossip.n_peer_exponential(9), [(1,), (2,), (4,), (8,)]),
@@ -57,6 +73,13 @@ def test_the_schedules_of_rank_0() -> None:
         (gossip.static_exponential(6), [(1, 2, 4)]),
     ):
         assert schedule(topology) == expected, topology.name
+    # An active rank takes plus first. Machines mix within and then between.
+    first, again, other = (gossip.random_matching(9, seed) for seed in (1, 1, 2))
+    assert schedule(first) == schedule(again) != schedule(other)
+    assert len(set(schedule(first))) > 4
+    assert () in schedule(first), "one of nine ranks has no peer"
+    assert schedule(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
+    assert schedule(gossip.hierarchical(8, 2), rank=3) == [(2,), (5,), (2,), (7,)]
 
 
 @at_every_size([row for row in ROWS if "bipartite" in row.name], SIZES)
@@ -66,16 +89,6 @@ def test_a_round_of_a_bipartite_graph_is_a_set_of_pairs_as_published(row: Any, s
         mates = [topology.out_peers(rank, t)[0] for rank in range(size)]
         assert all((rank + mate) % 2 for rank, mate in enumerate(mates))
         assert "later" in row.name or all(mates[mate] == rank for rank, mate in enumerate(mates))
-
-
-def test_a_matching_changes_and_repeats_with_its_seed_and_the_schedules_of_other_ranks() -> None:
-    """An active rank takes plus first. Machines mix within and then between."""
-    first, again, other = (gossip.random_matching(9, seed) for seed in (1, 1, 2))
-    assert schedule(first) == schedule(again) != schedule(other)
-    assert len(set(schedule(first))) > 4
-    assert () in schedule(first), "one of nine ranks has no peer"
-    assert schedule(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
-    assert schedule(gossip.hierarchical(8, 2), rank=3) == [(2,), (5,), (2,), (7,)]
 
 
 def test_unusable_graphs_are_one_clear_error() -> None:
@@ -148,37 +161,13 @@ def mixed(topology: Any, mixing: Any, rounds: Any) -> Any:
     return P
 
 
-@at_every_size(ROWS, SIZES)
-def test_rounds_preserve_sums_and_equal_the_mixing_matrix(row: Any, size: Any) -> None:
-    topology, own = row.make(size), values(size, shape=(3,))
-    states = [initial_state(x) for x in own]
-    for t in range(4):
-        rounds = [gossip.push_sum_round(state, rank, t, topology) for rank, state in enumerate(states)]
-        states = LockstepWorld(size).converse("round", rounds)
-    x, w, P = torch.stack([s.x for s in states]), torch.stack([s.w for s in states]), mixed(topology, uniform, 4)
-    torch.testing.assert_close(x, P @ torch.stack(own))
-    torch.testing.assert_close(w, P.sum(1))
-    torch.testing.assert_close(x.sum(0), sum(own), rtol=0, atol=1e-12)
-    assert float(w.sum()) == pytest.approx(size, abs=1e-12)
-
-
 def long_product(topology: Any, mixing: Any) -> Any:
     """The product of about 100 rounds per rank."""
     periods = -(-100 * topology.size // topology.period)
     return torch.linalg.matrix_power(mixed(topology, mixing, topology.period), periods)
 
 
-@at_every_size(ROWS, SIZES)
-def test_every_graph_converges_to_the_mean_and_symmetric_graphs_without_weights(row: Any, size: Any) -> None:
-    P = long_product(row.make(size), uniform)
-    mean = torch.full_like(P, 1 / size)
-    torch.testing.assert_close(P / P.sum(1, keepdim=True), mean, rtol=0, atol=1e-6)
-    assert row.pairs or not row.doubly_stochastic or bool((P.sum(1) - 1).abs().max() < 1e-9)
-    if row.pairs:
-        torch.testing.assert_close(long_product(row.make(size), metropolis), mean, rtol=0, atol=1e-6)
-
-
-def test_push_pull_is_push_sum_where_weights_stay_one_and_both_take_no_integers() -> None:
+def test_averages_of_every_dtype_and_shape_and_when_they_are_exact() -> None:
     averages = (gossip.push_pull_average, gossip.push_sum_average)
     pull, push = (averaged(average, values(5), 7, gossip.ring(5, 2))[0][3] for average in averages)
     assert pull.allclose(push, rtol=0, atol=1e-12)
@@ -187,27 +176,6 @@ def test_push_pull_is_push_sum_where_weights_stay_one_and_both_take_no_integers(
             averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
     _, meters = averaged(gossip.push_sum_average, values(8, torch.float32, (100,)), 3, gossip.exponential(8, 2))
     assert [meter.payload_bytes for meter in meters] == [3 * 2 * (24 + 400 + 8)] * 8
-
-
-def test_one_peer_exponential_is_exact_after_log2_n_rounds_and_one_of_all_after_one() -> None:
-    for power in range(1, 7):
-        size = 2**power
-        own = [torch.full((1,), float(rank), dtype=torch.float64) for rank in range(size)]
-        reached, _ = averaged(gossip.push_sum_average, own, power, gossip.n_peer_exponential(size))
-        assert all(float(z) == (size - 1) / 2 for z in reached), "sums of halves are exact"
-        if power > 1:
-            early, _ = averaged(gossip.push_sum_average, own, power - 1, gossip.n_peer_exponential(size))
-            assert any(float(z) != (size - 1) / 2 for z in early)
-    for size in (2, 3, 4, 5, 8):
-        own = values(size)
-        for topology in (gossip.full(size), gossip.n_peer_exponential(size, size - 1)):
-            reached, _ = averaged(gossip.push_sum_average, own, 1, topology)
-            for z in reached:
-                torch.testing.assert_close(z, sum(own) / size, rtol=0, atol=1e-15)
-                assert torch.equal(z, reached[0]), "added in one order"
-
-
-def test_dtypes_shapes_and_unchanged_inputs() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         own = values(4, dtype, shape=(3, 1, 2))
         kept = [x.clone() for x in own]
@@ -218,3 +186,18 @@ def test_dtypes_shapes_and_unchanged_inputs() -> None:
             torch.testing.assert_close(z.float(), (sum(x.float() for x in own) / 4), rtol=2e-2, atol=2e-2)
     (single,) = averaged(gossip.push_sum_average, [torch.tensor(2.5)], 3, gossip.full(1))[0]
     assert float(single) == 2.5
+    for power in range(1, 7):
+        size = 2**power
+        given = [torch.full((1,), float(rank), dtype=torch.float64) for rank in range(size)]
+        reached, _ = averaged(gossip.push_sum_average, given, power, gossip.n_peer_exponential(size))
+        assert all(float(z) == (size - 1) / 2 for z in reached), "sums of halves are exact"
+        if power > 1:
+            early, _ = averaged(gossip.push_sum_average, given, power - 1, gossip.n_peer_exponential(size))
+            assert any(float(z) != (size - 1) / 2 for z in early)
+    for size in (2, 3, 4, 5, 8):
+        given = values(size)
+        for topology in (gossip.full(size), gossip.n_peer_exponential(size, size - 1)):
+            reached, _ = averaged(gossip.push_sum_average, given, 1, topology)
+            for z in reached:
+                torch.testing.assert_close(z, sum(given) / size, rtol=0, atol=1e-15)
+                assert torch.equal(z, reached[0]), "added in one order"

@@ -25,9 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 def check_the_mean(row: Any, size: Any, steps: Any) -> Any:
-    """Steps without gradients keep it. Returns how far the models are from it at the end, in the largest element,
-    and as a share of how far they are from it at the start.
-    """
+    """Steps without gradients keep it. Returns the largest distance at the end, and its share of the first one."""
 
     def body(own: Any) -> Any:
         start = own.scatter().z.double()
@@ -46,12 +44,9 @@ def check_the_mean(row: Any, size: Any, steps: Any) -> Any:
     return max(nets.off(z, wanted) for z in models) / scale, now / before if size > 1 else 0.0
 
 
-MORE = [nets.Row(name, make, lambda size: size > 1) for name, make in nets.MORE.items()]
-
-
-@at_every_size([*nets.ROWS, *MORE], nets.SIZES)
+@at_every_size([*nets.ROWS, *nets.MORE], nets.SIZES)
 def test_without_gradients_the_mean_is_kept_and_all_agree(row: Any, size: Any) -> None:
-    if row in MORE:
+    if row in nets.MORE:
         assert check_the_mean(row, size, 80)[1] < 0.05
     else:
         is_lossy = any(word in row.name for word in ("int8", "16"))
@@ -82,14 +77,12 @@ def test_training_learns_and_models_stay_close(row: Any) -> None:
 
 
 def test_a_complete_graph_is_parameter_averaging() -> None:
-    """SGD with momentum on averaged gradients, every rank: the first oracle."""
+    """SGD with momentum on averaged gradients is the first oracle. Of Muon it takes the mean of the steps."""
     for size in nets.SIZES:
         models = nets.after(20, partial(SGP, gossip.full), size)
         assert nets.same(models, [models[0]] * size)
         assert nets.off(models[0], nets.after_joint_steps(20, size)) < 1e-5
 
-
-def test_a_complete_graph_takes_the_mean_of_the_steps_of_muon() -> None:
     def body(own: Any) -> Any:
         """The parameters' means over the ranks after each step, without gossip."""
         for step in range(6):
@@ -123,7 +116,7 @@ def test_one_peer_and_a_powers_of_two_lose_no_bit_and_the_biased_ablation_is_bia
 
 KEPT = [row for row in (*nets.ROWS, *nets.OUTER) if not row.by_timing]
 GO_ON: list[Any] = [(row.name, row.make, size, None) for row in KEPT for size in (1, 4)]
-GO_ON += [(name, make, 3, None) for name, make in nets.MORE.items()]
+GO_ON += [(row.name, row.make, 3, None) for row in nets.MORE]
 GO_ON += [(f"{name}, machines", nets.of_machines(make), 4, 2) for name, make in nets.BASES.items()]
 OF_MUON = ("sgp", "dpsgd", "powergossip", "slowmo", "diloco, top-k", "streaming, top-k", "local sgd, machines")
 
@@ -137,15 +130,12 @@ def test_muon_goes_on_from_a_saved_state_bit_for_bit() -> None:
     rows = [row for row in GO_ON if row[0] in OF_MUON]
     assert len(rows) == 2 * len(OF_MUON) - 1  # machines are of one size
     for name, make, *sizes in rows:
-
-        def start(transport: Any, make: Any = make) -> Any:
-            return nets.Trained(transport, make(), nets.muon)
-
+        start: Any = partial(lambda make, t: nets.Trained(t, make(), nets.muon), make)
         with case(name, sizes):
             nets.check_that_a_saved_state_goes_on(start, sizes[0], 14, 7, sizes[1])
 
 
-def test_the_slow_momentum_of_muon_does_not_depend_on_the_group_that_is_first() -> None:
+def test_slow_momentum_by_hand_and_of_muon_whichever_group_is_first() -> None:
     """SlowMo reads the learning rate of one group. A schedule multiplies those of all by the same factor."""
 
     def body(own: Any) -> Any:
@@ -159,24 +149,6 @@ def test_the_slow_momentum_of_muon_does_not_depend_on_the_group_that_is_first() 
     make = partial(OuterSteps, 2, None, SlowMo())
     assert nets.farthest(*(nets.each(2, make, body, make_optimizer=muon) for muon in optimizers)) < 1e-6
 
-
-@pytest.mark.parametrize("algorithm", [SGP, OSGP])
-def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any) -> None:
-    """On a star of 4 ranks weights differ."""
-
-    def seen(own: nets.Trained) -> Any:
-        own.finish()
-        return [own.biased_parameters()]
-
-    for make, new in product((nets.momentum, nets.muon), (2, 3)):
-
-        def start(transport: Any, make: Any = make) -> Any:
-            return nets.Trained(transport, algorithm(gossip.star), make)
-
-        nets.check_that_means_stay(start, seen, 3, new)
-
-
-def test_slow_momentum_by_hand_and_an_outer_step_without_momentum() -> None:
     def second_step(outer: Any, key: str) -> float:
         z0 = torch.tensor([1.0])
         z0.grad, optimizer = torch.tensor([0.6]), outer([z0])
@@ -193,6 +165,19 @@ def test_slow_momentum_by_hand_and_an_outer_step_without_momentum() -> None:
         assert nets.farthest(plain, nets.after(12, partial(OuterSteps, 3, None, outer), 3)) < 1e-5
 
 
+@pytest.mark.parametrize("algorithm", [SGP, OSGP])
+def test_another_number_of_ranks_goes_on_from_the_same_mean(algorithm: Any) -> None:
+    """On a star of 4 ranks weights differ."""
+
+    def seen(own: nets.Trained) -> Any:
+        own.finish()
+        return [own.biased_parameters()]
+
+    for make, new in product((nets.momentum, nets.muon), (2, 3)):
+        start: Any = partial(lambda make, t: nets.Trained(t, algorithm(gossip.star), make), make)
+        nets.check_that_means_stay(start, seen, 3, new)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("make", "local_size"), [(SGP, None), (nets.of_machines(SGP), 2)])
 def test_parameters_of_half_precision(dtype: Any, make: Any, local_size: Any) -> None:
@@ -200,10 +185,7 @@ def test_parameters_of_half_precision(dtype: Any, make: Any, local_size: Any) ->
         losses, z = own.steps(60), own.finish()
         return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in own.model.parameters()]), z
 
-    def sgd(parameters: Any) -> Any:
-        return torch.optim.SGD(parameters, lr=0.05)
-
-    found = nets.each(4, make, body, local_size, make_optimizer=sgd, dtype=dtype)
+    found = nets.each(4, make, body, local_size, make_optimizer=partial(torch.optim.SGD, lr=0.05), dtype=dtype)
     for rank, (first, last, parameters, z) in enumerate(found):
         assert last < 0.5 * first and parameters.dtype == dtype and torch.equal(parameters, z.to(dtype))
         assert local_size is None or torch.equal(parameters, found[rank // 2 * 2][2])
@@ -241,9 +223,7 @@ def test_metrics_have_the_weight_that_the_gradient_was_computed_with() -> None:
 
 
 @on_ranks(4)
-def test_a_new_graph_begins_at_its_first_round_and_a_rank_waits_after_as_many_steps_as_synch_freq(
-    transport: Any,
-) -> None:
+def test_a_new_graph_begins_at_its_first_round_and_a_rank_waits_after_synch_freq_steps(transport: Any) -> None:
     """Messages that seem never to arrive are waited for in every third step."""
     own, rounds, staleness = nets.Trained(transport, SGP(graph_from_epoch={1: gossip.exponential})), [], []
     for epoch in range(2):
@@ -306,10 +286,6 @@ def test_zero_grad_twice_is_once_and_gradients_add_up_over_passes() -> None:
 
     assert nets.same(nets.each(3, OSGP, twice), nets.after(5, OSGP, 3))
     assert nets.farthest(nets.each(3, SGP, in_passes), nets.after(4, SGP, 3)) < 1e-5
-
-
-def test_no_rank_leaves_before_all_have_closed() -> None:
-    """The first rank that exits would end MPI on ranks that still train."""
     seen = []
 
     def body(own: Any) -> None:
@@ -400,8 +376,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 @on_ranks(2)
 def test_ranks_with_other_models_are_told_apart(transport: Any) -> None:
     model = torch.nn.Linear(2 + transport.rank, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    other = 1 - transport.rank
+    inner, other = torch.optim.SGD(model.parameters(), lr=0.1), 1 - transport.rank
     message = rf"rank {other} and rank {transport.rank} train different .*\('weight', \(1, {2 + other}\)"
     with pytest.raises(ValueError, match=message):
         LocalOptimizer(inner, model.named_parameters(), SGP(), transport=transport)
@@ -409,19 +384,16 @@ def test_ranks_with_other_models_are_told_apart(transport: Any) -> None:
 
 @pytest.mark.parametrize("row", [*nets.ROWS, *nets.OUTER], ids=lambda row: row.name)
 def test_a_flipped_bit_of_a_message_is_an_error_that_names_the_sender(row: Any) -> None:
-    """In the first and the last message of a rank, which may be settings. Some algorithms only reduce.
-
-    All places of the first algorithm's messages, three of the others': the envelope is the same.
-    """
+    """In the first and last message, at all places of the first algorithm's and at three of the others'."""
 
     def body(transport: Any) -> None:
         own = nets.Trained(transport, row.make())
         own.steps(6)
-        own.optimizer.synchronize_messages()
+        own.finish()
 
     clean, unnoticed = Noisy(4), []
     clean.run(body)
-    for number in {0, len(clean.messages) - 1} if clean.messages else ():
+    for number in {0, len(clean.messages) - 1} if clean.messages else ():  # some only reduce
         for byte in places(clean.messages[number])[:: 1 if row is nets.ROWS[0] else 4]:
             try:
                 Noisy(4, None, flip(byte), number).run(body)

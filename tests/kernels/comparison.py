@@ -79,9 +79,7 @@ def at(tensor: Tensor, offset: int) -> Tensor:
 
 
 class Pass:
-    """What a pass starts from, and what the reference makes of it, for every backend: it takes out what was sent,
-    then does a pass that knows of nothing sent. With a budget, the pass also selects.
-    """
+    """What a pass starts from, and what the reference makes of it: what was sent is taken out before it begins."""
 
     def __init__(self, start: PassInputs, budget: Budget | None = None) -> None:
         self.start, self.budget = start, budget
@@ -100,9 +98,7 @@ class Pass:
         own_g = tuple(at(piece, (offset + i) % 8) for i, piece in enumerate(g.split(pieces or [g.numel()])))
         return replace(self.start, g=own_g, u=None if u is None else at(u, offset), v=at(self.start.v, offset))
 
-    def check(
-        self, kernels: Any, lower_bounds: Tensor | None = None, pieces: list[int] | None = None, offset: int = 0
-    ) -> Any:
+    def check(self, kernels: Any, lower_bounds: Any = None, pieces: Any = None, offset: int = 0) -> Any:
         """A pass of these kernels over copies has the reference's results, and leaves the same. Returns them."""
         ours = self.inputs(pieces, offset)
         found = self.of(kernels, ours, lower_bounds)
@@ -154,9 +150,7 @@ def check_blocks(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, rows: 
 
 
 def check_one_pass(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, coded: list[Tensor]) -> None:
-    """A gradient is added, in which unusable elements count as zero, and an answer to codes is formed. Both have
-    the bits of the operations one after the other.
-    """
+    """Adding a gradient and answering codes have the bits of the operations one after the other."""
     plain, n, device = Blocks(), v.numel(), str(v.device)
     g = random(n, 6, device)
     for i, bad in ((997, float("nan")), (700, -TOO_LARGE), (777, float("inf"))):

@@ -36,8 +36,7 @@ def supports() -> Any:
         yield torch.arange(numel - count, numel), numel
     yield inputs.clustered(30_000, 1500), 30_000
     yield torch.arange(0, 10**6, 10**3) + torch.arange(1000) % 2 * 490, 10**6
-    gaps = torch.where(torch.arange(1000) % 128 == 7, 124_000, 1)
-    yield gaps.cumsum(0), 10**6
+    yield torch.where(torch.arange(1000) % 128 == 7, 124_000, 1).cumsum(0), 10**6
     yield torch.tensor([0, 2**20, 2**31 - 3, 2**31 - 2]), 2**31 - 1
 
 
@@ -104,42 +103,33 @@ def test_every_half_there_is_decodes_as_pytorch_reads_it(codec: Any, dtype: Any)
 
 @every_codec
 @every_dtype
-def test_magnitudes_are_cut_to_the_limit_before_the_scale_is_chosen(codec: Any, dtype: Any) -> None:
+def test_magnitudes_are_cut_to_the_limit_and_what_is_not_finite_becomes_nan_alone(codec: Any, dtype: Any) -> None:
     values = torch.tensor([1.0, -3e38, 5.0, 3.4e38, -0.25, 0.0])
     room, other = section_of(6 * dtype.itemsize), section_of(6 * dtype.itemsize)
     decoded, scale = codec.cast_encode_(values, dtype, room, 4.0)
     expected = codec.cast_encode_(values.clamp(-4, 4), dtype, other)
     assert same(decoded, expected[0]) and torch.equal(scale, expected[1]) and torch.equal(room, other)
     assert decoded.tolist() == [1.0, -4.0, 4.0, 4.0, -0.25, 0.0]
-
-
-@every_codec
-@every_dtype
-def test_what_is_not_finite_becomes_nan_and_spoils_nothing_else(codec: Any, dtype: Any) -> None:
     section, good = section_of(4 * dtype.itemsize), torch.tensor([0, 1, 3])
     nonfinite = (0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000)
     for bits, limit in product(nonfinite, (math.inf, 3.0)):
         bad = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
         values = torch.cat([torch.tensor([0.0, 3.7]), bad, torch.tensor([-5e-3])])
-        expected, right = codec.cast_encode_(values[good], dtype, section[: 3 * dtype.itemsize], limit)
-        decoded, scale = codec.cast_encode_(values, dtype, section, limit)
+        others, right = codec.cast_encode_(values[good], dtype, section[: 3 * dtype.itemsize], limit)
+        cast, scale = codec.cast_encode_(values, dtype, section, limit)
         again, valid = codec.cast_decode(section, count_of(4), dtype, scale)
         with case(hex(bits), limit):
             assert scale == right and not valid
-            for got in (decoded, again):
-                assert got[2].isnan() and same(got[good], expected)
+            for got in (cast, again):
+                assert got[2].isnan() and same(got[good], others)
 
 
 @every_codec
-def test_fp32_is_kept_bit_for_bit(codec: Any) -> None:
+def test_fp32_is_kept_bit_for_bit_and_plain_indices_are_read_as_they_were_written(codec: Any) -> None:
+    """A count beyond the section is not sound."""
     values, section = torch.tensor([0.0, -0.0, 1e-45, -3.4e38, 0.1]), section_of(20)
     decoded, scale = codec.cast_encode_(values, torch.float32, section)
     assert same(decoded, values) and same(section.view(torch.float32), values) and scale == 1.0
-
-
-@every_codec
-def test_plain_indices_are_read_as_they_were_written(codec: Any) -> None:
-    """A count beyond the section is not sound."""
     support = scattered(5000, 50)
     for kind, dtype in PLAIN.items():
         code = IndexCode(kind, 60, 5000, 60 * dtype.itemsize)
@@ -153,37 +143,28 @@ def test_plain_indices_are_read_as_they_were_written(codec: Any) -> None:
         assert valid == [True, False, False]
 
 
-def rice_bits(support: Any, b: Any) -> Any:
-    gaps = torch.diff(support, prepend=torch.tensor([-1])) - 1
-    return support.numel() * (b + 1) + int((gaps >> b).sum())
-
-
 @every_codec
-def test_every_block_has_its_best_rice_parameter(codec: Any) -> None:
-    numel = 10**6
+def test_every_block_has_its_best_rice_parameter_and_leaving_out_what_rice_cannot_hold_is_enough(
+    codec: Any,
+) -> None:
     parts = (scattered(400_000, 900, 1), 400_000 + scattered(5000, 800, 2), 999_000 + scattered(500, 30, 3))
     support = torch.cat(parts)
-    code = plan_rice(support.numel(), numel)
+    code = plan_rice(support.numel(), 10**6)
     section = section_of(code.nbytes)
     codec.indices_encode_(selection_of(support), code, section)
     size = BLOCKS[IndexKind.RICE]
     for k, block in enumerate(support.split(size)):
-        before = support[k * size - 1] + 1 if k else 0
-        lengths = [rice_bits(block - before, b) for b in range(31)]
+        gaps = torch.diff(block, prepend=support[k * size - 1 :][:1] if k else torch.tensor([-1])) - 1
+        lengths = [len(gaps) * (b + 1) + int((gaps >> b).sum()) for b in range(31)]
         assert section[k] == lengths.index(min(lengths))
-
-
-@every_codec
-def test_leaving_out_what_rice_cannot_hold_is_enough(codec: Any) -> None:
-    """The hardest supports there are: every gap one more than a multiple of 2**b*, and mixed ones."""
+    # The hardest supports there are: every gap one more than a multiple of 2**b*, and mixed ones.
     for numel, capacity in ((10**5, 100), (10**5, 300), (10**6, 1000), (30_000, 6000)):
         code = plan_rice(capacity, numel)
         step = 2**code.parameter
         for extra in (0, 1, step // 2, step - 1):
             multiples = torch.arange(capacity + 1) * ((numel - capacity * (1 + extra)) // step) // capacity
             support = (step * torch.diff(multiples).clamp(min=0) + extra + 1).cumsum(0) - 1
-            support = support[support < numel]
-            section = section_of(code.nbytes)
+            support, section = support[support < numel], section_of(code.nbytes)
             sent = codec.indices_encode_(selection_of(support, capacity=capacity), code, section)
             indices, valid = codec.indices_decode(section, sent.count, code)
             assert valid and torch.equal(indices, sent.indices) and int(sent.count) > 0.8 * support.numel()

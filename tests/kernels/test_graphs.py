@@ -208,7 +208,14 @@ def test_new_ratio_and_addresses(captured: Any) -> None:
     assert len(captured) == 5 and captured[-1].replays >= 3 and before[:4] == [own.replays for own in captured[:4]]
 
 
-def test_what_has_no_graph(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def warmed_up(steps: int) -> Rank:
+    rank = Rank(METHODS["DGC"](), StepGraph("bucket", CPU))
+    for number in range(1, WARM_UP + steps):
+        rank.run(number)
+    return rank
+
+
+def test_what_has_no_graph_and_cannot_be_captured(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = (Bucket("bucket", (), torch.float32, torch.device(device)) for device in ("cuda", "cpu"))
     for switch, wanted in (("1", True), ("0", False)):
         monkeypatch.setenv("DGC_CUDA_GRAPHS", switch)
@@ -219,26 +226,12 @@ def test_what_has_no_graph(captured: Any, monkeypatch: pytest.MonkeyPatch) -> No
     for compressor in (DGCCompressor(0.02, DGCSGDMemory(0.9), 0.5), SparseCompressor(0.02, NoMemory())):
         rank = Rank(compressor, StepGraph("bucket", CPU))
         assert rank.states[rank.bucket].graph is None
-
-
-def warmed_up(steps: int) -> Rank:
-    rank = Rank(METHODS["DGC"](), StepGraph("bucket", CPU))
-    for number in range(1, WARM_UP + steps):
-        rank.run(number)
-    return rank
-
-
-def test_what_cannot_be_captured(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = warmed_up(2)
+    # tables live as long as the graph: other buckets may push them out of the cache
+    rank, other = warmed_up(3), warmed_up(2)
+    sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
+    assert rank.graph is not None and any(table is sources[0] for table in rank.graph._tables)
     error = RuntimeError("operation not permitted when stream is capturing")
     monkeypatch.setattr(torch.cuda, "graph", Mock(side_effect=error))
     expected = r"the encoding of bucket bucket cannot be a CUDA graph: operation not .* Unset DGC_CUDA_GRAPHS"
     with pytest.raises(RuntimeError, match=expected):
-        rank.run(9)
-
-
-def test_tables_live_as_long_as_the_graph(captured: Any) -> None:
-    """Other buckets may push them out of the cache."""
-    rank = warmed_up(3)
-    sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
-    assert rank.graph is not None and any(table is sources[0] for table in rank.graph._tables)
+        other.run(9)

@@ -1,4 +1,4 @@
-"""Every backend gives the reference's bits, whatever the sizes, numbers, lower bounds and what was sent."""
+"""Every backend gives the reference's bits, and sums close to fp64, whatever the threads and instructions."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import HALVES, REFERENCE, Pass, assert_same_choice, budget_of, random, same
+from kernels.backends import NAMES, backend
+from kernels.comparison import (
+    HALVES,
+    REFERENCE,
+    Pass,
+    assert_same_choice,
+    budget_of,
+    check_moments,
+    check_tail,
+    random,
+    same,
+)
 from torch import Tensor
 
 from dgc.kernels import Budget, PassInputs, SparseVector
@@ -21,9 +32,8 @@ def wall(n: Any) -> Any:
     """Accumulated gradients as they really are: dense up to a wall, with a thin shoulder above it."""
     g = torch.Generator().manual_seed(n)
     v = torch.rand(n, generator=g) ** 0.5
-    return torch.where(torch.rand(n, generator=g) < 0.004, 1 + 0.05 * torch.rand(n, generator=g), v) * (
-        2 * torch.randint(2, (n,), generator=g) - 1
-    )
+    v = torch.where(torch.rand(n, generator=g) < 0.004, 1 + 0.05 * torch.rand(n, generator=g), v)
+    return v * (2 * torch.randint(2, (n,), generator=g) - 1)
 
 
 DATA: dict[str, Callable[[int], Tensor]] = {
@@ -47,8 +57,7 @@ BUDGETS = [(0.001, 1), (0.001, 7), (0.01, 3), (0.1, 5), (1.0, 2), (0.0, 2), (0.0
 def budget_for(n: Any, ratio: Any, pieces: Any) -> Any:
     """Ranges of uneven sizes, empty ones included, with k = ceil(ratio * size)."""
     generator = torch.Generator().manual_seed(n + pieces)
-    cuts = sorted(torch.randint(n + 1, (pieces - 1,), generator=generator).tolist())
-    bounds = [0, *cuts, n]
+    bounds = [0, *sorted(torch.randint(n + 1, (pieces - 1,), generator=generator).tolist()), n]
     ks = [-int(-(b - a) * ratio // 1) for a, b in pairwise(bounds)]
     return Budget(torch.tensor(bounds), torch.tensor(ks), sum(ks))
 
@@ -57,12 +66,11 @@ def budget_for(n: Any, ratio: Any, pieces: Any) -> Any:
 def selected(kind: Any, n: Any) -> Any:
     """v, and for each of BUDGETS what the reference chooses: it is the same for every backend."""
     v = DATA[kind](n)
-    plans = [budget_for(n, *sizes) for sizes in BUDGETS]
-    return v, [(budget, REFERENCE.select(v, budget)) for budget in plans]
+    return v, [(budget, REFERENCE.select(v, budget)) for budget in (budget_for(n, *sizes) for sizes in BUDGETS)]
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_select(native: Any) -> None:
+def test_select_also_with_floors_which_follow_the_thresholds(native: Any) -> None:
     """Also digit by digit."""
     for kind, n in product(DATA, SIZES):
         v, choices = selected(kind, n)
@@ -73,14 +81,18 @@ def test_select(native: Any) -> None:
                     found, wanted = backend.radix_select(v, budget), expected.elements
                     assert int(found.count) == int(wanted.count)
                     assert same(found.indices, wanted.indices) and same(found.values, wanted.values)
-
-
-def test_floors_do_not_change_what_is_selected(native: Any) -> None:
     for kind, n, floor in product(("wall", "levels"), (17, 70001), (0.5, 0.98, 1.0, 1.001, float("inf"))):
         v, choices = selected(kind, n)
         for number, (budget, expected) in enumerate(choices):
             with case(kind, n, BUDGETS[number], floor):
                 assert_same_choice(native.select(v, budget, expected.thresholds * floor), expected)
+    last = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1e-42, 1e38])
+    before = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0, 0.0, 1e-42, 1e38])
+    growth = torch.tensor([1.0, 1.0, 1.2, 0.97, 0.97, 1.2, 1.0, 1.0])
+    assert torch.equal(native.predicted_lower_bounds(last, before, 0.98), last * growth * 0.98)
+    many, fewer = random(1000, 9).abs(), random(1000, 10).abs()
+    wanted = REFERENCE.predicted_lower_bounds(many, fewer, 0.95)
+    assert torch.equal(native.predicted_lower_bounds(many, fewer, 0.95), wanted)
 
 
 @cache
@@ -117,14 +129,11 @@ def passes() -> Any:
     return made
 
 
-def test_accumulate(native: Any) -> None:
+def test_accumulate_also_in_pieces_and_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
     for (dtype, n, form), one in passes().items():
         with case(dtype, n, form):
             assert int(one.check(native)) == n
-
-
-def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
-    """At these bounds the largest usable gradient changes nothing more, and below them sums are no larger."""
+    # At these bounds the largest usable gradient changes nothing more, and below them sums are no larger.
     g = torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)).repeat(40)
     u, v = torch.full((40,), 2.0**90), torch.full((40,), 2.0**116)
     for form, momentum, sign in product(FORMS, (0.0, 0.9, 1 - 2.0**-24, 1.0), (1, -1)):
@@ -134,26 +143,23 @@ def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
             assert int(native.accumulate_(ours)) == 40
             assert torch.equal(ours.v, sign * v)
             assert ours.u is None or bool((ours.u.abs() <= u).all())
-
-
-def test_gradients_in_pieces(native: Any) -> None:
-    """Pieces lie anywhere in memory, at any alignment, and may be shorter than a vector."""
+    # Pieces lie anywhere in memory, at any alignment, and may be shorter than a vector.
     sizes = [1, 2, 0, 3, 30, 0, 17, 200_000, 4096, 100_000, 1, 0]
-    n, budget = sum(sizes), budget_of((200_010, sum(sizes) - 200_010), (700, 50))
-    one = Pass(PassInputs((random(n, 14),), random(n, 15), random(n, 16), 0.9), budget)
-    for lower_bounds in (None, one.expected.thresholds * 0.98):
-        one.check(native, lower_bounds, sizes, 1)
+    elements, budget = sum(sizes), budget_of((200_010, sum(sizes) - 200_010), (700, 50))
+    piecewise = Pass(PassInputs((random(elements, 14),), random(elements, 15), random(elements, 16), 0.9), budget)
+    for lower_bounds in (None, piecewise.expected.thresholds * 0.98):
+        piecewise.check(native, lower_bounds, sizes, 1)
 
 
 def test_assign(native: Any) -> None:
     """Pieces of any type, from elsewhere or in their places, with elements that are not usable."""
-    sizes = [1, 2, 0, 3, 30, 0, 17, 70_000, 4096, 1, 0]
+    lengths = [1, 2, 0, 3, 30, 0, 17, 70_000, 4096, 1, 0]
     for dtype, bad in product((torch.float32, *HALVES), ([], [0], [40, 70_000], [74_148, 33_000])):
-        g = random(sum(sizes), 17).to(dtype)
+        g = random(sum(lengths), 17).to(dtype)
         g[bad] = torch.tensor([float("nan"), float("-inf")])[: len(bad)].to(dtype)
         ours, theirs = torch.ones(len(g)), torch.ones(len(g))
-        places = [place.copy_(piece) for place, piece in zip(ours.split(sizes), g.split(sizes), strict=True)]
-        pieces = [p if i % 3 or dtype in HALVES else places[i] for i, p in enumerate(g.split(sizes))]
+        places = [place.copy_(piece) for place, piece in zip(ours.split(lengths), g.split(lengths), strict=True)]
+        pieces = [p if i % 3 or dtype in HALVES else places[i] for i, p in enumerate(g.split(lengths))]
         with case(dtype, bad):
             assert int(REFERENCE.assign_((g,), theirs)) == min(bad, default=len(g))
             assert same(theirs, torch.where(g.abs() < TOO_LARGE, g, 0.0).float())
@@ -161,7 +167,7 @@ def test_assign(native: Any) -> None:
             assert int(native.assign_((ours,), ours)) == len(g) and same(ours, theirs)
 
 
-def test_merge_mean(native: Any) -> None:
+def test_merge_mean_in_the_order_of_the_parts(kernels: Any) -> None:
     few, many = [(1, 1), (300, 100)], [(70001, 500), (200_000, 20), (300_000, 40_000)]
     for ranks, (n, capacity) in (*product((1, 2, 3, 7), few), *product((1, 3), many)):
         parts = []
@@ -169,7 +175,7 @@ def test_merge_mean(native: Any) -> None:
             count = 0 if rank == 1 else capacity - rank if capacity > rank else capacity
             order = torch.randperm(n, generator=torch.Generator().manual_seed(rank))
             parts.append(as_selection(order[:count].sort().values, random(n, 60 + rank), capacity))
-        merged = native.merge_mean(parts, ranks, n)
+        merged = kernels.merge_mean(parts, ranks, n)
         (indices, values), expected = merged.valid(), REFERENCE.merge_mean(parts, ranks, n).valid()
         assert not merged.values[len(values) :].any()
         assert same(indices, expected[0]) and same(values, expected[1]), (ranks, n)
@@ -178,16 +184,13 @@ def test_merge_mean(native: Any) -> None:
             count = int(part.count)
             dense.index_add_(0, part.indices[:count].long(), part.values[:count].double())
         torch.testing.assert_close(torch.zeros(n).index_put_((indices,), values), (dense / ranks).float())
-
-
-def test_the_order_of_the_parts_is_the_order_of_addition(kernels: Any) -> None:
-    """(1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1."""
+    # (1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1.
     big, one, minus = (as_selection(torch.tensor([2]), torch.tensor([0, 0, x]), 1) for x in (1e8, 1.0, -1e8))
     assert kernels.merge_mean([big, one, minus], 1, 3).values.tolist() == [0.0]
     assert kernels.merge_mean([big, minus, one], 1, 3).values.tolist() == [1.0]
 
 
-def test_subtract_at(native: Any) -> None:
+def test_subtract_at_and_decay(native: Any) -> None:
     few = torch.tensor([0, 2, 3, 5, 100, 402, 403, 419, 420])
     for sizes, indices in (
         ((3, 0, 400, 17, 1), few),
@@ -202,26 +205,13 @@ def test_subtract_at(native: Any) -> None:
             REFERENCE.subtract_at_(theirs, bounds, indices, values, factors)
             assert all(map(torch.equal, ours, theirs)), (sizes, dtype)
             assert ours[4] == random(1, 81).to(dtype) - (values[-1] * 0.5).to(dtype)
-
-
-def test_decay(native: Any) -> None:
     for dtype, nesterov, n in product((torch.float32, torch.bfloat16), (False, True), (0, 1, 17, 5000)):
         ours = [random(n, 90).to(dtype), random(n, 91).to(dtype)]
-        theirs = p, buffer = ours[0].clone(), ours[1].clone()
+        others = p, buffer = ours[0].clone(), ours[1].clone()
         for _ in range(3):
             native.decay_(*ours, 0.1, 1e-4, 0.9, nesterov)
             REFERENCE.decay_(p, buffer, 0.1, 1e-4, 0.9, nesterov)
-        assert all(map(torch.equal, ours, theirs)), (dtype, nesterov, n)
-
-
-def test_floors_follow_the_thresholds(native: Any) -> None:
-    last = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1e-42, 1e38])
-    before = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0, 0.0, 1e-42, 1e38])
-    growth = torch.tensor([1.0, 1.0, 1.2, 0.97, 0.97, 1.2, 1.0, 1.0])
-    assert torch.equal(native.predicted_lower_bounds(last, before, 0.98), last * growth * 0.98)
-    many, fewer = random(1000, 9).abs(), random(1000, 10).abs()
-    wanted = REFERENCE.predicted_lower_bounds(many, fewer, 0.95)
-    assert torch.equal(native.predicted_lower_bounds(many, fewer, 0.95), wanted)
+        assert all(map(torch.equal, ours, others)), (dtype, nesterov, n)
 
 
 # where blocks, units of threads and the buffer begin and end
@@ -241,9 +231,7 @@ def some(n: int, share: float) -> tuple[int, ...]:
     return tuple(torch.randperm(n, generator=torch.Generator().manual_seed(n))[: int(n * share)].tolist())
 
 
-def pass_of(
-    n: int, form: str, masking: bool, sent: SparseVector, budget: Budget | None = None, nan: tuple[int, ...] = ()
-) -> Pass:
+def pass_of(n: int, form: str, masking: bool, sent: Any, budget: Any = None, nan: tuple[int, ...] = ()) -> Pass:
     g, u = random(n, 1), None if form == "residual" else random(n, 2)
     g[list(nan)] = float("nan")
     return Pass(PassInputs((g,), u, random(n, 3), 0.9, form == "nesterov", sent, masking, decay=0.95), budget)
@@ -259,18 +247,14 @@ def sending_passes(n: int, budget: Budget | None, *chosen: tuple[int, ...]) -> l
     return made
 
 
-def test_a_pass_takes_out_what_was_sent(kernels: SelectionKernels) -> None:
+def test_a_pass_takes_out_what_was_sent_also_in_pieces_and_at_addresses_of_any_kind(
+    kernels: SelectionKernels,
+) -> None:
     for n in (1, 16, 17, 300, 70_001):
         edges = tuple(i for i in EDGES if i < n)
         for name, one in sending_passes(n, None, (), (0, n - 1), edges, some(n, 0.01), tuple(range(n))):
             with case(name):
                 assert int(one.check(kernels)) == n
-
-
-PIECES = [1, 2, 0, 3, 30, 0, 0, 70_000, 7, 33_000, 1, 0]
-
-
-def test_pieces_and_addresses_of_any_kind_where_something_was_sent(kernels: SelectionKernels) -> None:
     n = sum(PIECES)
     edges = (0, *(i for start in accumulate(PIECES) for i in (start - 1, start) if i < n))
     for (name, one), offset in product(sending_passes(n, None, edges + some(n, 0.01)), (0, 1, 7)):
@@ -278,27 +262,26 @@ def test_pieces_and_addresses_of_any_kind_where_something_was_sent(kernels: Sele
             assert int(one.check(kernels, None, PIECES, offset)) == n
 
 
-BUDGET = budget_of((40_003, 0, 97, 69_900, 10), (400, 0, 3, 200, 0))
+PIECES = [1, 2, 0, 3, 30, 0, 0, 70_000, 7, 33_000, 1, 0]
+
+
+BUDGET, N = budget_of((40_003, 0, 97, 69_900, 10), (400, 0, 3, 200, 0)), 110_010
 
 
 def test_a_pass_that_selects_takes_out_what_was_sent(kernels: SelectionKernels) -> None:
     """Lower bounds that fit, and such that a second pass over v is needed, which may take nothing out again."""
-    n = int(BUDGET.bounds[-1])
-    edges = tuple(i for b in BUDGET.bounds.tolist() for i in (b - 1, b) if 0 <= i < n)
-    for name, one in sending_passes(n, BUDGET, edges + some(n, 0.01), some(n, 0.2)):
+    edges = tuple(i for b in BUDGET.bounds.tolist() for i in (b - 1, b) if 0 <= i < N)
+    for name, one in sending_passes(N, BUDGET, edges + some(N, 0.01), some(N, 0.2)):
         for lower_bound in (None, 0.0, 0.98, 1.001, 1e-30, float("inf")):
             with case(name, lower_bound):
                 chosen = one.check(kernels, None if lower_bound is None else one.expected.thresholds * lower_bound)
                 assert int(chosen.missed) > 0 or lower_bound != 1.001 or kernels.name == "reference"
 
 
-def test_nonfinite_gradients_where_something_was_sent(kernels: SelectionKernels) -> None:
+def test_nonfinite_gradients_where_something_was_sent_and_taking_alone(kernels: SelectionKernels) -> None:
     one = pass_of(1000, "plain", True, sent_of(1000, [3, 500]), nan=(3, 500))
     assert int(one.check(kernels)) == 3
     assert one.left.u is not None and one.left.u[3] == 0 and one.left.v.isfinite().all()
-
-
-def test_taking_alone(kernels: SelectionKernels) -> None:
     for n, indices in ((1, (0,)), (5000, some(5000, 0.01)), (100_000, some(100_000, 0.2)), (9, ())):
         for masking in (True, False):
             sent, u, v = sent_of(n, indices), random(n, 2), random(n, 3)
@@ -306,3 +289,57 @@ def test_taking_alone(kernels: SelectionKernels) -> None:
             where, values = sent.indices[: len(indices)].long(), sent.values[: len(indices)]
             assert same(v, random(n, 3).index_put((where,), random(n, 3)[where] - values))
             assert same(u, random(n, 2).index_fill(0, where, 0.0) if masking else random(n, 2))
+
+
+@cache
+def given(n: Any) -> Any:
+    """A buffer of all kinds of data, n elements each. A segment is one kind, or a part of one, maybe empty."""
+    v = torch.cat([make(n) for make in DATA.values()])
+    whole = torch.arange(0, n * len(DATA) + 1, n) if n else torch.zeros(len(DATA) + 1, dtype=torch.int64)
+    cuts = torch.randint(n * len(DATA) + 1, (20,), generator=torch.Generator().manual_seed(n))
+    return [(v, whole), (v, torch.cat([whole, cuts]).msort())]
+
+
+def test_moments_and_tails_and_ranges_whose_floor_is_inf_are_not_read(kernels: Any) -> None:
+    # a rank that serves no part of a small bucket has no segment
+    nothing = kernels.moments(torch.empty(0, dtype=torch.float32), torch.tensor([0]))
+    assert [x.shape for x in vars(nothing).values()] == [(0,)] * 4
+    for n in SIZES:
+        for v, bounds in given(n):
+            with case(n, len(bounds)):
+                found = check_moments(kernels, v, bounds)
+                for factor in (0.0, 1e-3, 0.3, 1.0, 1.01):  # 1 reaches the largest magnitude, more does not
+                    check_tail(kernels, v, bounds, found.largest * factor)
+    v = torch.cat([random(40_000, 1), torch.full((40_000,), float("nan")), random(40_000, 2)])
+    bounds = torch.tensor([0, 40_000, 80_000, 120_000])
+    for lower_bounds in ([1.0, float("inf"), 0.5], [float("inf")] * 3):
+        check_tail(kernels, v, bounds, torch.tensor(lower_bounds))
+
+
+def test_every_lane_counts_and_squares_neither_overflow_nor_vanish(kernels: Any) -> None:
+    """Ranges of n elements, each with one that is not zero, in a place of its own."""
+    for n in (*range(1, 19), 31, 32, 33, 39):
+        v, bounds = torch.eye(n).view(-1) * -3, torch.arange(0, n * n + 1, n)
+        found = kernels.moments(v, bounds)
+        for result, each in ((found.sums, -3), (found.magnitudes, 3), (found.squares, 9), (found.largest, 3)):
+            assert result.tolist() == [each] * n
+        tail = kernels.tail(v, bounds, torch.full((n,), 3.0))
+        assert tail.counts.tolist() == [1] * n and tail.sums.tolist() == [3] * n
+        assert not kernels.tail(v, bounds, torch.full((n,), 3.0000002)).counts.any()
+    for value in (3e38, -3e38, 1e-45, -1e-40):
+        found = check_moments(kernels, torch.full((1000,), value), torch.tensor([0, 1000]))
+        assert found.squares.isfinite().all() and found.squares > 0
+
+
+def test_threads_addresses_and_instructions_change_no_bit() -> None:
+    """Several units of a segment, in different threads; another range before it shifts its address."""
+    v, results = DATA["heavy"](200_003), []
+    for name in NAMES[1:]:
+        with backend(name) as native:
+            for shift in (0, 1, 5):
+                shifted = torch.cat([random(shift, 3), v])
+                bounds, lower_bounds = torch.tensor([0, shift, len(shifted)]), torch.tensor([0.0, 0.7])
+                found, tail = native.moments(shifted, bounds), native.tail(shifted, bounds, lower_bounds)
+                results.append((found.sums, found.magnitudes, found.squares, tail.sums))
+    for result in results:
+        assert all(same(ours[1:], first[1:]) for ours, first in zip(result, results[0], strict=True))

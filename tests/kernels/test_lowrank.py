@@ -1,6 +1,4 @@
-"""Products of low-rank methods: every backend, instruction set and number of threads is close to fp64, and where
-bits are promised they are the same.
-"""
+"""Products of low-rank methods: every backend is close to fp64, and where bits are promised they are the same."""
 
 from dataclasses import replace
 from itertools import product
@@ -37,9 +35,7 @@ def assert_close(own: Any, wanted: Any, terms: Any) -> None:
 
 
 def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
-    """A batch alone has the same bits, and so has what is subtracted alone: a residual that is saved goes on like
-    one that is kept.
-    """
+    """A batch, and what is subtracted, has the same bits alone: a saved residual goes on like a kept one."""
     given = Given(SHAPES, 70)
     for even, (sends, errors) in product((True, False), ((True, True), (True, False), (False, False))):
         update = SentUpdate(given.products, given.errors if errors else None) if sends else None
@@ -64,12 +60,23 @@ def test_one_pass_is_subtraction_addition_and_product(products: Any) -> None:
         assert torch.equal(removed[-70:], before)
 
 
-def test_gradients_may_have_half_precision(products: Any) -> None:
+def test_gradients_may_have_half_precision_and_be_pieces_that_are_no_matrices(products: Any) -> None:
     given = Given([(2, 9, 40, 1, 2)])
     g, v, Y = [piece.bfloat16() for piece in given.g], given.v.clone(), given.Y(True)
     products.refresh_(v, given.batches, None, g, given.X[True], True, Y)
     assert torch.equal(v, given.v + torch.cat(g).float())
     assert_close(Y[0], multiplied(given.batches[0].of(v), given.X[True][0], True), 20)
+    # A bucket as one square: pieces of any length, and zeros behind them.
+    given = Given([(1, 10, 10, 2, 1)])
+    g, v, Y = given.g[0][:93], given.v.clone(), given.Y(True)
+    square = [replace(given.batches[0], members=(0, 1, 2), numel=93)]
+    update = SentUpdate(given.products)
+    found = products.refresh_(v, square, update, list(g.split([50, 40, 3])), given.X[True], True, Y)
+    U, W = given.products[0]
+    expected = (given.v.view(1, 10, 10) - torch.bmm(U.mT, W)).view(-1)
+    assert int(found) == 100 and not v[93:].any()
+    assert_close(v[:93], (expected[:93] + g).double(), 4)
+    assert_close(Y[0], multiplied(v.view(1, 10, 10), given.X[True][0], True), 10)
 
 
 def test_what_is_not_finite_counts_as_zero_and_the_first_is_found(products: Any) -> None:
@@ -87,20 +94,6 @@ def test_what_is_not_finite_counts_as_zero_and_the_first_is_found(products: Any)
                 found = products.refresh_(v.copy_(given.v), given.batches, None, pieces, given.X[even], even, Y)
                 assert int(found) == place and all(bool(y.isfinite().all()) for y in Y)
                 assert torch.equal(v, given.v + torch.where(g.abs() < TOO_LARGE, g, 0.0))
-
-
-def test_pieces_that_are_no_matrices_leave_padding(products: Any) -> None:
-    """A bucket as one square: pieces of any length, and zeros behind them."""
-    given = Given([(1, 10, 10, 2, 1)])
-    g, v, Y = given.g[0][:93], given.v.clone(), given.Y(True)
-    square = [replace(given.batches[0], members=(0, 1, 2), numel=93)]
-    update = SentUpdate(given.products)
-    found = products.refresh_(v, square, update, list(g.split([50, 40, 3])), given.X[True], True, Y)
-    U, W = given.products[0]
-    expected = (given.v.view(1, 10, 10) - torch.bmm(U.mT, W)).view(-1)
-    assert int(found) == 100 and not v[93:].any()
-    assert_close(v[:93], (expected[:93] + g).double(), 4)
-    assert_close(Y[0], multiplied(v.view(1, 10, 10), given.X[True][0], True), 10)
 
 
 def test_outer_products_have_the_same_bits_everywhere_and_are_written_at_once(products: Any) -> None:

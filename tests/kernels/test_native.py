@@ -1,10 +1,12 @@
-"""What is particular to native kernels: its segments, threads and instruction sets, its building and loading."""
+"""What is particular to native kernels: threads and instruction sets, building, and which tensors they refuse."""
 
 import platform
+import struct
 import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import ArgumentError, string_at
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from kernels.comparison import REFERENCE, Pass, assert_same_choice, budget_of, r
 from warm import python
 
 from dgc.kernels import _backend, build, library
-from dgc.kernels.library import KernelsUnavailable, supported_isas
-from dgc.kernels.native import NativeSelection
-from dgc.kernels.selection import TOO_LARGE, PassInputs
+from dgc.kernels.codec import IndexCode, IndexKind
+from dgc.kernels.library import Address, Addresses, KernelsUnavailable, supported_isas
+from dgc.kernels.native import NativeCodec, NativeLowRank, NativeQuantizers, NativeSelection
+from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SparseVector
 
 ISAS = supported_isas()
 
@@ -49,18 +52,19 @@ def spoiled(n: Any, lane: Any, bad: Any) -> Any:
     return one, Pass(PassInputs(one.start.g, None, one.start.v))
 
 
-def test_floors_that_fit_and_others(native: Any) -> None:
+def test_floors_that_fit_and_others_and_structure_of_every_kind(native: Any) -> None:
     """The number of segments missed with lower bounds. Nothing else may depend on them."""
     thresholds = large().expected.thresholds
     nonsense = [torch.full_like(thresholds, x) for x in (float("inf"), float("nan"), -1.0, 0.0)]
     # of the six segments one is empty and one sends nothing: no lower bound is too high or too low for these
-    for missed, *all_bounds in (
-        (0, None, thresholds * 0.98, *nonsense), (4, thresholds + 1e-3), (3, torch.full_like(thresholds, 1e-30))
-    ):  # fmt: skip
-        for lower_bounds in all_bounds:
-            assert int(large().check(native, lower_bounds).missed) == missed, lower_bounds
+    rows = [(0, lower_bounds) for lower_bounds in (None, thresholds * 0.98, *nonsense)]
+    for missed, lower_bounds in (*rows, (4, thresholds + 1e-3), (3, torch.full_like(thresholds, 1e-30))):
+        assert int(large().check(native, lower_bounds).missed) == missed, lower_bounds
     for lower_bounds in (None, tiny().expected.thresholds * 0.9, tiny().expected.thresholds * 1.1):
         tiny().check(native, lower_bounds)
+    for number, (v, budget, expected) in enumerate(buffers()):
+        with case("buffer", number):
+            assert_same_choice(native.select(v, budget), expected)
 
 
 @cache
@@ -98,15 +102,9 @@ def buffers() -> Any:
     return [(v, budget, REFERENCE.select(v, budget)) for v, budget in made]
 
 
-def test_structure_of_every_kind(native: Any) -> None:
-    for number, (v, budget, expected) in enumerate(buffers()):
-        with case("buffer", number):
-            assert_same_choice(native.select(v, budget), expected)
-
-
 @pytest.mark.usefixtures("no_type_checks")
-def test_nonfinite_in_every_lane(native: Any) -> None:
-    """They count as zero."""
+def test_nonfinite_in_every_lane_and_far_apart(native: Any) -> None:
+    """They count as zero. The first one is found, whichever thread comes first."""
     others = (float("inf"), -float("inf"), TOO_LARGE, -3e38)
     for n, lane in [*((70, lane) for lane in range(70)), (1, 0), (16, 0), (33, 31), (5000, 1), (5000, 2500)]:
         for bad in (float("nan"), others[lane % 4]):
@@ -115,10 +113,6 @@ def test_nonfinite_in_every_lane(native: Any) -> None:
                 assert int(one.expected.first_nonfinite) == lane and one.left.v.isfinite().all()
                 one.check(native, one.expected.thresholds * 0.9)
                 assert int(native.accumulate_(one.inputs())) == int(without_u.check(native)) == lane
-
-
-def test_nonfinite_far_apart(native: Any) -> None:
-    """The first one counts, whichever thread comes first."""
     g = torch.zeros(1_000_003)
     g[[200_000, 500_000, 999_999]] = float("nan")
     assert int(native.accumulate_(PassInputs((g,), None, torch.zeros_like(g)))) == 200_000
@@ -211,13 +205,10 @@ def test_one_rank_of_a_machine_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert len(said) == warned and backend.decoder is None, rank
 
 
-def test_the_command_that_builds_says_nothing_of_itself() -> None:
+def test_a_build_does_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Again it does nothing, and where it fails it leaves the library alone. The command prints no error."""
     done = subprocess.run([sys.executable, "-m", "dgc.kernels.build"], capture_output=True, text=True, check=True)
     assert not done.stderr
-
-
-def test_a_build_does_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Again it does nothing, and where it fails it leaves the library alone."""
     (tmp_path / "isa.cpp").write_text('extern "C" const char* stamp() { return DGC_STAMP; }')
     (tmp_path / "x.h").touch()
     monkeypatch.setattr(build, "SOURCES", tmp_path)
@@ -246,3 +237,62 @@ def test_no_file_lends_its_instructions_to_others(tmp_path: Path) -> None:
         assert functions == [], f"{source.name} has functions that the linker may pick for others"
         dump = subprocess.run(["objdump", "-d", str(target)], check=True, capture_output=True, text=True).stdout
         assert "fmadd" not in dump and "fmsub" not in dump
+
+
+def test_an_address_is_of_a_contiguous_cpu_tensor_of_the_dtype_and_only_such_reach_the_kernels() -> None:
+    found = {path.name: path.read_text().count("data_ptr") for path in Path(build.__file__).parent.glob("*.py")}
+    expected = {"library.py": 2, "triton_tables.py": 1, "triton_lowrank.py": 2}
+    assert {name: count for name, count in found.items() if count} == expected
+    x, one, several = torch.arange(12.0).view(3, 4), Address(torch.float32), Addresses(torch.float32)
+    assert string_at(one.from_param(x), 8) == struct.pack("ff", 0, 1)
+    assert string_at(one.from_param(x[1]), 8) == struct.pack("ff", 4, 5)
+    assert one.from_param(None) is None and several.from_param(None) is None
+    assert several.from_param([x, x[2]]) == b"".join(t.data_ptr().to_bytes(8, "little") for t in (x, x[2]))
+    for wrong, message in (
+        (x.double(), r"torch.float32 tensor on cpu, not a contiguous torch.float64 tensor of shape \(3, 4\)"),
+        (x.T, r"not a non-contiguous \(stride \(1, 4\)\) torch.float32 tensor of shape \(4, 3\) on cpu"),
+        (x.to("meta"), "on cpu, not a contiguous torch.float32 tensor .* on meta"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            one.from_param(wrong)
+        with pytest.raises(TypeError, match=message):
+            several.from_param([x, wrong])
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_kernels_refuse_other_tensors() -> None:
+    native, codec, quantizers, n = NativeSelection(), NativeCodec(), NativeQuantizers(), 64
+    x, other = torch.ones(n), torch.ones(n, dtype=torch.float64)
+    strided, bounds = torch.ones(2 * n)[::2], torch.tensor([0, n])
+    budget, short = (Budget(edges, torch.tensor([3]), 3) for edges in (bounds, bounds.int()))
+    sent = native.select(x, budget).elements
+    doubled = SparseVector(sent.indices, sent.values.double(), sent.count)
+    section, code = torch.zeros(64, dtype=torch.uint8), IndexCode(IndexKind.INT32, 3, n, 12)
+    M, U, W = torch.ones(2, 4, 8), torch.ones(2, 1, 4), torch.ones(2, 1, 8)
+    calls = {
+        "v": lambda: native.accumulate_(PassInputs((x,), None, other)),
+        "u": lambda: native.accumulate_(PassInputs((x,), other, x)),
+        "strided v": lambda: native.accumulate_(PassInputs((x,), None, strided)),
+        "strided g": lambda: native.accumulate_(PassInputs((strided,), None, x)),
+        "sent": lambda: native.accumulate_(PassInputs((x,), None, x, sent=doubled)),
+        "bounds": lambda: native.select(x, short),
+        "lower_bounds": lambda: native.select(x, budget, other[:1]),
+        "assign": lambda: native.assign_((strided,), x),
+        "moments": lambda: native.moments(other, bounds),
+        "largest": lambda: quantizers.largest(other, bounds),
+        "positives": lambda: quantizers.positives(x, bounds.int()),
+        "tail": lambda: native.tail(x, bounds, other[:1]),
+        "take": lambda: native.remove_sent_(doubled, None, x),
+        "merge": lambda: native.merge_mean([sent, doubled], 2, n),
+        "decay": lambda: native.decay_(x, other, 0.1, 0.1, 0.9, False),
+        "values": lambda: codec.cast_encode_(other, torch.float16, section),
+        "section": lambda: codec.indices_encode_(sent, code, section.view(torch.int32)),
+        "levels": lambda: quantizers.uniform_encode(x, bounds, other[:1], 1, 2, None),
+        "total": lambda: quantizers.natural_mean_([section], 1, strided),
+        "matrices": lambda: NativeLowRank(native).subtract_(M.mT.contiguous().mT, U, W),
+        "factors": lambda: NativeLowRank(native).subtract_(M, U.double(), W),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ArgumentError, match="a kernel takes a contiguous torch"):
+            call()
+            pytest.fail(name)

@@ -1,4 +1,4 @@
-"""Quantizers: all backends, instruction sets and numbers of threads give the reference's bits, which are right."""
+"""Quantizers, and blocks with a scale each: all backends give the reference's bits, which are right."""
 
 from functools import cache, partial
 from itertools import product
@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import random, same
+from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, encoded, numbers, random, same
 from kernels.quantizing import REFERENCE, SEEDS, assert_same_codes, check_sums, coded, means, operations
 
 from dgc import kernels
-from dgc.kernels.native import NativeQuantizers
+from dgc.kernels.blocks import GROUP, Blocks, rotated
+from dgc.kernels.native import NativeBlocks, NativeQuantizers
 from dgc.kernels.quantize import Quantizers, layout_of, random_bits
 
 SIZES = (0, 1, 7, 8, 15, 16, 17, 31, 33, 100, 4097, 70_001)
@@ -36,18 +37,15 @@ def wild(n: Any) -> Any:
     return v
 
 
-def numbers(n: Any) -> Any:
-    """Buffers, and a unit for what their segments need."""
-    return [(random(n, 2), 1.0), (random(n, 3) * 1e37, 1e37), (random(n, 4) * 1e-40, 1e-40), (wild(n), 1e-3)]
-
-
 @cache
 def cases(n: Any) -> Any:
     """(v, bounds, a magnitude for each segment): one segment, and uneven ones, some of them empty."""
     cuts = torch.randint(n + 1, (7,), generator=torch.Generator().manual_seed(n)).msort()
     uneven = torch.tensor([0, 0, *cuts.tolist(), *cuts[3:4].tolist(), n, n]).msort()
-    ways = (torch.tensor([0, n]), uneven)
-    made = [(v, bounds, random(len(bounds) - 1, n).abs() * unit) for bounds in ways for v, unit in numbers(n)]
+    # with a unit for what their segments need
+    buffers = (random(n, 2), 1.0), (random(n, 3) * 1e37, 1e37), (random(n, 4) * 1e-40, 1e-40), (wild(n), 1e-3)
+    ways = product((torch.tensor([0, n]), uneven), buffers)
+    made = [(v, bounds, random(len(bounds) - 1, n).abs() * unit) for bounds, (v, unit) in ways]
     return made if n < 10_000 else [made[0], made[-1]]
 
 
@@ -79,11 +77,7 @@ def test_statistics(quantizers: Any) -> None:
 
 @cache
 def mean_cases() -> Any:
-    """(numbers of the ranks, bounds, their values by segment, factors, size, their codes and mean by operation).
-
-    Group sizes and their ends, ranks that are added together and that are not, segments that begin anywhere, sizes
-    that are powers of two and not, values of other sizes on each rank, and zeros.
-    """
+    """(n, bounds, values of the ranks, factors, size, codes and mean by operation), at the ends of groups."""
     made = []
     for n, ranks in ((0, 2), (1, 1), (33, 2), (100, 3), (4097, 4), (4100, 5), (40_000, 9)):
         for bounds in cases(n)[0][1], cases(n)[-1][1]:
@@ -102,18 +96,15 @@ def mean_cases() -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other(quantizers: Any) -> None:
+def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other_and_sums_are_sent_as_levels(
+    quantizers: Any,
+) -> None:
     for n, bounds, values, factors, size, expected in mean_cases():
         for operation, mean_ in enumerate(means(quantizers, bounds, values, factors, size)):
             codes, right = expected[operation]
             mean = torch.full((n,), NAN)
             mean_([torch.cat([own[:1], own])[1:] for own in codes], mean)  # at any address
-            with case(n, len(bounds), operation):
-                assert same(mean, right)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_sums_are_sent_as_levels(quantizers: Any) -> None:
+            assert same(mean, right), (n, len(bounds), operation)
     for n, width, bits in ((1, 2, 3), (100, 2, 4), (100, 1, 2), (70_001, 1, 3), (70_001, 2, 5)):
         for bounds in cases(n)[0][1], cases(n)[-1][1]:
             with case(n, len(bounds), width, bits):
@@ -133,7 +124,7 @@ def test_a_large_mean_is_written_past_the_caches(quantizers: Any) -> None:
     assert same(mean, right / 3)
 
 
-def test_mxnet_s_layouts(quantizers: Any) -> None:
+def test_mxnet_s_layouts_and_uniform_levels_and_every_range_at_a_unit_of_its_own(quantizers: Any) -> None:
     v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
     half, one, total = torch.tensor([0.5]), torch.ones(1), torch.zeros(6)
     codes, residual = quantizers.tern_encode(v, one_range(v), half)
@@ -149,9 +140,6 @@ def test_mxnet_s_layouts(quantizers: Any) -> None:
     total = torch.ones(4)
     quantizers.tern_add_(torch.tensor([0b01111001, 0, 0, 0]).byte(), one_range(total), torch.tensor([2.0]), total)
     assert total.tolist() == [1, 3, -1, 1]
-
-
-def test_uniform_levels(quantizers: Any) -> None:
     v, scale = torch.tensor([0.0, -7.0, 2.49, -2.5, 9.0, -0.4]), torch.tensor([7.0])
     codes, residual = quantizers.uniform_encode(v, one_range(v), scale, 7, 4, None)
     assert codes.tolist() == [0xF0, 0xB2, 0x07]
@@ -159,10 +147,7 @@ def test_uniform_levels(quantizers: Any) -> None:
     codes, _ = quantizers.uniform_encode(v, torch.tensor([0, 3, 3, 6]), scale.expand(3).clone(), 1, 2, None)
     assert codes.tolist() == [0b001100, 0b000100]
 
-
-def test_every_range_begins_at_its_own_unit(quantizers: Any) -> None:
-    bounds, v = torch.tensor([0, 33, 33, 34, 41]), torch.ones(41)
-    each = torch.ones(4)
+    bounds, v, each = torch.tensor([0, 33, 33, 34, 41]), torch.ones(41), torch.ones(4)
     signs, _ = quantizers.sign_encode(v, bounds, 0 * each, -each, each)
     assert signs.tolist() == [255, 255, 255, 255, 128, 0, 0, 0, 128, 0, 0, 0, 254, 0, 0, 0]
     assert layout_of(bounds, 1, 4).starts.tolist() == [0, 8, 8, 12]
@@ -172,22 +157,18 @@ def test_every_range_begins_at_its_own_unit(quantizers: Any) -> None:
     assert uniform.tolist() == [85] * 8 + [1] + [1] + [85, 21]
 
 
-def test_ranges_that_send_nothing(quantizers: Any) -> None:
-    """Whatever the codes that arrive for them."""
+def test_ranges_that_send_nothing_and_scales_at_the_ends_of_fp32(quantizers: Any) -> None:
+    """The former whatever the codes that arrive for them."""
     v = torch.tensor([3.0, -1e38, 1e-40, 0.0, -0.0])
     for each in torch.tensor([[0.0], [INF], [NAN], [-1.0]]):
         with case(each):
-            for code in (quantizers.tern_encode(v, one_range(v), each), *(
-                quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in SEEDS
-            )):  # fmt: skip
-                assert not code[0].any() and same(code[1], v)
+            uniform = [quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in SEEDS]
+            for codes, residual in (quantizers.tern_encode(v, one_range(v), each), *uniform):
+                assert not codes.any() and same(residual, v)
             noise, total = torch.arange(240, 248).byte(), v.clone()
             quantizers.tern_add_(noise, one_range(v), each, total)
             quantizers.uniform_add_(noise, one_range(v), each, 7, 4, total)
             assert torch.equal(total, v)
-
-
-def test_scales_at_the_ends_of_fp32(quantizers: Any) -> None:
     v = torch.tensor([LARGEST, -LARGEST, 1e-40])
     for bits in (2, 4, 8):
         for levels in range(1, 2 ** (bits - 1)):
@@ -223,7 +204,7 @@ def assert_unbiased(encode: Any, v: Any, below: Any, above: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_random_rounding_is_unbiased() -> None:
+def test_random_rounding_is_unbiased_and_its_numbers_are_uniform_and_uncorrelated() -> None:
     v = random(300, 5)
     largest, quantizers = v.abs().max().view(1), NativeQuantizers()
     for bits, levels in ((2, 1), (4, 7), (8, 100)):
@@ -235,13 +216,10 @@ def test_random_rounding_is_unbiased() -> None:
     assert_unbiased(lambda s: quantizers.natural_encode(v, s), v, below, 2 * below)
     tiny = v.clamp(-5, 5) * 2e-39
     assert_unbiased(lambda s: quantizers.natural_encode(tiny, s), tiny, 0.0, 2.0**-126)
-
-
-def test_random_numbers_are_uniform_and_neighbours_uncorrelated() -> None:
     n = 1 << 16
     drawn = [random_bits(n, seed, torch.device("cpu")) for seed in (0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1)]
-    for bits, shift in product(drawn, (0, 8, 16, 24)):
-        counts = torch.bincount(bits >> shift & 255, minlength=256)
+    for column, shift in product(drawn, (0, 8, 16, 24)):
+        counts = torch.bincount(column >> shift & 255, minlength=256)
         chi_square = float((counts - n / 256).square().sum() / (n / 256))
         assert 150 < chi_square < 380  # 255 degrees of freedom: within some five standard deviations
     rows = torch.stack(drawn).double() / 2**32
@@ -270,3 +248,50 @@ def test_the_tier_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kind in (("reference", Quantizers), ("native", NativeQuantizers)):
         monkeypatch.setattr(kernels, "_asked", name)
         assert type(kernels.of(torch.zeros(1)).quantize) is kind
+
+
+BLOCKS = Blocks()
+
+
+@pytest.fixture
+def blocks(kernels: Any) -> Any:
+    return BLOCKS if kernels.name == "reference" else NativeBlocks()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_tiers_of_blocks_agree_and_a_scale_that_is_not_finite_and_positive_stands_for_zeros(blocks: Any) -> None:
+    for cuts, code, rows in product(CUTS, CODES, (1, 3)):
+        for v in random(cuts[-1], 1), numbers(cuts[-1], 2):
+            with case(cuts, code, rows):
+                coded = check_blocks(blocks, v, torch.tensor(cuts), code, rows)
+        check_one_pass(blocks, v, torch.tensor(cuts), code, coded)
+    # Elements near the largest float round up to such a scale. They stay unsent.
+    for code in (code for code in CODES if not code.rotate):
+        v, bounds, out = random(code.size, 1), torch.tensor([0, code.size]), torch.empty(code.size)
+        v[3] = 3.4e38
+        coded, kept = encoded(blocks, v, bounds, code, 1)
+        assert same(kept, v) and not coded[:, 2:].any()
+        for high in (0x7F, 0xFF, 0x80, 0xBF):  # inf, NaN and negative numbers
+            for low in (0x80, 0xC0):
+                coded[0, 0], coded[0, 1], coded[0, 2:] = low, high, 0x7F
+                blocks.decode(coded.unbind(), bounds, code, 1, (out,))
+                assert not out.any(), (code, high, low)
+
+
+def test_levels_are_the_nearest_of_the_block() -> None:
+    """Within half a step of the block, whose scale is its largest magnitude, rounded up to bfloat16."""
+    for code in CODES:
+        v, bounds = random(5000, 4), torch.tensor([0, 2000, 5000])
+        _, rest = encoded(BLOCKS, v, bounds, code, 1)
+        for s, e in zip(v.split([2000, 3000]), rest.split([2000, 3000]), strict=True):
+            whole = len(s) // code.size * code.size
+            blocks = [y[:whole].view(-1, code.size) for y in (s, e)]
+            x, error = map(rotated, blocks) if code.rotate else blocks
+            limits = x.abs().amax(1) * (1 + 2.0**-7) / code.levels / 2
+            assert whole and (error.abs().amax(1) <= 1.0001 * limits).all()
+    x = random(4 * GROUP, 5)
+    torch.testing.assert_close(rotated(rotated(x)), x)
+    torch.testing.assert_close(rotated(x).norm(), x.norm())
+    one = torch.zeros(GROUP)
+    one[3] = 8.0
+    assert same(rotated(one).abs(), torch.ones(GROUP))

@@ -11,7 +11,7 @@ from dgc.kernels import PassInputs
 from dgc.kernels.selection import TOO_LARGE, as_selection, first_tensor_nonfinite, largest, remove_nonfinite_
 
 
-def test_formulas_in_float64() -> None:
+def test_formulas_in_float64_and_gradients_of_other_types_leave_the_state_in_fp32() -> None:
     for n, momentum, nesterov in product((0, 1, 1000), (0.0, 0.5, 0.9), (False, True)):
         u, v = random(n, 1), random(n, 2)
         u64, v64 = u.double(), v.double()
@@ -23,9 +23,6 @@ def test_formulas_in_float64() -> None:
         with case(n, momentum, nesterov):
             torch.testing.assert_close(u, u64.float(), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(v, v64.float(), rtol=1e-5, atol=1e-5)
-
-
-def test_gradients_of_other_types_leave_the_state_in_fp32() -> None:
     for dtype in (*HALVES, torch.float64):
         u, v, g = torch.full((3,), 0.1), torch.full((3,), 0.2), torch.tensor([1.0, -2.0, 0.5]).to(dtype)
         REFERENCE.accumulate_(PassInputs((g,), u, v, 0.9, False))
@@ -34,19 +31,15 @@ def test_gradients_of_other_types_leave_the_state_in_fp32() -> None:
         assert g.tolist() == [1.0, -2.0, 0.5]
 
 
-def test_largest_takes_the_k_largest() -> None:
+def test_largest_takes_the_k_largest_also_of_too_few_zeros_ties_and_denormals() -> None:
     for n, share in product((1, 2, 63, 1000), (0.0, 0.3, 1.0)):
         v, k = random(n, 0), int(share * n)
         chosen = largest(v, k)
         assert chosen.dtype == torch.int64 and chosen.numel() == k
         assert chosen.tolist() == sorted(set(chosen.tolist()))
-        rest = v.abs().index_fill(0, chosen, 0.0)
-        assert k == 0 or v[chosen].abs().min() >= rest.max()
-
-
-def test_largest_of_too_few_zeros_ties_and_denormals() -> None:
+        assert k == 0 or v[chosen].abs().min() >= v.abs().index_fill(0, chosen, 0.0).max()
     ties, denormals = [2.0, -2.0, 2.0, 1.0, 2.0, -2.0, 2.0, 2.0, 2.0], [0.0, 1e-42, -2e-42, 0.0]
-    for v, k, expected in (
+    for few, k, expected in (
         ([1.0, -2.0], 5, [0, 1]),
         ([], 3, []),
         *(([0.0] * 4, k, []) for k in (0, 1, 3)),
@@ -57,7 +50,7 @@ def test_largest_of_too_few_zeros_ties_and_denormals() -> None:
         (denormals, 1, [2]),
         (denormals, 4, [1, 2]),
     ):
-        chosen = largest(torch.tensor(v), k)
+        chosen = largest(torch.tensor(few), k)
         assert chosen.tolist() == expected and chosen.dtype == torch.int64
 
 
@@ -75,7 +68,7 @@ def test_merge_mean_by_hand() -> None:
     assert indices.numel() == values.numel() == 0
 
 
-def test_the_first_tensor_with_a_nonfinite_value_is_numbered() -> None:
+def test_the_first_tensor_with_a_nonfinite_value_is_numbered_and_usable_gradients_stay_as_they_are() -> None:
     rows = ((0, 1), (3, 1), (4, 2), (8, 3), (9, 3))
     for bad, (position, tensor) in product((float("nan"), float("inf"), -float("inf")), rows):
         g = torch.arange(10.0) + 1
@@ -85,9 +78,6 @@ def test_the_first_tensor_with_a_nonfinite_value_is_numbered() -> None:
         assert remove_nonfinite_(g) == position and torch.equal(g, expected)
     assert first_tensor_nonfinite(torch.ones(3), [0, 2]) == 0
     assert remove_nonfinite_(torch.empty(0)) == 0 and first_tensor_nonfinite(torch.empty(0), []) == 0
-
-
-def test_usable_gradients_stay_as_they_are() -> None:
     for dtype in (torch.float32, *HALVES, torch.float64):
         most = torch.tensor(min(torch.finfo(dtype).max, TOO_LARGE / 2), dtype=dtype)
         g = torch.stack([most, -most, -0.0 * most])

@@ -124,8 +124,7 @@ def dense_words(plan: Any, sent: Any) -> Any:
 
 def dense_mean(plan: Any, sent: Any, size: Any) -> Any:
     """In plain torch."""
-    parts = plan.decode(Codec(), sent).contents
-    indices, values = REFERENCE.merge_mean(parts, size, plan.numel).valid()
+    indices, values = REFERENCE.merge_mean(plan.decode(Codec(), sent).contents, size, plan.numel).valid()
     return torch.zeros(plan.numel, device=DEVICE).index_put_((indices,), values)
 
 

@@ -59,10 +59,6 @@ class Steps:
 
     def step(self, gradients: Any, change: Any = lambda payloads: None) -> list[Any]:
         """Returns the results, what the buckets hold, and the residuals."""
-        with patch.object(kernels, "_backend", lambda asked, device: self.backend):
-            return self._step(gradients, change)
-
-    def _step(self, gradients: Any, change: Any) -> list[Any]:
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             if self.flat:
                 bucket.flat.copy_(gradient)
@@ -70,15 +66,15 @@ class Steps:
                 for i, s in enumerate(bucket.segments):
                     bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel].to(bucket.dtype))
         talks = [states.reduce(bucket) for states, bucket in zip(self.states, self.buckets, strict=True)]
-        replies: list[Any] = [None] * len(talks)
-        ended: list[Any] = []
+        replies, ended = list[Any]([None] * len(talks)), list[Any]()
         while not ended:
             requests: list[Any] = []
             for talk, reply in zip(talks, replies, strict=True):
-                try:
-                    requests.append(next_requests(talk, reply)[0])
-                except StopIteration as stop:
-                    ended.append(stop.value)
+                with patch.object(kernels, "_backend", lambda asked, device: self.backend):
+                    try:
+                        requests.append(next_requests(talk, reply)[0])
+                    except StopIteration as stop:
+                        ended.append(stop.value)
             tensors = [request.tensor for request in requests]
             if requests and isinstance(requests[0], AllGather):
                 self.payloads = list(torch.stack(tensors).unbind())
@@ -169,8 +165,7 @@ def test_a_mean_that_overflows_and_waits() -> None:
     backend, _ = backends(TritonElementCoder(64))
     steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True)
     steps.step([torch.full((NUMEL,), 3e4, device=DEVICE)])
-    errors = next(iter(steps.states[0].errors()))
-    errors.fill_(1e5)
+    next(iter(steps.states[0].errors())).fill_(1e5)
     with warnings.catch_warnings(), watching() as watch:
         warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of the overflow
         (result,), _, _ = steps.step([torch.zeros(NUMEL, device=DEVICE)])
@@ -178,7 +173,7 @@ def test_a_mean_that_overflows_and_waits() -> None:
     assert set(watch.seen) <= {"comm/requests.py read", "kernels/triton_tables.py _table"}
 
 
-def test_tiers_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiers_agree_bit_for_bit_and_rows_are_sealed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one launch for each operation, whatever the order of programs."""
     for number, code in enumerate(CODES):
         cuts, rows, make = CUTS[number % 3], (1, 3)[number // 3 % 2], (random, numbers)[number % 2]
@@ -192,10 +187,7 @@ def test_tiers_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks.add_sum_(coded, code, total)
         blocks.decode(coded, bounds, code, 3, (torch.empty_like(v, device=DEVICE),))
         assert blocks.launches - before == 2 * (len(v) > 0)
-
-
-def test_rows_are_sealed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of no codes, and of more words than a program takes."""
+    # Of no codes, and of more words than a program takes.
     first, bounds = torch.tensor(7, device=DEVICE), torch.tensor([0, 5, 9], device=DEVICE)
     none, one = torch.tensor(0, dtype=torch.int32, device=DEVICE), torch.tensor(1.0, device=DEVICE)
     for nbytes in (24, 32, 20_000):

@@ -1,8 +1,6 @@
-"""The Triton backend's low-rank products and bases; in Triton's interpreter where there is no GPU.
+"""The Triton backend's low-rank products and bases: the reference's bits where sums have one term, else close."""
 
-Sums have the reference's bits where they have one term, and are close to fp64 otherwise.
-"""
-
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -25,15 +23,12 @@ from dgc.testing import Fleet
 
 EXACT = Cast(torch.float32, None, None)
 REST = 75
+normal: Any = partial(products.normal, device=DEVICE)
 
 
 @pytest.fixture
 def ours() -> Any:
     return TritonLowRank(TritonSelection())
-
-
-def normal(*shape: Any, seed: int = 0) -> Any:
-    return products.normal(*shape, seed=seed, device=DEVICE)
 
 
 @pytest.fixture
@@ -78,7 +73,9 @@ def test_a_step_begins_with_one_pass(ours: Any, given: Given, even: Any) -> None
             assert errors is None if cast is EXACT else same(errors, v[end:] - rest)
 
 
-def test_what_is_not_finite_counts_as_zero_and_is_found(ours: Any, given: Given) -> None:
+def test_what_is_not_finite_counts_as_zero_and_later_half_steps_leave_out_what_was_sent(
+    ours: Any, given: Any
+) -> None:
     end = len(given.v)
     for bad, place in ((torch.nan, 0), (-torch.inf, 33 * 70 + 64), (TOO_LARGE, end - REST), (3e38, end - 1)):
         g = torch.cat(given.g)
@@ -87,10 +84,13 @@ def test_what_is_not_finite_counts_as_zero_and_is_found(ours: Any, given: Given)
         message = ours.begin_(v, given.batches, None, pieces, given.X[True], True, EXACT)
         assert int(message.first_nonfinite) == place
         assert same(v, given.v + torch.where(g.abs() < TOO_LARGE, g, 0.0)), bad
-
-
-def test_one_square_matrix(ours: Any) -> None:
-    """The pieces are of any length. Zeros follow them."""
+    for even, sent in product((True, False), (given.products, [])):
+        v = given.v.clone()
+        message = ours.project(v, given.batches, sent, given.X[even], even, EXACT)
+        assert same(v, given.v) and message.first_nonfinite is None
+        plain = LowRank(REFERENCE).project(v.double().float(), given.batches, sent, given.X[even], even, EXACT)
+        assert_close(message.numbers, plain.numbers, 100)
+    # The pieces are of any length. Zeros follow them.
     batch, g = Batch((0, 1), 0, 1, 40, 40, 2, 1590), normal(1590, seed=1)
     X, sent = [normal(1, 2, 40, seed=2)], SentUpdate([(normal(1, 2, 40, seed=3), normal(1, 2, 40, seed=4))])
     g[700] = torch.nan
@@ -101,15 +101,6 @@ def test_one_square_matrix(ours: Any) -> None:
     assert all(first is not None and int(first) == 700 for first in firsts) and not v[1590:].any()
     assert_close(v, plain)
     assert_close(message.numbers, expected.numbers, 100)
-
-
-def test_later_half_steps_leave_out_what_was_sent(ours: Any, given: Given) -> None:
-    for even, sent in product((True, False), (given.products, [])):
-        v = given.v.clone()
-        message = ours.project(v, given.batches, sent, given.X[even], even, EXACT)
-        assert same(v, given.v) and message.first_nonfinite is None
-        plain = LowRank(REFERENCE).project(v.double().float(), given.batches, sent, given.X[even], even, EXACT)
-        assert_close(message.numbers, plain.numbers, 100)
 
 
 def test_products_and_the_rest_are_written_at_once(ours: Any, given: Given) -> None:
@@ -138,7 +129,7 @@ def assert_orthonormal(x: Any) -> None:
     assert float((x.double() @ x.double().mT - eye).abs().max()) < 2e-6
 
 
-def test_bases(ours: Any) -> None:
+def test_bases_also_of_rows_without_a_direction_and_as_the_authors_have_them(ours: Any) -> None:
     xs = [normal(2, 3, 2100), 1e-30 * normal(1, 1, 9), normal(3, 4, 4), 1e30 * normal(1, 2, 65)]
     for x, basis in zip(xs, ours.orthonormal(xs, False, 1e-8, 2**32 - 1), strict=True):
         assert_orthonormal(basis)
@@ -147,9 +138,6 @@ def test_bases(ours: Any) -> None:
             part, first = basis[:, :k].double(), wide[:, :k]
             assert bool(((first - first @ part.mT @ part).norm(dim=2) <= 1e-6 * first.norm(dim=2)).all())
     assert ours.launches == 1
-
-
-def test_rows_without_a_direction_become_random(ours: Any) -> None:
     x = normal(4, 4, 30)
     x[0] = 0
     x[1, 0], x[1, 2] = torch.inf, torch.nan
@@ -162,19 +150,15 @@ def test_rows_without_a_direction_become_random(ours: Any) -> None:
             assert float((kept - kept @ part.mT @ part).norm(dim=1).max()) < 1e-4
     assert same(bases[0], bases[1]) and not torch.equal(bases[0], bases[2])
     assert same(bases[0][3], bases[2][3])
-
-
-def test_the_authors_divide_by_the_length_of_all_rows(ours: Any) -> None:
-    x, zero = normal(5, 1, 20), torch.zeros(2, 1, 7, device=DEVICE)
-    alone, nothing, both = ours.orthonormal([x, zero, normal(2, 2, 20)], True, 1e-8, 0)
-    assert_close(alone, x.double() / x.double().norm(), 1)
+    # the authors divide by the length of all rows
+    y, zero = normal(5, 1, 20), torch.zeros(2, 1, 7, device=DEVICE)
+    alone, nothing, both = ours.orthonormal([y, zero, normal(2, 2, 20)], True, 1e-8, 0)
+    assert_close(alone, y.double() / y.double().norm(), 1)
     assert not nothing.any()
     assert_orthonormal(both)
 
 
-def test_the_order_of_programs_changes_nothing_and_nothing_waits(
-    ours: Any, given: Given, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_programs_changes_nothing_and_nothing_waits(ours: Any, given: Any, monkeypatch: Any) -> None:
     sent, largest = SentUpdate(given.products, given.errors), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     out = [torch.empty(b.count, b.n, b.m, device=DEVICE) for b in given.batches]
 
@@ -196,7 +180,7 @@ def test_the_order_of_programs_changes_nothing_and_nothing_waits(
         assert all(map(same, run(), expected))
 
 
-def test_factors_that_lie_in_several_tensors_are_copied() -> None:
+def test_factors_in_several_tensors_are_copied_and_a_bucket_too_large_for_32_bits_is_refused() -> None:
     whole = normal(60)
     parts = [whole[:20].view(2, 2, 5), whole[20:].view(1, 4, 10)[:, 1:3]]
     for factors, copied in ((parts, False), ([parts[0], parts[1].clone()], True), ([parts[1].mT], True)):
@@ -204,9 +188,6 @@ def test_factors_that_lie_in_several_tensors_are_copied() -> None:
         assert (memory.data_ptr() == whole.data_ptr()) != copied
         for (start, matrix, row), x in zip(places, factors, strict=True):
             assert same(memory.as_strided(x.shape, (matrix, row, 1), start), x.contiguous())
-
-
-def test_a_bucket_too_large_for_32_bits_is_refused() -> None:
     with pytest.raises(ValueError, match="2147483640 elements is too large"):
         tiles_of((), (2**31 - 8,), torch.device(DEVICE), 0)
 

@@ -1,24 +1,31 @@
-"""Where a step on a GPU makes the host wait for the device: nowhere but in the functions that are listed here.
-
-In Triton's interpreter, where the operations that would wait or copy from the host can be seen without a GPU.
+"""Where a step on a GPU makes the host wait: nowhere but in the functions listed here. Kernels move the bytes that
+they state (`dgc.kernels.triton_tables.moves`). Triton's interpreter shows both without a GPU.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from kernels.interpreter import DEVICE
 from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
+from triton.runtime.interpreter import InterpreterBuilder
 
-from benchmarks.gpu_steps import COUNTED, launches_of
+from benchmarks.gpu_steps import COUNTED, DGC_BYTES, FORMATS, bytes_of_dgc, launches_of
+from benchmarks.step_methods import Ours
+from benchmarks.step_overhead import plan_buckets, resnet50
 from dgc import compression, kernels, wire
 from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import AllGather, AllToAll, next_requests
 from dgc.engine.state import BucketStates
+from dgc.kernels.triton_tables import SECTOR, Launcher, bytes_moved
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
-from dgc.selection import TopKPerChunk
+from dgc.selection import Predicted, TopKPerChunk
 
 # Numbers that are in host memory already are read at once. On a GPU, `read` does not wait.
 READ = {"comm/requests.py read"} if DEVICE == "cpu" else set()
@@ -59,8 +66,8 @@ def waits_of(compressor: Any, warm_up: int = 1) -> Any:
     return watch.seen
 
 
-def test_dgc_never_waits() -> None:
-    """Clipping included."""
+def test_no_method_waits_elsewhere() -> None:
+    """DGC never waits, clipping included."""
     for values, indices in (
         (wire.CastValues("fp32"), wire.PlainIndices("int32")),
         (wire.CastValues("fp16"), wire.PlainIndices("int32")),
@@ -72,56 +79,6 @@ def test_dgc_never_waits() -> None:
         memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
         seen = waits_of(compression.DGCCompressor(0.05, memory, values=values, indices=indices))
         assert set(seen) == READ, (values, indices)
-
-
-def test_launches_for_a_payload_and_for_the_mean_of_all_ranks() -> None:
-    """Kernels and PyTorch's operations. Their number does not depend on that of the ranks."""
-    elements = ("scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks")
-    for name, ranks, encoding, decoding in (
-        *(("DGC, fp16 and int32", ranks, (7, 0), (2, 0)) for ranks in (2, 64)),
-        ("top-k, bf16 and int32", 8, (7, 0), (2, 0)),
-        ("DGC, 2 bits and packed", 8, (8, 0), (3, 0)),
-        ("DGC, sign and Rice", 8, (9, 0), (3, 0)),
-        # two until the payload, and one for the mean with all checks
-        *((name, 3, (2, 0), (1, 0)) for name in elements),
-        # the answer of a chunk is part of what follows the first payloads
-        ("two phases, int8", 2, (3, 1), (6, 3)),
-        ("two phases, int4", 64, (3, 1), (6, 3)),
-    ):
-        both = launches_of(COUNTED[name], ranks, torch.device(DEVICE))
-        assert [(own.kernels, own.operations) for own in both] == [encoding, decoding], (name, ranks)
-
-
-def test_powersgd() -> None:
-    """One read at the end of a step: of what all ranks report, and of the largest magnitude."""
-    rows: tuple[dict[str, Any], ...] = (
-        {"rank": 1, "num_iters_per_step": 3},
-        {"rank": 2, "warm_start": False, "orthogonalization": "qr"},
-        {"rank": 2, "mode": "paper", "wire": "fp16"},
-        {"rank": 1, "mode": "square", "warm_start": False, "orthogonalization": "authors"},
-    )
-    for settings in rows:
-        # even and odd half steps have tables of their own
-        seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
-        assert seen == list(READ), settings
-
-
-def test_launches_of_powersgd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's included: of all half steps, with matrices of one shape and of three."""
-    shapes: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}
-    cases: list[Any] = [({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes]
-    cases += [({"rank": 2, "wire": "fp16"}, 1, 8), ({"rank": 2, "mode": "square"}, 3, 13)]
-    cases += [({"rank": 4, "mode": "paper"}, groups, 9) for groups in shapes]
-    # the factors of each shape are joined, on two sides of two products
-    cases += [({"rank": 1, "num_iters_per_step": 2}, groups, 10 + 4 * groups) for groups in shapes]
-    for settings, groups, expected in cases:
-        monkeypatch.setattr("benchmarks.gpu_steps.COUNTED_SHAPES", shapes[groups])
-        make = partial(compression.PowerSGDCompressor, min_compression_rate=0, **settings)
-        both = launches_of(make, 2, torch.device(DEVICE))
-        assert sum(own.kernels + own.operations for own in both) == expected, (settings, groups)
-
-
-def test_other_methods() -> None:
     decaying = ResidualMemory(decay=0.95)
     for method in (
         compression.ScaledSignCompressor(),
@@ -141,3 +98,117 @@ def test_other_methods() -> None:
     assert waits_of(compression.DenseCompressor()) == []
     chunks = compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32)
     assert set(waits_of(chunks)) == {"compression/chunks.py reduce", *READ}
+    # One read at the end of a step: of what all ranks report, and of the largest magnitude.
+    rows: tuple[dict[str, Any], ...] = (
+        {"rank": 1, "num_iters_per_step": 3},
+        {"rank": 2, "warm_start": False, "orthogonalization": "qr"},
+        {"rank": 2, "mode": "paper", "wire": "fp16"},
+        {"rank": 1, "mode": "square", "warm_start": False, "orthogonalization": "authors"},
+    )
+    for settings in rows:
+        # even and odd half steps have tables of their own
+        seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
+        assert seen == list(READ), settings
+
+
+def test_launches_for_a_payload_for_the_mean_of_all_ranks_and_of_powersgd(monkeypatch: Any) -> None:
+    """Kernels and PyTorch's operations. Their number does not depend on that of the ranks."""
+    elements = ("scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks")
+    for name, ranks, encoding, decoding in (
+        *(("DGC, fp16 and int32", ranks, (7, 0), (2, 0)) for ranks in (2, 64)),
+        ("top-k, bf16 and int32", 8, (7, 0), (2, 0)),
+        ("DGC, 2 bits and packed", 8, (8, 0), (3, 0)),
+        ("DGC, sign and Rice", 8, (9, 0), (3, 0)),
+        # two until the payload, and one for the mean with all checks
+        *((name, 3, (2, 0), (1, 0)) for name in elements),
+        # the answer of a chunk is part of what follows the first payloads
+        ("two phases, int8", 2, (3, 1), (6, 3)),
+        ("two phases, int4", 64, (3, 1), (6, 3)),
+    ):
+        both = launches_of(COUNTED[name], ranks, torch.device(DEVICE))
+        assert [(own.kernels, own.operations) for own in both] == [encoding, decoding], (name, ranks)
+    # PyTorch's included: of all half steps, with matrices of one shape and of three.
+    shapes: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}
+    cases: list[Any] = [({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes]
+    cases += [({"rank": 2, "wire": "fp16"}, 1, 8), ({"rank": 2, "mode": "square"}, 3, 13)]
+    cases += [({"rank": 4, "mode": "paper"}, groups, 9) for groups in shapes]
+    # the factors of each shape are joined, on two sides of two products
+    cases += [({"rank": 1, "num_iters_per_step": 2}, groups, 10 + 4 * groups) for groups in shapes]
+    for settings, groups, expected in cases:
+        monkeypatch.setattr("benchmarks.gpu_steps.COUNTED_SHAPES", shapes[groups])
+        make = partial(compression.PowerSGDCompressor, min_compression_rate=0, **settings)
+        both = launches_of(make, 2, torch.device(DEVICE))
+        assert sum(own.kernels + own.operations for own in both) == expected, (settings, groups)
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+
+
+@contextmanager
+def measured() -> Iterator[list[Any]]:
+    """Collect (kernel, programs, bytes moved, bytes stated): of a scalar its own, of a block whole sectors."""
+    found, moved = [], {"read": 0, "written": 0}
+
+    def count(directions: str, pointers: Any, mask: Any) -> None:
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        one = pointers.get_element_ty().primitive_bitwidth // 8 * addresses.size
+        nbytes = one if pointers.data.size == 1 else SECTOR * np.unique(addresses // SECTOR).size
+        for direction in directions.split():
+            moved[direction] += nbytes
+
+    def watched(name: str, directions: str, pointers_at: int, mask_at: int) -> Any:
+        original = getattr(InterpreterBuilder, name)
+
+        def access(builder: Any, *arguments: Any) -> Any:
+            count(directions, arguments[pointers_at], arguments[mask_at])
+            return original(builder, *arguments)
+
+        return patch.object(InterpreterBuilder, name, access)
+
+    launch = Launcher.__call__
+
+    def launched(launcher: Any, kernel: Any, near: Any, programs: int, *arguments: Any) -> None:
+        moved.update(read=0, written=0)
+        launch(launcher, kernel, near, programs, *arguments)
+        stated = bytes_moved(kernel, programs, arguments)
+        found.append((kernel.fn.__name__, programs, (moved["read"], moved["written"]), stated))
+
+    with (
+        watched("create_masked_load", "read", 0, 1),
+        watched("create_masked_store", "written", 0, 2),
+        watched("create_atomic_rmw", "read written", 1, 3),
+        patch.object(Launcher, "__call__", launched),
+    ):
+        yield found
+
+
+@interpreted
+def test_no_kernel_moves_more_than_it_states() -> None:
+    """But for a few numbers per program, and the rest of a sector where a tile begins or ends within it."""
+    from kernels import compile_triton  # after `kernels.interpreter`
+
+    with measured() as found:
+        compile_triton.everything([torch.float16, torch.float32], (50,))
+    for name, programs, moved, stated in found:
+        for own, said in zip(moved, stated, strict=True):
+            assert own <= said + 5 * SECTOR * (programs + 2), (name, programs, moved, stated)
+
+
+@interpreted
+def test_dgc_moves_what_it_states_and_not_much_more_than_the_pass_over_its_buffers() -> None:
+    """In a step with candidates at most a fifth less. The limit is 1.3 times the pass over g, u and v."""
+    form = FORMATS["fp16 values, int32 indices"]
+    layout = [lay_out([("a", torch.empty(150, 300)), ("b", torch.empty(100, 70))])]
+    ours = Ours("triton", Predicted(), layout, 0.01, 0.0, form, "cpu")
+    for step in range(3):
+        history = ours.plans[0].history
+        history.update({"t2": history["t1"]} if history else {})  # thresholds still grow, so that the bounds hold
+        with measured() as found:
+            ours.step([torch.randn(52000, generator=torch.Generator().manual_seed(step))])
+    names, moved, stated = zip(*((name, sum(moved), sum(stated)) for name, _, moved, stated in found), strict=True)
+    assert names == ("take", "accumulate", "choose", "tally", "offsets", "write", "write_plain")
+    assert sum(moved) <= sum(stated) <= 1.2 * sum(moved), found
+    assert bytes_of_dgc(layout, form, 0.01) == dict(zip(names, stated, strict=True)), "without memory"
+    layout = plan_buckets(resnet50())
+    numel = sum(segment.numel for segments in layout for segment in segments)
+    assert DGC_BYTES < sum(bytes_of_dgc(layout, form).values()) / numel < 1.3 * DGC_BYTES

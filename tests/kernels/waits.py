@@ -44,8 +44,7 @@ class Watching(TorchDispatchMode):
         where = args[1] if name in ("index", "index_put", "index_put_") else ()
         masked = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in where)
         # a single number is an argument of a kernel
-        upload = name == "lift_fresh" and args[0].dim() > 0
-        if name in WAITS or upload or masked:
+        if name in WAITS or masked or (name == "lift_fresh" and args[0].dim() > 0):
             self.note()
         return func(*args, **(kwargs or {}))
 

@@ -74,6 +74,11 @@ def two_bytes(bucket: Bucket, *_: int) -> int:
     return 2 * bucket.numel
 
 
+def clipped_bytes(payload: Payload) -> Payload:
+    """And the norm of each tensor."""
+    return lambda bucket, *ranks: payload(bucket, *ranks) + 4 * len(bucket.segments)
+
+
 def dgc(memory: Callable[[], Any], **settings: Any) -> Make:
     def make() -> methods.Compressor:
         compressor = methods.DGCCompressor(memory=memory(), **{"compress_ratio": 0.05, **settings})
@@ -104,22 +109,13 @@ def residual(name: str, tolerance: float = 4 * 2.0**-24, **settings: Any) -> Row
 
 
 PLAIN_MOMENTUM = partial(DGCSGDMemory, 0.9)
+no_momentum = partial(DGCSGDMemory, momentum=0.0)
 CLIPPED = partial(DGCSGDMemory, 0.9, gradient_clipping=ClipByGlobalNorm(50.0))
 
 
-def no_momentum() -> DGCSGDMemory:
-    return DGCSGDMemory(momentum=0.0)
-
-
-def with_momentum(
-    name: str,
-    memory: Any = PLAIN_MOMENTUM,
-    payload: Payload | None = None,
-    first_step: float = 1.0,
-    **settings: Any,
-) -> Row:
-    payload = payload or dgc_bytes(**form_of(settings))
-    return Row(name, dgc(memory, **settings), payload, conserves=False, momentum=0.9, first_step=first_step)
+def with_momentum(name: str, memory: Any = PLAIN_MOMENTUM, payload: Any = None, **settings: Any) -> Row:
+    promises: Any = {"conserves": False, "momentum": 0.9, "first_step": settings.pop("first_step", 1.0)}
+    return Row(name, dgc(memory, **settings), payload or dgc_bytes(**form_of(settings)), **promises)
 
 
 def low_rank_bytes(settings: dict[str, Any], bucket: Bucket, *_: int) -> int:
@@ -168,6 +164,7 @@ ESTIMATORS = (
 SMALL_SAMPLE: dict[str, Any] = {"sample_ratio": 0.01, "strided_sample": False, "resample": False}
 PER_CHUNK = selection.TopKPerChunk(64)
 RICE, PACKED, CHUNKS = wire.RiceIndices(), wire.PackedIndices(), wire.ChunkIndices()
+SPARSELOCO = dgc(lambda: ResidualMemory(decay=0.95), selector=PER_CHUNK, indices=CHUNKS)
 NARROW: dict[str, Any] = {"fp16_values": True, "int32_indices": True}
 GENERAL = [
     Row("dense", methods.DenseCompressor, own_bytes),
@@ -186,13 +183,7 @@ GENERAL = [
     residual("sign-rice", values=wire.SignValues(), indices=RICE),
     residual("2-bit-values-rice", values=wire.TwoBitValues(), indices=RICE),
     residual("per-chunk-2-bit-values", selector=PER_CHUNK, values=wire.TwoBitValues(), indices=CHUNKS),
-    Row(
-        "per-chunk-residual-that-decays",  # 0.95: sparseloco
-        dgc(lambda: ResidualMemory(decay=0.95), selector=PER_CHUNK, indices=CHUNKS),
-        dgc_bytes(indices=CHUNKS),
-        conserves=False,
-        left=0.25,
-    ),
+    Row("per-chunk-residual-that-decays", SPARSELOCO, dgc_bytes(indices=CHUNKS), conserves=False, left=0.25),
     with_momentum("dgc-2-bit-values-packed", values=wire.TwoBitValues(4.0), indices=PACKED),
     with_momentum("dgc-sign-rice", values=wire.SignValues(), indices=RICE),
     Row("dgc-zero-momentum", dgc(no_momentum), dgc_bytes(), dense_limit=dgc(no_momentum, compress_ratio=1.0)),
@@ -200,12 +191,8 @@ GENERAL = [
     with_momentum("dgc"),
     with_momentum("dgc-nesterov", partial(PLAIN_MOMENTUM, nesterov=True), first_step=1.9, int32_indices=True),
     with_momentum("dgc-no-masking-fp16", partial(PLAIN_MOMENTUM, momentum_masking=False), **NARROW),
-    with_momentum(
-        "dgc-clipped", CLIPPED, lambda bucket, *_: sparse_bytes(4, 8, bucket) + 4 * len(bucket.segments)
-    ),
-    with_momentum(
-        "dgc-warm-up", payload=lambda bucket, *_: own_bytes(bucket) + 24, warmup_epochs=1, warmup_coeff=[1.0]
-    ),
+    with_momentum("dgc-clipped", CLIPPED, clipped_bytes(partial(sparse_bytes, 4, 8))),
+    with_momentum("dgc-warm-up", payload=lambda b, *_: own_bytes(b) + 24, warmup_epochs=1, warmup_coeff=[1.0]),
     *(powersgd(name, settings) for name, settings in POWERSGD.items()),
 ]
 
@@ -221,8 +208,7 @@ def threshold_bytes(bits: int, per_tensor: int, bucket: Bucket, size: int, *_: i
         return sealed_bytes(codes) + thresholds
     share = 4 * -(-codes // (4 * size))
     values = 2 * size + 1 if bits == 2 else size + 1
-    fields = share * 8 // bits
-    sums = -(-fields * (values - 1).bit_length() // 8)
+    sums = -(-(share * 8 // bits) * (values - 1).bit_length() // 8)
     return size * sealed_bytes(share) + sealed_bytes(sums) + thresholds
 
 
@@ -299,9 +285,8 @@ def dense_values(name: str, code: int, reduced: int, gathers_up_to: int, **promi
 
 
 def with_vectors(ratio: float, vector_ratio: float, selector: selection.Selector | None) -> Make:
-    return dgc(
-        ResidualMemory, compress_ratio=ratio, selector=selector, vectors="sparse", vector_ratio=vector_ratio
-    )
+    options: Any = {"compress_ratio": ratio, "vector_ratio": vector_ratio, "selector": selector}
+    return dgc(ResidualMemory, vectors="sparse", **options)
 
 
 def vector_bytes(bucket: Bucket, *_: int) -> int:
@@ -357,11 +342,7 @@ QUANTIZED = [
     ef21("int4", partial(methods.TwoPhaseCompressor, 4, 128), partial(two_phase_bytes, 4, 128), by_size=True),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
     chunks_of_dgc("chunks-dgc", chunks(PLAIN_MOMENTUM), partial(chunk_bytes, 2)),
-    chunks_of_dgc(
-        "chunks-dgc-clipped",
-        chunks(CLIPPED, dtype="fp32"),
-        lambda bucket, *_: chunk_bytes(4, bucket) + 4 * len(bucket.segments),
-    ),
+    chunks_of_dgc("chunks-dgc-clipped", chunks(CLIPPED, dtype="fp32"), clipped_bytes(partial(chunk_bytes, 4))),
     Row("threshold-v", above(), partial(sparse_bytes, 4, 8), dense_limit=above(compress_ratio=1.0)),
 ]
 
@@ -391,12 +372,10 @@ def reduce_scatter_bytes(form: wire.SparseFormat, bucket: Bucket, size: int, *_:
 
 
 def gtopk_bytes(form: wire.SparseFormat, bucket: Bucket, size: int, rank: int) -> int:
-    """A header, the selection in a rank's first message, and twice as many elements in those of sums.
-
-    A rank sends in every doubling of the power of two up to N, and to its twin beyond that power.
+    """A header, the selection in a rank's first message, and twice as many elements in those of sums: one in every
+    doubling of the power of two up to N, and one to its twin beyond that power.
     """
-    k = kept(bucket)
-    doublings = size.bit_length() - 1
+    k, doublings = kept(bucket), size.bit_length() - 1
     power = 2**doublings
     first, later = (nbytes(form, n, len(bucket.segments), bucket.numel) for n in (k, min(bucket.numel, 2 * k)))
     if rank >= power:
@@ -410,14 +389,7 @@ def auto_bytes(bucket: Bucket, size: int, *_: int) -> int:
     return sparse_bytes(4, 4, bucket) if size < 4 else reduce_scatter_bytes(INT32, bucket, size)
 
 
-def row(
-    exchange: str,
-    name: str,
-    memory: Any,
-    form: wire.SparseFormat,
-    momentum: float = 0.0,
-    left: float | None = None,
-) -> Row:
+def row(exchange: str, name: str, memory: Any, form: Any, momentum: float = 0.0, left: Any = None) -> Row:
     """left: a step changes at most 2 k elements, where the all-gather changes the k of every rank."""
     payloads: dict[str, Payload] = {"auto": auto_bytes, "gtopk": partial(gtopk_bytes, form)}
     return Row(
@@ -459,21 +431,15 @@ def defined(name: str, definition: Any, payload: Payload, *settings: Any, **prom
     return Row(f"paper-{name}", partial(definition, *settings), payload, **promises)
 
 
+# left as of the fast one: what stays beyond 1 can never be sent
+ONE_BIT: dict[str, Any] = {"feedback": True, "one_element": False, "at_zero": False, "left": 0.5}
 DEFINITIONS = [
     defined("ef21", paper.EF21, pairs_and_flag, 0.05, 0.5, conserves=False, momentum=0.5, first_step=0.5),
     defined("dgc", paper.DGC, pairs_and_flag, 0.05, conserves=False, momentum=0.9),
     defined("dgc-zero-momentum", paper.DGC, pairs_and_flag, 0.05, 0.0, dense_limit=lambda: paper.DGC(1.0, 0.0)),
     defined("ldte-bs", paper.LDTEBS, pairs_and_flag, 0.05, dense_limit=lambda: paper.LDTEBS(1.0)),
     defined("2bit", paper.Threshold, partial(codes_and_flag, 2), 2, 2.0, feedback=True, one_element=False),
-    Row(
-        "paper-1bit",
-        lambda: paper.Threshold(1, 0.0),
-        partial(codes_and_flag, 1),
-        feedback=True,
-        one_element=False,
-        at_zero=False,
-        left=0.5,  # as the fast one: what stays beyond 1 can never be sent
-    ),
+    defined("1bit", paper.Threshold, partial(codes_and_flag, 1), 1, 0.0, **ONE_BIT),
 ]
 
 TABLE = [*GENERAL, *EXCHANGES, *QUANTIZED, *DEFINITIONS]

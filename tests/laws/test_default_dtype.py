@@ -37,7 +37,6 @@ from dgc.local import ZeroOneAdam, ZeroOneSteps
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
 from dgc.optim import LocalOptimizer, OneBitAdam
 from dgc.testing import LIKE, Fleet, gradients
-from dgc.wire.payload import PayloadPlan
 
 ROOT = Path(__file__).parents[2]
 CONSTRUCTORS = set(
@@ -132,7 +131,7 @@ def test_compressors_in_plain_torch() -> None:
         kernels.use("auto")
 
 
-def test_selectors() -> None:
+def test_selectors_and_payloads() -> None:
     sizes = (1500, 300, 0, 3, 1)
     data = [make(sum(sizes)) for make in DATA.values()]
 
@@ -141,20 +140,13 @@ def test_selectors() -> None:
         return [chosen_by(SELECTORS[name], v, plans[name], 1) for name in SELECTORS for v in data]
 
     check(chosen)
-
-
-def test_payloads() -> None:
     count, numel = 131, 3000
-    budget, selection, sizes = (
-        budget_of(count, 0, 20, numel),
-        selection_of(scattered(numel, count)),
-        torch.tensor(numel),
-    )
+    budget, selection = budget_of(count, 0, 20, numel), selection_of(scattered(numel, count))
 
     def coded() -> list[Tensor]:
         found = []
         for codec, form in product(CODECS.values(), FORMATS.values()):
-            made = PayloadPlan(form, budget, numel).encode(codec, selection, sizes)
+            made = encode(form, selection, budget, numel, None, codec)
             (got,), _ = decode(form, [made.payload], budget, numel, codec)
             found += [made.payload, made.own, got.indices, got.values, got.count]
         return found
@@ -185,7 +177,7 @@ def average_models(make: Callable[[], Gossip], world: LockstepWorld) -> list[Ten
     return [tensor for found in world.run(declared(body)) for tensor in found]
 
 
-GOSSIP = {row.name: row.make for row in [*ROWS, *OUTER] if not row.by_timing} | MORE
+GOSSIP = {row.name: row.make for row in [*ROWS, *OUTER, *MORE] if not row.by_timing}
 
 
 @pytest.mark.parametrize("make", GOSSIP.values(), ids=GOSSIP)

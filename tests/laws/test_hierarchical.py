@@ -43,12 +43,9 @@ def types_are_checked_once(request: pytest.FixtureRequest) -> None:
 
 
 class Machines(Fleet):
-    def __init__(
-        self, make: Callable[[], Any], machines: int, local_size: int, like: Sequence[Tensor] = LIKE, seed: int = 0
-    ) -> None:
+    def __init__(self, make: Any, machines: int, local_size: int, like: Any = LIKE, seed: int = 0) -> None:
         self.machines, self.local_size, size = machines, local_size, machines * local_size
-        places = [MachineRank(m, machines, r, local_size) for m in range(machines) for r in range(local_size)]
-        given = iter(places)
+        given = iter([MachineRank(m, machines, r, local_size) for m in range(machines) for r in range(local_size)])
         super().__init__(lambda: HierarchicalCompressor(make(), next(given)), size, like, seed)
         self.world = LockstepWorld(size, local_size, seed=seed)
 
@@ -104,7 +101,7 @@ def test_equals_means_of_machines_and_the_method_between_them(row: Row, machines
 
 
 @every_row
-def test_a_reloaded_state_goes_on_bit_for_bit(row: Row) -> None:
+def test_a_reloaded_state_goes_on_bit_for_bit_and_a_dropped_step_returns_what_was_sent(row: Row) -> None:
     fleet, other = Machines(row.make, 2, 2), Machines(row.make, 2, 2, seed=1)
     for step in range(3):
         fleet.step(four(step))
@@ -112,29 +109,22 @@ def test_a_reloaded_state_goes_on_bit_for_bit(row: Row) -> None:
         new.load_state_dict(old.state_dict())
     for step in range(3, 6):
         assert all(map(torch.equal, *([f.step(four(step))[0], *f.errors()] for f in (fleet, other))))
-
-
-@every_row
-def test_a_dropped_step_is_reported_alike_and_returns_what_was_sent(row: Row) -> None:
-    fleet = Machines(row.make, 2, 2)
-    for step in range(3):
-        fleet.step(four(step))
     for i, bad in ((4, "nan"), (0, "-inf")):
         before, own = fleet.errors(), four(9)
         own[2][i].view(-1)[0] = float(bad)
         fleet.step(own)
         assert fleet.nonfinite == [f"the gradient of p{i} on rank 2 has NaN or inf, or is 2**64 or more"] * 4
-        for machine, (old, new) in enumerate(zip(before, fleet.errors(), strict=True)):
-            assert bool(new.isfinite().all())
+        for machine, (error, left) in enumerate(zip(before, fleet.errors(), strict=True)):
+            assert bool(left.isfinite().all())
             if row.keeps:
                 mean = (flat(own[2 * machine]).float() + flat(own[2 * machine + 1]).float()) / 2
-                assert torch.equal(new.float(), old.float() + mean.nan_to_num(0.0, 0.0, 0.0))
+                assert torch.equal(left.float(), error.float() + mean.nan_to_num(0.0, 0.0, 0.0))
     mean = fleet.step(four(10))[0]
     assert fleet.nonfinite == [None] * 4 and bool(mean.isfinite().all())
 
 
 @every_row
-def test_fewer_tensors_than_ranks_and_empty_ones(row: Row) -> None:
+def test_fewer_tensors_than_ranks_empty_ones_and_half_precision(row: Row) -> None:
     for shapes in (((8, 6),), ((0, 4),), ((), (3,))):
         like = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
         fleet = Machines(row.make, 2, 3, like)
@@ -144,10 +134,6 @@ def test_fewer_tensors_than_ranks_and_empty_ones(row: Row) -> None:
             expected = reference.step(own)
             assert all(torch.equal(result, expected) for result in fleet.step(own))
         assert {meter.rounds for meter in fleet.world.meters} == {fleet.world.meters[0].rounds}
-
-
-@every_row
-def test_half_precision_gradients(row: Row) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         fleet = Machines(row.make, 2, 2, [tensor.to(dtype) for tensor in LIKE])
         for step in range(2):
@@ -225,9 +211,7 @@ def test_numbers_that_are_read_from_a_device_change_no_result_of_a_method_or_one
     assert silent < len(makes) / 2
 
 
-DIVISIONS: list[
-    tuple[tuple[int, ...], tuple[int, ...], list[int]]
-] = [  # sizes, loads, and the first of each group
+DIVISIONS: list[Any] = [  # sizes, loads, and the first of each group
     ((10, 10, 10, 10), (0, 0), [0, 2, 4]),
     ((10, 10, 10, 100), (0, 0), [0, 3, 4]),
     ((7,), (7, 0, 0), [0, 0, 0, 1]),
@@ -238,7 +222,7 @@ DIVISIONS: list[
 ]
 
 
-def test_groups_are_adjacent_and_balance_the_loads_and_large_tensors_go_to_every_rank_in_turn() -> None:
+def test_groups_balance_the_loads_of_ranks_and_messages_between_single_ranks_are_refused() -> None:
     for sizes, loads, firsts in DIVISIONS:
         segments = [Segment(str(i), sum(sizes[:i]), n, (n,), (1,)) for i, n in enumerate(sizes)]
         assert divide(segments, loads) == firsts, (sizes, loads)
@@ -246,9 +230,6 @@ def test_groups_are_adjacent_and_balance_the_loads_and_large_tensors_go_to_every
     for i in range(8):
         compressor.init(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)
     assert compressor._loads == [200] * 4
-
-
-def test_messages_between_single_ranks_are_refused() -> None:
     assert len(POINT_TO_POINT) > 1
     for row in POINT_TO_POINT:
         with pytest.raises(ValueError, match=r"sends messages from rank to rank \(exchange='gtopk'\)"):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
 from gossip.networks import IN_TWO_PARTS, Trained, momentum, muon, on, same, top_k
 from local import test_outer_steps as outer_steps
 from optim.nets import alone
@@ -112,7 +111,9 @@ def test_nothing_of_those_that_stay_is_lost(tmp_path: Path, name: str) -> None:
         outer_steps.check_that_nothing_is_lost(on(new, body))
 
 
-def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) -> None:
+def test_a_rank_that_has_lost_its_disk_returns_without_errors_and_files_that_cannot_be_read_are_named(
+    tmp_path: Path,
+) -> None:
     """No disk is shared: the state comes from another rank."""
 
     def body(transport: Any, resumes: bool) -> Any:
@@ -125,6 +126,17 @@ def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) ->
     found, have_a_state = zip(*on(3, partial(body, resumes=True)), strict=True)
     assert have_a_state == (True, False, True)
     check_who_continues(found, old, (0, None, 2))
+
+    def resumed(transport: Any) -> Any:
+        return resume(trained(transport), transport, tmp_path)
+
+    on(2, lambda transport: save(trained(transport), transport, tmp_path))
+    (tmp_path / "e0001/rank0.pt").write_bytes(b"damaged")
+    damaged = [(partial(on, size, resumed), r"is damaged: .*rank0.pt is not the file") for size in (2, 3)]
+    check_refusals(*damaged, kind=UsageError)
+    for rank in range(2):
+        (tmp_path / f"e0001/rank{rank}.pt").unlink()
+    check_refusals((partial(on, 2, resumed), "is incomplete: no machine has the file of a rank"), kind=UsageError)
 
 
 @pytest.mark.parametrize(("new", "optimizer"), [(2, momentum), (3, momentum), (2, muon), (3, muon)])
@@ -165,7 +177,7 @@ def test_machines_are_lost_and_join(tmp_path: Path, new: int, optimizer: Any) ->
         on(2, lambda transport: resume(make(transport), transport, tmp_path), 1)
 
 
-def test_which_rank_continues_which() -> None:
+def test_which_rank_continues_which_and_who_cannot_join() -> None:
     rows: list[tuple[Sequence[set[int]], str, tuple[int | None, ...], list[int], str]] = [
         ([{0, 1, 2}] * 3, "012", (0, 1, 2), [], "all others keep their own model and residual"),
         ([{0, 1, 2, 3}] * 3, "0123", (0, 1, 2), [3], "old ranks 3 are lost"),
@@ -181,24 +193,7 @@ def test_which_rank_continues_which() -> None:
     for readable, old, continues, lost, says in rows:
         of_two = len(set(old)) < len(old)
         islands = assign(readable, [int(island) for island in old], [0, 0, 1, 1] if of_two else None)
-        with case(says):
-            assert (islands.continues, islands.lost) == (continues, lost) and re.search(says, str(islands))
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    def resumed(transport: Any) -> Any:
-        return resume(trained(transport), transport, tmp_path)
-
-    on(2, lambda transport: save(trained(transport), transport, tmp_path))
-    (tmp_path / "e0001/rank0.pt").write_bytes(b"damaged")
-    damaged = [(partial(on, size, resumed), r"is damaged: .*rank0.pt is not the file") for size in (2, 3)]
-    check_refusals(*damaged, kind=UsageError)
-    for rank in range(2):
-        (tmp_path / f"e0001/rank{rank}.pt").unlink()
-    check_refusals((partial(on, 2, resumed), "is incomplete: no machine has the file of a rank"), kind=UsageError)
-
-
-def test_who_cannot_join() -> None:
+        assert (islands.continues, islands.lost) == (continues, lost) and re.search(says, str(islands)), says
     for algorithm in (OuterSteps(2, SGP()), SGP(), HierarchicalGossip(SGP())):
         own = Trained(alone(), algorithm)
         assert own.optimizer.island is None
@@ -212,8 +207,8 @@ def test_who_cannot_join() -> None:
         own = Trained(transport, HierarchicalGossip(OuterSteps(2, compression=route)))
         return own.optimizer.island, [type(states.compressor) for states in own.algorithm.base.exchange.states]
 
-    islands, kinds = zip(*on(4, on_machines, 2), strict=True)
-    assert islands == (None,) * 4 and kinds[0] != kinds[1]
+    none, kinds = zip(*on(4, on_machines, 2), strict=True)
+    assert none == (None,) * 4 and kinds[0] != kinds[1]
 
 
 def test_a_rank_returns_with_an_old_disk_whose_file_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
@@ -261,11 +256,8 @@ def run_trainer(tmp_path: Path, ranks: int, *words: str) -> Any:
     return summary_of(tmp_path / "run") if (tmp_path / "run/summary.json").exists() else None
 
 
-def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["configs/local/local_sgd.py", "train.num_epochs=2"]
-    steps = {"taken": 0}
+def test_a_rank_that_joins_after_the_last_step_of_an_epoch_takes_none(tmp_path: Path, monkeypatch: Any) -> None:
+    words, steps = ["configs/local/local_sgd.py", "train.num_epochs=2"], {"taken": 0}
 
     def end_step(own: Any) -> None:
         steps["taken"] += 1

@@ -26,12 +26,10 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 def two_bits() -> methods.SparseCompressor:
-    form: Any = {"values": TwoBitValues(), "indices": RiceIndices()}
-    return methods.SparseCompressor(0.1, ResidualMemory(), vectors="sparse", **form)
+    return methods.SparseCompressor(0.1, ResidualMemory(), None, TwoBitValues(), RiceIndices(), vectors="sparse")
 
 
-def rank_1() -> methods.PowerSGDCompressor:
-    return methods.PowerSGDCompressor(rank=1)
+rank_1: Any = partial(methods.PowerSGDCompressor, rank=1)
 
 
 def by_dimension() -> methods.Route:
@@ -65,9 +63,8 @@ def errors(own: nets.Trained) -> dict[str, Tensor]:
 
 
 def check_that_nothing_is_lost(found: Any) -> None:
-    """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error.
-
-    found: of each rank, z0, z before the exchange, the old error, z after it and the new error, by tensor.
+    """Mean of d + mean of the old error = z0 before - z0 after + mean of the new error. found: of each rank z0, z
+    before the exchange, the old error, z after it and the new error, by tensor.
     """
     for tensor, z0 in found[0][0].items():
         _, local, old, now, new = (nets.mean([of_rank[i][tensor].double() for of_rank in found]) for i in range(5))
@@ -110,7 +107,7 @@ def z0_of(own: nets.Trained) -> dict[str, Tensor]:
     return {name: z.double() for name, z in own.algorithm.exchange.state_dict()["z0"].items()}
 
 
-def test_diloco_by_hand() -> None:
+def test_diloco_by_hand_and_its_warm_up_which_is_synchronous_sgd_with_momentum() -> None:
     """Against plain torch in float64, with the models that the ranks had before each exchange."""
 
     def body(own: Any) -> Any:
@@ -127,6 +124,10 @@ def test_diloco_by_hand() -> None:
         u = 0.9 * u + d
         z0 = z0 - 0.7 * (d + 0.9 * u)
         assert all(nets.off(afters[i], z0) < 1e-5 for *_, afters in found)
+    # Averages of models after each step, with momentum of their own, are SGD on the mean gradient.
+    first, *others = nets.after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
+    assert nets.off(first, nets.after_joint_steps(12, 3)) < 1e-5
+    assert nets.same(others, [first, first])
 
 
 def test_the_outer_learning_rate_follows_its_schedule() -> None:
@@ -161,13 +162,6 @@ def test_outer_momentum_repeats_what_arrives_late() -> None:
     assert late > 2 * loss(None, nets.top_k) and late > 10 * loss(Nesterov(), lambda: None)
 
 
-def test_steps_of_the_warm_up_are_synchronous_sgd_with_momentum() -> None:
-    """Averages of models after each step, with momentum of their own, are SGD on the mean gradient."""
-    first, *others = nets.after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
-    assert nets.off(first, nets.after_joint_steps(12, 3)) < 1e-5
-    assert nets.same(others, [first, first])
-
-
 @pytest.mark.parametrize(("optimizer", "count"), [(nets.momentum, 93), (nets.muon, 81)])
 def test_ranks_continue_from_the_mean_of_their_momenta(optimizer: Any, count: int) -> None:
     """The outer optimizer steps on the parameters alone. The state of an optimizer may be replaced."""
@@ -197,7 +191,7 @@ def test_the_mean_of_models_and_momenta_in_every_step_is_that_of_gradients() -> 
     assert nets.off(ends[0][:93], nets.after_joint_steps(6, 3)) < 1e-6
 
 
-def test_a_step_sends_at_most_the_largest_fragment() -> None:
+def test_a_step_sends_at_most_the_largest_fragment_which_is_used_after_the_delay_and_merged_by_alpha() -> None:
     def body(own: Any) -> Any:
         sent = [0]
         for _ in range(13):
@@ -211,16 +205,13 @@ def test_a_step_sends_at_most_the_largest_fragment() -> None:
     # fragments of 63 and 30 elements, three steps apart
     assert parts == [0, 0, 4 * 30, 0, 0, 4 * 63] * 2 + [0]
 
-
-def test_a_fragment_is_used_after_the_delay_and_merged_by_alpha() -> None:
-    """The mean is that of the step in which the exchange began. Steps since then stay with a share of alpha."""
-
-    def body(own: Any) -> Any:
+    # The mean is that of the step in which the exchange began. Steps since then stay with a share of alpha.
+    def merged(own: Any) -> Any:
         local = recorded(own)
         own.steps(6)
         return local, own.z.double()
 
-    found = nets.each(3, partial(OuterSteps, 4, delay=2, alpha=0.25), body)
+    found = nets.each(3, partial(OuterSteps, 4, delay=2, alpha=0.25), merged)
     z0 = nets.mean([local[3] for local, _ in found])
     for local, z in found:
         torch.testing.assert_close(z, 0.25 * local[5] + 0.75 * z0, rtol=0, atol=1e-6)
@@ -271,14 +262,11 @@ def test_what_a_dropped_exchange_has_sent_is_an_error_again(transport: Any, make
 def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> None:
     """As for algorithms with a base. Without one, ranks keep their states: see test_islands.py."""
 
-    def make() -> OuterSteps:
-        return OuterSteps(6, None, Nesterov(), nets.top_k(), **nets.IN_TWO_PARTS, delay=2)
-
-    def seen(own: nets.Trained) -> list[Tensor]:
-        return [own.z.double(), *errors(own).values()]
+    def make(transport: Any) -> nets.Trained:
+        return nets.Trained(transport, streaming(outer=Nesterov(), compression=nets.top_k()))
 
     # after 10 steps the second exchange of the second fragment is in flight
-    models = nets.check_that_means_stay(lambda transport: nets.Trained(transport, make()), seen, 10, new)
+    models = nets.check_that_means_stay(make, lambda own: [own.z.double(), *errors(own).values()], 10, new)
     assert all(bool(z.isfinite().all()) for z in models)
 
 
@@ -287,14 +275,9 @@ def test_what_cannot_be_is_refused() -> None:
     with_momentum = methods.DGCCompressor(0.1, DGCSGDMemory(0.9))
     steps, ramp, slowmo = cast(Any, (OuterSteps, Ramp, SlowMo))  # arguments of another type than annotated
 
-    def failing(factor: Any) -> tuple[Any, str]:
-        return lambda: steps(2, outer_schedule=lambda _: factor), f"outer_schedule returned {factor} at step 2"
-
-    def never(H: Any) -> tuple[Any, str]:
-        return lambda: steps(H), f"average_every must .* at least 1 step, not {H!r}"
-
+    failing, never = "outer_schedule returned {} at step 2", "average_every must .* at least 1 step, not {!r}"
     rows: list[tuple[Any, str]] = [
-        *map(never, (0, 2.5, math.nan, True, "2")),
+        *((partial(steps, H), never.format(H)) for H in (0, 2.5, math.nan, True, "2")),
         (lambda: steps(2, delay=0.5), "delay must be a whole number of 0 steps or more, not 0.5"),
         (lambda: steps(2, warmup_steps=None), "warmup_steps must be a whole number of 0 steps or more"),
         (lambda: steps(2, average_momentum=1), "average_momentum must be True or False, not 1"),
@@ -307,7 +290,7 @@ def test_what_cannot_be_is_refused() -> None:
         *((partial(steps, 2, outer=outer), "outer must make an optimizer") for outer in (Nesterov, 0.7)),
         (lambda: steps(2, outer=len), "outer must return an optimizer of torch"),
         *((partial(steps, 2, outer_schedule=f), "outer_schedule must return a factor") for f in (Ramp, 0.4)),
-        *map(failing, (math.nan, -1.0, None)),
+        *((partial(steps, 2, outer_schedule=lambda _, f=f: f), failing.format(f)) for f in (math.nan, -1.0, None)),
         (lambda: ramp(steps=2.5), "steps must be a whole number of at least 1, not 2.5"),
         (lambda: ramp(math.inf), "Ramp needs first and last above 0 and finite, not inf"),
         (lambda: slowmo(beta="0.5"), "beta must be a number, not '0.5'"),
@@ -359,11 +342,8 @@ def test_a_schedule_that_fails_later_is_an_error_before_anything_is_sent(transpo
 @pytest.mark.parametrize("base", [lambda: SGP(star), lambda: HierarchicalGossip(SGP())])
 def test_pseudo_gradients_of_weighted_models_are_as_small_as_the_changes(base: Any) -> None:
     """Compressors would otherwise send differences as large as the weights."""
-
-    def make() -> OuterSteps:
-        return OuterSteps(4, base(), compression=methods.ScaledSignCompressor())
-
-    first, last = nets.losses(80, make, 4, 2)
+    signs = methods.ScaledSignCompressor
+    first, last = nets.losses(80, lambda: OuterSteps(4, base(), compression=signs()), 4, 2)
     assert last < 0.2 * first
 
 
@@ -411,8 +391,7 @@ STREAMING: dict[str, Callable[[], Any]] = {
 @on_ranks(2, 1)
 def test_a_state_loaded_at_any_position_goes_on_bit_for_bit(transport: Any, name: str) -> None:
     """The exchange in flight, if any, is received and given up. It changes nothing of what was loaded."""
-    own = nets.Trained(transport, STREAMING[name]())
-    saved, models = [], []
+    own, saved, models = nets.Trained(transport, STREAMING[name]()), [], []
     for step in range(3 * PERIOD):
         if PERIOD <= step < 2 * PERIOD:
             saved.append((step, own.state()))

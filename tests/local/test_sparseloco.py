@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from compression.ranks import normal
 from gossip.networks import Trained, mean, off, on
 from torch import Tensor, nn
 
@@ -26,10 +27,6 @@ NAMES = sorted(path.stem for path in FILES if path.stem not in ("__init__", "mac
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
-def normal(n: int, seed: int) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-
-
 def sparseloco(chunk: int = 4096, k: int = 64, beta: float = 0.95, **formats: Any) -> SparseCompressor:
     memory, selector = ResidualMemory(decay=beta), TopKPerChunk(chunk)
     return SparseCompressor(k / chunk, memory, selector, vectors="sparse", **formats)
@@ -40,13 +37,13 @@ def test_sparseloco_by_hand() -> None:
     alpha, beta, chunk, k, size = 0.7, 0.9, 16, 2, 3
 
     def body(transport: Any) -> Any:
-        p, compression = nn.Parameter(normal(48, 0)), sparseloco(chunk, k, beta, values=CastValues("fp32"))
+        p, compression = nn.Parameter(normal(48, seed=0)), sparseloco(chunk, k, beta, values=CastValues("fp32"))
         outer = OuterSteps(2, outer=partial(torch.optim.SGD, lr=alpha), compression=compression)
         optimizer, found = LocalOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], outer, transport=transport), []
         for _ in range(5):
             for _ in range(2):
                 optimizer.zero_grad()
-                ((p - normal(48, 1 + transport.rank)) ** 2).sum().backward()
+                ((p - normal(48, seed=1 + transport.rank)) ** 2).sum().backward()
                 optimizer.step()
             found.append(p.detach().double())
         return found
@@ -58,13 +55,13 @@ def test_sparseloco_by_hand() -> None:
         return torch.zeros_like(parts).scatter(1, kept, parts.gather(1, kept)).view(-1)
 
     found = on(size, body)
-    z0, errors = normal(48, 0).double(), [torch.zeros(48, dtype=torch.float64) for _ in range(size)]
+    z0, errors = normal(48, seed=0).double(), [torch.zeros(48, dtype=torch.float64) for _ in range(size)]
     for i in range(5):
         sent = []
         for rank in range(size):
             z = z0.clone()
             for _ in range(2):
-                z -= 0.1 * 2 * (z - normal(48, 1 + rank).double())
+                z -= 0.1 * 2 * (z - normal(48, seed=1 + rank).double())
             e = beta * errors[rank] + (z0 - z)
             sent.append(top_k(e))
             errors[rank] = e - sent[-1]

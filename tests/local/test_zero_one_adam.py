@@ -36,7 +36,9 @@ def moments(own: Trained, name: str) -> Any:
 
 
 @on_ranks(2)
-def test_with_a_dense_mean_in_every_step_it_is_adamw_bit_for_bit(transport: Any) -> None:
+def test_with_a_dense_mean_it_is_adamw_bit_for_bit_whose_weight_decay_goes_on_between_exchanges(
+    transport: Any,
+) -> None:
     settings: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     own = trained(transport, (8, 8, 1, 1), floor=0.0, **settings)
     model = copy.deepcopy(own.model)
@@ -48,6 +50,14 @@ def test_with_a_dense_mean_in_every_step_it_is_adamw_bit_for_bit(transport: Any)
         ((model(own.inputs) - own.targets) ** 2).mean().backward()
         dense.step()
     assert same(own.model.parameters(), model.parameters())
+    # Without gradients, nothing but it moves a parameter. At each exchange x' is what x is.
+    decayed = trained(transport, weight_decay=0.5)
+    start = decayed.z.clone()
+    for step in range(1, 16):
+        decayed.optimizer.zero_grad()
+        sum(p.sum() * 0 for p in decayed.model.parameters()).backward()
+        decayed.optimizer.step()
+        assert torch.equal(decayed.z, start.mul_(1 - 0.02 * 0.5)), step
 
 
 def test_a_step_sends_the_gradient_or_one_bit_or_nothing() -> None:
@@ -78,29 +88,14 @@ def test_gradients_of_the_second_moment_in_half_the_bytes(transport: Any) -> Non
     assert own.optimizer.meter.payload_bytes == 2 * N and same(gradients, [g.half().float() for g in gradients])
 
 
-def test_it_goes_on_from_a_saved_state_bit_for_bit() -> None:
+def test_it_goes_on_from_a_saved_state_bit_for_bit_or_with_other_ranks_from_the_same_means() -> None:
     """In both stages, and in the middle of an interval. The last step is one after which models differ."""
     for stop in (3, 9, 11):
         check_that_a_saved_state_goes_on(lambda transport: trained(transport, weight_decay=0.1), 3, 15, stop)
-
-
-def test_another_number_of_ranks_goes_on_from_the_same_means() -> None:
-    """To the step after which all ranks have one model."""
+    # To the step after which all ranks have one model.
     for new in (2, 6):
         models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
         assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
-
-
-@on_ranks(2)
-def test_weight_decay_goes_on_between_exchanges(transport: Any) -> None:
-    """Without gradients, nothing but it moves a parameter. At each exchange x' is what x is."""
-    own = trained(transport, weight_decay=0.5)
-    start = own.z.clone()
-    for step in range(1, 16):
-        own.optimizer.zero_grad()
-        sum(p.sum() * 0 for p in own.model.parameters()).backward()
-        own.optimizer.step()
-        assert torch.equal(own.z, start.mul_(1 - 0.02 * 0.5)), step
 
 
 def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> None:
@@ -119,7 +114,7 @@ def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> No
     assert torch.equal(first, second) and bool(first.any())
 
 
-def test_a_parameter_without_elements_is_left_out() -> None:
+def test_parameters_without_elements_and_of_half_precision() -> None:
     model = torch.nn.ModuleList([net(), torch.nn.ParameterList([torch.zeros(0, 3)])])
     optimizer = wrapped(adam, ZeroOneSteps(1), model)
     before = [p.clone() for p in model.parameters()]
@@ -129,8 +124,6 @@ def test_a_parameter_without_elements_is_left_out() -> None:
         optimizer.step()
     assert all(bool((p != old).all()) for p, old in zip(model.parameters(), before, strict=True))
 
-
-def test_parameters_of_half_precision() -> None:
     def body(transport: Any) -> Any:
         own = trained(transport, dtype=torch.bfloat16)
         losses = own.steps(46)
@@ -141,7 +134,7 @@ def test_parameters_of_half_precision() -> None:
     assert torch.equal(*models) and mean(lasts) < 0.6 * mean(firsts)
 
 
-def test_a_gradient_that_is_not_finite() -> None:
+def test_a_gradient_that_is_not_finite_and_a_rank_that_diverges_which_drops_its_last_steps() -> None:
     """In a step of T_v nobody moves. In another step its rank alone leaves out its part."""
 
     def all_of(own: Trained) -> Any:
@@ -164,9 +157,7 @@ def test_a_gradient_that_is_not_finite() -> None:
             first, second = on(2, partial(body, steps=steps, alike=in_variance_step))
             assert torch.equal(first, second) and bool(first.isfinite().all())
 
-
-def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
-    def body(transport: Any) -> Any:
+    def diverges(transport: Any) -> Any:
         own = trained(transport)
         own.steps(8)
         common = own.z.clone()
@@ -180,7 +171,7 @@ def test_a_rank_that_diverges_drops_the_steps_since_the_last_exchange() -> None:
         return own.z.clone()
 
     with pytest.warns(UserWarning, match=r"0.bias on rank 1 has NaN or inf.*dropped_exchanges"):
-        first, second = on(2, body)
+        first, second = on(2, diverges)
     assert torch.equal(first, second) and bool(first.isfinite().all())
 
 
@@ -224,8 +215,8 @@ def test_what_cannot_be_is_refused() -> None:
     check_refusals(*((partial(own.algorithm.load_state_dict, {**state, **new}), words) for new, words in changes))
 
 
-def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> None:
-    """In both directions, alone and with the algorithm. A step would otherwise fail with KeyError."""
+def test_states_of_other_optimizers_are_refused_and_one_with_a_scheduler_is_loaded() -> None:
+    """Before anything is loaded, alone and with the algorithm. A step would otherwise fail with KeyError."""
 
     def outer() -> Trained:
         return Trained(alone(), OuterSteps(2), partial(torch.optim.AdamW, lr=0.02))
@@ -242,9 +233,6 @@ def test_states_of_other_optimizers_are_refused_before_anything_is_loaded() -> N
         own.step()
         groups = own.optimizer.param_groups
         assert len(groups) == 1 and groups[0].keys() == make().optimizer.param_groups[0].keys()
-
-
-def test_a_state_of_the_same_optimizer_with_a_scheduler_is_loaded() -> None:
     own, saved = (Trained(alone(), OuterSteps(2)) for _ in range(2))
     torch.optim.lr_scheduler.OneCycleLR(saved.optimizer, max_lr=0.1, total_steps=9, cycle_momentum=False)
     saved.step()

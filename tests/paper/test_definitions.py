@@ -82,6 +82,12 @@ def sparse_at_the_same_ratio(fast: Any, definition: Any) -> None:
         assert ours.dense_share == 0 and ours.compress_ratio == theirs.compress_ratio
 
 
+def same_momenta(fast: Any, definition: Any) -> None:
+    for ours, theirs in zip(fast.states, definition.states, strict=True):
+        momentums, expected = ours.state_dict()["momentums"], theirs.state_dict()["U"]
+        assert all(torch.equal(momentums[name], u) for name, u in expected.items())
+
+
 def test_dgc() -> None:
     """With an exact selector, in steps that are sent sparse: the paper has no others."""
     cases = [(0.9, *options) for options in product((False, True), (True, False), (None, 5.0))]
@@ -92,23 +98,11 @@ def test_dgc() -> None:
         run(*makes, next(others), after=sparse_at_the_same_ratio)
         histories.append(run(*makes, 2, after=sparse_at_the_same_ratio))
     assert len(set(histories)) == len(histories) == 9  # each option matters
-
-
-def same_momenta(fast: Any, definition: Any) -> None:
-    for ours, theirs in zip(fast.states, definition.states, strict=True):
-        momentums, expected = ours.state_dict()["momentums"], theirs.state_dict()["U"]
-        assert all(torch.equal(momentums[name], u) for name, u in expected.items())
-
-
-def test_dgc_with_equal_magnitudes() -> None:
-    """Of equal ones the first is sent, never a zero, and a zero keeps its momentum."""
+    # Of equal ones the first is sent, never a zero, and a zero keeps its momentum.
     for size, selector in zip(SIZES, (Exact(), Histogram(), Predicted()), strict=True):
-        options = (0.05, 0.5, False, True, None, 0)
-        makes = partial(fast_dgc, *options, selector), partial(paper.DGC, *options)
+        equal = (0.05, 0.5, False, True, None, 0)
+        makes = partial(fast_dgc, *equal, selector), partial(paper.DGC, *equal)
         run(*makes, size, draw=in_halves, after=same_momenta)
-
-
-def test_dgc_sends_vectors_dense() -> None:
     fast, definition = DGCCompressor(0.05, DGCSGDMemory(0.9)), paper.DGC(0.05)
     segments = make_bucket("b", [(str(shape), torch.zeros(shape)) for shape in [*SHAPES, (7,), ()]]).segments
     assert [fast.accepts(s) for s in segments] == [definition.accepts(s) for s in segments]
@@ -132,10 +126,7 @@ def test_ldte_bs() -> None:
     cases = [(size, stop, *data[(i + size) % 3]) for i, stop in enumerate(counts) for size in SIZES]
     for size, stop, shape, draw in [*cases, (3, "tight", (1, 1), normal)]:
         run(partial(fast_ldte_bs, stop), partial(paper.LDTEBS, 0.05, *counts[stop]), size, (shape,), draw)
-
-
-def test_ldte_bs_in_a_bucket_of_several_tensors() -> None:
-    """The fast one lets a tensor fill what others leave of their k: it sends what the definition does, or more."""
+    # The fast one lets a tensor fill what others leave of their k: it sends what the definition does, or more.
     shapes, more = ((40, 25), (30, 20), (0, 4), (20, 20)), 0
     like, slots = [torch.zeros(shape) for shape in shapes], 50 + 30 + 20
     for seed in range(20):
@@ -160,10 +151,7 @@ def test_threshold() -> None:
             makes = partial(ThresholdCompressor, width, t, wire=wire), partial(paper.Threshold, width, t)
             histories.append(run(*makes, size, shapes, next(draws)))
     assert len(set(histories)) == len(histories)
-
-
-def test_threshold_with_many_ranks() -> None:
-    """t added 5 times is rounded more often than 5 t: exact for t a power of 2, else within 4 roundings."""
+    # t added 5 times is rounded more often than 5 t: exact for t a power of 2, else within 4 roundings.
     differ = 0
     for width, t in [*THRESHOLDS, (2, 0.7)]:
         makes = partial(ThresholdCompressor, width, t), partial(paper.Threshold, width, t)

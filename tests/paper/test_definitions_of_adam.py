@@ -103,8 +103,7 @@ def test_onebit_adam(size: int) -> None:
     def wrapped(adam: Any, named: Any, transport: Any) -> Any:
         return DistributedOptimizer(adam, named, OneBitAdamCompressor(), transport=transport)
 
-    found = fast(size, lambda t: gamma, OneBitAdam, wrapped, freeze_step=warm_up)
-    check(found, expected[:1] * size, warm_up)
+    check(fast(size, lambda t: gamma, OneBitAdam, wrapped, freeze_step=warm_up), expected[:1] * size, warm_up)
 
 
 @each_size

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from compression.ranks import Ranks
+from compression.ranks import Ranks, normal
 from torch import Tensor, nn
 
 from dgc import gossip
@@ -26,10 +26,6 @@ STEPS = 50
 ULP = 2.0**-24
 SIZES = (1, 2, 3)
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-
-
-def normal(*shape: Any, seed: Any) -> Any:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def distance(found: Any, wanted: Any) -> Any:
@@ -56,8 +52,7 @@ def test_powersgd() -> None:
 def farthest(size: Any, rank: Any, warm_start: Any, error_feedback: Any) -> Any:
     """The largest distance of an update, an error or a factor."""
     settings: dict[str, Any] = {"mode": "paper", "min_compression_rate": 0, "orthogonalization": "gram_schmidt"}
-    options = {"warm_start": warm_start, "error_feedback": error_feedback}
-    shapes = MATRICES.values()
+    options, shapes = {"warm_start": warm_start, "error_feedback": error_feedback}, MATRICES.values()
     fast = Fleet(lambda: PowerSGDCompressor(rank, **settings, **options), size, [torch.zeros(s) for s in shapes])
 
     def draw(name: Any, t: Any, m: Any, r: Any) -> Any:
@@ -91,8 +86,6 @@ SHAPES = ((7, 5), (5,), (3, 2, 4))
 NUMELS = [torch.Size(shape).numel() for shape in SHAPES]
 # powers of two: products with them are exact, whether or not a sum with them is fused
 LR, MOMENTUM = 0.0625, 0.5
-
-
 START = normal(sum(NUMELS), seed=1)
 
 

@@ -1,8 +1,4 @@
-"""What every selector promises, on data of every shape, where each is known to be weak, and what a real run sends.
-
-The sampled threshold also has tests of its sample and of its adaptation, and the plan of how many elements each
-tensor and each chunk sends, and who gets the slots that others leave free.
-"""
+"""What every selector promises, on data of every shape, and what a real run sends; plans, and their free slots."""
 
 import math
 from functools import cache, partial
@@ -165,7 +161,7 @@ def test_estimates_where_they_should_hold(ratio: Any, passes: Any) -> None:
             assert len(passes) <= most
 
 
-def test_stages_rise_where_too_few_and_fall_where_too_many() -> None:
+def test_stages_rise_where_too_few_and_fall_where_too_many_and_no_search_goes_to_and_fro() -> None:
     """On the wall a single stage selects next to nothing: M grows, each period by one."""
     v, plan, selector = SHAPES["wall"](N), plan_of(N, ratio=0.01), Exponential()
     stages = []
@@ -183,6 +179,9 @@ def test_stages_rise_where_too_few_and_fall_where_too_many() -> None:
     plan.history["stages"] = torch.tensor([[5.0, 0.0, 0.0]], dtype=torch.float64)
     t, counts = selector.estimate(Ranges(v, plan, 0))
     assert 0 < float(t) <= 0.5 and int(counts) == 10_000
+    # A count that doubles and halves around the accepted ones: 3 k at t, k/3 at 1.5 t.
+    v = torch.cat([torch.full((300,), 1.0), torch.full((30,), 1.4), torch.full((20,), 2.0), torch.zeros(99_650)])
+    assert 2 / 3 <= estimates(Gaussian(passes=20), v, 0.0005) <= 4 / 3
 
 
 def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
@@ -194,13 +193,7 @@ def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
         assert passes == ["moments", "tail"]  # the first count is accepted
 
 
-def test_the_gaussian_search_does_not_go_to_and_fro() -> None:
-    """A count that doubles and halves around the accepted ones: 3 k at t, k/3 at 1.5 t."""
-    v = torch.cat([torch.full((300,), 1.0), torch.full((30,), 1.4), torch.full((20,), 2.0), torch.zeros(99_650)])
-    assert 2 / 3 <= estimates(Gaussian(passes=20), v, 0.0005) <= 4 / 3
-
-
-def test_bad_options() -> None:
+def test_bad_options_and_every_estimator_is_in_the_table() -> None:
     wrong: list[tuple[Any, str, dict[str, Any]]] = [
         (Laplace, "stop is one of redsync, tight, exact", {"stop": "loose"}),
         (Laplace, "method is one of bisection, secant", {"method": "newton"}),
@@ -218,22 +211,33 @@ def test_bad_options() -> None:
         (selectors.TopKPerChunk, "chunk_size must be 1 element or more, not 0", {"chunk_size": 0}),
     ]
     check_refusals(*((partial(kind, **options), words) for kind, words, options in wrong))
-
-
-def test_every_estimator_is_in_the_table() -> None:
     estimators = {kind for base in Estimator.__subclasses__() for kind in (base, *base.__subclasses__())}
     of_product = {e.__name__ for e in estimators if e.__module__.startswith("dgc.")}
     # Fixed sends nothing where nothing reaches its threshold, which others never do
     assert of_product - {"Fixed"} <= {type(selector).__name__ for selector in SELECTORS.values()}
 
 
-def test_a_fixed_threshold() -> None:
+def test_a_fixed_threshold_and_the_largest_of_each_chunk_but_no_zeros() -> None:
     plan, v = plan_of(40, 40, ratio=0.1), torch.zeros(80)
     v[[3, 50, 51, 52, 53, 54, 55]] = torch.tensor([0.4, 0.5, -0.6, 0.7, 0.8, -0.9, 1.0])
     assert indices_of(selectors.Fixed(0.5), v, plan, 0).tolist() == [50, 51, 52, 53, 54, 55]
     assert indices_of(selectors.Fixed(2.0), v, plan, 0).numel() == 0
     crowded = torch.arange(80.0) + 1
     assert indices_of(selectors.Fixed(0.5), crowded, plan, 0).tolist() == [36, 37, 38, 39, 76, 77, 78, 79]
+    numels = (8192, 20_000, 0, 3, 1)
+    v = laplace(sum(numels))
+    for chunk, ratio in ((4096, 64 / 4096), (64, 0.03), (7, 0.5), (2, 0.9), (10**6, 0.01), (1, 0.25)):
+        plan = plan_of(*numels, ratio=ratio)
+        parts = zip(plan.segments, plan.split(v), strict=True)
+        expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
+        assert indices_of(selectors.TopKPerChunk(chunk), v, plan, 0).tolist() == expected, chunk
+        assert len(expected) == plan.capacity
+    plan, v = plan_of(3 * 4096, ratio=64 / 4096), laplace(3 * 4096)
+    v[4096:8192] *= 1e-3
+    chosen = indices_of(selectors.TopKPerChunk(4096), v, plan, 0)
+    assert torch.bincount(chosen // 4096).tolist() == plan.per_chunk(4096).ks.tolist() == [64] * 3
+    v = torch.zeros(100).index_fill(0, torch.tensor([55]), -2.0)
+    assert indices_of(selectors.TopKPerChunk(10), v, plan_of(100, ratio=0.1), 0).tolist() == [55]
 
 
 DRAWS, LENGTH, RATIO, DECILES = 60, 20_000, 0.01, 10
@@ -292,10 +296,8 @@ def test_count_on_laplace_data(ratio: Any) -> None:
 
 
 def test_count_on_the_wall_of_a_single_outlier_and_of_tiny_tensors() -> None:
-    """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k.
-
-    A sample that misses the outlier gives threshold 0, which takes what is not zero and no more. Where the sample
-    would be the whole tensor, the selection is exact.
+    """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k. A sample without the
+    outlier gives threshold 0, which takes what is not zero. That of a tiny tensor is all of it, and exact.
     """
     plan = plan_of(100_000, ratio=0.001)
     assert all(80 <= indices_of(Sampled(), wall(100_000, seed), plan, seed).numel() <= 100 for seed in range(10))
@@ -320,19 +322,6 @@ def test_strided_samples(n: Any) -> None:
             assert len({sample[0].item() for sample in samples}) > 1 or strides[-1] == [1]
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    found, count = [], Ranges.count
-
-    def noted(self: Any, t: Any, where: Any) -> Any:
-        counts = count(self, t, where)
-        found.append(int(counts))
-        return counts
-
-    monkeypatch.setattr(Ranges, "count", noted)
-    return found
-
-
 def first_at(threshold: float, **options: Any) -> Any:
     """Its sample is a constant, so that the first threshold is known."""
 
@@ -347,22 +336,26 @@ def first_at(threshold: float, **options: Any) -> Any:
 RAMP = torch.arange(1000) * 0.01 + 0.005
 
 
-def test_too_few_lowers_the_threshold_step_by_step(counted: Any) -> None:
+def test_too_few_lower_the_threshold_too_many_raise_it_or_are_resampled_until_the_end(monkeypatch: Any) -> None:
     """9.95, 7.96, 6.368: 5, 204, 363 elements for k = 400, where 320 are enough."""
+    counted, count = [], Ranges.count
+
+    def noted(self: Any, t: Any, where: Any) -> Any:
+        counts = count(self, t, where)
+        counted.append(int(counts))
+        return counts
+
+    monkeypatch.setattr(Ranges, "count", noted)
     assert reaching(first_at(9.95), RAMP, 0.4) == 363
     assert counted == [5, 204, 363]
-
-
-def test_too_many_are_resampled_or_raise_the_threshold(counted: Any) -> None:
+    counted.clear()
     assert indices_of(first_at(0.5), RAMP, plan_of(1000, ratio=0.1), 0).tolist() == list(range(900, 1000))
     assert counted == [950], "resampled at once"
     counted.clear()
     assert reaching(first_at(0.5, resample=False), RAMP, 0.6) == counted[-1]
     assert counted == pytest.approx([100 * (10 - 0.5 * 1.3**i) for i in range(7)], abs=1)
     assert counted[-2] > 1.3 * 600 >= counted[-1]
-
-
-def test_adaptation_ends_after_its_iterations_or_within_the_bounds(counted: Any) -> None:
+    counted.clear()
     reaching(first_at(0.5, resample=False, max_adaptation_iters=3), RAMP, 0.001)
     assert len(counted) == 4
     counted.clear()
@@ -393,10 +386,8 @@ def shares(**settings: Any) -> Any:
     def body(transport: Any) -> Any:
         torch.manual_seed(0)
         model, memory = DigitsCNN(width=8), Counting()
-        inner, compression = (
-            DGCSGD(model.parameters(), lr=0.02, momentum=0.9),
-            DGCCompressor(0.01, memory, **settings),
-        )
+        inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9)
+        compression = DGCCompressor(0.01, memory, **settings)
         optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
         generator = torch.Generator().manual_seed(transport.rank)
         for _ in range(STEPS + 1):
@@ -410,20 +401,17 @@ def shares(**settings: Any) -> Any:
     return LockstepWorld(2).run(body)[1]
 
 
-def test_as_many_elements_as_planned() -> None:
+def test_as_many_elements_as_planned_and_codes_of_any_length_leave_few_behind() -> None:
     for per_bucket in (False, True):
         steady = shares(selector=selectors.Predicted(per_bucket=per_bucket))
         assert len(steady) >= STEPS - WARM and all(abs(share - 1) <= 0.02 for share in steady), per_bucket
-
-
-def test_codes_of_any_length_leave_few_behind() -> None:
-    """Their plan has room for what is likely: now and then some elements wait for the next step."""
+    # Their plan has room for what is likely: now and then some elements wait for the next step.
     for indices in (RiceIndices(), PackedIndices()):
         steady = shares(indices=indices)
         assert 0.98 <= sum(steady) / len(steady) <= 1, indices
 
 
-def test_plan_rounds_up_and_sends_at_least_one() -> None:
+def test_plan_rounds_up_gives_free_slots_in_proportion_to_the_surplus_and_hands_its_history_on() -> None:
     plan = plan_of(1, 10, 999, 1000, 1001, 0, ratio=0.001)
     assert plan.ks == (1, 1, 1, 1, 2, 0) and plan.capacity == 6
     assert plan.per_tensor.bounds.tolist() == [0, 1, 11, 1010, 2010, 3011, 3011]
@@ -431,9 +419,6 @@ def test_plan_rounds_up_and_sends_at_least_one() -> None:
     # the noise of floats sends nothing more: 0.07 * 100 is 7.000000000000001
     for ratio, numel, k in ((0.07, 100, 7), (0.29, 100, 29), (1e-3, 1000, 1), (1e-9, 5, 1)):
         assert plan_of(numel, ratio=ratio).ks == (k,)
-
-
-def test_free_slots_are_given_in_proportion_to_the_surplus_and_never_more_than_the_capacity() -> None:
     for sizes, ratio, counts, ks in (
         ([40] * 3, 0.1, [0, 4, 3], [0, 4, 3]),  # what fits is kept
         # 4 slots each; the first leaves 4 free, the others have 6 and 3 too many
@@ -444,16 +429,12 @@ def test_free_slots_are_given_in_proportion_to_the_surplus_and_never_more_than_t
         ([3_000_000] * 2, 0.5, [10, 2_999_999], [10, 2_999_990]),
     ):
         assert plan_of(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks, counts
-    generator = torch.Generator().manual_seed(0)
-    plan = plan_of(*[1000] * 9, ratio=0.01)
+    generator, plan = torch.Generator().manual_seed(0), plan_of(*[1000] * 9, ratio=0.01)
     for _ in range(200):
         wanted = torch.randint(40, (9,), generator=generator)
         shared = plan.shared(wanted)
         assert shared.capacity == plan.capacity >= int(shared.ks.sum()) and bool((shared.ks <= wanted).all())
-
-
-def test_history_moves_to_other_buckets() -> None:
-    """That of some tensors alone is not used."""
+    # That of some tensors alone is not used.
     one, two, larger = plan_of(5, 6, 7, ratio=0.5), plan_of(9, 9, ratio=0.5), plan_of(5, 6, 7, 8, ratio=0.5)
     one.history["threshold"] = torch.tensor([1.0, 2.0, 3.0])
     two.take_history(one.rows_of_history())
@@ -471,20 +452,3 @@ def by_topk(part: Any, chunk: int, ratio: float) -> list[int]:
         assert largest.numel() >= 1 and end - start <= max(chunk, n // k) + -(-n // k)
         chosen += (start + largest).sort().values.tolist()
     return chosen
-
-
-def test_the_largest_of_each_chunk_whatever_their_magnitudes_but_no_zeros() -> None:
-    numels = (8192, 20_000, 0, 3, 1)
-    v = laplace(sum(numels))
-    for chunk, ratio in ((4096, 64 / 4096), (64, 0.03), (7, 0.5), (2, 0.9), (10**6, 0.01), (1, 0.25)):
-        plan = plan_of(*numels, ratio=ratio)
-        parts = zip(plan.segments, plan.split(v), strict=True)
-        expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
-        assert indices_of(selectors.TopKPerChunk(chunk), v, plan, 0).tolist() == expected, chunk
-        assert len(expected) == plan.capacity
-    plan, v = plan_of(3 * 4096, ratio=64 / 4096), laplace(3 * 4096)
-    v[4096:8192] *= 1e-3
-    chosen = indices_of(selectors.TopKPerChunk(4096), v, plan, 0)
-    assert torch.bincount(chosen // 4096).tolist() == plan.per_chunk(4096).ks.tolist() == [64] * 3
-    v = torch.zeros(100).index_fill(0, torch.tensor([55]), -2.0)
-    assert indices_of(selectors.TopKPerChunk(10), v, plan_of(100, ratio=0.1), 0).tolist() == [55]

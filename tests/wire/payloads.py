@@ -44,12 +44,11 @@ def selection_of(indices: Any, values: Any = None, capacity: Any = None, seed: i
     """Ascending indices, and values (normal ones where none are given), filled up to the capacity."""
     count = len(indices)
     capacity = count if capacity is None else capacity
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(count, generator=generator) if values is None else values
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) if values is None else values
     padded = torch.zeros(capacity, dtype=torch.int32)
-    padded[:count] = indices
+    padded[:count] = torch.as_tensor(indices)
     slots = torch.zeros(capacity)
-    slots[:count] = values
+    slots[:count] = torch.as_tensor(values)
     return SparseVector(padded, slots, torch.tensor(count, dtype=torch.int32))
 
 

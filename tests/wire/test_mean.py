@@ -21,7 +21,6 @@ some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
 
 
 def mean_of(form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> Any:
-    """The payloads of all ranks together."""
     return PayloadPlan(form, budget, numel).mean(NativeMeanDecoder(), payloads, size or len(payloads))
 
 
@@ -54,6 +53,8 @@ def test_means_have_the_bits_of_the_reference(native: Any) -> None:
         with case(key, ranks):
             made = [selection_of(scattered(numel, k, r), capacity=200, seed=r) for r, k in enumerate(ranks)]
             check(form, made, budget, numel)
+    for numel in (0, 40):
+        check(FORMATS["fp32 int32"], [selection_of(torch.arange(0))] * 2, budget_of(0, 0, numel), numel)
 
 
 def test_a_large_bucket_at_any_address(native: Any) -> None:
@@ -83,22 +84,14 @@ def test_means_of_buckets_of_many_regions(native: Any) -> None:
                 check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7, 2)[number])
 
 
-def test_an_empty_bucket_and_an_empty_plan() -> None:
-    for numel in (0, 40):
-        check(FORMATS["fp32 int32"], [selection_of(torch.arange(0))] * 2, budget_of(0, 0, numel), numel)
-
-
-def test_values_are_added_in_the_order_of_ranks(native: Any) -> None:
+def test_values_are_added_in_the_order_of_ranks_and_quotients_rounded_once(native: Any) -> None:
+    """Quotients of smallest numbers too, which an inverse that is not exact would change."""
     form, budget = FORMATS["fp32 packed"], budget_of(1, 0, 100)
-    for values, expected in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
-        sent = [selection_of(torch.tensor([70]), torch.tensor([value])) for value in values]
+    for numbers, expected in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
+        sent = [selection_of([70], [number]) for number in numbers]
         dense, payloads = torch.ones(100), payloads_of(form, sent, budget, 100)
         mean_into_(dense, form, payloads, budget, 1)
         assert mean_of(form, payloads, budget, 100, 1)[0].values.tolist() == [expected] == [dense[70].item()]
-
-
-def test_quotients_are_rounded_once(native: Any) -> None:
-    """Smallest numbers too, which an inverse that is not exact would change."""
     values = torch.cat([torch.randn(100) * 10.0**e for e in range(-44, 38, 3)])
     values = values[values != 0]
     selection, numel = selection_of(torch.arange(0, 4 * len(values), 4), values), 4 * len(values)
@@ -106,13 +99,17 @@ def test_quotients_are_rounded_once(native: Any) -> None:
         check(FORMATS["fp32 int32"], [selection], budget_of(len(values), 0, numel), numel, size)
 
 
-def test_a_mean_that_is_not_finite_is_reported(native: Any) -> None:
+def test_what_is_not_finite_is_reported_and_the_first_tensor_named(native: Any) -> None:
     form, numel = FORMATS["fp32 rice"], 70_000
     budget = budget_of(1, 0, numel)
     for at, count in product((0, 15, 17_000, numel - 1), (1, 3)):
         large, dense = selection_of(torch.tensor([at]), torch.tensor([3e38])), torch.empty(numel)
         finite, _ = mean_into_(dense, form, payloads_of(form, [large] * count, budget, numel), budget)
         assert finite == (count == 1) == bool(dense.isfinite().all()), at
+    form, numel = FORMATS["sign rice"], 5000
+    budget, selection = budget_of(4, *BOUNDS, numel), selection_of(scattered(numel, 4))
+    payloads = [encode(form, selection, budget, numel, first).payload for first in (7, numel)]
+    assert mean_of(form, payloads, budget, numel)[1] == [3, 0]
 
 
 @some_formats
@@ -156,13 +153,6 @@ def test_changed_payloads_raise_the_errors_of_one_at_a_time(form: Any) -> None:
         else:
             assert mean_of(*given, numel)[1] == flags
     assert 100 < refused < 200
-
-
-def test_the_first_tensor_that_is_not_finite_is_named() -> None:
-    form, numel = FORMATS["sign rice"], 5000
-    budget, selection = budget_of(4, *BOUNDS, numel), selection_of(scattered(numel, 4))
-    payloads = [encode(form, selection, budget, numel, first).payload for first in (7, numel)]
-    assert mean_of(form, payloads, budget, numel)[1] == [3, 0]
 
 
 @pytest.mark.usefixtures("no_type_checks")
