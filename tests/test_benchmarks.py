@@ -56,14 +56,6 @@ def files_with(words: str) -> list[str]:
     return sorted(file.stem for file in files if words in file.read_text())
 
 
-def test_results_are_valid_json(capsys: Printed) -> None:
-    harness.print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found == {"a": [None, 1, {"b": None, "c": "x", "d": None}]}
-    # throughput.py needs nothing but Python's own library, and has no NaN
-    assert files_with("json.dump") == ["harness", "throughput"]
-
-
 def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
     order: list[tuple[int, str]] = []
     rounds, starts = list[int](), {"a": 1.0, "b": 3.0, "slow": 5.0}
@@ -82,18 +74,26 @@ def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
     assert harness.ratio(found["slow"], found["a"]) == (5 + 11 / 7) / 2
 
 
-def test_a_table_has_aligned_columns_and_keeps_its_rows(capsys: Printed) -> None:
+def test_what_benchmarks_print(capsys: Printed) -> None:
+    harness.print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"a": [None, 1, {"b": None, "c": "x", "d": None}]}
+    # throughput.py needs nothing but Python's own library, and has no NaN
+    assert files_with("json.dump") == ["harness", "throughput"]
+    # a table has aligned columns and keeps its rows
     columns = [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
     table = harness.Table("method", 8, columns)
     table.add("a", {"ms": 1.234, "n": 12345, "share": 0.5, "other": 1})
     table.add("b", {"n": 1, "share": None})
-    assert capsys.readouterr().out == (
-        "\nmethod   median ms    sent  share\na             1.23  12,345  50.0%\nb                        1\n"
-    )
+    lines = [
+        "",
+        "method   median ms    sent  share",
+        "a             1.23  12,345  50.0%",
+        "b                        1",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines
     assert table.rows["a"]["other"] == 1 and list(table.rows) == ["a", "b"]
-
-
-def test_the_list_has_a_name_a_duration_and_a_line_of_each(capsys: Printed) -> None:
+    # the list has a name, a duration and a line of each
     print_list()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[::2]] == files_with("\nTAKES = ")
@@ -206,13 +206,7 @@ def test_decoding_reads_what_the_ranks_have_recorded() -> None:
     assert not recording.buckets[0].flat.any()
 
 
-def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
-    rows = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
-    scale.draw({"dense": rows, "dgc": rows}, "a title", tmp_path / "scale.svg", work=0.1)
-    assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
-
-
-def test_an_epoch_of_the_lstm_has_the_published_bytes() -> None:
+def test_bytes_are_those_of_the_meter_and_of_the_publication() -> None:
     """Vogels et al. 2019, arXiv 1905.13727: MB (2**20 bytes) that a rank contributes per epoch of WikiText-2."""
     named = [(name, torch.zeros(p.shape, device="cpu")) for name, p in parameters_of("lstm")]
     for name, published in (("dense", 7730), ("powersgd-1", 25), ("powersgd-2", 38), ("powersgd-4", 64)):
@@ -221,9 +215,6 @@ def test_an_epoch_of_the_lstm_has_the_published_bytes() -> None:
             taken.step(torch.zeros(taken.numel))
         assert round(taken.payload * 70 / 2**20) == published, name
     assert sum(p.numel() for _, p in parameters_of("transformer-big")) == 209_125_376
-
-
-def test_bytes_are_those_of_the_meter() -> None:
     named = [("matrix", torch.empty(64, 32)), ("vector", torch.empty(10))]
     for name, expected in ("dense", 4 * 2058), ("fp16", 2 * 2058), ("powersgd-2", 4 * (2 * (64 + 32) + 10) + 24):
         method = Method(name, named, 2)
@@ -281,9 +272,6 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
         assert sent["streaming"] == sent["diloco"] == 2 * sent["streaming-fp16"] == 5 * 1024, (every, delay)
 
 
-LANGUAGE = ("dense", "powersgd-4", "2bit-adaptive")
-
-
 def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
     sent = {"wire_bytes": wire, "dense_wire_bytes": 5, "payload_bytes": 2 * wire, f"{task.item}s": 3000}
     return {"final": {task.metric: quality}, **sent, "seconds": 2.0, "training_seconds": 1.0}
@@ -325,7 +313,7 @@ def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_
 
 
 PYSOURCE = ("--task", "pysource", "--model", "tiny")
-ADAMS = ("onebit-adam", "zero-one-adam")
+ADAMS, LANGUAGE = ("onebit-adam", "zero-one-adam"), ("dense", "powersgd-4", "2bit-adaptive")
 METHODS_OF = {
     "digits": ("dense", "dgc", *ADAMS, "dgc-adam"),
     "numwords": (*LANGUAGE, "dgc-clipped", "sgp", "osgp"),
@@ -374,7 +362,7 @@ def test_differences_are_paired(capsys: Printed) -> None:
     assert row["first_over_payload"] == row["dense_over_wire"] == 5
 
 
-def test_the_figure_puts_better_methods_higher(tmp_path: Path) -> None:
+def test_the_figures_are_drawn_with_better_methods_higher(tmp_path: Path) -> None:
     """Fewer bits per character are better: the axis is inverted."""
     for name, dgc_is_better in (("numwords", False), ("lstm", True)):
         task = TASKS[name]
@@ -384,6 +372,9 @@ def test_the_figure_puts_better_methods_higher(tmp_path: Path) -> None:
         assert task.quality in text and "title" in text
         heights = {label: float(y) for y, label in re.findall(r'y="([\d.]+)"[^>]*>(dense|dgc)</text>', text)}
         assert (heights["dgc"] < heights["dense"]) == dgc_is_better  # SVG counts downwards
+    sent = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
+    scale.draw({"dense": sent, "dgc": sent}, "a title", tmp_path / "scale.svg", work=0.1)
+    assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
 
 
 def test_the_large_model_has_the_shape_of_gpt2_small(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from dgc.selection import Sampled
 from dgc.wire import SparseFormat
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-NO_STATES: tuple[Any, ...] = (None, [], {})
 WRONG_STATES: tuple[Any, ...] = (None, 3, "text", [1], torch.ones(2))
 WRONG: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     *((PowerSGDCompressor, {"rank": rank}) for rank in ("4", math.nan)),
@@ -66,7 +65,7 @@ def damaged(state: Any, value: Any, key: str, *rest: str) -> Any:
 def test_what_is_no_option_epoch_state_and_closure() -> None:
     optimizers: Any = (wrapped(), local(SGP()))
     for optimizer in optimizers:
-        for state in NO_STATES:
+        for state in (None, [], {}):
             refuse("^state_dict must be what state_dict", optimizer.load_state_dict, state)
         refuse("^closure must be a function, not 3", optimizer.step, 3)
     for name, value in (
@@ -89,7 +88,7 @@ def test_what_is_no_state_is_refused() -> None:
             refuse(whole, load, value)
     name = next(name for name in saved if name != "identity")
     refuse("steps", load, damaged(saved, {"weight": None, "bias": 1}, name, "steps"))
-    settings: list[Any] = [("settings", [1]), ("settings", {"a": torch.ones(2)})]
+    settings = (("settings", value) for value in ([1], {"a": torch.ones(2)}))
     for key, value in (("step", "two"), ("step", 10**30), ("rank", None), *settings):
         refuse("^identity of the state is damaged", load, damaged(saved, value, "identity", key))
     other = {"identity": identity, "weight": torch.ones(2)}

@@ -32,11 +32,11 @@ from dgc_datasets.prepare import prepare_once, unpack
 from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.constructors import import_target
 
-CIFAR10 = import_target("torchvision.datasets.CIFAR10")
+CIFAR10, Patch = import_target("torchvision.datasets.CIFAR10"), pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("num_classes", [10, 100])
-def test_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_classes: int) -> None:
+def test_cifar(tmp_path: Path, monkeypatch: Patch, num_classes: int) -> None:
     write_cifar(tmp_path, num_classes, train=200, test=120)
     data: Any = CIFAR(str(tmp_path), num_classes)
     assert [len(data[split]) for split in ("train", "test")] == [200, 120]
@@ -97,36 +97,31 @@ def test_cifar_refuses_what_does_not_fit(tmp_path: Path) -> None:
         refuse(f"dataset.{name} is {value}", CIFAR, str(tmp_path), **{name: value})
 
 
-def pickled(**content: Any) -> Any:
-    return pickle.dumps(content, protocol=2)
-
-
-ONE, FLOATS = np.zeros((1, 3072), np.uint8), np.zeros((1, 3072))
-DAMAGES: list[tuple[Any, str]] = [
-    (lambda old: old[: len(old) // 2], "cannot be read"),
-    (lambda old: b"", "cannot be read"),
-    (lambda old: b"\x00" * len(old), "cannot be read"),
-    (lambda old: pickled(labels=[1]), "it has no 'data'"),
-    (lambda old: pickled(data=ONE.repeat(3, 0), labels=[0, 1]), "2 labels"),
-    (lambda old: pickled(data=FLOATS, labels=[0]), "float64"),
-    (lambda old: pickled(data=ONE, labels=[10]), "labels from 10 to 10"),
-    (lambda old: pickle.dumps({"data": ONE[:0], "labels": []}), "0 labels"),
-    (lambda old: b"cposix\nmkdir\n(Vevil\ntR.", "it asks for posix.mkdir"),  # calls os.mkdir("evil")
-    (lambda old: pickle.dumps([1, 2]), "cannot be read"),
-]
-
-
-def test_a_damaged_file_of_cifar_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_of_cifar_is_named(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
-    file = write_cifar(tmp_path) / "data_batch_3"
+    file, one = write_cifar(tmp_path) / "data_batch_3", np.zeros((1, 3072), np.uint8)
     whole = file.read_bytes()
-    for damage, reason in DAMAGES:
-        file.write_bytes(damage(whole))
+    damages: list[tuple[Any, str]] = [
+        *(
+            (content, "cannot be read")
+            for content in (whole[: len(whole) // 2], b"", b"\x00" * len(whole), [1, 2])
+        ),
+        ({"labels": [1]}, "it has no 'data'"),
+        ({"data": one.repeat(3, 0), "labels": [0, 1]}, "2 labels"),
+        ({"data": one.astype(float), "labels": [0]}, "float64"),
+        ({"data": one, "labels": [10]}, "labels from 10 to 10"),
+        ({"data": one[:0], "labels": []}, "0 labels"),
+        (b"cposix\nmkdir\n(Vevil\ntR.", "it asks for posix.mkdir"),  # calls os.mkdir("evil")
+    ]
+    for content, reason in damages:
+        file.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, protocol=2))
+
         refuse(f"data_batch_3 .*{reason}", CIFAR, str(tmp_path))
     assert not Path("evil").exists()
     # one of the official size must have the official checksum
     file.write_bytes(whole)
-    file.with_name("test_batch").write_bytes(pickled(data=ONE.repeat(10_000, 0), labels=[0] * 10_000))
+    official = pickle.dumps({"data": one.repeat(10_000, 0), "labels": [0] * 10_000}, protocol=2)
+    file.with_name("test_batch").write_bytes(official)
     refuse("test_batch is damaged: .*checksum", CIFAR, str(tmp_path))
 
 
@@ -156,7 +151,7 @@ def test_damage_anywhere_in_a_file_gives_a_message_or_a_data_set(tmp_path: Path)
 
 
 @pytest.fixture
-def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def archive(tmp_path: Path, monkeypatch: Patch) -> Path:
     """CIFAR-10's archive in tmp_path/data, whose checksum torchvision expects."""
     folder = write_cifar(tmp_path / "data")
     path = folder.with_name("cifar-10-python.tar.gz")
@@ -186,7 +181,7 @@ def test_an_archive_is_unpacked(archive: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Python 3.14 will")
 @pytest.mark.parametrize("knows_filters", [True, False])  # Python 3.11 before 3.11.4 does not
 def test_nothing_of_an_archive_is_written_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_filters: bool
+    tmp_path: Path, monkeypatch: Patch, knows_filters: bool
 ) -> None:
     if not knows_filters:
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
@@ -205,7 +200,7 @@ def test_nothing_of_an_archive_is_written_elsewhere(
     assert (tmp_path / "data/file").read_text() == "text"
 
 
-def test_download(archive: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_download(archive: Path, monkeypatch: Patch, tmp_path: Path) -> None:
     """Also over what an interrupted download left; and what an address without the file leads to."""
     root = tmp_path / "new"
     root.mkdir()
@@ -346,7 +341,7 @@ assert tree.model._target_ == 'torchvision.models.resnet18'
 """
 
 
-def test_torchvision_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_imports(tmp_path: Path, monkeypatch: Patch) -> None:
     text = "from torchvision.models import resnet18\nfrom dgc_training.config import Config, configs\n"
     (tmp_path / "mine.py").write_text(text + "configs.model = Config(resnet18, num_classes=10)\n")
     for program in (COMPATIBLE, IN_A_CONFIG.replace("mine.py", str(tmp_path / "mine.py"))):

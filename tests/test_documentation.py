@@ -75,19 +75,16 @@ def test_links_lead_somewhere() -> None:
     assert on_page_content(f"<p>{image}</p>", None, None, None) == f'<p><a href="../layers.svg">{image}</a></p>'
 
 
-def test_the_search_prefers_pages_that_describe() -> None:
-    there = [*(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")), links.CHANGES]
+def test_the_site_has_every_page_once_and_its_search_prefers_pages_that_describe() -> None:
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    there = [*pages, links.CHANGES]
     found = {uri: search_of(uri) for uri in there}
     assert found[links.CHANGES] == {"exclude": True} and found["index.md"] == {}
     assert found["api/wire.md"]["boost"] < 1 < found["methods.md"]["boost"]
     assert all(any(uri.startswith(start) for uri in there) for start in links.BOOSTS)
-
-
-def test_the_navigation_has_every_page_once() -> None:
     navigation = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"], width=999)
-    found = Counter(re.findall(r"[-:] (\S+\.md)$", navigation, re.M))
-    there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert set(found.values()) == {1} and set(found) - {str(place(path)) for path in reached()} == there
+    names = Counter(re.findall(r"[-:] (\S+\.md)$", navigation, re.M))
+    assert set(names.values()) == {1} and set(names) - {str(place(path)) for path in reached()} == pages
 
 
 def test_the_api_has_every_public_name_once() -> None:
@@ -136,31 +133,29 @@ def test_the_pictures_of_a_gradient_and_of_the_layers() -> None:
     assert len(edges) > 50 and [edge for edge in edges if height[edge[0]] >= height[edge[1]]] == []
 
 
-CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-# of the schema, version 1.2.0: what is used here
-KEYS = set("authors cff-version message title abstract type version license keywords references".split())
-MAY_HAVE = "type title authors year status url doi conference journal institution volume issue start end".split()
-TYPES = {"article", "conference-paper", "report", "software"}
-
-
 def test_the_citation_has_the_form_of_cff() -> None:
-    assert set(CITATION) == KEYS and CITATION["cff-version"] == "1.2.0" and CITATION["type"] == "software"
-    assert CITATION["version"] == dgc.__version__
-    assert f'license = "{CITATION["license"]}"' in (ROOT / "pyproject.toml").read_text()
-    for reference in CITATION["references"]:
-        assert {"type", "title", "authors"} <= set(reference) <= set(MAY_HAVE), reference
-        assert reference["type"] in TYPES and reference["authors"] and reference["title"]
+    """Of the schema, version 1.2.0: what is used here."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    keys = set("authors cff-version message title abstract type version license keywords references".split())
+    may = "type title authors year status url doi conference journal institution volume issue start end".split()
+    assert set(citation) == keys and citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    assert citation["version"] == dgc.__version__
+    assert f'license = "{citation["license"]}"' in (ROOT / "pyproject.toml").read_text()
+    for reference in citation["references"]:
+        assert {"type", "title", "authors"} <= set(reference) <= set(may), reference
+        assert reference["type"] in ("article", "conference-paper", "report", "software")
+        assert reference["authors"] and reference["title"]
         for author in reference["authors"]:
             assert set(author) in ({"family-names", "given-names"}, {"name"}), author
             assert all(isinstance(value, str) for value in author.values())
         assert all(isinstance(reference.get(key, 0), int) for key in ("year", "volume", "issue", "start", "end"))
         assert all(set(reference.get(key, {"name": ""})) == {"name"} for key in ("conference", "institution"))
-    titles = [reference["title"] for reference in CITATION["references"]]
+    titles = [reference["title"] for reference in citation["references"]]
     assert len(titles) == len(set(titles)) > 30
     # it has the papers of the code: those that dgc/ names by arXiv number or DOI, and in docs/methods.md
     text = "".join(path.read_text() for path in [*ROOT.glob("dgc/**/*.py"), ROOT / "docs/methods.md"])
     named = set(re.findall(r"arXiv\s+(\d{4}\.\d{5})", text)) | set(re.findall(r"doi\s+(10\.[\w./-]*\w)", text))
-    cited = {reference.get("doi") or reference.get("url", "") for reference in CITATION["references"]}
+    cited = {reference.get("doi") or reference.get("url", "") for reference in citation["references"]}
     cited = {link.removeprefix("https://arxiv.org/abs/") for link in cited}
     assert len(named) > 25 and named - cited == set()
     assert {link for link in cited if re.fullmatch(r"\d{4}\.\d{5}", link)} - named == set()
@@ -221,22 +216,18 @@ def test_the_picture_is_drawn_from_its_table(name: str) -> None:
         assert [other for other, its in found[above + 1 :] if overlap(box, its)] == [], text
 
 
-def test_every_picture_has_colours_for_a_dark_background() -> None:
+def test_pictures_follow_their_tables(monkeypatch: Patch, tmp_path: Path, capsys: Printed) -> None:
+    """And have colours for a dark background."""
     for file in DOCS.glob("*.svg"):
         light, dark = file.read_text().split("@media (prefers-color-scheme: dark)")
         assert ".page" in light and ".page" in dark, file
-
-
-def test_a_changed_number_changes_the_picture(monkeypatch: Patch, tmp_path: Path, capsys: Printed) -> None:
     for page in DOCS.glob("*.md"):
         (tmp_path / page.name).write_text(page.read_text().replace("| 91.0 |", "| 95.0 |"))
     monkeypatch.setattr(pictures, "DOCS", tmp_path)
     assert main(["accuracy"]) == 0 and "Up to 95 times fewer bytes" in (tmp_path / "accuracy.svg").read_text()
     assert main(["accuracy", "nothing"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("no picture nothing; there are accuracy, ")
-
-
-def test_cells_and_axes_are_read_as_numbers() -> None:
+    # cells and axes are read as numbers
     assert [number(cell) for cell in ("1,273", "+5.0 %", "-0.06", "")] == [1273.0, 5.0, -0.06, 0.0]
     assert rows("results.md", "method | accuracy % | minus dense")["dense"][0] == "99.28"
     axis = Axis("", 1.0, 100.0, [], logarithmic=True)
@@ -244,7 +235,7 @@ def test_cells_and_axes_are_read_as_numbers() -> None:
     assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5
 
 
-def test_the_readme_s_numbers_are_those_of_the_results() -> None:
+def test_the_numbers_of_the_readme_and_of_captions_are_those_of_the_results() -> None:
     section = README.split("## Numbers\n")[1].split("\n## ")[0].replace("\n", " ")
     numbers = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
     assert len(numbers) > 10 and {number for number in numbers if number not in RESULTS} == set()
@@ -277,9 +268,6 @@ def test_the_sections_of_methods_quote_the_tables() -> None:
             assert len({name for name, *_ in quoted}) == len(rows) - 1 == count, header
     points = re.findall(QUOTED[0][-1], text)
     assert len(points) == text.count(" times fewer bytes") - 2, "quotations of another form"
-
-
-def test_captions_say_how_many_steps_an_epoch_really_has() -> None:
     samples = {count_samples(Digits(fold)["train"]) for fold in (0, 1)}
     text = RESULTS.replace("\n", " ")
     settings = re.findall(r"(\d+) ranks, batches of (\d+) per rank, (\d+) epochs of (\d+) steps", text)
@@ -301,13 +289,10 @@ def commands(text: str) -> list[list[str]]:
 def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: Patch) -> None:
     """And every benchmark of the list is on a page."""
 
-    class Accepted(Exception):
-        pass
-
     def parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
         found, rest = self.parse_known_args(args)
         assert not rest, rest
-        raise Accepted
+        raise InterruptedError  # accepted
 
     monkeypatch.setattr("argparse.ArgumentParser.parse_args", parse)
     found = [words for page in (*PAGES, ROOT / "Makefile") for words in commands(page.read_text())]
@@ -316,11 +301,11 @@ def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: Patch) -> None
     for name, *words in found:
         words = ["dense" if word == "NAME" else word for word in words]
         monkeypatch.setattr("sys.argv", [name, *words])
-        with pytest.raises(Accepted):
+        with pytest.raises(InterruptedError):
             import_module(f"benchmarks.{name}").main()
 
 
-def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
+def test_payloads_are_what_the_benchmark_measures_and_a_step_sends() -> None:
     rows = {name: cells for name, *cells in table("values, indices |", "results.md")}
     parameters = resnet50()
     for name in ("`int8`, `rice`", "`sign`, `rice`"):
@@ -330,8 +315,6 @@ def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
                 found = payload(parameters, values, indices, vectors)
             assert cell == f"{found:,}", (name, vectors)
 
-
-def test_the_example_of_bytes_is_what_a_step_sends() -> None:
     def body(transport: Any) -> Any:
         model = DigitsCNN()
         compression = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), fp16_values=True, int32_indices=True)
@@ -342,14 +325,11 @@ def test_the_example_of_bytes_is_what_a_step_sends() -> None:
         return optimizer.meter
 
     meter = LockstepWorld(4).run(body)[0]
-    payload, wire, dense = meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
+    sent, wire, dense = meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
     rows = {name: cells for name, *cells in table("| payload | wire |", "bytes.md")}
-    assert rows["DGC together"] == [f"{payload:,}", f"{wire:,.0f}"]
-    assert rows["dense / DGC"] == [f"{dense / 1.5 / payload:.0f}", f"{dense / wire:.0f}"]
-    assert f"{wire:,.0f} against {dense:,.0f}" in RESULTS and f"payload {payload:,} against" in RESULTS
-
-
-PACKAGES = "comm compression gossip launch local memory optim selection wire".split()
+    assert rows["DGC together"] == [f"{sent:,}", f"{wire:,.0f}"]
+    assert rows["dense / DGC"] == [f"{dense / 1.5 / sent:.0f}", f"{dense / wire:.0f}"]
+    assert f"{wire:,.0f} against {dense:,.0f}" in RESULTS and f"payload {sent:,} against" in RESULTS
 
 
 def examples() -> dict[str, tuple[str, str]]:
@@ -376,8 +356,8 @@ def one_rank() -> Any:
 
 def names() -> dict[str, Any]:
     """What an example may use: public names, and the objects of a training script."""
-    packages = [import_module(f"dgc.{name}") for name in PACKAGES]
-    public = {name: value for package in packages for name, value in vars(package).items() if name[0] != "_"}
+    packages = "comm compression gossip launch local memory optim selection wire".split()
+    public = {n: v for name in packages for n, v in vars(import_module(f"dgc.{name}")).items() if n[0] != "_"}
     others = DistributedDataParallel, FlatModel, LockstepWorld, all_reduce, choose_transport, peer_schedule
     public |= {of.__name__: of for of in (*others, check_compressor)} | {"compress": compress}
     model = nn.Linear(32, 16)

@@ -4,16 +4,13 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from documented import table
-from environment import patient
+from parallel.processes import run_together
 from small_data import write_cifar, write_imagenet
 from warm import python
 
@@ -127,7 +124,6 @@ CIFAR = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py 
     configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"""
 LONGER = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
     configs/dgc/wm5.py --configs.train.num_epochs 500 --suffix .e500"""
-ONE = "python train.py --configs configs/cifar/resnet110.py --configs.train.batch_size 20 --suffix .b20"
 # one short epoch each, and images and classes as few as the small data has
 SHORT = " --configs.train.num_epochs 1"
 SMALL = " --configs.dataset.num_classes 4 --configs.dataset.image_size 32 --configs.train.batch_size 4"
@@ -141,23 +137,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: str, folder: Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
-    """Runs a command line; its whole process group is ended if it takes too long."""
+def run(command: str, folder: Path, timeout: float = 110) -> Any:
     ranks = int((re.search(r"-np (\d+)", command) or ["", "1"])[1])
     env = environment(ranks, len(os.sched_getaffinity(0)), os.geteuid() == 0, os.environ)
     env |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(python()).parent}:{env['PATH']}"
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(["bash", "-c", command], cwd=folder, env=env, start_new_session=True, **pipes)
-    try:
-        out, err = process.communicate(timeout=patient(timeout))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    (done,) = run_together([["bash", "-c", command]], folder, env, timeout)
+    return done
 
 
-def trained(done: subprocess.CompletedProcess[str], directory: Path) -> dict:
+def trained(done: Any, directory: Path) -> Any:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((directory / "summary.json").read_text())
 

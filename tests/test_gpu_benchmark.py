@@ -112,18 +112,6 @@ def test_tests_run_without_pytest(tmp_path: Path) -> None:
         list(cases(load_tests(file), {"test_unknown": "it is not there"}))
 
 
-def test_all_laws_load_without_pytest() -> None:
-    code = """
-        import torch, sys
-        sys.modules["pytest"] = None
-        from benchmarks.gpu_steps import laws
-        import dgc.kernels.triton_selection
-        print(len(list(laws(torch.device("cpu")))))
-    """
-    done = run(code, TRITON_INTERPRET="1")
-    assert done.returncode == 0 and int(done.stdout) > 80, done.stderr[-3000:]
-
-
 def test_every_annotation_has_its_stand_in() -> None:
     files = (REPOSITORY / "dgc").rglob("*.py")
     imported = [line for file in files for line in re.findall(r"from jaxtyping import (.*)", file.read_text())]
@@ -153,9 +141,16 @@ def test_shapes_of_resnet50() -> None:
     assert [tuple(t.shape) for t in resnet50().values()] == expected
 
 
-def test_training_needs_no_numpy() -> None:
-    """It may be missing beside PyTorch for CUDA."""
-    code = """
+def test_laws_load_without_pytest_and_training_without_numpy() -> None:
+    """They may be missing beside PyTorch for CUDA."""
+    laws = """
+        import torch, sys
+        sys.modules["pytest"] = None
+        from benchmarks.gpu_steps import laws
+        import dgc.kernels.triton_selection
+        assert len(list(laws(torch.device("cpu")))) > 80
+    """
+    training = """
         import sys, warnings
         sys.modules.update(dict.fromkeys(("numpy", "omegaconf")))
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")
@@ -166,8 +161,8 @@ def test_training_needs_no_numpy() -> None:
         kernels.use("reference")
         Training(16, torch.device("cpu")).step()
     """
-    done = run(code)
-    assert done.returncode == 0, done.stderr[-2000:]
+    for done in (run(laws, TRITON_INTERPRET="1"), run(training)):
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_what_fails_or_is_late_does_not_stop_the_rest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,35 +138,33 @@ def test_hosts() -> None:
     assert line.startswith(f"horovodrun -np 2 -H localhost:2 {own}")
 
 
-OB1, TCP, IF = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
-NCCL, GLOO = "-x NCCL_SOCKET_IFNAME", "-x HOROVOD_GLOO_IFACE"
-
-
 def test_network(tmp_path: Path) -> None:
     """HAS: the message layer that the fake ompi_info prints."""
+    ob1, tcp, interface = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
+    nccl, gloo = "-x NCCL_SOCKET_IFNAME", "-x HOROVOD_GLOO_IFACE"
+
     cases = {
-        "NETWORK=ethernet": f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python",
-        "INTERFACE=eth1": f"{NCCL}=eth1 {GLOO}=eth1 {OB1} {TCP} {IF}_include eth1 python",
+        "NETWORK=ethernet": f"-x NCCL_IB_DISABLE=1 {ob1} {tcp} {interface}_exclude docker0,lo python",
+        "INTERFACE=eth1": f"{nccl}=eth1 {gloo}=eth1 {ob1} {tcp} {interface}_include eth1 python",
         "NETWORK=ethernet INTERFACE=e0,e1": (
-            f"-x NCCL_IB_DISABLE=1 {NCCL}=e0,e1 {GLOO}=e0 {OB1} {TCP} {IF}_include e0,e1 python"
+            f"-x NCCL_IB_DISABLE=1 {nccl}=e0,e1 {gloo}=e0 {ob1} {tcp} {interface}_include e0,e1 python"
         ),
         "NETWORK=infiniband INTERFACE=ib0 UCX_NET_DEVICES=mlx5_0:1 HAS=ucx": (
-            f"-x NCCL_IB_DISABLE=0 {NCCL}=ib0 {GLOO}=ib0 -x UCX_NET_DEVICES=mlx5_0:1 "
+            f"-x NCCL_IB_DISABLE=0 {nccl}=ib0 {gloo}=ib0 -x UCX_NET_DEVICES=mlx5_0:1 "
             "-mca pml ucx -mca btl ^openib python"
         ),
         "NETWORK=infiniband HAS=cm": (
-            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {OB1} -mca btl openib,self,vader python"
+            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {ob1} -mca btl openib,self,vader python"
         ),
         "NETWORK=ethernet MPI_OPTIONS=--mca\tbtl\ttcp,self": (
-            f"-x NCCL_IB_DISABLE=1 {OB1} {IF}_exclude docker0,lo --mca btl tcp,self python"
+            f"-x NCCL_IB_DISABLE=1 {ob1} {interface}_exclude docker0,lo --mca btl tcp,self python"
         ),
     }
     info = tmp_path / "ompi_info"
     found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
     for given, expected in cases.items():
         variables = dict(word.replace("\t", " ").split("=") for word in given.split(" "))
-        info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
-        info.chmod(0o755)
+        program(info, f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
         line = line_of("mpirun", *TRAIN, HOSTS="a:8,b:8", **found, **variables)
         assert expected in line
         options = [word for before, word in pairwise(line.split()) if before.endswith("-mca")]
@@ -213,8 +211,6 @@ def test_as_many_ranks_start_as_are_asked_for_whatever_open_mpi_takes_for_slots(
     assert environment(4, 2, False, {"OMPI_MCA_mpi_yield_when_idle": "0"})["OMPI_MCA_mpi_yield_when_idle"] == "0"
 
 
-Done = subprocess.CompletedProcess[str]
-A = ["--configs", "a.py"]
 CONTROL = """#!/bin/sh
 case "$*" in
     "show hostnames "*) printf "%s\\n" $MACHINES ;;
@@ -261,7 +257,7 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
     return copy, environment | {"VIRTUAL_ENV": sys.prefix, "CALLS": str(tmp_path / "calls")} | variables
 
 
-def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Done:
+def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Any:
     command = ["bash", str(script), *words]
     return subprocess.run(command, env={**environment, "DRY_RUN": "1"}, capture_output=True, text=True, **more)
 
@@ -302,7 +298,7 @@ def send(process: subprocess.Popen[str], number: int) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     copy, environment = job(tmp_path)
-    for words in (A, ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]):
+    for words in (TRAIN, ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]):
         done = dry_run(copy, environment, *words)
         assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout and done.returncode == 0, done.stderr
         wrong = dry_run(copy, {**environment, "SLURM_SUBMIT_DIR": str(tmp_path)}, *words)
@@ -313,7 +309,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout, done.stderr
     assert "configs/gossip/sgp.py" in done.stdout and done.stdout.endswith("--suffix .a \n")
     environment["ELASTIC"] = "1"
-    done = dry_run(copy, environment, *A)
+    done = dry_run(copy, environment, *TRAIN)
     srun, torchrun = done.stdout.splitlines()
     assert srun.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --no-kill "), done.stderr
     assert "--nproc-per-node 4 --max-restarts 10 --nnodes 1:2 " in torchrun
@@ -340,7 +336,7 @@ def test_ranks_of_uneven_allocations(tmp_path: Path) -> None:
         ({"SLURM_TASKS_PER_NODE": "8(y2),7"}, "SLURM_TASKS_PER_NODE is 8(y2),7; it must have the form 8(x2),7"),
         ({"ELASTIC": "1", "SLURM_TASKS_PER_NODE": "8(x2),7(x2)"}, "ELASTIC=1 needs as many tasks on each machine"),
     ):
-        done = dry_run(copy, {**environment, **machines, **variables}, *A)
+        done = dry_run(copy, {**environment, **machines, **variables}, *TRAIN)
         refused = expected[0] != "-"
         assert done.returncode == (2 if refused else 0), (variables, done)
         assert expected in (done.stderr if refused else done.stdout), (variables, done)
@@ -352,32 +348,32 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
     outside = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
     scripts = REPOSITORY / "scripts"
     cases = [({}, "1 -H node1:1 "), ({"RANKS": "4"}, "4 -H node1:4 "), ({"HOSTS": "a:2,b:2"}, "4 -H a:2\\,b:2 ")]
-    for script, words in (("slurm.sh", A), ("gossip/sgp.sh", ["--suffix", ".a"])):
+    for script, words in (("slurm.sh", TRAIN), ("gossip/sgp.sh", ["--suffix", ".a"])):
         for variables, expected in cases:
             done = dry_run(scripts / script, {**outside, **variables, "LAUNCH": "slurm"}, *words, cwd=tmp_path)
             assert f"mpirun -np {expected}" in done.stdout and done.returncode == 0, done.stderr
             assert done.stdout.endswith(f"{words[-1]} \n") and "not a SLURM job" in done.stderr
-    done = subprocess.run(["bash", scripts / "slurm.sh", *A], env=outside, capture_output=True, text=True)
+    done = subprocess.run(["bash", scripts / "slurm.sh", *TRAIN], env=outside, capture_output=True, text=True)
     assert done.returncode == 2 and "submit it with sbatch" in done.stderr
 
 
-REQUEUED: list[tuple[dict[str, str], int, list[str]]] = [
-    ({}, 0, ["signal", "requeue 17"]),
-    ({"REQUEUE": "scontrol -v again"}, 0, ["signal", "-v again 17"]),
-    ({"REQUEUE": ""}, 75, ["signal"]),
-    ({"REFUSES": "1"}, 75, ["signal", "requeue 17"]),
-    *(({"SAVED": status}, int(status), ["signal"]) for status in "10"),
-    ({"ELASTIC": "1"}, 0, ["terminated", "requeue 17"]),  # torchrun does not pass on the status of its ranks
-]
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize(("variables", "status", "calls"), REQUEUED)
+@pytest.mark.parametrize(
+    ("variables", "status", "calls"),
+    [
+        ({}, 0, ["signal", "requeue 17"]),
+        ({"REQUEUE": "scontrol -v again"}, 0, ["signal", "-v again 17"]),
+        ({"REQUEUE": ""}, 75, ["signal"]),
+        ({"REFUSES": "1"}, 75, ["signal", "requeue 17"]),
+        *(({"SAVED": status}, int(status), ["signal"]) for status in "10"),
+        ({"ELASTIC": "1"}, 0, ["terminated", "requeue 17"]),  # torchrun does not pass on the status of its ranks
+    ],
+)
 def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls: Any) -> None:
     """SAVED: the exit status of the run after a signal. REFUSES: the exit status of scontrol."""
     copy, environment = job(tmp_path, **variables)
     program(tmp_path / "bin" / ("srun" if "ELASTIC" in variables else "mpirun"), RUN)
-    with started(copy, environment, *A) as process:
+    with started(copy, environment, *TRAIN) as process:
         read_until(process, "started")
         send(process, number)
         time.sleep(0.1)
@@ -389,7 +385,7 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
     if not variables:  # without a signal the run's own status is that of the job
         Path(environment["CALLS"]).unlink()
         alone: Any = {"env": {**environment, "LONG": "2"}, "capture_output": True, "timeout": patient(60)}
-        assert subprocess.run(["bash", copy, *A], **alone).returncode == 3
+        assert subprocess.run(["bash", copy, *TRAIN], **alone).returncode == 3
         assert not Path(environment["CALLS"]).exists()
 
 

@@ -34,6 +34,8 @@ MODELS = [
     ("densenet169", 12_493_322, 506, 169, 1664),
     ("senet18", 11_260_354, 88, 37, 512),
 ]
+BEGIN, END = 2, 3
+ENDS: Any = {"begin": BEGIN, "end": END}
 
 
 def test_sizes() -> None:
@@ -45,6 +47,11 @@ def test_sizes() -> None:
             assert sum(p.dim() > 1 for p in model.parameters()) == matrices
             assert model.classifier.weight.shape == (10, features)
             assert {"features.0.weight", "classifier.bias"} <= set(model.state_dict())
+    for make, expected in ((transformer_base, 60_522_496), (transformer_big, 209_125_376)):
+        with torch.device("meta"):
+            model = make(32_000)
+        assert sum(p.numel() for p in model.parameters()) == expected
+        assert f"{expected:,} parameters" in (make.__doc__ or "")
 
 
 @pytest.mark.parametrize("name", [row[0] for row in MODELS[3:]])
@@ -102,10 +109,6 @@ def test_blocks() -> None:
     assert torch.equal(residual(x), before)
 
 
-BEGIN, END = 2, 3
-ENDS: Any = {"begin": BEGIN, "end": END}
-
-
 def small(vocabulary: int = 6, pre_norm: bool = False, seed: int = 0) -> Transformer:
     """An untrained model whose logits are spread, so that no two targets have nearly the same score."""
     torch.manual_seed(seed)
@@ -117,12 +120,7 @@ def small(vocabulary: int = 6, pre_norm: bool = False, seed: int = 0) -> Transfo
     return model.eval()
 
 
-def test_sizes_and_positions() -> None:
-    for make, expected in ((transformer_base, 60_522_496), (transformer_big, 209_125_376)):
-        with torch.device("meta"):
-            model = make(32_000)
-        assert sum(p.numel() for p in model.parameters()) == expected
-        assert f"{expected:,} parameters" in (make.__doc__ or "")
+def test_positions() -> None:
     encoding = sinusoids(50, 8)
     assert encoding.shape == (50, 8)
     for position, column in ((0, 0), (7, 3), (49, 6)):
@@ -211,32 +209,26 @@ class ByLength:
         return logits
 
 
-def test_the_search_goes_on_while_a_longer_target_may_be_better() -> None:
+def test_the_search_goes_on_only_while_a_longer_target_may_be_better() -> None:
     """The target that ends at once has the probability 0.6; the one of two tokens 0.4, with a larger score."""
     model: Any = ByLength((0.4, 0.6), (0.0, 1.0))
     for penalty, expected in ((0.6, [[]]), (5.0, [[1]])):
         found = beam_search(model, torch.tensor([[5]]), length_penalty=penalty, max_length=2, beams=1, **ENDS)
         assert found == expected
     assert math.log(0.4) / (7 / 6) ** 5 > math.log(0.6) > math.log(0.4) / (7 / 6) ** 0.6
-
-
-def test_the_search_ends_when_no_sentence_can_have_a_better_target_within_its_limit() -> None:
-    """The second sentence has a target of probability 1. The first has reached its limit, 1, or no target of 2
-    tokens can be better than its best one: 3 could, but are too many for it."""
+    # The second sentence has a target of probability 1. The first has reached its limit, 1, or no target of 2
+    # tokens can be better than its best one: 3 could, but are too many for it.
     source = torch.tensor([[5], [5]])
     cases: Any = [((0.9, 0.1), [1, 5], 5.0, [[1], []]), ((0.4, 0.6), [2, 3], 3.0, [[], []])]
     for first, limits, length_penalty, with_the_larger_limit in cases:
         for given, calls, expected in ((limits, 1, [[], []]), (limits[1], 2, with_the_larger_limit)):
-            model: Any = ByLength([first, (0.0, 1.0)], *[(0.0, 1.0)] * 4)
+            model = ByLength([first, (0.0, 1.0)], *[(0.0, 1.0)] * 4)
             found = beam_search(model, source, max_length=given, beams=1, length_penalty=length_penalty, **ENDS)
             assert (model.length, found) == (calls, expected)
 
 
-SEARCHES = pytest.mark.parametrize("search", [greedy, beam_search])
-
-
-@SEARCHES
-def test_every_sentence_has_its_own_limit(search: Any) -> None:
+@pytest.mark.parametrize("search", [greedy, beam_search])
+def test_every_sentence_has_its_own_limit_and_no_token_beyond_the_vocabulary(search: Any) -> None:
     limits, lengths = [1, 9, 4, 2, 7], set()
     for seed in range(5):
         model, source = small(9, seed=seed), torch.randint(4, 9, (5, 6))
@@ -255,10 +247,6 @@ def test_every_sentence_has_its_own_limit(search: Any) -> None:
     options = {"max_length": 8, **ENDS}
     alone = [search(model, sentence[sentence != 0][None], **options)[0] for sentence in source]
     assert search(model, source, **options) == alone and search(model, source[:0], **options) == []
-
-
-@SEARCHES
-def test_tokens_beyond_the_vocabulary_are_in_no_target(search: Any) -> None:
     options, chosen = {"max_length": 8, **ENDS}, set()
     for seed in range(4):
         model, source = small(9, seed=seed), torch.randint(4, 6, (5, 6))

@@ -30,17 +30,16 @@ from benchmarks.train_step import MODELS, Work, make, make_work
 from dgc.comm.meter import PHASES
 from dgc.cost import AlikeRanks
 
+Patch = pytest.MonkeyPatch
 
-def test_rates_and_delays() -> None:
+
+def test_rates_delays_hosts_ranks_and_their_cores() -> None:
     assert [parse_rate(text) for text in ("100mbit", "2.5gbit", "5000kbit")] == [1e8, 2.5e9, 5e6]
     assert [parse_latency(text) for text in ("500us", "10ms", "1s")] == pytest.approx([5e-4, 1e-2, 1.0])
     for rate in ("", "fast", "100", "100 mbit", "-1gbit", "100MB", "1kbit", "101gbit"):
         refuse("rate", Laboratory, 2, rate)
     for delay in ("", "1", "0ms", "2s", "1min"):
         refuse("delay|latency", Laboratory, 2, "1gbit", delay)
-
-
-def test_hosts_ranks_and_their_cores() -> None:
     assert [cores_of(host, 2, [3, 4, 5, 6, 7]) for host in range(2)] == [[3, 4], [5, 6]]
     assert [cores_of(host, 4, [0, 1, 2, 3]) for host in range(4)] == [[0], [1], [2], [3]]
     assert [cores_of(host, 4, [5, 7]) for host in range(4)] == [[5], [7], [5], [7]] and ranks_per_host(8, 4) == 2
@@ -53,7 +52,7 @@ def test_hosts_ranks_and_their_cores() -> None:
     refuse("^the rate must be from 1mbit to 100gbit, such as 2.5gbit, not 100", Laboratory, 2, 100)
 
 
-def test_what_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_one_message(monkeypatch: Patch) -> None:
     """Before anything is made."""
     missing: Any = [
         ("os.geteuid", lambda: 1000, "need root"),
@@ -71,7 +70,7 @@ def test_what_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None
     assert done.stderr.count("\n") == 1 and not done.stdout
 
 
-def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: Patch) -> None:
     laboratory = Laboratory(2, "1gbit")
     monkeypatch.setattr(laboratory, "inside", lambda host, command: ["true"])
     traceback = "Traceback (most recent call last):\n  ...\nOSError: [Errno 113] No route to host\n"
@@ -83,7 +82,7 @@ def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.Monk
         assert "Traceback" not in str(caught.value)
 
 
-def test_laboratories_that_start_and_end_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_laboratories_that_start_and_end_together(monkeypatch: Patch, tmp_path: Path) -> None:
     removed: list[int] = []
     monkeypatch.setattr(module, "LOCKS", tmp_path)
     monkeypatch.setattr(module, "remove", removed.append)
@@ -151,15 +150,8 @@ def step(whole: float, update: float, wire: float, link: float) -> dict[str, flo
     return {"exchange": whole - update, "whole": whole, "until": whole, **sent, "link": link, **phases}
 
 
-def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
-    fast = [step(1.0, 0.25, 100, 110), step(2.0, 0.25, 100, 110), step(9.0, 0.25, 100, 110)]
-    slow = [step(3.0, 0.75, 300, 310), step(1.5, 0.75, 300, 310), step(4.0, 0.75, 300, 310)]
-    row = row_of([fast, slow])
-    assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
-    assert (row["wire_bytes"], row["link_bytes"]) == (200, 210) and row["phases_ms"]["step"] == 500.0
-
-
 def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
+
     assert {"lstm", "vgg16"} <= set(MODELS) and {"dense", "fp16", "2bit"} <= set(GRADIENTS)
     work = make_work("lstm", batch=1, image=0, rank=0)  # without a step, which takes long
     assert sum(p.numel() for p in work.model.parameters()) == 28869 * 651 + 3 * 8 * 650 * 651
@@ -167,7 +159,12 @@ def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
     assert loss.isfinite() and loss.ndim == 0
 
 
-def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:
+def test_rows_have_the_slowest_rank_the_median_step_and_nothing_that_is_sent_all_the_time() -> None:
+    fast = [step(1.0, 0.25, 100, 110), step(2.0, 0.25, 100, 110), step(9.0, 0.25, 100, 110)]
+    slow = [step(3.0, 0.75, 300, 310), step(1.5, 0.75, 300, 310), step(4.0, 0.75, 300, 310)]
+    row: dict[str, Any] = row_of([fast, slow])
+    assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
+    assert (row["wire_bytes"], row["link_bytes"]) == (200, 210) and row["phases_ms"]["step"] == 500.0
     rows: dict[str, Any] = {
         "noop": {"step_ms": 10.0, "until_ms": 10.0, "link_bytes": 50.0, "machine_bytes": 0.0},
         "fp16": {"step_ms": 90.0, "until_ms": 100.0, "link_bytes": 1500.0, "machine_bytes": 1000.0},
@@ -184,9 +181,7 @@ def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:
 
 
 @pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK"])
-def test_ranks_that_outnumber_the_cores_keep_to_one_each(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_beyond_the_cores_keep_to_one_each(variable: str, tmp_path: Path, monkeypatch: Patch) -> None:
     for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "4")
@@ -232,7 +227,7 @@ def test_the_figure_shows_where_a_method_stops_to_pay(tmp_path: Path) -> None:
     refuse("no line of a benchmark with --hosts", read_lines, file)
 
 
-def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
+def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it(capsys: pytest.CaptureFixture[str]) -> None:
     dense = [(10.0, 100.0, 50.0), (20.0, 200.0, 99.0), (30.0, 300.0, 98.0)]
     fast = [(1.0, 10.0, 97.5), (2.0, 20.0, 97.4), (3.0, 30.0, 97.6)]
     never = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)]
@@ -247,9 +242,7 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     assert "seconds_to_reach" not in both and both["reached"] == "1 of 2"
     both = row_of_time([fast, dense], [dense, dense], digits, target=97.6)
     assert (both["seconds_to_reach"], both["reached"]) == (11.5, "2 of 2")
-
-
-def test_simulated_seconds_are_those_of_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    # simulated seconds are those of the bytes
     words = "--simulate --hosts 2 --rate 8mbit --epochs 1 --target 1 --methods fp16 -- --configs.model.width=4"
     assert time_to_accuracy.main(words.split()) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]["fp16"]

@@ -118,17 +118,16 @@ def test_a_resumed_job_writes_the_same_rows(tmp_path: Path, at: Any, killed: Any
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
 
 
-def test_another_number_of_ranks_continues_its_earlier_file(tmp_path: Path) -> None:
-    train(log(tmp_path), (0, 0), (1, 4)).close()
-    resumed = log(tmp_path)
+def test_what_an_earlier_file_becomes(tmp_path: Path) -> None:
+    """Another number of ranks continues it. A missing or foreign one is replaced. A killed job keeps every row."""
+    other = tmp_path / "other"
+    train(log(other), (0, 0), (1, 4)).close()
+    resumed = log(other)
     resumed.begin_at(1, 2, 100.0)
     train(resumed, (1, 2), (2, 0)).close()
-    table = rows(tmp_path)
+    table = rows(other)
     assert [row["itr"] for row in table if row["Epoch"] == "1"] == ["0", "2", "5", "7", "-1"]
     assert float(table[6]["elapsed(s)"]) > 100
-
-
-def test_a_missing_or_foreign_file_is_replaced(tmp_path: Path) -> None:
     state = train(log(tmp_path / "a"), (0, 0), (1, 0)).state_dict()
     train(log(tmp_path / "a"), (0, 0), (0, 1))
     assert len(rows(tmp_path / "a")) == 1  # begun anew without a state
@@ -138,15 +137,13 @@ def test_a_missing_or_foreign_file_is_replaced(tmp_path: Path) -> None:
     for name in ("b", "c"):
         train(log(tmp_path / name, state), (1, 0), (1, 4))
         assert [row["itr"] for row in rows(tmp_path / name)] == ["0", "3"]
-
-
-def test_a_killed_job_keeps_every_row(tmp_path: Path) -> None:
-    out = train(log(tmp_path), (0, 0), (0, 4))
-    assert [row["itr"] for row in rows(tmp_path)] == ["0", "3"]
+    killed = tmp_path / "killed"
+    out = train(log(killed), (0, 0), (0, 4))
+    assert [row["itr"] for row in rows(killed)] == ["0", "3"]
     out.close()
     train(out, (0, 4), (0, PER_EPOCH)).end_epoch(0)  # without validation
-    assert [row["itr"] for row in rows(tmp_path)] == ["0", "3", "6", "7", "-1"]
-    assert rows(tmp_path)[-1]["val"] == rows(tmp_path)[-1]["consensus"] == "-1"
+    assert [row["itr"] for row in rows(killed)] == ["0", "3", "6", "7", "-1"]
+    assert rows(killed)[-1]["val"] == rows(killed)[-1]["consensus"] == "-1"
 
 
 def test_errors_of_the_log(tmp_path: Path) -> None:
@@ -178,10 +175,6 @@ def test_what_a_row_has_is_computed() -> None:
     refuse(r"not \[n, c\] and \[n\]", scores, outputs, targets[:2])
 
 
-CONFIG = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
-STEPS = 6
-
-
 def write_run(
     directory: Path,
     target: str | None = "dgc.gossip.SGP",
@@ -194,11 +187,12 @@ def write_run(
     gossip = {"gossip": {"_target_": target} if target else None}
     train = {**gossip, "compression": {"_target_": f"dgc.compression.{compression}Compressor"}}
     directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **other, "train": train}))
+    config = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
+    (directory / "config.yaml").write_text(yaml.safe_dump({**config, **other, "train": train}))
     for rank in range(ranks):
         log = CsvLog(directory, rank=rank, size=ranks, batch_size=batch, every=4, ignore=2)
         for epoch, accuracy in enumerate((50.0, 60.0, 70.0)):
-            for itr in range(STEPS):
+            for itr in range(6):
                 seconds = 10.0 if (epoch, itr) == (0, 0) else 1.0 + rank
                 sent = {"wire_bytes": 1000.0 * ranks}
                 log.step(epoch, itr, seconds, 0.0, 3.0 - epoch + rank, accuracy, 90.0, batch, sent)
@@ -207,11 +201,8 @@ def write_run(
     return directory
 
 
-def drawn(make: Any, runs: Any) -> Any:
-    return make(runs)
-
-
 def ydata(line: Any) -> list[float]:
+
     return np.asarray(line.get_ydata()).tolist()
 
 
@@ -296,16 +287,16 @@ def test_labels_names_and_colours(tmp_path: Path) -> None:
 def test_figures(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (1, 2, 4)]
     runs.append(read_run(write_run(tmp_path / "ar", target=None)))
-    by_time, by_step = drawn(error_figure, runs).axes
+    by_time, by_step = error_figure(runs).axes
     assert by_time.get_xlabel() == "training time (seconds)" and by_step.get_xlabel() == "iterations"
     assert [ydata(line) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
     times, rates = scaling_figure(runs).axes
     assert times.get_ylabel() == "time per iteration (s)" and rates.get_ylabel() == "throughput (samples/s)"
     assert [xdata(line) for line in times.lines] == [[2], [1, 2, 4]] and ydata(times.lines[1]) == [1.0, 1.5, 2.5]
     assert ydata(rates.lines[1]) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
-    assert len(drawn(loss_figure, runs).axes[0].lines) == 2 * len(runs)
+    assert len(loss_figure(runs).axes[0].lines) == 2 * len(runs)
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
-    (axes,) = drawn(bytes_figure, runs[1:3]).axes
+    (axes,) = bytes_figure(runs[1:3]).axes
     assert axes.get_xscale() == "log" and xdata(axes.lines[1]) == [24_000, 48_000, 72_000]
     assert ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
 
@@ -314,8 +305,9 @@ def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Pat
     """By marker or line style, and by name. Runs on the same number of ranks differ by colour."""
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
     runs = [read_run(write_run(tmp_path / name, None, n, compression="DGC")) for name, n in ranks.items()]
-    for make, every, line in ((error_figure, 2, 1), (bytes_figure, 1, 0), (loss_figure, 2, 1)):
-        figure = drawn(make, runs)
+    makes: Any = ((error_figure, 2, 1), (bytes_figure, 1, 0), (loss_figure, 2, 1))
+    for make, every, line in makes:
+        figure = make(runs)
         lines = figure.axes[0].lines[line::every]
         looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
         assert len(set(looks)) == 4 and looks[0][0] == looks[1][0] == looks[2][0] != looks[3][0], make
@@ -338,9 +330,9 @@ def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
         (directory / "config.yaml").write_text(yaml.safe_dump({"train": {**tree["train"], "metric": metric}}))
         runs.append(run := read_run(directory))
         assert run.training.y == [] and run.validation.y == [51.0, 61.0, 71.0]
-        for axes in drawn(error_figure, [run]).axes:
+        for axes in error_figure([run]).axes:
             assert axes.get_ylabel() == label and ydata(axes.lines[1]) == shown
-        (axes,) = drawn(bytes_figure, [run]).axes
+        (axes,) = bytes_figure([run]).axes
         assert axes.get_ylabel() == f"{shown_as}, validation" and ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
     with pytest.raises(PlotError, match="cannot be compared: metric is"):
         check_comparable(runs)

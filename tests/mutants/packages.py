@@ -16,7 +16,7 @@ TRAINER_PACKAGES = (
     "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "
     "launcher logging meters random_state schedule startup stepping synchronization tasks"
 )
-ADVISOR = Tests(("tests/test_cost.py", "tests/test_advise_library.py"))
+ADVISOR = Tests(("tests/test_cost.py",))
 PACKAGES = {
     "dgc/advise": ADVISOR,
     "dgc/aggregate": Tests(("tests/compression/test_powersgd.py", "tests/optim/test_identity.py")),

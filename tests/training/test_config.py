@@ -19,6 +19,14 @@ from dgc_training.startup.build import parameter_groups
 
 CNN, WM5, SGP, RING = (f"configs/{name}.py" for name in ("digits/cnn", "dgc/wm5", "gossip/sgp", "topology/ring"))
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
+SHIPPED = [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
+BEFORE = {  # what stands before a file, or before those of a folder; otherwise CNN
+    "digits": [], "selection": [CNN, WM5], "topology": [CNN, SGP], "wmt16/tokens400k": ["configs/wmt16/base.py"],
+    **dict.fromkeys(("gossip/fp16", "gossip/bf16", "gossip/int8"), [CNN, SGP]),
+    **dict.fromkeys(("numwords/sgd", "numwords/by_epoch"), ["configs/numwords/tiny.py"]),
+    "pysource/sgd": ["configs/pysource/lstm.py"], "pysource/gpt2_small": ["configs/pysource/gpt.py"],
+    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
+}  # fmt: skip
 
 
 def values(tree: DictConfig) -> Any:
@@ -69,20 +77,7 @@ def test_a_formula_is_arithmetic_and_nothing_else() -> None:
             print(tree.x, "is the value of", formula)
 
 
-def shipped() -> list[str]:
-    return [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
-
-
-BEFORE = {  # what stands before a file, or before those of a folder; otherwise CNN
-    "digits": [], "selection": [CNN, WM5], "topology": [CNN, SGP], "wmt16/tokens400k": ["configs/wmt16/base.py"],
-    **dict.fromkeys(("gossip/fp16", "gossip/bf16", "gossip/int8"), [CNN, SGP]),
-    **dict.fromkeys(("numwords/sgd", "numwords/by_epoch"), ["configs/numwords/tiny.py"]),
-    "pysource/sgd": ["configs/pysource/lstm.py"], "pysource/gpt2_small": ["configs/pysource/gpt.py"],
-    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_file_stacks_and_builds(name: str) -> None:
     short = name.removeprefix("configs/").removesuffix(".py")
     tree = load([*BEFORE.get(short, BEFORE.get(short.partition("/")[0], [CNN])), name])
@@ -98,7 +93,7 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
 def test_dgc_files_set_what_they_say() -> None:
     ways = "exact histogram predicted sampled trimmed bisection mstopk laplace gaussian exponential".split()
     names = [f"dgc/{name}" for name in "fp16 int32 mm nm wm0 wm5 wm5o".split()]
-    assert {f"configs/{name}.py" for name in [*names, *(f"selection/{way}" for way in ways)]} <= set(shipped())
+    assert {f"configs/{name}.py" for name in [*names, *(f"selection/{way}" for way in ways)]} <= set(SHIPPED)
     dense, dgc = load([CNN]).train, load([CNN, WM5]).train
     assert (dense.dgc, dgc.dgc) == (False, True)
     assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"
@@ -247,17 +242,8 @@ def test_literals() -> None:
         assert found == value and type(found) is type(value), text
 
 
-def test_a_keyword_accepts_what_its_annotation_says() -> None:
-    def target(rate: float, name: str | None = None) -> None: ...
-
-    kinds = keywords(target)
-    assert kinds is not None
-    rate, name = argument(kinds["rate"]), argument(kinds["name"])
-    assert [bool(refusal(rate, value)) for value in (0.5, 1, "fast", [1])] == [False, False, True, True]
-    assert [bool(refusal(name, value)) for value in ("a", None, 0.5)] == [False, False, True]
-
-
 def test_overrides_in_every_form() -> None:
+
     words = "--configs.train.num_epochs=1e2 --configs.train.optimizer.lr 1e-4 --configs.deterministic True"
     words += " --configs.train.meters.acc/{}_top1.k 3 --configs.train.metric=null --configs.train.bucket_mb 1"
     words += " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
@@ -280,7 +266,7 @@ def test_overrides_in_every_form() -> None:
         assert load([CNN], words.split()).train.optimizer[key] == 0.5
 
 
-def test_import_paths_are_short_and_lead_back() -> None:
+def test_import_paths_are_short_and_keywords_accept_what_their_annotations_say() -> None:
     for target, path in (
         (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"), (torch.optim.SGD, "torch.optim.SGD"),
         (torch.optim.lr_scheduler.CosineAnnealingLR, "torch.optim.lr_scheduler.CosineAnnealingLR"),
@@ -290,6 +276,14 @@ def test_import_paths_are_short_and_lead_back() -> None:
     for nameless in (dict.fromkeys, lambda: 1):
         with pytest.raises(ValueError):
             import_path(nameless)
+
+    def target(rate: float, name: str | None = None) -> None: ...
+
+    kinds = keywords(target)
+    assert kinds is not None
+    rate, name = argument(kinds["rate"]), argument(kinds["name"])
+    assert [bool(refusal(rate, value)) for value in (0.5, 1, "fast", [1])] == [False, False, True, True]
+    assert [bool(refusal(name, value)) for value in ("a", None, 0.5)] == [False, False, True]
 
 
 def test_instantiate_builds_inner_nodes_first() -> None:
@@ -304,9 +298,7 @@ def test_instantiate_builds_inner_nodes_first() -> None:
     assert instantiate(tree.train.gossip.graph)(5).out_peers(4, 0) == (0,)
     with pytest.raises(ConfigError, match=r"graph\.peer: dgc\.gossip\.ring takes no keyword 'peer'"):
         load([CNN, SGP, RING], ["--configs.train.gossip.graph.peer", "1"])
-
-
-def test_instantiate_names_the_node_that_is_wrong() -> None:
+    # the node that is wrong is named
     cosine = "torch.optim.lr_scheduler.CosineAnnealingLR"
     train = load([CNN], ["--configs.train.optimizer.lr", "-1", "--configs.train.scheduler._target_", cosine]).train
     with pytest.raises(ConfigError, match=r"train\.optimizer \(torch\.optim\.SGD\): Invalid learning rate: -1"):

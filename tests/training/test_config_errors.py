@@ -345,9 +345,7 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
     optimizer = "{_target_: torch.optim.Adam, lr: 1, betas: [0, 0.9], foreach: null, eps: '${seed}'}"
     yaml(file, f"train: {{optimizer: {optimizer}}}")
     assert load([CNN, file]).train.optimizer.betas == [0, 0.9]
-
-
-def test_without_an_annotation_the_default_decides(file: Path, monkeypatch: MonkeyPatch) -> None:
+    # without an annotation the default decides
     monkeypatch.syspath_prepend(str(file.parent))
     signature = "is_open=True, size=0, rate=0.5, mode='mean', first=None, rest=()"
     yaml(file.with_name("unannotated.py"), f"def criterion({signature}):\n    return size\n")

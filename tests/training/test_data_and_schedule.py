@@ -33,7 +33,7 @@ from dgc_training.random_state import random_state, restore_random_state, seed_e
 from dgc_training.schedule import Schedule, inverse_square_root, scale_learning_rate, warmup_factor
 from dgc_training.startup.build import parameter_groups
 
-CPU = torch.device("cpu")
+CPU, STEPS = torch.device("cpu"), 4
 
 
 class Noisy(TensorDataset):
@@ -54,19 +54,17 @@ def batches(dataset: Dataset, *args: Any, rank: int = 0, size: int = 1, **option
     return TrainBatches(dataset, *args, rank=rank, size=size, seed=7, device=CPU, **options)
 
 
-NUMBER_OF_STEPS = {  # of this many samples, ranks, samples of a batch and passes
-    (1437, 4, 32, 1): 12,  # 360 each: 11 full steps and one of 8
-    (1437, 4, 32, 2): 5,  # the rest is dropped where a step is several passes
-    (50_000, 8, 128, 1): 49,
-    (96, 3, 32, 1): 1,
-    (97, 3, 32, 1): 1,  # 33 each: a last step of one sample is dropped
-    (5, 4, 8, 1): 1,
-    (5, 4, 8, 2): 0,
-}
-
-
 def test_number_of_steps() -> None:
-    assert {sizes: steps_per_epoch(*sizes) for sizes in NUMBER_OF_STEPS} == NUMBER_OF_STEPS
+    steps = {  # of this many samples, ranks, samples of a batch and passes
+        (1437, 4, 32, 1): 12,  # 360 each: 11 full steps and one of 8
+        (1437, 4, 32, 2): 5,  # the rest is dropped where a step is several passes
+        (50_000, 8, 128, 1): 49,
+        (96, 3, 32, 1): 1,
+        (97, 3, 32, 1): 1,  # 33 each: a last step of one sample is dropped
+        (5, 4, 8, 1): 1,
+        (5, 4, 8, 2): 0,
+    }
+    assert {sizes: steps_per_epoch(*sizes) for sizes in steps} == steps
     check_refusals(
         (lambda: batches(FIVE, 8, 2, size=4), "too few for one step of 4 ranks x 2 passes x 8 samples"),
         (lambda: batches(FIVE, 0), "train.batch_size is 0"),
@@ -196,7 +194,7 @@ def make_meters(split: Any) -> Any:
     return {f"acc/{split}_top1": TopKClassMeter(1), f"acc/{split}_top5": TopKClassMeter(5)}
 
 
-def test_the_result_does_not_depend_on_the_ranks() -> None:
+def test_results_do_not_depend_on_the_ranks() -> None:
     # every sample is covered once
     for samples, size in ((10, 1), (10, 3), (2, 5)):
         dataset = TensorDataset(torch.arange(samples), torch.arange(samples))
@@ -269,9 +267,6 @@ def test_top_k_accuracy() -> None:
         TopKClassMeter(0)
 
 
-STEPS = 4
-
-
 def make(
     scheduler: Any = None, size: int = 4, passes: int = 2, warmup: int = 3, per_epoch: bool = True, lr: float = 0.1
 ) -> Any:
@@ -332,7 +327,7 @@ def resume(second: Any, first: Any) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("per_epoch", [True, False])
-def test_a_resumed_schedule_continues_identically(name: Any, per_epoch: Any) -> None:
+def test_a_resumed_schedule_continues(name: Any, per_epoch: Any) -> None:
     undisturbed = rates(make(SCHEDULERS[name], per_epoch=per_epoch), epochs=8)
     # In warm-up, at its end, right after a milestone (the checkpoint after epoch 4), and in mid-epoch.
     for at in (2, 3 * STEPS - 1, 3 * STEPS, 3 * STEPS + 1, 4 * STEPS, 5 * STEPS, 5 * STEPS + 3):

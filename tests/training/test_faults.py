@@ -170,9 +170,7 @@ def test_a_run_resumes_with_an_evaluation(tmp_path: Path, capsys: CaptureFixture
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_run_that_stops_after_its_minutes_has_the_bits_of_one_that_does_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_minutes_has_the_bits_of_one_without_stops(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     """With no time at all, every start takes one step: also the last one of an epoch, before its evaluation."""
     dgc, quick = "configs/dgc/wm5.py", ["train.batch_size=300", "train.num_epochs=2", "model.width=8"]
     assert train_in(tmp_path / "whole", [CNN, dgc], quick) == [0, 0]

@@ -43,14 +43,24 @@ ALSO = {
 }
 
 
-def names(folder: str) -> list[str]:
+ADAM, ONEBIT_ADAM, GPT = "configs/adam", "configs/adam/onebit_adam.py", "configs/pysource/gpt.py"
+SGP, OSGP, FIRST_SCALE = "configs/gossip/sgp.py", "configs/gossip/osgp.py", 65536.0
+QUICK = "train.num_epochs=2 train.batch_size=90 train.warmup_lr_epochs=1 train.log_every=2".split()
+QUICK += ["data.num_threads_per_worker=1", "model.width=8"]
+FP16 = "train.precision=fp16 train.num_epochs=2 train.batch_size=4 train.checkpoint_every=2".split()
+FP16 += "train.check_replicas_every=1 train.scheduler.warmup_steps=2 data.num_threads_per_worker=1".split()
+FP16 += "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=5".split()
+FP16 += ["model.width=16", "model.heads=2"]
+
+
+def names(*folders: str) -> list[str]:
     """The files that extend a stack, without those of which every stack has one."""
-    files = sorted((CONFIGS / folder).glob("*.py"))
-    return [f"{folder}/{path.stem}" for path in files if path.stem not in ("__init__", "streaming")]
+    files = [f"{path.parent.name}/{path.stem}" for of in folders for path in sorted((CONFIGS / of).glob("*.py"))]
+    return [name for name in files if not name.endswith(("/__init__", "/streaming"))]
 
 
-FOLDERS = ("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
-COMPRESSION = [name for folder in FOLDERS for name in names(folder)] + ["dgc/reduce_scatter", "dgc/gtopk"]
+COMPRESSION = names("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
+COMPRESSION += ["dgc/reduce_scatter", "dgc/gtopk"]
 GOSSIP = [
     *(["gossip/" + name] for name in ("ar", "sgp", "osgp", "dpsgd", "choco", "powergossip")),
     *(["gossip/sgp", "gossip/" + name] for name in ("fp16", "bf16", "int8", "machines")),
@@ -104,9 +114,6 @@ def test_every_graph_takes_the_number_of_ranks(name: str) -> None:
         assert graph is None or instantiate(graph)(4).size == 4
 
 
-ADAM, ONEBIT_ADAM, GPT = "configs/adam", "configs/adam/onebit_adam.py", "configs/pysource/gpt.py"
-
-
 def test_momentum_is_not_clipped(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Of 12 steps, the gradients of the first 6 are."""
     clip = Mock(wraps=torch.nn.utils.clip_grad_norm_)
@@ -143,11 +150,6 @@ def test_auto_is_on_with_several_machines(tmp_path: Path, capsys: CaptureFixture
         settings = load(stack, [f"--configs.train.hierarchical={word}"]).train
         open_transport(settings, build_method(settings), connect)
         assert connect.call_args.kwargs["hierarchical"] == asked
-
-
-SGP, OSGP = "configs/gossip/sgp.py", "configs/gossip/osgp.py"
-QUICK = "train.num_epochs=2 train.batch_size=90 train.warmup_lr_epochs=1 train.log_every=2".split()
-QUICK += ["data.num_threads_per_worker=1", "model.width=8"]
 
 
 def test_it_learns_and_logs_a_row_for_each_rank(tmp_path: Path) -> None:
@@ -229,13 +231,6 @@ def test_local_steps_have_their_own_key_and_are_over_the_gossip_of_the_stack(tmp
     for stack in (["configs/local/slowmo.py", SGP], [SGP, "configs/local/slowmo.py"]):
         method = instantiate(load([CNN, *stack], ["--configs.train.gossip.blocking=true"]).train.local)
         assert method.average_every == 48 and method.base.blocking
-
-
-FP16 = "train.precision=fp16 train.num_epochs=2 train.batch_size=4 train.checkpoint_every=2".split()
-FP16 += "train.check_replicas_every=1 train.scheduler.warmup_steps=2 data.num_threads_per_worker=1".split()
-FP16 += "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=5".split()
-FP16 += ["model.width=16", "model.heads=2"]
-FIRST_SCALE = 65536.0
 
 
 @pytest.fixture

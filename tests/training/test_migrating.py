@@ -181,7 +181,7 @@ def test_a_saved_config_is_that_of_the_present_files(tmp_path: Path) -> None:
         check_run_directory(tmp_path, load([CNN, DILOCO]), transport, "cure")
 
 
-def test_names_of_still_earlier_versions() -> None:
+def test_names_of_still_earlier_versions_are_converted_and_other_configs_stay(tmp_path: Path) -> None:
     sgp, slowmo = {"_target_": "dgc.gossip.SGP"}, {"_target_": "dgc.gossip.SlowMo", "beta": 0.5}
     machines = {"_target_": "dgc.gossip.Machines", "base": sgp}
     gossip = {"_target_": "dgc.gossip.Periodic", "average_every": 48, "base": machines, "outer": slowmo}
@@ -192,10 +192,7 @@ def test_names_of_still_earlier_versions() -> None:
         "local": {"_target_": "dgc.local.OuterSteps", "average_every": 48, **outer},
         "scheduler": {"steps": '${derive:"2 * train.local.average_every"}'},
     }
-
-
-def test_other_configs_stay(tmp_path: Path) -> None:
-    """But for csv files, which are a recorder."""
+    # other configs stay, but for csv files, which are a recorder
     saved = tmp_path / "config.yaml"
     stack: list[str]
     for stack in ([], [SGP], [DILOCO]):

@@ -71,9 +71,7 @@ class Row(NamedTuple):
     size: int = 2
     local_size: int | None = None
     check: Callable[[Any], None] | None = None  # of the files of the last of them
-    others: Sequence[
-        tuple[int, int | None]
-    ] = ()  # ranks, and those of a machine, that resume the first of them too
+    others: Sequence[Any] = ()  # (ranks, those of a machine) that resume the first of them too
 
 
 MID, SCHEDULE_STARTS, ADAM_STARTS = ("e0001s00003",), ("e0002", "e0002s00003"), ("e0000s00008", "e0000s00004")

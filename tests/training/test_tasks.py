@@ -36,6 +36,8 @@ from dgc_training.tasks.translation import Translation
 from dgc_training.tasks.translation_batches import TranslationBatches, evaluation_batches
 from dgc_training.tasks.translation_evaluation import TranslationEvaluation, TranslationQuality, table
 
+CPU, TINY = torch.device("cpu"), ["configs/numwords/tiny.py"]
+
 
 def test_texts(tmp_path: Path) -> None:
     sources = PythonSources(vocabulary_size=64, characters=40_000)
@@ -204,9 +206,6 @@ def test_an_epoch_goes_on_at_the_same_step(tmp_path: Path, monkeypatch: MonkeyPa
         monkeypatch.undo()
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> NumberWords:
     folder = str(tmp_path_factory.mktemp("numbers"))
@@ -354,9 +353,6 @@ def test_a_larger_vocabulary_of_the_model_does_not_reach_the_translations(data: 
     assert evaluate(data, 1, beams=3)[1] != evaluate(data, 1)[1]
     # and a table's cells may have bars
     assert table([("a|b", "c", "d")]).splitlines()[-1] == "| a\\|b | c | d |"
-
-
-TINY = ["configs/numwords/tiny.py"]
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -166,9 +166,8 @@ def test_a_finished_run_started_again(finished: Path, tmp_path: Path, capsys: Ca
     assert summary_of(copy)["epochs"] == 1
 
 
-def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(
-    finished: Path, tmp_path: Path, capsys: CaptureFixture[str]
-) -> None:
+def test_evaluate_gives_the_reported_accuracy(finished: Path, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    """On any number of ranks."""
     for size in (1, 2, 3):
         run(finished, size=size, options=["--evaluate"])
         lines = capsys.readouterr().out.splitlines()
@@ -190,10 +189,6 @@ def with_nan(found: Any) -> Any:
     if isinstance(found, dict):
         return {name: value if n else with_nan(value) for n, (name, value) in enumerate(found.items())}
     return torch.cat([found.flatten()[:-1], torch.tensor([math.nan])]).view(found.shape)
-
-
-def in_fp64(found: Any) -> Any:
-    return {name: value.double() for name, value in found.items()}
 
 
 GONE = object()
@@ -221,7 +216,10 @@ DAMAGED: dict[str, list[tuple[str, Any, str]]] = {
     ],
     "quant/onebit": [("rank0/compression/OneBitCompressor.0/errors", with_nan, "errors of .* has NaN")],
     "powersgd/rank4": [
-        (f"rank0/{POWERSGD}/errors", in_fp64, "errors of .* has type torch.float64, not torch.float32"),
+        (
+            f"rank0/{POWERSGD}/errors", lambda errors: {name: error.double() for name, error in errors.items()},
+            "errors of .* has type torch.float64, not torch.float32",
+        ),
         (f"rank1/{POWERSGD}/Q", with_nan, "Q of .* has NaN"),
     ],
     "gossip/osgp": [
@@ -386,7 +384,9 @@ def test_a_lock_is_of_the_directory_of_this_name(tmp_path: Path, monkeypatch: Mo
         RunLock(tmp_path).release()
 
 
-def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed_and_moving_aside_overwrites_nothing(
+    tmp_path: Path,
+) -> None:
     dead, own, other = subprocess.Popen(["true"]), os.getpid(), os.getppid()
     dead.wait()
     (tmp_path / "checkpoints").mkdir()
@@ -399,6 +399,12 @@ def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) ->
     (tmp_path / left[1]).touch()
     run(tmp_path, *BRIEF)
     assert not (tmp_path / left[1]).exists()
+    for content in ("first", "second"):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "file").write_text(content)
+        move_aside(tmp_path / "run")
+    assert [(tmp_path / f"run.{n}" / "file").read_text() for n in (1, 2)] == ["first", "second"]
+    assert not (tmp_path / "run").exists()
 
 
 R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
@@ -430,12 +436,3 @@ def test_names(tmp_path: Path) -> None:
     assert [str(warning.message).rpartition(" ")[2] for warning in warned] == [str(tmp_path / "a.np2")]
     for name, rank in (("b.np4", 0), ("a.np4", 1)):  # rank 0 alone warns
         warn_of_other_run(tmp_path / name, rank)
-
-
-def test_moving_aside_overwrites_nothing(tmp_path: Path) -> None:
-    for content in ("first", "second"):
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "file").write_text(content)
-        move_aside(tmp_path / "run")
-    assert [(tmp_path / f"run.{n}" / "file").read_text() for n in (1, 2)] == ["first", "second"]
-    assert not (tmp_path / "run").exists()
