@@ -36,7 +36,8 @@ from scripts.advise.methods import METHODS, builder, unfit
 from scripts.advise.workload import measure_workload, under_autocast
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-Patch, Printed = pytest.MonkeyPatch, pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+Printed = pytest.CaptureFixture[str]
 NETWORK, CPU = Network(latency=0.0, bandwidth=1e8), torch.device("cpu")
 CNN, GPT = "configs/digits/cnn.py", "configs/pysource/gpt.py"
 
@@ -117,10 +118,7 @@ def test_what_keeps_the_quality_is_recommended() -> None:
     rows, advice = advised(methods[:2], work, is_adam=True)
     assert advice.method == "late" and advice.reason.endswith("10 % faster: this one is 5 % behind")
     assert "Faster, but" not in sentence(advice, rows, " ".join)
-
-
-def test_the_mean_step_has_the_dense_steps_that_come_first() -> None:
-    """Method a is the fastest of those that compress once it does so, and loses with its dense steps."""
+    # Method a is the fastest of those that compress once it does so, and loses with its dense steps.
     work, dense = Work(0.0, 1.0), candidate("a", 10**8)  # 2 s
     a = replace(candidate("a", 0), method=replace(dense.method, dense_share=0.25), dense=dense)
     rows, advice = advised([candidate("fp16", 10**8), a, candidate("b", 10**7)], work)
@@ -244,7 +242,7 @@ def test_computing_is_timed_after_a_warm_up_and_without_what_the_cache_holds(tmp
     assert last_level_cache(tmp_path) == 2**25
 
 
-def test_on_paper(tmp_path: Path, capsys: Printed) -> None:
+def test_on_paper(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:
     file = tmp_path / "advice.json"
     given = ["--methods", "dense", "fp16", "dgc-fp16-packed", "--json", str(file)]
     assert main(words(*given, "--plot", str(tmp_path / "figure.svg"))) == 0
@@ -262,6 +260,16 @@ def test_on_paper(tmp_path: Path, capsys: Printed) -> None:
     assert (result["ranks"], result["network"]["bandwidth"], name) == (4, 1.25e6, "dgc-fp16-packed")
     assert set(found) == {"dense", "fp16", "dgc-fp16-packed"} and found["fp16"]["faster"] == 1.0
     assert found["dense"]["wire_bytes"] == 4 * 226794 * 1.5
+    # a busy machine is reported
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    line = "UNRELIABLE: load average 2.1 on 2 cores: other programs ran in the last minute. If they still do, "
+    line += "computing is measured too long: repeat it"
+    for load_average, printed in ((2.1, True), (1.0, False)):
+        monkeypatch.setattr("os.getloadavg", lambda of=load_average: (of, 0.0, 0.0))
+        assert main(words("--methods", "dense")) == 0
+        said = capsys.readouterr()
+        assert [said.out.splitlines()[0] == line, "UNRELIABLE" in said.out] == [printed] * 2, load_average
+        assert "advise: measuring forward and backward (1 of " in said.err
 
 
 def test_bad_input_is_one_message(capsys: Printed) -> None:
@@ -312,25 +320,13 @@ def test_machines_on_paper(monkeypatch: Patch, capsys: Printed) -> None:
         assert describe(cluster_on_paper(args)) == line
     assert cluster_on_paper(args).network.inner_bandwidth == 2.5e11
     # one process stands for each rank of a machine, with its share of the cores
-    used, given = Mock(), ["--configs.data.num_threads_per_worker", "8", "--configs.data.num_workers", "0"]
+    used, few = Mock(), ["--configs.data.num_threads_per_worker", "8", "--configs.data.num_workers", "0"]
     monkeypatch.setattr("torch.set_num_threads", used)
     monkeypatch.setattr("scripts.advise.__main__.measure_workload", Mock(side_effect=ConfigError("enough")))
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
     for ranks in ("1", "2", "12"):
-        assert main(words("--ranks-per-host", ranks, *given)) == 2
+        assert main(words("--ranks-per-host", ranks, *few)) == 2
     assert used.mock_calls == [call(6), call(3), call(1)] and "enough" in capsys.readouterr().err
-
-
-def test_a_busy_machine_is_reported(monkeypatch: Patch, capsys: Printed) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
-    line = "UNRELIABLE: load average 2.1 on 2 cores: other programs ran in the last minute. If they still do, "
-    line += "computing is measured too long: repeat it"
-    for load_average, printed in ((2.1, True), (1.0, False)):
-        monkeypatch.setattr("os.getloadavg", lambda of=load_average: (of, 0.0, 0.0))
-        assert main(words("--methods", "dense")) == 0
-        said = capsys.readouterr()
-        assert [said.out.splitlines()[0] == line, "UNRELIABLE" in said.out] == [printed] * 2, load_average
-        assert "advise: measuring forward and backward (1 of " in said.err
 
 
 def test_the_network_is_fitted_to_times_of_collectives() -> None:

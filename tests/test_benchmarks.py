@@ -109,7 +109,7 @@ def test_every_method_of_the_table_is_built() -> None:
     assert len(sparse) > 20 and build("streaming", delay=3).delay == 3 and build("diloco").average_every == 50
 
 
-def test_a_fit_is_the_distance_between_distributions() -> None:
+def test_a_fit_is_the_distance_between_distributions_and_reads_are_counted_by_tensor() -> None:
     assert fit(laplace(50_000)).ratio < 0.2 and fit(5 + normal(50_000)).ratio > 5
     # of a standard normal to the Laplace of its mean distance: by midpoints, in fp64, without samples
     p = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
@@ -123,10 +123,7 @@ def test_a_fit_is_the_distance_between_distributions() -> None:
     large, small = laplace(30_000), normal(10_000)
     found = fit_tensors([torch.cat([large, small])], [[30_000, 10_000]])
     assert found.gauss == pytest.approx((3 * fit(large).gauss + fit(small).gauss) / 4)
-
-
-def test_reads_of_an_estimator_are_counted_by_tensor() -> None:
-    """The first tensor is found in one count; the second, nothing but equal numbers, is counted once more."""
+    # The first tensor is found in one count; the second, nothing but equal numbers, is counted once more.
     v = torch.cat([torch.full((20_000,), 0.1), torch.ones(3000)])
     v[:30] = torch.linspace(0.9, 1.0, 30)
     plan, counts, before = plan_selection(SEGMENTS, 0.001), Counts(), kernels.of
@@ -161,9 +158,6 @@ def test_made_gradients_have_the_recorded_mean_and_deviation() -> None:
     scores = (made - mean) / deviation
     assert float(scores.mean()) == pytest.approx(0, abs=0.01)
     assert float(scores.std()) == pytest.approx(1, rel=0.02)
-
-
-def test_a_learner_takes_steps_of_dgc() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(20, 10)
     learner = Learner(model, iter([(torch.randn(8, 20), torch.randint(10, (8,))) for _ in range(2)]), 0.05, lr=0.5)
@@ -403,7 +397,7 @@ def test_a_run_in_pieces_has_the_bits_of_one_in_a_single_piece(tmp_path: Path) -
         assert_same_end(whole, pieces)
 
 
-def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed) -> None:
+def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ends in time leaves its summary alone. Others are continued. No run begins after it."""
     started, run = [], tmp_path / "run"
 
@@ -423,9 +417,7 @@ def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed) -> Non
     with pytest.raises(SystemExit, match="75"):
         main([*PYSOURCE, "--methods", "dense", "fp16", "--simulate", "--minutes", "0", "--keep", str(tmp_path)])
     assert "2 of 2 runs are not finished: the same command continues" in capsys.readouterr().out
-
-
-def test_what_a_comparison_needs_is_said_at_once(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    # what it needs is said at once
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, message in (
         (["--model", "tiny"], "add --task pysource"),

@@ -34,11 +34,6 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 ]
 
 
-def test_arguments_of_a_wrong_type_are_named() -> None:
-    for make, arguments in WRONG:
-        refuse(rf"^{next(iter(arguments))} must .*not ", make, **arguments)
-
-
 def alone() -> Any:
     return LockstepWorld(1).transports[0]
 
@@ -62,10 +57,12 @@ def damaged(state: Any, value: Any, key: str, *rest: str) -> Any:
     return {**state, key: damaged(state[key], value, *rest) if rest else value}
 
 
-def test_what_is_no_option_epoch_state_and_closure() -> None:
+def test_arguments_options_epochs_states_and_closures_of_a_wrong_type_are_named() -> None:
+    for make, arguments in WRONG:
+        refuse(rf"^{next(iter(arguments))} must .*not ", make, **arguments)
     optimizers: Any = (wrapped(), local(SGP()))
     for optimizer in optimizers:
-        for state in (None, [], {}):
+        for state in (None, list[Any](), dict[str, Any]()):
             refuse("^state_dict must be what state_dict", optimizer.load_state_dict, state)
         refuse("^closure must be a function, not 3", optimizer.step, 3)
     for name, value in (

@@ -364,6 +364,17 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed, monkeypatch: pytes
     assert f"model      {count:,} parameters on cpu" in out
     assert result["methods"]["fp16"]["wire_bytes"] == pytest.approx(2 * count * 2 * 7 / 8, rel=0.02)
 
+    # the loss may be what the model returns
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return scale * x.sum()
+
+    x = torch.ones(2)
+    for batch, loss in (((x,), 2), ([x, 3.0], 6), ({"x": x, "scale": 2.0}, 4), (x, 2)):
+        with case(batch):
+            assert loss_of_model(Model(), batch).item() == loss and type(moved(batch, CPU)) is type(batch)
+    refuse("the model returns no loss; return", loss_of_model, nn.Identity(), x)
+
 
 def test_every_row_is_built_from_its_words() -> None:
     for method in METHODS:
@@ -450,18 +461,6 @@ def test_quantities() -> None:
         19.6: "19.6 s",
     }
     assert {seconds: human_time(seconds) for seconds in times} == times
-
-
-def test_the_loss_may_be_what_the_model_returns() -> None:
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-            return scale * x.sum()
-
-    x = torch.ones(2)
-    for batch, loss in (((x,), 2), ([x, 3.0], 6), ({"x": x, "scale": 2.0}, 4), (x, 2)):
-        with case(batch):
-            assert loss_of_model(Model(), batch).item() == loss and type(moved(batch, CPU)) is type(batch)
-    refuse("the model returns no loss; return", loss_of_model, nn.Identity(), x)
 
 
 def test_the_doctor_names_each_problem_with_its_cure() -> None:

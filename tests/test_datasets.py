@@ -32,7 +32,8 @@ from dgc_datasets.prepare import prepare_once, unpack
 from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.constructors import import_target
 
-CIFAR10, Patch = import_target("torchvision.datasets.CIFAR10"), pytest.MonkeyPatch
+CIFAR10 = import_target("torchvision.datasets.CIFAR10")
+Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("num_classes", [10, 100])
@@ -85,7 +86,7 @@ def test_a_part_of_the_training_images_is_held_out(tmp_path: Path, kind: Any) ->
         refuse(f"dataset.val_ratio is {ratio}", make, val_ratio=ratio)
 
 
-def test_cifar_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_cifar_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: Patch) -> None:
     tree = load(["configs/cifar/resnet20"], ["--configs.dataset.root", str(tmp_path / "none")])
     with pytest.raises(ConfigError) as told:
         instantiate(tree.dataset)
@@ -95,9 +96,7 @@ def test_cifar_refuses_what_does_not_fit(tmp_path: Path) -> None:
     write_cifar(tmp_path)
     for name, value in (("num_classes", 11), ("image_size", 0), ("image_size", 41)):
         refuse(f"dataset.{name} is {value}", CIFAR, str(tmp_path), **{name: value})
-
-
-def test_a_damaged_file_of_cifar_is_named(tmp_path: Path, monkeypatch: Patch) -> None:
+    # a damaged file is named
     monkeypatch.chdir(tmp_path)
     file, one = write_cifar(tmp_path) / "data_batch_3", np.zeros((1, 3072), np.uint8)
     whole = file.read_bytes()
@@ -269,9 +268,7 @@ def test_imagenet(tmp_path: Path) -> None:
     # fewer classes than folders take every nth
     few: Any = ImageNet(str(tmp_path), num_classes=2)["train"]
     assert [(path[-15:-7], label) for path, label in few.samples[::6]] == [("01440764", 0), ("01440766", 1)]
-
-
-def test_imagenet_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    # what does not fit is refused
     root = tmp_path / "data"
     tree = load(["configs/imagenet/resnet50"], ["--configs.dataset.root", str(root)])
     with pytest.raises(ConfigError, match=r"data/train is no folder. Make ROOT/train/CLASS.*dataset\.root"):

@@ -171,9 +171,7 @@ def test_continuous_integration_runs_commands_that_exist() -> None:
     assert {"setup", "lint", "types", "test", "proof"} <= used <= targets, used - targets
     packages = commands[0].split("install -y ")[1].split()
     assert set(packages) - {"make"} <= set(re.findall(r"[\w+]+(?:-\w+)*", (ROOT / "scripts/setup.sh").read_text()))
-
-
-def test_no_file_has_marks_of_an_unfinished_merge() -> None:
+    # no file has marks of an unfinished merge
     kinds = {".py", ".md", ".h", ".cpp", ".html", ".sh"}
     files = [file for file in (*ROOT.glob("*.*"), *ROOT.glob("[!.]*/**/*.*")) if file.suffix in kinds]
     assert len(files) > 400
@@ -181,6 +179,8 @@ def test_no_file_has_marks_of_an_unfinished_merge() -> None:
 
 
 # Widths of characters in Helvetica, as shares of the size of the font; 0.556 is that of digits and most letters.
+
+
 WIDTHS = dict.fromkeys("ijl.,:;/tfr -()'|", 0.29) | dict.fromkeys("mMwW%", 0.86)
 WIDTHS |= dict.fromkeys("ABCDEGKPRSTUX", 0.69)
 SIZES = {kind: int(size) for kind, size in re.findall(r"\.(\w+) \{ font-size: (\d+)px", pictures.STYLE)}
@@ -235,7 +235,7 @@ def test_pictures_follow_their_tables(monkeypatch: Patch, tmp_path: Path, capsys
     assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5
 
 
-def test_the_numbers_of_the_readme_and_of_captions_are_those_of_the_results() -> None:
+def test_the_readme_s_numbers_are_those_of_the_results() -> None:
     section = README.split("## Numbers\n")[1].split("\n## ")[0].replace("\n", " ")
     numbers = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
     assert len(numbers) > 10 and {number for number in numbers if number not in RESULTS} == set()
@@ -256,7 +256,7 @@ QUOTED = [
 ]
 
 
-def test_the_sections_of_methods_quote_the_tables() -> None:
+def test_the_sections_of_methods_quote_the_tables_and_captions_say_how_many_steps_an_epoch_has() -> None:
     text = " ".join((DOCS / "methods.md").read_text().split())
     for header, page, count, columns, pattern in QUOTED:
         rows = {name.split("`")[1]: cells for name, *cells in table(header, page) if "`" in name}

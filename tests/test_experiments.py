@@ -6,6 +6,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,9 +86,7 @@ def test_what_is_derived_follows_the_command_line() -> None:
     assert tree.train.scheduler.T_max == 295 and tree.train.compression.memory.momentum == 0.8
     tree = load(["configs/cifar/resnet20", "configs/dgc/wm5"], ["--configs.train.num_epochs", "500"])
     assert tree.train.scheduler.T_max == 495
-
-
-def test_chunks_take_the_experiments_momentum_and_warm_up() -> None:
+    # chunks take the experiment's momentum and warm-up
     for warm_up, ratios in (("wm0", [0.1]), ("wm5", [0.1 ** (e / 5) for e in range(1, 6)]), ("wm5o", [1.0] * 5)):
         tree = load(["configs/imagenet/resnet50", f"configs/chunks/{warm_up}", "configs/chunks/fp32"])
         compression = instantiate(tree.train.compression)
@@ -124,6 +123,7 @@ CIFAR = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py 
     configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"""
 LONGER = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
     configs/dgc/wm5.py --configs.train.num_epochs 500 --suffix .e500"""
+ONE = "python train.py --configs configs/cifar/resnet110.py --configs.train.batch_size 20 --suffix .b20"
 # one short epoch each, and images and classes as few as the small data has
 SHORT = " --configs.train.num_epochs 1"
 SMALL = " --configs.dataset.num_classes 4 --configs.dataset.image_size 32 --configs.train.batch_size 4"

@@ -118,10 +118,7 @@ def test_torchrun() -> None:
     assert "--rdzv-endpoint server0:29400 --rdzv-id dgc " in several
     assert "last_call_timeout=30,read_timeout=30,a=1 " in several
     assert "MIN_MACHINES" in shell("torchrun", "--help").stdout
-
-
-def test_hosts() -> None:
-    """An interface of MPI_OPTIONS replaces the list of excluded ones: Open MPI accepts only one of both lists."""
+    # An interface of MPI_OPTIONS replaces the list of excluded ones: Open MPI accepts only one of both lists.
     hosts = "server0:8,server1:8"
     options = {"HOSTS": hosts, "MPI_OPTIONS": "-mca btl_tcp_if_include eth1", "NCCL_DEBUG": "INFO"}
     line = line_of("mpirun", "--configs", "a b.py", **options)

@@ -120,16 +120,13 @@ def small(vocabulary: int = 6, pre_norm: bool = False, seed: int = 0) -> Transfo
     return model.eval()
 
 
-def test_positions() -> None:
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_logits_and_gradients(pre_norm: bool) -> None:
     encoding = sinusoids(50, 8)
     assert encoding.shape == (50, 8)
     for position, column in ((0, 0), (7, 3), (49, 6)):
         angle = position / 10_000 ** (2 * (column // 2) / 8)
         assert encoding[position, column] == pytest.approx((math.cos if column % 2 else math.sin)(angle), abs=1e-6)
-
-
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_logits_and_gradients(pre_norm: bool) -> None:
     model = small(9, pre_norm)
     # later tokens do not change earlier logits
     source, target = torch.randint(4, 9, (3, 5)), torch.randint(4, 9, (3, 6))

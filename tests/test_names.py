@@ -33,10 +33,7 @@ def test_every_name_is_loaded_and_is_that_of_its_package_and_the_one_of_type_che
     ):
         with pytest.raises(AttributeError, match=f"{old} is now {new}$"):
             getattr(module, old)
-
-
-def test_the_package_loads_nothing_until_a_name_is_used() -> None:
-    """And no name loads what only some programs use and is slow to import."""
+    # the package loads nothing until a name is used, and no name what only some programs use and is slow to import
     code = """
 import sys, dgc
 print(sorted(m for m in sys.modules if m.startswith('dgc.') or m == 'torch'))

@@ -68,9 +68,7 @@ def test_what_is_missing_is_one_message(monkeypatch: Patch) -> None:
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("netlab: the rate must be from")
     assert done.stderr.count("\n") == 1 and not done.stdout
-
-
-def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: Patch) -> None:
+    # so is a link on which nothing arrives
     laboratory = Laboratory(2, "1gbit")
     monkeypatch.setattr(laboratory, "inside", lambda host, command: ["true"])
     traceback = "Traceback (most recent call last):\n  ...\nOSError: [Errno 113] No route to host\n"

@@ -15,11 +15,12 @@ import yaml
 from refusals import refuse
 from simulated import CNN, summary_of, train_in
 
+from scripts import plot_figures
 from scripts.gossip.csv_runs import read_run
 from scripts.gossip.rank_csv import CsvLog, Increments, Running
 from scripts.gossip.rank_csv import accuracy as scores
 from scripts.plot import main
-from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
+from scripts.plot_figures import colours, names, time_unit
 from scripts.plot_runs import check_comparable, is_lower_better, metric_of, unit_of
 from scripts.report_runs import read_reported
 from scripts.run_files import PlotError
@@ -30,6 +31,7 @@ REFERENCE = (
 )
 PER_EPOCH = 8
 OPENED: list[CsvLog] = []
+draw: Any = plot_figures  # a figure may be None
 
 
 @pytest.fixture(autouse=True)
@@ -157,9 +159,6 @@ def test_errors_of_the_log(tmp_path: Path) -> None:
     log(tmp_path / "nan").step(0, 0, 1.0, 0.0, torch.tensor(float("nan")), -1, -1, 32)
     (row,) = rows(tmp_path / "nan")
     assert (row["Loss"], row["Prec@1"], row["avg:Prec@5"], row["weight"]) == ("nan", "-1", "-1", "1")
-
-
-def test_what_a_row_has_is_computed() -> None:
     running = Running()  # stable far from zero
     assert running.deviation == -1
     for value in (4.0, 7.0, 13.0, 16.0):
@@ -248,6 +247,18 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"new={tmp_path / 'new'}", *options]) == 0
     output = capsys.readouterr()
     assert "no figure 'error'" in output.err and "no figure 'bytes'" in output.err and output.out.count("svg") == 2
+    # all figures of two runs
+    words = [str(write_run(tmp_path / "a=b")), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr()
+    names_ = ("error", "bytes", "scaling", "loss")
+    expected = [tmp_path / "out" / f"{name}.{kind}" for name in names_ for kind in ("png", "svg")]
+    assert output.out.splitlines() == [str(path) for path in expected] and not output.err
+    for path in expected:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+        else:
+            assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
 def named(kind: str, **more: Any) -> dict[str, Any]:
@@ -287,26 +298,23 @@ def test_labels_names_and_colours(tmp_path: Path) -> None:
 def test_figures(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (1, 2, 4)]
     runs.append(read_run(write_run(tmp_path / "ar", target=None)))
-    by_time, by_step = error_figure(runs).axes
+    by_time, by_step = draw.error_figure(runs).axes
     assert by_time.get_xlabel() == "training time (seconds)" and by_step.get_xlabel() == "iterations"
     assert [ydata(line) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
-    times, rates = scaling_figure(runs).axes
+    times, rates = draw.scaling_figure(runs).axes
     assert times.get_ylabel() == "time per iteration (s)" and rates.get_ylabel() == "throughput (samples/s)"
     assert [xdata(line) for line in times.lines] == [[2], [1, 2, 4]] and ydata(times.lines[1]) == [1.0, 1.5, 2.5]
     assert ydata(rates.lines[1]) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
-    assert len(loss_figure(runs).axes[0].lines) == 2 * len(runs)
+    assert len(draw.loss_figure(runs).axes[0].lines) == 2 * len(runs)
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
-    (axes,) = bytes_figure(runs[1:3]).axes
+    (axes,) = draw.bytes_figure(runs[1:3]).axes
     assert axes.get_xscale() == "log" and xdata(axes.lines[1]) == [24_000, 48_000, 72_000]
     assert ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
-
-
-def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Path) -> None:
-    """By marker or line style, and by name. Runs on the same number of ranks differ by colour."""
+    # One method on several numbers of ranks is seen by marker or line style, and by name. Runs on the same number
+    # of ranks differ by colour.
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
     runs = [read_run(write_run(tmp_path / name, None, n, compression="DGC")) for name, n in ranks.items()]
-    makes: Any = ((error_figure, 2, 1), (bytes_figure, 1, 0), (loss_figure, 2, 1))
-    for make, every, line in makes:
+    for make, every, line in ((draw.error_figure, 2, 1), (draw.bytes_figure, 1, 0), (draw.loss_figure, 2, 1)):
         figure = make(runs)
         lines = figure.axes[0].lines[line::every]
         looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
@@ -330,9 +338,9 @@ def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
         (directory / "config.yaml").write_text(yaml.safe_dump({"train": {**tree["train"], "metric": metric}}))
         runs.append(run := read_run(directory))
         assert run.training.y == [] and run.validation.y == [51.0, 61.0, 71.0]
-        for axes in error_figure([run]).axes:
+        for axes in draw.error_figure([run]).axes:
             assert axes.get_ylabel() == label and ydata(axes.lines[1]) == shown
-        (axes,) = bytes_figure([run]).axes
+        (axes,) = draw.bytes_figure([run]).axes
         assert axes.get_ylabel() == f"{shown_as}, validation" and ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
     with pytest.raises(PlotError, match="cannot be compared: metric is"):
         check_comparable(runs)
@@ -364,20 +372,6 @@ def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
         config = {"train": {"metric": name, "meters": meters}}
         assert (is_lower_better(config, summary), unit_of(config, summary)) == (lower, unit), (name, meters)
     assert (is_lower_better({}, {}), unit_of({}, {}), metric_of({}, {})) == (False, "%", "top-1 accuracy")
-
-
-def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(write_run(tmp_path / "a=b")), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}"]
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    output = capsys.readouterr()
-    names_ = ("error", "bytes", "scaling", "loss")
-    expected = [tmp_path / "out" / f"{name}.{kind}" for name in names_ for kind in ("png", "svg")]
-    assert output.out.splitlines() == [str(path) for path in expected] and not output.err
-    for path in expected:
-        if path.suffix == ".svg":
-            ElementTree.parse(path)
-        else:
-            assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

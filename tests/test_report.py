@@ -127,11 +127,8 @@ def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: Printe
     text, alone = page(read_reported([str(runs["dense"]), str(new)])), page(read_reported([f"mine={new}"]))
     assert "new has not logged a step yet." in text and "mine has not logged a step yet." in alone
     assert by_name(text)["new"][:4] == ["–", "0 of 2unfinished", "–", "–"] and "<figure" not in alone
-
-
-def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Its TensorBoard file ends anywhere, also within a point. Only complete points are shown."""
-    directory = copy(runs["dgc"], tmp_path / "killed", "summary.json", "events*")
+    # The TensorBoard file of a killed one ends anywhere, also within a point. Only complete points are shown.
+    directory = copy(runs["dgc"], tmp_path / "cut", "summary.json", "events*")
     (events,) = runs["dgc"].glob("events*")
     content, shown = events.read_bytes(), []
     within = [found.start() for found in re.finditer(b"time/(elapsed|step)|bytes/wire|train/steps", content)]
@@ -189,6 +186,10 @@ def test_a_run_with_csv_files_only(tmp_path: Path) -> None:
     assert run.quality == [55.0] and run.traffic.wire == [100.0, 300.0] and run.dense_wire_bytes is None
     assert run.phases == dict.fromkeys(PHASES, 0.0) | {"data": 1.0, "wait": 0.5, "other": 0.5}
     assert by_name(page([run]))["old"] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
+    assert [seconds(value) for value in (None, 1.234, 75, 7260)] == ["–", "1.23 s", "1 min 15 s", "2 h 01 min"]
+    assert sent(None, 1.0) == sent(float("nan"), 1.0) == "–" and sent(0, 0) == "0 B"
+    ratios = [re.sub("<.*?>", " ", sent(wire, 1000.0)) for wire in (10, 1000, 2000)]
+    assert ratios == ["10 B (100× fewer) ", "1.00 kB (as dense) ", "2.00 kB (2× dense) "]
 
 
 def bits(directory: Path, name: str, values: list[float], old: bool, **summary: Any) -> Path:
@@ -226,13 +227,6 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
         run.summary |= {"final": {metric: value}, "best": {metric: value}} if run.summary else {}
     text = page(runs)
     assert "different metrics" in text and "<b>" not in text
-
-
-def test_numbers_as_text() -> None:
-    assert [seconds(value) for value in (None, 1.234, 75, 7260)] == ["–", "1.23 s", "1 min 15 s", "2 h 01 min"]
-    assert sent(None, 1.0) == sent(float("nan"), 1.0) == "–" and sent(0, 0) == "0 B"
-    ratios = [re.sub("<.*?>", " ", sent(wire, 1000.0)) for wire in (10, 1000, 2000)]
-    assert ratios == ["10 B (100× fewer) ", "1.00 kB (as dense) ", "2.00 kB (2× dense) "]
 
 
 def chromium(tmp_path: Path, file: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -104,6 +104,13 @@ def test_a_probe_tells_an_answer_from_a_failure(tmp_path: Path) -> None:
     (tmp_path / "dgc").mkdir()
     (tmp_path / "dgc/__init__.py").touch()
     assert source_of_library({**env, "PYTHONPATH": str(tmp_path)}) == str(tmp_path)
+    # train.py takes that of its own checkout, also where the environment, or PYTHONPATH, has another one
+    shutil.copy(REPOSITORY / "train.py", tmp_path)
+    (tmp_path / "dgc/__init__.py").write_text("raise SystemExit(f'this is {__file__}')")
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
 
 
 def test_the_launcher(monkeypatch: Patch) -> None:
@@ -192,17 +199,6 @@ def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, t
     assert further in said_of(other, TAKE_OVER="1")
     assert further in said_of(checkout) and further in said_of(tmp_path / "removed")
     assert further in said_of(other, editable=False)  # a copy, installed from there
-
-
-def test_train_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
-    """Also where the environment, or PYTHONPATH, has another one."""
-    shutil.copy(REPOSITORY / "train.py", tmp_path)
-    (tmp_path / "dgc").mkdir()
-    (tmp_path / "dgc/__init__.py").write_text("raise SystemExit(f'this is {__file__}')")
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]
-    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True)
-    assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
 
 
 def build_wheel(folder: Path, env: Mapping[str, str]) -> Path:

@@ -113,13 +113,6 @@ def test_files_that_do_not_fit_are_refused(folder: Path) -> None:
     refuse("max_tokens is 8, fewer than the 9 tokens", TokenBatches, np.array([3, 9]), 8)
 
 
-def test_batches_are_padded_at_the_ends() -> None:
-    first, second = ([5, END], [BEGIN, 6, 7, END]), ([END], [BEGIN])
-    source, target = collate([tuple(map(torch.tensor, pair)) for pair in (first, second)])
-    assert source.tolist() == [[5, END], [END, PADDING]]
-    assert target.tolist() == [[BEGIN, 6, 7, END], [BEGIN, PADDING, PADDING, PADDING]]
-
-
 def test_number_words(tmp_path: Path) -> None:
     given: Any = {"train_numbers": 200, "test_numbers": 50, "vocabulary_size": 60}
     data = NumberWords(str(tmp_path), **given)
@@ -146,7 +139,11 @@ def test_number_words(tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists()
 
 
-def test_each_pair_is_in_one_batch_of_at_most_max_tokens() -> None:
+def test_each_pair_is_in_one_batch_of_at_most_max_tokens_with_padding_at_the_ends() -> None:
+    first, second = ([5, END], [BEGIN, 6, 7, END]), ([END], [BEGIN])
+    source, target = collate([tuple(map(torch.tensor, pair)) for pair in (first, second)])
+    assert source.tolist() == [[5, END], [END, PADDING]]
+    assert target.tolist() == [[BEGIN, 6, 7, END], [BEGIN, PADDING, PADDING, PADDING]]
     lengths = np.random.default_rng(0).integers(1, 40, 500)
     batches = TokenBatches(lengths, 400)
     orders = [batches.epoch(seed) for seed in (0, 1)]

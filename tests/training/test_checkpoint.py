@@ -74,10 +74,8 @@ def test_round_trip(tmp_path: Path) -> None:
     (tmp_path / "latest.json").write_text(json.dumps({"checkpoint": "../../e0002"}))
     assert load(tmp_path, "latest", size=1)[0].name == "e0002"
 
-
-def test_the_manifest_says_which_machine_has_which_residual(tmp_path: Path) -> None:
-    """By the parts of its ranks, or by islands; ranks with residuals of their own need no list."""
-
+    # The manifest says which machine has which residual: by the parts of its ranks, or by islands; ranks with
+    # residuals of their own need no list.
     def body(checkpoints: Checkpoints, rank: int) -> None:
         checkpoints.save("e0001", {}, {"compression": {"part": {"machine": rank // 2, "machines": 2}}})
         checkpoints.save("e0002", {}, {}, island=rank % 2)
@@ -330,6 +328,14 @@ def test_shares_and_blends() -> None:
             for rank in range(old):
                 assert sum(row.get(rank, Fraction(0)) for row in rows) == Fraction(new, old)
             assert old != new or rows == [{rank: 1} for rank in range(new)]
+    # a blend is rounded once
+    states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
+    expected: Any = sum(state["v"].double() for state in states.values()) / 8
+    assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
+    q = torch.rand(50)
+    equal = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
+    mixed = blend(equal, shares(3, 2, 0))
+    assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
 
 
 METHODS: dict[str, Any] = {
@@ -404,14 +410,6 @@ def test_the_mean_over_ranks_or_machines_is_preserved_to_rounding(method: str) -
             assert set(steps) == {4}
         if (old, new) in BETWEEN_RANKS:
             world(new, method, before)  # goes on
-    # a blend is rounded once
-    states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
-    expected: Any = sum(state["v"].double() for state in states.values()) / 8
-    assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
-    q = torch.rand(50)
-    equal = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
-    mixed = blend(equal, shares(3, 2, 0))
-    assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
 
 
 def test_values_that_cannot_be_summed_and_parts_that_contradict_are_reported() -> None:

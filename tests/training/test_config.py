@@ -230,7 +230,7 @@ def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> N
     assert load([saved, WM5]) == load([CNN, WM5], ["--configs.seed", "9"])
 
 
-def test_literals() -> None:
+def test_literals_and_overrides_in_every_form() -> None:
     cases: dict[str, Any] = {"500": 500, "-3": -3, "1e-4": 1e-4, "-.5": -0.5, "1_000": 1000}
     cases |= {"null": None, "None": None, "~": None, "true": True, "False": False}
     cases |= {"[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []}
@@ -240,9 +240,6 @@ def test_literals() -> None:
     for text, value in (cases | {text: text for text in texts}).items():
         found = literal(text, "key")
         assert found == value and type(found) is type(value), text
-
-
-def test_overrides_in_every_form() -> None:
 
     words = "--configs.train.num_epochs=1e2 --configs.train.optimizer.lr 1e-4 --configs.deterministic True"
     words += " --configs.train.meters.acc/{}_top1.k 3 --configs.train.metric=null --configs.train.bucket_mb 1"
@@ -277,9 +274,9 @@ def test_import_paths_are_short_and_keywords_accept_what_their_annotations_say()
         with pytest.raises(ValueError):
             import_path(nameless)
 
-    def target(rate: float, name: str | None = None) -> None: ...
+    def accepting(rate: float, name: str | None = None) -> None: ...
 
-    kinds = keywords(target)
+    kinds = keywords(accepting)
     assert kinds is not None
     rate, name = argument(kinds["rate"]), argument(kinds["name"])
     assert [bool(refusal(rate, value)) for value in (0.5, 1, "fast", [1])] == [False, False, True, True]

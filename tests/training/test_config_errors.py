@@ -263,15 +263,12 @@ FAILING_YAML = [
 ]  # fmt: skip
 
 
-def test_files_that_fail(file: Path) -> None:
+def test_files_that_fail_are_not_there_or_not_clear(file: Path) -> None:
     for write, rows in ((python, FAILING_PYTHON), (yaml, FAILING_YAML)):
         for text, reason in rows:
             path = write(file, text)
             message = refusal(CNN, path)
             assert message.startswith(path.name) and reason in message, message
-
-
-def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
     assert f"no config file configs/digits/cn.py; closest: {CNN}" in refusal("configs/digits/cn.py")
     yaml(file.with_name("notes.txt"), "")
     assert refusal("notes.txt").startswith("there is no config file notes.txt")
@@ -325,7 +322,7 @@ def test_a_key_without_the_prefix_is_shown_with_it() -> None:
     assert len(lines) == 4 and "unexpected '--evalute' on the command line; closest: --evaluate" in lines
 
 
-def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path) -> None:
+def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path, monkeypatch: MonkeyPatch) -> None:
     head = "from dgc.compression import DGCCompressor\nconfigs.train.compression = Config(DGCCompressor, "
     for keyword, value, kind in (
         ("warmup_epochs", "'five'", "a whole number"), ("warmup_epochs", "2.5", "a whole number"),
@@ -350,8 +347,8 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
     signature = "is_open=True, size=0, rate=0.5, mode='mean', first=None, rest=()"
     yaml(file.with_name("unannotated.py"), f"def criterion({signature}):\n    return size\n")
     number = "a whole number or a number"
-    wrong = {"is_open: 1": "true or false", "size: big": number, "rate: [1]": "a number", "mode: 3": "text"}
-    for keyword, kind in wrong.items():
+    kinds = {"is_open: 1": "true or false", "size: big": number, "rate: [1]": "a number", "mode: 3": "text"}
+    for keyword, kind in kinds.items():
         yaml(file, f"train: {{criterion: {{_target_: unannotated.criterion, {keyword}}}}}")
         assert f"but it must be {kind}" in refusal(CNN, file), keyword
     accepted = "is_open: null, size: 0.5, rate: 1, mode: sum, first: [1], rest: 5"

@@ -71,7 +71,7 @@ def test_number_of_steps() -> None:
     )
 
 
-def test_the_ranks_together_use_all_samples_in_equal_steps() -> None:
+def test_the_ranks_use_all_samples_in_equal_steps_in_an_order_of_seed_and_epoch() -> None:
     for size, epoch in product((1, 2, 3, 5), (0, 1)):
         samplers = [sampler(rank, size) for rank in range(size)]
         for s in samplers:
@@ -87,9 +87,6 @@ def test_the_ranks_together_use_all_samples_in_equal_steps() -> None:
     # more ranks than samples
     shares = [sampler(rank, 5, samples=2).indices() for rank in range(5)]
     assert [len(share) for share in shares] == [1] * 5 and {i for s in shares for i in s} == {0, 1}
-
-
-def test_the_order_depends_only_on_seed_and_epoch() -> None:
     torch.manual_seed(0)
     first, second, other = sampler(0, 2), sampler(0, 2), sampler(0, 2, seed=8)
     a = list(first)
@@ -242,16 +239,13 @@ def test_batch_norm_is_averaged_only_inside_the_context() -> None:
     assert set(batch_norm_buffers(nn.BatchNorm1d(3))) == {"running_mean", "running_var"}
 
 
-def test_the_metric_says_whether_lower_is_better() -> None:
+def test_top_k_accuracy_and_whether_lower_is_better() -> None:
     accuracy = {"_target_": "dgc_training.meters.TopKClassMeter", "k": 1}
     meters = {"acc/{}": accuracy, "perplexity/{}": {"_target_": "dgc_training.meters.Perplexity"}}
     for metric, lower in (("acc/test", False), ("perplexity/test", True), (None, False)):
         settings = OmegaConf.create({"metric": metric, "meters": meters})
         evaluation = Evaluation({"test": []}, settings, LockstepWorld(1).transports[0], CPU)
         assert evaluation.lower_is_better is lower
-
-
-def test_top_k_accuracy() -> None:
     outputs = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
     targets = torch.tensor([1, 1, 0, 0])
     for k, correct in ((1, 2), (2, 3), (3, 4), (5, 4)):

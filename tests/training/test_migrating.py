@@ -101,7 +101,8 @@ def place(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_files_in_the_original_form_load(place: Path) -> None:
+@pytest.mark.usefixtures("no_type_checks")
+def test_files_in_the_original_form_load_and_train(place: Path) -> None:
     plain = load(["configs/images/small.py"])
     assert plain.train.optimizer._target_ == "torch.optim.SGD" and plain.train.optimizer.momentum == 0.8
     assert type(instantiate(plain.train.compression)) is DenseCompressor
@@ -116,19 +117,15 @@ def test_files_in_the_original_form_load(place: Path) -> None:
         memory = instantiate(train.compression).memory
         assert train.compression._target_ == "dgc.compression.DGCCompressor" and isinstance(memory, DGCSGDMemory)
         assert memory.correction.momentum == 0.8 and memory.correction.nesterov == bool(extra)
-    with (place / "configs/__init__.py").open("a") as file:
-        file.write("del configs.deterministic\n")
-    with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
-        load(["configs/images/small.py"])
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_files_in_the_original_form_train(place: Path) -> None:
     write_cifar(place / "data")
     stack = ["configs/images/small.py", "configs/images/nesterov.py", "configs/dgc/dense_first.py"]
     train_in(place / "run", stack, ["train.num_epochs=2"])
     summary = summary_of(place / "run")
     assert 0 < summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
+    with (place / "configs/__init__.py").open("a") as file:
+        file.write("del configs.deterministic\n")
+    with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
+        load(["configs/images/small.py"])
 
 
 def test_replacement_names_exist() -> None:

@@ -90,7 +90,7 @@ def test_ranks_draw_different_random_numbers(tmp_path: Path, monkeypatch: Monkey
     assert len(seeds) == 3 and len(set(seeds)) == 3
 
 
-def test_scalars_and_settings_in_tensorboard(finished: Path) -> None:
+def test_scalars_and_settings_in_tensorboard(finished: Path, tmp_path: Path) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     events = events_of(finished)
@@ -111,9 +111,7 @@ def test_scalars_and_settings_in_tensorboard(finished: Path) -> None:
     settings = HParamsPluginData.FromString(content).session_start_info.hparams
     assert settings["ranks"].number_value == 2 and settings["train.batch_size"].number_value == 64
     assert settings["train.compression.compress_ratio"].number_value == 0.001
-
-
-def test_a_tag_that_is_always_0_is_not_written(tmp_path: Path) -> None:
+    # a tag that is always 0 is not written
     log = ScalarLog(tmp_path, LockstepWorld(1).transports[0], samples=0, lag=0)
     for point, error in enumerate((0.0, 0.0, 3.0, 0.0)):
         zeros = dict.fromkeys(("bytes/wire_per_step", "acc/test_top1", "bytes/wire"), 0.0)
