@@ -73,7 +73,6 @@ def candidate(name: str, nbytes: int, compute: float = 0.0, ready: float = 1.0) 
 
 
 def advised(methods: list[Candidate], work: Work, **options: Any) -> tuple[list[Any], Any]:
-    """The rows of the methods, and the advice."""
     rows = tabulate(methods, NETWORK, work, **options)
     return rows, advise(rows, work)
 

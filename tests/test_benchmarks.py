@@ -40,6 +40,19 @@ SEGMENTS = lay_out([("a", torch.empty(100, 200, device="meta")), ("b", torch.emp
 N = 23_000
 Printed = pytest.CaptureFixture[str]
 fit: Any = selectors.fit  # None of zeros alone
+PYSOURCE = ("--task", "pysource", "--model", "tiny")
+ADAMS, LANGUAGE = ("onebit-adam", "zero-one-adam"), ("dense", "powersgd-4", "2bit-adaptive")
+METHODS_OF = {
+    "digits": ("dense", "dgc", *ADAMS, "dgc-adam"),
+    "numwords": (*LANGUAGE, "dgc-clipped", "sgp", "osgp"),
+    "numwords-by-epoch": ("ar", "adpsgd"),
+    "pysource": (*LANGUAGE, "dgc-residual", *ADAMS, "dgc-adam", "dgc-adam-0.1-percent"),
+    "pysource-tiny": WITH_ADAM,
+    "pysource-124m": WITH_ADAM,
+    "pysource-long": (*LOCAL_STEPS, "zero-one-h10", "zero-one-h6"),
+    "lstm": (*LANGUAGE, *ADAMS),
+    "lstm-sgd": ("dense", "dgc", "powersgd-1"),
+}
 
 
 def laplace(n: int, seed: int = 0) -> Tensor:
@@ -304,21 +317,6 @@ def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_
     for train, ranks, words in ((started, 2, ["--a"]), (simulated, 3, ["--a"]), (simulated, 2, ["--b"])):
         with pytest.raises(SystemExit, match="has a run of the other mode or with other arguments"):
             summary_of(train, ranks, words, tmp_path / "kept")
-
-
-PYSOURCE = ("--task", "pysource", "--model", "tiny")
-ADAMS, LANGUAGE = ("onebit-adam", "zero-one-adam"), ("dense", "powersgd-4", "2bit-adaptive")
-METHODS_OF = {
-    "digits": ("dense", "dgc", *ADAMS, "dgc-adam"),
-    "numwords": (*LANGUAGE, "dgc-clipped", "sgp", "osgp"),
-    "numwords-by-epoch": ("ar", "adpsgd"),
-    "pysource": (*LANGUAGE, "dgc-residual", *ADAMS, "dgc-adam", "dgc-adam-0.1-percent"),
-    "pysource-tiny": WITH_ADAM,
-    "pysource-124m": WITH_ADAM,
-    "pysource-long": (*LOCAL_STEPS, "zero-one-h10", "zero-one-h6"),
-    "lstm": (*LANGUAGE, *ADAMS),
-    "lstm-sgd": ("dense", "dgc", "powersgd-1"),
-}
 
 
 @pytest.mark.parametrize("name", METHODS_OF)

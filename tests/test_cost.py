@@ -54,8 +54,6 @@ def record(plan: Any, size: int, local_size: int = 1) -> Traffic:
 
 
 class Asks(StatelessCompressor):
-    """Makes the requests of these rounds, whatever the bucket."""
-
     def __init__(self, rounds: Callable[[Bucket], Iterable[tuple[Request, ...]]]):
         self.rounds = rounds
 

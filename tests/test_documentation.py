@@ -47,6 +47,18 @@ RESULTS, README = (DOCS / "results.md").read_text(), (ROOT / "README.md").read_t
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/*.md")]
 API = "".join(page.read_text() for page in sorted(DOCS.glob("api/*.md")))
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)]+))?\)")
+POINTS = r"(-?[\d.]+) points \(([\d.]+)\), ([\d.]+) times fewer"
+CHANGE, TWO = r"([-+][\d.]+ %) bits per character \(([\d.]+)\)", r"(-?[\d.]+) \(([\d.]+)\)"
+BITS = "method | bits per character | to dense | +-"
+# table, page, least number of quotations, quoted columns after the name, and the form of the quotation
+QUOTED = [
+    ("method | accuracy % |", "results.md", 21, (1, 2, 3), rf"\(`([\w-]+)`\): {POINTS} bytes"),
+    ("method, second run", "results.md", 4, (1, 2, 3), rf"\(`([\w-]+)`, second run\): {POINTS} wire bytes"),
+    ("method, 10 epochs", "results.md", 3, (1, 2, 3), rf"\(`([\w-]+)`, 10 epochs\): {POINTS} wire bytes"),
+    (BITS, "local.md", 5, (1, 2, -1), r"\(`([\w-]+)`[^)]*\): (\+[\d.]+ %) \(([\d.]+)\), (\d+) times"),
+    (f"{BITS} | dense / wire", "language.md", 3, (1, 2, 3), rf"\(`([\w-]+)`\): {CHANGE}, ([\d.]+) times"),
+    ("method | 4 ranks, %", "results.md", 4, (1, 2, 4, 5), rf"\(`(\w+)`[^)]*\): {TWO} and {TWO}"),
+]
 
 
 def anchors(page: Path) -> set[str]:
@@ -240,20 +252,6 @@ def test_the_readme_s_numbers_are_those_of_the_results() -> None:
     numbers = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
     assert len(numbers) > 10 and {number for number in numbers if number not in RESULTS} == set()
     assert "| method | accuracy" not in README and "std. error" not in README
-
-
-POINTS = r"(-?[\d.]+) points \(([\d.]+)\), ([\d.]+) times fewer"
-CHANGE, TWO = r"([-+][\d.]+ %) bits per character \(([\d.]+)\)", r"(-?[\d.]+) \(([\d.]+)\)"
-BITS = "method | bits per character | to dense | +-"
-# table, page, least number of quotations, quoted columns after the name, and the form of the quotation
-QUOTED = [
-    ("method | accuracy % |", "results.md", 21, (1, 2, 3), rf"\(`([\w-]+)`\): {POINTS} bytes"),
-    ("method, second run", "results.md", 4, (1, 2, 3), rf"\(`([\w-]+)`, second run\): {POINTS} wire bytes"),
-    ("method, 10 epochs", "results.md", 3, (1, 2, 3), rf"\(`([\w-]+)`, 10 epochs\): {POINTS} wire bytes"),
-    (BITS, "local.md", 5, (1, 2, -1), r"\(`([\w-]+)`[^)]*\): (\+[\d.]+ %) \(([\d.]+)\), (\d+) times"),
-    (f"{BITS} | dense / wire", "language.md", 3, (1, 2, 3), rf"\(`([\w-]+)`\): {CHANGE}, ([\d.]+) times"),
-    ("method | 4 ranks, %", "results.md", 4, (1, 2, 4, 5), rf"\(`(\w+)`[^)]*\): {TWO} and {TWO}"),
-]
 
 
 def test_the_sections_of_methods_quote_the_tables_and_captions_say_how_many_steps_an_epoch_has() -> None:

@@ -24,6 +24,17 @@ from dgc_training.startup.run_name import run_name
 from scripts.launch import environment
 
 EXPERIMENTS = {row[0].split("`")[1]: row for row in table("config")}
+MPIRUN = """mpirun -np 2 -H localhost:2 -bind-to none -map-by slot -x NCCL_DEBUG=INFO -x LD_LIBRARY_PATH -x PATH \\
+    -mca pml ob1 -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo \\
+    python train.py --configs configs/imagenet/resnet50.py configs/dgc/wm0.py"""
+CIFAR = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
+    configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"""
+LONGER = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
+    configs/dgc/wm5.py --configs.train.num_epochs 500 --suffix .e500"""
+ONE = "python train.py --configs configs/cifar/resnet110.py --configs.train.batch_size 20 --suffix .b20"
+# one short epoch each, and images and classes as few as the small data has
+SHORT = " --configs.train.num_epochs 1"
+SMALL = " --configs.dataset.num_classes 4 --configs.dataset.image_size 32 --configs.train.batch_size 4"
 
 
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS.keys() - {"configs/imagenet/cosine"}))
@@ -115,18 +126,6 @@ def test_learning_rates_of_an_imagenet_run_on_8_ranks() -> None:
 
 
 # The original README's commands, in a folder that has train.py and small data in the default places
-
-MPIRUN = """mpirun -np 2 -H localhost:2 -bind-to none -map-by slot -x NCCL_DEBUG=INFO -x LD_LIBRARY_PATH -x PATH \\
-    -mca pml ob1 -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo \\
-    python train.py --configs configs/imagenet/resnet50.py configs/dgc/wm0.py"""
-CIFAR = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
-    configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"""
-LONGER = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
-    configs/dgc/wm5.py --configs.train.num_epochs 500 --suffix .e500"""
-ONE = "python train.py --configs configs/cifar/resnet110.py --configs.train.batch_size 20 --suffix .b20"
-# one short epoch each, and images and classes as few as the small data has
-SHORT = " --configs.train.num_epochs 1"
-SMALL = " --configs.dataset.num_classes 4 --configs.dataset.image_size 32 --configs.train.batch_size 4"
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
 
 
 def shell(script: Path | str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A dry run of a script of scripts/."""
     foreign = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
     clean = {k: v for k, v in os.environ.items() if k not in OURS + ELASTIC and not k.startswith(foreign)}
     command = ["bash", str(REPOSITORY / f"scripts/{script}.sh" if isinstance(script, str) else script), *words]
@@ -44,7 +43,6 @@ def shell(script: Path | str, *words: str, **variables: str) -> subprocess.Compl
 
 
 def line_of(script: str, *words: str, **variables: str) -> str:
-    """The command that a script would run, without quotes."""
     return shell(script, *words, **variables).stdout.replace("\\", "")
 
 
@@ -282,11 +280,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 def send(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal to the job while it waits for the run.
-
-    A signal that reaches bash between its last look for signals and the system call of `wait` has no effect before
-    a process ends or another signal comes.
-    """
+    """While the job waits for the run: bash ignores a signal between its last look for signals and its wait."""
     stat = Path(f"/proc/{process.pid}/stat")
     while stat.read_text().rpartition(")")[2].split()[0] != "S":
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Imports only point down: the contracts in pyproject.toml, which import-linter checks.
+"""Imports only point down: the contracts in pyproject.toml, which import-linter checks. Time limits are scaled.
 
 The source is read, not run. `lint-imports` sees the imports of all packages. The graph of these tests has also the
 imports of train.py, as a module of dgc_training, and the strings that name a module or what is in it, such as
@@ -8,15 +8,20 @@ imports of train.py, as a module of dgc_training, and the strings that name a mo
 from __future__ import annotations
 
 import ast
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
-from environment import REPOSITORY
+import pytest
+from environment import REPOSITORY, SLOWNESS, patient, python_path, slowness
 from importlinter import Contract
 from importlinter.api import read_configuration
 from importlinter.contracts import acyclic_siblings, forbidden, layers, protected
@@ -69,6 +74,10 @@ PLANTED_CYCLES = [
     ("dgc.comm.requests", "dgc.comm.meter"),
     ("dgc.selection.selector", "dgc.selection"),
 ]
+TESTS = Path(__file__).parent
+# .run(..., timeout=60), .wait(60), .join(60), time.monotonic() + 60; of less than 5 seconds it is a pause
+CALLS = r"\.(?:run|wait|join|communicate)\((?:[^()]|\([^()]*\))*\btimeout=|\.(?:wait|join)\("
+LIMIT = re.compile(rf"(?:{CALLS}|time\.monotonic\(\) \+ )(\d[\d.]*)")
 
 
 def names(source: str) -> Iterator[tuple[int, str]]:
@@ -152,3 +161,22 @@ def test_every_contract_can_break() -> None:
         found |= names
     assert found == {options["name"] for options in CONFIG["contracts_options"]}
     assert all(module in cycle(planted(module, imported)) for module, imported in PLANTED_CYCLES)
+
+
+def test_no_time_limit_is_a_bare_number() -> None:
+    others = (path for path in TESTS.rglob("*.py") if path != Path(__file__))
+    found = {
+        path.name: [limit for limit in LIMIT.findall(path.read_text()) if float(limit) >= 5] for path in others
+    }
+    assert {name: limits for name, limits in found.items() if limits} == {}
+    text = "x.run(c(1),\n timeout=5)\np.wait(9)\np.wait(0.1)\nt.join(patient(9))\nx = time.monotonic() + 60"
+    assert LIMIT.findall(text) == ["5", "9", "0.1", "60"]
+
+
+@pytest.mark.timeout(50)
+def test_limits_of_pytest_are_scaled_and_started_processes_know_the_speed() -> None:
+    assert 40 * slowness() < signal.getitimer(signal.ITIMER_REAL)[0] <= 50 * slowness()
+    assert slowness() >= 2 and patient(3) == 3 * slowness()
+    words = [sys.executable, "-c", "import environment; print(environment.slowness())"]
+    told = subprocess.check_output(words, env={**os.environ, "PYTHONPATH": python_path(TESTS)}, text=True)
+    assert float(told) == slowness() == float(os.environ[SLOWNESS])

@@ -185,10 +185,7 @@ def test_beam_search_finds_what_a_search_of_all_targets_finds(length_penalty: fl
 
 
 class ByLength:
-    """Stands in for a model: fixed probabilities of (1, END) at each length, whatever the tokens are.
-
-    Those of a length may be a list, of one pair for each row.
-    """
+    """In place of a model: fixed probabilities of (1, END) at each length, or a list of them with one per row."""
 
     padding = 0
 

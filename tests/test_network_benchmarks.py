@@ -53,7 +53,6 @@ def test_rates_delays_hosts_ranks_and_their_cores() -> None:
 
 
 def test_what_is_missing_is_one_message(monkeypatch: Patch) -> None:
-    """Before anything is made."""
     missing: Any = [
         ("os.geteuid", lambda: 1000, "need root"),
         ("shutil.which", lambda tool: None if tool == "tc" else tool, "tc is missing.*iproute2"),

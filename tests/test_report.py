@@ -25,6 +25,19 @@ from scripts.report_runs import PHASES, differing_settings, disjoint, read_repor
 
 HEAD = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"
 ROWS = ["0,0,2,1,2,3,50,-1,100,0.5,2", "0,1,2,1,2,2,60,-1,300,0.5,4", "0,-1,2,1,2,2,60,55,0,0,4"]
+METRIC, BITS, LOG = "acc/test_top1", "bits_per_character/test", "csv/out_r0_n1.csv"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+Printed = pytest.CaptureFixture[str]
+FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
+SHORT = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"]
+EVIL = "<script>alert('x')</script>"
+SUMMARY = {"epochs": 2, "metric": METRIC, "final": {METRIC: 55.0}, "best": {METRIC: 60.0}, "best_epoch": 1}
+TRAIN = {"metric": METRIC, "num_epochs": 2, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
+NAN, INF = float("nan"), float("inf")
+Damage = bytes | Callable[[Path], Any]
+PAGE = set("!doctype html head meta title style body h1 h2 p b br div span table thead tbody tr th td".split())
+PAGE |= {"figure", "figcaption"}
+FIGURE = set("svg defs g path use clippath rect text line".split())
 
 
 def csv_log(*rows: str, head: str = HEAD, start: str = "BEGIN-TRAINING", batch: str = "Batch-Size,8") -> str:
@@ -32,16 +45,8 @@ def csv_log(*rows: str, head: str = HEAD, start: str = "BEGIN-TRAINING", batch: 
     return "\n".join([start, "World-Size,1", "Num-DLWorkers,0", batch, head, *rows, ""])
 
 
-METRIC, BITS, LOG = "acc/test_top1", "bits_per_character/test", "csv/out_r0_n1.csv"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-Printed = pytest.CaptureFixture[str]
-FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
-SHORT = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two finished runs of 2 ranks, which no test may change."""
     found = {name: tmp_path_factory.mktemp("runs") / name for name in ("dense", "dgc")}
     for name, more in (("dense", []), ("dgc", ["configs/dgc/wm5.py"])):
         train_in(found[name], [CNN, *more], SHORT)
@@ -270,13 +275,6 @@ def test_in_a_browser(runs: dict[str, Path], tmp_path: Path) -> None:
     assert found["fetched"] == [] and found["overflow"] <= 0
 
 
-EVIL = "<script>alert('x')</script>"
-SUMMARY = {"epochs": 2, "metric": METRIC, "final": {METRIC: 55.0}, "best": {METRIC: 60.0}, "best_epoch": 1}
-TRAIN = {"metric": METRIC, "num_epochs": 2, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
-NAN, INF = float("nan"), float("inf")
-Damage = bytes | Callable[[Path], Any]
-
-
 def summary(**changes: Any) -> bytes:
     return json.dumps({**SUMMARY, **changes}).encode()
 
@@ -383,17 +381,11 @@ def made(path: Path, name: str = "", damage: Damage = b"") -> Path:
 
 
 def refused(capsys: Printed, *words: object) -> str:
-    """The only line that is printed."""
     assert main([*map(str, words)]) == 2
     output = capsys.readouterr()
     (line,) = output.err.splitlines()
     assert output.out == "" and line.startswith("report: ") and line.isprintable()
     return line
-
-
-PAGE = set("!doctype html head meta title style body h1 h2 p b br div span table thead tbody tr th td".split())
-PAGE |= {"figure", "figcaption"}
-FIGURE = set("svg defs g path use clippath rect text line".split())
 
 
 def assert_harmless(text: str) -> None:
@@ -468,7 +460,6 @@ def test_no_runs_and_files_that_may_not_be_read(
 
 
 def written(path: Path, changes: dict[str, list[float]]) -> Path:
-    """A run with TensorBoard files alone."""
     path.mkdir()
     (path / "config.yaml").write_bytes(config())
     points = {"time/elapsed": [1.0, 2.0], "train/steps": [4.0, 8.0], "bytes/wire": [10.0, 20.0]}

@@ -133,7 +133,6 @@ def test_the_launcher(monkeypatch: Patch) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with what set-up reads and nothing else."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
     for file in REPOSITORY.glob("requirements*.txt"):
@@ -142,7 +141,6 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def setup_says(checkout: Path, **variables: str) -> str:
-    """Run set-up where it must fail; its last line."""
     options = ("GPU", "SYSTEM_MPI", "HOROVOD", "CXX")
     env = {name: value for name, value in os.environ.items() if name not in options}
     env |= {"VENV": str(checkout / "env"), "PYTHON": "python3", **variables}

@@ -20,7 +20,7 @@ ADVISOR = Tests(("tests/test_cost.py",))
 PACKAGES = {
     "dgc/advise": ADVISOR,
     "dgc/aggregate": Tests(("tests/compression/test_powersgd.py", "tests/optim/test_identity.py")),
-    "dgc/arguments": Tests(("tests/wire", "tests/test_checked_arguments.py")),
+    "dgc/arguments": Tests(("tests/wire", "tests/test_names.py")),
     "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
     "dgc/comm": Tests(("tests/comm",), TRANSPORTS),
     "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),

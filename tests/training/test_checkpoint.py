@@ -35,6 +35,20 @@ from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.failure import UsageError
 
 INFERENCE, FROM_CONFIG, LOOP, OTHER_SIZE = code("checkpoints.md")
+METHODS: dict[str, Any] = {
+    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9)),
+    "residual": lambda: DGCCompressor(0.05, ResidualMemory()),
+    "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8"),
+    "powersgd": lambda: PowerSGDCompressor(2, high_rank=3),
+    "2bit": lambda: ThresholdCompressor(threshold=0.1),
+}
+# (ranks, ranks of each machine; None: all ranks alike)
+FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
+BETWEEN_RANKS = [((old, None), (new, None)) for old, new in ((3, 2), (4, 1), (2, 5))]
+BETWEEN_MACHINES: list[Any] = [
+    (TWO_BY_TWO, FLAT_4), (FLAT_4, TWO_BY_TWO), (FLAT_3, TWO_BY_THREE), (TWO_BY_TWO, THREE_BY_TWO),
+    (THREE_BY_TWO, TWO_BY_THREE), (TWO_BY_THREE, FLAT_3),
+]  # fmt: skip
 
 
 def on_ranks(directory: Path, size: int, body: Callable[[Checkpoints, int], Any]) -> Any:
@@ -338,22 +352,6 @@ def test_shares_and_blends() -> None:
     assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
 
 
-METHODS: dict[str, Any] = {
-    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9)),
-    "residual": lambda: DGCCompressor(0.05, ResidualMemory()),
-    "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8"),
-    "powersgd": lambda: PowerSGDCompressor(2, high_rank=3),
-    "2bit": lambda: ThresholdCompressor(threshold=0.1),
-}
-# (ranks, ranks of each machine; None: all ranks alike)
-FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
-BETWEEN_RANKS = [((old, None), (new, None)) for old, new in ((3, 2), (4, 1), (2, 5))]
-BETWEEN_MACHINES: list[Any] = [
-    (TWO_BY_TWO, FLAT_4), (FLAT_4, TWO_BY_TWO), (FLAT_3, TWO_BY_THREE), (TWO_BY_TWO, THREE_BY_TWO),
-    (THREE_BY_TWO, TWO_BY_THREE), (TWO_BY_THREE, FLAT_3),
-]  # fmt: skip
-
-
 def world(layout: Any, method: str, states: Any = None, steps: int = 4, **settings: Any) -> Any:
     """The residual of each rank after some steps, which begin with its share of these states of other ranks."""
 
@@ -384,7 +382,6 @@ def leaves(state: Any, where: str = "") -> Any:
 
 
 def tensors(states: Any) -> dict[str, torch.Tensor]:
-    """Each tensor of all ranks that have it, in one."""
     found: dict[str, list[torch.Tensor]] = {}
     for state in states:
         for where, value in leaves({key: part for key, part in state.items() if key != "part"}).items():

@@ -30,7 +30,6 @@ BEFORE = {  # what stands before a file, or before those of a folder; otherwise 
 
 
 def values(tree: DictConfig) -> Any:
-    """Everything, formulas computed."""
     return OmegaConf.to_container(tree, resolve=True)
 
 

@@ -12,6 +12,17 @@ from dgc_training.config.tree import copied
 CNN, WM5, WM5O = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/dgc/wm5o.py"
 DGC = "configs/dgc/__init__.py"
 ROUTE, RANK2, QSGD = "configs/route/matrices_only.py", "configs/powersgd/rank2.py", "configs/quant/qsgd.py"
+UNKNOWN = [
+    ("train.num_epoch 5", "unknown key train.num_epoch; closest: train.num_epochs"),
+    ("trian.num_epochs 5", "unknown key trian; closest: train"), ("num_epochs 5", "closest: train.num_epochs"),
+    ("train.optimizer.momentun 0", "SGD takes no keyword 'momentun'; closest: train.optimizer.momentum"),
+    ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
+    ("train.meters.acc/{}_top9.k 5", "it must be a node that names its constructor (_target_)"),
+    ("model.zzzzzzzzzzzz 5", "takes no keyword 'zzzzzzzzzzzz'; there are: model.num_classes"),
+    ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
+    ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
+    ("train.compression.compress_ratio 1", "or configs/dgc/... or"), ("train null", "be a mapping"),
+]  # fmt: skip
 
 
 def message_of(*stack: str | Path, words: str | Sequence[str] = "") -> str:
@@ -108,19 +119,6 @@ def test_files_without_those_before_them_say_what_to_stack(file: Path) -> None:
         assert "model" in message and f"{CNN} or configs/digits/resnet20.py" in message
         assert experiment != [file] or ("train.num_epochs" in message and "batch_size" not in message)
     assert refusal(CNN, words="--configs.train.batch_size null").startswith("no train.batch_size")
-
-
-UNKNOWN = [
-    ("train.num_epoch 5", "unknown key train.num_epoch; closest: train.num_epochs"),
-    ("trian.num_epochs 5", "unknown key trian; closest: train"), ("num_epochs 5", "closest: train.num_epochs"),
-    ("train.optimizer.momentun 0", "SGD takes no keyword 'momentun'; closest: train.optimizer.momentum"),
-    ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
-    ("train.meters.acc/{}_top9.k 5", "it must be a node that names its constructor (_target_)"),
-    ("model.zzzzzzzzzzzz 5", "takes no keyword 'zzzzzzzzzzzz'; there are: model.num_classes"),
-    ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
-    ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
-    ("train.compression.compress_ratio 1", "or configs/dgc/... or"), ("train null", "be a mapping"),
-]  # fmt: skip
 
 
 def test_unknown_keys_on_the_command_line() -> None:

@@ -34,6 +34,15 @@ from dgc_training.schedule import Schedule, inverse_square_root, scale_learning_
 from dgc_training.startup.build import parameter_groups
 
 CPU, STEPS = torch.device("cpu"), 4
+SCHEDULERS: dict[str, Any] = {
+    "none": None, "step": lambda o: lrs.StepLR(o, 2), "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
+    "multistep": lambda o: lrs.MultiStepLR(o, [1, 2]), "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0), "linear": lambda o: lrs.LinearLR(o, 0.25, 1.0, 3),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
+    "inverse square root": lambda o: inverse_square_root(o, 5),
+    "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=1.0, total_steps=100),
+}  # fmt: skip
 
 
 class Noisy(TensorDataset):
@@ -161,7 +170,6 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
 
 
 def from_file(state: Any) -> Any:
-    """What a file of this state has."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -271,7 +279,6 @@ def make(
 
 
 def rates(schedule: Any, epochs: int, start: int = 0, stop: int | None = None) -> Any:
-    """The rate of each step, from the step `start` on."""
     seen = []
     for step in range(start, epochs * STEPS if stop is None else stop):
         schedule.begin_step(*divmod(step, STEPS))
@@ -299,17 +306,6 @@ def test_the_rate_of_every_step() -> None:
     # a scheduler keeps its low starting rate
     linear = make(lambda o: lrs.LinearLR(o, start_factor=0.25, total_iters=3), warmup=0, size=1, passes=1)
     assert rates(linear, epochs=5)[::STEPS] == pytest.approx([0.1 * factor for factor in (0.25, 0.5, 0.75, 1, 1)])
-
-
-SCHEDULERS: dict[str, Any] = {
-    "none": None, "step": lambda o: lrs.StepLR(o, 2), "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
-    "multistep": lambda o: lrs.MultiStepLR(o, [1, 2]), "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
-    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0), "linear": lambda o: lrs.LinearLR(o, 0.25, 1.0, 3),
-    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
-    "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
-    "inverse square root": lambda o: inverse_square_root(o, 5),
-    "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=1.0, total_steps=100),
-}  # fmt: skip
 
 
 def resume(second: Any, first: Any) -> None:

@@ -36,7 +36,6 @@ def launch(command: Any, cwd: Path, timeout: int = 100, **variables: str) -> Any
 
 
 def printed_by_a_rank(result: Any) -> str:
-    """The first line of the error of the only rank that prints one."""
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("[rank "))
     return str(line)
 

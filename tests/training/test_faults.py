@@ -39,6 +39,12 @@ from dgc_training.startup import agreement
 from dgc_training.startup.agreement import check_agreement, code_difference, code_hashes
 from dgc_training.synchronization import check_replicas, minority_ranks
 
+INTERRUPTION = """
+import ctypes, os, signal, threading, time
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.faults.interruption import Interruption
+"""
+
 
 @on_ranks(4)
 def test_a_rank_that_sends_no_more_datagrams_is_missing(transport: Any) -> None:
@@ -199,13 +205,6 @@ def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
         with pytest.raises(expected), Interruption(LockstepWorld(1).transports[0]) as interruption:
             interruption.received = received
             raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
-
-
-INTERRUPTION = """
-import ctypes, os, signal, threading, time
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.faults.interruption import Interruption
-"""
 
 
 def test_under_torchrun_ranks_that_do_not_agree_to_stop_end_without_saving() -> None:

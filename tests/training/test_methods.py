@@ -41,8 +41,6 @@ ALSO = {
     **dict.fromkeys(("adam/zero_one_adam", "adam/fp16"), ["train.local.var_freeze_step=2"]),
     "adam/dgc": ["train.compression.warmup_epochs=0"],
 }
-
-
 ADAM, ONEBIT_ADAM, GPT = "configs/adam", "configs/adam/onebit_adam.py", "configs/pysource/gpt.py"
 SGP, OSGP, FIRST_SCALE = "configs/gossip/sgp.py", "configs/gossip/osgp.py", 65536.0
 QUICK = "train.num_epochs=2 train.batch_size=90 train.warmup_lr_epochs=1 train.log_every=2".split()

@@ -81,6 +81,11 @@ configs.train.compression.memory.momentum = configs.train.optimizer.momentum
     "dgc/dense_first.py": "configs.train.compression.update(warmup_epochs=1, warmup_coeff=[1])\n",
     "dgc/half.py": "configs.train.compression.fp16_values = True\n",
 }
+SGP, DILOCO, ZERO_ONE = "configs/gossip/sgp.py", "configs/local/diloco.py", "configs/adam/zero_one_adam.py"
+STACKS = [
+    [DILOCO], [SGP, "configs/local/slowmo.py"], [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
+    [DILOCO, "configs/local/machines.py"], ["configs/local/sparseloco.py", "configs/local/ramp.py"], [ZERO_ONE],
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -135,13 +140,6 @@ def test_replacement_names_exist() -> None:
     assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
     (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
     assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
-
-
-SGP, DILOCO, ZERO_ONE = "configs/gossip/sgp.py", "configs/local/diloco.py", "configs/adam/zero_one_adam.py"
-STACKS = [
-    [DILOCO], [SGP, "configs/local/slowmo.py"], [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
-    [DILOCO, "configs/local/machines.py"], ["configs/local/sparseloco.py", "configs/local/ramp.py"], [ZERO_ONE],
-]  # fmt: skip
 
 
 def earlier(saved: str) -> dict[str, Any]:

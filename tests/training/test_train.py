@@ -49,6 +49,23 @@ BRIEF = ["train.num_epochs=1", "train.checkpoint_every=null"]
 
 # Only the run that several tests share is checked for shapes.
 pytestmark = pytest.mark.usefixtures("no_type_checks")
+HOLDER = """
+import sys
+from dgc_training.startup.lock import *
+lock = RunLock(Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
+R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
+RUN = "runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"
+NAMES: list[tuple[list[str], str, int | None, str]] = [
+    (["configs/digits/cnn.yaml", "configs/dgc"], "", 1, "[digits.cnn+dgc].np1"),
+    ([R20, R20], ".e500", 2, "cifar.resnet20.e500.np2"),
+    (["elsewhere/mine.py", WM5], "", 2, "[mine+dgc.wm5].np2"), (["configs/cifar/__init__.py"], "", 2, "cifar.np2"),
+    (["configs/__init__.py"], "", 2, "configs.np2"), ([RUN], "", 4, "[cifar.resnet20+dgc.wm5].e500.repeat.np4"),
+    (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"), ([R20], "", None, "cifar.resnet20.elastic"),
+    (["runs/cifar.resnet20.elastic/config.yaml"], "", None, "cifar.resnet20.repeat.elastic"),
+]  # fmt: skip
 
 
 def run(directory: Path, *settings: str, size: int = 2, options: Any = ()) -> None:
@@ -183,7 +200,6 @@ def unchanged(directory: Path) -> Iterator[None]:
 
 
 def with_nan(found: Any) -> Any:
-    """The tensor, or the first one of a mapping."""
     if isinstance(found, dict):
         return {name: value if n else with_nan(value) for n, (name, value) in enumerate(found.items())}
     return torch.cat([found.flatten()[:-1], torch.tensor([math.nan])]).view(found.shape)
@@ -320,15 +336,6 @@ def test_arguments_are_read_first(tmp_path: Path, monkeypatch: MonkeyPatch, caps
     assert capsys.readouterr().err.startswith("Stopped by Ctrl-C")
 
 
-HOLDER = """
-import sys
-from dgc_training.startup.lock import *
-lock = RunLock(Path(sys.argv[1]))
-print(flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_second_run_in_the_directory_is_an_error(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     directory = tmp_path / "run"
     run(directory, *BRIEF)
@@ -403,18 +410,6 @@ def test_temporary_files_of_killed_processes_are_removed_and_moving_aside_overwr
         move_aside(tmp_path / "run")
     assert [(tmp_path / f"run.{n}" / "file").read_text() for n in (1, 2)] == ["first", "second"]
     assert not (tmp_path / "run").exists()
-
-
-R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
-RUN = "runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"
-NAMES: list[tuple[list[str], str, int | None, str]] = [
-    (["configs/digits/cnn.yaml", "configs/dgc"], "", 1, "[digits.cnn+dgc].np1"),
-    ([R20, R20], ".e500", 2, "cifar.resnet20.e500.np2"),
-    (["elsewhere/mine.py", WM5], "", 2, "[mine+dgc.wm5].np2"), (["configs/cifar/__init__.py"], "", 2, "cifar.np2"),
-    (["configs/__init__.py"], "", 2, "configs.np2"), ([RUN], "", 4, "[cifar.resnet20+dgc.wm5].e500.repeat.np4"),
-    (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"), ([R20], "", None, "cifar.resnet20.elastic"),
-    (["runs/cifar.resnet20.elastic/config.yaml"], "", None, "cifar.resnet20.repeat.elastic"),
-]  # fmt: skip
 
 
 def test_names(tmp_path: Path) -> None:
