@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class _Message:
-    """A message in flight: `due` is when it can be received. Eager ones are copied, as in MPI, and sent at once."""
+    """A message in flight, received at `due` or later. An eager one is copied, as in MPI, and counts as sent."""
 
     source: int
     tag: int

@@ -450,15 +450,8 @@ def test_quantities() -> None:
     for text in ("50", "us", "1.2.3us", "-1us", ""):
         refuse(f"--latency is '{text}': write a number and a unit", quantity, text, TIMES, "--latency")
     assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
-    times = {
-        0.0: "0.00 us",
-        5e-5: "50.0 us",
-        9.996e-4: "1.00 ms",
-        0.6319: "632 ms",
-        0.9996: "1.00 s",
-        19.6: "19.6 s",
-    }
-    assert {seconds: human_time(seconds) for seconds in times} == times
+    assert [human_time(seconds) for seconds in (0.0, 5e-5, 9.996e-4)] == ["0.00 us", "50.0 us", "1.00 ms"]
+    assert [human_time(seconds) for seconds in (0.6319, 0.9996, 19.6)] == ["632 ms", "1.00 s", "19.6 s"]
 
 
 def test_the_doctor_names_each_problem_with_its_cure() -> None:

@@ -210,10 +210,6 @@ def texts(svg: str) -> Iterator[tuple[str, Box]]:
         yield unescape(text), (left, float(y) - 0.72 * SIZES[kind], left + width, float(y) + 0.1 * SIZES[kind])
 
 
-def overlap(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_picture_is_drawn_from_its_table(name: str) -> None:
     """And no text of it is on another or cut off."""
@@ -223,9 +219,11 @@ def test_the_picture_is_drawn_from_its_table(name: str) -> None:
     found = list(texts(svg))
     assert len(found) == svg.count("<text ") > 8
     width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', svg)[0])
-    for above, (text, box) in enumerate(found):
-        assert box[0] >= 0 and box[2] <= width and box[3] <= height, text
-        assert [other for other, its in found[above + 1 :] if overlap(box, its)] == [], text
+    for above, (text, (left, top, right, bottom)) in enumerate(found):
+        assert left >= 0 and right <= width and bottom <= height, text
+        rest = found[above + 1 :]
+        on_it = [other for other, (a, b, c, d) in rest if left < c and a < right and top < d and b < bottom]
+        assert on_it == [], text
 
 
 def test_pictures_follow_their_tables(monkeypatch: Patch, tmp_path: Path, capsys: Printed) -> None:

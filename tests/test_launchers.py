@@ -28,21 +28,27 @@ SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun"
 SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("scripts/gossip/*.sh")]
 OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
 ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
+FOREIGN = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
+CLEAN = {
+    k: v for k, v in os.environ.items() if k not in (*OURS, *ELASTIC, "DRY_RUN") and not k.startswith(FOREIGN)
+}
 GOSSIP = {"ar": None, **dict.fromkeys(("sgp", "osgp"), "n_peer_exponential")}
 GOSSIP |= dict.fromkeys(("dpsgd", "adpsgd"), "bipartite_exponential")
 TRAIN = ["--configs", "x"]
 EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
 
 
-def shell(script: Path | str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    foreign = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
-    clean = {k: v for k, v in os.environ.items() if k not in OURS + ELASTIC and not k.startswith(foreign)}
-    command = ["bash", str(REPOSITORY / f"scripts/{script}.sh" if isinstance(script, str) else script), *words]
-    env = {**clean, "DRY_RUN": "1", **variables}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=patient(60))
+def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Any:
+    command, env = ["bash", str(script), *words], {"DRY_RUN": "1", **environment}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=patient(60), **more)
 
 
-def line_of(script: str, *words: str, **variables: str) -> str:
+def shell(script: Path | str, *words: str, **variables: str) -> Any:
+    file = REPOSITORY / f"scripts/{script}.sh" if isinstance(script, str) else script
+    return dry_run(file, CLEAN | variables, *words)
+
+
+def line_of(script: str, *words: str, **variables: str) -> Any:
     return shell(script, *words, **variables).stdout.replace("\\", "")
 
 
@@ -244,17 +250,10 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin" / "scontrol", CONTROL)
     copy = Path(shutil.copy(REPOSITORY / "scripts/slurm.sh", tmp_path / "job"))
-    ours = (*OURS, *ELASTIC, "DRY_RUN")
-    environment = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("SLURM_")}
-    environment["PATH"] = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**CLEAN, "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
     environment |= {"SLURM_NTASKS": "8", "SLURM_SUBMIT_DIR": str(REPOSITORY), "MACHINES": "node3 node4"}
     return copy, environment | {"VIRTUAL_ENV": sys.prefix, "CALLS": str(tmp_path / "calls")} | variables
-
-
-def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Any:
-    command = ["bash", str(script), *words]
-    return subprocess.run(command, env={**environment, "DRY_RUN": "1"}, capture_output=True, text=True, **more)
 
 
 @contextmanager

@@ -294,16 +294,6 @@ def row(**changes: str) -> bytes:
     return log(ROWS[0], ",".join({**cells, **changes}.values()), ROWS[2])
 
 
-def directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
 def renamed(name: str) -> Callable[[Path], Any]:
     return lambda path: path.rename(path.with_name(name))
 
@@ -395,7 +385,8 @@ def assert_harmless(text: str) -> None:
 
 
 def damages(name: str) -> Iterator[Damage]:
-    yield from (b"", bytes(range(256)) * 4, directory, loop, *FILES[name])
+    yield from (b"", bytes(range(256)) * 4, *FILES[name])
+    yield from (lambda path: (path.unlink(), path.mkdir()), lambda path: (path.unlink(), path.symlink_to(path)))
     make: Any = {"summary.json": summary, "config.yaml": config, LOG: row}[name]
     yield from (make(**{key: value}) for key, wrong in VALUES[name] for value in wrong)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from environment import patient, python_path
 from omegaconf import OmegaConf
+from on_ranks import on_ranks
 from refusals import check_refusals
 from states import assert_equal
 from torch import nn
@@ -230,18 +231,15 @@ def test_results_do_not_depend_on_the_ranks() -> None:
         assert norm.training is training
 
 
-def test_batch_norm_is_averaged_only_inside_the_context() -> None:
-    def body(transport: Any) -> Any:
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
-        for buffer in batch_norm_buffers(model).values():
-            buffer.fill_(float(transport.rank))
-        with averaged_batch_norm(model, transport):
-            inside = torch.cat([b.clone() for b in batch_norm_buffers(model).values()])
-        outside = torch.cat(list(batch_norm_buffers(model).values()))
-        return inside, outside
-
-    for rank, (inside, outside) in enumerate(LockstepWorld(3).run(body)):
-        assert inside.shape == (10,) and bool((inside == 1).all()) and bool((outside == rank).all())
+@on_ranks(3)
+def test_batch_norm_is_averaged_only_inside_the_context(transport: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
+    for buffer in batch_norm_buffers(model).values():
+        buffer.fill_(float(transport.rank))
+    with averaged_batch_norm(model, transport):
+        inside = torch.cat([b.clone() for b in batch_norm_buffers(model).values()])
+    outside = torch.cat(list(batch_norm_buffers(model).values()))
+    assert inside.shape == (10,) and (inside == 1).all() and (outside == transport.rank).all()
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2, track_running_stats=False))
     assert list(batch_norm_buffers(model)) == ["0.running_mean", "0.running_var"]
     assert set(batch_norm_buffers(nn.BatchNorm1d(3))) == {"running_mean", "running_var"}
