@@ -179,9 +179,7 @@ def test_an_archive_is_unpacked(archive: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Python 3.14 will")
 @pytest.mark.parametrize("knows_filters", [True, False])  # Python 3.11 before 3.11.4 does not
-def test_nothing_of_an_archive_is_written_elsewhere(
-    tmp_path: Path, monkeypatch: Patch, knows_filters: bool
-) -> None:
+def test_an_archive_is_unpacked_here_alone(tmp_path: Path, monkeypatch: Patch, knows_filters: bool) -> None:
     if not knows_filters:
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
     elif not hasattr(tarfile, "data_filter"):

@@ -18,6 +18,8 @@ import torch.distributed as dist
 import yaml
 from channels import ChannelWorld
 from documented import DOCS, code, table
+from optim.nets import dgc as dgc_compressor
+from optim.nets import dgc_sgd, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,12 +28,9 @@ from benchmarks.payload_bytes import payload, resnet50
 from dgc.comm.collectives import all_reduce
 from dgc.comm.connect import choose_transport
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor
 from dgc.ddp import compress
 from dgc.gossip.model import FlatModel
 from dgc.gossip.topology import peer_schedule
-from dgc.memory import DGCSGDMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.testing import check_compressor
 from dgc_datasets import Digits
 from dgc_models import DigitsCNN
@@ -202,9 +201,8 @@ Box = tuple[float, float, float, float]
 
 def texts(svg: str) -> Iterator[tuple[str, Box]]:
     """Each text with its box: left, top, right, bottom."""
-    for kind, x, y, anchor, text in re.findall(
-        r'<text class="(\w+)[^"]*" x="([\d.]+)" y="([\d.]+)"(?: text-anchor="(\w+)")?>(.*?)</text>', svg
-    ):
+    form = r'<text class="(\w+)[^"]*" x="([\d.]+)" y="([\d.]+)"(?: text-anchor="(\w+)")?>(.*?)</text>'
+    for kind, x, y, anchor, text in re.findall(form, svg):
         width = SIZES[kind] * sum(WIDTHS.get(character, 0.556) for character in unescape(text))
         left = float(x) - {"": 0.0, "middle": width / 2, "end": width}[anchor]
         yield unescape(text), (left, float(y) - 0.72 * SIZES[kind], left + width, float(y) + 0.1 * SIZES[kind])
@@ -313,9 +311,8 @@ def test_payloads_are_what_the_benchmark_measures_and_a_step_sends() -> None:
 
     def body(transport: Any) -> Any:
         model = DigitsCNN()
-        compression = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), fp16_values=True, int32_indices=True)
-        inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+        compression = dgc_compressor(0.001, fp16_values=True, int32_indices=True)
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression)
         model(torch.ones(2, 1, 8, 8)).sum().backward()
         optimizer.step()
         return optimizer.meter

@@ -29,9 +29,8 @@ SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("
 OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
 ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
 FOREIGN = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
-CLEAN = {
-    k: v for k, v in os.environ.items() if k not in (*OURS, *ELASTIC, "DRY_RUN") and not k.startswith(FOREIGN)
-}
+OWN = {*OURS, *ELASTIC, "DRY_RUN"}
+CLEAN = {k: v for k, v in os.environ.items() if k not in OWN and not k.startswith(FOREIGN)}
 GOSSIP = {"ar": None, **dict.fromkeys(("sgp", "osgp"), "n_peer_exponential")}
 GOSSIP |= dict.fromkeys(("dpsgd", "adpsgd"), "bipartite_exponential")
 TRAIN = ["--configs", "x"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim.nets import alone
 from refusals import refuse
 from torch import nn
 from torch.optim import SGD
@@ -112,11 +113,8 @@ def test_a_version_is_older_by_its_numbers(monkeypatch: pytest.MonkeyPatch) -> N
         supported.check(object(), ["__class__", "absent"])
 
 
-def alone() -> Any:
-    return LockstepWorld(1).transports[0]
-
-
 def wrapped(**options: Any) -> DistributedOptimizer:
+
     model = nn.Linear(4, 4)
     given = {"transport": alone(), "compression": DGCCompressor(0.1, ResidualMemory(), warmup_epochs=3), **options}
     named = given.pop("named_parameters", model.named_parameters())

@@ -27,6 +27,7 @@ HEAD = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),e
 ROWS = ["0,0,2,1,2,3,50,-1,100,0.5,2", "0,1,2,1,2,2,60,-1,300,0.5,4", "0,-1,2,1,2,2,60,55,0,0,4"]
 METRIC, BITS, LOG = "acc/test_top1", "bits_per_character/test", "csv/out_r0_n1.csv"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+Patch = pytest.MonkeyPatch
 Printed = pytest.CaptureFixture[str]
 FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
 SHORT = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"]
@@ -418,9 +419,7 @@ def test_strange_values_are_shown_as_text(tmp_path: Path, capsys: Printed) -> No
     assert_harmless(Path(words[0], "report.html").read_text(encoding="utf-8"))
 
 
-def test_no_runs_and_files_that_may_not_be_read(
-    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_runs_and_files_that_may_not_be_read(tmp_path: Path, capsys: Printed, monkeypatch: Patch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     run, page = made(tmp_path / "run"), tmp_path / "page"

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
+from optim.nets import alone, dgc, dgc_sgd, wrap
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor
-from dgc.memory import DGCSGDMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.config import load
 from dgc_training.startup.setup import prepare_device
@@ -75,24 +74,19 @@ def test_determinism_that_makes_kernels_slow_is_not_forced() -> None:
     tree, threads = load(["configs/cifar/resnet20.py"]), torch.get_num_threads()
     assert tree.seed == 42 and tree.deterministic is False
     with torch.random.fork_rng():
-        assert prepare_device(tree, "cpu", LockstepWorld(1).transports[0]) == torch.device("cpu")
+        assert prepare_device(tree, "cpu", alone()) == torch.device("cpu")
     torch.set_num_threads(threads)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_gathered_data_have_a_planned_size() -> None:
+@on_ranks(3)
+def test_gathered_data_have_a_planned_size(transport: Any) -> None:
     """The original sends as many elements as differ from zero, here fewer and fewer."""
-
-    def body(transport: Any) -> list[int]:
-        model, compressor = nn.Linear(30, 20), DGCCompressor(0.05, DGCSGDMemory(0.9))
-        inner, sent = DGCSGD(model.parameters(), lr=0.1, momentum=0.9), [0]
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), compressor, transport=transport)
-        for step in range(6):
-            optimizer.zero_grad()
-            model(torch.ones(2, 30) * (torch.arange(30) < 30 >> step)).sum().backward()
-            optimizer.step()
-            sent.append(optimizer.meter.payload_bytes)
-        return sent
-
-    for sent in LockstepWorld(3).run(body):
-        assert sent == pytest.approx([step * sent[1] for step in range(7)]) and sent[1] > 0
+    model, sent = nn.Linear(30, 20), [0]
+    optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.05))
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(2, 30) * (torch.arange(30) < 30 >> step)).sum().backward()
+        optimizer.step()
+        sent.append(optimizer.meter.payload_bytes)
+    assert sent == pytest.approx([step * sent[1] for step in range(7)]) and sent[1] > 0

@@ -17,6 +17,7 @@ import pytest
 import torch
 from cases import case
 from documented import code, table
+from optim.nets import dgc, dgc_sgd, wrap
 from pytest import MonkeyPatch
 from simulated import train_on
 from states import assert_equal
@@ -55,14 +56,12 @@ def on_ranks(directory: Path, size: int, body: Callable[[Checkpoints, int], Any]
     return LockstepWorld(size).run(lambda transport: body(Checkpoints(directory, transport), transport.rank))
 
 
-def save(
-    directory: Path, names: Any, size: int = 2, best: Any = (), own: Any = lambda rank: {"rank": rank}
-) -> None:
+def save(at: Path, names: Any, size: int = 2, best: Any = (), own: Any = lambda rank: {"rank": rank}) -> None:
     def body(checkpoints: Checkpoints, rank: int) -> None:
         for name in names:
             checkpoints.save(name, {"name": name, "weight": torch.ones(3)}, own(rank), best=name in best)
 
-    on_ranks(directory, size, body)
+    on_ranks(at, size, body)
 
 
 def load(directory: Path, *which: str, size: int = 2) -> Any:
@@ -291,9 +290,8 @@ def test_your_own_loop(tmp_path: Path) -> None:
 
     def made(transport: Any) -> tuple[nn.Module, DistributedOptimizer]:
         torch.manual_seed(0)
-        model, compression = nn.Linear(40, 30), DGCCompressor(0.01, memory=DGCSGDMemory(0.9))
-        sgd = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, DistributedOptimizer(sgd, model.named_parameters(), compression, transport=transport)
+        model = nn.Linear(40, 30)
+        return model, wrap(model, transport, dgc_sgd, compression=dgc(0.01))
 
     def three_steps(model: nn.Module, optimizer: DistributedOptimizer, first: int) -> Any:
         for seed in range(first, first + 3):

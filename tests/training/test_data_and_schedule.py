@@ -1,6 +1,5 @@
 """Order of the data, random generators, evaluation over ranks, learning rates and groups of parameters."""
 
-import io
 import math
 import os
 import random
@@ -19,6 +18,7 @@ import torch
 from environment import patient, python_path
 from omegaconf import OmegaConf
 from on_ranks import on_ranks
+from optim.nets import alone, through_a_file
 from refusals import check_refusals
 from states import assert_equal
 from torch import nn
@@ -170,13 +170,6 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
         check_workers(count, size, cores, memory)
 
 
-def from_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def draw() -> Any:
     """Of normal variables too: of these, two generators keep every second one for later."""
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
@@ -184,7 +177,7 @@ def draw() -> Any:
 
 def test_all_generators_continue_and_a_temporary_seed_leaves_them_alone() -> None:
     seed_everything(5)
-    first, state = draw(), from_file(random_state(CPU))
+    first, state = draw(), through_a_file(random_state(CPU))
     expected = [draw() for _ in range(3)]
     seed_everything(5)
     drawn = []
@@ -227,7 +220,7 @@ def test_results_do_not_depend_on_the_ranks() -> None:
     loader = evaluation_loader(TensorDataset(torch.randn(1, 2), torch.zeros(1).long()), 1, rank=0, size=1)
     for training in (True, False):
         norm = nn.BatchNorm1d(2).train(training)
-        evaluate(norm, {"test": loader}, make_meters, LockstepWorld(1).transports[0], CPU)
+        evaluate(norm, {"test": loader}, make_meters, alone(), CPU)
         assert norm.training is training
 
 
@@ -250,7 +243,7 @@ def test_top_k_accuracy_and_whether_lower_is_better() -> None:
     meters = {"acc/{}": accuracy, "perplexity/{}": {"_target_": "dgc_training.meters.Perplexity"}}
     for metric, lower in (("acc/test", False), ("perplexity/test", True), (None, False)):
         settings = OmegaConf.create({"metric": metric, "meters": meters})
-        evaluation = Evaluation({"test": []}, settings, LockstepWorld(1).transports[0], CPU)
+        evaluation = Evaluation({"test": []}, settings, alone(), CPU)
         assert evaluation.lower_is_better is lower
     outputs = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
     targets = torch.tensor([1, 1, 0, 0])
@@ -267,10 +260,8 @@ def test_top_k_accuracy_and_whether_lower_is_better() -> None:
         TopKClassMeter(0)
 
 
-def make(
-    scheduler: Any = None, size: int = 4, passes: int = 2, warmup: int = 3, per_epoch: bool = True, lr: float = 0.1
-) -> Any:
-    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=lr, momentum=0.9)
+def make(scheduler: Any = None, size: int = 4, passes: int = 2, warmup: int = 3, per_epoch: bool = True) -> Any:
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
     scale_learning_rate(optimizer, passes * size)
     options: Any = {"size": size, "steps_per_epoch": STEPS, "warmup_epochs": warmup, "per_epoch": per_epoch}
     return Schedule(optimizer, scheduler or (lambda scaled: None), **options)
@@ -308,7 +299,7 @@ def test_the_rate_of_every_step() -> None:
 
 def resume(second: Any, first: Any) -> None:
     """With the state of the first schedule from a file."""
-    optimizer, schedule = from_file([first.optimizer.state_dict(), first.state_dict()])
+    optimizer, schedule = through_a_file([first.optimizer.state_dict(), first.state_dict()])
     second.optimizer.load_state_dict(optimizer)
     second.load_state_dict(schedule)
 

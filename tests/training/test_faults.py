@@ -19,6 +19,7 @@ import torch
 from environment import patient, python_path
 from omegaconf import OmegaConf
 from on_ranks import on_ranks
+from optim.nets import alone, wrap
 from pytest import CaptureFixture, MonkeyPatch
 from simulated import CNN, assert_same_end, train_in
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -195,7 +196,7 @@ def test_a_run_in_minutes_has_the_bits_of_one_without_stops(tmp_path: Path, caps
 def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         before = signal.getsignal(number)
-        with Interruption(LockstepWorld(1).transports[0]) as interruption:
+        with Interruption(alone()) as interruption:
             assert interruption.check() is None
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)  # the launcher forwards the signal that the batch system sends to all
@@ -206,7 +207,7 @@ def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
         assert signal.getsignal(number) == before
     # a collective that fails after a signal is not reported: another rank has died
     for received, expected in ((0, RuntimeError), (signal.SIGTERM, Terminated)):
-        with pytest.raises(expected), Interruption(LockstepWorld(1).transports[0]) as interruption:
+        with pytest.raises(expected), Interruption(alone()) as interruption:
             interruption.received = received
             raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
 
@@ -285,9 +286,7 @@ def test_only_unbounded_growth_gives_a_warning() -> None:
         assert "not finite" in text
     # Low-rank methods have a compress_ratio below 1. A ratio of 1 would turn the monitor off.
     for make in (SVDCompressor, AtomoCompressor):
-        model, transport = torch.nn.Linear(40, 60), LockstepWorld(1).transports[0]
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(sgd, model.named_parameters(), make(2), transport=transport)
+        optimizer = wrap(torch.nn.Linear(40, 60), alone(), compression=make(2))
         assert optimizer.compress_ratio == 2 * (40 + 60) / (40 * 60)
         (text,) = warnings_of(linear, ratio=optimizer.compress_ratio)
         assert "compress_ratio 0.0833" in text

@@ -389,9 +389,7 @@ def test_a_lock_is_of_the_directory_of_this_name(tmp_path: Path, monkeypatch: Mo
         RunLock(tmp_path).release()
 
 
-def test_temporary_files_of_killed_processes_are_removed_and_moving_aside_overwrites_nothing(
-    tmp_path: Path,
-) -> None:
+def test_temporary_files_of_killed_processes_are_removed_and_moving_aside_keeps_all(tmp_path: Path) -> None:
     dead, own, other = subprocess.Popen(["true"]), os.getpid(), os.getppid()
     dead.wait()
     (tmp_path / "checkpoints").mkdir()
