@@ -54,8 +54,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)  # in place of the plugin's own
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
     """Marks and pyproject.toml have the seconds of a quiet machine."""
-    scaled = settings._replace(timeout=patient(settings.timeout))
-    return pytest_timeout.pytest_timeout_set_timer(item, scaled)
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patient(settings.timeout)))
 
 
 def ranks_of(item: pytest.Item) -> str:

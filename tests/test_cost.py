@@ -332,7 +332,16 @@ def test_on_paper(tmp_path: Path, capsys: Printed) -> None:
     assert "Recommended: powersgd-4" in capsys.readouterr().out
 
 
-def test_one_narrow_layer_stands_for_the_model() -> None:
+def test_rows_on_paper_are_built_from_their_words_and_one_narrow_layer_stands_for_the_model() -> None:
+    for method in METHODS:
+        with case(method.name):
+            model = nn.Linear(64, 64)
+            gradients = {name: torch.ones_like(p) for name, p in model.named_parameters() if method.for_adam}
+            optimizer = builder(method, "adamw" if method.for_adam else "sgd", gradients)(model, AlikeRanks(4))
+            # vectors are sent by another compressor
+            made = [optimizer.method] if method.averages_models else [of.compressor for of in optimizer.planned]
+            assert method.usage[0].partition("(")[0] in {type(of).__name__ for of in made}
+            optimizer.close()
     """The bytes of each method are those of the layers themselves."""
     shape, methods = shape_of(4_000_000), {method.name: method for method in METHODS}
     assert (shape.width, shape.layers) == (256, 5)
@@ -372,18 +381,6 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed, monkeypatch: pytes
         with case(batch):
             assert loss_of_model(Model(), batch).item() == loss and type(moved(batch, CPU)) is type(batch)
     refuse("the model returns no loss; return", loss_of_model, nn.Identity(), x)
-
-
-def test_every_row_is_built_from_its_words() -> None:
-    for method in METHODS:
-        with case(method.name):
-            model = nn.Linear(64, 64)
-            gradients = {name: torch.ones_like(p) for name, p in model.named_parameters() if method.for_adam}
-            optimizer = builder(method, "adamw" if method.for_adam else "sgd", gradients)(model, AlikeRanks(4))
-            # vectors are sent by another compressor
-            made = [optimizer.method] if method.averages_models else [of.compressor for of in optimizer.planned]
-            assert method.usage[0].partition("(")[0] in {type(of).__name__ for of in made}
-            optimizer.close()
 
 
 def sent(build: Any, model: Any, gradients: Any, steps: int, transport: Any) -> list[float]:

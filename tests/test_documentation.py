@@ -86,7 +86,7 @@ def test_links_lead_somewhere() -> None:
     assert on_page_content(f"<p>{image}</p>", None, None, None) == f'<p><a href="../layers.svg">{image}</a></p>'
 
 
-def test_the_site_has_every_page_once_and_its_search_prefers_pages_that_describe() -> None:
+def test_the_site_has_every_page_and_public_name_once_and_its_search_prefers_descriptions() -> None:
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     there = [*pages, links.CHANGES]
     found = {uri: search_of(uri) for uri in there}
@@ -96,10 +96,7 @@ def test_the_site_has_every_page_once_and_its_search_prefers_pages_that_describe
     navigation = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"], width=999)
     names = Counter(re.findall(r"[-:] (\S+\.md)$", navigation, re.M))
     assert set(names.values()) == {1} and set(names) - {str(place(path)) for path in reached()} == pages
-
-
-def test_the_api_has_every_public_name_once() -> None:
-    """Those that the __init__ of a package collects for its users."""
+    # the public names are those that the __init__ of a package collects for its users
     for package in "optim fsdp compression selection wire gossip local comm".split():
         tree = ast.parse((ROOT / "dgc" / package / "__init__.py").read_text())
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -121,7 +118,7 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
         yield from ((own, package) for package in packages - {own})
 
 
-def test_a_row_of_results_stands_in_one_place() -> None:
+def test_a_row_of_results_stands_in_one_place_and_the_readme_has_its_numbers() -> None:
     """A row of a table with measurements: three numbers or more, or a command."""
     pages: dict[str, list[str]] = {}
     for page in (ROOT / "README.md", *DOCS.glob("*.md")):
@@ -130,6 +127,10 @@ def test_a_row_of_results_stands_in_one_place() -> None:
             if len(numbers) >= 3 or "python -m benchmarks" in line:
                 pages.setdefault(line, []).append(page.name)
     assert len(pages) > 200 and {line: names for line, names in pages.items() if len(names) > 1} == {}
+    section = README.split("## Numbers\n")[1].split("\n## ")[0].replace("\n", " ")
+    said = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
+    assert len(said) > 10 and {number for number in said if number not in RESULTS} == set()
+    assert "| method | accuracy" not in README and "std. error" not in README
 
 
 def test_the_pictures_of_a_gradient_and_of_the_layers() -> None:
@@ -241,13 +242,6 @@ def test_pictures_follow_their_tables(monkeypatch: Patch, tmp_path: Path, capsys
     axis = Axis("", 1.0, 100.0, [], logarithmic=True)
     assert [axis.share(value) for value in (1.0, 10.0, 100.0)] == [0.0, 0.5, 1.0]
     assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5
-
-
-def test_the_readme_s_numbers_are_those_of_the_results() -> None:
-    section = README.split("## Numbers\n")[1].split("\n## ")[0].replace("\n", " ")
-    numbers = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
-    assert len(numbers) > 10 and {number for number in numbers if number not in RESULTS} == set()
-    assert "| method | accuracy" not in README and "std. error" not in README
 
 
 def test_the_sections_of_methods_quote_the_tables_and_captions_say_how_many_steps_an_epoch_has() -> None:

@@ -160,16 +160,14 @@ def test_every_contract_can_break() -> None:
     assert all(module in cycle(planted(module, imported)) for module, imported in CYCLES.items())
 
 
-def test_no_time_limit_is_a_bare_number() -> None:
+@pytest.mark.timeout(50)
+def test_no_time_limit_is_a_bare_number_and_limits_of_pytest_are_scaled() -> None:
     others = (path for path in TESTS.rglob("*.py") if path != Path(__file__))
     limits = {path.name: map(float, LIMIT.findall(path.read_text())) for path in others}
     assert [name for name, of in limits.items() if any(limit >= 5 for limit in of)] == []
     text = "x.run(c(1),\n timeout=5)\np.wait(9)\np.wait(0.1)\nt.join(patient(9))\nx = time.monotonic() + 60"
     assert LIMIT.findall(text) == ["5", "9", "0.1", "60"]
-
-
-@pytest.mark.timeout(50)
-def test_limits_of_pytest_are_scaled_and_started_processes_know_the_speed() -> None:
+    # so are those of pytest, and started processes know the speed
     assert 40 * slowness() < signal.getitimer(signal.ITIMER_REAL)[0] <= 50 * slowness()
     assert slowness() >= 2 and patient(3) == 3 * slowness()
     words = [sys.executable, "-c", "import environment; print(environment.slowness())"]

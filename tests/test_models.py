@@ -175,8 +175,7 @@ def test_beam_search_finds_what_a_search_of_all_targets_finds(length_penalty: fl
         source = torch.randint(4, 6, (3, 5))
         source[1, 2:] = 0
         options: Any = {"max_length": max_length, "length_penalty": length_penalty, **ENDS}
-        found = beam_search(model, source, beams=27, **options)
-        for sentence, result in zip(source, found, strict=True):
+        for sentence, result in zip(source, beam_search(model, source, beams=27, **options), strict=True):
             weights = {target: ((5 + len(target)) / 6) ** -length_penalty for target in targets}
             scores = {target: weights[target] * log_probability(model, sentence, target) for target in targets}
             assert scores[(*result, END)] == pytest.approx(max(scores.values()), abs=1e-5)

@@ -196,10 +196,7 @@ def places(state: Any) -> Iterator[list[str]]:
     for key, part in state.items():
         if isinstance(part, dict) and key != "identity":
             yield from ([key], *([key, *place] for place in places(part)))
-
-
-def test_what_must_be_a_mapping_in_a_state() -> None:
-    """In any place of a state, an error names the place."""
+    # what must be a mapping, in any place of a state
     power = PowerSGDCompressor(1, high_rank=2, min_compression_rate=0)
     for compression in (DGCCompressor(0.1, ResidualMemory()), power, QSGDCompressor()):
         optimizer = wrapped(compression=compression)

@@ -427,7 +427,7 @@ def test_laws_load_without_pytest_and_training_without_numpy() -> None:
         assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_what_fails_or_is_late_does_not_stop_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_or_is_late_does_not_stop_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(error: BaseException) -> None:
         raise error
 
@@ -443,9 +443,7 @@ def test_what_fails_or_is_late_does_not_stop_the_rest(capsys: pytest.CaptureFixt
     assert 59 < parts.left() <= 60 and 29 < parts.left(0.5) <= 30
     printed = capsys.readouterr().out
     assert "FAILED kernel\n" in printed and "no such register" in printed and "a rank ended" in printed
-
-
-def test_the_table_takes_its_place_on_the_page(tmp_path: Path) -> None:
+    # the table takes its place on the page
     page = tmp_path / "gpu.md"
     rows: Any = {"top of |v|": {"ms": 1.25, "launches": 3, "where": {}}, "b": {"peak MB": 7.4}}
     page.write_text(PAGE.read_text())

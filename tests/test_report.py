@@ -166,9 +166,7 @@ def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids)) and set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)) <= set(ids)
     assert not re.search(r"#0e0f\w\w", text) and "https:" not in re.sub(r'xmlns\S*="[^"]*"', "", text)
-
-
-def test_settings_that_differ(runs: dict[str, Path]) -> None:
+    # settings that differ
     base, other, bare = read_reported([str(runs["dgc"])] * 3)
     other.config, bare.config = json.loads(json.dumps(base.config)), {}
     assert differing_settings([base, other, bare]) == []

@@ -81,7 +81,7 @@ def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: py
     assert [path.name for path in new.iterdir() if path.is_dir()] == [] and len(read(new)["test"]) == 2
 
 
-def test_empty_and_long_training_pairs_are_left_out(folder: Path) -> None:
+def test_empty_and_long_pairs_are_left_out_and_files_that_do_not_fit_are_refused(folder: Path) -> None:
     write(folder, "train", [*TRAIN, ("", "nothing"), ("Haus " * 40, "house")])
     warning = r"train\.de: 2 of the 6 training pairs \(33\.3 %\) are left out, .*dataset\.max_length, 30; raise it"
     with pytest.warns(UserWarning, match=warning):
@@ -91,9 +91,6 @@ def test_empty_and_long_training_pairs_are_left_out(folder: Path) -> None:
         write(folder, "train", [*TRAIN * 25, ("", "nothing")][left_out - 1 :] + [("", "x")] * (left_out - 1))
         with pytest.warns(UserWarning) if left_out == 2 else nullcontext():
             assert read(folder, max_length=30)["train"].pairs_left_out == left_out
-
-
-def test_files_that_do_not_fit_are_refused(folder: Path) -> None:
     cases: list[tuple[str, bytes | None, str]] = [
         ("test.en", None, "the data set is not there: .*test.en is missing"),
         ("val.en", b"a\n", "val.de is missing"),

@@ -272,8 +272,7 @@ def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: MonkeyPat
     assert names == {"latest.json", "best.json", "e0001", "shared.pt", "rank0.pt", "rank1.pt", "manifest.json"}
     shared, own = (read_tensors(run / "checkpoints/e0001" / name) for name in ("shared.pt", "rank1.pt"))
     for state, name in ((shared, "shared"), (own, "rankN")):
-        keys = table(f"key of `{name}.pt`", "checkpoints.md")
-        assert state.keys() == {row[0].strip("`") for row in keys}
+        assert state.keys() == {row[0].strip("`") for row in table(f"key of `{name}.pt`", "checkpoints.md")}
     assert own["compression"]["DGCCompressor.0"].keys() >= {"momentums", "velocities", "steps"}
     scope: dict[str, Any] = {}
     for block in (INFERENCE, FROM_CONFIG):

@@ -60,8 +60,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None:
     for words, t_max in (("", 35), ("num_epochs=500", 495), ("warmup_lr_epochs=0", 40), ("num_epochs=2", 1)):
-        overrides = [f"--configs.train.{word}" for word in words.split()]
-        assert load([CNN], overrides).train.scheduler.T_max == t_max
+        assert load([CNN], [f"--configs.train.{word}" for word in words.split()]).train.scheduler.T_max == t_max
     words = "--configs.train.optimizer.momentum 0.8 --configs.train.optimizer.nesterov true"
     train = load([CNN, WM5], words.split()).train
     for node in (train.optimizer, train.compression.memory, instantiate(train.compression.memory)):
@@ -197,10 +196,8 @@ def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:
     assert to_yaml(load([CNN, write(tmp_path, "a.py", PYTHON)])) == to_yaml(tree)
     assert "momentum" not in tree.train.optimizer and len(tree.train.meters) == 3
     assert tree.train.scheduler.T_max == 80
-
-
-def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces(tmp_path: Path) -> None:
-    """The same for a YAML file and for the command line; Config(Target), assigned in Python, replaces."""
+    # A mapping with the constructor in place merges, and another one replaces, in YAML and on the command line.
+    # Config(Target), assigned in Python, replaces.
     same, other = "{_target_: torch.optim.SGD, lr: 0.1}", "{_target_: torch.optim.Adam, lr: 0.1}"
     sgd, adam = ({"_target_": f"torch.optim.{name}", "lr": 0.1} for name in ("SGD", "Adam"))
     merged = {**values(load([CNN]).train.optimizer), "lr": 0.1}
@@ -433,15 +430,6 @@ def test_files_in_the_original_form_load_and_train(place: Path) -> None:
         load(["configs/images/small.py"])
 
 
-def test_replacement_names_exist() -> None:
-    rows = table("there | here | what differs, and why |\n|---|---|---|\n| `GossipDataParallel", "migrating.md")
-    here = re.findall("`([A-Za-z_]+)(?:`|\\()", " ".join(row[1] for row in rows))
-    names = {name for name in here if name not in ("LocalOptimizer", "graph_from_epoch")}
-    assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
-    (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
-    assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
-
-
 def earlier(saved: str) -> dict[str, Any]:
     """The config that the version before saved for the same stack of files."""
     content: dict[str, Any] = yaml.safe_load(saved.replace("dgc.local.", "dgc.outer."))
@@ -505,7 +493,13 @@ def test_names_of_still_earlier_versions_are_converted_and_other_configs_stay(tm
     assert converted({"train": 3}) == {"train": 3} and converted({}) == {}
 
 
-def test_the_command_line_names_the_present_key() -> None:
+def test_the_command_line_and_the_page_name_what_is_there() -> None:
+    rows = table("there | here | what differs, and why |\n|---|---|---|\n| `GossipDataParallel", "migrating.md")
+    here = re.findall("`([A-Za-z_]+)(?:`|\\()", " ".join(row[1] for row in rows))
+    names = {name for name in here if name not in ("LocalOptimizer", "graph_from_epoch")}
+    assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
+    (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
+    assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
     for stack in ([DILOCO], [SGP, DILOCO], [ZERO_ONE]):
         key = "local_step_clipper" if stack == [ZERO_ONE] else "average_every"
         message = f"--configs.train.gossip.{key}: .*write --configs.train.local.{key}"

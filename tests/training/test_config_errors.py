@@ -63,7 +63,7 @@ def python(file: Path, text: str) -> Path:
     return yaml(file.with_suffix(".py"), head + text)
 
 
-def test_what_dgc_needs_does_not_change_silently(file: Path) -> None:
+def test_what_a_method_needs_does_not_change_silently(file: Path) -> None:
     message = refusal(WM5, CNN, "configs/dgc/fp16.py")
     assert "train.optimizer._target_ is torch.optim.SGD (configs/digits/__init__.py)" in message
     assert f"{DGC} needs dgc.optim.DGCSGD" in message
@@ -84,9 +84,7 @@ def test_what_dgc_needs_does_not_change_silently(file: Path) -> None:
         message = refusal(CNN, WM5, words=f"--configs.train.{words}")
         assert f"(command line, --configs.train.{words.split()[0]})" in message, words
         assert f"{DGC} needs" in message and "leave out the one or the other" in message, words
-
-
-def test_one_method_does_not_replace_another_silently() -> None:
+    # nor does one method replace another
     for one, other, needs in (
         ("configs/quant/signsgd.py", RANK2, "dgc.compression.PowerSGDCompressor"),
         (QSGD, "configs/sparse/topk.py", "dgc.compression.SparseCompressor"),
@@ -330,8 +328,7 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path,
         assert refusal(CNN, python(file, f"{head}{keyword}={value})")) == wrong
     message = refusal(CNN, python(file, f"{head}warmup_coeff=[1, 'x'])"))
     assert message == "mine.py: train.compression.warmup_coeff.1 is 'x', but it must be a number"
-    given = "${train.metric}, which gives 'acc/test_top1'"
-    for lr, shown in (("fast", "'fast'"), ("'${train.metric}'", given)):
+    for lr, shown in (("fast", "'fast'"), ("'${train.metric}'", "${train.metric}, which gives 'acc/test_top1'")):
         yaml(file, f"train: {{optimizer: {{_target_: torch.optim.Adam, lr: {lr}}}}}")
         assert refusal(CNN, file) == f"mine.yaml: train.optimizer.lr is {shown}, but it must be a number"
     # An annotation that no config value fits, as Tensor, accepts everything.

@@ -243,8 +243,7 @@ def test_top_k_accuracy_and_whether_lower_is_better() -> None:
     meters = {"acc/{}": accuracy, "perplexity/{}": {"_target_": "dgc_training.meters.Perplexity"}}
     for metric, lower in (("acc/test", False), ("perplexity/test", True), (None, False)):
         settings = OmegaConf.create({"metric": metric, "meters": meters})
-        evaluation = Evaluation({"test": []}, settings, alone(), CPU)
-        assert evaluation.lower_is_better is lower
+        assert Evaluation({"test": []}, settings, alone(), CPU).lower_is_better is lower
     outputs = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
     targets = torch.tensor([1, 1, 0, 0])
     for k, correct in ((1, 2), (2, 3), (3, 4), (5, 4)):
@@ -288,8 +287,7 @@ def test_the_rate_of_every_step() -> None:
     seen = rates(make(lambda o: lrs.MultiStepLR(o, [2, 4])), epochs=10)[::STEPS]
     assert seen[3:] == pytest.approx([scaled * factor for factor in (1, 1, 0.1, 0.1, 0.01, 0.01, 0.01)])
     # a cosine per step reaches zero at its end
-    cosine = make(lambda o: lrs.CosineAnnealingLR(o, 2 * STEPS - 1), per_epoch=False)
-    seen = rates(cosine, epochs=5)[3 * STEPS :]
+    seen = rates(make(lambda o: lrs.CosineAnnealingLR(o, 2 * STEPS - 1), per_epoch=False), epochs=5)[3 * STEPS :]
     assert seen[0] == pytest.approx(0.8) and seen[-1] == pytest.approx(0.0, abs=1e-12)
     assert sorted(seen, reverse=True) == seen
     # a scheduler keeps its low starting rate

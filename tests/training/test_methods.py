@@ -155,8 +155,7 @@ def test_it_learns_and_logs_a_row_for_each_rank(tmp_path: Path) -> None:
     summary = summary_of(tmp_path)
     assert summary["best"]["acc/test_top1"] > 60
     for rank in range(4):
-        lines = (tmp_path / "csv" / f"out_r{rank}_n4.csv").read_text().splitlines()
-        rows = list(csv.DictReader(lines[4:]))
+        rows = list(csv.DictReader((tmp_path / "csv" / f"out_r{rank}_n4.csv").read_text().splitlines()[4:]))
         trained = [row for row in rows if row["itr"] != "-1"]
         assert [row["Epoch"] for row in rows if row["itr"] == "-1"] == ["0", "1", "2", "3"]
         assert float(trained[-1]["weight"]) == 1.0 and float(rows[-1]["consensus"]) > 0

@@ -99,14 +99,6 @@ def test_the_files_of_a_run(finished: Path) -> None:
     assert group["lr"] == pytest.approx(2 * 0.025)
 
 
-def test_ranks_draw_different_random_numbers(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    seeds: list[int] = []
-    monkeypatch.setattr(train, "seed_everything", seeds.append)
-    with pytest.raises(ConfigError, match="not a result"):  # told after all parts have been built
-        run(tmp_path / "run", "train.metric=acc/val_top1", size=3)
-    assert len(seeds) == 3 and len(set(seeds)) == 3
-
-
 def test_scalars_and_settings_in_tensorboard(finished: Path, tmp_path: Path) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -299,7 +291,7 @@ def test_optional_parts_are_optional(tmp_path: Path) -> None:
     run(tmp_path, *words, options=["--evaluate"])
 
 
-def test_ranks_with_other_configs_are_reported_with_the_keys(tmp_path: Path) -> None:
+def test_ranks_have_one_config_and_different_random_numbers(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     args, _ = parse_arguments([*EXPERIMENT, "--devices", "cpu", "--run-dir", str(tmp_path)])
     trees = [load(STACK, [f"--configs.seed={seed}"]) for seed in (0, 0, 1)]
     with pytest.raises(UsageError, match=r"rank 2 has another config than rank 0(.|\n)*seed: 0 -> 1"):
@@ -310,6 +302,11 @@ def test_ranks_with_other_configs_are_reported_with_the_keys(tmp_path: Path) -> 
     changed += ["seed: 1 -> (absent)", "train.betas: [1, 2] -> [1, 3]", "train.num_epochs: 3 -> 4"]
     assert config_differences(old, old) == []
     assert config_differences(old, new) == [f"  {text}" for text in changed]
+    seeds: list[int] = []
+    monkeypatch.setattr(train, "seed_everything", seeds.append)
+    with pytest.raises(ConfigError, match="not a result"):  # told after all parts have been built
+        run(tmp_path / "run", "train.metric=acc/val_top1", size=3)
+    assert len(seeds) == 3 and len(set(seeds)) == 3
 
 
 def test_arguments_are_read_first(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
@@ -362,8 +359,7 @@ def test_a_second_run_in_the_directory_is_an_error(tmp_path: Path, capsys: Captu
     run(directory, *BRIEF, options=["--no-resume"])
     assert "--no-resume: the earlier run is now" in capsys.readouterr().out
     assert not list(tmp_path.rglob(lock.NAME))
-    first = RunLock(tmp_path)
-    timer = threading.Timer(0.5, first.release)
+    timer = threading.Timer(0.5, RunLock(tmp_path).release)
     timer.start()
     RunLock(tmp_path, wait=30).release()
     timer.join()
