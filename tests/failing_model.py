@@ -6,18 +6,14 @@ MODEL = """
 import os, signal, time
 from dgc.launch import started_by
 from dgc_models import DigitsCNN
-
 STARTED = started_by(os.environ)
-
 class Failing(DigitsCNN):
     steps = 0
-
     def forward(self, images):
         Failing.steps += self.training
         if Failing.steps == {step} and {rank} in (None, STARTED.rank):
             self.fail_here()
         return super().forward(images)
-
     def fail_here(self):
         {statement}
 """

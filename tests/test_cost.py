@@ -233,8 +233,7 @@ def test_messages_of_groups_and_of_single_ranks() -> None:
     ranks = AlikeRanks(4, local_size=2, local_rank=0)
     assert ranks.point_to_point and ranks.reply(ReduceScatter(torch.arange(8.0))).tolist() == [4.0, 5.0]
     assert ranks.reply(ReduceScatter(torch.arange(8.0), group="cross")).tolist() == [4.0, 5.0, 6.0, 7.0]
-    # the longest message from rank to rank is awaited, also what another round sent; the recorded rank, the last
-    # one, sends nothing to itself
+    # the longest message from rank to rank is awaited, also of another round; no rank sends to itself
     first = Exchange({0: torch.ones(5), 1: torch.ones(9)}, {0: torch.empty(5)})
     second = Exchange({0: torch.ones(3)}, {0: torch.empty(5)})
     (messages,) = record(Asks(lambda bucket: [(first,), (second,)]).plan, 2).buckets

@@ -217,7 +217,6 @@ esac
 # another one after SIGTERM. In Python, since bash may lose a signal that arrives between two commands.
 RUN = f"""#!{sys.executable} -S
 import os, signal, time
-
 def ends(word, status):
     def handler(*_):
         with open(os.environ["CALLS"], "a") as calls:
@@ -225,7 +224,6 @@ def ends(word, status):
         time.sleep(0.3)
         os._exit(status)
     return handler
-
 signal.signal(signal.SIGUSR1, ends("signal", int(os.environ.get("SAVED", 75))))
 signal.signal(signal.SIGTERM, ends("terminated", 143))
 print("started", flush=True)

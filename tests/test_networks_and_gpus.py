@@ -292,7 +292,6 @@ def test_a_step_of_gossip_ends_when_its_messages_have_arrived() -> None:
 # A machine with PyTorch and Triton, of the packages that this one has.
 BARE = """
     import runpy, sys
-
     sys.modules.update(dict.fromkeys({absent}))
     sys.argv = ["gpu", *{words}]
     runpy.run_module("benchmarks.gpu", run_name="__main__")
@@ -324,35 +323,28 @@ def test_a_missing_package_is_named_with_its_cure() -> None:
 TESTS = """
     import pytest
     from a_helper import successor
-
     @pytest.fixture(autouse=True)
     def always(monkeypatch):
         monkeypatch.setenv("GPU_TEST", "set")
-
     @pytest.fixture(scope="module")
     def once():
         made.append(1)
         return made
-
     made = []
-
     @pytest.mark.parametrize("a, b", [(1, 2), pytest.param(3, 4, marks=pytest.mark.proof)])
     @pytest.mark.parametrize(("c", "d"), [(5, 6), (6, 7)])
     def test_parameters(a, b, c, d, once):
         import os
         assert b == successor(a) and d == successor(c) and os.environ["GPU_TEST"] == "set" and len(once) == 1
-
     @pytest.mark.proof
     def test_raises(monkeypatch):
         monkeypatch.setattr("os.absent", 1, raising=False)
         with pytest.raises(ValueError, match="bad") as refused:
             raise ValueError("bad")
         assert str(refused.value) == "bad"
-
     @pytest.mark.parametrize("x", [1, 2])
     def test_fails_for_two(x):
         assert x == 1
-
     def test_raises_nothing():
         with pytest.raises(ValueError):
             pass

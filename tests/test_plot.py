@@ -225,8 +225,7 @@ def test_the_values_of_a_run(tmp_path: Path) -> None:
         path.write_text(text[:-cut])
         run = read_run(tmp_path / "run")
         assert run.training.y == [50.0, 60.0] and len(run.loss.y) == 9, cut
-    # the elapsed time of a file with 18 columns, as in the reference, is estimated: each row represents the steps
-    # since the previous row
+    # the elapsed time of a file with 18 columns, as in the reference, is estimated from the steps since a row
     path = write_run(tmp_path / "alone", ranks=1) / "csv" / "out_r0_n1.csv"
     head, rows = path.read_text().splitlines()[:4], path.read_text().splitlines()[4:]
     path.write_text("\n".join([*head, *(",".join(row.split(",")[:18]) for row in rows)]) + "\n")
@@ -310,8 +309,7 @@ def test_figures(tmp_path: Path) -> None:
     (axes,) = draw.bytes_figure(runs[1:3]).axes
     assert axes.get_xscale() == "log" and xdata(axes.lines[1]) == [24_000, 48_000, 72_000]
     assert ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
-    # One method on several numbers of ranks is seen by marker or line style, and by name. Runs on the same number
-    # of ranks differ by colour.
+    # runs of one method on several numbers of ranks differ by marker or line style, and name; others by colour
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
     runs = [read_run(write_run(tmp_path / name, None, n, compression="DGC")) for name, n in ranks.items()]
     for make, every, line in ((draw.error_figure, 2, 1), (draw.bytes_figure, 1, 0), (draw.loss_figure, 2, 1)):

@@ -196,8 +196,7 @@ def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:
     assert to_yaml(load([CNN, write(tmp_path, "a.py", PYTHON)])) == to_yaml(tree)
     assert "momentum" not in tree.train.optimizer and len(tree.train.meters) == 3
     assert tree.train.scheduler.T_max == 80
-    # A mapping with the constructor in place merges, and another one replaces, in YAML and on the command line.
-    # Config(Target), assigned in Python, replaces.
+    # a mapping with the constructor in place merges, another one replaces, and so does Config(Target) of Python
     same, other = "{_target_: torch.optim.SGD, lr: 0.1}", "{_target_: torch.optim.Adam, lr: 0.1}"
     sgd, adam = ({"_target_": f"torch.optim.{name}", "lr": 0.1} for name in ("SGD", "Adam"))
     merged = {**values(load([CNN]).train.optimizer), "lr": 0.1}

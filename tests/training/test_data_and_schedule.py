@@ -130,7 +130,6 @@ WORKERS = """
 import torch
 from torch.utils.data import TensorDataset
 from dgc_training.data import TrainBatches
-
 if __name__ == "__main__":
     dataset = TensorDataset(torch.arange(64.0), torch.arange(64))
     batches = TrainBatches(dataset, 4, rank=0, size=1, seed=7, device=torch.device("cpu"), num_workers=2)

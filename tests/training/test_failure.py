@@ -63,7 +63,6 @@ from torch.distributed import DistNetworkError, DistStoreError
 from dgc_training.config import ConfigError
 from dgc_training.faults import failure
 from dgc_training.faults.failure import UsageError, ending_all_ranks
-
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
 names = {}
 for name, (body, rank, size) in json.loads(sys.argv[1]).items():
@@ -142,7 +141,6 @@ from dgc.comm import barrier
 from dgc.comm.horovod import HorovodTransport
 from dgc_training.faults.failure import ending_all_ranks
 from dgc_training.faults.watchdog import WatchedTransport, watching
-
 with ending_all_ranks():
     transport = WatchedTransport(HorovodTransport(timeout=float(sys.argv[1])))
     with watching(transport, float(sys.argv[1])):
@@ -175,7 +173,6 @@ def test_a_stuck_rank_is_reported_with_its_stack_and_a_stopped_one_without(tmp_p
 SHARDS = """
 import os
 from dgc_datasets import Digits
-
 def make(path: str) -> Digits:
     open(path + os.environ["OMPI_COMM_WORLD_RANK"]).close()
     return Digits()
@@ -185,7 +182,6 @@ LONG_DELAYS = f"""
 import runpy
 from dgc_training.faults import failure
 from dgc_training.launcher import print_error
-
 print_error.__defaults__, failure.SECONDARY_DELAY = (1000.0,), 1000.0
 runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 """
@@ -243,12 +239,9 @@ def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) 
 
 TELL = """
 import atexit, gc, sys
-
 SLOW = {"horovod", "matplotlib", "scipy", "sklearn", "sympy", "tensorboard", "torch._dynamo", "torchvision"}
-
 def tell(when):
     print(when, gc.isenabled(), *sorted(SLOW & {*sys.modules}), flush=True)
-
 tell("loading:")
 atexit.register(tell, "ending:")
 """
