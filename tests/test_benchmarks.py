@@ -12,8 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from simulated import CNN
-from simulated import summary_of as summary_in
 from torch import Tensor
 
 import benchmarks
@@ -23,7 +21,7 @@ from benchmarks.__main__ import main as print_list
 from benchmarks.convergence import draw, main, report, rows_of
 from benchmarks.methods import Method, parameters_of
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
-from benchmarks.runs import TASKS, WITH_ADAM, Task, simulate, summary_of, to_train
+from benchmarks.runs import TASKS, WITH_ADAM, Task, summary_of, to_train
 from benchmarks.selectors import Counts, SelectorStep, count_step, counting, fit_tensors
 from benchmarks.train_step import Work
 from dgc.bucket import lay_out
@@ -31,7 +29,7 @@ from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
 from dgc.selection import Bisection, plan_selection
-from dgc_training.config import ConfigError, load
+from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.build import build as build_model
 from scripts.methods import LOCAL_STEPS, METHODS, SELECTORS, build
@@ -281,21 +279,6 @@ def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
 
 def given(task: str, **more: Any) -> Namespace:
     return Namespace(**{"task": task, "epochs": None, "batch_size": None, "overrides": [], **more})
-
-
-def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
-    def trained(name: str, *more: str, method: str = "configs/powersgd/rank2.py") -> Any:
-        words = ["--configs", CNN, method, "--run-dir", str(tmp_path / name), "--devices", "cpu"]
-        simulate(2, [*words, "--configs.train.num_epochs=1", "--configs.train.batch_size=90", *more])
-        return summary_in(tmp_path / name)
-
-    first, again = trained("first"), trained("again")
-    assert first["final"] == again["final"] and first["ranks"] == 2 and first["samples"] > 1000
-    assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
-    assert trained("other", "--configs.seed=7")["final"] != first["final"]
-    with pytest.raises(ConfigError, match=r"train\.clip_norm limits averages"):
-        trained("refused", "--configs.train.clip_norm=1.0", method="configs/dgc/wm5.py")
-    assert not (tmp_path / "refused").exists()
 
 
 def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_path: Path) -> None:

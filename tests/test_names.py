@@ -74,15 +74,13 @@ print(sorted({'horovod', 'mpi4py', 'scipy', 'torch._dynamo'} & {*sys.modules}))
 
 
 WITHOUT_FSDP2 = """
-import os, sys, torch
-import torch.distributed.fsdp as fsdp
-import dgc, dgc.ddp
-changes = (
+import os, torch, dgc, dgc.ddp
+from torch.distributed import fsdp
+for change in (
     lambda: fsdp.__dict__.pop("FSDPModule"),
     lambda: delattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
     lambda: setattr(torch, "__version__", "2.9.1+cpu"),
-)
-for change in changes:
+):
     if os.fork() == 0:  # torch is imported once for all of them
         change()
         try:

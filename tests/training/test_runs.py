@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,11 +86,6 @@ def in_the_middle_of_a_row(files: Any, dtype: torch.dtype = torch.float32) -> No
     assert [(part.shape, part.dtype) for part in task["state"]] == [((2, 4, 16), dtype)] * 2
 
 
-def in_bf16(files: Any) -> None:
-    is_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    in_the_middle_of_a_row(files, torch.bfloat16 if is_supported else torch.float32)
-
-
 class Row(NamedTuple):
     name: str
     stack: Sequence[str]  # its config files; texts with a brace are the content of one
@@ -104,6 +100,8 @@ class Row(NamedTuple):
 MID, SCHEDULE_STARTS, ADAM_STARTS = ("e0001s00003",), ("e0002", "e0002s00003"), ("e0000s00008", "e0000s00004")
 LSTM_ROW: Any = {"starts": ("e0001s00002",), "check": in_the_middle_of_a_row}
 ON_3: Any = {"others": [(3, None)]}
+BF16 = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+IN_BF16 = partial(in_the_middle_of_a_row, dtype=BF16)
 ROWS = [
     Row("DGC", [CNN, WM5], TWICE, ("e0001s00005", "e0001s00010"), **ON_3),
     Row("after a milestone", [CNN, WM5, MULTISTEP], SCHEDULED, SCHEDULE_STARTS),
@@ -115,7 +113,7 @@ ROWS = [
     Row("DPSGD", [CNN, "configs/gossip/dpsgd.py"], GOSSIP, MID),
     Row("two machines", [CNN, WM0], MACHINES, ("e0000s00003",), 4, 2, others=[(2, 2), (4, 4), (6, 3)]),
     Row("LSTM with dropout", [WIKITEXT], [*LSTM, "model.dropout=0.2"], **LSTM_ROW),
-    Row("LSTM in bf16", [WIKITEXT], [*LSTM, "train.precision=bf16"], size=1, **LSTM_ROW | {"check": in_bf16}),
+    Row("LSTM in bf16", [WIKITEXT], [*LSTM, "train.precision=bf16"], size=1, **LSTM_ROW | {"check": IN_BF16}),
     Row("LSTM with DGC", [WIKITEXT, WM5], LSTM, **LSTM_ROW),
     Row("LSTM with PowerSGD", [WIKITEXT, "configs/powersgd/rank1.py"], LSTM, **LSTM_ROW),
     Row("translation", [TRANSLATION], NUMWORDS, (*MID, "e0001"), size=1),
