@@ -313,7 +313,7 @@ def test_every_method_of_a_task_is_a_stack_of_configs(name: str, tmp_path: Path)
             assert tree.train.local.average_every == int(every)
 
 
-def test_differences_are_paired(capsys: Printed) -> None:
+def test_differences_are_paired_and_figures_have_better_methods_higher(tmp_path: Path, capsys: Printed) -> None:
     task = TASKS["digits"]
     one, other = summary(task, 99.0), summary(task, 98.0, wire=1)
     report(task, rows_of(task, {"dense": [one], "dgc": [other]}))
@@ -330,10 +330,7 @@ def test_differences_are_paired(capsys: Printed) -> None:
     row = rows_of(bits, {"dense": plain, "sign": sign})["sign"]
     assert row["difference"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)  # percent
     assert row["first_over_payload"] == row["dense_over_wire"] == 5
-
-
-def test_the_figures_are_drawn_with_better_methods_higher(tmp_path: Path) -> None:
-    """Fewer bits per character are better: the axis is inverted."""
+    # fewer bits per character are better: the axis is inverted
     for name, dgc_is_better in (("numwords", False), ("lstm", True)):
         task = TASKS[name]
         rows = rows_of(task, {"dense": [summary(task, 3.0)], "dgc": [summary(task, 2.0, wire=1)]})

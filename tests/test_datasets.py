@@ -161,22 +161,6 @@ def archive(tmp_path: Path, monkeypatch: Patch) -> Path:
     return path
 
 
-def test_an_archive_is_unpacked(archive: Path) -> None:
-    """Also over what an interrupted unpacking left. A damaged one is named."""
-    left = archive.parent / "cifar-10-batches-py"
-    for _ in range(2):
-        data: Any = CIFAR(str(archive.parent))
-        assert len(data["train"]) == 40
-        assert {path.name for path in archive.parent.iterdir()} == {archive.name, left.name, ".preparing"}
-        shutil.rmtree(left)
-        left.mkdir()
-        (left / "data_batch_1").write_bytes(b"half")
-    shutil.rmtree(left)
-    archive.write_bytes(archive.read_bytes()[:-100])
-    refuse(r"cifar-10-python\.tar\.gz is damaged.*download true", CIFAR, str(archive.parent))
-    assert not left.exists()
-
-
 @pytest.mark.filterwarnings("ignore:Python 3.14 will")
 @pytest.mark.parametrize("knows_filters", [True, False])  # Python 3.11 before 3.11.4 does not
 def test_an_archive_is_unpacked_here_alone(tmp_path: Path, monkeypatch: Patch, knows_filters: bool) -> None:
@@ -197,7 +181,7 @@ def test_an_archive_is_unpacked_here_alone(tmp_path: Path, monkeypatch: Patch, k
     assert (tmp_path / "data/file").read_text() == "text"
 
 
-def test_download(archive: Path, monkeypatch: Patch, tmp_path: Path) -> None:
+def test_an_archive_is_downloaded_and_unpacked(archive: Path, monkeypatch: Patch, tmp_path: Path) -> None:
     """Also over what an interrupted download left; and what an address without the file leads to."""
     root = tmp_path / "new"
     root.mkdir()
@@ -217,6 +201,19 @@ def test_download(archive: Path, monkeypatch: Patch, tmp_path: Path) -> None:
     data = CIFAR(str(there), download=True)
     there.chmod(0o700)
     assert len(data["train"]) == 40 and not (there / ".preparing").exists()
+    # an archive is unpacked, also over what an interrupted unpacking left, and a damaged one is named
+    left = archive.parent / "cifar-10-batches-py"
+    for _ in range(2):
+        data = CIFAR(str(archive.parent))
+        assert len(data["train"]) == 40
+        assert {path.name for path in archive.parent.iterdir()} == {archive.name, left.name, ".preparing"}
+        shutil.rmtree(left)
+        left.mkdir()
+        (left / "data_batch_1").write_bytes(b"half")
+    shutil.rmtree(left)
+    archive.write_bytes(archive.read_bytes()[:-100])
+    refuse(r"cifar-10-python\.tar\.gz is damaged.*download true", CIFAR, str(archive.parent))
+    assert not left.exists()
 
 
 def prepare_slowly(root: Path, started: Any) -> None:

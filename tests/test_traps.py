@@ -39,7 +39,7 @@ STATED = {
     "ranks evaluate their own batch norm": "training/test_train::test_evaluate_gives_the_reported_accuracy",
     "`latest` on some ranks": "training/test_checkpoint::test_machines_that_see_different_checkpoints_are_refused",
     "no scheduler is a crash": "training/test_train::test_optional_parts_are_optional",
-    "a key that does not exist is taken": "training/test_config_errors::test_unknown_keys_on_the_command_line",
+    "a key that does not exist is taken": "training/test_config_errors::test_unknown_keys",
     "a checkpoint runs code": "training/test_checkpoint::test_code_in_a_checkpoint_is_not_run",
     "gathered data go unchecked": "wire/test_corruption::test_any_bytes_at_all_give_an_error_or_a_sound_selection",
     "replicas are not compared": "training/test_faults::test_the_rank_with_other_weights_is_reported",

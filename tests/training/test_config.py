@@ -122,7 +122,7 @@ def test_dgc_files_set_what_they_say() -> None:
     assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1] * 5
 
 
-def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path: Path) -> None:
+def test_bases_apply_once_from_the_top_down_in_any_folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Once per load, before the first file of the folder: a base does not undo an earlier file of it."""
     tree = load([CNN, WM5, "configs/digits/resnet20.py", "configs/dgc/fp16.py"])
     assert tree.train.compression.warmup_epochs == 5 and tree.train.compression["values"] == "fp16"
@@ -137,9 +137,7 @@ def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path
     assert (tree.seed, tree.deterministic, tree.train.num_epochs) == (20, True, 9)
     assert load([folder, rest]).seed == 2 and load([folder / "c", folder / "c.py", rest]).seed == 200
     assert load([f"{folder}/", tmp_path / "no_base/a", rest]).seed == 2
-
-
-def test_any_working_directory(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    # in any working directory
     expected, mine = load([CNN, WM5]), write(tmp_path, "mine.yml", "seed: 3")
     monkeypatch.chdir(tmp_path)
     assert load([CNN, WM5]) == load([REPOSITORY / CNN, "./configs/dgc/wm5"]) == expected

@@ -119,7 +119,7 @@ def test_files_without_those_before_them_say_what_to_stack(file: Path) -> None:
     assert refusal(CNN, words="--configs.train.batch_size null").startswith("no train.batch_size")
 
 
-def test_unknown_keys_on_the_command_line() -> None:
+def test_unknown_keys(file: Path) -> None:
     local = ("configs/local/diloco.py", "configs/local/machines.py")
     inner = "train.compression.memory.momentum"
     rows = [
@@ -130,9 +130,7 @@ def test_unknown_keys_on_the_command_line() -> None:
     for stack, words, meant in rows:
         message = refusal(CNN, *stack, words=f"--configs.{words}")
         assert message.startswith(f"command line, --configs.{words.split()[0]}: ") and meant in message, words
-
-
-def test_keys_in_files(file: Path) -> None:
+    # and in files
     meant = "unknown key train.num_epoch; closest: train.num_epochs"
     assert refusal(CNN, yaml(file, "train:\n  num_epoch: 5\n")).startswith(f"mine.yaml: {meant}")
     for text, message in (

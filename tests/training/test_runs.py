@@ -260,9 +260,6 @@ def test_formatting() -> None:
     words[200] = f"2 times the bytes of {dense}"
     assert {wire: against_dense(wire, 100) for wire in words} == words
     assert [clock(seconds) for seconds in (0.4, 59.6, 3725.0)] == ["00:00", "01:00", "1:02:05"]
-
-
-def test_the_summary_compares_wire_with_wire() -> None:
     sent: dict[str, Any] = {"payload_bytes": 8_060_000, "wire_bytes": 15e6, "dense_wire_bytes": 150e6}
     progress = TrainingProgress(epoch=1, samples=10, **sent)
     output = table(summarize("run", progress, ranks=4, metric=None))
@@ -284,7 +281,8 @@ def test_the_summary_compares_wire_with_wire() -> None:
     assert "15 times fewer" in output and "-0.50 points" in output
 
 
-def test_tables_and_changed_settings_fit_80_columns_and_a_file_gets_no_colour(capsys: CaptureFixture[str]) -> None:
+def test_the_console_in_a_file(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
+    """Tables and changed settings fit 80 columns, there is no colour, and a line in ten seconds."""
     screen = Console(0, 100, 12, "acc/test_top1")
     screen.step(0, 1, "")
     screen.end_epoch(100, VALUES, best=True)
@@ -301,9 +299,7 @@ def test_tables_and_changed_settings_fit_80_columns_and_a_file_gets_no_colour(ca
     absent = ("timeout", "log_every", "requires", "selector", "None")
     assert [word for word in (*present, *absent) if word in words] == [*present]
     assert len(lines) < 20 and max(map(len, lines)) <= 80
-
-
-def test_a_line_in_ten_seconds(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
+    # a line in ten seconds
     now = 0.0
     monkeypatch.setattr("dgc_training.logging.console.time.perf_counter", lambda: now)
     screen = Console(0, 3, 100, None)
