@@ -34,6 +34,23 @@ from dgc_training.constructors import import_target
 
 CIFAR10 = import_target("torchvision.datasets.CIFAR10")
 Patch = pytest.MonkeyPatch
+# in processes of their own: whatever torchvision is installed, it imports after the compatibility file
+COMPATIBLE = """
+import dgc_datasets.torchvision_compat as compat
+from torchvision.models import resnet18
+from torchvision.datasets import CIFAR10
+assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512
+assert compat.declare_missing_operators() == []
+assert bool(compat._declared) != compat.operators_load()
+"""
+# and in a config file, as the original's files import their models
+IN_A_CONFIG = """
+import sys
+from dgc_training.config import load
+assert 'torchvision' not in sys.modules
+tree = load(['configs/digits/cnn.py', 'mine.py'])
+assert tree.model._target_ == 'torchvision.models.resnet18'
+"""
 
 
 @pytest.mark.parametrize("num_classes", [10, 100])
@@ -312,25 +329,6 @@ def test_every_image_is_tested_once_over_the_folds() -> None:
     assert image.shape == (1, 8, 8) and label.dtype == torch.int64 and label.dim() == 0
     for name, value in (("fold", 5), ("fold", -1), ("num_folds", 1), ("num_classes", 9)):
         refuse(name, Digits, **{name: value})
-
-
-# in processes of their own: whatever torchvision is installed, it imports after the compatibility file
-COMPATIBLE = """
-import dgc_datasets.torchvision_compat as compat
-from torchvision.models import resnet18
-from torchvision.datasets import CIFAR10
-assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512
-assert compat.declare_missing_operators() == []
-assert bool(compat._declared) != compat.operators_load()
-"""
-# and in a config file, as the original's files import their models
-IN_A_CONFIG = """
-import sys
-from dgc_training.config import load
-assert 'torchvision' not in sys.modules
-tree = load(['configs/digits/cnn.py', 'mine.py'])
-assert tree.model._target_ == 'torchvision.models.resnet18'
-"""
 
 
 def test_torchvision_imports(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -133,8 +133,8 @@ def test_a_row_of_results_stands_in_one_place_and_the_readme_has_its_numbers() -
     assert "| method | accuracy" not in README and "std. error" not in README
 
 
-def test_the_pictures_of_a_gradient_and_of_the_layers() -> None:
-    """The first names files that exist, the second has every package above what it imports."""
+def test_the_other_pictures_and_what_tables_draw(monkeypatch: Patch, tmp_path: Path, capsys: Printed) -> None:
+    """That of a gradient names files that exist, that of the layers has every package above what it imports."""
     files = re.findall(r"dgc/[\w/.]+", (DOCS / "gradient.svg").read_text())
     assert len(files) > 10 and [name for name in files if not (ROOT / name).exists()] == []
     texts = re.findall(r'<text class="name" x="\d+" y="(\d+)">(.*?)</text>', (DOCS / "layers.svg").read_text())
@@ -143,6 +143,22 @@ def test_the_pictures_of_a_gradient_and_of_the_layers() -> None:
     assert {name for name in height if name.startswith("dgc.")} == {package_of(path) for path in modules}
     edges = {edge for path in modules for edge in imports(path)}
     assert len(edges) > 50 and [edge for edge in edges if height[edge[0]] >= height[edge[1]]] == []
+    # pictures have colours for a dark background, and follow their tables
+    for file in DOCS.glob("*.svg"):
+        light, dark = file.read_text().split("@media (prefers-color-scheme: dark)")
+        assert ".page" in light and ".page" in dark, file
+    for page in DOCS.glob("*.md"):
+        (tmp_path / page.name).write_text(page.read_text().replace("| 91.0 |", "| 95.0 |"))
+    monkeypatch.setattr(pictures, "DOCS", tmp_path)
+    assert main(["accuracy"]) == 0 and "Up to 95 times fewer bytes" in (tmp_path / "accuracy.svg").read_text()
+    assert main(["accuracy", "nothing"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("no picture nothing; there are accuracy, ")
+    # cells and axes are read as numbers
+    assert [number(cell) for cell in ("1,273", "+5.0 %", "-0.06", "")] == [1273.0, 5.0, -0.06, 0.0]
+    assert rows("results.md", "method | accuracy % | minus dense")["dense"][0] == "99.28"
+    axis = Axis("", 1.0, 100.0, [], logarithmic=True)
+    assert [axis.share(value) for value in (1.0, 10.0, 100.0)] == [0.0, 0.5, 1.0]
+    assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5
 
 
 def test_the_citation_has_the_form_of_cff() -> None:
@@ -223,25 +239,6 @@ def test_the_picture_is_drawn_from_its_table(name: str) -> None:
         rest = found[above + 1 :]
         on_it = [other for other, (a, b, c, d) in rest if left < c and a < right and top < d and b < bottom]
         assert on_it == [], text
-
-
-def test_pictures_follow_their_tables(monkeypatch: Patch, tmp_path: Path, capsys: Printed) -> None:
-    """And have colours for a dark background."""
-    for file in DOCS.glob("*.svg"):
-        light, dark = file.read_text().split("@media (prefers-color-scheme: dark)")
-        assert ".page" in light and ".page" in dark, file
-    for page in DOCS.glob("*.md"):
-        (tmp_path / page.name).write_text(page.read_text().replace("| 91.0 |", "| 95.0 |"))
-    monkeypatch.setattr(pictures, "DOCS", tmp_path)
-    assert main(["accuracy"]) == 0 and "Up to 95 times fewer bytes" in (tmp_path / "accuracy.svg").read_text()
-    assert main(["accuracy", "nothing"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("no picture nothing; there are accuracy, ")
-    # cells and axes are read as numbers
-    assert [number(cell) for cell in ("1,273", "+5.0 %", "-0.06", "")] == [1273.0, 5.0, -0.06, 0.0]
-    assert rows("results.md", "method | accuracy % | minus dense")["dense"][0] == "99.28"
-    axis = Axis("", 1.0, 100.0, [], logarithmic=True)
-    assert [axis.share(value) for value in (1.0, 10.0, 100.0)] == [0.0, 0.5, 1.0]
-    assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5
 
 
 def test_the_sections_of_methods_quote_the_tables_and_captions_say_how_many_steps_an_epoch_has() -> None:

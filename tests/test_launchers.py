@@ -213,8 +213,8 @@ case "$*" in
     *) echo "$*" >>"$CALLS"; exit ${REFUSES:-0} ;;
 esac
 """
-# In place of srun and mpirun. Ends with status 3 by itself, with the status of a saved run after SIGUSR1, and with
-# another one after SIGTERM. In Python, since bash may lose a signal that arrives between two commands.
+# In place of srun and mpirun: status 3 by itself, that of a saved run after SIGUSR1, another one after SIGTERM. In
+# Python, since bash may lose a signal that arrives between two commands.
 RUN = f"""#!{sys.executable} -S
 import os, signal, time
 def ends(word, status):

@@ -5,8 +5,6 @@ imports of train.py, as a module of dgc_training, and the strings that name a mo
 "dgc.compression.DGCCompressor". ruff checks who imports torch.distributed.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

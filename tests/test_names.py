@@ -41,6 +41,23 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     *((FlatModel, {"named_parameters": None}), (ZeroOneAdam, {"lr": "x", "params": []})),
     *((from_weights, {"matrices": torch.eye(2)}), (ring, {"size": 4.0}), (grid, {"size": True})),
 ]
+WITHOUT_FSDP2 = """
+import os, torch, dgc, dgc.ddp
+from torch.distributed import fsdp
+for change in (
+    lambda: fsdp.__dict__.pop("FSDPModule"),
+    lambda: delattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
+    lambda: setattr(torch, "__version__", "2.9.1+cpu"),
+):
+    if os.fork() == 0:  # torch is imported once for all of them
+        change()
+        try:
+            import dgc.fsdp
+        except ImportError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
 def test_every_name_is_loaded_and_is_that_of_its_package_and_the_one_of_type_checkers() -> None:
@@ -71,25 +88,6 @@ print(sorted({'horovod', 'mpi4py', 'scipy', 'torch._dynamo'} & {*sys.modules}))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split("\n") == ["[]", "[]", ""]
-
-
-WITHOUT_FSDP2 = """
-import os, torch, dgc, dgc.ddp
-from torch.distributed import fsdp
-for change in (
-    lambda: fsdp.__dict__.pop("FSDPModule"),
-    lambda: delattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
-    lambda: setattr(torch, "__version__", "2.9.1+cpu"),
-):
-    if os.fork() == 0:  # torch is imported once for all of them
-        change()
-        try:
-            import dgc.fsdp
-        except ImportError as error:
-            print(error, flush=True)
-        os._exit(0)
-    os.wait()
-"""
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the changes are made to a torch that has FSDP2")

@@ -1,7 +1,5 @@
 """Set-up's refusals and its stamp, the launcher's command, the doctor's judgement on made-up facts, and wheels."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -45,6 +45,25 @@ BEFORE = {  # what stands before a file, or before those of a folder; otherwise 
     "pysource/sgd": ["configs/pysource/lstm.py"], "pysource/gpt2_small": ["configs/pysource/gpt.py"],
     "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
 }  # fmt: skip
+PYTHON = """
+configs.train.optimizer = Config(torch.optim.Adam)
+configs.train.optimizer.lr = 1e-3
+configs.train.optimizer.betas = (0.9, 0.99)
+configs.train.criterion = Config(torch.nn.CrossEntropyLoss, label_smoothing=0.1)
+configs.train.meters['acc/{}_top3'] = Config('dgc_training.meters.TopKClassMeter', k=3)
+configs.train.scheduler.T_max = derived('train.num_epochs * 2')
+configs.train.checkpoint_every = 10
+"""
+YAML = """
+train:
+  optimizer: {_target_: torch.optim.Adam, lr: 1e-3, betas: [0.9, 0.99]}
+  criterion:
+    _target_: torch.nn.CrossEntropyLoss
+    label_smoothing: 0.1
+  meters: {"acc/{}_top3": {_target_: dgc_training.meters.TopKClassMeter, k: 3}}
+  scheduler: {T_max: '${derive:"train.num_epochs * 2"}'}
+  checkpoint_every: 10
+"""
 
 
 def values(tree: DictConfig) -> Any:
@@ -166,27 +185,6 @@ def test_a_tree_is_read_only_and_loads_do_not_touch_each_other(tmp_path: Path) -
     text = "from dgc_training.config import load\n"
     text += "configs.seed = load(['configs/digits/resnet20.py'], ['--configs.seed', '42']).seed + 1"
     assert load([CNN, write(tmp_path, "x.py", text)]).seed == 43
-
-
-PYTHON = """
-configs.train.optimizer = Config(torch.optim.Adam)
-configs.train.optimizer.lr = 1e-3
-configs.train.optimizer.betas = (0.9, 0.99)
-configs.train.criterion = Config(torch.nn.CrossEntropyLoss, label_smoothing=0.1)
-configs.train.meters['acc/{}_top3'] = Config('dgc_training.meters.TopKClassMeter', k=3)
-configs.train.scheduler.T_max = derived('train.num_epochs * 2')
-configs.train.checkpoint_every = 10
-"""
-YAML = """
-train:
-  optimizer: {_target_: torch.optim.Adam, lr: 1e-3, betas: [0.9, 0.99]}
-  criterion:
-    _target_: torch.nn.CrossEntropyLoss
-    label_smoothing: 0.1
-  meters: {"acc/{}_top3": {_target_: dgc_training.meters.TopKClassMeter, k: 3}}
-  scheduler: {T_max: '${derive:"train.num_epochs * 2"}'}
-  checkpoint_every: 10
-"""
 
 
 def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:

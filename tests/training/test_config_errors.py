@@ -23,6 +23,25 @@ UNKNOWN = [
     ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
     ("train.compression.compress_ratio 1", "or configs/dgc/... or"), ("train null", "be a mapping"),
 ]  # fmt: skip
+FAILING_PYTHON = [
+    ("def f():\n    raise OSError('gone')\nf()", "line 4: OSError: gone"),
+    ("x = (", "line 3: SyntaxError: '(' was never closed"), ("raise SystemExit(3)", "line 3: SystemExit: 3"),
+    ("configs.model = torch.nn.Linear", "line 3: ValueError: model is <class 'torch.nn.modules.linear.Linear'>"),
+    ("configs.model = Config(lambda: 1)", "cannot be imported by that path"),
+    ("class Net: pass\nconfigs.model = Config(Net)", "define it at the top of a module of its own"),
+    ("configs.seed = torch.zeros(1)", "seed is tensor([0.]), but it must be null, bool, int, float, str, list"),
+    ("configs.train.scheduler.milestones = [1]\nconfigs.train.scheduler.milestones.append({1})", "milestones is"),
+    ("configs.train.items = 3", "'items' is also a method"), ("configs.x = configs", "mine.py: "),
+    ("configs.seed = derived('1//0')", 'seed is ${derive:"1//0"}: integer division or modulo by zero'),
+    ("configs.seed = derived('f(x)')", "'f(x)' is not made of keys"),
+    ("configs.train.scheduler.T_max -= 1", "line 3: TypeError"),
+]  # fmt: skip
+FAILING_YAML = [
+    ("seed: 1\ntrain: [1", "line 2, column 8"), ("seed: 1\nseed: 2", "found duplicate key seed"),
+    ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ("1: 2", "a config key must be a non-empty string, not 1"), ("- 1", "a mapping of keys, not a list"),
+    ("seed: ${oops", "${oops"),
+]  # fmt: skip
 
 
 def message_of(*stack: str | Path, words: str | Sequence[str] = "") -> str:
@@ -234,27 +253,6 @@ def test_formulas_without_a_value(file: Path) -> None:
         assert message.startswith(f"command line, --configs.{key}: {key} is") and reason in message, message
     message = refusal(CNN, yaml(file, "seed: ${train.timeout}\ntrain: {timeout: '${derive:\"seed + 1\"}'}"))
     assert message.startswith("mine.yaml: seed is ${train.timeout}: it refers back to itself")
-
-
-FAILING_PYTHON = [
-    ("def f():\n    raise OSError('gone')\nf()", "line 4: OSError: gone"),
-    ("x = (", "line 3: SyntaxError: '(' was never closed"), ("raise SystemExit(3)", "line 3: SystemExit: 3"),
-    ("configs.model = torch.nn.Linear", "line 3: ValueError: model is <class 'torch.nn.modules.linear.Linear'>"),
-    ("configs.model = Config(lambda: 1)", "cannot be imported by that path"),
-    ("class Net: pass\nconfigs.model = Config(Net)", "define it at the top of a module of its own"),
-    ("configs.seed = torch.zeros(1)", "seed is tensor([0.]), but it must be null, bool, int, float, str, list"),
-    ("configs.train.scheduler.milestones = [1]\nconfigs.train.scheduler.milestones.append({1})", "milestones is"),
-    ("configs.train.items = 3", "'items' is also a method"), ("configs.x = configs", "mine.py: "),
-    ("configs.seed = derived('1//0')", 'seed is ${derive:"1//0"}: integer division or modulo by zero'),
-    ("configs.seed = derived('f(x)')", "'f(x)' is not made of keys"),
-    ("configs.train.scheduler.T_max -= 1", "line 3: TypeError"),
-]  # fmt: skip
-FAILING_YAML = [
-    ("seed: 1\ntrain: [1", "line 2, column 8"), ("seed: 1\nseed: 2", "found duplicate key seed"),
-    ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-    ("1: 2", "a config key must be a non-empty string, not 1"), ("- 1", "a mapping of keys, not a list"),
-    ("seed: ${oops", "${oops"),
-]  # fmt: skip
 
 
 def test_files_that_fail_are_not_there_or_not_clear(file: Path) -> None:
