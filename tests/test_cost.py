@@ -44,8 +44,7 @@ Printed = pytest.CaptureFixture[str]
 NETWORK = Network(latency=1e-3, bandwidth=1e6, inner_latency=1e-4, inner_bandwidth=1e7)
 ALONE = replace(NETWORK, ranks_per_machine=1)
 Planned = Sequence[tuple[Bucket, Compressor]]
-PAPER = ["--parameters", "350M", "--step", "1.2s"]
-HOSTS = ["--hosts", "8", "--rate", "1gbit"]
+PAPER, HOSTS = ["--parameters", "350M", "--step", "1.2s"], ["--hosts", "8", "--rate", "1gbit"]
 CPU = torch.device("cpu")
 
 
@@ -189,8 +188,7 @@ def test_overlap_by_hand() -> None:
     for draws in torch.rand(50, 4, 6, generator=torch.Generator().manual_seed(0)).tolist():
         several = [BucketWork(at, (a, b, c), (x, y)) for at, a, b, c, x, y in draws]
         computing = sum(sum(bucket.computing) for bucket in several)
-        network = sum(sum(bucket.messages) for bucket in several)
-        seconds = overlapped(3.0, several)
+        network, seconds = sum(sum(bucket.messages) for bucket in several), overlapped(3.0, several)
         assert max(3.0 + computing, network) <= seconds <= 3.0 + computing + network
         less = [replace(bucket, messages=tuple(s / 2 for s in bucket.messages)) for bucket in several]
         assert overlapped(3.0, less) <= seconds + network / 2

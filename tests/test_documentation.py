@@ -253,8 +253,7 @@ def test_the_sections_of_methods_quote_the_tables_and_captions_say_how_many_step
             assert len({name for name, *_ in quoted}) == len(rows) - 1 == count, header
     points = re.findall(QUOTED[0][-1], text)
     assert len(points) == text.count(" times fewer bytes") - 2, "quotations of another form"
-    samples = {count_samples(Digits(fold)["train"]) for fold in (0, 1)}
-    text = RESULTS.replace("\n", " ")
+    samples, text = {count_samples(Digits(fold)["train"]) for fold in (0, 1)}, RESULTS.replace("\n", " ")
     settings = re.findall(r"(\d+) ranks, batches of (\d+) per rank, (\d+) epochs of (\d+) steps", text)
     assert len(settings) >= 5
     for size, batch, _, steps in settings:
@@ -291,8 +290,7 @@ def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: Patch) -> None
 
 
 def test_payloads_are_what_the_benchmark_measures_and_a_step_sends() -> None:
-    rows = {name: cells for name, *cells in table("values, indices |", "results.md")}
-    parameters = resnet50()
+    rows, parameters = {name: cells for name, *cells in table("values, indices |", "results.md")}, resnet50()
     for name in ("`int8`, `rice`", "`sign`, `rice`"):
         values, indices = name.replace("`", "").split(", ")
         for cell, vectors in zip(rows[name], ("fp32", "bf16", "int8", "sparse"), strict=True):
@@ -301,8 +299,7 @@ def test_payloads_are_what_the_benchmark_measures_and_a_step_sends() -> None:
             assert cell == f"{found:,}", (name, vectors)
 
     def body(transport: Any) -> Any:
-        model = DigitsCNN()
-        compression = dgc_compressor(0.001, fp16_values=True, int32_indices=True)
+        model, compression = DigitsCNN(), dgc_compressor(0.001, fp16_values=True, int32_indices=True)
         optimizer = wrap(model, transport, dgc_sgd, compression=compression)
         model(torch.ones(2, 1, 8, 8)).sum().backward()
         optimizer.step()

@@ -65,8 +65,7 @@ def test_every_experiment_and_run_directory_is_documented() -> None:
         stack = words = words.strip("`").replace("the same `...", stack)
         if match := re.search(r"-np (\d+)", words):
             size = int(match[1])
-        names = re.findall(r"configs/\S+\.py", words)
-        suffix = re.search(r"--suffix (\S+)", words)
+        names, suffix = re.findall(r"configs/\S+\.py", words), re.search(r"--suffix (\S+)", words)
         assert directory == f"`runs/{run_name(names, suffix[1] if suffix else '', size)}`"
 
 

@@ -33,8 +33,7 @@ def of(name: str, rank: int, size: int, **more: str) -> dict[str, str]:
 JOB = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # the batch script of a job
 PTY = {**JOB, "SLURM_STEP_NUM_TASKS": "1"}  # srun -n 1 --pty bash
 COPIED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "server0"}  # set from mpirun's variables by a script
-BY_TORCHRUN = ("torch.distributed (started by torchrun)",) * 2
-SRUN = "torch.distributed (started by srun"
+BY_TORCHRUN, SRUN = ("torch.distributed (started by torchrun)",) * 2, "torch.distributed (started by srun"
 MISSING = "; Horovod is not installed: `make setup` builds it)"
 PMIX = f"torch.distributed (started by srun with PMIx{MISSING}"
 BY_MPIRUN = ("Horovod (started by mpirun)", f"torch.distributed (started by mpirun{MISSING}")

@@ -33,8 +33,7 @@ OWN = {*OURS, *ELASTIC, "DRY_RUN"}
 CLEAN = {k: v for k, v in os.environ.items() if k not in OWN and not k.startswith(FOREIGN)}
 GOSSIP = {"ar": None, **dict.fromkeys(("sgp", "osgp"), "n_peer_exponential")}
 GOSSIP |= dict.fromkeys(("dpsgd", "adpsgd"), "bipartite_exponential")
-TRAIN = ["--configs", "x"]
-EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
+TRAIN, EXCLUDING = ["--configs", "x"], {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
 
 
 def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Any:
@@ -65,8 +64,7 @@ def test_a_row_of_the_accuracy_table(script: Any) -> None:
     done = shell(script, "vgg16_bn", "--configs.seed", "3")
     words = done.stdout.split()
     assert words[0].endswith("mpirun") and words[-2:] == ["--configs.seed", "3"], done.stderr
-    ranks = int(words[words.index("-np") + 1])
-    files = [word for word in words if word.startswith("configs/")]
+    ranks, files = int(words[words.index("-np") + 1]), [word for word in words if word.startswith("configs/")]
     passes = [int(b) for a, b in pairwise(words) if a.endswith("num_batches_per_step")]
     tree = load(files, [f"--configs.train.num_batches_per_step={n}" for n in passes])
     batch = ranks * tree.train.num_batches_per_step * tree.train.batch_size
@@ -160,8 +158,7 @@ def test_network(tmp_path: Path) -> None:
             f"-x NCCL_IB_DISABLE=1 {ob1} {interface}_exclude docker0,lo --mca btl tcp,self python"
         ),
     }
-    info = tmp_path / "ompi_info"
-    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
+    info, found = tmp_path / "ompi_info", {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
     for given, expected in cases.items():
         variables = dict(word.replace("\t", " ").split("=") for word in given.split(" "))
         program(info, f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
@@ -319,8 +316,7 @@ def test_ranks_of_uneven_allocations(tmp_path: Path) -> None:
         ({"SLURM_TASKS_PER_NODE": "8(y2),7"}, "SLURM_TASKS_PER_NODE is 8(y2),7; it must have the form 8(x2),7"),
         ({"ELASTIC": "1", "SLURM_TASKS_PER_NODE": "8(x2),7(x2)"}, "ELASTIC=1 needs as many tasks on each machine"),
     ):
-        done = dry_run(copy, {**environment, **machines, **variables}, *TRAIN)
-        refused = expected[0] != "-"
+        done, refused = dry_run(copy, {**environment, **machines, **variables}, *TRAIN), expected[0] != "-"
         assert done.returncode == (2 if refused else 0), (variables, done)
         assert expected in (done.stderr if refused else done.stdout), (variables, done)
         assert not (refused and done.stdout), variables

@@ -182,8 +182,7 @@ def test_beam_search_finds_what_a_search_of_all_targets_finds(length_penalty: fl
     targets = [(*words, END) for n in range(max_length) for words in itertools.product([1, 4, 5], repeat=n)]
     lengths = set()
     for seed in range(4):
-        model = small(seed=seed)
-        source = torch.randint(4, 6, (3, 5))
+        model, source = small(seed=seed), torch.randint(4, 6, (3, 5))
         source[1, 2:] = 0
         options: Any = {"max_length": max_length, "length_penalty": length_penalty, **ENDS}
         for sentence, result in zip(source, beam_search(model, source, beams=27, **options), strict=True):

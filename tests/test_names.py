@@ -209,8 +209,7 @@ def test_damaged_states_of_the_wrapped_optimizer_and_algorithms_are_named() -> N
     adam = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     adam.step()
-    state = adam.state_dict()
-    gossip = LocalOptimizer(adam, model.named_parameters(), SGP(), transport=alone())
+    state, gossip = adam.state_dict(), LocalOptimizer(adam, model.named_parameters(), SGP(), transport=alone())
     whole, begin = gossip.compression_state_dict(), "^the state of the optimizer is damaged, .* refuses it with"
     for message, damage in (
         ("^state of the optimizer's state must have a mapping for each parameter", {"state": {0: None}}),

@@ -242,8 +242,7 @@ def test_the_figure_shows_where_a_method_stops_to_pay(tmp_path: Path) -> None:
 def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it(capsys: pytest.CaptureFixture[str]) -> None:
     dense = [(10.0, 100.0, 50.0), (20.0, 200.0, 99.0), (30.0, 300.0, 98.0)]
     fast = [(1.0, 10.0, 97.5), (2.0, 20.0, 97.4), (3.0, 30.0, 97.6)]
-    never = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)]
-    bits = [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
+    never, bits = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)], [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
     digits, pysource = TASKS["digits"], TASKS["pysource"]
     found = [reached(dense, 98.5, digits, target) for target in (None, 50.0, 99.5)]
     assert found == [(20.0, 200.0), (10.0, 100.0), None]

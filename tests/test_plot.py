@@ -325,8 +325,7 @@ def test_figures(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
     """It is drawn as it is, under its name. Runs with different metrics are refused."""
-    bits = "bits_per_character/test"
-    runs = []
+    bits, runs = "bits_per_character/test", []
     for metric, shown_as, label, shown in (
         (bits, bits, bits, [51.0, 61.0, 71.0]),
         ("acc/test_top5", "acc/test_top5 (%)", "100 % - acc/test_top5 (%)", [49.0, 39.0, 29.0]),

@@ -30,8 +30,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 Patch = pytest.MonkeyPatch
 Printed = pytest.CaptureFixture[str]
 FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
-SHORT = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"]
-EVIL = "<script>alert('x')</script>"
+SHORT, EVIL = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"], "<script>alert('x')</script>"
 SUMMARY = {"epochs": 2, "metric": METRIC, "final": {METRIC: 55.0}, "best": {METRIC: 60.0}, "best_epoch": 1}
 TRAIN = {"metric": METRIC, "num_epochs": 2, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
 NAN, INF = float("nan"), float("inf")
@@ -150,8 +149,7 @@ def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: Printe
 
 def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
     """And what looks like a formula of TeX is none."""
-    evil = "<script>alert('$x$ &')</script>"
-    directory = copy(runs["dgc"], tmp_path / "<b>")
+    evil, directory = "<script>alert('$x$ &')</script>", copy(runs["dgc"], tmp_path / "<b>")
     tree = yaml.safe_load((directory / "config.yaml").read_text())
     tree["train"]["kernels"] = evil
     (directory / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -219,8 +217,7 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
             reached = {"final": {BITS: values[-1]}, "best": {BITS: min(values)}, "best_epoch": 2, **direction}
             reached = {} if name == "unfinished" else reached
             words.append(f"{name}={bits(tmp_path / str(old), name, values, old, **reached)}")
-        text = page(read_reported(words))
-        head = [f"{BITS},final", f"{BITS},best (epoch)"]
+        text, head = page(read_reported(words)), [f"{BITS},final", f"{BITS},best (epoch)"]
         expected = [["1.80", "1.70 (2)"], ["3.50", "3.45 (2)"], ["3.00", "2.60 (2)"]]
         assert [row[3:5] for row in table(text)[:4]] == [head, *expected]
         assert re.findall("<b>([^<]*)", text) == expected[0]

@@ -106,8 +106,7 @@ def test_which_checkpoints_are_kept(tmp_path: Path) -> None:
     assert load(tmp_path, "best", "latest")[1].name == "e0001"
     assert load(tmp_path, "latest")[1].name == "e10000"
     # another number of ranks can reach the same step again; a crash then must keep the latest checkpoint
-    again = tmp_path / "again"
-    names = ["e0001s00006", "e0001s00006-2", "e0001s00008"]
+    again, names = tmp_path / "again", ["e0001s00006", "e0001s00006-2", "e0001s00008"]
     save(again, names[:1], size=2, best=names)
     before = (again / names[0] / "shared.pt").stat().st_ino
     save(again, names[::2], size=3)

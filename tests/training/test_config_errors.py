@@ -237,8 +237,7 @@ def test_targets_that_cannot_be_imported(file: Path, monkeypatch: MonkeyPatch) -
 
 
 def test_formulas_without_a_value(file: Path) -> None:
-    key = "train.scheduler.T_max"
-    absent = "there is no key 'train.num_epoch'; closest: train.num_epochs"
+    key, absent = "train.scheduler.T_max", "there is no key 'train.num_epoch'; closest: train.num_epochs"
     derivations = {
         "train.num_epoch": absent, key: "it refers back to itself", "__import__": "there is no key '__import__'",
         "train.metric+1": "train.metric is 'acc/test_top1', not a number", "1/0": "division by zero",

@@ -296,8 +296,7 @@ def test_only_unbounded_growth_gives_a_warning() -> None:
 def test_real_training(transport: Any, lr: float) -> None:
     """A diverging learning rate gives a warning in 1000 steps of DGC, and a stable one none."""
     torch.manual_seed(1)
-    model = torch.nn.Linear(50, 40, bias=False)
-    compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9))
+    model, compression = torch.nn.Linear(50, 40, bias=False), DGCCompressor(0.01, DGCSGDMemory(momentum=0.9))
     sgd = DGCSGD(model.parameters(), lr=lr, momentum=0.9)
     optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression, transport=transport)
     generator = torch.Generator().manual_seed(transport.rank)
