@@ -106,13 +106,21 @@ def test_what_benchmarks_print(capsys: Printed) -> None:
     assert all(line.startswith(" " * 17) and line.strip() for line in lines[1::2])
 
 
-def test_every_method_of_the_table_is_built() -> None:
+def test_every_method_of_the_table_and_the_large_model_are_built(tmp_path: Path) -> None:
     """Files and changes fit their constructors, a ratio warm-up is off, and a row's own ratio is kept."""
     found = {name: build(name, 0.25) for name in METHODS}
     sparse = {name: of for name, of in found.items() if isinstance(of, SparseCompressor)}
     own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
     assert own == {"dgc-1-percent": 0.01, "dgc-residual-0.1-percent": 0.001, "dgc-adam-0.1-percent": 0.001}
     assert len(sparse) > 20 and build("streaming", delay=3).delay == 3 and build("diloco").average_every == 50
+    # the large model has the shape of GPT-2 small
+    args, overrides = parse_arguments(to_train(given("pysource-124m", device="cuda"), "dense", 0, tmp_path))
+    tree = load(args.configs, overrides)
+    with torch.device("meta"):
+        model = build_model(tree.model)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808 and model.context == 1024
+    assert args.devices == "gpu" and tree.deterministic and tree.train.precision == "bf16"
+    assert tree.train.scheduler.total_steps == 1000
 
 
 def test_a_fit_is_the_distance_between_distributions_and_reads_are_counted_by_tensor() -> None:
@@ -342,16 +350,6 @@ def test_differences_are_paired_and_figures_have_better_methods_higher(tmp_path:
     sent = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
     scale.draw({"dense": sent, "dgc": sent}, "a title", tmp_path / "scale.svg", work=0.1)
     assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
-
-
-def test_the_large_model_has_the_shape_of_gpt2_small(tmp_path: Path) -> None:
-    args, overrides = parse_arguments(to_train(given("pysource-124m", device="cuda"), "dense", 0, tmp_path))
-    tree = load(args.configs, overrides)
-    with torch.device("meta"):
-        model = build_model(tree.model)
-    assert sum(p.numel() for p in model.parameters()) == 124_439_808 and model.context == 1024
-    assert args.devices == "gpu" and tree.deterministic and tree.train.precision == "bf16"
-    assert tree.train.scheduler.total_steps == 1000
 
 
 def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,8 @@ def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_p
     assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
 
 
-def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) -> None:
+def test_what_a_process_imports(tmp_path: Path) -> None:
+    """Packages of a user come before those of the repository."""
     program = "from dgc_models import DigitsCNN\nclass Mine(DigitsCNN): pass\n"
     for name in ("benchmarks", "configs", "datasets", "models", "scripts", "training"):
         (tmp_path / "path" / name).mkdir(parents=True)
@@ -239,10 +240,7 @@ def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) 
     result = launch([sys.executable, "-I", "-S", "-c", program], tmp_path)
     assert result.stderr.startswith(f"train.py: {sys.executable} has no torch. Run ") and result.returncode == 2
     assert result.stderr.count("\n") == 1
-
-
-def test_a_run_imports_what_it_uses(tmp_path: Path) -> None:
-    """Nothing slow before it is needed, and no search for garbage meanwhile."""
+    # nothing slow before it is needed, and no search for garbage meanwhile
     (tmp_path / "tell.py").write_text(TELL)
     words = ["--configs", CNN, str(tmp_path / "tell.py"), "--run-dir", str(tmp_path / "run"), "--devices", "cpu"]
     settings = ("train.num_epochs=1", "model.width=1", "train.batch_size=500")
