@@ -375,8 +375,7 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed, monkeypatch: pytes
 
     x = torch.ones(2)
     for batch, loss in (((x,), 2), ([x, 3.0], 6), ({"x": x, "scale": 2.0}, 4), (x, 2)):
-        with case(batch):
-            assert loss_of_model(Model(), batch).item() == loss and type(moved(batch, CPU)) is type(batch)
+        assert loss_of_model(Model(), batch).item() == loss and type(moved(batch, CPU)) is type(batch), batch
     refuse("the model returns no loss; return", loss_of_model, nn.Identity(), x)
 
 

@@ -71,7 +71,8 @@ CYCLES = {"dgc.bucket": "dgc.optim.distributed", "dgc.comm.requests": "dgc.comm.
 CYCLES["dgc.selection.selector"] = "dgc.selection"
 TESTS = Path(__file__).parent
 # .run(..., timeout=60), .wait(60), .join(60), time.monotonic() + 60; of less than 5 seconds it is a pause
-CALLS = r"\.(?:run|wait|join|communicate)\((?:[^()]|\([^()]*\))*\btimeout=|\.(?:wait|join)\("
+WITHIN = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"  # parentheses
+CALLS = rf"\.(?:run|wait|join|communicate)\({WITHIN}\btimeout=|\.(?:wait|join)\("
 LIMIT = re.compile(rf"(?:{CALLS}|time\.monotonic\(\) \+ )(\d[\d.]*)")
 
 
@@ -163,7 +164,7 @@ def test_no_time_limit_is_a_bare_number_and_limits_of_pytest_are_scaled() -> Non
     others = (path for path in TESTS.rglob("*.py") if path != Path(__file__))
     limits = {path.name: map(float, LIMIT.findall(path.read_text())) for path in others}
     assert [name for name, of in limits.items() if any(limit >= 5 for limit in of)] == []
-    text = "x.run(c(1),\n timeout=5)\np.wait(9)\np.wait(0.1)\nt.join(patient(9))\nx = time.monotonic() + 60"
+    text = "x.run(c(d(1)),\n timeout=5)\np.wait(9)\np.wait(0.1)\nt.join(patient(9))\nx = time.monotonic() + 60"
     assert LIMIT.findall(text) == ["5", "9", "0.1", "60"]
     # so are those of pytest, and started processes know the speed
     assert 40 * slowness() < signal.getitimer(signal.ITIMER_REAL)[0] <= 50 * slowness()
