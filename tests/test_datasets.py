@@ -166,18 +166,6 @@ def test_damage_anywhere_in_a_file_gives_a_message_or_a_data_set(tmp_path: Path)
     assert refused_of_200(file, 2, 300, len(file.read_bytes()), lambda: data[0][0].view(3, 16, 16)) > 40
 
 
-@pytest.fixture
-def archive(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """CIFAR-10's archive in tmp_path/data, whose checksum torchvision expects."""
-    folder = write_cifar(tmp_path / "data")
-    path = folder.with_name("cifar-10-python.tar.gz")
-    with tarfile.open(path, "w:gz") as tar:
-        tar.add(folder, folder.name)
-    shutil.rmtree(folder)
-    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(path.read_bytes()).hexdigest())
-    return path
-
-
 @pytest.mark.filterwarnings("ignore:Python 3.14 will")
 @pytest.mark.parametrize("knows_filters", [True, False])  # Python 3.11 before 3.11.4 does not
 def test_an_archive_is_unpacked_here_alone(tmp_path: Path, monkeypatch: Patch, knows_filters: bool) -> None:
@@ -198,8 +186,14 @@ def test_an_archive_is_unpacked_here_alone(tmp_path: Path, monkeypatch: Patch, k
     assert (tmp_path / "data/file").read_text() == "text"
 
 
-def test_an_archive_is_downloaded_and_unpacked(archive: Path, monkeypatch: Patch, tmp_path: Path) -> None:
+def test_an_archive_is_downloaded_and_unpacked(monkeypatch: Patch, tmp_path: Path) -> None:
     """Also over what an interrupted download left; and what an address without the file leads to."""
+    folder = write_cifar(tmp_path / "data")
+    archive = folder.with_name("cifar-10-python.tar.gz")
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, folder.name)
+    shutil.rmtree(folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
     root = tmp_path / "new"
     root.mkdir()
     (root / archive.name).write_bytes(b"half")

@@ -379,9 +379,9 @@ STACKS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
-    """The working directory of a user who made the edits."""
+@pytest.mark.usefixtures("no_type_checks")
+def test_files_in_the_original_form_load_and_train(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """In the working directory of a user who made the edits."""
     rows = table("there | here | where", "migrating.md")
     edits = [[re.findall("`(.+?)`", cell) for cell in row[:2]] for row in rows]
     for name, text in FILES.items():
@@ -394,11 +394,6 @@ def place(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     everything = ENGINE + "".join(FILES.values())
     assert len(edits) == 7 and all(there[0] in everything for there, _ in edits)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_files_in_the_original_form_load_and_train(place: Path) -> None:
     plain = load(["configs/images/small.py"])
     assert plain.train.optimizer._target_ == "torch.optim.SGD" and plain.train.optimizer.momentum == 0.8
     assert type(instantiate(plain.train.compression)) is DenseCompressor
@@ -413,12 +408,12 @@ def test_files_in_the_original_form_load_and_train(place: Path) -> None:
         memory = instantiate(train.compression).memory
         assert train.compression._target_ == "dgc.compression.DGCCompressor" and isinstance(memory, DGCSGDMemory)
         assert memory.correction.momentum == 0.8 and memory.correction.nesterov == bool(extra)
-    write_cifar(place / "data")
+    write_cifar(tmp_path / "data")
     stack = ["configs/images/small.py", "configs/images/nesterov.py", "configs/dgc/dense_first.py"]
-    train_in(place / "run", stack, ["train.num_epochs=2"])
-    summary = summary_of(place / "run")
+    train_in(tmp_path / "run", stack, ["train.num_epochs=2"])
+    summary = summary_of(tmp_path / "run")
     assert 0 < summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
-    with (place / "configs/__init__.py").open("a") as file:
+    with (tmp_path / "configs/__init__.py").open("a") as file:
         file.write("del configs.deterministic\n")
     with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
         load(["configs/images/small.py"])
