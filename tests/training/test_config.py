@@ -413,8 +413,8 @@ def test_files_in_the_original_form_load_and_train(tmp_path: Path, monkeypatch: 
     train_in(tmp_path / "run", stack, ["train.num_epochs=2"])
     summary = summary_of(tmp_path / "run")
     assert 0 < summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
-    with (tmp_path / "configs/__init__.py").open("a") as file:
-        file.write("del configs.deterministic\n")
+    with (tmp_path / "configs/__init__.py").open("a") as opened:
+        opened.write("del configs.deterministic\n")
     with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
         load(["configs/images/small.py"])
 
