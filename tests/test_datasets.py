@@ -110,12 +110,11 @@ def test_cifar_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: Patch) -> 
     for part in ("none/cifar-10-batches-py", "cifar-10-python.tar.gz", "dataset.root", "dataset.download true"):
         assert part in str(told.value)
     assert not (tmp_path / "none").exists()
-    write_cifar(tmp_path)
+    file, one = write_cifar(tmp_path) / "data_batch_3", np.zeros((1, 3072), np.uint8)
     for name, value in (("num_classes", 11), ("image_size", 0), ("image_size", 41)):
         refuse(f"dataset.{name} is {value}", CIFAR, str(tmp_path), **{name: value})
     # a damaged file is named
     monkeypatch.chdir(tmp_path)
-    file, one = write_cifar(tmp_path) / "data_batch_3", np.zeros((1, 3072), np.uint8)
     whole = file.read_bytes()
     damages: list[tuple[Any, str]] = [
         *(
