@@ -125,7 +125,7 @@ def test_cifar_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: Patch) -> 
         ({"data": one.repeat(3, 0), "labels": [0, 1]}, "2 labels"),
         ({"data": one.astype(float), "labels": [0]}, "float64"),
         ({"data": one, "labels": [10]}, "labels from 10 to 10"),
-        ({"data": one[:0], "labels": []}, "0 labels"),
+        (pickle.dumps({"data": one[:0], "labels": []}), "0 labels"),
         (b"cposix\nmkdir\n(Vevil\ntR.", "it asks for posix.mkdir"),  # calls os.mkdir("evil")
     ]
     for content, reason in damages:
