@@ -116,11 +116,9 @@ def test_cifar_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: Patch) -> 
     # a damaged file is named
     monkeypatch.chdir(tmp_path)
     whole = file.read_bytes()
+    unreadable = (whole[: len(whole) // 2], b"", b"\x00" * len(whole), [1, 2])
     damages: list[tuple[Any, str]] = [
-        *(
-            (content, "cannot be read")
-            for content in (whole[: len(whole) // 2], b"", b"\x00" * len(whole), [1, 2])
-        ),
+        *((content, "cannot be read") for content in unreadable),
         ({"labels": [1]}, "it has no 'data'"),
         ({"data": one.repeat(3, 0), "labels": [0, 1]}, "2 labels"),
         ({"data": one.astype(float), "labels": [0]}, "float64"),
@@ -130,7 +128,6 @@ def test_cifar_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: Patch) -> 
     ]
     for content, reason in damages:
         file.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, protocol=2))
-
         refuse(f"data_batch_3 .*{reason}", CIFAR, str(tmp_path))
     assert not Path("evil").exists()
     # one of the official size must have the official checksum
