@@ -12,10 +12,7 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class _Message:
-    """A message in flight: `due` is the first time at which it can be received.
-
-    An eager one counts as sent once it is copied, as in the eager mode of MPI.
-    """
+    """A message in flight, received at `due` or later. An eager one is copied, as in MPI, and counts as sent."""
 
     source: int
     tag: int
@@ -33,8 +30,6 @@ class _Receive:
 
 
 class LocalChannel:
-    """One rank's end of a `ChannelWorld`."""
-
     def __init__(self, world: "ChannelWorld", rank: int):
         self._world, self.rank, self.size, self.test = world, rank, world.size, world.test
 
@@ -48,13 +43,9 @@ class LocalChannel:
 class ChannelWorld:
     """A simulated network with one `LocalChannel` per rank, in `channels`.
 
-    Every call of `test`, on any channel, takes one unit of time. Some messages are copied when they are sent and
-    some when they are received. A test can therefore detect a sender that overwrites its message too early.
-
-    Args:
-        size: Number of ranks.
-        seed: Seed of the random delays.
-        max_delay: Largest delay of a message, in units of time.
+    Every call of `test`, on any channel, takes one unit of time; `max_delay` is the largest delay of a message.
+    Some messages are copied when they are sent and some when they are received, so that a test detects a sender
+    that overwrites its message too early.
     """
 
     def __init__(self, size: int, seed: int = 0, max_delay: int = 20):

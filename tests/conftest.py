@@ -1,7 +1,5 @@
 """Order and environment for all tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator
@@ -62,8 +60,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)  # in place of the plugin's own
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
     """Marks and pyproject.toml have the seconds of a quiet machine."""
-    scaled = settings._replace(timeout=patient(settings.timeout))
-    return pytest_timeout.pytest_timeout_set_timer(item, scaled)
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patient(settings.timeout)))
 
 
 def ranks_of(item: pytest.Item) -> str:

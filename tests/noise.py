@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,7 @@ from dgc.comm.requests import AllGather, AllToAll, Exchange, Request
 class Noisy(LockstepWorld):
     """Changes the `number`-th message of rank 1. `messages`: their sizes in bytes."""
 
-    def __init__(
-        self,
-        size: int,
-        local_size: int | None = None,
-        change: Callable[[Tensor], Tensor] = Tensor.clone,
-        number: int = -1,
-    ):
+    def __init__(self, size: int, local_size: int | None = None, change: Any = Tensor.clone, number: int = -1):
         super().__init__(size, local_size)
         self.change, self.number, self.messages = change, number, list[int]()
         self.transports[1] = NoisyTransport(self, 1)

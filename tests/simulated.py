@@ -44,12 +44,10 @@ def summary_of(directory: Path) -> Any:
 
 
 def contents(directory: Path) -> dict[Path, bytes]:
-    """What is in each file."""
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def events_of(directory: Path) -> Any:
-    """What a run has written for TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(directory)).Reload()

@@ -11,10 +11,7 @@ FOLDERS = {10: "cifar-10-batches-py", 100: "cifar-100-python"}
 
 
 def write_cifar(root: Path, num_classes: int = 10, train: int = 40, test: int = 16) -> Path:
-    """Writes `train` and `test` images in the files of CIFAR-10 or CIFAR-100; returns their folder.
-
-    The images are noise around a grey that grows with the label, so there is something to learn.
-    """
+    """Writes the files of CIFAR-10 or CIFAR-100, of noise around a grey that grows with the label."""
     folder = root / FOLDERS[num_classes]
     folder.mkdir(parents=True)
     if num_classes == 10:

@@ -12,8 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from simulated import CNN, assert_same_end
-from simulated import summary_of as summary_in
 from torch import Tensor
 
 import benchmarks
@@ -23,7 +21,7 @@ from benchmarks.__main__ import main as print_list
 from benchmarks.convergence import draw, main, report, rows_of
 from benchmarks.methods import Method, parameters_of
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
-from benchmarks.runs import TASKS, WITH_ADAM, Task, simulate, summary_of, to_train
+from benchmarks.runs import TASKS, WITH_ADAM, Task, summary_of, to_train
 from benchmarks.selectors import Counts, SelectorStep, count_step, counting, fit_tensors
 from benchmarks.train_step import Work
 from dgc.bucket import lay_out
@@ -31,7 +29,7 @@ from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
 from dgc.selection import Bisection, plan_selection
-from dgc_training.config import ConfigError, load
+from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.build import build as build_model
 from scripts.methods import LOCAL_STEPS, METHODS, SELECTORS, build
@@ -40,6 +38,19 @@ SEGMENTS = lay_out([("a", torch.empty(100, 200, device="meta")), ("b", torch.emp
 N = 23_000
 Printed = pytest.CaptureFixture[str]
 fit: Any = selectors.fit  # None of zeros alone
+PYSOURCE = ("--task", "pysource", "--model", "tiny")
+ADAMS, LANGUAGE = ("onebit-adam", "zero-one-adam"), ("dense", "powersgd-4", "2bit-adaptive")
+METHODS_OF = {
+    "digits": ("dense", "dgc", *ADAMS, "dgc-adam"),
+    "numwords": (*LANGUAGE, "dgc-clipped", "sgp", "osgp"),
+    "numwords-by-epoch": ("ar", "adpsgd"),
+    "pysource": (*LANGUAGE, "dgc-residual", *ADAMS, "dgc-adam", "dgc-adam-0.1-percent"),
+    "pysource-tiny": WITH_ADAM,
+    "pysource-124m": WITH_ADAM,
+    "pysource-long": (*LOCAL_STEPS, "zero-one-h10", "zero-one-h6"),
+    "lstm": (*LANGUAGE, *ADAMS),
+    "lstm-sgd": ("dense", "dgc", "powersgd-1"),
+}
 
 
 def laplace(n: int, seed: int = 0) -> Tensor:
@@ -54,14 +65,6 @@ def normal(n: int) -> Tensor:
 def files_with(words: str) -> list[str]:
     files = Path(benchmarks.__file__).parent.glob("*.py")
     return sorted(file.stem for file in files if words in file.read_text())
-
-
-def test_results_are_valid_json(capsys: Printed) -> None:
-    harness.print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found == {"a": [None, 1, {"b": None, "c": "x", "d": None}]}
-    # throughput.py needs nothing but Python's own library, and has no NaN
-    assert files_with("json.dump") == ["harness", "throughput"]
 
 
 def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
@@ -82,34 +85,45 @@ def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
     assert harness.ratio(found["slow"], found["a"]) == (5 + 11 / 7) / 2
 
 
-def test_a_table_has_aligned_columns_and_keeps_its_rows(capsys: Printed) -> None:
+def test_what_benchmarks_print(capsys: Printed) -> None:
+    harness.print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"a": [None, 1, {"b": None, "c": "x", "d": None}]}
+    # throughput.py needs nothing but Python's own library, and has no NaN
+    assert files_with("json.dump") == ["harness", "throughput"]
+    # a table has aligned columns and keeps its rows
     columns = [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
     table = harness.Table("method", 8, columns)
     table.add("a", {"ms": 1.234, "n": 12345, "share": 0.5, "other": 1})
     table.add("b", {"n": 1, "share": None})
-    assert capsys.readouterr().out == (
-        "\nmethod   median ms    sent  share\na             1.23  12,345  50.0%\nb                        1\n"
-    )
+    a, b = "a             1.23  12,345  50.0%", "b                        1"
+    assert capsys.readouterr().out.splitlines() == ["", "method   median ms    sent  share", a, b]
     assert table.rows["a"]["other"] == 1 and list(table.rows) == ["a", "b"]
-
-
-def test_the_list_has_a_name_a_duration_and_a_line_of_each(capsys: Printed) -> None:
+    # the list has a name, a duration and a line of each
     print_list()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[::2]] == files_with("\nTAKES = ")
     assert all(line.startswith(" " * 17) and line.strip() for line in lines[1::2])
 
 
-def test_every_method_of_the_table_is_built() -> None:
+def test_every_method_of_the_table_and_the_large_model_are_built(tmp_path: Path) -> None:
     """Files and changes fit their constructors, a ratio warm-up is off, and a row's own ratio is kept."""
     found = {name: build(name, 0.25) for name in METHODS}
     sparse = {name: of for name, of in found.items() if isinstance(of, SparseCompressor)}
     own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
     assert own == {"dgc-1-percent": 0.01, "dgc-residual-0.1-percent": 0.001, "dgc-adam-0.1-percent": 0.001}
     assert len(sparse) > 20 and build("streaming", delay=3).delay == 3 and build("diloco").average_every == 50
+    # the large model has the shape of GPT-2 small
+    args, overrides = parse_arguments(to_train(given("pysource-124m", device="cuda"), "dense", 0, tmp_path))
+    tree = load(args.configs, overrides)
+    with torch.device("meta"):
+        model = build_model(tree.model)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808 and model.context == 1024
+    assert args.devices == "gpu" and tree.deterministic and tree.train.precision == "bf16"
+    assert tree.train.scheduler.total_steps == 1000
 
 
-def test_a_fit_is_the_distance_between_distributions() -> None:
+def test_a_fit_is_the_distance_between_distributions_and_reads_are_counted_by_tensor() -> None:
     assert fit(laplace(50_000)).ratio < 0.2 and fit(5 + normal(50_000)).ratio > 5
     # of a standard normal to the Laplace of its mean distance: by midpoints, in fp64, without samples
     p = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
@@ -123,10 +137,7 @@ def test_a_fit_is_the_distance_between_distributions() -> None:
     large, small = laplace(30_000), normal(10_000)
     found = fit_tensors([torch.cat([large, small])], [[30_000, 10_000]])
     assert found.gauss == pytest.approx((3 * fit(large).gauss + fit(small).gauss) / 4)
-
-
-def test_reads_of_an_estimator_are_counted_by_tensor() -> None:
-    """The first tensor is found in one count; the second, nothing but equal numbers, is counted once more."""
+    # The first tensor is found in one count; the second, nothing but equal numbers, is counted once more.
     v = torch.cat([torch.full((20_000,), 0.1), torch.ones(3000)])
     v[:30] = torch.linspace(0.9, 1.0, 30)
     plan, counts, before = plan_selection(SEGMENTS, 0.001), Counts(), kernels.of
@@ -161,9 +172,6 @@ def test_made_gradients_have_the_recorded_mean_and_deviation() -> None:
     scores = (made - mean) / deviation
     assert float(scores.mean()) == pytest.approx(0, abs=0.01)
     assert float(scores.std()) == pytest.approx(1, rel=0.02)
-
-
-def test_a_learner_takes_steps_of_dgc() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(20, 10)
     learner = Learner(model, iter([(torch.randn(8, 20), torch.randint(10, (8,))) for _ in range(2)]), 0.05, lr=0.5)
@@ -206,13 +214,7 @@ def test_decoding_reads_what_the_ranks_have_recorded() -> None:
     assert not recording.buckets[0].flat.any()
 
 
-def test_the_figure_of_scales_is_drawn(tmp_path: Path) -> None:
-    rows = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
-    scale.draw({"dense": rows, "dgc": rows}, "a title", tmp_path / "scale.svg", work=0.1)
-    assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
-
-
-def test_an_epoch_of_the_lstm_has_the_published_bytes() -> None:
+def test_bytes_are_those_of_the_meter_and_of_the_publication() -> None:
     """Vogels et al. 2019, arXiv 1905.13727: MB (2**20 bytes) that a rank contributes per epoch of WikiText-2."""
     named = [(name, torch.zeros(p.shape, device="cpu")) for name, p in parameters_of("lstm")]
     for name, published in (("dense", 7730), ("powersgd-1", 25), ("powersgd-2", 38), ("powersgd-4", 64)):
@@ -221,9 +223,6 @@ def test_an_epoch_of_the_lstm_has_the_published_bytes() -> None:
             taken.step(torch.zeros(taken.numel))
         assert round(taken.payload * 70 / 2**20) == published, name
     assert sum(p.numel() for _, p in parameters_of("transformer-big")) == 209_125_376
-
-
-def test_bytes_are_those_of_the_meter() -> None:
     named = [("matrix", torch.empty(64, 32)), ("vector", torch.empty(10))]
     for name, expected in ("dense", 4 * 2058), ("fp16", 2 * 2058), ("powersgd-2", 4 * (2 * (64 + 32) + 10) + 24):
         method = Method(name, named, 2)
@@ -281,9 +280,6 @@ def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypat
         assert sent["streaming"] == sent["diloco"] == 2 * sent["streaming-fp16"] == 5 * 1024, (every, delay)
 
 
-LANGUAGE = ("dense", "powersgd-4", "2bit-adaptive")
-
-
 def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
     sent = {"wire_bytes": wire, "dense_wire_bytes": 5, "payload_bytes": 2 * wire, f"{task.item}s": 3000}
     return {"final": {task.metric: quality}, **sent, "seconds": 2.0, "training_seconds": 1.0}
@@ -291,21 +287,6 @@ def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
 
 def given(task: str, **more: Any) -> Namespace:
     return Namespace(**{"task": task, "epochs": None, "batch_size": None, "overrides": [], **more})
-
-
-def test_simulated_ranks_train_alike_every_time(tmp_path: Path) -> None:
-    def trained(name: str, *more: str, method: str = "configs/powersgd/rank2.py") -> Any:
-        words = ["--configs", CNN, method, "--run-dir", str(tmp_path / name), "--devices", "cpu"]
-        simulate(2, [*words, "--configs.train.num_epochs=1", "--configs.train.batch_size=90", *more])
-        return summary_in(tmp_path / name)
-
-    first, again = trained("first"), trained("again")
-    assert first["final"] == again["final"] and first["ranks"] == 2 and first["samples"] > 1000
-    assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
-    assert trained("other", "--configs.seed=7")["final"] != first["final"]
-    with pytest.raises(ConfigError, match=r"train\.clip_norm limits averages"):
-        trained("refused", "--configs.train.clip_norm=1.0", method="configs/dgc/wm5.py")
-    assert not (tmp_path / "refused").exists()
 
 
 def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_path: Path) -> None:
@@ -324,21 +305,6 @@ def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_
             summary_of(train, ranks, words, tmp_path / "kept")
 
 
-PYSOURCE = ("--task", "pysource", "--model", "tiny")
-ADAMS = ("onebit-adam", "zero-one-adam")
-METHODS_OF = {
-    "digits": ("dense", "dgc", *ADAMS, "dgc-adam"),
-    "numwords": (*LANGUAGE, "dgc-clipped", "sgp", "osgp"),
-    "numwords-by-epoch": ("ar", "adpsgd"),
-    "pysource": (*LANGUAGE, "dgc-residual", *ADAMS, "dgc-adam", "dgc-adam-0.1-percent"),
-    "pysource-tiny": WITH_ADAM,
-    "pysource-124m": WITH_ADAM,
-    "pysource-long": (*LOCAL_STEPS, "zero-one-h10", "zero-one-h6"),
-    "lstm": (*LANGUAGE, *ADAMS),
-    "lstm-sgd": ("dense", "dgc", "powersgd-1"),
-}
-
-
 @pytest.mark.parametrize("name", METHODS_OF)
 def test_every_method_of_a_task_is_a_stack_of_configs(name: str, tmp_path: Path) -> None:
     """The task names the config's metric and the key by which runs differ. A command line has the last word."""
@@ -355,7 +321,7 @@ def test_every_method_of_a_task_is_a_stack_of_configs(name: str, tmp_path: Path)
             assert tree.train.local.average_every == int(every)
 
 
-def test_differences_are_paired(capsys: Printed) -> None:
+def test_differences_are_paired_and_figures_have_better_methods_higher(tmp_path: Path, capsys: Printed) -> None:
     task = TASKS["digits"]
     one, other = summary(task, 99.0), summary(task, 98.0, wire=1)
     report(task, rows_of(task, {"dense": [one], "dgc": [other]}))
@@ -372,10 +338,7 @@ def test_differences_are_paired(capsys: Printed) -> None:
     row = rows_of(bits, {"dense": plain, "sign": sign})["sign"]
     assert row["difference"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)  # percent
     assert row["first_over_payload"] == row["dense_over_wire"] == 5
-
-
-def test_the_figure_puts_better_methods_higher(tmp_path: Path) -> None:
-    """Fewer bits per character are better: the axis is inverted."""
+    # fewer bits per character are better: the axis is inverted
     for name, dgc_is_better in (("numwords", False), ("lstm", True)):
         task = TASKS[name]
         rows = rows_of(task, {"dense": [summary(task, 3.0)], "dgc": [summary(task, 2.0, wire=1)]})
@@ -384,35 +347,12 @@ def test_the_figure_puts_better_methods_higher(tmp_path: Path) -> None:
         assert task.quality in text and "title" in text
         heights = {label: float(y) for y, label in re.findall(r'y="([\d.]+)"[^>]*>(dense|dgc)</text>', text)}
         assert (heights["dgc"] < heights["dense"]) == dgc_is_better  # SVG counts downwards
+    sent = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
+    scale.draw({"dense": sent, "dgc": sent}, "a title", tmp_path / "scale.svg", work=0.1)
+    assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
 
 
-def test_the_large_model_has_the_shape_of_gpt2_small(tmp_path: Path) -> None:
-    args, overrides = parse_arguments(to_train(given("pysource-124m", device="cuda"), "dense", 0, tmp_path))
-    tree = load(args.configs, overrides)
-    with torch.device("meta"):
-        model = build_model(tree.model)
-    assert sum(p.numel() for p in model.parameters()) == 124_439_808 and model.context == 1024
-    assert args.devices == "gpu" and tree.deterministic and tree.train.precision == "bf16"
-    assert tree.train.scheduler.total_steps == 1000
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_a_run_in_pieces_has_the_bits_of_one_in_a_single_piece(tmp_path: Path) -> None:
-    """With no time left, each piece is one step, or until ranks that train alone agree to stop."""
-    tiny = given("pysource-tiny")
-    for name, least in (("powersgd-4", 6), ("diloco-h20", 2)):
-        change = ["--configs.train.local.average_every=2"] if name == "diloco-h20" else []
-        whole, pieces = tmp_path / f"{name}-whole", tmp_path / f"{name}-pieces"
-        simulate(2, [*to_train(tiny, name, 0, whole), *change])
-        starts = 0
-        while not (pieces / "summary.json").exists():
-            simulate(2, [*to_train(tiny, name, 0, pieces), *change, "--minutes", "0"])
-            starts += 1
-        assert least <= starts <= 9
-        assert_same_end(whole, pieces)
-
-
-def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed) -> None:
+def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ends in time leaves its summary alone. Others are continued. No run begins after it."""
     started, run = [], tmp_path / "run"
 
@@ -432,9 +372,7 @@ def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed) -> Non
     with pytest.raises(SystemExit, match="75"):
         main([*PYSOURCE, "--methods", "dense", "fp16", "--simulate", "--minutes", "0", "--keep", str(tmp_path)])
     assert "2 of 2 runs are not finished: the same command continues" in capsys.readouterr().out
-
-
-def test_what_a_comparison_needs_is_said_at_once(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    # what it needs is said at once
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, message in (
         (["--model", "tiny"], "add --task pysource"),

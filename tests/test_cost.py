@@ -1,8 +1,16 @@
-"""The cost model: recorded bytes are those of the meter, and times are those of the formulas."""
+"""The cost model: recorded bytes are those of the meter, and times are those of the formulas; its commands.
 
+python -m dgc.advise and python -m dgc.doctor: for a model of one's own, on paper, and for any environment.
+"""
+
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,22 +18,34 @@ import torch
 from cases import case
 from laws.table import TABLE, Row
 from refusals import refuse
+from torch import nn
 
+from dgc import doctor
+from dgc.advise import loss_of_model, main, moved
 from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter, Request
 from dgc.compression import Compressor, DenseCompressor, DGCCompressor
 from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
 from dgc.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
+from dgc.cost.candidates import measure_candidate
 from dgc.cost.computing import AlikeRanks, fit_computing, machine_of, record_steps, typical
+from dgc.cost.methods import METHODS, builder
+from dgc.cost.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
+from dgc.cost.workload import Workload
+from dgc.doctor import Facts, Probe
 from dgc.memory import ResidualMemory
 from dgc.state import State
 from dgc.testing import LIKE, Fleet, gradients
+from dgc.units import RATES, TIMES, human_rate, human_time, quantity
 
-pytestmark = pytest.mark.usefixtures("no_type_checks")
+pytestmark = pytest.mark.usefixtures("no_type_checks", "small_caches")
+Printed = pytest.CaptureFixture[str]
 NETWORK = Network(latency=1e-3, bandwidth=1e6, inner_latency=1e-4, inner_bandwidth=1e7)
 ALONE = replace(NETWORK, ranks_per_machine=1)
 Planned = Sequence[tuple[Bucket, Compressor]]
+PAPER, HOSTS = ["--parameters", "350M", "--step", "1.2s"], ["--hosts", "8", "--rate", "1gbit"]
+CPU = torch.device("cpu")
 
 
 def record(plan: Any, size: int, local_size: int = 1) -> Traffic:
@@ -33,8 +53,6 @@ def record(plan: Any, size: int, local_size: int = 1) -> Traffic:
 
 
 class Asks(StatelessCompressor):
-    """Makes the requests of these rounds, whatever the bucket."""
-
     def __init__(self, rounds: Callable[[Bucket], Iterable[tuple[Request, ...]]]):
         self.rounds = rounds
 
@@ -109,10 +127,7 @@ def test_seconds_of_collectives_by_hand() -> None:
     network = replace(ALONE, reduction=1e-6, half_reduction=3e-6)
     times = [message("AllReduce", 8, 8_000_000, 14e6, half=half).seconds(network, 1) for half in (False, True)]
     assert times == pytest.approx([14.006 + 7, 14.006 + 21])
-
-
-def test_two_levels() -> None:
-    """8 ranks on two machines: two of three steps are inside, and a ring's bytes pass the card once."""
+    # 8 ranks on two machines: two of three steps are inside, and a ring's bytes pass the card once
     network = replace(NETWORK, ranks_per_machine=4)
     assert message("AllGather", 8, 1000, 7000.0, inner=4).seconds(network, 4) == pytest.approx(2e-4 + 1e-3 + 7e-3)
     inside = message("AllGather", 4, 1000, 3000.0, inner=4)
@@ -173,8 +188,7 @@ def test_overlap_by_hand() -> None:
     for draws in torch.rand(50, 4, 6, generator=torch.Generator().manual_seed(0)).tolist():
         several = [BucketWork(at, (a, b, c), (x, y)) for at, a, b, c, x, y in draws]
         computing = sum(sum(bucket.computing) for bucket in several)
-        network = sum(sum(bucket.messages) for bucket in several)
-        seconds = overlapped(3.0, several)
+        network, seconds = sum(sum(bucket.messages) for bucket in several), overlapped(3.0, several)
         assert max(3.0 + computing, network) <= seconds <= 3.0 + computing + network
         less = [replace(bucket, messages=tuple(s / 2 for s in bucket.messages)) for bucket in several]
         assert overlapped(3.0, less) <= seconds + network / 2
@@ -196,7 +210,7 @@ def test_steps_are_recorded_with_the_state_of_those_before() -> None:
     refuse("2 steps need a function", record_steps, Asks(rounds).plan, 2, steps=2)
 
 
-def test_groups_are_those_of_the_meter() -> None:
+def test_messages_of_groups_and_of_single_ranks() -> None:
     four = torch.ones(4)
     several = (AllReduce(four, group="local"),), (AllReduce(four),), (AllGather(torch.ones(3), "cross"),)
     asks = Asks(lambda bucket: several)
@@ -207,9 +221,6 @@ def test_groups_are_those_of_the_meter() -> None:
     traffic = record(asks.plan, 6, 3)
     assert traffic.total("wire") == pytest.approx(world.meters[-1].wire_bytes)
     assert traffic.total("cross") == pytest.approx(world.meters[-1].cross_wire_bytes)
-
-
-def test_messages_of_single_ranks() -> None:
     # 8 broadcasts of 12.5 MB at 10 GB/s, of which 7 have another root than the recorded rank and take as long
     trees = tuple(Broadcast(torch.empty(12_500_000, dtype=torch.uint8), root) for root in range(8))
     traffic = record(Asks(lambda bucket: [trees]).plan, 8)
@@ -220,8 +231,7 @@ def test_messages_of_single_ranks() -> None:
     ranks = AlikeRanks(4, local_size=2, local_rank=0)
     assert ranks.point_to_point and ranks.reply(ReduceScatter(torch.arange(8.0))).tolist() == [4.0, 5.0]
     assert ranks.reply(ReduceScatter(torch.arange(8.0), group="cross")).tolist() == [4.0, 5.0, 6.0, 7.0]
-    # the longest message from rank to rank is awaited, also what another round sent; the recorded rank, the last
-    # one, sends nothing to itself
+    # the longest message from rank to rank is awaited, also of another round; no rank sends to itself
     first = Exchange({0: torch.ones(5), 1: torch.ones(9)}, {0: torch.empty(5)})
     second = Exchange({0: torch.ones(3)}, {0: torch.empty(5)})
     (messages,) = record(Asks(lambda bucket: [(first,), (second,)]).plan, 2).buckets
@@ -276,3 +286,191 @@ def test_the_time_of_decoding_is_a_line_of_the_ranks() -> None:
     runs = [Traffic(2, 1, (), float(i), 2.0 * i) for i in (9, 1, 4)]
     assert typical(runs) == Traffic(2, 1, (), 4.0, 8.0)
     refuse("1 of 4 exchanges were not decoded", typical, [*runs, Traffic(2, 1, (), 1.0, None)])
+
+
+def make() -> Any:
+    """A model with its loss, and a batch, as a user's script has them."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    batch = {"x": torch.randn(8, 64), "y": torch.randint(10, (8,))}
+    return model, batch, lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def nothing() -> Any:
+    return nn.Linear(2, 2)
+
+
+def test_on_paper(tmp_path: Path, capsys: Printed) -> None:
+    """A GPT of 350 million parameters on 8 machines: fp16 sends 1.2 GB in 9.8 s, of which 0.8 s hide."""
+    file = tmp_path / "advice.json"
+    assert main([*PAPER, *HOSTS, "--optimizer", "adamw", "--json", str(file)]) == 0
+    out, result = capsys.readouterr().out, json.loads(file.read_text())
+    fp16 = result["methods"]["fp16"]
+    assert fp16["wire_bytes"] == pytest.approx(2 * 350e6 * 2 * 7 / 8, rel=1e-3)
+    assert (fp16["exchange"], fp16["step"]) == pytest.approx((9.8, 10.2), rel=1e-2)
+    onebit = result["methods"]["onebit-adam"]
+    assert onebit["wire_bytes"] == pytest.approx(350e6 / 8 * 2 * 7 / 8, rel=0.02)  # 1 bit there and 1 bit back
+    steps = onebit["compressed_step"], onebit["step"], fp16["step"]
+    assert steps[1] == pytest.approx(0.2 * steps[2] + 0.8 * steps[0]) and steps[0] == pytest.approx(1.23, rel=1e-2)
+    bits = {name: result["methods"][name]["wire_bytes"] * 8 / (350e6 * 2 * 7 / 8) for name in ("int8", "int4")}
+    assert bits == pytest.approx({"int8": 8 + 16 / 256, "int4": 4 + 16 / 128}, rel=2e-3)
+    assert result["advice"]["method"] == "int4" and "8 machines of 1 rank" in out and "powersgd-4 1.2" in out
+    assert "As fast within the error of the prediction: onebit-adam" in out and "TwoPhaseCompressor(bits=4)" in out
+    assert "20 % of a run's steps are dense" in out and "Faster, but 17 % behind dense" in out
+    assert "Transformer of 25 layers of width 1088, with adamw" in out
+    dgc = {of.name for of in METHODS if of.name.startswith("dgc-")} - {"dgc-adam"}
+    assert set(result["left_out"]) == {"2bit-adaptive", "scaled-sign"} | dgc and "UNRELIABLE" not in out
+    words = f"--optimizer adamw --methods fp16 onebit-adam --dense-share 0.1 --json {file}"
+    assert main([*PAPER, *HOSTS, *words.split()]) == 0
+    onebit = json.loads(file.read_text())["methods"]["onebit-adam"]
+    assert onebit["step"] == pytest.approx(0.1 * steps[2] + 0.9 * steps[0]) and onebit["dense_share"] == 0.1
+    assert "Recommended: onebit-adam, the mean step takes 2.13 s" in capsys.readouterr().out
+    assert main([*PAPER, *HOSTS, "--methods", "fp16", "int4", "powersgd-4", "--optimizer", "sgd"]) == 0
+    assert "Recommended: powersgd-4" in capsys.readouterr().out
+
+
+def test_rows_on_paper_are_built_from_their_words_and_one_narrow_layer_stands_for_the_model() -> None:
+    for method in METHODS:
+        with case(method.name):
+            model = nn.Linear(64, 64)
+            gradients = {name: torch.ones_like(p) for name, p in model.named_parameters() if method.for_adam}
+            optimizer = builder(method, "adamw" if method.for_adam else "sgd", gradients)(model, AlikeRanks(4))
+            # vectors are sent by another compressor
+            made = [optimizer.method] if method.averages_models else [of.compressor for of in optimizer.planned]
+            assert method.usage[0].partition("(")[0] in {type(of).__name__ for of in made}
+            optimizer.close()
+    """The bytes of each method are those of the layers themselves."""
+    shape, methods = shape_of(4_000_000), {method.name: method for method in METHODS}
+    assert (shape.width, shape.layers) == (256, 5)
+    d = 2 * WIDEST
+    wide = replace(shape, width=d, layers=1, parameters=12 * d**2)
+    factors = sum(n + m for n, m in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)))
+    for name, of, nbytes, rel in (
+        ("powersgd-2", wide, 2 * 4 * factors, 0.01),
+        ("dense", shape, 4 * 4e6, 0.02),
+        ("dgc-fp32-int64", shape, 12 * 0.001 * 4e6, 0.02),
+    ):
+        with case(name):
+            found = candidate_on_paper(methods[name], "sgd", of, workload_on_paper(of, 1.0, CPU), 4, 1)
+            assert found.traffic.total("payload") == pytest.approx(nbytes, rel=rel)
+            assert len(found.ready) == len(found.traffic.buckets) and found.ready[-1] == 1.0
+
+
+def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, names = tmp_path / "advice.json", ["fp16", "dgc-fp16-packed", "powersgd-1", "sgp", "onebit-adam"]
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    words = f"--model test_cost:make --repeats 1 --device cpu --json {file}"
+    assert main([*words.split(), *HOSTS, "--methods", *names]) == 0
+    out, result = capsys.readouterr().out, json.loads(file.read_text())
+    assert set(result["methods"]) == set(names) - {"onebit-adam"} and result["work"]["forward"] > 0
+    count = 64 * 256 + 256 + 256 * 10 + 10
+    assert "onebit-adam         left out: it is for Adam and AdamW, and the optimizer is sgd" in out
+    assert f"model      {count:,} parameters on cpu" in out
+    assert result["methods"]["fp16"]["wire_bytes"] == pytest.approx(2 * count * 2 * 7 / 8, rel=0.02)
+
+    # the loss may be what the model returns
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return scale * x.sum()
+
+    x = torch.ones(2)
+    for batch, loss in (((x,), 2), ([x, 3.0], 6), ({"x": x, "scale": 2.0}, 4), (x, 2)):
+        assert loss_of_model(Model(), batch).item() == loss and type(moved(batch, CPU)) is type(batch), batch
+    refuse("the model returns no loss; return", loss_of_model, nn.Identity(), x)
+
+
+def sent(build: Any, model: Any, gradients: Any, steps: int, transport: Any) -> list[float]:
+    """The bytes that a rank sends to other machines in each step after the first, which may have more rounds."""
+    own = deepcopy(model)
+    optimizer, found = build(own, transport), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.stack([(p * gradients[name]).sum() for name, p in own.named_parameters()]).sum().backward()
+        optimizer.step()
+        found.append(optimizer.meter.cross_wire_bytes)
+    optimizer.zero_grad()
+    optimizer.close()
+    return [after - before for before, after in pairwise(found)]
+
+
+def test_a_machine_sends_what_its_ranks_send() -> None:
+    """2 machines of 8 ranks. Shares of local ranks differ or are empty; SGP's peers depend on rank and round."""
+    # like those of VGG-16: one tensor has three quarters of all elements
+    shapes = [(128, 196), (4096,), (16, 16, 3, 3), (128, 32), (100,)]
+    names = ("dgc-fp32-int64", "scaled-sign", "powersgd-2", "sgp")
+    for method, some in product([of for of in METHODS if of.name in names], (shapes, shapes[:1])):
+        with case(method.name, len(some)):
+            steps = 5 if method.averages_models else 2  # the graph of 16 ranks has 4 rounds
+            torch.manual_seed(0)
+            model, build = nn.ParameterList(map(torch.randn, some)), builder(method, "sgd", {})
+            gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+            ranks = LockstepWorld(16, 8).run(partial(sent, build, model, gradients, steps))[8:]
+            workload = Workload(model, loss_of_model, "", 1.0, 1.0, dict.fromkeys(gradients, 1.0), [], [gradients])
+            found = measure_candidate(method, build, workload, 16, 8, 1).predict(Network(0.0, 1e6, 8, 0.0, 1e12))
+            assert found.machine_wire_bytes == pytest.approx(sum(map(sum, ranks)) / (steps - 1))
+            assert found.communication >= found.machine_wire_bytes / 1e6 and len({tuple(of) for of in ranks}) > 1
+
+
+def test_bad_input_is_one_message(capsys: Printed) -> None:
+    own = ["--model", "test_cost:nothing", *HOSTS]
+    for given, message in (
+        (HOSTS, "give --parameters and --step for a prediction on paper, or --model"),
+        ([*PAPER, *own], "give --parameters and --step"),
+        (["--parameters", "350M", *HOSTS], "--parameters and --step go together"),
+        (["--parameters", "many", "--step", "1s", *HOSTS], "--parameters is 'many': write a number and a unit"),
+        (["--parameters", "12", "--step", "1s", *HOSTS], "must be from 100 thousand to 10 trillion"),
+        (["--parameters", "1B", "--step", "fast", *HOSTS], "--step is 'fast'"),
+        (PAPER, "there is no network"),
+        (["--model", "no_colon", *HOSTS], "write MODULE:FUNCTION"),
+        (["--model", "no.such:thing", *HOSTS], "--model no.such:thing: No module named"),
+        (["--model", "json:nothing", *HOSTS], "has no attribute 'nothing'"),
+        (["--model", "json:__doc__", *HOSTS], "__doc__ is not a function"),
+        (own, "the function must return (model, batch)"),
+        ([*own, "--device", "abacus"], "--device abacus"),
+        ([*PAPER, *HOSTS, "--dense-share", "1"], "--dense-share is 1.0; it must be at least 0 and below 1"),
+    ):
+        sys.path.insert(0, str(Path(__file__).parent))
+        assert main(given) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith("advise: ") and message in printed.err and printed.out == "", message
+
+
+def test_quantities() -> None:
+    rates = {"1gbit": 1e9, "2.5 Gbit/s": 2.5e9, "100mbit": 1e8, "1e3kbit": 1e6}
+    assert {text: quantity(text, RATES, "--rate") for text in rates} == rates
+    assert quantity("50us", TIMES, "--latency") == pytest.approx(5e-5)
+    refuse("--rate is '10MB': write a number and a unit of bit, kbit", quantity, "10MB", RATES, "--rate")
+    for text in ("50", "us", "1.2.3us", "-1us", ""):
+        refuse(f"--latency is '{text}': write a number and a unit", quantity, text, TIMES, "--latency")
+    assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
+    assert [human_time(seconds) for seconds in (0.0, 5e-5, 9.996e-4)] == ["0.00 us", "50.0 us", "1.00 ms"]
+    assert [human_time(seconds) for seconds in (0.6319, 0.9996, 19.6)] == ["632 ms", "1.00 s", "19.6 s"]
+
+
+def test_the_doctor_names_each_problem_with_its_cure() -> None:
+    versions = dict.fromkeys(("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton"), "1.0")
+    loads, kernels = Probe({"cuda": None, "gpus": [], "backends": ["gloo"]}), Probe({"native": "native (avx2)"})
+    others = Probe({"ddp": "works", "fsdp": "works"}), Probe({"mpi": True}), Probe({"size": 2, "sum": 3.0})
+    healthy = Facts(versions, loads, False, kernels, *others)
+    assert list(doctor.problems(healthy)) == []
+    assert dict(doctor.describe(healthy))["native kernels"] == "native (avx2)"
+    cases: dict[str, dict[str, Any]] = {
+        "another project of the name dgc": {"other_project": True},
+        "PyTorch does not load: no": {"torch": Probe(error="no")},
+        "plain PyTorch takes their place: not built": {"kernels": Probe(error="a\nnot built")},
+        "dgc.fsdp does not load: too old": {"adapters": Probe({"ddp": "works", "fsdp": "too old"})},
+        "Horovod does not load: undefined": {"horovod": Probe(error="undefined")},
+        "two ranks under torchrun failed: no route": {"two_ranks": Probe(error="no route")},
+        "{'size': 1, 'sum': 1.0}": {"two_ranks": Probe({"size": 1, "sum": 1.0})},
+    }
+    for problem, change in cases.items():
+        with case(problem):
+            ((said, cure),) = doctor.problems(replace(healthy, **change))
+            assert problem in said and cure
+
+
+@pytest.mark.proof  # ten seconds of processes
+def test_the_doctor_examines_this_environment(capsys: Printed) -> None:
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    assert "2 ranks over torch  work" in out and "dgc.fsdp            works" in out and "no problems found" in out

@@ -33,10 +33,28 @@ from dgc_training.config import ConfigError, instantiate, load
 from dgc_training.constructors import import_target
 
 CIFAR10 = import_target("torchvision.datasets.CIFAR10")
+Patch = pytest.MonkeyPatch
+# in processes of their own: whatever torchvision is installed, it imports after the compatibility file
+COMPATIBLE = """
+import dgc_datasets.torchvision_compat as compat
+from torchvision.models import resnet18
+from torchvision.datasets import CIFAR10
+assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512
+assert compat.declare_missing_operators() == []
+assert bool(compat._declared) != compat.operators_load()
+"""
+# and in a config file, as the original's files import their models
+IN_A_CONFIG = """
+import sys
+from dgc_training.config import load
+assert 'torchvision' not in sys.modules
+tree = load(['configs/digits/cnn.py', 'mine.py'])
+assert tree.model._target_ == 'torchvision.models.resnet18'
+"""
 
 
 @pytest.mark.parametrize("num_classes", [10, 100])
-def test_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_classes: int) -> None:
+def test_cifar(tmp_path: Path, monkeypatch: Patch, num_classes: int) -> None:
     write_cifar(tmp_path, num_classes, train=200, test=120)
     data: Any = CIFAR(str(tmp_path), num_classes)
     assert [len(data[split]) for split in ("train", "test")] == [200, 120]
@@ -85,48 +103,37 @@ def test_a_part_of_the_training_images_is_held_out(tmp_path: Path, kind: Any) ->
         refuse(f"dataset.val_ratio is {ratio}", make, val_ratio=ratio)
 
 
-def test_cifar_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_cifar_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: Patch) -> None:
     tree = load(["configs/cifar/resnet20"], ["--configs.dataset.root", str(tmp_path / "none")])
     with pytest.raises(ConfigError) as told:
         instantiate(tree.dataset)
     for part in ("none/cifar-10-batches-py", "cifar-10-python.tar.gz", "dataset.root", "dataset.download true"):
         assert part in str(told.value)
     assert not (tmp_path / "none").exists()
-    write_cifar(tmp_path)
+    file, one = write_cifar(tmp_path) / "data_batch_3", np.zeros((1, 3072), np.uint8)
     for name, value in (("num_classes", 11), ("image_size", 0), ("image_size", 41)):
         refuse(f"dataset.{name} is {value}", CIFAR, str(tmp_path), **{name: value})
-
-
-def pickled(**content: Any) -> Any:
-    return pickle.dumps(content, protocol=2)
-
-
-ONE, FLOATS = np.zeros((1, 3072), np.uint8), np.zeros((1, 3072))
-DAMAGES: list[tuple[Any, str]] = [
-    (lambda old: old[: len(old) // 2], "cannot be read"),
-    (lambda old: b"", "cannot be read"),
-    (lambda old: b"\x00" * len(old), "cannot be read"),
-    (lambda old: pickled(labels=[1]), "it has no 'data'"),
-    (lambda old: pickled(data=ONE.repeat(3, 0), labels=[0, 1]), "2 labels"),
-    (lambda old: pickled(data=FLOATS, labels=[0]), "float64"),
-    (lambda old: pickled(data=ONE, labels=[10]), "labels from 10 to 10"),
-    (lambda old: pickle.dumps({"data": ONE[:0], "labels": []}), "0 labels"),
-    (lambda old: b"cposix\nmkdir\n(Vevil\ntR.", "it asks for posix.mkdir"),  # calls os.mkdir("evil")
-    (lambda old: pickle.dumps([1, 2]), "cannot be read"),
-]
-
-
-def test_a_damaged_file_of_cifar_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a damaged file is named
     monkeypatch.chdir(tmp_path)
-    file = write_cifar(tmp_path) / "data_batch_3"
     whole = file.read_bytes()
-    for damage, reason in DAMAGES:
-        file.write_bytes(damage(whole))
+    unreadable = (whole[: len(whole) // 2], b"", b"\x00" * len(whole), [1, 2])
+    damages: list[tuple[Any, str]] = [
+        *((content, "cannot be read") for content in unreadable),
+        ({"labels": [1]}, "it has no 'data'"),
+        ({"data": one.repeat(3, 0), "labels": [0, 1]}, "2 labels"),
+        ({"data": one.astype(float), "labels": [0]}, "float64"),
+        ({"data": one, "labels": [10]}, "labels from 10 to 10"),
+        (pickle.dumps({"data": one[:0], "labels": []}), "0 labels"),
+        (b"cposix\nmkdir\n(Vevil\ntR.", "it asks for posix.mkdir"),  # calls os.mkdir("evil")
+    ]
+    for content, reason in damages:
+        file.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, protocol=2))
         refuse(f"data_batch_3 .*{reason}", CIFAR, str(tmp_path))
     assert not Path("evil").exists()
     # one of the official size must have the official checksum
     file.write_bytes(whole)
-    file.with_name("test_batch").write_bytes(pickled(data=ONE.repeat(10_000, 0), labels=[0] * 10_000))
+    official = pickle.dumps({"data": one.repeat(10_000, 0), "labels": [0] * 10_000}, protocol=2)
+    file.with_name("test_batch").write_bytes(official)
     refuse("test_batch is damaged: .*checksum", CIFAR, str(tmp_path))
 
 
@@ -155,39 +162,9 @@ def test_damage_anywhere_in_a_file_gives_a_message_or_a_data_set(tmp_path: Path)
     assert refused_of_200(file, 2, 300, len(file.read_bytes()), lambda: data[0][0].view(3, 16, 16)) > 40
 
 
-@pytest.fixture
-def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """CIFAR-10's archive in tmp_path/data, whose checksum torchvision expects."""
-    folder = write_cifar(tmp_path / "data")
-    path = folder.with_name("cifar-10-python.tar.gz")
-    with tarfile.open(path, "w:gz") as tar:
-        tar.add(folder, folder.name)
-    shutil.rmtree(folder)
-    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(path.read_bytes()).hexdigest())
-    return path
-
-
-def test_an_archive_is_unpacked(archive: Path) -> None:
-    """Also over what an interrupted unpacking left. A damaged one is named."""
-    left = archive.parent / "cifar-10-batches-py"
-    for _ in range(2):
-        data: Any = CIFAR(str(archive.parent))
-        assert len(data["train"]) == 40
-        assert {path.name for path in archive.parent.iterdir()} == {archive.name, left.name, ".preparing"}
-        shutil.rmtree(left)
-        left.mkdir()
-        (left / "data_batch_1").write_bytes(b"half")
-    shutil.rmtree(left)
-    archive.write_bytes(archive.read_bytes()[:-100])
-    refuse(r"cifar-10-python\.tar\.gz is damaged.*download true", CIFAR, str(archive.parent))
-    assert not left.exists()
-
-
 @pytest.mark.filterwarnings("ignore:Python 3.14 will")
 @pytest.mark.parametrize("knows_filters", [True, False])  # Python 3.11 before 3.11.4 does not
-def test_nothing_of_an_archive_is_written_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_filters: bool
-) -> None:
+def test_an_archive_is_unpacked_here_alone(tmp_path: Path, monkeypatch: Patch, knows_filters: bool) -> None:
     if not knows_filters:
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
     elif not hasattr(tarfile, "data_filter"):
@@ -205,8 +182,14 @@ def test_nothing_of_an_archive_is_written_elsewhere(
     assert (tmp_path / "data/file").read_text() == "text"
 
 
-def test_download(archive: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_archive_is_downloaded_and_unpacked(monkeypatch: Patch, tmp_path: Path) -> None:
     """Also over what an interrupted download left; and what an address without the file leads to."""
+    folder = write_cifar(tmp_path / "data")
+    archive = folder.with_name("cifar-10-python.tar.gz")
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, folder.name)
+    shutil.rmtree(folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
     root = tmp_path / "new"
     root.mkdir()
     (root / archive.name).write_bytes(b"half")
@@ -225,6 +208,19 @@ def test_download(archive: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     data = CIFAR(str(there), download=True)
     there.chmod(0o700)
     assert len(data["train"]) == 40 and not (there / ".preparing").exists()
+    # an archive is unpacked, also over what an interrupted unpacking left, and a damaged one is named
+    left = archive.parent / "cifar-10-batches-py"
+    for _ in range(2):
+        data = CIFAR(str(archive.parent))
+        assert len(data["train"]) == 40
+        assert {path.name for path in archive.parent.iterdir()} == {archive.name, left.name, ".preparing"}
+        shutil.rmtree(left)
+        left.mkdir()
+        (left / "data_batch_1").write_bytes(b"half")
+    shutil.rmtree(left)
+    archive.write_bytes(archive.read_bytes()[:-100])
+    refuse(r"cifar-10-python\.tar\.gz is damaged.*download true", CIFAR, str(archive.parent))
+    assert not left.exists()
 
 
 def prepare_slowly(root: Path, started: Any) -> None:
@@ -274,9 +270,7 @@ def test_imagenet(tmp_path: Path) -> None:
     # fewer classes than folders take every nth
     few: Any = ImageNet(str(tmp_path), num_classes=2)["train"]
     assert [(path[-15:-7], label) for path, label in few.samples[::6]] == [("01440764", 0), ("01440766", 1)]
-
-
-def test_imagenet_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    # what does not fit is refused
     root = tmp_path / "data"
     tree = load(["configs/imagenet/resnet50"], ["--configs.dataset.root", str(root)])
     with pytest.raises(ConfigError, match=r"data/train is no folder. Make ROOT/train/CLASS.*dataset\.root"):
@@ -327,26 +321,7 @@ def test_every_image_is_tested_once_over_the_folds() -> None:
         refuse(name, Digits, **{name: value})
 
 
-# in processes of their own: whatever torchvision is installed, it imports after the compatibility file
-COMPATIBLE = """
-import dgc_datasets.torchvision_compat as compat
-from torchvision.models import resnet18
-from torchvision.datasets import CIFAR10
-assert sum(p.numel() for p in resnet18().parameters()) == 11_689_512
-assert compat.declare_missing_operators() == []
-assert bool(compat._declared) != compat.operators_load()
-"""
-# and in a config file, as the original's files import their models
-IN_A_CONFIG = """
-import sys
-from dgc_training.config import load
-assert 'torchvision' not in sys.modules
-tree = load(['configs/digits/cnn.py', 'mine.py'])
-assert tree.model._target_ == 'torchvision.models.resnet18'
-"""
-
-
-def test_torchvision_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_imports(tmp_path: Path, monkeypatch: Patch) -> None:
     text = "from torchvision.models import resnet18\nfrom dgc_training.config import Config, configs\n"
     (tmp_path / "mine.py").write_text(text + "configs.model = Config(resnet18, num_classes=10)\n")
     for program in (COMPATIBLE, IN_A_CONFIG.replace("mine.py", str(tmp_path / "mine.py"))):

@@ -18,6 +18,8 @@ import torch.distributed as dist
 import yaml
 from channels import ChannelWorld
 from documented import DOCS, code, table
+from optim.nets import dgc as dgc_compressor
+from optim.nets import dgc_sgd, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,12 +28,9 @@ from benchmarks.payload_bytes import payload, resnet50
 from dgc.comm.collectives import all_reduce
 from dgc.comm.connect import choose_transport
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor
 from dgc.ddp import compress
 from dgc.gossip.model import FlatModel
 from dgc.gossip.topology import peer_schedule
-from dgc.memory import DGCSGDMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.testing import check_compressor
 from dgc_datasets import Digits
 from dgc_models import DigitsCNN
@@ -47,6 +46,18 @@ RESULTS, README = (DOCS / "results.md").read_text(), (ROOT / "README.md").read_t
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/*.md")]
 API = "".join(page.read_text() for page in sorted(DOCS.glob("api/*.md")))
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)]+))?\)")
+POINTS = r"(-?[\d.]+) points \(([\d.]+)\), ([\d.]+) times fewer"
+CHANGE, TWO = r"([-+][\d.]+ %) bits per character \(([\d.]+)\)", r"(-?[\d.]+) \(([\d.]+)\)"
+BITS = "method | bits per character | to dense | +-"
+# table, page, least number of quotations, quoted columns after the name, and the form of the quotation
+QUOTED = [
+    ("method | accuracy % |", "results.md", 21, (1, 2, 3), rf"\(`([\w-]+)`\): {POINTS} bytes"),
+    ("method, second run", "results.md", 4, (1, 2, 3), rf"\(`([\w-]+)`, second run\): {POINTS} wire bytes"),
+    ("method, 10 epochs", "results.md", 3, (1, 2, 3), rf"\(`([\w-]+)`, 10 epochs\): {POINTS} wire bytes"),
+    (BITS, "local.md", 5, (1, 2, -1), r"\(`([\w-]+)`[^)]*\): (\+[\d.]+ %) \(([\d.]+)\), (\d+) times"),
+    (f"{BITS} | dense / wire", "language.md", 3, (1, 2, 3), rf"\(`([\w-]+)`\): {CHANGE}, ([\d.]+) times"),
+    ("method | 4 ranks, %", "results.md", 4, (1, 2, 4, 5), rf"\(`(\w+)`[^)]*\): {TWO} and {TWO}"),
+]
 
 
 def anchors(page: Path) -> set[str]:
@@ -75,23 +86,17 @@ def test_links_lead_somewhere() -> None:
     assert on_page_content(f"<p>{image}</p>", None, None, None) == f'<p><a href="../layers.svg">{image}</a></p>'
 
 
-def test_the_search_prefers_pages_that_describe() -> None:
-    there = [*(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")), links.CHANGES]
+def test_the_site_has_every_page_and_public_name_once_and_its_search_prefers_descriptions() -> None:
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    there = [*pages, links.CHANGES]
     found = {uri: search_of(uri) for uri in there}
     assert found[links.CHANGES] == {"exclude": True} and found["index.md"] == {}
     assert found["api/wire.md"]["boost"] < 1 < found["methods.md"]["boost"]
     assert all(any(uri.startswith(start) for uri in there) for start in links.BOOSTS)
-
-
-def test_the_navigation_has_every_page_once() -> None:
     navigation = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"], width=999)
-    found = Counter(re.findall(r"[-:] (\S+\.md)$", navigation, re.M))
-    there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert set(found.values()) == {1} and set(found) - {str(place(path)) for path in reached()} == there
-
-
-def test_the_api_has_every_public_name_once() -> None:
-    """Those that the __init__ of a package collects for its users."""
+    names = Counter(re.findall(r"[-:] (\S+\.md)$", navigation, re.M))
+    assert set(names.values()) == {1} and set(names) - {str(place(path)) for path in reached()} == pages
+    # the public names are those that the __init__ of a package collects for its users
     for package in "optim fsdp compression selection wire gossip local comm".split():
         tree = ast.parse((ROOT / "dgc" / package / "__init__.py").read_text())
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -113,7 +118,7 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
         yield from ((own, package) for package in packages - {own})
 
 
-def test_a_row_of_results_stands_in_one_place() -> None:
+def test_a_row_of_results_stands_in_one_place_and_the_readme_has_its_numbers() -> None:
     """A row of a table with measurements: three numbers or more, or a command."""
     pages: dict[str, list[str]] = {}
     for page in (ROOT / "README.md", *DOCS.glob("*.md")):
@@ -122,10 +127,14 @@ def test_a_row_of_results_stands_in_one_place() -> None:
             if len(numbers) >= 3 or "python -m benchmarks" in line:
                 pages.setdefault(line, []).append(page.name)
     assert len(pages) > 200 and {line: names for line, names in pages.items() if len(names) > 1} == {}
+    section = README.split("## Numbers\n")[1].split("\n## ")[0].replace("\n", " ")
+    said = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
+    assert len(said) > 10 and {number for number in said if number not in RESULTS} == set()
+    assert "| method | accuracy" not in README and "std. error" not in README
 
 
-def test_the_pictures_of_a_gradient_and_of_the_layers() -> None:
-    """The first names files that exist, the second has every package above what it imports."""
+def test_the_other_pictures_and_what_tables_draw(monkeypatch: Patch, tmp_path: Path, capsys: Printed) -> None:
+    """That of a gradient names files that exist, that of the layers has every package above what it imports."""
     files = re.findall(r"dgc/[\w/.]+", (DOCS / "gradient.svg").read_text())
     assert len(files) > 10 and [name for name in files if not (ROOT / name).exists()] == []
     texts = re.findall(r'<text class="name" x="\d+" y="(\d+)">(.*?)</text>', (DOCS / "layers.svg").read_text())
@@ -134,33 +143,47 @@ def test_the_pictures_of_a_gradient_and_of_the_layers() -> None:
     assert {name for name in height if name.startswith("dgc.")} == {package_of(path) for path in modules}
     edges = {edge for path in modules for edge in imports(path)}
     assert len(edges) > 50 and [edge for edge in edges if height[edge[0]] >= height[edge[1]]] == []
-
-
-CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-# of the schema, version 1.2.0: what is used here
-KEYS = set("authors cff-version message title abstract type version license keywords references".split())
-MAY_HAVE = "type title authors year status url doi conference journal institution volume issue start end".split()
-TYPES = {"article", "conference-paper", "report", "software"}
+    # pictures have colours for a dark background, and follow their tables
+    for file in DOCS.glob("*.svg"):
+        light, dark = file.read_text().split("@media (prefers-color-scheme: dark)")
+        assert ".page" in light and ".page" in dark, file
+    for page in DOCS.glob("*.md"):
+        (tmp_path / page.name).write_text(page.read_text().replace("| 91.0 |", "| 95.0 |"))
+    monkeypatch.setattr(pictures, "DOCS", tmp_path)
+    assert main(["accuracy"]) == 0 and "Up to 95 times fewer bytes" in (tmp_path / "accuracy.svg").read_text()
+    assert main(["accuracy", "nothing"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("no picture nothing; there are accuracy, ")
+    # cells and axes are read as numbers
+    assert [number(cell) for cell in ("1,273", "+5.0 %", "-0.06", "")] == [1273.0, 5.0, -0.06, 0.0]
+    assert rows("results.md", "method | accuracy % | minus dense")["dense"][0] == "99.28"
+    axis = Axis("", 1.0, 100.0, [], logarithmic=True)
+    assert [axis.share(value) for value in (1.0, 10.0, 100.0)] == [0.0, 0.5, 1.0]
+    assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5
 
 
 def test_the_citation_has_the_form_of_cff() -> None:
-    assert set(CITATION) == KEYS and CITATION["cff-version"] == "1.2.0" and CITATION["type"] == "software"
-    assert CITATION["version"] == dgc.__version__
-    assert f'license = "{CITATION["license"]}"' in (ROOT / "pyproject.toml").read_text()
-    for reference in CITATION["references"]:
-        assert {"type", "title", "authors"} <= set(reference) <= set(MAY_HAVE), reference
-        assert reference["type"] in TYPES and reference["authors"] and reference["title"]
+    """Of the schema, version 1.2.0: what is used here."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    keys = set("authors cff-version message title abstract type version license keywords references".split())
+    may = "type title authors year status url doi conference journal institution volume issue start end".split()
+    assert set(citation) == keys and citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    assert citation["version"] == dgc.__version__
+    assert f'license = "{citation["license"]}"' in (ROOT / "pyproject.toml").read_text()
+    for reference in citation["references"]:
+        assert {"type", "title", "authors"} <= set(reference) <= set(may), reference
+        assert reference["type"] in ("article", "conference-paper", "report", "software")
+        assert reference["authors"] and reference["title"]
         for author in reference["authors"]:
             assert set(author) in ({"family-names", "given-names"}, {"name"}), author
             assert all(isinstance(value, str) for value in author.values())
         assert all(isinstance(reference.get(key, 0), int) for key in ("year", "volume", "issue", "start", "end"))
         assert all(set(reference.get(key, {"name": ""})) == {"name"} for key in ("conference", "institution"))
-    titles = [reference["title"] for reference in CITATION["references"]]
+    titles = [reference["title"] for reference in citation["references"]]
     assert len(titles) == len(set(titles)) > 30
     # it has the papers of the code: those that dgc/ names by arXiv number or DOI, and in docs/methods.md
     text = "".join(path.read_text() for path in [*ROOT.glob("dgc/**/*.py"), ROOT / "docs/methods.md"])
     named = set(re.findall(r"arXiv\s+(\d{4}\.\d{5})", text)) | set(re.findall(r"doi\s+(10\.[\w./-]*\w)", text))
-    cited = {reference.get("doi") or reference.get("url", "") for reference in CITATION["references"]}
+    cited = {reference.get("doi") or reference.get("url", "") for reference in citation["references"]}
     cited = {link.removeprefix("https://arxiv.org/abs/") for link in cited}
     assert len(named) > 25 and named - cited == set()
     assert {link for link in cited if re.fullmatch(r"\d{4}\.\d{5}", link)} - named == set()
@@ -176,9 +199,7 @@ def test_continuous_integration_runs_commands_that_exist() -> None:
     assert {"setup", "lint", "types", "test", "proof"} <= used <= targets, used - targets
     packages = commands[0].split("install -y ")[1].split()
     assert set(packages) - {"make"} <= set(re.findall(r"[\w+]+(?:-\w+)*", (ROOT / "scripts/setup.sh").read_text()))
-
-
-def test_no_file_has_marks_of_an_unfinished_merge() -> None:
+    # no file has marks of an unfinished merge
     kinds = {".py", ".md", ".h", ".cpp", ".html", ".sh"}
     files = [file for file in (*ROOT.glob("*.*"), *ROOT.glob("[!.]*/**/*.*")) if file.suffix in kinds]
     assert len(files) > 400
@@ -186,6 +207,8 @@ def test_no_file_has_marks_of_an_unfinished_merge() -> None:
 
 
 # Widths of characters in Helvetica, as shares of the size of the font; 0.556 is that of digits and most letters.
+
+
 WIDTHS = dict.fromkeys("ijl.,:;/tfr -()'|", 0.29) | dict.fromkeys("mMwW%", 0.86)
 WIDTHS |= dict.fromkeys("ABCDEGKPRSTUX", 0.69)
 SIZES = {kind: int(size) for kind, size in re.findall(r"\.(\w+) \{ font-size: (\d+)px", pictures.STYLE)}
@@ -195,16 +218,11 @@ Box = tuple[float, float, float, float]
 
 def texts(svg: str) -> Iterator[tuple[str, Box]]:
     """Each text with its box: left, top, right, bottom."""
-    for kind, x, y, anchor, text in re.findall(
-        r'<text class="(\w+)[^"]*" x="([\d.]+)" y="([\d.]+)"(?: text-anchor="(\w+)")?>(.*?)</text>', svg
-    ):
+    form = r'<text class="(\w+)[^"]*" x="([\d.]+)" y="([\d.]+)"(?: text-anchor="(\w+)")?>(.*?)</text>'
+    for kind, x, y, anchor, text in re.findall(form, svg):
         width = SIZES[kind] * sum(WIDTHS.get(character, 0.556) for character in unescape(text))
         left = float(x) - {"": 0.0, "middle": width / 2, "end": width}[anchor]
         yield unescape(text), (left, float(y) - 0.72 * SIZES[kind], left + width, float(y) + 0.1 * SIZES[kind])
-
-
-def overlap(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -216,56 +234,14 @@ def test_the_picture_is_drawn_from_its_table(name: str) -> None:
     found = list(texts(svg))
     assert len(found) == svg.count("<text ") > 8
     width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', svg)[0])
-    for above, (text, box) in enumerate(found):
-        assert box[0] >= 0 and box[2] <= width and box[3] <= height, text
-        assert [other for other, its in found[above + 1 :] if overlap(box, its)] == [], text
+    for above, (text, (left, top, right, bottom)) in enumerate(found):
+        assert left >= 0 and right <= width and bottom <= height, text
+        rest = found[above + 1 :]
+        on_it = [other for other, (a, b, c, d) in rest if left < c and a < right and top < d and b < bottom]
+        assert on_it == [], text
 
 
-def test_every_picture_has_colours_for_a_dark_background() -> None:
-    for file in DOCS.glob("*.svg"):
-        light, dark = file.read_text().split("@media (prefers-color-scheme: dark)")
-        assert ".page" in light and ".page" in dark, file
-
-
-def test_a_changed_number_changes_the_picture(monkeypatch: Patch, tmp_path: Path, capsys: Printed) -> None:
-    for page in DOCS.glob("*.md"):
-        (tmp_path / page.name).write_text(page.read_text().replace("| 91.0 |", "| 95.0 |"))
-    monkeypatch.setattr(pictures, "DOCS", tmp_path)
-    assert main(["accuracy"]) == 0 and "Up to 95 times fewer bytes" in (tmp_path / "accuracy.svg").read_text()
-    assert main(["accuracy", "nothing"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("no picture nothing; there are accuracy, ")
-
-
-def test_cells_and_axes_are_read_as_numbers() -> None:
-    assert [number(cell) for cell in ("1,273", "+5.0 %", "-0.06", "")] == [1273.0, 5.0, -0.06, 0.0]
-    assert rows("results.md", "method | accuracy % | minus dense")["dense"][0] == "99.28"
-    axis = Axis("", 1.0, 100.0, [], logarithmic=True)
-    assert [axis.share(value) for value in (1.0, 10.0, 100.0)] == [0.0, 0.5, 1.0]
-    assert Axis("", 2.0, 4.0, []).share(3.0) == 0.5
-
-
-def test_the_readme_s_numbers_are_those_of_the_results() -> None:
-    section = README.split("## Numbers\n")[1].split("\n## ")[0].replace("\n", " ")
-    numbers = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
-    assert len(numbers) > 10 and {number for number in numbers if number not in RESULTS} == set()
-    assert "| method | accuracy" not in README and "std. error" not in README
-
-
-POINTS = r"(-?[\d.]+) points \(([\d.]+)\), ([\d.]+) times fewer"
-CHANGE, TWO = r"([-+][\d.]+ %) bits per character \(([\d.]+)\)", r"(-?[\d.]+) \(([\d.]+)\)"
-BITS = "method | bits per character | to dense | +-"
-# table, page, least number of quotations, quoted columns after the name, and the form of the quotation
-QUOTED = [
-    ("method | accuracy % |", "results.md", 21, (1, 2, 3), rf"\(`([\w-]+)`\): {POINTS} bytes"),
-    ("method, second run", "results.md", 4, (1, 2, 3), rf"\(`([\w-]+)`, second run\): {POINTS} wire bytes"),
-    ("method, 10 epochs", "results.md", 3, (1, 2, 3), rf"\(`([\w-]+)`, 10 epochs\): {POINTS} wire bytes"),
-    (BITS, "local.md", 5, (1, 2, -1), r"\(`([\w-]+)`[^)]*\): (\+[\d.]+ %) \(([\d.]+)\), (\d+) times"),
-    (f"{BITS} | dense / wire", "language.md", 3, (1, 2, 3), rf"\(`([\w-]+)`\): {CHANGE}, ([\d.]+) times"),
-    ("method | 4 ranks, %", "results.md", 4, (1, 2, 4, 5), rf"\(`(\w+)`[^)]*\): {TWO} and {TWO}"),
-]
-
-
-def test_the_sections_of_methods_quote_the_tables() -> None:
+def test_the_sections_of_methods_quote_the_tables_and_captions_say_how_many_steps_an_epoch_has() -> None:
     text = " ".join((DOCS / "methods.md").read_text().split())
     for header, page, count, columns, pattern in QUOTED:
         rows = {name.split("`")[1]: cells for name, *cells in table(header, page) if "`" in name}
@@ -277,11 +253,7 @@ def test_the_sections_of_methods_quote_the_tables() -> None:
             assert len({name for name, *_ in quoted}) == len(rows) - 1 == count, header
     points = re.findall(QUOTED[0][-1], text)
     assert len(points) == text.count(" times fewer bytes") - 2, "quotations of another form"
-
-
-def test_captions_say_how_many_steps_an_epoch_really_has() -> None:
-    samples = {count_samples(Digits(fold)["train"]) for fold in (0, 1)}
-    text = RESULTS.replace("\n", " ")
+    samples, text = {count_samples(Digits(fold)["train"]) for fold in (0, 1)}, RESULTS.replace("\n", " ")
     settings = re.findall(r"(\d+) ranks, batches of (\d+) per rank, (\d+) epochs of (\d+) steps", text)
     assert len(settings) >= 5
     for size, batch, _, steps in settings:
@@ -301,13 +273,10 @@ def commands(text: str) -> list[list[str]]:
 def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: Patch) -> None:
     """And every benchmark of the list is on a page."""
 
-    class Accepted(Exception):
-        pass
-
     def parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
         found, rest = self.parse_known_args(args)
         assert not rest, rest
-        raise Accepted
+        raise InterruptedError  # accepted
 
     monkeypatch.setattr("argparse.ArgumentParser.parse_args", parse)
     found = [words for page in (*PAGES, ROOT / "Makefile") for words in commands(page.read_text())]
@@ -316,13 +285,12 @@ def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: Patch) -> None
     for name, *words in found:
         words = ["dense" if word == "NAME" else word for word in words]
         monkeypatch.setattr("sys.argv", [name, *words])
-        with pytest.raises(Accepted):
+        with pytest.raises(InterruptedError):
             import_module(f"benchmarks.{name}").main()
 
 
-def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
-    rows = {name: cells for name, *cells in table("values, indices |", "results.md")}
-    parameters = resnet50()
+def test_payloads_are_what_the_benchmark_measures_and_a_step_sends() -> None:
+    rows, parameters = {name: cells for name, *cells in table("values, indices |", "results.md")}, resnet50()
     for name in ("`int8`, `rice`", "`sign`, `rice`"):
         values, indices = name.replace("`", "").split(", ")
         for cell, vectors in zip(rows[name], ("fp32", "bf16", "int8", "sparse"), strict=True):
@@ -330,26 +298,19 @@ def test_payloads_of_resnet50_are_what_the_benchmark_measures() -> None:
                 found = payload(parameters, values, indices, vectors)
             assert cell == f"{found:,}", (name, vectors)
 
-
-def test_the_example_of_bytes_is_what_a_step_sends() -> None:
     def body(transport: Any) -> Any:
-        model = DigitsCNN()
-        compression = DGCCompressor(0.001, DGCSGDMemory(momentum=0.9), fp16_values=True, int32_indices=True)
-        inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+        model, compression = DigitsCNN(), dgc_compressor(0.001, fp16_values=True, int32_indices=True)
+        optimizer = wrap(model, transport, dgc_sgd, compression=compression)
         model(torch.ones(2, 1, 8, 8)).sum().backward()
         optimizer.step()
         return optimizer.meter
 
     meter = LockstepWorld(4).run(body)[0]
-    payload, wire, dense = meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
+    sent, wire, dense = meter.payload_bytes, meter.wire_bytes, meter.dense_wire_bytes
     rows = {name: cells for name, *cells in table("| payload | wire |", "bytes.md")}
-    assert rows["DGC together"] == [f"{payload:,}", f"{wire:,.0f}"]
-    assert rows["dense / DGC"] == [f"{dense / 1.5 / payload:.0f}", f"{dense / wire:.0f}"]
-    assert f"{wire:,.0f} against {dense:,.0f}" in RESULTS and f"payload {payload:,} against" in RESULTS
-
-
-PACKAGES = "comm compression gossip launch local memory optim selection wire".split()
+    assert rows["DGC together"] == [f"{sent:,}", f"{wire:,.0f}"]
+    assert rows["dense / DGC"] == [f"{dense / 1.5 / sent:.0f}", f"{dense / wire:.0f}"]
+    assert f"{wire:,.0f} against {dense:,.0f}" in RESULTS and f"payload {sent:,} against" in RESULTS
 
 
 def examples() -> dict[str, tuple[str, str]]:
@@ -376,8 +337,8 @@ def one_rank() -> Any:
 
 def names() -> dict[str, Any]:
     """What an example may use: public names, and the objects of a training script."""
-    packages = [import_module(f"dgc.{name}") for name in PACKAGES]
-    public = {name: value for package in packages for name, value in vars(package).items() if name[0] != "_"}
+    packages = "comm compression gossip launch local memory optim selection wire".split()
+    public = {n: v for name in packages for n, v in vars(import_module(f"dgc.{name}")).items() if n[0] != "_"}
     others = DistributedDataParallel, FlatModel, LockstepWorld, all_reduce, choose_transport, peer_schedule
     public |= {of.__name__: of for of in (*others, check_compressor)} | {"compress": compress}
     model = nn.Linear(32, 16)

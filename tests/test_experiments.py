@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from documented import table
-from environment import patient
+from parallel.processes import run_together
 from small_data import write_cifar, write_imagenet
 from warm import python
 
@@ -26,6 +24,17 @@ from dgc_training.startup.run_name import run_name
 from scripts.launch import environment
 
 EXPERIMENTS = {row[0].split("`")[1]: row for row in table("config")}
+MPIRUN = """mpirun -np 2 -H localhost:2 -bind-to none -map-by slot -x NCCL_DEBUG=INFO -x LD_LIBRARY_PATH -x PATH \\
+    -mca pml ob1 -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo \\
+    python train.py --configs configs/imagenet/resnet50.py configs/dgc/wm0.py"""
+CIFAR = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
+    configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"""
+LONGER = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
+    configs/dgc/wm5.py --configs.train.num_epochs 500 --suffix .e500"""
+ONE = "python train.py --configs configs/cifar/resnet110.py --configs.train.batch_size 20 --suffix .b20"
+# one short epoch each, and images and classes as few as the small data has
+SHORT = " --configs.train.num_epochs 1"
+SMALL = " --configs.dataset.num_classes 4 --configs.dataset.image_size 32 --configs.train.batch_size 4"
 
 
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS.keys() - {"configs/imagenet/cosine"}))
@@ -56,8 +65,7 @@ def test_every_experiment_and_run_directory_is_documented() -> None:
         stack = words = words.strip("`").replace("the same `...", stack)
         if match := re.search(r"-np (\d+)", words):
             size = int(match[1])
-        names = re.findall(r"configs/\S+\.py", words)
-        suffix = re.search(r"--suffix (\S+)", words)
+        names, suffix = re.findall(r"configs/\S+\.py", words), re.search(r"--suffix (\S+)", words)
         assert directory == f"`runs/{run_name(names, suffix[1] if suffix else '', size)}`"
 
 
@@ -88,9 +96,7 @@ def test_what_is_derived_follows_the_command_line() -> None:
     assert tree.train.scheduler.T_max == 295 and tree.train.compression.memory.momentum == 0.8
     tree = load(["configs/cifar/resnet20", "configs/dgc/wm5"], ["--configs.train.num_epochs", "500"])
     assert tree.train.scheduler.T_max == 495
-
-
-def test_chunks_take_the_experiments_momentum_and_warm_up() -> None:
+    # chunks take the experiment's momentum and warm-up
     for warm_up, ratios in (("wm0", [0.1]), ("wm5", [0.1 ** (e / 5) for e in range(1, 6)]), ("wm5o", [1.0] * 5)):
         tree = load(["configs/imagenet/resnet50", f"configs/chunks/{warm_up}", "configs/chunks/fp32"])
         compression = instantiate(tree.train.compression)
@@ -120,18 +126,6 @@ def test_learning_rates_of_an_imagenet_run_on_8_ranks() -> None:
 
 # The original README's commands, in a folder that has train.py and small data in the default places
 
-MPIRUN = """mpirun -np 2 -H localhost:2 -bind-to none -map-by slot -x NCCL_DEBUG=INFO -x LD_LIBRARY_PATH -x PATH \\
-    -mca pml ob1 -mca btl ^openib -mca btl_tcp_if_exclude docker0,lo \\
-    python train.py --configs configs/imagenet/resnet50.py configs/dgc/wm0.py"""
-CIFAR = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
-    configs/dgc/wm5.py configs/dgc/fp16.py configs/dgc/int32.py"""
-LONGER = """horovodrun -np 8 python train.py --configs configs/cifar/resnet20.py \\
-    configs/dgc/wm5.py --configs.train.num_epochs 500 --suffix .e500"""
-ONE = "python train.py --configs configs/cifar/resnet110.py --configs.train.batch_size 20 --suffix .b20"
-# one short epoch each, and images and classes as few as the small data has
-SHORT = " --configs.train.num_epochs 1"
-SMALL = " --configs.dataset.num_classes 4 --configs.dataset.image_size 32 --configs.train.batch_size 4"
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -141,23 +135,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: str, folder: Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
-    """Runs a command line; its whole process group is ended if it takes too long."""
+def run(command: str, folder: Path, timeout: float = 110) -> Any:
     ranks = int((re.search(r"-np (\d+)", command) or ["", "1"])[1])
     env = environment(ranks, len(os.sched_getaffinity(0)), os.geteuid() == 0, os.environ)
     env |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(python()).parent}:{env['PATH']}"
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(["bash", "-c", command], cwd=folder, env=env, start_new_session=True, **pipes)
-    try:
-        out, err = process.communicate(timeout=patient(timeout))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    (done,) = run_together([["bash", "-c", command]], folder, env, timeout)
+    return done
 
 
-def trained(done: subprocess.CompletedProcess[str], directory: Path) -> dict:
+def trained(done: Any, directory: Path) -> Any:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((directory / "summary.json").read_text())
 

@@ -33,8 +33,7 @@ def of(name: str, rank: int, size: int, **more: str) -> dict[str, str]:
 JOB = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # the batch script of a job
 PTY = {**JOB, "SLURM_STEP_NUM_TASKS": "1"}  # srun -n 1 --pty bash
 COPIED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "server0"}  # set from mpirun's variables by a script
-BY_TORCHRUN = ("torch.distributed (started by torchrun)",) * 2
-SRUN = "torch.distributed (started by srun"
+BY_TORCHRUN, SRUN = ("torch.distributed (started by torchrun)",) * 2, "torch.distributed (started by srun"
 MISSING = "; Horovod is not installed: `make setup` builds it)"
 PMIX = f"torch.distributed (started by srun with PMIx{MISSING}"
 BY_MPIRUN = ("Horovod (started by mpirun)", f"torch.distributed (started by mpirun{MISSING}")
@@ -83,6 +82,16 @@ def test_the_launcher_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dgc.comm.connect, "_running", lambda running=running: running)
         assert str(choose_transport()) == f"{name} (initialised already)"
     assert choose_transport("torch").transport == "torch"
+    # ranks on one machine are known where the launcher says so
+    for name, more in (("OMPI_COMM_WORLD", {"PMIX_RANK": "0"}), ("HOROVOD", {})):
+        for local_size, spans in (("4", False), ("2", True)):
+            environment = {f"{name}_SIZE": "4", f"{name}_LOCAL_SIZE": local_size, **more}
+            assert launch.may_span_machines(environment) == spans, environment
+    assert not launch.may_span_machines({})
+    assert all(map(launch.may_span_machines, ({"PMI_SIZE": "4"}, {"PMIX_RANK": "1"})))
+
+
+# A rank, the process that starts it, and an end of both that the test does not have to arrange.
 
 
 def test_restarts_through_a_shared_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,16 +205,6 @@ print([name for name in sys.modules if name.split(".")[0] in ("horovod", "mpi4py
     assert printed(program) == "[]\n"
 
 
-def test_ranks_on_one_machine_are_known_where_the_launcher_says_so() -> None:
-    for name, more in (("OMPI_COMM_WORLD", {"PMIX_RANK": "0"}), ("HOROVOD", {})):
-        for local_size, spans in (("4", False), ("2", True)):
-            environment = {f"{name}_SIZE": "4", f"{name}_LOCAL_SIZE": local_size, **more}
-            assert launch.may_span_machines(environment) == spans, environment
-    assert not launch.may_span_machines({})
-    assert all(map(launch.may_span_machines, ({"PMI_SIZE": "4"}, {"PMIX_RANK": "1"})))
-
-
-# A rank, the process that starts it, and an end of both that the test does not have to arrange.
 RANK = "import os, time, dgc.launch as l; print(os.getpid(), l.end_with_launcher(os.environ, 0.05), flush=True)"
 RANK += "; time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}])"

@@ -28,23 +28,25 @@ SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun"
 SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("scripts/gossip/*.sh")]
 OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
 ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
+FOREIGN = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
+OWN = {*OURS, *ELASTIC, "DRY_RUN"}
+CLEAN = {k: v for k, v in os.environ.items() if k not in OWN and not k.startswith(FOREIGN)}
 GOSSIP = {"ar": None, **dict.fromkeys(("sgp", "osgp"), "n_peer_exponential")}
 GOSSIP |= dict.fromkeys(("dpsgd", "adpsgd"), "bipartite_exponential")
-TRAIN = ["--configs", "x"]
-EXCLUDING = {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
+TRAIN, EXCLUDING = ["--configs", "x"], {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
 
 
-def shell(script: Path | str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A dry run of a script of scripts/."""
-    foreign = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
-    clean = {k: v for k, v in os.environ.items() if k not in OURS + ELASTIC and not k.startswith(foreign)}
-    command = ["bash", str(REPOSITORY / f"scripts/{script}.sh" if isinstance(script, str) else script), *words]
-    env = {**clean, "DRY_RUN": "1", **variables}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=patient(60))
+def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Any:
+    command, env = ["bash", str(script), *words], {"DRY_RUN": "1", **environment}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=patient(60), **more)
 
 
-def line_of(script: str, *words: str, **variables: str) -> str:
-    """The command that a script would run, without quotes."""
+def shell(script: Path | str, *words: str, **variables: str) -> Any:
+    file = REPOSITORY / f"scripts/{script}.sh" if isinstance(script, str) else script
+    return dry_run(file, CLEAN | variables, *words)
+
+
+def line_of(script: str, *words: str, **variables: str) -> Any:
     return shell(script, *words, **variables).stdout.replace("\\", "")
 
 
@@ -62,8 +64,7 @@ def test_a_row_of_the_accuracy_table(script: Any) -> None:
     done = shell(script, "vgg16_bn", "--configs.seed", "3")
     words = done.stdout.split()
     assert words[0].endswith("mpirun") and words[-2:] == ["--configs.seed", "3"], done.stderr
-    ranks = int(words[words.index("-np") + 1])
-    files = [word for word in words if word.startswith("configs/")]
+    ranks, files = int(words[words.index("-np") + 1]), [word for word in words if word.startswith("configs/")]
     passes = [int(b) for a, b in pairwise(words) if a.endswith("num_batches_per_step")]
     tree = load(files, [f"--configs.train.num_batches_per_step={n}" for n in passes])
     batch = ranks * tree.train.num_batches_per_step * tree.train.batch_size
@@ -118,10 +119,7 @@ def test_torchrun() -> None:
     assert "--rdzv-endpoint server0:29400 --rdzv-id dgc " in several
     assert "last_call_timeout=30,read_timeout=30,a=1 " in several
     assert "MIN_MACHINES" in shell("torchrun", "--help").stdout
-
-
-def test_hosts() -> None:
-    """An interface of MPI_OPTIONS replaces the list of excluded ones: Open MPI accepts only one of both lists."""
+    # An interface of MPI_OPTIONS replaces the list of excluded ones: Open MPI accepts only one of both lists.
     hosts = "server0:8,server1:8"
     options = {"HOSTS": hosts, "MPI_OPTIONS": "-mca btl_tcp_if_include eth1", "NCCL_DEBUG": "INFO"}
     line = line_of("mpirun", "--configs", "a b.py", **options)
@@ -138,48 +136,36 @@ def test_hosts() -> None:
     assert line.startswith(f"horovodrun -np 2 -H localhost:2 {own}")
 
 
-OB1, TCP, IF = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
-NCCL, GLOO = "-x NCCL_SOCKET_IFNAME", "-x HOROVOD_GLOO_IFACE"
-
-
 def test_network(tmp_path: Path) -> None:
     """HAS: the message layer that the fake ompi_info prints."""
+    ob1, tcp, interface = "-mca pml ob1", "-mca btl tcp,self,vader", "-mca btl_tcp_if"
+    nccl, gloo = "-x NCCL_SOCKET_IFNAME", "-x HOROVOD_GLOO_IFACE"
+
     cases = {
-        "NETWORK=ethernet": f"-x NCCL_IB_DISABLE=1 {OB1} {TCP} {IF}_exclude docker0,lo python",
-        "INTERFACE=eth1": f"{NCCL}=eth1 {GLOO}=eth1 {OB1} {TCP} {IF}_include eth1 python",
+        "NETWORK=ethernet": f"-x NCCL_IB_DISABLE=1 {ob1} {tcp} {interface}_exclude docker0,lo python",
+        "INTERFACE=eth1": f"{nccl}=eth1 {gloo}=eth1 {ob1} {tcp} {interface}_include eth1 python",
         "NETWORK=ethernet INTERFACE=e0,e1": (
-            f"-x NCCL_IB_DISABLE=1 {NCCL}=e0,e1 {GLOO}=e0 {OB1} {TCP} {IF}_include e0,e1 python"
+            f"-x NCCL_IB_DISABLE=1 {nccl}=e0,e1 {gloo}=e0 {ob1} {tcp} {interface}_include e0,e1 python"
         ),
         "NETWORK=infiniband INTERFACE=ib0 UCX_NET_DEVICES=mlx5_0:1 HAS=ucx": (
-            f"-x NCCL_IB_DISABLE=0 {NCCL}=ib0 {GLOO}=ib0 -x UCX_NET_DEVICES=mlx5_0:1 "
+            f"-x NCCL_IB_DISABLE=0 {nccl}=ib0 {gloo}=ib0 -x UCX_NET_DEVICES=mlx5_0:1 "
             "-mca pml ucx -mca btl ^openib python"
         ),
         "NETWORK=infiniband HAS=cm": (
-            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {OB1} -mca btl openib,self,vader python"
+            f"-x NCCL_IB_DISABLE=0 -mca btl_openib_allow_ib 1 {ob1} -mca btl openib,self,vader python"
         ),
         "NETWORK=ethernet MPI_OPTIONS=--mca\tbtl\ttcp,self": (
-            f"-x NCCL_IB_DISABLE=1 {OB1} {IF}_exclude docker0,lo --mca btl tcp,self python"
+            f"-x NCCL_IB_DISABLE=1 {ob1} {interface}_exclude docker0,lo --mca btl tcp,self python"
         ),
     }
-    info = tmp_path / "ompi_info"
-    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
+    info, found = tmp_path / "ompi_info", {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "foreign"}
     for given, expected in cases.items():
         variables = dict(word.replace("\t", " ").split("=") for word in given.split(" "))
-        info.write_text(f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
-        info.chmod(0o755)
+        program(info, f"#!/bin/sh\necho mca:pml:ob1:version\necho mca:pml:{variables.get('HAS')}:version\n")
         line = line_of("mpirun", *TRAIN, HOSTS="a:8,b:8", **found, **variables)
         assert expected in line
         options = [word for before, word in pairwise(line.split()) if before.endswith("-mca")]
         assert len(options) == len(set(options))
-
-
-@pytest.mark.horovod
-def test_horovodrun_s_lines_do_not_begin_with_the_rank(tmp_path: Path) -> None:
-    words = ["--configs", "configs/digits/cnn.py", "--print-config"]
-    done = shell("horovodrun", *words, RANKS="1", DRY_RUN="", MPI_OPTIONS="")
-    assert done.returncode == 0 and done.stdout.startswith("seed: ") and "<stdout>" not in done.stdout, done.stderr
-    own = line_of("horovodrun", *words, RANKS="1", MPI_OPTIONS="-mca orte_tag_output 1")
-    assert own.count("orte_tag_output") == 1
 
 
 def test_gossip() -> None:
@@ -198,8 +184,8 @@ def test_gossip() -> None:
 
 
 @pytest.mark.horovod
-def test_as_many_ranks_start_as_are_asked_for_whatever_open_mpi_takes_for_slots() -> None:
-    """By default it has a slot for each physical core, but usable cores are hardware threads."""
+def test_as_many_ranks_start_as_are_asked_for_and_their_lines_do_not_begin_with_the_rank() -> None:
+    """By default Open MPI has a slot for each physical core, but usable cores are hardware threads."""
     program = "import os; value = os.environ.get('OMPI_MCA_mpi_yield_when_idle', '')\n"
     program += "os.write(1, f'yields: {value}\\n'.encode())"
     for ranks, cores in ((2, 64), (4, 64), (4, 2)):
@@ -211,21 +197,23 @@ def test_as_many_ranks_start_as_are_asked_for_whatever_open_mpi_takes_for_slots(
         # Open MPI's own choice compares ranks with slots
         assert ranks <= cores or set(started) == {"yields: 1"}, "more ranks than cores"
     assert environment(4, 2, False, {"OMPI_MCA_mpi_yield_when_idle": "0"})["OMPI_MCA_mpi_yield_when_idle"] == "0"
+    words = ["--configs", "configs/digits/cnn.py", "--print-config"]
+    done = shell("horovodrun", *words, RANKS="1", DRY_RUN="", MPI_OPTIONS="")
+    assert done.returncode == 0 and done.stdout.startswith("seed: ") and "<stdout>" not in done.stdout, done.stderr
+    own = line_of("horovodrun", *words, RANKS="1", MPI_OPTIONS="-mca orte_tag_output 1")
+    assert own.count("orte_tag_output") == 1
 
 
-Done = subprocess.CompletedProcess[str]
-A = ["--configs", "a.py"]
 CONTROL = """#!/bin/sh
 case "$*" in
     "show hostnames "*) printf "%s\\n" $MACHINES ;;
     *) echo "$*" >>"$CALLS"; exit ${REFUSES:-0} ;;
 esac
 """
-# In place of srun and mpirun. Ends with status 3 by itself, with the status of a saved run after SIGUSR1, and with
-# another one after SIGTERM. In Python, since bash may lose a signal that arrives between two commands.
+# In place of srun and mpirun: status 3 by itself, that of a saved run after SIGUSR1, another one after SIGTERM. In
+# Python, since bash may lose a signal that arrives between two commands.
 RUN = f"""#!{sys.executable} -S
 import os, signal, time
-
 def ends(word, status):
     def handler(*_):
         with open(os.environ["CALLS"], "a") as calls:
@@ -233,7 +221,6 @@ def ends(word, status):
         time.sleep(0.3)
         os._exit(status)
     return handler
-
 signal.signal(signal.SIGUSR1, ends("signal", int(os.environ.get("SAVED", 75))))
 signal.signal(signal.SIGTERM, ends("terminated", 143))
 print("started", flush=True)
@@ -253,17 +240,10 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin" / "scontrol", CONTROL)
     copy = Path(shutil.copy(REPOSITORY / "scripts/slurm.sh", tmp_path / "job"))
-    ours = (*OURS, *ELASTIC, "DRY_RUN")
-    environment = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("SLURM_")}
-    environment["PATH"] = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**CLEAN, "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
     environment |= {"SLURM_NTASKS": "8", "SLURM_SUBMIT_DIR": str(REPOSITORY), "MACHINES": "node3 node4"}
     return copy, environment | {"VIRTUAL_ENV": sys.prefix, "CALLS": str(tmp_path / "calls")} | variables
-
-
-def dry_run(script: Path | str, environment: dict[str, str], *words: str, **more: Any) -> Done:
-    command = ["bash", str(script), *words]
-    return subprocess.run(command, env={**environment, "DRY_RUN": "1"}, capture_output=True, text=True, **more)
 
 
 @contextmanager
@@ -289,11 +269,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 def send(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal to the job while it waits for the run.
-
-    A signal that reaches bash between its last look for signals and the system call of `wait` has no effect before
-    a process ends or another signal comes.
-    """
+    """While the job waits for the run: bash ignores a signal between its last look for signals and its wait."""
     stat = Path(f"/proc/{process.pid}/stat")
     while stat.read_text().rpartition(")")[2].split()[0] != "S":
         time.sleep(0.01)
@@ -302,7 +278,7 @@ def send(process: subprocess.Popen[str], number: int) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     copy, environment = job(tmp_path)
-    for words in (A, ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]):
+    for words in (TRAIN, ["scripts/imagenet/batch256.sh", "resnet50"], ["scripts/gossip/sgp.sh"]):
         done = dry_run(copy, environment, *words)
         assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout and done.returncode == 0, done.stderr
         wrong = dry_run(copy, {**environment, "SLURM_SUBMIT_DIR": str(tmp_path)}, *words)
@@ -313,7 +289,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "mpirun -np 8 -H node3:4\\,node4:4 " in done.stdout, done.stderr
     assert "configs/gossip/sgp.py" in done.stdout and done.stdout.endswith("--suffix .a \n")
     environment["ELASTIC"] = "1"
-    done = dry_run(copy, environment, *A)
+    done = dry_run(copy, environment, *TRAIN)
     srun, torchrun = done.stdout.splitlines()
     assert srun.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --no-kill "), done.stderr
     assert "--nproc-per-node 4 --max-restarts 10 --nnodes 1:2 " in torchrun
@@ -340,8 +316,7 @@ def test_ranks_of_uneven_allocations(tmp_path: Path) -> None:
         ({"SLURM_TASKS_PER_NODE": "8(y2),7"}, "SLURM_TASKS_PER_NODE is 8(y2),7; it must have the form 8(x2),7"),
         ({"ELASTIC": "1", "SLURM_TASKS_PER_NODE": "8(x2),7(x2)"}, "ELASTIC=1 needs as many tasks on each machine"),
     ):
-        done = dry_run(copy, {**environment, **machines, **variables}, *A)
-        refused = expected[0] != "-"
+        done, refused = dry_run(copy, {**environment, **machines, **variables}, *TRAIN), expected[0] != "-"
         assert done.returncode == (2 if refused else 0), (variables, done)
         assert expected in (done.stderr if refused else done.stdout), (variables, done)
         assert not (refused and done.stdout), variables
@@ -352,32 +327,32 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
     outside = {k: v for k, v in environment.items() if not k.startswith("SLURM_")}
     scripts = REPOSITORY / "scripts"
     cases = [({}, "1 -H node1:1 "), ({"RANKS": "4"}, "4 -H node1:4 "), ({"HOSTS": "a:2,b:2"}, "4 -H a:2\\,b:2 ")]
-    for script, words in (("slurm.sh", A), ("gossip/sgp.sh", ["--suffix", ".a"])):
+    for script, words in (("slurm.sh", TRAIN), ("gossip/sgp.sh", ["--suffix", ".a"])):
         for variables, expected in cases:
             done = dry_run(scripts / script, {**outside, **variables, "LAUNCH": "slurm"}, *words, cwd=tmp_path)
             assert f"mpirun -np {expected}" in done.stdout and done.returncode == 0, done.stderr
             assert done.stdout.endswith(f"{words[-1]} \n") and "not a SLURM job" in done.stderr
-    done = subprocess.run(["bash", scripts / "slurm.sh", *A], env=outside, capture_output=True, text=True)
+    done = subprocess.run(["bash", scripts / "slurm.sh", *TRAIN], env=outside, capture_output=True, text=True)
     assert done.returncode == 2 and "submit it with sbatch" in done.stderr
 
 
-REQUEUED: list[tuple[dict[str, str], int, list[str]]] = [
-    ({}, 0, ["signal", "requeue 17"]),
-    ({"REQUEUE": "scontrol -v again"}, 0, ["signal", "-v again 17"]),
-    ({"REQUEUE": ""}, 75, ["signal"]),
-    ({"REFUSES": "1"}, 75, ["signal", "requeue 17"]),
-    *(({"SAVED": status}, int(status), ["signal"]) for status in "10"),
-    ({"ELASTIC": "1"}, 0, ["terminated", "requeue 17"]),  # torchrun does not pass on the status of its ranks
-]
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize(("variables", "status", "calls"), REQUEUED)
+@pytest.mark.parametrize(
+    ("variables", "status", "calls"),
+    [
+        ({}, 0, ["signal", "requeue 17"]),
+        ({"REQUEUE": "scontrol -v again"}, 0, ["signal", "-v again 17"]),
+        ({"REQUEUE": ""}, 75, ["signal"]),
+        ({"REFUSES": "1"}, 75, ["signal", "requeue 17"]),
+        *(({"SAVED": status}, int(status), ["signal"]) for status in "10"),
+        ({"ELASTIC": "1"}, 0, ["terminated", "requeue 17"]),  # torchrun does not pass on the status of its ranks
+    ],
+)
 def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls: Any) -> None:
     """SAVED: the exit status of the run after a signal. REFUSES: the exit status of scontrol."""
     copy, environment = job(tmp_path, **variables)
     program(tmp_path / "bin" / ("srun" if "ELASTIC" in variables else "mpirun"), RUN)
-    with started(copy, environment, *A) as process:
+    with started(copy, environment, *TRAIN) as process:
         read_until(process, "started")
         send(process, number)
         time.sleep(0.1)
@@ -389,7 +364,7 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
     if not variables:  # without a signal the run's own status is that of the job
         Path(environment["CALLS"]).unlink()
         alone: Any = {"env": {**environment, "LONG": "2"}, "capture_output": True, "timeout": patient(60)}
-        assert subprocess.run(["bash", copy, *A], **alone).returncode == 3
+        assert subprocess.run(["bash", copy, *TRAIN], **alone).returncode == 3
         assert not Path(environment["CALLS"]).exists()
 
 

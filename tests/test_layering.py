@@ -1,22 +1,25 @@
-"""Imports only point down: the contracts in pyproject.toml, which import-linter checks.
+"""Imports only point down: the contracts in pyproject.toml, which import-linter checks. Time limits are scaled.
 
 The source is read, not run. `lint-imports` sees the imports of all packages. The graph of these tests has also the
 imports of train.py, as a module of dgc_training, and the strings that name a module or what is in it, such as
 "dgc.compression.DGCCompressor". ruff checks who imports torch.distributed.
 """
 
-from __future__ import annotations
-
 import ast
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
-from environment import REPOSITORY
+import pytest
+from environment import REPOSITORY, SLOWNESS, patient, python_path, slowness
 from importlinter import Contract
 from importlinter.api import read_configuration
 from importlinter.contracts import acyclic_siblings, forbidden, layers, protected
@@ -64,11 +67,13 @@ PLANTED = [
     ("dgc.compression.dense", "horovod", "imports Horovod"),
     ("dgc.comm.channel", "mpi4py", "imports mpi4py"),
 ]
-PLANTED_CYCLES = [
-    ("dgc.bucket", "dgc.optim.distributed"),
-    ("dgc.comm.requests", "dgc.comm.meter"),
-    ("dgc.selection.selector", "dgc.selection"),
-]
+CYCLES = {"dgc.bucket": "dgc.optim.distributed", "dgc.comm.requests": "dgc.comm.meter"}
+CYCLES["dgc.selection.selector"] = "dgc.selection"
+TESTS = Path(__file__).parent
+# .run(..., timeout=60), .wait(60), .join(60), time.monotonic() + 60; of less than 5 seconds it is a pause
+WITHIN = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"  # parentheses
+CALLS = rf"\.(?:run|wait|join|communicate)\({WITHIN}\btimeout=|\.(?:wait|join)\("
+LIMIT = re.compile(rf"(?:{CALLS}|time\.monotonic\(\) \+ )(\d[\d.]*)")
 
 
 def names(source: str) -> Iterator[tuple[int, str]]:
@@ -129,21 +134,16 @@ def cycle(imports: grimp.ImportGraph) -> list[str]:
     return []
 
 
-def test_the_contracts_hold_and_no_modules_import_each_other() -> None:
+def test_the_contracts_hold_and_packages_import_nothing_else_from_outside() -> None:
     assert not broken(graph())
     found = cycle(graph())
     assert not found, " -> ".join(found)
-
-
-def test_packages_import_nothing_else_from_outside() -> None:
     for package, allowed in OUTSIDE.items():
         modules = {package, *graph().find_descendants(package)}
-        found = {other for module in modules for other in graph().find_modules_directly_imported_by(module)}
-        outside = {name for name in found if graph().is_module_squashed(name)} - sys.stdlib_module_names
+        others = {other for module in modules for other in graph().find_modules_directly_imported_by(module)}
+        outside = {name for name in others if graph().is_module_squashed(name)} - sys.stdlib_module_names
         assert outside <= allowed, f"{package} imports {outside - allowed}"
-
-
-def test_the_graph_has_every_folder_of_code_and_train_and_strings() -> None:
+    # the graph has every folder of code, train.py and strings
     assert {path.parent.name for path in REPOSITORY.glob("[!.]*/*.py")} - {"build", "tests"} == set(PACKAGES)
     named = [(TRAIN, "dgc.optim"), ("configs.wmt16", "dgc_training.schedule"), ("dgc.comm.connect", "horovod")]
     assert all(graph().direct_import_exists(importer=module, imported=other) for module, other in named)
@@ -156,4 +156,19 @@ def test_every_contract_can_break() -> None:
         assert names, (module, imported)
         found |= names
     assert found == {options["name"] for options in CONFIG["contracts_options"]}
-    assert all(module in cycle(planted(module, imported)) for module, imported in PLANTED_CYCLES)
+    assert all(module in cycle(planted(module, imported)) for module, imported in CYCLES.items())
+
+
+@pytest.mark.timeout(50)
+def test_no_time_limit_is_a_bare_number_and_limits_of_pytest_are_scaled() -> None:
+    others = (path for path in TESTS.rglob("*.py") if path != Path(__file__))
+    limits = {path.name: map(float, LIMIT.findall(path.read_text())) for path in others}
+    assert [name for name, of in limits.items() if any(limit >= 5 for limit in of)] == []
+    text = "x.run(c(d(1)),\n timeout=5)\np.wait(9)\np.wait(0.1)\nt.join(patient(9))\nx = time.monotonic() + 60"
+    assert LIMIT.findall(text) == ["5", "9", "0.1", "60"]
+    # so are those of pytest, and started processes know the speed
+    assert 40 * slowness() < signal.getitimer(signal.ITIMER_REAL)[0] <= 50 * slowness()
+    assert slowness() >= 2 and patient(3) == 3 * slowness()
+    words = [sys.executable, "-c", "import environment; print(environment.slowness())"]
+    told = subprocess.check_output(words, env={**os.environ, "PYTHONPATH": python_path(TESTS)}, text=True)
+    assert float(told) == slowness() == float(os.environ[SLOWNESS])

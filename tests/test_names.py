@@ -1,17 +1,63 @@
-"""The names of dgc, which are loaded when they are used, and the versions of torch that its adapters refuse."""
+"""The names of dgc, the versions of torch that its adapters refuse, and arguments of a wrong type."""
 
 import ast
+import math
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from optim.nets import alone
+from refusals import refuse
+from torch import nn
+from torch.optim import SGD
 
 import dgc
 import dgc.fsdp
 import dgc.optim
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DGCCompressor, PowerSGDCompressor, QSGDCompressor, Route, Rule
+from dgc.gossip import CHOCO, OSGP, SGP, FlatModel, TopK, from_weights, grid, ring
+from dgc.local import Nesterov, OuterSteps, ZeroOneAdam
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.optim import DistributedOptimizer, LocalOptimizer, redistribute
+from dgc.selection import Sampled
 from dgc.versions import TorchRange
+from dgc.wire import SparseFormat
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+WRONG_STATES: tuple[Any, ...] = (None, 3, "text", [1], torch.ones(2))
+WRONG: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    *((PowerSGDCompressor, {"rank": rank}) for rank in ("4", math.nan)),
+    *((QSGDCompressor, wrong) for wrong in ({"error_feedback": "no"}, {"block": 512.5})),
+    *((Rule, {"compressor": QSGDCompressor}), (Route, {"rules": [QSGDCompressor()]})),
+    *((DGCSGDMemory, {"nesterov": "no"}), (Sampled, {"sample_ratio": "0.1"}), (SparseFormat, {"values": "fp16"})),
+    *((OSGP, {"synch_freq": 2.5}), (CHOCO, {"average_every": 2.5}), (TopK, {"ratio": math.nan})),
+    *((SGP, wrong) for wrong in ({"message": "fp16"}, {"graph": "ring"})),
+    *((FlatModel, {"named_parameters": None}), (ZeroOneAdam, {"lr": "x", "params": []})),
+    *((from_weights, {"matrices": torch.eye(2)}), (ring, {"size": 4.0}), (grid, {"size": True})),
+]
+WITHOUT_FSDP2 = """
+import os, torch, dgc, dgc.ddp
+from torch.distributed import fsdp
+for change in (
+    lambda: fsdp.__dict__.pop("FSDPModule"),
+    lambda: delattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
+    lambda: setattr(torch, "__version__", "2.9.1+cpu"),
+):
+    if os.fork() == 0:  # torch is imported once for all of them
+        change()
+        try:
+            import dgc.fsdp
+        except ImportError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
 def test_every_name_is_loaded_and_is_that_of_its_package_and_the_one_of_type_checkers() -> None:
@@ -33,10 +79,7 @@ def test_every_name_is_loaded_and_is_that_of_its_package_and_the_one_of_type_che
     ):
         with pytest.raises(AttributeError, match=f"{old} is now {new}$"):
             getattr(module, old)
-
-
-def test_the_package_loads_nothing_until_a_name_is_used() -> None:
-    """And no name loads what only some programs use and is slow to import."""
+    # the package loads nothing until a name is used, and no name what only some programs use and is slow to import
     code = """
 import sys, dgc
 print(sorted(m for m in sys.modules if m.startswith('dgc.') or m == 'torch'))
@@ -45,27 +88,6 @@ print(sorted({'horovod', 'mpi4py', 'scipy', 'torch._dynamo'} & {*sys.modules}))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split("\n") == ["[]", "[]", ""]
-
-
-WITHOUT_FSDP2 = """
-import os, sys, torch
-import torch.distributed.fsdp as fsdp
-import dgc, dgc.ddp
-changes = (
-    lambda: fsdp.__dict__.pop("FSDPModule"),
-    lambda: delattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
-    lambda: setattr(torch, "__version__", "2.9.1+cpu"),
-)
-for change in changes:
-    if os.fork() == 0:  # torch is imported once for all of them
-        change()
-        try:
-            import dgc.fsdp
-        except ImportError as error:
-            print(error, flush=True)
-        os._exit(0)
-    os.wait()
-"""
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the changes are made to a torch that has FSDP2")
@@ -85,3 +107,123 @@ def test_a_version_is_older_by_its_numbers(monkeypatch: pytest.MonkeyPatch) -> N
         supported.check_version()
     with pytest.raises(ImportError, match=", whose object has no absent"):
         supported.check(object(), ["__class__", "absent"])
+
+
+def wrapped(**options: Any) -> DistributedOptimizer:
+
+    model = nn.Linear(4, 4)
+    given = {"transport": alone(), "compression": DGCCompressor(0.1, ResidualMemory(), warmup_epochs=3), **options}
+    named = given.pop("named_parameters", model.named_parameters())
+    return DistributedOptimizer(given.pop("optimizer", SGD(model.parameters(), lr=0.1)), named, **given)
+
+
+def local(method: Any, transport: Any = None) -> LocalOptimizer:
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)  # equal on all ranks
+    inner = SGD(model.parameters(), lr=0.1)
+    return LocalOptimizer(inner, model.named_parameters(), method, transport=transport or alone())
+
+
+def damaged(state: Any, value: Any, key: str, *rest: str) -> Any:
+    return {**state, key: damaged(state[key], value, *rest) if rest else value}
+
+
+def test_arguments_options_epochs_states_and_closures_of_a_wrong_type_are_named() -> None:
+    for make, arguments in WRONG:
+        refuse(rf"^{next(iter(arguments))} must .*not ", make, **arguments)
+    optimizers: Any = (wrapped(), local(SGP()))
+    for optimizer in optimizers:
+        for state in (None, list[Any](), dict[str, Any]()):
+            refuse("^state_dict must be what state_dict", optimizer.load_state_dict, state)
+        refuse("^closure must be a function, not 3", optimizer.step, 3)
+    for name, value in (
+        *(("backward_passes_per_step", value) for value in (2.5, math.inf)),
+        *(("grad_scaler", value) for value in (1.0, torch.amp.GradScaler)),
+        *(("transport", 0), ("optimizer", "sgd"), ("named_parameters", 3)),
+    ):
+        refuse(f"^{name} must .*not ", wrapped, **{name: value})
+    for epoch in (math.nan, -1, 2.5, True, None):
+        refuse("^epoch must be a whole number of at least 0, not ", wrapped().begin_epoch, epoch)
+
+
+def test_what_is_no_state_is_refused() -> None:
+    optimizer, dense = wrapped(), wrapped(compression=None)
+    saved, identity = optimizer.compression_state_dict(), dense.compression_state_dict()["identity"]
+    load, whole = optimizer.load_compression_state_dict, "^state must be what compression_state_dict"
+    for value in WRONG_STATES:
+        refuse(whole, redistribute, [saved, value], 1)
+        if not isinstance(value, list | torch.Tensor):
+            refuse(whole, load, value)
+    name = next(name for name in saved if name != "identity")
+    refuse("steps", load, damaged(saved, {"weight": None, "bias": 1}, name, "steps"))
+    settings = (("settings", value) for value in ([1], {"a": torch.ones(2)}))
+    for key, value in (("step", "two"), ("step", 10**30), ("rank", None), *settings):
+        refuse("^identity of the state is damaged", load, damaged(saved, value, "identity", key))
+    other = {"identity": identity, "weight": torch.ones(2)}
+    refuse("^state of other compressors: it has", dense.load_compression_state_dict, other)
+
+
+def refuse_damaged(optimizer: Any, message: str, value: Any, *path: str) -> None:
+    state = optimizer.compression_state_dict()
+    method = next(name for name in state if name.endswith(".0"))
+    refuse(message, optimizer.load_compression_state_dict, damaged(state, value, method, *path))
+
+
+def test_damaged_states_of_methods_are_named() -> None:
+    def on_rank(transport: Any) -> None:
+        choco = local(CHOCO(), transport)
+        refuse_damaged(choco, "^graph must be a whole number of 0 or more, not", torch.ones(2), "graph")
+        refuse_damaged(choco, "^copies_valid must be True or False, not", torch.ones(2), "copies_valid")
+
+    LockstepWorld(2).run(on_rank)
+    message = "^history of weight: ratio must be a number, not"
+    refuse_damaged(wrapped(), message, {"ratio": torch.ones(2)}, "history", "weight")
+    outer = local(OuterSteps(2, outer=Nesterov()))
+    buffer = {name: {"momentum_buffer": "text"} for name in ("weight", "bias")}
+    refuse_damaged(outer, "^outer momentum_buffer of weight is text: 'text'", buffer, "outer")
+    refuse_damaged(outer, "^outer state of weight must be a mapping, not 3", {"weight": 3, "bias": {}}, "outer")
+    refuse_damaged(outer, "^dropped must be a whole number", None, "dropped")
+    for key in ("z0", "outer", "compression"):
+        refuse_damaged(outer, f"^{key} must be a mapping, not ", [], key)
+
+
+def places(state: Any) -> Iterator[list[str]]:
+    for key, part in state.items():
+        if isinstance(part, dict) and key != "identity":
+            yield from ([key], *([key, *place] for place in places(part)))
+    # what must be a mapping, in any place of a state
+    power = PowerSGDCompressor(1, high_rank=2, min_compression_rate=0)
+    for compression in (DGCCompressor(0.1, ResidualMemory()), power, QSGDCompressor()):
+        optimizer = wrapped(compression=compression)
+        state = optimizer.compression_state_dict()
+        for place, value in product(places(state), WRONG_STATES):
+            # older states have one number for all tensors
+            if not isinstance(value, int) or place[-1] not in ("steps", "half_steps"):
+                message = rf"{place[-1]}|memory|must be a mapping|another memory"
+                refuse(message, optimizer.load_compression_state_dict, damaged(state, value, *place))
+
+
+def test_damaged_states_of_the_wrapped_optimizer_and_algorithms_are_named() -> None:
+    model = nn.Linear(4, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    adam.step()
+    state, gossip = adam.state_dict(), LocalOptimizer(adam, model.named_parameters(), SGP(), transport=alone())
+    whole, begin = gossip.compression_state_dict(), "^the state of the optimizer is damaged, .* refuses it with"
+    for message, damage in (
+        ("^state of the optimizer's state must have a mapping for each parameter", {"state": {0: None}}),
+        ("^param_groups of the optimizer's state must be a list of mappings", {"param_groups": None}),
+        (f"{begin} KeyError", {"state": {0: {"a": 1}}}),
+        (f"{begin} ValueError", {"param_groups": []}),
+    ):
+        refuse(message, gossip.load_state_dict, {**state, **damage})
+        refuse(message, gossip.load_compression_state_dict, {**whole, "optimizer": {**state, **damage}})
+    # gossip needs an algorithm, a topology and shares
+    makes: dict[str, Any] = {
+        "method must be an algorithm": lambda: SGP,
+        "graph must return a Topology": lambda: SGP(graph=lambda size: None),  # type: ignore[arg-type,return-value]
+        "mixing must return a share": lambda: SGP(mixing=lambda *_: None),  # type: ignore[arg-type]
+    }
+    for message, make in makes.items():
+        refuse(message, LockstepWorld(2).run, lambda transport: local(make(), transport))  # noqa: B023

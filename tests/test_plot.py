@@ -15,11 +15,12 @@ import yaml
 from refusals import refuse
 from simulated import CNN, summary_of, train_in
 
+from scripts import plot_figures
 from scripts.gossip.csv_runs import read_run
 from scripts.gossip.rank_csv import CsvLog, Increments, Running
 from scripts.gossip.rank_csv import accuracy as scores
 from scripts.plot import main
-from scripts.plot_figures import bytes_figure, colours, error_figure, loss_figure, names, scaling_figure, time_unit
+from scripts.plot_figures import colours, names, time_unit
 from scripts.plot_runs import check_comparable, is_lower_better, metric_of, unit_of
 from scripts.report_runs import read_reported
 from scripts.run_files import PlotError
@@ -30,6 +31,7 @@ REFERENCE = (
 )
 PER_EPOCH = 8
 OPENED: list[CsvLog] = []
+draw: Any = plot_figures  # a figure may be None
 
 
 @pytest.fixture(autouse=True)
@@ -118,17 +120,16 @@ def test_a_resumed_job_writes_the_same_rows(tmp_path: Path, at: Any, killed: Any
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
 
 
-def test_another_number_of_ranks_continues_its_earlier_file(tmp_path: Path) -> None:
-    train(log(tmp_path), (0, 0), (1, 4)).close()
-    resumed = log(tmp_path)
+def test_what_an_earlier_file_becomes(tmp_path: Path) -> None:
+    """Another number of ranks continues it. A missing or foreign one is replaced. A killed job keeps every row."""
+    other = tmp_path / "other"
+    train(log(other), (0, 0), (1, 4)).close()
+    resumed = log(other)
     resumed.begin_at(1, 2, 100.0)
     train(resumed, (1, 2), (2, 0)).close()
-    table = rows(tmp_path)
+    table = rows(other)
     assert [row["itr"] for row in table if row["Epoch"] == "1"] == ["0", "2", "5", "7", "-1"]
     assert float(table[6]["elapsed(s)"]) > 100
-
-
-def test_a_missing_or_foreign_file_is_replaced(tmp_path: Path) -> None:
     state = train(log(tmp_path / "a"), (0, 0), (1, 0)).state_dict()
     train(log(tmp_path / "a"), (0, 0), (0, 1))
     assert len(rows(tmp_path / "a")) == 1  # begun anew without a state
@@ -138,15 +139,13 @@ def test_a_missing_or_foreign_file_is_replaced(tmp_path: Path) -> None:
     for name in ("b", "c"):
         train(log(tmp_path / name, state), (1, 0), (1, 4))
         assert [row["itr"] for row in rows(tmp_path / name)] == ["0", "3"]
-
-
-def test_a_killed_job_keeps_every_row(tmp_path: Path) -> None:
-    out = train(log(tmp_path), (0, 0), (0, 4))
-    assert [row["itr"] for row in rows(tmp_path)] == ["0", "3"]
+    killed = tmp_path / "killed"
+    out = train(log(killed), (0, 0), (0, 4))
+    assert [row["itr"] for row in rows(killed)] == ["0", "3"]
     out.close()
     train(out, (0, 4), (0, PER_EPOCH)).end_epoch(0)  # without validation
-    assert [row["itr"] for row in rows(tmp_path)] == ["0", "3", "6", "7", "-1"]
-    assert rows(tmp_path)[-1]["val"] == rows(tmp_path)[-1]["consensus"] == "-1"
+    assert [row["itr"] for row in rows(killed)] == ["0", "3", "6", "7", "-1"]
+    assert rows(killed)[-1]["val"] == rows(killed)[-1]["consensus"] == "-1"
 
 
 def test_errors_of_the_log(tmp_path: Path) -> None:
@@ -160,9 +159,6 @@ def test_errors_of_the_log(tmp_path: Path) -> None:
     log(tmp_path / "nan").step(0, 0, 1.0, 0.0, torch.tensor(float("nan")), -1, -1, 32)
     (row,) = rows(tmp_path / "nan")
     assert (row["Loss"], row["Prec@1"], row["avg:Prec@5"], row["weight"]) == ("nan", "-1", "-1", "1")
-
-
-def test_what_a_row_has_is_computed() -> None:
     running = Running()  # stable far from zero
     assert running.deviation == -1
     for value in (4.0, 7.0, 13.0, 16.0):
@@ -178,10 +174,6 @@ def test_what_a_row_has_is_computed() -> None:
     refuse(r"not \[n, c\] and \[n\]", scores, outputs, targets[:2])
 
 
-CONFIG = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
-STEPS = 6
-
-
 def write_run(
     directory: Path,
     target: str | None = "dgc.gossip.SGP",
@@ -194,11 +186,12 @@ def write_run(
     gossip = {"gossip": {"_target_": target} if target else None}
     train = {**gossip, "compression": {"_target_": f"dgc.compression.{compression}Compressor"}}
     directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **other, "train": train}))
+    config = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
+    (directory / "config.yaml").write_text(yaml.safe_dump({**config, **other, "train": train}))
     for rank in range(ranks):
         log = CsvLog(directory, rank=rank, size=ranks, batch_size=batch, every=4, ignore=2)
         for epoch, accuracy in enumerate((50.0, 60.0, 70.0)):
-            for itr in range(STEPS):
+            for itr in range(6):
                 seconds = 10.0 if (epoch, itr) == (0, 0) else 1.0 + rank
                 sent = {"wire_bytes": 1000.0 * ranks}
                 log.step(epoch, itr, seconds, 0.0, 3.0 - epoch + rank, accuracy, 90.0, batch, sent)
@@ -207,11 +200,8 @@ def write_run(
     return directory
 
 
-def drawn(make: Any, runs: Any) -> Any:
-    return make(runs)
-
-
 def ydata(line: Any) -> list[float]:
+
     return np.asarray(line.get_ydata()).tolist()
 
 
@@ -235,8 +225,7 @@ def test_the_values_of_a_run(tmp_path: Path) -> None:
         path.write_text(text[:-cut])
         run = read_run(tmp_path / "run")
         assert run.training.y == [50.0, 60.0] and len(run.loss.y) == 9, cut
-    # the elapsed time of a file with 18 columns, as in the reference, is estimated: each row represents the steps
-    # since the previous row
+    # the elapsed time of a file with 18 columns, as in the reference, is estimated from the steps since a row
     path = write_run(tmp_path / "alone", ranks=1) / "csv" / "out_r0_n1.csv"
     head, rows = path.read_text().splitlines()[:4], path.read_text().splitlines()[4:]
     path.write_text("\n".join([*head, *(",".join(row.split(",")[:18]) for row in rows)]) + "\n")
@@ -257,6 +246,18 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"new={tmp_path / 'new'}", *options]) == 0
     output = capsys.readouterr()
     assert "no figure 'error'" in output.err and "no figure 'bytes'" in output.err and output.out.count("svg") == 2
+    # all figures of two runs
+    words = [str(write_run(tmp_path / "a=b")), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr()
+    names_ = ("error", "bytes", "scaling", "loss")
+    expected = [tmp_path / "out" / f"{name}.{kind}" for name in names_ for kind in ("png", "svg")]
+    assert output.out.splitlines() == [str(path) for path in expected] and not output.err
+    for path in expected:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+        else:
+            assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
 def named(kind: str, **more: Any) -> dict[str, Any]:
@@ -296,26 +297,23 @@ def test_labels_names_and_colours(tmp_path: Path) -> None:
 def test_figures(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (1, 2, 4)]
     runs.append(read_run(write_run(tmp_path / "ar", target=None)))
-    by_time, by_step = drawn(error_figure, runs).axes
+    by_time, by_step = draw.error_figure(runs).axes
     assert by_time.get_xlabel() == "training time (seconds)" and by_step.get_xlabel() == "iterations"
     assert [ydata(line) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
-    times, rates = scaling_figure(runs).axes
+    times, rates = draw.scaling_figure(runs).axes
     assert times.get_ylabel() == "time per iteration (s)" and rates.get_ylabel() == "throughput (samples/s)"
     assert [xdata(line) for line in times.lines] == [[2], [1, 2, 4]] and ydata(times.lines[1]) == [1.0, 1.5, 2.5]
     assert ydata(rates.lines[1]) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
-    assert len(drawn(loss_figure, runs).axes[0].lines) == 2 * len(runs)
+    assert len(draw.loss_figure(runs).axes[0].lines) == 2 * len(runs)
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
-    (axes,) = drawn(bytes_figure, runs[1:3]).axes
+    (axes,) = draw.bytes_figure(runs[1:3]).axes
     assert axes.get_xscale() == "log" and xdata(axes.lines[1]) == [24_000, 48_000, 72_000]
     assert ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
-
-
-def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Path) -> None:
-    """By marker or line style, and by name. Runs on the same number of ranks differ by colour."""
+    # runs of one method on several numbers of ranks differ by marker or line style, and name; others by colour
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
     runs = [read_run(write_run(tmp_path / name, None, n, compression="DGC")) for name, n in ranks.items()]
-    for make, every, line in ((error_figure, 2, 1), (bytes_figure, 1, 0), (loss_figure, 2, 1)):
-        figure = drawn(make, runs)
+    for make, every, line in ((draw.error_figure, 2, 1), (draw.bytes_figure, 1, 0), (draw.loss_figure, 2, 1)):
+        figure = make(runs)
         lines = figure.axes[0].lines[line::every]
         looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
         assert len(set(looks)) == 4 and looks[0][0] == looks[1][0] == looks[2][0] != looks[3][0], make
@@ -327,8 +325,7 @@ def test_one_method_on_several_numbers_of_ranks_is_distinguishable(tmp_path: Pat
 
 def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
     """It is drawn as it is, under its name. Runs with different metrics are refused."""
-    bits = "bits_per_character/test"
-    runs = []
+    bits, runs = "bits_per_character/test", []
     for metric, shown_as, label, shown in (
         (bits, bits, bits, [51.0, 61.0, 71.0]),
         ("acc/test_top5", "acc/test_top5 (%)", "100 % - acc/test_top5 (%)", [49.0, 39.0, 29.0]),
@@ -338,9 +335,9 @@ def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
         (directory / "config.yaml").write_text(yaml.safe_dump({"train": {**tree["train"], "metric": metric}}))
         runs.append(run := read_run(directory))
         assert run.training.y == [] and run.validation.y == [51.0, 61.0, 71.0]
-        for axes in drawn(error_figure, [run]).axes:
+        for axes in draw.error_figure([run]).axes:
             assert axes.get_ylabel() == label and ydata(axes.lines[1]) == shown
-        (axes,) = drawn(bytes_figure, [run]).axes
+        (axes,) = draw.bytes_figure([run]).axes
         assert axes.get_ylabel() == f"{shown_as}, validation" and ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
     with pytest.raises(PlotError, match="cannot be compared: metric is"):
         check_comparable(runs)
@@ -372,20 +369,6 @@ def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
         config = {"train": {"metric": name, "meters": meters}}
         assert (is_lower_better(config, summary), unit_of(config, summary)) == (lower, unit), (name, meters)
     assert (is_lower_better({}, {}), unit_of({}, {}), metric_of({}, {})) == (False, "%", "top-1 accuracy")
-
-
-def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(write_run(tmp_path / "a=b")), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}"]
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    output = capsys.readouterr()
-    names_ = ("error", "bytes", "scaling", "loss")
-    expected = [tmp_path / "out" / f"{name}.{kind}" for name in names_ for kind in ("png", "svg")]
-    assert output.out.splitlines() == [str(path) for path in expected] and not output.err
-    for path in expected:
-        if path.suffix == ".svg":
-            ElementTree.parse(path)
-        else:
-            assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

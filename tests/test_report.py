@@ -25,6 +25,18 @@ from scripts.report_runs import PHASES, differing_settings, disjoint, read_repor
 
 HEAD = "Epoch,itr,BT(s),DT(s),avg:BT(s),Loss,avg:Prec@1,val,wire_bytes,wait(s),elapsed(s)"
 ROWS = ["0,0,2,1,2,3,50,-1,100,0.5,2", "0,1,2,1,2,2,60,-1,300,0.5,4", "0,-1,2,1,2,2,60,55,0,0,4"]
+METRIC, BITS, LOG = "acc/test_top1", "bits_per_character/test", "csv/out_r0_n1.csv"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+Patch = pytest.MonkeyPatch
+Printed = pytest.CaptureFixture[str]
+FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
+SHORT, EVIL = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"], "<script>alert('x')</script>"
+SUMMARY = {"epochs": 2, "metric": METRIC, "final": {METRIC: 55.0}, "best": {METRIC: 60.0}, "best_epoch": 1}
+TRAIN = {"metric": METRIC, "num_epochs": 2, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
+NAN, INF = float("nan"), float("inf")
+Damage = bytes | Callable[[Path], Any]
+PAGE = set("!doctype html head meta title style body h1 h2 p b br div span table thead tbody tr th td".split())
+PAGE |= set("figure figcaption svg defs g path use clippath rect text line".split())
 
 
 def csv_log(*rows: str, head: str = HEAD, start: str = "BEGIN-TRAINING", batch: str = "Batch-Size,8") -> str:
@@ -32,16 +44,8 @@ def csv_log(*rows: str, head: str = HEAD, start: str = "BEGIN-TRAINING", batch: 
     return "\n".join([start, "World-Size,1", "Num-DLWorkers,0", batch, head, *rows, ""])
 
 
-METRIC, BITS, LOG = "acc/test_top1", "bits_per_character/test", "csv/out_r0_n1.csv"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-Printed = pytest.CaptureFixture[str]
-FIGURES = ["epochs", "bytes", "time", "loss", "traffic", "phases"]
-SHORT = ["train.num_epochs=2", "train.batch_size=90", "model.width=8"]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two finished runs of 2 ranks, which no test may change."""
     found = {name: tmp_path_factory.mktemp("runs") / name for name in ("dense", "dgc")}
     for name, more in (("dense", []), ("dgc", ["configs/dgc/wm5.py"])):
         train_in(found[name], [CNN, *more], SHORT)
@@ -127,11 +131,8 @@ def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: Printe
     text, alone = page(read_reported([str(runs["dense"]), str(new)])), page(read_reported([f"mine={new}"]))
     assert "new has not logged a step yet." in text and "mine has not logged a step yet." in alone
     assert by_name(text)["new"][:4] == ["–", "0 of 2unfinished", "–", "–"] and "<figure" not in alone
-
-
-def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Its TensorBoard file ends anywhere, also within a point. Only complete points are shown."""
-    directory = copy(runs["dgc"], tmp_path / "killed", "summary.json", "events*")
+    # The TensorBoard file of a killed one ends anywhere, also within a point. Only complete points are shown.
+    directory = copy(runs["dgc"], tmp_path / "cut", "summary.json", "events*")
     (events,) = runs["dgc"].glob("events*")
     content, shown = events.read_bytes(), []
     within = [found.start() for found in re.finditer(b"time/(elapsed|step)|bytes/wire|train/steps", content)]
@@ -147,8 +148,7 @@ def test_a_killed_run(runs: dict[str, Path], tmp_path: Path) -> None:
 
 def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
     """And what looks like a formula of TeX is none."""
-    evil = "<script>alert('$x$ &')</script>"
-    directory = copy(runs["dgc"], tmp_path / "<b>")
+    evil, directory = "<script>alert('$x$ &')</script>", copy(runs["dgc"], tmp_path / "<b>")
     tree = yaml.safe_load((directory / "config.yaml").read_text())
     tree["train"]["kernels"] = evil
     (directory / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -163,9 +163,7 @@ def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids)) and set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)) <= set(ids)
     assert not re.search(r"#0e0f\w\w", text) and "https:" not in re.sub(r'xmlns\S*="[^"]*"', "", text)
-
-
-def test_settings_that_differ(runs: dict[str, Path]) -> None:
+    # settings that differ
     base, other, bare = read_reported([str(runs["dgc"])] * 3)
     other.config, bare.config = json.loads(json.dumps(base.config)), {}
     assert differing_settings([base, other, bare]) == []
@@ -189,6 +187,10 @@ def test_a_run_with_csv_files_only(tmp_path: Path) -> None:
     assert run.quality == [55.0] and run.traffic.wire == [100.0, 300.0] and run.dense_wire_bytes is None
     assert run.phases == dict.fromkeys(PHASES, 0.0) | {"data": 1.0, "wait": 0.5, "other": 0.5}
     assert by_name(page([run]))["old"] == ["1", "1", "55.00", "55.00 (1)", "300 B", "400 B", "4 s", "4"]
+    assert [seconds(value) for value in (None, 1.234, 75, 7260)] == ["–", "1.23 s", "1 min 15 s", "2 h 01 min"]
+    assert sent(None, 1.0) == sent(float("nan"), 1.0) == "–" and sent(0, 0) == "0 B"
+    ratios = [re.sub("<.*?>", " ", sent(wire, 1000.0)) for wire in (10, 1000, 2000)]
+    assert ratios == ["10 B (100× fewer) ", "1.00 kB (as dense) ", "2.00 kB (2× dense) "]
 
 
 def bits(directory: Path, name: str, values: list[float], old: bool, **summary: Any) -> Path:
@@ -214,8 +216,7 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
             reached = {"final": {BITS: values[-1]}, "best": {BITS: min(values)}, "best_epoch": 2, **direction}
             reached = {} if name == "unfinished" else reached
             words.append(f"{name}={bits(tmp_path / str(old), name, values, old, **reached)}")
-        text = page(read_reported(words))
-        head = [f"{BITS},final", f"{BITS},best (epoch)"]
+        text, head = page(read_reported(words)), [f"{BITS},final", f"{BITS},best (epoch)"]
         expected = [["1.80", "1.70 (2)"], ["3.50", "3.45 (2)"], ["3.00", "2.60 (2)"]]
         assert [row[3:5] for row in table(text)[:4]] == [head, *expected]
         assert re.findall("<b>([^<]*)", text) == expected[0]
@@ -226,13 +227,6 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
         run.summary |= {"final": {metric: value}, "best": {metric: value}} if run.summary else {}
     text = page(runs)
     assert "different metrics" in text and "<b>" not in text
-
-
-def test_numbers_as_text() -> None:
-    assert [seconds(value) for value in (None, 1.234, 75, 7260)] == ["–", "1.23 s", "1 min 15 s", "2 h 01 min"]
-    assert sent(None, 1.0) == sent(float("nan"), 1.0) == "–" and sent(0, 0) == "0 B"
-    ratios = [re.sub("<.*?>", " ", sent(wire, 1000.0)) for wire in (10, 1000, 2000)]
-    assert ratios == ["10 B (100× fewer) ", "1.00 kB (as dense) ", "2.00 kB (2× dense) "]
 
 
 def chromium(tmp_path: Path, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -276,13 +270,6 @@ def test_in_a_browser(runs: dict[str, Path], tmp_path: Path) -> None:
     assert found["fetched"] == [] and found["overflow"] <= 0
 
 
-EVIL = "<script>alert('x')</script>"
-SUMMARY = {"epochs": 2, "metric": METRIC, "final": {METRIC: 55.0}, "best": {METRIC: 60.0}, "best_epoch": 1}
-TRAIN = {"metric": METRIC, "num_epochs": 2, "compression": {"_target_": "dgc.compression.DenseCompressor"}}
-NAN, INF = float("nan"), float("inf")
-Damage = bytes | Callable[[Path], Any]
-
-
 def summary(**changes: Any) -> bytes:
     return json.dumps({**SUMMARY, **changes}).encode()
 
@@ -300,16 +287,6 @@ def row(**changes: str) -> bytes:
     cells = dict(zip(HEAD.split(","), ROWS[1].split(","), strict=True))
     assert set(changes) <= set(cells)
     return log(ROWS[0], ",".join({**cells, **changes}.values()), ROWS[2])
-
-
-def directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
 
 
 def renamed(name: str) -> Callable[[Path], Any]:
@@ -389,7 +366,6 @@ def made(path: Path, name: str = "", damage: Damage = b"") -> Path:
 
 
 def refused(capsys: Printed, *words: object) -> str:
-    """The only line that is printed."""
     assert main([*map(str, words)]) == 2
     output = capsys.readouterr()
     (line,) = output.err.splitlines()
@@ -397,19 +373,15 @@ def refused(capsys: Printed, *words: object) -> str:
     return line
 
 
-PAGE = set("!doctype html head meta title style body h1 h2 p b br div span table thead tbody tr th td".split())
-PAGE |= {"figure", "figcaption"}
-FIGURE = set("svg defs g path use clippath rect text line".split())
-
-
 def assert_harmless(text: str) -> None:
     """Nothing of a run is markup: the page has no other elements than its own."""
-    assert set(re.findall(r"<([a-z!]\w*)", text.lower())) <= PAGE | FIGURE
+    assert set(re.findall(r"<([a-z!]\w*)", text.lower())) <= PAGE
     assert set(re.findall(r"<[^>]* (on\w+)=", text)) == set()
 
 
 def damages(name: str) -> Iterator[Damage]:
-    yield from (b"", bytes(range(256)) * 4, directory, loop, *FILES[name])
+    yield from (b"", bytes(range(256)) * 4, *FILES[name])
+    yield from (lambda path: (path.unlink(), path.mkdir()), lambda path: (path.unlink(), path.symlink_to(path)))
     make: Any = {"summary.json": summary, "config.yaml": config, LOG: row}[name]
     yield from (make(**{key: value}) for key, wrong in VALUES[name] for value in wrong)
 
@@ -441,9 +413,7 @@ def test_strange_values_are_shown_as_text(tmp_path: Path, capsys: Printed) -> No
     assert_harmless(Path(words[0], "report.html").read_text(encoding="utf-8"))
 
 
-def test_no_runs_and_files_that_may_not_be_read(
-    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_runs_and_files_that_may_not_be_read(tmp_path: Path, capsys: Printed, monkeypatch: Patch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     run, page = made(tmp_path / "run"), tmp_path / "page"
@@ -474,7 +444,6 @@ def test_no_runs_and_files_that_may_not_be_read(
 
 
 def written(path: Path, changes: dict[str, list[float]]) -> Path:
-    """A run with TensorBoard files alone."""
     path.mkdir()
     (path / "config.yaml").write_bytes(config())
     points = {"time/elapsed": [1.0, 2.0], "train/steps": [4.0, 8.0], "bytes/wire": [10.0, 20.0]}

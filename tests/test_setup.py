@@ -1,7 +1,5 @@
 """Set-up's refusals and its stamp, the launcher's command, the doctor's judgement on made-up facts, and wheels."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -104,6 +102,13 @@ def test_a_probe_tells_an_answer_from_a_failure(tmp_path: Path) -> None:
     (tmp_path / "dgc").mkdir()
     (tmp_path / "dgc/__init__.py").touch()
     assert source_of_library({**env, "PYTHONPATH": str(tmp_path)}) == str(tmp_path)
+    # train.py takes that of its own checkout, also where the environment, or PYTHONPATH, has another one
+    shutil.copy(REPOSITORY / "train.py", tmp_path)
+    (tmp_path / "dgc/__init__.py").write_text("raise SystemExit(f'this is {__file__}')")
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
 
 
 def test_the_launcher(monkeypatch: Patch) -> None:
@@ -126,7 +131,6 @@ def test_the_launcher(monkeypatch: Patch) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with what set-up reads and nothing else."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
     for file in REPOSITORY.glob("requirements*.txt"):
@@ -135,22 +139,12 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def setup_says(checkout: Path, **variables: str) -> str:
-    """Run set-up where it must fail; its last line."""
     options = ("GPU", "SYSTEM_MPI", "HOROVOD", "CXX")
     env = {name: value for name, value in os.environ.items() if name not in options}
     env |= {"VENV": str(checkout / "env"), "PYTHON": "python3", **variables}
     done = subprocess.run(["bash", "scripts/setup.sh"], cwd=checkout, env=env, capture_output=True, text=True)
     assert done.returncode == 1
     return done.stderr.splitlines()[-1]
-
-
-def tools(checkout: Path) -> str:
-    """A PATH that has no mpicc."""
-    folder = checkout / "tools"
-    folder.mkdir()
-    for name in "bash flock dirname mkdir cat sha256sum cut c++ mktemp rm touch date tail grep".split():
-        (folder / name).symlink_to(shutil.which(name) or "/bin/true")
-    return str(folder)
 
 
 def executable(file: Path, text: str) -> str:
@@ -160,13 +154,15 @@ def executable(file: Path, text: str) -> str:
 
 
 def test_setup_names_what_is_missing_or_wrong(checkout: Path) -> None:
-    path = tools(checkout)
+    (folder := checkout / "tools").mkdir()  # a PATH that has no mpicc
+    for name in "bash flock dirname mkdir cat sha256sum cut c++ mktemp rm touch date tail grep".split():
+        (folder / name).symlink_to(shutil.which(name) or "/bin/true")
     old = executable(checkout / "python3.8", '[ "$1" = --version ] && echo "Python 3.8.1" && exit 0\nexit 1')
     for message, variables in {
         "no python3.99 found; install Python 3.10": {"PYTHON": "python3.99"},
         "Python 3.8.1 is too old": {"PYTHON": old},
         "no C++ compiler found; install g++": {"CXX": "no-such-compiler"},
-        "no mpicc on PATH": {"SYSTEM_MPI": "1", "PYTHON": sys.executable, "PATH": path},
+        "no mpicc on PATH": {"SYSTEM_MPI": "1", "PYTHON": sys.executable, "PATH": str(folder)},
         "HOROVOD is no; it must be 0 or 1": {"HOROVOD": "no"},
         "cannot write": {"VENV": "/dev/null/env"},
     }.items():
@@ -176,8 +172,8 @@ def test_setup_names_what_is_missing_or_wrong(checkout: Path) -> None:
     (checkout / "env").mkdir(exist_ok=True)
     for options, message in (("0 1", "no mpicc"), ("0 1 1", "no mpicc"), ("0 1 0", "could not create an env")):
         (checkout / "env/.options").write_text(f"{options}\n")
-        assert message in setup_says(checkout, PYTHON=python, PATH=path)
-    assert "no mpicc" in setup_says(checkout, PYTHON=python, PATH=path, HOROVOD="1")
+        assert message in setup_says(checkout, PYTHON=python, PATH=str(folder))
+    assert "no mpicc" in setup_says(checkout, PYTHON=python, PATH=str(folder), HOROVOD="1")
 
 
 def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, tmp_path: Path) -> None:
@@ -201,23 +197,9 @@ def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, t
     assert further in said_of(other, editable=False)  # a copy, installed from there
 
 
-def test_train_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
-    """Also where the environment, or PYTHONPATH, has another one."""
-    shutil.copy(REPOSITORY / "train.py", tmp_path)
-    (tmp_path / "dgc").mkdir()
-    (tmp_path / "dgc/__init__.py").write_text("raise SystemExit(f'this is {__file__}')")
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]
-    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True)
-    assert done.stderr.strip() == f"this is {tmp_path / 'dgc/__init__.py'}"
-
-
-FILES = ("dgc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "scripts/wheels")
-
-
 def build_wheel(folder: Path, env: Mapping[str, str]) -> Path:
     """The wheel that a copy of the checkout gives with the packages of this environment."""
-    for name in FILES:
+    for name in ("dgc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "scripts/wheels"):
         source, copy = REPOSITORY / name, folder / "source" / name
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(source, copy, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
+from optim.nets import alone, dgc, dgc_sgd, wrap
 from torch import nn
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor
-from dgc.memory import DGCSGDMemory
-from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.config import load
 from dgc_training.startup.setup import prepare_device
@@ -35,18 +34,12 @@ STATED = {
     "zero_grad(set_to_none=True) raises": "optim/test_distributed::test_every_way_to_zero_gradients",
     "clipping raises": "optim/test_distributed::test_a_bias_moves_no_further_than_the_limit_nor_a_matrix_at_first",
     "broadcasting shrinks the weights": "optim/test_state::test_horovods_broadcast_of_optimizer_state",
-    "a resumed MultiStepLR decays twice": (
-        "training/test_data_and_schedule::test_a_resumed_schedule_continues_identically"
-    ),
-    "padding counts some samples twice": (
-        "training/test_data_and_schedule::test_the_result_does_not_depend_on_the_ranks"
-    ),
-    "each rank evaluates its own batch norm": (
-        "training/test_train::test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks"
-    ),
+    "a resumed MultiStepLR decays twice": "training/test_data_and_schedule::test_a_resumed_schedule_continues",
+    "padding counts samples twice": "training/test_data_and_schedule::test_results_do_not_depend_on_the_ranks",
+    "ranks evaluate their own batch norm": "training/test_train::test_evaluate_gives_the_reported_accuracy",
     "`latest` on some ranks": "training/test_checkpoint::test_machines_that_see_different_checkpoints_are_refused",
     "no scheduler is a crash": "training/test_train::test_optional_parts_are_optional",
-    "a key that does not exist is taken": "training/test_config_errors::test_unknown_keys_on_the_command_line",
+    "a key that does not exist is taken": "training/test_config_errors::test_unknown_keys",
     "a checkpoint runs code": "training/test_checkpoint::test_code_in_a_checkpoint_is_not_run",
     "gathered data go unchecked": "wire/test_corruption::test_any_bytes_at_all_give_an_error_or_a_sound_selection",
     "replicas are not compared": "training/test_faults::test_the_rank_with_other_weights_is_reported",
@@ -81,24 +74,19 @@ def test_determinism_that_makes_kernels_slow_is_not_forced() -> None:
     tree, threads = load(["configs/cifar/resnet20.py"]), torch.get_num_threads()
     assert tree.seed == 42 and tree.deterministic is False
     with torch.random.fork_rng():
-        assert prepare_device(tree, "cpu", LockstepWorld(1).transports[0]) == torch.device("cpu")
+        assert prepare_device(tree, "cpu", alone()) == torch.device("cpu")
     torch.set_num_threads(threads)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_gathered_data_have_a_planned_size() -> None:
+@on_ranks(3)
+def test_gathered_data_have_a_planned_size(transport: Any) -> None:
     """The original sends as many elements as differ from zero, here fewer and fewer."""
-
-    def body(transport: Any) -> list[int]:
-        model, compressor = nn.Linear(30, 20), DGCCompressor(0.05, DGCSGDMemory(0.9))
-        inner, sent = DGCSGD(model.parameters(), lr=0.1, momentum=0.9), [0]
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), compressor, transport=transport)
-        for step in range(6):
-            optimizer.zero_grad()
-            model(torch.ones(2, 30) * (torch.arange(30) < 30 >> step)).sum().backward()
-            optimizer.step()
-            sent.append(optimizer.meter.payload_bytes)
-        return sent
-
-    for sent in LockstepWorld(3).run(body):
-        assert sent == pytest.approx([step * sent[1] for step in range(7)]) and sent[1] > 0
+    model, sent = nn.Linear(30, 20), [0]
+    optimizer = wrap(model, transport, dgc_sgd, compression=dgc(0.05))
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(2, 30) * (torch.arange(30) < 30 >> step)).sum().backward()
+        optimizer.step()
+        sent.append(optimizer.meter.payload_bytes)
+    assert sent == pytest.approx([step * sent[1] for step in range(7)]) and sent[1] > 0

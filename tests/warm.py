@@ -22,6 +22,7 @@ import threading
 import warnings
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -71,10 +72,7 @@ def stand_for_a_fork(address: str, words: list[str]) -> int:
 
 
 def serve(address: str) -> list[str]:
-    """Returns in each fork, with its words, and without any at the end.
-
-    A fork has a parent of its own, which passes signals on to it and its status back.
-    """
+    """Returns in each fork, whose parent passes on signals and its status, with its words. In the end: none."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
@@ -173,26 +171,14 @@ if __name__ == "__main__":
     import gc
 
     gc.disable()  # searching for garbage takes a third of the time of imports
-    import sklearn.datasets  # noqa: F401  (of the examples)
-    import torch._dynamo
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp
-    import torch.distributed.run
-    import torch.nn.parallel
-    import torch.utils.tensorboard  # noqa: F401
-
-    import dgc.comm.connect
-    import dgc.compression
-    import dgc.ddp
-    import dgc.gossip
-    import dgc.optim
-    import dgc_models  # noqa: F401
-    import train  # noqa: F401
-
+    used = "sklearn.datasets torch._dynamo torch.distributed.checkpoint.state_dict torch.distributed.fsdp "
+    used += "torch.distributed.run torch.nn.parallel torch.utils.tensorboard dgc.comm.connect dgc.compression "
+    for name in f"{used} dgc.ddp dgc.gossip dgc.optim dgc_models train".split():
+        import_module(name)
     with suppress(ImportError):  # a torch whose FSDP2 it does not work with
-        import dgc.fsdp  # noqa: F401
+        import_module("dgc.fsdp")
     if find_spec("horovod"):
-        import horovod.torch  # noqa: F401
+        import_module("horovod.torch")
 
     gc.freeze()
     gc.enable()

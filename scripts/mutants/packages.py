@@ -16,11 +16,11 @@ TRAINER_PACKAGES = (
     "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "
     "launcher logging meters random_state schedule startup stepping synchronization tasks"
 )
-ADVISOR = Tests(("tests/test_cost.py", "tests/test_advise_library.py"))
+ADVISOR = Tests(("tests/test_cost.py",))
 PACKAGES = {
     "dgc/advise": ADVISOR,
     "dgc/aggregate": Tests(("tests/compression/test_powersgd.py", "tests/optim/test_identity.py")),
-    "dgc/arguments": Tests(("tests/wire", "tests/test_checked_arguments.py")),
+    "dgc/arguments": Tests(("tests/wire", "tests/test_names.py")),
     "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
     "dgc/comm": Tests(("tests/comm",), TRANSPORTS),
     "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),

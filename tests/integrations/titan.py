@@ -1,26 +1,18 @@
 """The parts of torchtitan 0.3.0 that its adapter reads."""
 
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-
-@dataclass
-class Spec:
-    """Of ModelSpec."""
-
-    parallelize_fn: Any
-    post_optimizer_build_fn: Any = None
+Spec: Any = make_dataclass("Spec", ["parallelize_fn", ("post_optimizer_build_fn", Any, None)])  # of ModelSpec
 
 
 def config_of(parallelize: Any) -> Any:
-    """A Trainer.Config."""
     training, parallelism = SimpleNamespace(disable_cuda_graphs=False), SimpleNamespace(spmd_backend="spmd_types")
     return SimpleNamespace(model_spec=Spec(parallelize), training=training, parallelism=parallelism)
 
 
 def dims_of(**dims: Any) -> Any:
-    """The ParallelDims of two replicas."""
     off = dict.fromkeys(("pp_enabled", "tp_enabled", "cp_enabled", "ep_enabled"), False)
     return SimpleNamespace(**{"dp_replicate_enabled": True, "dp_replicate": 2, **off, **dims})
 

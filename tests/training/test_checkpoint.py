@@ -17,6 +17,7 @@ import pytest
 import torch
 from cases import case
 from documented import code, table
+from optim.nets import dgc, dgc_sgd, wrap
 from pytest import MonkeyPatch
 from simulated import train_on
 from states import assert_equal
@@ -34,19 +35,33 @@ from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
 from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.failure import UsageError
 
+INFERENCE, FROM_CONFIG, LOOP, OTHER_SIZE = code("checkpoints.md")
+METHODS: dict[str, Any] = {
+    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9)),
+    "residual": lambda: DGCCompressor(0.05, ResidualMemory()),
+    "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8"),
+    "powersgd": lambda: PowerSGDCompressor(2, high_rank=3),
+    "2bit": lambda: ThresholdCompressor(threshold=0.1),
+}
+# (ranks, ranks of each machine; None: all ranks alike)
+FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
+BETWEEN_RANKS = [((old, None), (new, None)) for old, new in ((3, 2), (4, 1), (2, 5))]
+BETWEEN_MACHINES: list[Any] = [
+    (TWO_BY_TWO, FLAT_4), (FLAT_4, TWO_BY_TWO), (FLAT_3, TWO_BY_THREE), (TWO_BY_TWO, THREE_BY_TWO),
+    (THREE_BY_TWO, TWO_BY_THREE), (TWO_BY_THREE, FLAT_3),
+]  # fmt: skip
+
 
 def on_ranks(directory: Path, size: int, body: Callable[[Checkpoints, int], Any]) -> Any:
     return LockstepWorld(size).run(lambda transport: body(Checkpoints(directory, transport), transport.rank))
 
 
-def save(
-    directory: Path, names: Any, size: int = 2, best: Any = (), own: Any = lambda rank: {"rank": rank}
-) -> None:
+def save(at: Path, names: Any, size: int = 2, best: Any = (), own: Any = lambda rank: {"rank": rank}) -> None:
     def body(checkpoints: Checkpoints, rank: int) -> None:
         for name in names:
             checkpoints.save(name, {"name": name, "weight": torch.ones(3)}, own(rank), best=name in best)
 
-    on_ranks(directory, size, body)
+    on_ranks(at, size, body)
 
 
 def load(directory: Path, *which: str, size: int = 2) -> Any:
@@ -72,10 +87,7 @@ def test_round_trip(tmp_path: Path) -> None:
     (tmp_path / "latest.json").write_text(json.dumps({"checkpoint": "../../e0002"}))
     assert load(tmp_path, "latest", size=1)[0].name == "e0002"
 
-
-def test_the_manifest_says_which_machine_has_which_residual(tmp_path: Path) -> None:
-    """By the parts of its ranks, or by islands; ranks with residuals of their own need no list."""
-
+    # the manifest says which machine has which residual, by the parts of its ranks or by islands
     def body(checkpoints: Checkpoints, rank: int) -> None:
         checkpoints.save("e0001", {}, {"compression": {"part": {"machine": rank // 2, "machines": 2}}})
         checkpoints.save("e0002", {}, {}, island=rank % 2)
@@ -86,22 +98,20 @@ def test_the_manifest_says_which_machine_has_which_residual(tmp_path: Path) -> N
     assert [manifest.get("machines") for manifest in manifests] == [[0, 0, 1, 1], [0, 1, 0, 1], None]
 
 
-def test_the_last_three_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_which_checkpoints_are_kept(tmp_path: Path) -> None:
+    """The last three, the latest and the best. The latest and the best are never overwritten."""
     names = [checkpoint_name(e, s) for e, s in [(0, 5), (1, 0), (1, 5), (2, 0), (9999, 3), (10000, 0)]]
     save(tmp_path, names, best=["e0001"])
     assert folders(tmp_path) == sorted(["e0001", *names[-3:]]) and not list(tmp_path.rglob("*.tmp"))
     assert load(tmp_path, "best", "latest")[1].name == "e0001"
     assert load(tmp_path, "latest")[1].name == "e10000"
-
-
-def test_the_latest_and_the_best_are_never_overwritten(tmp_path: Path) -> None:
-    """Another number of ranks can reach the same step again. A crash then must keep the latest checkpoint."""
-    names = ["e0001s00006", "e0001s00006-2", "e0001s00008"]
-    save(tmp_path, names[:1], size=2, best=names)
-    before = (tmp_path / names[0] / "shared.pt").stat().st_ino
-    save(tmp_path, names[::2], size=3)
-    assert (tmp_path / names[0] / "shared.pt").stat().st_ino == before
-    assert load(tmp_path, "best", size=2)[0].size == 2 and folders(tmp_path) == names
+    # another number of ranks can reach the same step again; a crash then must keep the latest checkpoint
+    again, names = tmp_path / "again", ["e0001s00006", "e0001s00006-2", "e0001s00008"]
+    save(again, names[:1], size=2, best=names)
+    before = (again / names[0] / "shared.pt").stat().st_ino
+    save(again, names[::2], size=3)
+    assert (again / names[0] / "shared.pt").stat().st_ino == before
+    assert load(again, "best", size=2)[0].size == 2 and folders(again) == names
 
 
 def on_two_machines(*views: list[str | None], wait: float = 0.0) -> Any:
@@ -209,10 +219,12 @@ def test_a_crash_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: Monk
 def fill_the_disk_of(name: str, monkeypatch: MonkeyPatch) -> None:
     """Files whose names contain this are written to a disk without space."""
 
-    def open_(path: Path, mode: str) -> Any:
-        return open("/dev/full" if name in str(path) else path, mode)
-
-    monkeypatch.setattr(atomic_write, "open", open_, raising=False)
+    monkeypatch.setattr(
+        atomic_write,
+        "open",
+        lambda path, mode: open("/dev/full" if name in str(path) else path, mode),
+        raising=False,
+    )
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -248,10 +260,6 @@ def test_a_full_disk_ends_all_ranks(file: str, tmp_path: Path, monkeypatch: Monk
     assert on_ranks(tmp_path, 2, body) == ["e0001", "e0001"]
 
 
-PAGE = "checkpoints.md"
-INFERENCE, FROM_CONFIG, LOOP, OTHER_SIZE = code(PAGE)
-
-
 @pytest.mark.usefixtures("no_type_checks")
 def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -262,7 +270,7 @@ def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: MonkeyPat
     assert names == {"latest.json", "best.json", "e0001", "shared.pt", "rank0.pt", "rank1.pt", "manifest.json"}
     shared, own = (read_tensors(run / "checkpoints/e0001" / name) for name in ("shared.pt", "rank1.pt"))
     for state, name in ((shared, "shared"), (own, "rankN")):
-        assert state.keys() == {row[0].strip("`") for row in table(f"key of `{name}.pt`", PAGE)}
+        assert state.keys() == {row[0].strip("`") for row in table(f"key of `{name}.pt`", "checkpoints.md")}
     assert own["compression"]["DGCCompressor.0"].keys() >= {"momentums", "velocities", "steps"}
     scope: dict[str, Any] = {}
     for block in (INFERENCE, FROM_CONFIG):
@@ -279,9 +287,8 @@ def test_your_own_loop(tmp_path: Path) -> None:
 
     def made(transport: Any) -> tuple[nn.Module, DistributedOptimizer]:
         torch.manual_seed(0)
-        model, compression = nn.Linear(40, 30), DGCCompressor(0.01, memory=DGCSGDMemory(0.9))
-        sgd = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, DistributedOptimizer(sgd, model.named_parameters(), compression, transport=transport)
+        model = nn.Linear(40, 30)
+        return model, wrap(model, transport, dgc_sgd, compression=dgc(0.01))
 
     def three_steps(model: nn.Module, optimizer: DistributedOptimizer, first: int) -> Any:
         for seed in range(first, first + 3):
@@ -321,7 +328,8 @@ def test_your_own_loop(tmp_path: Path) -> None:
     torch.testing.assert_close(mean, torch.stack(velocities).mean(0))
 
 
-def test_rows_sum_to_one_and_columns_to_new_over_old() -> None:
+def test_shares_and_blends() -> None:
+    """Rows of shares sum to one, and columns to new / old. What is equal on all ranks stays so bit for bit."""
     for old, new in product(range(1, 9), repeat=2):
         rows = [shares(old, new, rank) for rank in range(new)]
         with case(old, new):
@@ -329,22 +337,14 @@ def test_rows_sum_to_one_and_columns_to_new_over_old() -> None:
             for rank in range(old):
                 assert sum(row.get(rank, Fraction(0)) for row in rows) == Fraction(new, old)
             assert old != new or rows == [{rank: 1} for rank in range(new)]
-
-
-METHODS: dict[str, Any] = {
-    "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9)),
-    "residual": lambda: DGCCompressor(0.05, ResidualMemory()),
-    "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8"),
-    "powersgd": lambda: PowerSGDCompressor(2, high_rank=3),
-    "2bit": lambda: ThresholdCompressor(threshold=0.1),
-}
-# (ranks, ranks of each machine; None: all ranks alike)
-FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
-BETWEEN_RANKS = [((old, None), (new, None)) for old, new in ((3, 2), (4, 1), (2, 5))]
-BETWEEN_MACHINES: list[Any] = [
-    (TWO_BY_TWO, FLAT_4), (FLAT_4, TWO_BY_TWO), (FLAT_3, TWO_BY_THREE), (TWO_BY_TWO, THREE_BY_TWO),
-    (THREE_BY_TWO, TWO_BY_THREE), (TWO_BY_THREE, FLAT_3),
-]  # fmt: skip
+    # a blend is rounded once
+    states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
+    expected: Any = sum(state["v"].double() for state in states.values()) / 8
+    assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
+    q = torch.rand(50)
+    equal = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
+    mixed = blend(equal, shares(3, 2, 0))
+    assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
 
 
 def world(layout: Any, method: str, states: Any = None, steps: int = 4, **settings: Any) -> Any:
@@ -377,7 +377,6 @@ def leaves(state: Any, where: str = "") -> Any:
 
 
 def tensors(states: Any) -> dict[str, torch.Tensor]:
-    """Each tensor of all ranks that have it, in one."""
     found: dict[str, list[torch.Tensor]] = {}
     for state in states:
         for where, value in leaves({key: part for key, part in state.items() if key != "part"}).items():
@@ -399,21 +398,10 @@ def test_the_mean_over_ranks_or_machines_is_preserved_to_rounding(method: str) -
                 assert (found[where].mean(0) - olds.mean(0)).abs().max() <= 2**-24 * olds.abs().max(), where
                 if (old, new) in BETWEEN_RANKS:
                     assert found[where].flatten(1).norm(dim=1).max() <= olds.flatten(1).norm(dim=1).max() + 1e-6
-            assert {value for state in after for where, value in leaves(state).items() if ".steps." in where} == {
-                4
-            }
+            steps = [value for state in after for where, value in leaves(state).items() if ".steps." in where]
+            assert set(steps) == {4}
         if (old, new) in BETWEEN_RANKS:
             world(new, method, before)  # goes on
-
-
-def test_a_blend_is_rounded_once_and_keeps_what_is_equal_on_all_ranks_bit_for_bit() -> None:
-    states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
-    expected: Any = sum(state["v"].double() for state in states.values()) / 8
-    assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
-    q = torch.rand(50)
-    equal = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
-    mixed = blend(equal, shares(3, 2, 0))
-    assert torch.equal(mixed["q"], q) and mixed["steps"] == 3 and mixed["order"][1].item() == 5
 
 
 def test_values_that_cannot_be_summed_and_parts_that_contradict_are_reported() -> None:
@@ -432,6 +420,9 @@ def test_values_that_cannot_be_summed_and_parts_that_contradict_are_reported() -
 
 
 def test_other_buckets_only_move_tensors_between_the_ranks_of_a_machine() -> None:
+    part: Any = {"machine": 0, "machines": 1, "tensors": ["P"], "others": ["errors", "Q"]}
+    state = {"P": {"P": 1, "Q": 2}, "errors": {"P": 3, "errors": 4}, "steps": 5}  # names may be alike
+    assert select(state, part) == {"P": {"P": 1}, "errors": {"P": 3}, "steps": 5}
     before = world(TWO_BY_TWO, "dgc", bucket_mb=1e-4)
     after = world(TWO_BY_TWO, "dgc", before, steps=0)
     assert [state["part"]["tensors"] for state in before] != [state["part"]["tensors"] for state in after]
@@ -439,9 +430,3 @@ def test_other_buckets_only_move_tensors_between_the_ranks_of_a_machine() -> Non
         expected, found = tensors(before[machine:][:2]), tensors(after[machine:][:2])
         assert len(expected) >= 4 and found.keys() == expected.keys()
         assert all(torch.equal(found[where], tensor) for where, tensor in expected.items())
-
-
-def test_names_of_parameters_and_of_a_state_may_be_alike() -> None:
-    part: Any = {"machine": 0, "machines": 1, "tensors": ["P"], "others": ["errors", "Q"]}
-    state = {"P": {"P": 1, "Q": 2}, "errors": {"P": 3, "errors": 4}, "steps": 5}
-    assert select(state, part) == {"P": {"P": 1}, "errors": {"P": 3}, "steps": 5}

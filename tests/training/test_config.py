@@ -1,28 +1,71 @@
-"""Stacks of config files: what they become. What they refuse is in test_config_errors.py."""
+"""Stacks of config files: what they become, also those of the original DGC code and of earlier versions.
+
+What they refuse is in test_config_errors.py. Those of the original code have the edits of docs/migrating.md.
+"""
 
 import os
+import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from documented import DOCS, table
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ReadonlyConfigError
 from pytest import MonkeyPatch
+from simulated import CNN, summary_of, train_in
+from small_data import write_cifar
 
+import dgc.aggregate
+import dgc.gossip
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import DenseCompressor
+from dgc.memory import DGCSGDMemory
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.config.check import argument, refusal
 from dgc_training.config.layers import literal
 from dgc_training.config_files import REPOSITORY, config_files
 from dgc_training.constructors import import_path, import_target, keywords
+from dgc_training.earlier import converted
+from dgc_training.faults.failure import UsageError
 from dgc_training.startup.build import parameter_groups
+from dgc_training.startup.run_directory import check_run_directory
 
-CNN, WM5, SGP, RING = (f"configs/{name}.py" for name in ("digits/cnn", "dgc/wm5", "gossip/sgp", "topology/ring"))
+WM5, SGP, RING = (f"configs/{name}.py" for name in ("dgc/wm5", "gossip/sgp", "topology/ring"))
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
+SHIPPED = [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
+BEFORE = {  # what stands before a file, or before those of a folder; otherwise CNN
+    "digits": [], "selection": [CNN, WM5], "topology": [CNN, SGP], "wmt16/tokens400k": ["configs/wmt16/base.py"],
+    **dict.fromkeys(("gossip/fp16", "gossip/bf16", "gossip/int8"), [CNN, SGP]),
+    **dict.fromkeys(("numwords/sgd", "numwords/by_epoch"), ["configs/numwords/tiny.py"]),
+    "pysource/sgd": ["configs/pysource/lstm.py"], "pysource/gpt2_small": ["configs/pysource/gpt.py"],
+    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
+}  # fmt: skip
+PYTHON = """
+configs.train.optimizer = Config(torch.optim.Adam)
+configs.train.optimizer.lr = 1e-3
+configs.train.optimizer.betas = (0.9, 0.99)
+configs.train.criterion = Config(torch.nn.CrossEntropyLoss, label_smoothing=0.1)
+configs.train.meters['acc/{}_top3'] = Config('dgc_training.meters.TopKClassMeter', k=3)
+configs.train.scheduler.T_max = derived('train.num_epochs * 2')
+configs.train.checkpoint_every = 10
+"""
+YAML = """
+train:
+  optimizer: {_target_: torch.optim.Adam, lr: 1e-3, betas: [0.9, 0.99]}
+  criterion:
+    _target_: torch.nn.CrossEntropyLoss
+    label_smoothing: 0.1
+  meters: {"acc/{}_top3": {_target_: dgc_training.meters.TopKClassMeter, k: 3}}
+  scheduler: {T_max: '${derive:"train.num_epochs * 2"}'}
+  checkpoint_every: 10
+"""
 
 
 def values(tree: DictConfig) -> Any:
-    """Everything, formulas computed."""
     return OmegaConf.to_container(tree, resolve=True)
 
 
@@ -35,8 +78,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None:
     for words, t_max in (("", 35), ("num_epochs=500", 495), ("warmup_lr_epochs=0", 40), ("num_epochs=2", 1)):
-        overrides = [f"--configs.train.{word}" for word in words.split()]
-        assert load([CNN], overrides).train.scheduler.T_max == t_max
+        assert load([CNN], [f"--configs.train.{word}" for word in words.split()]).train.scheduler.T_max == t_max
     words = "--configs.train.optimizer.momentum 0.8 --configs.train.optimizer.nesterov true"
     train = load([CNN, WM5], words.split()).train
     for node in (train.optimizer, train.compression.memory, instantiate(train.compression.memory)):
@@ -69,20 +111,7 @@ def test_a_formula_is_arithmetic_and_nothing_else() -> None:
             print(tree.x, "is the value of", formula)
 
 
-def shipped() -> list[str]:
-    return [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
-
-
-BEFORE = {  # what stands before a file, or before those of a folder; otherwise CNN
-    "digits": [], "selection": [CNN, WM5], "topology": [CNN, SGP], "wmt16/tokens400k": ["configs/wmt16/base.py"],
-    **dict.fromkeys(("gossip/fp16", "gossip/bf16", "gossip/int8"), [CNN, SGP]),
-    **dict.fromkeys(("numwords/sgd", "numwords/by_epoch"), ["configs/numwords/tiny.py"]),
-    "pysource/sgd": ["configs/pysource/lstm.py"], "pysource/gpt2_small": ["configs/pysource/gpt.py"],
-    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_file_stacks_and_builds(name: str) -> None:
     short = name.removeprefix("configs/").removesuffix(".py")
     tree = load([*BEFORE.get(short, BEFORE.get(short.partition("/")[0], [CNN])), name])
@@ -98,7 +127,7 @@ def test_every_shipped_file_stacks_and_builds(name: str) -> None:
 def test_dgc_files_set_what_they_say() -> None:
     ways = "exact histogram predicted sampled trimmed bisection mstopk laplace gaussian exponential".split()
     names = [f"dgc/{name}" for name in "fp16 int32 mm nm wm0 wm5 wm5o".split()]
-    assert {f"configs/{name}.py" for name in [*names, *(f"selection/{way}" for way in ways)]} <= set(shipped())
+    assert {f"configs/{name}.py" for name in [*names, *(f"selection/{way}" for way in ways)]} <= set(SHIPPED)
     dense, dgc = load([CNN]).train, load([CNN, WM5]).train
     assert (dense.dgc, dgc.dgc) == (False, True)
     assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"
@@ -111,7 +140,7 @@ def test_dgc_files_set_what_they_say() -> None:
     assert list(load([CNN, "configs/dgc/wm5o"]).train.compression.warmup_coeff) == [1] * 5
 
 
-def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path: Path) -> None:
+def test_bases_apply_once_from_the_top_down_in_any_folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Once per load, before the first file of the folder: a base does not undo an earlier file of it."""
     tree = load([CNN, WM5, "configs/digits/resnet20.py", "configs/dgc/fp16.py"])
     assert tree.train.compression.warmup_epochs == 5 and tree.train.compression["values"] == "fp16"
@@ -126,9 +155,7 @@ def test_bases_apply_once_from_the_top_down_and_a_folder_means_its_base(tmp_path
     assert (tree.seed, tree.deterministic, tree.train.num_epochs) == (20, True, 9)
     assert load([folder, rest]).seed == 2 and load([folder / "c", folder / "c.py", rest]).seed == 200
     assert load([f"{folder}/", tmp_path / "no_base/a", rest]).seed == 2
-
-
-def test_any_working_directory(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    # in any working directory
     expected, mine = load([CNN, WM5]), write(tmp_path, "mine.yml", "seed: 3")
     monkeypatch.chdir(tmp_path)
     assert load([CNN, WM5]) == load([REPOSITORY / CNN, "./configs/dgc/wm5"]) == expected
@@ -159,36 +186,12 @@ def test_a_tree_is_read_only_and_loads_do_not_touch_each_other(tmp_path: Path) -
     assert load([CNN, write(tmp_path, "x.py", text)]).seed == 43
 
 
-PYTHON = """
-configs.train.optimizer = Config(torch.optim.Adam)
-configs.train.optimizer.lr = 1e-3
-configs.train.optimizer.betas = (0.9, 0.99)
-configs.train.criterion = Config(torch.nn.CrossEntropyLoss, label_smoothing=0.1)
-configs.train.meters['acc/{}_top3'] = Config('dgc_training.meters.TopKClassMeter', k=3)
-configs.train.scheduler.T_max = derived('train.num_epochs * 2')
-configs.train.checkpoint_every = 10
-"""
-YAML = """
-train:
-  optimizer: {_target_: torch.optim.Adam, lr: 1e-3, betas: [0.9, 0.99]}
-  criterion:
-    _target_: torch.nn.CrossEntropyLoss
-    label_smoothing: 0.1
-  meters: {"acc/{}_top3": {_target_: dgc_training.meters.TopKClassMeter, k: 3}}
-  scheduler: {T_max: '${derive:"train.num_epochs * 2"}'}
-  checkpoint_every: 10
-"""
-
-
 def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:
     tree = load([CNN, write(tmp_path, "b.yaml", YAML)])
     assert to_yaml(load([CNN, write(tmp_path, "a.py", PYTHON)])) == to_yaml(tree)
     assert "momentum" not in tree.train.optimizer and len(tree.train.meters) == 3
     assert tree.train.scheduler.T_max == 80
-
-
-def test_a_mapping_with_the_constructor_in_place_merges_and_another_one_replaces(tmp_path: Path) -> None:
-    """The same for a YAML file and for the command line; Config(Target), assigned in Python, replaces."""
+    # a mapping with the constructor in place merges, another one replaces, and so does Config(Target) of Python
     same, other = "{_target_: torch.optim.SGD, lr: 0.1}", "{_target_: torch.optim.Adam, lr: 0.1}"
     sgd, adam = ({"_target_": f"torch.optim.{name}", "lr": 0.1} for name in ("SGD", "Adam"))
     merged = {**values(load([CNN]).train.optimizer), "lr": 0.1}
@@ -235,7 +238,7 @@ def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> N
     assert load([saved, WM5]) == load([CNN, WM5], ["--configs.seed", "9"])
 
 
-def test_literals() -> None:
+def test_literals_and_overrides_in_every_form() -> None:
     cases: dict[str, Any] = {"500": 500, "-3": -3, "1e-4": 1e-4, "-.5": -0.5, "1_000": 1000}
     cases |= {"null": None, "None": None, "~": None, "true": True, "False": False}
     cases |= {"[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []}
@@ -246,18 +249,6 @@ def test_literals() -> None:
         found = literal(text, "key")
         assert found == value and type(found) is type(value), text
 
-
-def test_a_keyword_accepts_what_its_annotation_says() -> None:
-    def target(rate: float, name: str | None = None) -> None: ...
-
-    kinds = keywords(target)
-    assert kinds is not None
-    rate, name = argument(kinds["rate"]), argument(kinds["name"])
-    assert [bool(refusal(rate, value)) for value in (0.5, 1, "fast", [1])] == [False, False, True, True]
-    assert [bool(refusal(name, value)) for value in ("a", None, 0.5)] == [False, False, True]
-
-
-def test_overrides_in_every_form() -> None:
     words = "--configs.train.num_epochs=1e2 --configs.train.optimizer.lr 1e-4 --configs.deterministic True"
     words += " --configs.train.meters.acc/{}_top1.k 3 --configs.train.metric=null --configs.train.bucket_mb 1"
     words += " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
@@ -280,7 +271,7 @@ def test_overrides_in_every_form() -> None:
         assert load([CNN], words.split()).train.optimizer[key] == 0.5
 
 
-def test_import_paths_are_short_and_lead_back() -> None:
+def test_import_paths_are_short_and_keywords_accept_what_their_annotations_say() -> None:
     for target, path in (
         (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"), (torch.optim.SGD, "torch.optim.SGD"),
         (torch.optim.lr_scheduler.CosineAnnealingLR, "torch.optim.lr_scheduler.CosineAnnealingLR"),
@@ -290,6 +281,14 @@ def test_import_paths_are_short_and_lead_back() -> None:
     for nameless in (dict.fromkeys, lambda: 1):
         with pytest.raises(ValueError):
             import_path(nameless)
+
+    def accepting(rate: float, name: str | None = None) -> None: ...
+
+    kinds = keywords(accepting)
+    assert kinds is not None
+    rate, name = argument(kinds["rate"]), argument(kinds["name"])
+    assert [bool(refusal(rate, value)) for value in (0.5, 1, "fast", [1])] == [False, False, True, True]
+    assert [bool(refusal(name, value)) for value in ("a", None, 0.5)] == [False, False, True]
 
 
 def test_instantiate_builds_inner_nodes_first() -> None:
@@ -304,9 +303,7 @@ def test_instantiate_builds_inner_nodes_first() -> None:
     assert instantiate(tree.train.gossip.graph)(5).out_peers(4, 0) == (0,)
     with pytest.raises(ConfigError, match=r"graph\.peer: dgc\.gossip\.ring takes no keyword 'peer'"):
         load([CNN, SGP, RING], ["--configs.train.gossip.graph.peer", "1"])
-
-
-def test_instantiate_names_the_node_that_is_wrong() -> None:
+    # the node that is wrong is named
     cosine = "torch.optim.lr_scheduler.CosineAnnealingLR"
     train = load([CNN], ["--configs.train.optimizer.lr", "-1", "--configs.train.scheduler._target_", cosine]).train
     with pytest.raises(ConfigError, match=r"train\.optimizer \(torch\.optim\.SGD\): Invalid learning rate: -1"):
@@ -315,3 +312,190 @@ def test_instantiate_names_the_node_that_is_wrong() -> None:
         instantiate(train.scheduler)
     with pytest.raises(ConfigError, match=r"model\.width is set by the program"):
         instantiate(load([CNN]).model, width=3)
+
+
+ENGINE = "from torchpack.mtpack.utils.config import Config, configs\n"
+FILES = {
+    "__init__.py": """
+import torch
+from torchpack.mtpack.meters import TopKClassMeter
+from dgc.horovod.compression import Compression
+configs.seed = 7
+configs.data = Config()
+configs.data.num_threads_per_worker = 1
+configs.train = Config()
+configs.train.dgc = False
+configs.train.compression = Compression.none
+configs.train.criterion = Config(torch.nn.CrossEntropyLoss)
+configs.train.optimizer = Config(torch.optim.SGD)
+configs.train.optimizer.momentum = 0.8
+configs.train.warmup_lr_epochs = 1
+configs.train.metric = "hits/test_1"
+configs.train.meters = Config()
+for k in (1, 3):
+    configs.train.meters["hits/{}_%d" % k] = Config(TopKClassMeter)
+    configs.train.meters["hits/{}_%d" % k].k = k
+""",
+    "images/__init__.py": """
+import torch
+from torchpack.mtpack.datasets.vision import CIFAR
+configs.dataset = Config(CIFAR)
+configs.dataset.root = "data"
+configs.dataset.num_classes = 10
+configs.dataset.image_size = 32
+configs.train.num_epochs = 3
+configs.train.batch_size = 5
+configs.train.optimizer.lr = 0.05
+configs.train.scheduler = Config(torch.optim.lr_scheduler.MultiStepLR)
+configs.train.scheduler.milestones = [at - configs.train.warmup_lr_epochs for at in [2, 3]]
+""",
+    "images/small.py": """
+from torchpack.mtpack.models.vision.resnet import resnet20
+configs.model = Config(resnet20)
+configs.model.num_classes = configs.dataset.num_classes
+""",
+    "images/nesterov.py": "configs.train.optimizer.nesterov = True\n",
+    "dgc/__init__.py": """
+from dgc.compression import DGCCompressor
+from dgc.memory import DGCSGDMemory
+from dgc.optim import DGCSGD
+configs.train.dgc = True
+configs.train.compression = Config(DGCCompressor)
+configs.train.compression.compress_ratio = 0.01
+before = configs.train.optimizer
+configs.train.optimizer = Config(DGCSGD)
+for name, value in before.items():
+    configs.train.optimizer[name] = value
+configs.train.compression.memory = Config(DGCSGDMemory)
+configs.train.compression.memory.momentum = configs.train.optimizer.momentum
+""",
+    "dgc/dense_first.py": "configs.train.compression.update(warmup_epochs=1, warmup_coeff=[1])\n",
+    "dgc/half.py": "configs.train.compression.fp16_values = True\n",
+}
+DILOCO, ZERO_ONE = "configs/local/diloco.py", "configs/adam/zero_one_adam.py"
+STACKS = [
+    [DILOCO], [SGP, "configs/local/slowmo.py"], [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
+    [DILOCO, "configs/local/machines.py"], ["configs/local/sparseloco.py", "configs/local/ramp.py"], [ZERO_ONE],
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_files_in_the_original_form_load_and_train(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """In the working directory of a user who made the edits."""
+    rows = table("there | here | where", "migrating.md")
+    edits = [[re.findall("`(.+?)`", cell) for cell in row[:2]] for row in rows]
+    for name, text in FILES.items():
+        text = ENGINE + text
+        for there, here in edits:
+            text = text.replace(there[0], "\n".join(here))
+        file = tmp_path / "configs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    everything = ENGINE + "".join(FILES.values())
+    assert len(edits) == 7 and all(there[0] in everything for there, _ in edits)
+    monkeypatch.chdir(tmp_path)
+    plain = load(["configs/images/small.py"])
+    assert plain.train.optimizer._target_ == "torch.optim.SGD" and plain.train.optimizer.momentum == 0.8
+    assert type(instantiate(plain.train.compression)) is DenseCompressor
+    assert list(plain.train.meters) == ["hits/{}_1", "hits/{}_3"]
+    assert plain.train.scheduler.milestones == [1, 2] and plain.model.num_classes == 10
+    # what `configs.train = Config()` left out has the shipped root base's value
+    assert plain.train.bucket_mb == 25.0 and plain.train.gossip is None and plain.data.num_workers == 0
+    for extra in ([], ["configs/images/nesterov.py"]):
+        train = load(["configs/images/small.py", *extra, "configs/dgc/dense_first.py", "configs/dgc/half"]).train
+        assert train.optimizer._target_ == "dgc.optim.DGCSGD"
+        assert train.optimizer.lr == 0.05 and train.optimizer.momentum == 0.8
+        memory = instantiate(train.compression).memory
+        assert train.compression._target_ == "dgc.compression.DGCCompressor" and isinstance(memory, DGCSGDMemory)
+        assert memory.correction.momentum == 0.8 and memory.correction.nesterov == bool(extra)
+    write_cifar(tmp_path / "data")
+    stack = ["configs/images/small.py", "configs/images/nesterov.py", "configs/dgc/dense_first.py"]
+    train_in(tmp_path / "run", stack, ["train.num_epochs=2"])
+    summary = summary_of(tmp_path / "run")
+    assert 0 < summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
+    with (tmp_path / "configs/__init__.py").open("a") as opened:
+        opened.write("del configs.deterministic\n")
+    with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
+        load(["configs/images/small.py"])
+
+
+def earlier(saved: str) -> dict[str, Any]:
+    """The config that the version before saved for the same stack of files."""
+    content: dict[str, Any] = yaml.safe_load(saved.replace("dgc.local.", "dgc.outer."))
+    train, requires = content["train"], content["requires"]
+    top = steps = train.pop("local")
+    while "HierarchicalGossip" in steps["_target_"]:
+        steps = steps["base"]
+    if "base" in steps:
+        assert steps["base"] == "${train.gossip}"
+        steps["base"] = train["gossip"]
+    train["gossip"] = top
+    if "train.gossip" in requires:
+        del requires["train.gossip"]
+        requires["train.gossip._target_"] = requires.pop("train.local._target_")
+    return content
+
+
+def test_a_saved_config_is_that_of_the_present_files(tmp_path: Path) -> None:
+    for stack in STACKS:
+        tree = load([CNN, *stack])
+        old = earlier(to_yaml(tree))
+        assert "dgc.outer." in yaml.safe_dump(old) and "local" not in old["train"]
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+        assert load([tmp_path / "config.yaml"]) == tree, stack
+    # a run directory is resumed
+    tree = load([CNN, DILOCO], ["--configs.train.local.average_every", "7"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier(to_yaml(tree))))
+    transport = LockstepWorld(1).transports[0]
+    check_run_directory(tmp_path, tree, transport, "cure")
+    with pytest.raises(UsageError, match=r"train.local.average_every: 7 -> 50"):
+        check_run_directory(tmp_path, load([CNN, DILOCO]), transport, "cure")
+
+
+def test_names_of_still_earlier_versions_are_converted_and_other_configs_stay(tmp_path: Path) -> None:
+    sgp, slowmo = {"_target_": "dgc.gossip.SGP"}, {"_target_": "dgc.gossip.SlowMo", "beta": 0.5}
+    machines = {"_target_": "dgc.gossip.Machines", "base": sgp}
+    gossip = {"_target_": "dgc.gossip.Periodic", "average_every": 48, "base": machines, "outer": slowmo}
+    derived = {"steps": '${derive:"2 * train.gossip.average_every"}'}
+    outer = {"base": "${train.gossip}", "outer": {"_target_": "dgc.local.SlowMo", "beta": 0.5}}
+    assert converted({"train": {"gossip": gossip, "scheduler": derived}})["train"] == {
+        "gossip": {"_target_": "dgc.gossip.HierarchicalGossip", "base": sgp},
+        "local": {"_target_": "dgc.local.OuterSteps", "average_every": 48, **outer},
+        "scheduler": {"steps": '${derive:"2 * train.local.average_every"}'},
+    }
+    # other configs stay, but for csv files, which are a recorder
+    saved = tmp_path / "config.yaml"
+    stack: list[str]
+    for stack in ([], [SGP], [DILOCO]):
+        tree = load([CNN, *stack])
+        content = yaml.safe_load(to_yaml(tree))
+        before = deepcopy(content)
+        assert converted(content) == before
+        if stack != [DILOCO]:
+            del content["train"]["local"]  # a run that was saved before the key
+            assert converted(deepcopy(content)) == before
+            del content["train"]["recorder"]
+            content["train"]["csv"] = stack == [SGP]
+            saved.write_text(yaml.safe_dump(content))
+            assert load([saved]) == tree and bool(tree.train.recorder) == (stack == [SGP])
+    assert converted({"train": 3}) == {"train": 3} and converted({}) == {}
+
+
+def test_the_command_line_and_the_page_name_what_is_there() -> None:
+    rows = table("there | here | what differs, and why |\n|---|---|---|\n| `GossipDataParallel", "migrating.md")
+    here = re.findall("`([A-Za-z_]+)(?:`|\\()", " ".join(row[1] for row in rows))
+    names = {name for name in here if name not in ("LocalOptimizer", "graph_from_epoch")}
+    assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
+    (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
+    assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
+    for stack in ([DILOCO], [SGP, DILOCO], [ZERO_ONE]):
+        key = "local_step_clipper" if stack == [ZERO_ONE] else "average_every"
+        message = f"--configs.train.gossip.{key}: .*write --configs.train.local.{key}"
+        with pytest.raises(ConfigError, match=message):
+            load([CNN, *stack], [f"--configs.train.gossip.{key}=4"])
+    stack = [CNN, SGP, DILOCO]
+    assert load(stack, ["--configs.train.gossip.blocking", "true"]).train.gossip.blocking
+    with pytest.raises(ConfigError, match="train.gossip._target_ is nosuch.SGP: there is no module"):
+        load(stack, ["--configs.train.gossip._target_", "nosuch.SGP"])
+    with pytest.raises(ConfigError, match=r"write --configs.train.local.outer.momentum$"):
+        load(stack, ["--configs.train.gossip.outer.momentum", "0.5"])

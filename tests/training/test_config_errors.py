@@ -12,6 +12,36 @@ from dgc_training.config.tree import copied
 CNN, WM5, WM5O = "configs/digits/cnn.py", "configs/dgc/wm5.py", "configs/dgc/wm5o.py"
 DGC = "configs/dgc/__init__.py"
 ROUTE, RANK2, QSGD = "configs/route/matrices_only.py", "configs/powersgd/rank2.py", "configs/quant/qsgd.py"
+UNKNOWN = [
+    ("train.num_epoch 5", "unknown key train.num_epoch; closest: train.num_epochs"),
+    ("trian.num_epochs 5", "unknown key trian; closest: train"), ("num_epochs 5", "closest: train.num_epochs"),
+    ("train.optimizer.momentun 0", "SGD takes no keyword 'momentun'; closest: train.optimizer.momentum"),
+    ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
+    ("train.meters.acc/{}_top9.k 5", "it must be a node that names its constructor (_target_)"),
+    ("model.zzzzzzzzzzzz 5", "takes no keyword 'zzzzzzzzzzzz'; there are: model.num_classes"),
+    ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
+    ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
+    ("train.compression.compress_ratio 1", "or configs/dgc/... or"), ("train null", "be a mapping"),
+]  # fmt: skip
+FAILING_PYTHON = [
+    ("def f():\n    raise OSError('gone')\nf()", "line 4: OSError: gone"),
+    ("x = (", "line 3: SyntaxError: '(' was never closed"), ("raise SystemExit(3)", "line 3: SystemExit: 3"),
+    ("configs.model = torch.nn.Linear", "line 3: ValueError: model is <class 'torch.nn.modules.linear.Linear'>"),
+    ("configs.model = Config(lambda: 1)", "cannot be imported by that path"),
+    ("class Net: pass\nconfigs.model = Config(Net)", "define it at the top of a module of its own"),
+    ("configs.seed = torch.zeros(1)", "seed is tensor([0.]), but it must be null, bool, int, float, str, list"),
+    ("configs.train.scheduler.milestones = [1]\nconfigs.train.scheduler.milestones.append({1})", "milestones is"),
+    ("configs.train.items = 3", "'items' is also a method"), ("configs.x = configs", "mine.py: "),
+    ("configs.seed = derived('1//0')", 'seed is ${derive:"1//0"}: integer division or modulo by zero'),
+    ("configs.seed = derived('f(x)')", "'f(x)' is not made of keys"),
+    ("configs.train.scheduler.T_max -= 1", "line 3: TypeError"),
+]  # fmt: skip
+FAILING_YAML = [
+    ("seed: 1\ntrain: [1", "line 2, column 8"), ("seed: 1\nseed: 2", "found duplicate key seed"),
+    ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ("1: 2", "a config key must be a non-empty string, not 1"), ("- 1", "a mapping of keys, not a list"),
+    ("seed: ${oops", "${oops"),
+]  # fmt: skip
 
 
 def message_of(*stack: str | Path, words: str | Sequence[str] = "") -> str:
@@ -52,7 +82,7 @@ def python(file: Path, text: str) -> Path:
     return yaml(file.with_suffix(".py"), head + text)
 
 
-def test_what_dgc_needs_does_not_change_silently(file: Path) -> None:
+def test_what_a_method_needs_does_not_change_silently(file: Path) -> None:
     message = refusal(WM5, CNN, "configs/dgc/fp16.py")
     assert "train.optimizer._target_ is torch.optim.SGD (configs/digits/__init__.py)" in message
     assert f"{DGC} needs dgc.optim.DGCSGD" in message
@@ -73,9 +103,7 @@ def test_what_dgc_needs_does_not_change_silently(file: Path) -> None:
         message = refusal(CNN, WM5, words=f"--configs.train.{words}")
         assert f"(command line, --configs.train.{words.split()[0]})" in message, words
         assert f"{DGC} needs" in message and "leave out the one or the other" in message, words
-
-
-def test_one_method_does_not_replace_another_silently() -> None:
+    # nor does one method replace another
     for one, other, needs in (
         ("configs/quant/signsgd.py", RANK2, "dgc.compression.PowerSGDCompressor"),
         (QSGD, "configs/sparse/topk.py", "dgc.compression.SparseCompressor"),
@@ -110,20 +138,7 @@ def test_files_without_those_before_them_say_what_to_stack(file: Path) -> None:
     assert refusal(CNN, words="--configs.train.batch_size null").startswith("no train.batch_size")
 
 
-UNKNOWN = [
-    ("train.num_epoch 5", "unknown key train.num_epoch; closest: train.num_epochs"),
-    ("trian.num_epochs 5", "unknown key trian; closest: train"), ("num_epochs 5", "closest: train.num_epochs"),
-    ("train.optimizer.momentun 0", "SGD takes no keyword 'momentun'; closest: train.optimizer.momentum"),
-    ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
-    ("train.meters.acc/{}_top9.k 5", "it must be a node that names its constructor (_target_)"),
-    ("model.zzzzzzzzzzzz 5", "takes no keyword 'zzzzzzzzzzzz'; there are: model.num_classes"),
-    ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
-    ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
-    ("train.compression.compress_ratio 1", "or configs/dgc/... or"), ("train null", "be a mapping"),
-]  # fmt: skip
-
-
-def test_unknown_keys_on_the_command_line() -> None:
+def test_unknown_keys(file: Path) -> None:
     local = ("configs/local/diloco.py", "configs/local/machines.py")
     inner = "train.compression.memory.momentum"
     rows = [
@@ -134,9 +149,7 @@ def test_unknown_keys_on_the_command_line() -> None:
     for stack, words, meant in rows:
         message = refusal(CNN, *stack, words=f"--configs.{words}")
         assert message.startswith(f"command line, --configs.{words.split()[0]}: ") and meant in message, words
-
-
-def test_keys_in_files(file: Path) -> None:
+    # and in files
     meant = "unknown key train.num_epoch; closest: train.num_epochs"
     assert refusal(CNN, yaml(file, "train:\n  num_epoch: 5\n")).startswith(f"mine.yaml: {meant}")
     for text, message in (
@@ -224,8 +237,7 @@ def test_targets_that_cannot_be_imported(file: Path, monkeypatch: MonkeyPatch) -
 
 
 def test_formulas_without_a_value(file: Path) -> None:
-    key = "train.scheduler.T_max"
-    absent = "there is no key 'train.num_epoch'; closest: train.num_epochs"
+    key, absent = "train.scheduler.T_max", "there is no key 'train.num_epoch'; closest: train.num_epochs"
     derivations = {
         "train.num_epoch": absent, key: "it refers back to itself", "__import__": "there is no key '__import__'",
         "train.metric+1": "train.metric is 'acc/test_top1', not a number", "1/0": "division by zero",
@@ -242,36 +254,12 @@ def test_formulas_without_a_value(file: Path) -> None:
     assert message.startswith("mine.yaml: seed is ${train.timeout}: it refers back to itself")
 
 
-FAILING_PYTHON = [
-    ("def f():\n    raise OSError('gone')\nf()", "line 4: OSError: gone"),
-    ("x = (", "line 3: SyntaxError: '(' was never closed"), ("raise SystemExit(3)", "line 3: SystemExit: 3"),
-    ("configs.model = torch.nn.Linear", "line 3: ValueError: model is <class 'torch.nn.modules.linear.Linear'>"),
-    ("configs.model = Config(lambda: 1)", "cannot be imported by that path"),
-    ("class Net: pass\nconfigs.model = Config(Net)", "define it at the top of a module of its own"),
-    ("configs.seed = torch.zeros(1)", "seed is tensor([0.]), but it must be null, bool, int, float, str, list"),
-    ("configs.train.scheduler.milestones = [1]\nconfigs.train.scheduler.milestones.append({1})", "milestones is"),
-    ("configs.train.items = 3", "'items' is also a method"), ("configs.x = configs", "mine.py: "),
-    ("configs.seed = derived('1//0')", 'seed is ${derive:"1//0"}: integer division or modulo by zero'),
-    ("configs.seed = derived('f(x)')", "'f(x)' is not made of keys"),
-    ("configs.train.scheduler.T_max -= 1", "line 3: TypeError"),
-]  # fmt: skip
-FAILING_YAML = [
-    ("seed: 1\ntrain: [1", "line 2, column 8"), ("seed: 1\nseed: 2", "found duplicate key seed"),
-    ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-    ("1: 2", "a config key must be a non-empty string, not 1"), ("- 1", "a mapping of keys, not a list"),
-    ("seed: ${oops", "${oops"),
-]  # fmt: skip
-
-
-def test_files_that_fail(file: Path) -> None:
+def test_files_that_fail_are_not_there_or_not_clear(file: Path) -> None:
     for write, rows in ((python, FAILING_PYTHON), (yaml, FAILING_YAML)):
         for text, reason in rows:
             path = write(file, text)
             message = refusal(CNN, path)
             assert message.startswith(path.name) and reason in message, message
-
-
-def test_files_that_are_not_there_or_not_clear(file: Path) -> None:
     assert f"no config file configs/digits/cn.py; closest: {CNN}" in refusal("configs/digits/cn.py")
     yaml(file.with_name("notes.txt"), "")
     assert refusal("notes.txt").startswith("there is no config file notes.txt")
@@ -325,7 +313,7 @@ def test_a_key_without_the_prefix_is_shown_with_it() -> None:
     assert len(lines) == 4 and "unexpected '--evalute' on the command line; closest: --evaluate" in lines
 
 
-def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path) -> None:
+def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path, monkeypatch: MonkeyPatch) -> None:
     head = "from dgc.compression import DGCCompressor\nconfigs.train.compression = Config(DGCCompressor, "
     for keyword, value, kind in (
         ("warmup_epochs", "'five'", "a whole number"), ("warmup_epochs", "2.5", "a whole number"),
@@ -335,8 +323,7 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
         assert refusal(CNN, python(file, f"{head}{keyword}={value})")) == wrong
     message = refusal(CNN, python(file, f"{head}warmup_coeff=[1, 'x'])"))
     assert message == "mine.py: train.compression.warmup_coeff.1 is 'x', but it must be a number"
-    given = "${train.metric}, which gives 'acc/test_top1'"
-    for lr, shown in (("fast", "'fast'"), ("'${train.metric}'", given)):
+    for lr, shown in (("fast", "'fast'"), ("'${train.metric}'", "${train.metric}, which gives 'acc/test_top1'")):
         yaml(file, f"train: {{optimizer: {{_target_: torch.optim.Adam, lr: {lr}}}}}")
         assert refusal(CNN, file) == f"mine.yaml: train.optimizer.lr is {shown}, but it must be a number"
     # An annotation that no config value fits, as Tensor, accepts everything.
@@ -345,15 +332,13 @@ def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path)
     optimizer = "{_target_: torch.optim.Adam, lr: 1, betas: [0, 0.9], foreach: null, eps: '${seed}'}"
     yaml(file, f"train: {{optimizer: {optimizer}}}")
     assert load([CNN, file]).train.optimizer.betas == [0, 0.9]
-
-
-def test_without_an_annotation_the_default_decides(file: Path, monkeypatch: MonkeyPatch) -> None:
+    # without an annotation the default decides
     monkeypatch.syspath_prepend(str(file.parent))
     signature = "is_open=True, size=0, rate=0.5, mode='mean', first=None, rest=()"
     yaml(file.with_name("unannotated.py"), f"def criterion({signature}):\n    return size\n")
     number = "a whole number or a number"
-    wrong = {"is_open: 1": "true or false", "size: big": number, "rate: [1]": "a number", "mode: 3": "text"}
-    for keyword, kind in wrong.items():
+    kinds = {"is_open: 1": "true or false", "size: big": number, "rate: [1]": "a number", "mode: 3": "text"}
+    for keyword, kind in kinds.items():
         yaml(file, f"train: {{criterion: {{_target_: unannotated.criterion, {keyword}}}}}")
         assert f"but it must be {kind}" in refusal(CNN, file), keyword
     accepted = "is_open: null, size: 0.5, rate: 1, mode: sum, first: [1], rest: 5"

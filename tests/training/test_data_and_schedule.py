@@ -1,6 +1,5 @@
 """Order of the data, random generators, evaluation over ranks, learning rates and groups of parameters."""
 
-import io
 import math
 import os
 import random
@@ -18,6 +17,8 @@ import pytest
 import torch
 from environment import patient, python_path
 from omegaconf import OmegaConf
+from on_ranks import on_ranks
+from optim.nets import alone, through_a_file
 from refusals import check_refusals
 from states import assert_equal
 from torch import nn
@@ -33,7 +34,16 @@ from dgc_training.random_state import random_state, restore_random_state, seed_e
 from dgc_training.schedule import Schedule, inverse_square_root, scale_learning_rate, warmup_factor
 from dgc_training.startup.build import parameter_groups
 
-CPU = torch.device("cpu")
+CPU, STEPS = torch.device("cpu"), 4
+SCHEDULERS: dict[str, Any] = {
+    "none": None, "step": lambda o: lrs.StepLR(o, 2), "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
+    "multistep": lambda o: lrs.MultiStepLR(o, [1, 2]), "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0), "linear": lambda o: lrs.LinearLR(o, 0.25, 1.0, 3),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
+    "inverse square root": lambda o: inverse_square_root(o, 5),
+    "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=1.0, total_steps=100),
+}  # fmt: skip
 
 
 class Noisy(TensorDataset):
@@ -54,26 +64,24 @@ def batches(dataset: Dataset, *args: Any, rank: int = 0, size: int = 1, **option
     return TrainBatches(dataset, *args, rank=rank, size=size, seed=7, device=CPU, **options)
 
 
-NUMBER_OF_STEPS = {  # of this many samples, ranks, samples of a batch and passes
-    (1437, 4, 32, 1): 12,  # 360 each: 11 full steps and one of 8
-    (1437, 4, 32, 2): 5,  # the rest is dropped where a step is several passes
-    (50_000, 8, 128, 1): 49,
-    (96, 3, 32, 1): 1,
-    (97, 3, 32, 1): 1,  # 33 each: a last step of one sample is dropped
-    (5, 4, 8, 1): 1,
-    (5, 4, 8, 2): 0,
-}
-
-
 def test_number_of_steps() -> None:
-    assert {sizes: steps_per_epoch(*sizes) for sizes in NUMBER_OF_STEPS} == NUMBER_OF_STEPS
+    steps = {  # of this many samples, ranks, samples of a batch and passes
+        (1437, 4, 32, 1): 12,  # 360 each: 11 full steps and one of 8
+        (1437, 4, 32, 2): 5,  # the rest is dropped where a step is several passes
+        (50_000, 8, 128, 1): 49,
+        (96, 3, 32, 1): 1,
+        (97, 3, 32, 1): 1,  # 33 each: a last step of one sample is dropped
+        (5, 4, 8, 1): 1,
+        (5, 4, 8, 2): 0,
+    }
+    assert {sizes: steps_per_epoch(*sizes) for sizes in steps} == steps
     check_refusals(
         (lambda: batches(FIVE, 8, 2, size=4), "too few for one step of 4 ranks x 2 passes x 8 samples"),
         (lambda: batches(FIVE, 0), "train.batch_size is 0"),
     )
 
 
-def test_the_ranks_together_use_all_samples_in_equal_steps() -> None:
+def test_the_ranks_use_all_samples_in_equal_steps_in_an_order_of_seed_and_epoch() -> None:
     for size, epoch in product((1, 2, 3, 5), (0, 1)):
         samplers = [sampler(rank, size) for rank in range(size)]
         for s in samplers:
@@ -89,9 +97,6 @@ def test_the_ranks_together_use_all_samples_in_equal_steps() -> None:
     # more ranks than samples
     shares = [sampler(rank, 5, samples=2).indices() for rank in range(5)]
     assert [len(share) for share in shares] == [1] * 5 and {i for s in shares for i in s} == {0, 1}
-
-
-def test_the_order_depends_only_on_seed_and_epoch() -> None:
     torch.manual_seed(0)
     first, second, other = sampler(0, 2), sampler(0, 2), sampler(0, 2, seed=8)
     a = list(first)
@@ -125,7 +130,6 @@ WORKERS = """
 import torch
 from torch.utils.data import TensorDataset
 from dgc_training.data import TrainBatches
-
 if __name__ == "__main__":
     dataset = TensorDataset(torch.arange(64.0), torch.arange(64))
     batches = TrainBatches(dataset, 4, rank=0, size=1, seed=7, device=torch.device("cpu"), num_workers=2)
@@ -165,14 +169,6 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
         check_workers(count, size, cores, memory)
 
 
-def from_file(state: Any) -> Any:
-    """What a file of this state has."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def draw() -> Any:
     """Of normal variables too: of these, two generators keep every second one for later."""
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
@@ -180,7 +176,7 @@ def draw() -> Any:
 
 def test_all_generators_continue_and_a_temporary_seed_leaves_them_alone() -> None:
     seed_everything(5)
-    first, state = draw(), from_file(random_state(CPU))
+    first, state = draw(), through_a_file(random_state(CPU))
     expected = [draw() for _ in range(3)]
     seed_everything(5)
     drawn = []
@@ -196,7 +192,7 @@ def make_meters(split: Any) -> Any:
     return {f"acc/{split}_top1": TopKClassMeter(1), f"acc/{split}_top5": TopKClassMeter(5)}
 
 
-def test_the_result_does_not_depend_on_the_ranks() -> None:
+def test_results_do_not_depend_on_the_ranks() -> None:
     # every sample is covered once
     for samples, size in ((10, 1), (10, 3), (2, 5)):
         dataset = TensorDataset(torch.arange(samples), torch.arange(samples))
@@ -223,37 +219,30 @@ def test_the_result_does_not_depend_on_the_ranks() -> None:
     loader = evaluation_loader(TensorDataset(torch.randn(1, 2), torch.zeros(1).long()), 1, rank=0, size=1)
     for training in (True, False):
         norm = nn.BatchNorm1d(2).train(training)
-        evaluate(norm, {"test": loader}, make_meters, LockstepWorld(1).transports[0], CPU)
+        evaluate(norm, {"test": loader}, make_meters, alone(), CPU)
         assert norm.training is training
 
 
-def test_batch_norm_is_averaged_only_inside_the_context() -> None:
-    def body(transport: Any) -> Any:
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
-        for buffer in batch_norm_buffers(model).values():
-            buffer.fill_(float(transport.rank))
-        with averaged_batch_norm(model, transport):
-            inside = torch.cat([b.clone() for b in batch_norm_buffers(model).values()])
-        outside = torch.cat(list(batch_norm_buffers(model).values()))
-        return inside, outside
-
-    for rank, (inside, outside) in enumerate(LockstepWorld(3).run(body)):
-        assert inside.shape == (10,) and bool((inside == 1).all()) and bool((outside == rank).all())
+@on_ranks(3)
+def test_batch_norm_is_averaged_only_inside_the_context(transport: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
+    for buffer in batch_norm_buffers(model).values():
+        buffer.fill_(float(transport.rank))
+    with averaged_batch_norm(model, transport):
+        inside = torch.cat([b.clone() for b in batch_norm_buffers(model).values()])
+    outside = torch.cat(list(batch_norm_buffers(model).values()))
+    assert inside.shape == (10,) and (inside == 1).all() and (outside == transport.rank).all()
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2, track_running_stats=False))
     assert list(batch_norm_buffers(model)) == ["0.running_mean", "0.running_var"]
     assert set(batch_norm_buffers(nn.BatchNorm1d(3))) == {"running_mean", "running_var"}
 
 
-def test_the_metric_says_whether_lower_is_better() -> None:
+def test_top_k_accuracy_and_whether_lower_is_better() -> None:
     accuracy = {"_target_": "dgc_training.meters.TopKClassMeter", "k": 1}
     meters = {"acc/{}": accuracy, "perplexity/{}": {"_target_": "dgc_training.meters.Perplexity"}}
     for metric, lower in (("acc/test", False), ("perplexity/test", True), (None, False)):
         settings = OmegaConf.create({"metric": metric, "meters": meters})
-        evaluation = Evaluation({"test": []}, settings, LockstepWorld(1).transports[0], CPU)
-        assert evaluation.lower_is_better is lower
-
-
-def test_top_k_accuracy() -> None:
+        assert Evaluation({"test": []}, settings, alone(), CPU).lower_is_better is lower
     outputs = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
     targets = torch.tensor([1, 1, 0, 0])
     for k, correct in ((1, 2), (2, 3), (3, 4), (5, 4)):
@@ -269,20 +258,14 @@ def test_top_k_accuracy() -> None:
         TopKClassMeter(0)
 
 
-STEPS = 4
-
-
-def make(
-    scheduler: Any = None, size: int = 4, passes: int = 2, warmup: int = 3, per_epoch: bool = True, lr: float = 0.1
-) -> Any:
-    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=lr, momentum=0.9)
+def make(scheduler: Any = None, size: int = 4, passes: int = 2, warmup: int = 3, per_epoch: bool = True) -> Any:
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
     scale_learning_rate(optimizer, passes * size)
     options: Any = {"size": size, "steps_per_epoch": STEPS, "warmup_epochs": warmup, "per_epoch": per_epoch}
     return Schedule(optimizer, scheduler or (lambda scaled: None), **options)
 
 
 def rates(schedule: Any, epochs: int, start: int = 0, stop: int | None = None) -> Any:
-    """The rate of each step, from the step `start` on."""
     seen = []
     for step in range(start, epochs * STEPS if stop is None else stop):
         schedule.begin_step(*divmod(step, STEPS))
@@ -303,8 +286,7 @@ def test_the_rate_of_every_step() -> None:
     seen = rates(make(lambda o: lrs.MultiStepLR(o, [2, 4])), epochs=10)[::STEPS]
     assert seen[3:] == pytest.approx([scaled * factor for factor in (1, 1, 0.1, 0.1, 0.01, 0.01, 0.01)])
     # a cosine per step reaches zero at its end
-    cosine = make(lambda o: lrs.CosineAnnealingLR(o, 2 * STEPS - 1), per_epoch=False)
-    seen = rates(cosine, epochs=5)[3 * STEPS :]
+    seen = rates(make(lambda o: lrs.CosineAnnealingLR(o, 2 * STEPS - 1), per_epoch=False), epochs=5)[3 * STEPS :]
     assert seen[0] == pytest.approx(0.8) and seen[-1] == pytest.approx(0.0, abs=1e-12)
     assert sorted(seen, reverse=True) == seen
     # a scheduler keeps its low starting rate
@@ -312,27 +294,16 @@ def test_the_rate_of_every_step() -> None:
     assert rates(linear, epochs=5)[::STEPS] == pytest.approx([0.1 * factor for factor in (0.25, 0.5, 0.75, 1, 1)])
 
 
-SCHEDULERS: dict[str, Any] = {
-    "none": None, "step": lambda o: lrs.StepLR(o, 2), "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
-    "multistep": lambda o: lrs.MultiStepLR(o, [1, 2]), "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
-    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0), "linear": lambda o: lrs.LinearLR(o, 0.25, 1.0, 3),
-    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
-    "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
-    "inverse square root": lambda o: inverse_square_root(o, 5),
-    "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=1.0, total_steps=100),
-}  # fmt: skip
-
-
 def resume(second: Any, first: Any) -> None:
     """With the state of the first schedule from a file."""
-    optimizer, schedule = from_file([first.optimizer.state_dict(), first.state_dict()])
+    optimizer, schedule = through_a_file([first.optimizer.state_dict(), first.state_dict()])
     second.optimizer.load_state_dict(optimizer)
     second.load_state_dict(schedule)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("per_epoch", [True, False])
-def test_a_resumed_schedule_continues_identically(name: Any, per_epoch: Any) -> None:
+def test_a_resumed_schedule_continues(name: Any, per_epoch: Any) -> None:
     undisturbed = rates(make(SCHEDULERS[name], per_epoch=per_epoch), epochs=8)
     # In warm-up, at its end, right after a milestone (the checkpoint after epoch 4), and in mid-epoch.
     for at in (2, 3 * STEPS - 1, 3 * STEPS, 3 * STEPS + 1, 4 * STEPS, 5 * STEPS, 5 * STEPS + 3):

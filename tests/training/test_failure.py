@@ -28,6 +28,44 @@ HOROVOD, HOROVODRUN = pytest.mark.horovod, [str(BIN / "horovodrun"), "--gloo", "
 SECOND = () if find_spec("horovod") is None else pytest.mark.proof  # a launcher that also runs with Horovod
 STARTS: Any = [(torchrun(2, [])[:-1], SECOND), (HOROVODRUN, HOROVOD), (MPIRUN, [HOROVOD, pytest.mark.proof])]
 FLAGS = ["--configs.train.num_epochs", "2", "--configs.data.num_threads_per_worker", "1"]
+STOPPED = """
+import os, signal, sys, time
+from dgc.comm import barrier
+from dgc.comm.horovod import HorovodTransport
+from dgc_training.faults.failure import ending_all_ranks
+from dgc_training.faults.watchdog import WatchedTransport, watching
+with ending_all_ranks():
+    transport = WatchedTransport(HorovodTransport(timeout=float(sys.argv[1])))
+    with watching(transport, float(sys.argv[1])):
+        barrier(transport)
+        time.sleep(2)
+        if transport.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        barrier(transport)
+"""
+SHARDS = """
+import os
+from dgc_datasets import Digits
+def make(path: str) -> Digits:
+    open(path + os.environ["OMPI_COMM_WORLD_RANK"]).close()
+    return Digits()
+"""
+# A rank that delays its message waits for the launcher to end it: on a busy machine that takes longer than usual.
+LONG_DELAYS = f"""
+import runpy
+from dgc_training.faults import failure
+from dgc_training.launcher import print_error
+print_error.__defaults__, failure.SECONDARY_DELAY = (1000.0,), 1000.0
+runpy.run_path({str(TRAIN)!r}, run_name="__main__")
+"""
+TELL = """
+import atexit, gc, sys
+SLOW = {"horovod", "matplotlib", "scipy", "sklearn", "sympy", "tensorboard", "torch._dynamo", "torchvision"}
+def tell(when):
+    print(when, gc.isenabled(), *sorted(SLOW & {*sys.modules}), flush=True)
+tell("loading:")
+atexit.register(tell, "ending:")
+"""
 
 
 def launch(command: Any, cwd: Path, timeout: int = 100, **variables: str) -> Any:
@@ -36,7 +74,6 @@ def launch(command: Any, cwd: Path, timeout: int = 100, **variables: str) -> Any
 
 
 def printed_by_a_rank(result: Any) -> str:
-    """The first line of the error of the only rank that prints one."""
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("[rank "))
     return str(line)
 
@@ -64,7 +101,6 @@ from torch.distributed import DistNetworkError, DistStoreError
 from dgc_training.config import ConfigError
 from dgc_training.faults import failure
 from dgc_training.faults.failure import UsageError, ending_all_ranks
-
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
 names = {}
 for name, (body, rank, size) in json.loads(sys.argv[1]).items():
@@ -137,24 +173,6 @@ def test_the_same_command_resumes_after_sigterm(tmp_path: Path, capsys: CaptureF
     assert (tmp_path / "runs/digits.cnn.np1/summary.json").exists()
 
 
-STOPPED = """
-import os, signal, sys, time
-from dgc.comm import barrier
-from dgc.comm.horovod import HorovodTransport
-from dgc_training.faults.failure import ending_all_ranks
-from dgc_training.faults.watchdog import WatchedTransport, watching
-
-with ending_all_ranks():
-    transport = WatchedTransport(HorovodTransport(timeout=float(sys.argv[1])))
-    with watching(transport, float(sys.argv[1])):
-        barrier(transport)
-        time.sleep(2)
-        if transport.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        barrier(transport)
-"""
-
-
 @HOROVOD
 @pytest.mark.proof
 @pytest.mark.timeout(300)
@@ -171,25 +189,6 @@ def test_a_stuck_rank_is_reported_with_its_stack_and_a_stopped_one_without(tmp_p
     assert result.returncode != 0 and "Traceback" not in result.stderr
     printed = printed_by_a_rank(result)
     assert printed.startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in printed
-
-
-SHARDS = """
-import os
-from dgc_datasets import Digits
-
-def make(path: str) -> Digits:
-    open(path + os.environ["OMPI_COMM_WORLD_RANK"]).close()
-    return Digits()
-"""
-# A rank that delays its message waits for the launcher to end it: on a busy machine that takes longer than usual.
-LONG_DELAYS = f"""
-import runpy
-from dgc_training.faults import failure
-from dgc_training.launcher import print_error
-
-print_error.__defaults__, failure.SECONDARY_DELAY = (1000.0,), 1000.0
-runpy.run_path({str(TRAIN)!r}, run_name="__main__")
-"""
 
 
 @HOROVOD
@@ -224,7 +223,8 @@ def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_p
     assert "horovodrun -np 2" in result.stderr and "exitcode  : 2" in result.stderr
 
 
-def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) -> None:
+def test_what_a_process_imports(tmp_path: Path) -> None:
+    """Packages of a user come before those of the repository."""
     program = "from dgc_models import DigitsCNN\nclass Mine(DigitsCNN): pass\n"
     for name in ("benchmarks", "configs", "datasets", "models", "scripts", "training"):
         (tmp_path / "path" / name).mkdir(parents=True)
@@ -240,23 +240,7 @@ def test_packages_of_a_user_come_before_those_of_the_repository(tmp_path: Path) 
     result = launch([sys.executable, "-I", "-S", "-c", program], tmp_path)
     assert result.stderr.startswith(f"train.py: {sys.executable} has no torch. Run ") and result.returncode == 2
     assert result.stderr.count("\n") == 1
-
-
-TELL = """
-import atexit, gc, sys
-
-SLOW = {"horovod", "matplotlib", "scipy", "sklearn", "sympy", "tensorboard", "torch._dynamo", "torchvision"}
-
-def tell(when):
-    print(when, gc.isenabled(), *sorted(SLOW & {*sys.modules}), flush=True)
-
-tell("loading:")
-atexit.register(tell, "ending:")
-"""
-
-
-def test_a_run_imports_what_it_uses(tmp_path: Path) -> None:
-    """Nothing slow before it is needed, and no search for garbage meanwhile."""
+    # nothing slow before it is needed, and no search for garbage meanwhile
     (tmp_path / "tell.py").write_text(TELL)
     words = ["--configs", CNN, str(tmp_path / "tell.py"), "--run-dir", str(tmp_path / "run"), "--devices", "cpu"]
     settings = ("train.num_epochs=1", "model.width=1", "train.batch_size=500")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from environment import patient, python_path
 from omegaconf import OmegaConf
 from on_ranks import on_ranks
+from optim.nets import alone, wrap
 from pytest import CaptureFixture, MonkeyPatch
 from simulated import CNN, assert_same_end, train_in
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -38,6 +38,12 @@ from dgc_training.launcher import print_error
 from dgc_training.startup import agreement
 from dgc_training.startup.agreement import check_agreement, code_difference, code_hashes
 from dgc_training.synchronization import check_replicas, minority_ranks
+
+INTERRUPTION = """
+import ctypes, os, signal, threading, time
+from dgc.comm.lockstep import LockstepWorld
+from dgc_training.faults.interruption import Interruption
+"""
 
 
 @on_ranks(4)
@@ -170,24 +176,25 @@ def test_a_run_resumes_with_an_evaluation(tmp_path: Path, capsys: CaptureFixture
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_run_that_stops_after_its_minutes_has_the_bits_of_one_that_does_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With no time at all, every start takes one step: also the last one of an epoch, before its evaluation."""
-    dgc, quick = "configs/dgc/wm5.py", ["train.batch_size=300", "train.num_epochs=2", "model.width=8"]
-    assert train_in(tmp_path / "whole", [CNN, dgc], quick) == [0, 0]
-    starts = 0
-    while 0 not in (ended := train_in(tmp_path / "pieces", [CNN, dgc], quick, options=["--minutes", "0"])):
-        starts += 1
-        assert ended == [EXIT_SAVED] * 2 and starts < 10
-    assert starts >= 4 and capsys.readouterr().out.count("Stopped by SIGALRM: saved e000") == starts
-    assert_same_end(tmp_path / "whole", tmp_path / "pieces")
+def test_a_run_in_minutes_has_the_bits_of_one_without_stops(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    """With no time at all, every start takes one step, or those until ranks that train alone agree to stop."""
+    quick = ["train.batch_size=300", "train.num_epochs=2", "model.width=8"]
+    local = ["train.local.average_every=2", "train.num_epochs=4"]
+    for method, more, least in (("dgc/wm5", [], 4), ("local/diloco", local, 2)):
+        whole, pieces, starts = tmp_path / method / "whole", tmp_path / method / "pieces", 0
+        stack, settings = [CNN, f"configs/{method}.py"], [*quick, *more]
+        assert train_in(whole, stack, settings) == [0, 0]
+        while 0 not in (ended := train_in(pieces, stack, settings, options=["--minutes", "0"])):
+            starts += 1
+            assert ended == [EXIT_SAVED] * 2 and starts < 10
+        assert starts >= least and capsys.readouterr().out.count("Stopped by SIGALRM: saved e000") == starts
+        assert_same_end(whole, pieces)
 
 
 def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         before = signal.getsignal(number)
-        with Interruption(LockstepWorld(1).transports[0]) as interruption:
+        with Interruption(alone()) as interruption:
             assert interruption.check() is None
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)  # the launcher forwards the signal that the batch system sends to all
@@ -198,16 +205,9 @@ def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
         assert signal.getsignal(number) == before
     # a collective that fails after a signal is not reported: another rank has died
     for received, expected in ((0, RuntimeError), (signal.SIGTERM, Terminated)):
-        with pytest.raises(expected), Interruption(LockstepWorld(1).transports[0]) as interruption:
+        with pytest.raises(expected), Interruption(alone()) as interruption:
             interruption.received = received
             raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
-
-
-INTERRUPTION = """
-import ctypes, os, signal, threading, time
-from dgc.comm.lockstep import LockstepWorld
-from dgc_training.faults.interruption import Interruption
-"""
 
 
 def test_under_torchrun_ranks_that_do_not_agree_to_stop_end_without_saving() -> None:
@@ -284,9 +284,7 @@ def test_only_unbounded_growth_gives_a_warning() -> None:
         assert "not finite" in text
     # Low-rank methods have a compress_ratio below 1. A ratio of 1 would turn the monitor off.
     for make in (SVDCompressor, AtomoCompressor):
-        model, transport = torch.nn.Linear(40, 60), LockstepWorld(1).transports[0]
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(sgd, model.named_parameters(), make(2), transport=transport)
+        optimizer = wrap(torch.nn.Linear(40, 60), alone(), compression=make(2))
         assert optimizer.compress_ratio == 2 * (40 + 60) / (40 * 60)
         (text,) = warnings_of(linear, ratio=optimizer.compress_ratio)
         assert "compress_ratio 0.0833" in text
@@ -294,27 +292,20 @@ def test_only_unbounded_growth_gives_a_warning() -> None:
 
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("lr", [pytest.param(0.05, marks=pytest.mark.proof), 1.5])
-def test_real_training(lr: Any) -> None:
+@on_ranks(2)
+def test_real_training(transport: Any, lr: float) -> None:
     """A diverging learning rate gives a warning in 1000 steps of DGC, and a stable one none."""
-
-    def body(transport: Any) -> Any:
-        torch.manual_seed(1)
-        model = torch.nn.Linear(50, 40, bias=False)
-        compression = DGCCompressor(0.01, DGCSGDMemory(momentum=0.9))
-        sgd = DGCSGD(model.parameters(), lr=lr, momentum=0.9)
-        optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression, transport=transport)
-        generator = torch.Generator().manual_seed(transport.rank)
-        weights = torch.randn(40, 50, generator=torch.Generator().manual_seed(9))
-        monitor = ErrorGrowthMonitor()
-        for step in range(1000):
-            inputs = torch.randn(16, 50, generator=generator)
-            optimizer.zero_grad()
-            (model(inputs) - inputs @ weights.T).square().mean().backward()
-            optimizer.step()
-            if step % 10 == 9 and monitor.update(optimizer.error_norm(), 0.01, 10):
-                return True
-        return False
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert LockstepWorld(2).run(body) == [lr > 1] * 2
+    torch.manual_seed(1)
+    model, compression = torch.nn.Linear(50, 40, bias=False), DGCCompressor(0.01, DGCSGDMemory(momentum=0.9))
+    sgd = DGCSGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression, transport=transport)
+    generator = torch.Generator().manual_seed(transport.rank)
+    weights = torch.randn(40, 50, generator=torch.Generator().manual_seed(9))
+    monitor, warned, step = ErrorGrowthMonitor(), False, 0
+    while not warned and step < 1000:
+        inputs, step = torch.randn(16, 50, generator=generator), step + 1
+        optimizer.zero_grad()
+        (model(inputs) - inputs @ weights.T).square().mean().backward()
+        optimizer.step()
+        warned = step % 10 == 0 and bool(monitor.update(optimizer.error_norm(), 0.01, 10))
+    assert warned == (lr > 1)

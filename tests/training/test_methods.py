@@ -41,16 +41,24 @@ ALSO = {
     **dict.fromkeys(("adam/zero_one_adam", "adam/fp16"), ["train.local.var_freeze_step=2"]),
     "adam/dgc": ["train.compression.warmup_epochs=0"],
 }
+ADAM, ONEBIT_ADAM, GPT = "configs/adam", "configs/adam/onebit_adam.py", "configs/pysource/gpt.py"
+SGP, OSGP, FIRST_SCALE = "configs/gossip/sgp.py", "configs/gossip/osgp.py", 65536.0
+QUICK = "train.num_epochs=2 train.batch_size=90 train.warmup_lr_epochs=1 train.log_every=2".split()
+QUICK += ["data.num_threads_per_worker=1", "model.width=8"]
+FP16 = "train.precision=fp16 train.num_epochs=2 train.batch_size=4 train.checkpoint_every=2".split()
+FP16 += "train.check_replicas_every=1 train.scheduler.warmup_steps=2 data.num_threads_per_worker=1".split()
+FP16 += "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=5".split()
+FP16 += ["model.width=16", "model.heads=2"]
 
 
-def names(folder: str) -> list[str]:
+def names(*folders: str) -> list[str]:
     """The files that extend a stack, without those of which every stack has one."""
-    files = sorted((CONFIGS / folder).glob("*.py"))
-    return [f"{folder}/{path.stem}" for path in files if path.stem not in ("__init__", "momentum", "streaming")]
+    files = [f"{path.parent.name}/{path.stem}" for of in folders for path in sorted((CONFIGS / of).glob("*.py"))]
+    return [name for name in files if not name.endswith(("/__init__", "/momentum", "/streaming"))]
 
 
-FOLDERS = ("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
-COMPRESSION = [name for folder in FOLDERS for name in names(folder)] + ["dgc/reduce_scatter", "dgc/gtopk"]
+COMPRESSION = names("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
+COMPRESSION += ["dgc/reduce_scatter", "dgc/gtopk"]
 GOSSIP = [
     *(["gossip/" + name] for name in ("ar", "sgp", "osgp", "dpsgd", "choco", "powergossip")),
     *(["gossip/sgp", "gossip/" + name] for name in ("fp16", "bf16", "int8", "machines")),
@@ -105,9 +113,6 @@ def test_every_graph_takes_the_number_of_ranks(name: str) -> None:
         assert graph is None or instantiate(graph)(4).size == 4
 
 
-ADAM, ONEBIT_ADAM, GPT = "configs/adam", "configs/adam/onebit_adam.py", "configs/pysource/gpt.py"
-
-
 def test_momentum_is_not_clipped(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Of 12 steps, the gradients of the first 6 are."""
     clip = Mock(wraps=torch.nn.utils.clip_grad_norm_)
@@ -146,18 +151,12 @@ def test_auto_is_on_with_several_machines(tmp_path: Path, capsys: CaptureFixture
         assert connect.call_args.kwargs["hierarchical"] == asked
 
 
-SGP, OSGP = "configs/gossip/sgp.py", "configs/gossip/osgp.py"
-QUICK = "train.num_epochs=2 train.batch_size=90 train.warmup_lr_epochs=1 train.log_every=2".split()
-QUICK += ["data.num_threads_per_worker=1", "model.width=8"]
-
-
 def test_it_learns_and_logs_a_row_for_each_rank(tmp_path: Path) -> None:
     train_in(tmp_path, [CNN, SGP], [*QUICK, "train.num_epochs=4"], size=4)
     summary = summary_of(tmp_path)
     assert summary["best"]["acc/test_top1"] > 60
     for rank in range(4):
-        lines = (tmp_path / "csv" / f"out_r{rank}_n4.csv").read_text().splitlines()
-        rows = list(csv.DictReader(lines[4:]))
+        rows = list(csv.DictReader((tmp_path / "csv" / f"out_r{rank}_n4.csv").read_text().splitlines()[4:]))
         trained = [row for row in rows if row["itr"] != "-1"]
         assert [row["Epoch"] for row in rows if row["itr"] == "-1"] == ["0", "1", "2", "3"]
         assert float(trained[-1]["weight"]) == 1.0 and float(rows[-1]["consensus"]) > 0
@@ -230,13 +229,6 @@ def test_local_steps_have_their_own_key_and_are_over_the_gossip_of_the_stack(tmp
     for stack in (["configs/local/slowmo.py", SGP], [SGP, "configs/local/slowmo.py"]):
         method = instantiate(load([CNN, *stack], ["--configs.train.gossip.blocking=true"]).train.local)
         assert method.average_every == 48 and method.base.blocking
-
-
-FP16 = "train.precision=fp16 train.num_epochs=2 train.batch_size=4 train.checkpoint_every=2".split()
-FP16 += "train.check_replicas_every=1 train.scheduler.warmup_steps=2 data.num_threads_per_worker=1".split()
-FP16 += "dataset.characters=20000 dataset.vocabulary_size=64 task.context=8 task.steps_per_epoch=5".split()
-FP16 += ["model.width=16", "model.heads=2"]
-FIRST_SCALE = 65536.0
 
 
 @pytest.fixture

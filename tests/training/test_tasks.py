@@ -36,6 +36,8 @@ from dgc_training.tasks.translation import Translation
 from dgc_training.tasks.translation_batches import TranslationBatches, evaluation_batches
 from dgc_training.tasks.translation_evaluation import TranslationEvaluation, TranslationQuality, table
 
+CPU, TINY = torch.device("cpu"), ["configs/numwords/tiny.py"]
+
 
 def test_texts(tmp_path: Path) -> None:
     sources = PythonSources(vocabulary_size=64, characters=40_000)
@@ -195,16 +197,12 @@ def test_an_epoch_goes_on_at_the_same_step(tmp_path: Path, monkeypatch: MonkeyPa
     assert summary["tokens"] == 2 * 5 * 2 * 4 * 8
     assert summary["best"]["perplexity/val"] == pytest.approx(math.exp(summary["best"]["loss/val"]))
     for size, start, steps in ((1, "e0001s00003", 2), (3, "e0001s00003", 2), (3, "e0001", 5)):
-        again = rewound(tmp_path / "run", tmp_path / f"{start} {size}", start)
-        taken = Mock(wraps=Stepping.step)
+        again, taken = rewound(tmp_path / "run", tmp_path / f"{start} {size}", start), Mock(wraps=Stepping.step)
         monkeypatch.setattr(Stepping, "step", lambda stepping, taken=taken: taken(stepping))
         with pytest.warns(UserWarning, match=f"was saved by 2 ranks and is resumed by {size}"):
             train_in(again, stack, settings, size)
         assert taken.call_count == size * steps and summary_of(again)["epochs"] == 2
         monkeypatch.undo()
-
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -283,8 +281,7 @@ def model(data: NumberWords, extra: int = 0, seed: int = 0) -> Transformer:
 
 def evaluate(data: NumberWords, size: int, **options: Any) -> tuple[dict[str, float], dict[str, str]]:
     def run(transport: Any) -> Any:
-        evaluation = TranslationEvaluation(data, transport, CPU, max_tokens=80, **options)
-        own = model(data)
+        evaluation, own = TranslationEvaluation(data, transport, CPU, max_tokens=80, **options), model(data)
         results = evaluation(own)
         assert own.training and list(results) == evaluation.names
         return results, evaluation.texts
@@ -354,9 +351,6 @@ def test_a_larger_vocabulary_of_the_model_does_not_reach_the_translations(data: 
     assert evaluate(data, 1, beams=3)[1] != evaluate(data, 1)[1]
     # and a table's cells may have bars
     assert table([("a|b", "c", "d")]).splitlines()[-1] == "| a\\|b | c | d |"
-
-
-TINY = ["configs/numwords/tiny.py"]
 
 
 @pytest.mark.usefixtures("no_type_checks")

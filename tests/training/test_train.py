@@ -49,6 +49,23 @@ BRIEF = ["train.num_epochs=1", "train.checkpoint_every=null"]
 
 # Only the run that several tests share is checked for shapes.
 pytestmark = pytest.mark.usefixtures("no_type_checks")
+HOLDER = """
+import sys
+from dgc_training.startup.lock import *
+lock = RunLock(Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
+R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
+RUN = "runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"
+NAMES: list[tuple[list[str], str, int | None, str]] = [
+    (["configs/digits/cnn.yaml", "configs/dgc"], "", 1, "[digits.cnn+dgc].np1"),
+    ([R20, R20], ".e500", 2, "cifar.resnet20.e500.np2"),
+    (["elsewhere/mine.py", WM5], "", 2, "[mine+dgc.wm5].np2"), (["configs/cifar/__init__.py"], "", 2, "cifar.np2"),
+    (["configs/__init__.py"], "", 2, "configs.np2"), ([RUN], "", 4, "[cifar.resnet20+dgc.wm5].e500.repeat.np4"),
+    (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"), ([R20], "", None, "cifar.resnet20.elastic"),
+    (["runs/cifar.resnet20.elastic/config.yaml"], "", None, "cifar.resnet20.repeat.elastic"),
+]  # fmt: skip
 
 
 def run(directory: Path, *settings: str, size: int = 2, options: Any = ()) -> None:
@@ -82,15 +99,7 @@ def test_the_files_of_a_run(finished: Path) -> None:
     assert group["lr"] == pytest.approx(2 * 0.025)
 
 
-def test_ranks_draw_different_random_numbers(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    seeds: list[int] = []
-    monkeypatch.setattr(train, "seed_everything", seeds.append)
-    with pytest.raises(ConfigError, match="not a result"):  # told after all parts have been built
-        run(tmp_path / "run", "train.metric=acc/val_top1", size=3)
-    assert len(seeds) == 3 and len(set(seeds)) == 3
-
-
-def test_scalars_and_settings_in_tensorboard(finished: Path) -> None:
+def test_scalars_and_settings_in_tensorboard(finished: Path, tmp_path: Path) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     events = events_of(finished)
@@ -111,9 +120,7 @@ def test_scalars_and_settings_in_tensorboard(finished: Path) -> None:
     settings = HParamsPluginData.FromString(content).session_start_info.hparams
     assert settings["ranks"].number_value == 2 and settings["train.batch_size"].number_value == 64
     assert settings["train.compression.compress_ratio"].number_value == 0.001
-
-
-def test_a_tag_that_is_always_0_is_not_written(tmp_path: Path) -> None:
+    # a tag that is always 0 is not written
     log = ScalarLog(tmp_path, LockstepWorld(1).transports[0], samples=0, lag=0)
     for point, error in enumerate((0.0, 0.0, 3.0, 0.0)):
         zeros = dict.fromkeys(("bytes/wire_per_step", "acc/test_top1", "bytes/wire"), 0.0)
@@ -166,9 +173,8 @@ def test_a_finished_run_started_again(finished: Path, tmp_path: Path, capsys: Ca
     assert summary_of(copy)["epochs"] == 1
 
 
-def test_evaluate_gives_the_reported_accuracy_on_any_number_of_ranks(
-    finished: Path, tmp_path: Path, capsys: CaptureFixture[str]
-) -> None:
+def test_evaluate_gives_the_reported_accuracy(finished: Path, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    """On any number of ranks."""
     for size in (1, 2, 3):
         run(finished, size=size, options=["--evaluate"])
         lines = capsys.readouterr().out.splitlines()
@@ -186,14 +192,9 @@ def unchanged(directory: Path) -> Iterator[None]:
 
 
 def with_nan(found: Any) -> Any:
-    """The tensor, or the first one of a mapping."""
     if isinstance(found, dict):
         return {name: value if n else with_nan(value) for n, (name, value) in enumerate(found.items())}
     return torch.cat([found.flatten()[:-1], torch.tensor([math.nan])]).view(found.shape)
-
-
-def in_fp64(found: Any) -> Any:
-    return {name: value.double() for name, value in found.items()}
 
 
 GONE = object()
@@ -221,7 +222,10 @@ DAMAGED: dict[str, list[tuple[str, Any, str]]] = {
     ],
     "quant/onebit": [("rank0/compression/OneBitCompressor.0/errors", with_nan, "errors of .* has NaN")],
     "powersgd/rank4": [
-        (f"rank0/{POWERSGD}/errors", in_fp64, "errors of .* has type torch.float64, not torch.float32"),
+        (
+            f"rank0/{POWERSGD}/errors", lambda errors: {name: error.double() for name, error in errors.items()},
+            "errors of .* has type torch.float64, not torch.float32",
+        ),
         (f"rank1/{POWERSGD}/Q", with_nan, "Q of .* has NaN"),
     ],
     "gossip/osgp": [
@@ -287,7 +291,7 @@ def test_optional_parts_are_optional(tmp_path: Path) -> None:
     run(tmp_path, *words, options=["--evaluate"])
 
 
-def test_ranks_with_other_configs_are_reported_with_the_keys(tmp_path: Path) -> None:
+def test_ranks_have_one_config_and_different_random_numbers(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     args, _ = parse_arguments([*EXPERIMENT, "--devices", "cpu", "--run-dir", str(tmp_path)])
     trees = [load(STACK, [f"--configs.seed={seed}"]) for seed in (0, 0, 1)]
     with pytest.raises(UsageError, match=r"rank 2 has another config than rank 0(.|\n)*seed: 0 -> 1"):
@@ -298,6 +302,11 @@ def test_ranks_with_other_configs_are_reported_with_the_keys(tmp_path: Path) -> 
     changed += ["seed: 1 -> (absent)", "train.betas: [1, 2] -> [1, 3]", "train.num_epochs: 3 -> 4"]
     assert config_differences(old, old) == []
     assert config_differences(old, new) == [f"  {text}" for text in changed]
+    seeds: list[int] = []
+    monkeypatch.setattr(train, "seed_everything", seeds.append)
+    with pytest.raises(ConfigError, match="not a result"):  # told after all parts have been built
+        run(tmp_path / "run", "train.metric=acc/val_top1", size=3)
+    assert len(seeds) == 3 and len(set(seeds)) == 3
 
 
 def test_arguments_are_read_first(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
@@ -322,15 +331,6 @@ def test_arguments_are_read_first(tmp_path: Path, monkeypatch: MonkeyPatch, caps
     (tmp_path / "stop.py").write_text("raise KeyboardInterrupt\n")
     assert train.main(["--configs", str(tmp_path / "stop.py")]) == 130
     assert capsys.readouterr().err.startswith("Stopped by Ctrl-C")
-
-
-HOLDER = """
-import sys
-from dgc_training.startup.lock import *
-lock = RunLock(Path(sys.argv[1]))
-print(flush=True)
-sys.stdin.read()
-"""
 
 
 def test_a_second_run_in_the_directory_is_an_error(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
@@ -359,8 +359,7 @@ def test_a_second_run_in_the_directory_is_an_error(tmp_path: Path, capsys: Captu
     run(directory, *BRIEF, options=["--no-resume"])
     assert "--no-resume: the earlier run is now" in capsys.readouterr().out
     assert not list(tmp_path.rglob(lock.NAME))
-    first = RunLock(tmp_path)
-    timer = threading.Timer(0.5, first.release)
+    timer = threading.Timer(0.5, RunLock(tmp_path).release)
     timer.start()
     RunLock(tmp_path, wait=30).release()
     timer.join()
@@ -386,7 +385,7 @@ def test_a_lock_is_of_the_directory_of_this_name(tmp_path: Path, monkeypatch: Mo
         RunLock(tmp_path).release()
 
 
-def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed_and_moving_aside_keeps_all(tmp_path: Path) -> None:
     dead, own, other = subprocess.Popen(["true"]), os.getpid(), os.getppid()
     dead.wait()
     (tmp_path / "checkpoints").mkdir()
@@ -399,18 +398,12 @@ def test_only_temporary_files_of_killed_processes_are_removed(tmp_path: Path) ->
     (tmp_path / left[1]).touch()
     run(tmp_path, *BRIEF)
     assert not (tmp_path / left[1]).exists()
-
-
-R20, WM5 = "configs/cifar/resnet20.py", "configs/dgc/wm5.py"
-RUN = "runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"
-NAMES: list[tuple[list[str], str, int | None, str]] = [
-    (["configs/digits/cnn.yaml", "configs/dgc"], "", 1, "[digits.cnn+dgc].np1"),
-    ([R20, R20], ".e500", 2, "cifar.resnet20.e500.np2"),
-    (["elsewhere/mine.py", WM5], "", 2, "[mine+dgc.wm5].np2"), (["configs/cifar/__init__.py"], "", 2, "cifar.np2"),
-    (["configs/__init__.py"], "", 2, "configs.np2"), ([RUN], "", 4, "[cifar.resnet20+dgc.wm5].e500.repeat.np4"),
-    (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"), ([R20], "", None, "cifar.resnet20.elastic"),
-    (["runs/cifar.resnet20.elastic/config.yaml"], "", None, "cifar.resnet20.repeat.elastic"),
-]  # fmt: skip
+    for content in ("first", "second"):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "file").write_text(content)
+        move_aside(tmp_path / "run")
+    assert [(tmp_path / f"run.{n}" / "file").read_text() for n in (1, 2)] == ["first", "second"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_names(tmp_path: Path) -> None:
@@ -430,12 +423,3 @@ def test_names(tmp_path: Path) -> None:
     assert [str(warning.message).rpartition(" ")[2] for warning in warned] == [str(tmp_path / "a.np2")]
     for name, rank in (("b.np4", 0), ("a.np4", 1)):  # rank 0 alone warns
         warn_of_other_run(tmp_path / name, rank)
-
-
-def test_moving_aside_overwrites_nothing(tmp_path: Path) -> None:
-    for content in ("first", "second"):
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "file").write_text(content)
-        move_aside(tmp_path / "run")
-    assert [(tmp_path / f"run.{n}" / "file").read_text() for n in (1, 2)] == ["first", "second"]
-    assert not (tmp_path / "run").exists()

@@ -1,12 +1,21 @@
-"""The network laboratory, and what benchmarks compute there. tests/parallel/test_netlab.py makes hosts."""
+"""The network laboratory and `make gpu` where there is no GPU: refusals, a dry run, and what benchmarks compute.
+
+tests/parallel/test_netlab.py makes hosts.
+"""
 
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
+import warnings
+from collections import Counter
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -14,33 +23,38 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from cases import case
+from environment import REPOSITORY, python_path
 from refusals import refuse
 
+from benchmarks import gpu_steps, time_to_accuracy
 from benchmarks import laboratory as module
-from benchmarks import time_to_accuracy
 from benchmarks.exchange import GOSSIP, GRADIENTS
 from benchmarks.figures import crossing, draw_exchange, read_lines, speed_ups
+from benchmarks.gpu import PAGE
+from benchmarks.gpu_steps import MESSAGE, Parts, stress, waits_of, write_table
 from benchmarks.laboratory import Laboratory, LaboratoryError, RaisedSigterm, cores_of, parse_latency, parse_rate
 from benchmarks.launches import AS_RANK, KEEP_TO_ONE_CORE, begin, measure, portions, ranks_per_host
 from benchmarks.runs import TASKS
+from benchmarks.stand_ins import ANNOTATIONS, cases, load_tests
+from benchmarks.step_overhead import resnet50
 from benchmarks.step_times import add_network, row_of
 from benchmarks.time_to_accuracy import reached
 from benchmarks.time_to_accuracy import row_of as row_of_time
 from benchmarks.train_step import MODELS, Work, make, make_work
+from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import PHASES
 from dgc.cost import AlikeRanks
 
+Patch = pytest.MonkeyPatch
 
-def test_rates_and_delays() -> None:
+
+def test_rates_delays_hosts_ranks_and_their_cores() -> None:
     assert [parse_rate(text) for text in ("100mbit", "2.5gbit", "5000kbit")] == [1e8, 2.5e9, 5e6]
     assert [parse_latency(text) for text in ("500us", "10ms", "1s")] == pytest.approx([5e-4, 1e-2, 1.0])
     for rate in ("", "fast", "100", "100 mbit", "-1gbit", "100MB", "1kbit", "101gbit"):
         refuse("rate", Laboratory, 2, rate)
     for delay in ("", "1", "0ms", "2s", "1min"):
         refuse("delay|latency", Laboratory, 2, "1gbit", delay)
-
-
-def test_hosts_ranks_and_their_cores() -> None:
     assert [cores_of(host, 2, [3, 4, 5, 6, 7]) for host in range(2)] == [[3, 4], [5, 6]]
     assert [cores_of(host, 4, [0, 1, 2, 3]) for host in range(4)] == [[0], [1], [2], [3]]
     assert [cores_of(host, 4, [5, 7]) for host in range(4)] == [[5], [7], [5], [7]] and ranks_per_host(8, 4) == 2
@@ -53,8 +67,7 @@ def test_hosts_ranks_and_their_cores() -> None:
     refuse("^the rate must be from 1mbit to 100gbit, such as 2.5gbit, not 100", Laboratory, 2, 100)
 
 
-def test_what_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is made."""
+def test_what_is_missing_is_one_message(monkeypatch: Patch) -> None:
     missing: Any = [
         ("os.geteuid", lambda: 1000, "need root"),
         ("shutil.which", lambda tool: None if tool == "tc" else tool, "tc is missing.*iproute2"),
@@ -69,9 +82,7 @@ def test_what_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("netlab: the rate must be from")
     assert done.stderr.count("\n") == 1 and not done.stdout
-
-
-def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    # so is a link on which nothing arrives
     laboratory = Laboratory(2, "1gbit")
     monkeypatch.setattr(laboratory, "inside", lambda host, command: ["true"])
     traceback = "Traceback (most recent call last):\n  ...\nOSError: [Errno 113] No route to host\n"
@@ -83,7 +94,7 @@ def test_a_link_on_which_nothing_arrives_is_one_message(monkeypatch: pytest.Monk
         assert "Traceback" not in str(caught.value)
 
 
-def test_laboratories_that_start_and_end_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_laboratories_that_start_and_end_together(monkeypatch: Patch, tmp_path: Path) -> None:
     removed: list[int] = []
     monkeypatch.setattr(module, "LOCKS", tmp_path)
     monkeypatch.setattr(module, "remove", removed.append)
@@ -151,15 +162,8 @@ def step(whole: float, update: float, wire: float, link: float) -> dict[str, flo
     return {"exchange": whole - update, "whole": whole, "until": whole, **sent, "link": link, **phases}
 
 
-def test_a_row_has_the_slowest_rank_and_the_median_step() -> None:
-    fast = [step(1.0, 0.25, 100, 110), step(2.0, 0.25, 100, 110), step(9.0, 0.25, 100, 110)]
-    slow = [step(3.0, 0.75, 300, 310), step(1.5, 0.75, 300, 310), step(4.0, 0.75, 300, 310)]
-    row = row_of([fast, slow])
-    assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
-    assert (row["wire_bytes"], row["link_bytes"]) == (200, 210) and row["phases_ms"]["step"] == 500.0
-
-
 def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
+
     assert {"lstm", "vgg16"} <= set(MODELS) and {"dense", "fp16", "2bit"} <= set(GRADIENTS)
     work = make_work("lstm", batch=1, image=0, rank=0)  # without a step, which takes long
     assert sum(p.numel() for p in work.model.parameters()) == 28869 * 651 + 3 * 8 * 650 * 651
@@ -167,7 +171,12 @@ def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
     assert loss.isfinite() and loss.ndim == 0
 
 
-def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:
+def test_rows_have_the_slowest_rank_the_median_step_and_nothing_that_is_sent_all_the_time() -> None:
+    fast = [step(1.0, 0.25, 100, 110), step(2.0, 0.25, 100, 110), step(9.0, 0.25, 100, 110)]
+    slow = [step(3.0, 0.75, 300, 310), step(1.5, 0.75, 300, 310), step(4.0, 0.75, 300, 310)]
+    row: dict[str, Any] = row_of([fast, slow])
+    assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
+    assert (row["wire_bytes"], row["link_bytes"]) == (200, 210) and row["phases_ms"]["step"] == 500.0
     rows: dict[str, Any] = {
         "noop": {"step_ms": 10.0, "until_ms": 10.0, "link_bytes": 50.0, "machine_bytes": 0.0},
         "fp16": {"step_ms": 90.0, "until_ms": 100.0, "link_bytes": 1500.0, "machine_bytes": 1000.0},
@@ -184,9 +193,7 @@ def test_what_is_sent_all_the_time_is_no_part_of_a_method() -> None:
 
 
 @pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK"])
-def test_ranks_that_outnumber_the_cores_keep_to_one_each(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_beyond_the_cores_keep_to_one_each(variable: str, tmp_path: Path, monkeypatch: Patch) -> None:
     for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "4")
@@ -232,11 +239,10 @@ def test_the_figure_shows_where_a_method_stops_to_pay(tmp_path: Path) -> None:
     refuse("no line of a benchmark with --hosts", read_lines, file)
 
 
-def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
+def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it(capsys: pytest.CaptureFixture[str]) -> None:
     dense = [(10.0, 100.0, 50.0), (20.0, 200.0, 99.0), (30.0, 300.0, 98.0)]
     fast = [(1.0, 10.0, 97.5), (2.0, 20.0, 97.4), (3.0, 30.0, 97.6)]
-    never = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)]
-    bits = [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
+    never, bits = [(1.0, 1.0, 10.0), (2.0, 2.0, 97.49)], [(1.0, 10.0, 2.1), (2.0, 20.0, 2.03), (3.0, 30.0, 2.0)]
     digits, pysource = TASKS["digits"], TASKS["pysource"]
     found = [reached(dense, 98.5, digits, target) for target in (None, 50.0, 99.5)]
     assert found == [(20.0, 200.0), (10.0, 100.0), None]
@@ -247,9 +253,7 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it() -> None:
     assert "seconds_to_reach" not in both and both["reached"] == "1 of 2"
     both = row_of_time([fast, dense], [dense, dense], digits, target=97.6)
     assert (both["seconds_to_reach"], both["reached"]) == (11.5, "2 of 2")
-
-
-def test_simulated_seconds_are_those_of_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    # simulated seconds are those of the bytes
     words = "--simulate --hosts 2 --rate 8mbit --epochs 1 --target 1 --methods fp16 -- --configs.model.width=4"
     assert time_to_accuracy.main(words.split()) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]["fp16"]
@@ -282,3 +286,192 @@ def test_a_step_of_gossip_ends_when_its_messages_have_arrived() -> None:
             sent = method.meter.wire_bytes
             method.step()
             assert transport.works == 0 and method.meter.wire_bytes > sent, name
+
+
+# A machine with PyTorch and Triton, of the packages that this one has.
+BARE = """
+    import runpy, sys
+    sys.modules.update(dict.fromkeys({absent}))
+    sys.argv = ["gpu", *{words}]
+    runpy.run_module("benchmarks.gpu", run_name="__main__")
+"""
+
+
+def run(code: str, **variables: str) -> Any:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": python_path(), **variables}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+
+
+def run_gpu(words: Any, absent: Any = ()) -> Any:
+    return run(BARE.format(absent=absent, words=words))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    done = run_gpu([])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "sees no GPU" in done.stderr
+
+
+def test_a_missing_package_is_named_with_its_cure() -> None:
+    done = run_gpu([], absent=("triton",))
+    assert done.returncode == 2 and "-m pip install triton" in done.stderr
+
+
+TESTS = """
+    import pytest
+    from a_helper import successor
+    @pytest.fixture(autouse=True)
+    def always(monkeypatch):
+        monkeypatch.setenv("GPU_TEST", "set")
+    @pytest.fixture(scope="module")
+    def once():
+        made.append(1)
+        return made
+    made = []
+    @pytest.mark.parametrize("a, b", [(1, 2), pytest.param(3, 4, marks=pytest.mark.proof)])
+    @pytest.mark.parametrize(("c", "d"), [(5, 6), (6, 7)])
+    def test_parameters(a, b, c, d, once):
+        import os
+        assert b == successor(a) and d == successor(c) and os.environ["GPU_TEST"] == "set" and len(once) == 1
+    @pytest.mark.proof
+    def test_raises(monkeypatch):
+        monkeypatch.setattr("os.absent", 1, raising=False)
+        with pytest.raises(ValueError, match="bad") as refused:
+            raise ValueError("bad")
+        assert str(refused.value) == "bad"
+    @pytest.mark.parametrize("x", [1, 2])
+    def test_fails_for_two(x):
+        assert x == 1
+    def test_raises_nothing():
+        with pytest.raises(ValueError):
+            pass
+"""
+
+
+def test_tests_run_without_pytest(tmp_path: Path) -> None:
+    (tmp_path / "a_helper.py").write_text("successor = 1 .__add__")
+    file = tmp_path / "folder" / "test_some.py"
+    file.parent.mkdir()
+    file.write_text(textwrap.dedent(TESTS))
+    found, passed = list(cases(load_tests(file), {})), []
+    for name, test in found:
+        with suppress(AssertionError):
+            test()
+            passed.append(name)
+    failed = [name for name, _ in found if name not in passed]
+    assert failed == ["test_fails_for_two(x=2)", "test_raises_nothing()"]
+    assert len(found) == 4 + 1 + 2 + 1 and "GPU_TEST" not in os.environ
+    with pytest.raises(AssertionError, match="no tests of these names"):
+        list(cases(load_tests(file), {"test_unknown": "it is not there"}))
+    # every annotation has its stand-in too
+    files = (REPOSITORY / "dgc").rglob("*.py")
+    imported = [line for file in files for line in re.findall(r"from jaxtyping import (.*)", file.read_text())]
+    assert {name.strip() for line in imported for name in line.split(",")} == set(ANNOTATIONS)
+
+
+def test_waits_are_counted_by_place(monkeypatch: Patch) -> None:
+    """PyTorch warns of each wait, at the line that asked for it."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+
+    def step() -> None:
+        for _ in range(3):
+            warnings.warn(MESSAGE, stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    line = step.__code__.co_firstlineno + 2
+    assert waits_of(step) == Counter({f"tests/test_networks_and_gpus.py:{line}": 3})
+
+
+def test_shapes_of_resnet50() -> None:
+    import dgc_datasets.torchvision_compat  # noqa: F401
+
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    with torch.device("meta"):
+        expected = [tuple(p.shape) for p in models.resnet50().parameters() if p.dim() >= 2]
+    assert [tuple(t.shape) for t in resnet50().values()] == expected
+
+
+def test_laws_load_without_pytest_and_training_without_numpy() -> None:
+    """They may be missing beside PyTorch for CUDA."""
+    laws = """
+        import torch, sys
+        sys.modules["pytest"] = None
+        from benchmarks.gpu_steps import laws
+        import dgc.kernels.triton_selection
+        assert len(list(laws(torch.device("cpu")))) > 80
+    """
+    training = """
+        import sys, warnings
+        sys.modules.update(dict.fromkeys(("numpy", "omegaconf")))
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        import torch
+        import benchmarks.ddp_step, benchmarks.launches
+        import dgc.kernels as kernels
+        from benchmarks.gpu_steps import Training
+        kernels.use("reference")
+        Training(16, torch.device("cpu")).step()
+    """
+    for done in (run(laws, TRITON_INTERPRET="1"), run(training)):
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_fails_or_is_late_does_not_stop_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    parts, done = Parts(1), list[str]()
+    for name, part, share in (
+        ("kernel", partial(fail, ValueError("no such register")), 1),
+        ("ranks", partial(fail, SystemExit("a rank ended with status 1")), 1),
+        ("late", partial(done.append, "late"), 0),
+        ("last", partial(done.append, "last"), 1),
+    ):
+        parts.run(name, part, share)
+    assert (parts.failed, parts.not_run, done) == (["kernel", "ranks"], ["late"], ["last"])
+    assert 59 < parts.left() <= 60 and 29 < parts.left(0.5) <= 30
+    printed = capsys.readouterr().out
+    assert "FAILED kernel\n" in printed and "no such register" in printed and "a rank ended" in printed
+    # the table takes its place on the page
+    page = tmp_path / "gpu.md"
+    rows: Any = {"top of |v|": {"ms": 1.25, "launches": 3, "where": {}}, "b": {"peak MB": 7.4}}
+    page.write_text(PAGE.read_text())
+    for title in ("GPU A", "GPU B"):  # the second one replaces the first
+        write_table(page, title, rows)
+    text = page.read_text()
+    assert "GPU B:\n\n| step | ms |" in text and "GPU A" not in text
+    assert "| top of v | 1.250 |  |  | 3 |  |  |\n| b |  |  |  |  |  | 7 |\n" in text
+    assert all(line in text for line in PAGE.read_text().splitlines() if not line.startswith("Not measured"))
+    page.write_text("another page")
+    refuse("has no <!-- the table of make gpu -->", write_table, page, "title", rows)
+
+
+def test_the_exchange_with_checks_compares_the_means_of_all_ranks(monkeypatch: Patch) -> None:
+    def body(transport: Any) -> float:
+        return stress(transport, torch.device("cpu"), 2, 1, lambda: False)
+
+    assert min(LockstepWorld(2).run(body)) > 0
+    gather = gpu_steps.all_gather_object
+    monkeypatch.setattr(gpu_steps, "all_gather_object", lambda t, found: gather(t, [*found, t.rank]))
+    with pytest.raises(RuntimeError, match="other means than rank 0 in the last 2 of 2 steps"):
+        LockstepWorld(2).run(body)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.proof
+def test_a_dry_run_with_torch_and_triton_alone(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    absent = ("jaxtyping", "pytest", "torchvision", "horovod", "mpi4py")
+    page = tmp_path / "gpu.md"
+    page.write_text(PAGE.read_text())
+    done = run_gpu(["--dry-run", "--write", str(page)], absent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "jaxtyping is not installed" in done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["laws"]["failed"] == [] and found["laws"]["number"] > 80
+    assert found["failed"] == found["not_run"] == []
+    ranks = ("DDP, torch's PowerSGD, rank 4", "DDP, our DGC", "DGC, 3 steps with checks")
+    rows = {"torch.topk of |v| alone", "PowerSGD, rank 1", *(f"2 ranks, gloo: {name}" for name in ranks)}
+    assert rows <= found["rows"].keys() and "| 2 ranks, gloo: DDP, our DGC |" in page.read_text()
