@@ -151,8 +151,8 @@ WITH_MUON: dict[str, Words] = {
     "muloco-sign-h32": ("configs/local/sign.py", *MULOCO, every(32)),
     "muloco-streaming-h10": ("configs/muon/muloco.py", *STREAMING, FP32_MATRICES, f"{LOCAL}.outer.momentum=0.8"),
     "muon-local-h10": MUON_LOCAL,
-    "muon-local-momentum-h10": (*MUON_LOCAL, "configs/local/momentum.py"),
-    "muon-local-momentum-h20": (*MUON_LOCAL, "configs/local/momentum.py", every(20)),
+    "muon-local-momentum-h10": ("configs/local/momentum.py", *MUON_LOCAL),
+    "muon-local-momentum-h20": ("configs/local/momentum.py", *MUON_LOCAL, every(20)),
     "muon-local-4-bits-h10": (
         *MUON_LOCAL,
         f"{LOCAL}.compression._target_=dgc.compression.TwoPhaseCompressor",

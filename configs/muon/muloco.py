@@ -15,6 +15,7 @@ configs.train.local = Config(OuterSteps)
 configs.train.local.average_every = 30  # steps between two exchanges
 configs.train.local.outer = Config(Nesterov, outer_lr=0.7, momentum=0.8)
 configs.train.local.compression = before.compression if before else None  # of pseudo-gradients; null: none
+configs.train.local.average_momentum = before.average_momentum if before else False  # the ranks' own momenta
 
 configs.requires["train.compression._target_"] = "dgc.compression.DenseCompressor"  # no gradients are compressed
 configs.requires["train.check_replicas_every"] = 0  # models differ between exchanges
