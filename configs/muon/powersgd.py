@@ -1,4 +1,4 @@
-"""PowerSGD of rank 4 for the matrices of Muon, 4 bits for embeddings. All other tensors are dense.
+"""PowerSGD of rank 4 for the matrices of Muon, both factors in every step, 4 bits for embeddings. Others are dense.
 
 The library warns of it: Muon makes the singular values alike that PowerSGD leaves out. See docs/methods.md.
 """
@@ -9,7 +9,7 @@ from dgc_training.config import Config, configs
 configs.train.compression = Config(Route)
 configs.train.compression.rules = [
     Config(Rule, compressor=Config(TwoPhaseCompressor, bits=4), name="*embed*", min_dim=2),
-    Config(Rule, compressor=Config(PowerSGDCompressor, rank=4), min_dim=2),
+    Config(Rule, compressor=Config(PowerSGDCompressor, rank=4, num_iters_per_step=2), min_dim=2),
     Config(Rule, compressor=Config(DenseCompressor)),
 ]
 
