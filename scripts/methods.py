@@ -153,11 +153,7 @@ WITH_MUON: dict[str, Words] = {
     "muon-local-h10": MUON_LOCAL,
     "muon-local-momentum-h10": ("configs/local/momentum.py", *MUON_LOCAL),
     "muon-local-momentum-h20": ("configs/local/momentum.py", *MUON_LOCAL, every(20)),
-    "muon-local-4-bits-h10": (
-        *MUON_LOCAL,
-        f"{LOCAL}.compression._target_=dgc.compression.TwoPhaseCompressor",
-        f"{LOCAL}.compression.bits=4",
-    ),
+    "muon-local-4-bits-h10": ("configs/local/fourbit.py", *MUON_LOCAL),
     "muon-local-2-bits-h10": ("configs/local/twobit.py", *MUON_LOCAL),
     "muon-local-sign-h10": ("configs/local/sign.py", *MUON_LOCAL),
     "muon-local-sign-h32": ("configs/local/sign.py", *MUON_LOCAL, every(32)),

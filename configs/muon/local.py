@@ -1,8 +1,8 @@
 """Muon in the ranks, and the mean of their models every 10 steps, without outer momentum.
 
 Each rank keeps a longer momentum (0.98): it averages the noise of the rank's own batches. Stack
-configs/local/momentum.py before it to average the momenta too, or twobit.py or sign.py to compress the
-pseudo-gradients, whose errors are fed back.
+configs/local/momentum.py before it to average the momenta too, or fourbit.py, twobit.py or sign.py to compress
+the pseudo-gradients, whose errors are fed back.
 """
 
 from dgc.local import OuterSteps
