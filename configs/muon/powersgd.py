@@ -1,4 +1,4 @@
-"""PowerSGD of rank 4 for the matrices of Muon, both factors in every step, 4 bits for embeddings. Others are dense.
+"""PowerSGD of rank 4 for the matrices of Muon, with both factors in every step, and 4 bits for embeddings.
 
 The library warns of it: Muon makes the singular values alike that PowerSGD leaves out. See docs/methods.md.
 """
