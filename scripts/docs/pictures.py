@@ -320,7 +320,8 @@ def muon() -> Picture:
     places = {
         "dense": ("gray", (9.0, 20.0)),
         "muon": ("blue", (9.0, 4.0)),
-        "muon-local-h10": ("blue", (9.0, -6.0)),
+        "muon-local-momentum-h10": ("blue", (9.0, -6.0)),
+        "muon-local-momentum-h20": ("blue", (9.0, 14.0)),
         "muon-local-2-bits-h10": ("blue", (-9.0, 20.0)),
         "muon-local-sign-h32": ("blue", (9.0, -4.0)),
         "muon-local-sign-h64": ("blue", (9.0, 5.0)),
@@ -340,7 +341,7 @@ def muon() -> Picture:
             f"Muon with {number(signs[-1]):.0f} times fewer bytes",
             f"ends {-number(signs[1])} % below dense AdamW",
         ],
-        "GPT, 4 ranks, 4000 steps; blue: Muon, 2 seeds; red: AdamW, 3 seeds",
+        "GPT, 4 ranks, 4000 steps, 3 seeds; blue: Muon, red: AdamW",
         saved(0.8, 25000, 1, 10, 100, 1000),
         Axis(
             "bits per character more than dense AdamW, %",
