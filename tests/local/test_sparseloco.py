@@ -105,10 +105,11 @@ def test_a_file_exchanges_after_its_steps(name: str, before: list[str]) -> None:
         own.optimizer.synchronize_messages()
         with own.optimizer.consensus():
             pass
-        return sent, own.optimizer.consensus_distance
+        return sent, 4 * own.z.numel(), own.optimizer.consensus_distance
 
-    for sent, distance in on(2, body):
-        assert 0 < sent <= 4 * 93 + 64 and (name == "streaming" or distance == 0.0)
+    for sent, once, distance in on(2, body):
+        # the blocks of 4 bits are longer than these tensors
+        assert 0 < sent <= once + 128 < 2 * once and (name == "streaming" or distance == 0.0)
 
 
 def test_sparseloco_is_the_published_one_and_gossip_between_exchanges_and_islands() -> None:
