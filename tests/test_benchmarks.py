@@ -21,7 +21,7 @@ from benchmarks.__main__ import main as print_list
 from benchmarks.convergence import draw, main, report, rows_of
 from benchmarks.methods import Method, parameters_of
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
-from benchmarks.runs import TASKS, WITH_ADAM, Task, summary_of, to_train
+from benchmarks.runs import TASKS, WITH_ADAM, Task, simulate, summary_of, to_train
 from benchmarks.selectors import Counts, SelectorStep, count_step, counting, fit_tensors
 from benchmarks.train_step import Work
 from dgc.bucket import lay_out
@@ -287,6 +287,18 @@ def summary(task: Task, quality: float, wire: int = 5) -> dict[str, Any]:
 
 def given(task: str, **more: Any) -> Namespace:
     return Namespace(**{"task": task, "epochs": None, "batch_size": None, "overrides": [], **more})
+
+
+def test_another_seed_gives_another_run_and_the_same_one_the_same(tmp_path: Path) -> None:
+    def trained(name: str, seed: int) -> Any:
+        words = ["--configs", "configs/digits/cnn.py", "configs/powersgd/rank2.py", "--devices", "cpu"]
+        words += [f"--configs.seed={seed}", "--configs.train.num_epochs=1", "--configs.train.batch_size=90"]
+        simulate(2, [*words, "--run-dir", str(tmp_path / name)])
+        return json.loads((tmp_path / name / "summary.json").read_text())
+
+    first, again, other = trained("first", 0), trained("again", 0), trained("other", 7)
+    assert first["final"] == again["final"] != other["final"]
+    assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
 
 
 def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_path: Path) -> None:
