@@ -4,7 +4,7 @@ PYTHON ?= python3
 SETUP ?= 1
 export VENV PYTHON GPU SYSTEM_MPI HOROVOD
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types unit parallel proof mutants docs gpu doctor clean
+.PHONY: help setup demo test tests lint types unit parallel proof mutants docs gpu doctor clean
 
 # processes that share the tests, one per core (nproc prints OMP_NUM_THREADS if that is set)
 WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
@@ -49,7 +49,11 @@ lint: setup
 types: setup
 	@$(BIN)/mypy
 
-test: lint types
+# types need one core, and not all tests need both
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+tests: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 unit: setup

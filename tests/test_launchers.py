@@ -31,6 +31,7 @@ ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", 
 FOREIGN = ("SLURM_", "NCCL_", "UCX_", "HOROVOD_")
 OWN = {*OURS, *ELASTIC, "DRY_RUN"}
 CLEAN = {k: v for k, v in os.environ.items() if k not in OWN and not k.startswith(FOREIGN)}
+CLEAN["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the environment may lie anywhere
 GOSSIP = {"ar": None, **dict.fromkeys(("sgp", "osgp"), "n_peer_exponential")}
 GOSSIP |= dict.fromkeys(("dpsgd", "adpsgd"), "bipartite_exponential")
 TRAIN, EXCLUDING = ["--configs", "x"], {"MPI_OPTIONS": "-mca btl_tcp_if_exclude lo"}
@@ -240,7 +241,7 @@ def job(tmp_path: Path, **variables: str) -> tuple[Path, dict[str, str]]:
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin" / "scontrol", CONTROL)
     copy = Path(shutil.copy(REPOSITORY / "scripts/slurm.sh", tmp_path / "job"))
-    environment = {**CLEAN, "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**CLEAN, "PATH": f"{tmp_path / 'bin'}:{CLEAN['PATH']}"}
     environment |= {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
     environment |= {"SLURM_NTASKS": "8", "SLURM_SUBMIT_DIR": str(REPOSITORY), "MACHINES": "node3 node4"}
     return copy, environment | {"VIRTUAL_ENV": sys.prefix, "CALLS": str(tmp_path / "calls")} | variables

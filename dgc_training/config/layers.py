@@ -88,17 +88,17 @@ class Stack:
             change(node, *args)
             if declares:
                 declare_(self.declared, node)
-            tree = copied(node, mapping=dict)
-            OmegaConf.create(tree)
-        except OmegaConfBaseException as error:  # a formula that cannot be read
-            reason = short(str(error).splitlines()[0], 160)
-            raise ConfigError(f"{origin}: {error.full_key} is no value or formula: {reason}") from error
+            before, after = leaves(self.tree), leaves(tree := copied(node, mapping=dict))
+            changed = [at for at in before | after if repr(before.get(at, ...)) != repr(after.get(at, ...))]
         except (ValueError, RecursionError) as error:
             raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}") from error
-        before, after = leaves(self.tree), leaves(tree)
-        changed = [at for at in before | after if repr(before.get(at, ...)) != repr(after.get(at, ...))]
-        for at in changed:  # two layers may not require different values, as two compression methods do
-            if at.startswith("requires.") and at in before and at in after:
+        for at in changed:
+            try:
+                OmegaConf.create([value] if isinstance(value := after.get(at), str | list) else [])
+            except OmegaConfBaseException as error:  # a formula that cannot be read
+                reason = short(str(error).splitlines()[0], 160)
+                raise ConfigError(f"{origin}: {at} is no value or formula: {reason}") from error
+            if at.startswith("requires.") and at in before and at in after:  # as of two compression methods
                 needs = f"{origin} needs {at.removeprefix('requires.')} to be {after[at]}"
                 other = f"{self.origin(at)} needs {before[at]}"
                 raise ConfigError(f"{needs}, but {other}; leave out the one or the other")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from cases import case
 from environment import patient
 from warm import python
 
@@ -140,16 +141,20 @@ print("before", threads())
 """
 
 
-@pytest.mark.parametrize("setting", ["none", "initialised", "unfinished", "destroyed"])
-def test_no_thread_of_a_process_group_outlives_the_program(setting: str) -> None:
+def test_no_thread_of_a_process_group_outlives_the_program() -> None:
     """But for those of the program's own group, and of one in which something is unfinished."""
-    settings = {name: name == setting for name in ("initialised", "unfinished", "destroyed")}
-    program = PROGRAM.format(**settings, seconds=patient(0.5))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    program_s, before, after = (int(line.split()[-1]) for line in done.stdout.splitlines())
-    assert not done.stderr
-    assert before > program_s and (program_s > 0) == (setting == "initialised")
-    assert after == {"initialised": program_s, "unfinished": before}.get(setting, 0)
+    started, pipes = dict[str, Any](), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    for setting in ("none", "initialised", "unfinished", "destroyed"):
+        settings = {name: name == setting for name in ("initialised", "unfinished", "destroyed")}
+        program = PROGRAM.format(**settings, seconds=patient(0.5))
+        started[setting] = subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
+    for setting, process in started.items():
+        printed, errors = process.communicate(timeout=patient(60))
+        program_s, before, after = (int(line.split()[-1]) for line in printed.splitlines())
+        with case(setting):
+            assert not errors and process.returncode == 0
+            assert before > program_s and (program_s > 0) == (setting == "initialised")
+            assert after == {"initialised": program_s, "unfinished": before}.get(setting, 0)
 
 
 def test_the_threads_of_all_groups_end_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from dgc_training.config import ConfigError
 from dgc_training.faults import failure
 from dgc_training.faults.failure import UsageError, ending_all_ranks
+failure.SECONDARY_DELAY = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
 names = {}
 for name, (body, rank, size) in json.loads(sys.argv[1]).items():
