@@ -143,11 +143,12 @@ print("before", threads())
 
 def test_no_thread_of_a_process_group_outlives_the_program() -> None:
     """But for those of the program's own group, and of one in which something is unfinished."""
-    started, pipes = dict[str, Any](), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = dict[str, Any]()
     for setting in ("none", "initialised", "unfinished", "destroyed"):
         settings = {name: name == setting for name in ("initialised", "unfinished", "destroyed")}
         program = PROGRAM.format(**settings, seconds=patient(0.5))
-        started[setting] = subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
+        started[setting] = subprocess.Popen([sys.executable, "-c", program], **pipes)
     for setting, process in started.items():
         printed, errors = process.communicate(timeout=patient(60))
         program_s, before, after = (int(line.split()[-1]) for line in printed.splitlines())

@@ -50,7 +50,7 @@ def test_with_horovod(tmp_path: Path) -> None:
     ("launch", "run"),
     [
         (torchrun, "train_ddp.py 6"),
-        (torchrun, "train_fsdp2_quantized.py 6"),
+        pytest.param(torchrun, "train_fsdp2_quantized.py 6", marks=pytest.mark.proof),
         pytest.param(torchrun, "train_gossip.py 6", marks=pytest.mark.proof),
         pytest.param(two_agents, "train_fsdp2.py 16", marks=pytest.mark.proof),
     ],
@@ -62,7 +62,10 @@ def test_with_torchrun(tmp_path: Path, launch: Launcher, run: str) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["train_accelerate.py", "train_transformers.py", pytest.param("train_lightning.py", marks=pytest.mark.proof)],
+    [
+        "train_accelerate.py",
+        *(pytest.param(f"train_{name}.py", marks=pytest.mark.proof) for name in ("transformers", "lightning")),
+    ],
 )
 def test_libraries_resume_bit_for_bit(tmp_path: Path, script: str) -> None:
     runs = [("whole", 6), ("parts", 2), ("parts", 6)]
