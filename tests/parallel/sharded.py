@@ -35,7 +35,12 @@ def machine(transport: Any) -> Any:
 
 
 def of_hsdp() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("machine", "local"))
+    shape = 2, dist.get_world_size() // 2
+    return kept("hsdp", lambda: init_device_mesh("cpu", shape, mesh_dim_names=("machine", "local")))
+
+
+def of_all() -> DeviceMesh:
+    return kept("all", lambda: init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def network() -> nn.Sequential:

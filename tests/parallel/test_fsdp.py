@@ -22,7 +22,6 @@ from states import assert_equal
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -98,7 +97,7 @@ def test_ratio_1_equals_hsdp(transport: Any) -> None:
 @on_machines
 def test_muon_steps_on_whole_matrices(transport: Any) -> None:
     """The model is the one that DDP trains on the same batches."""
-    world = init_device_mesh("cpu", (4,))  # whose last rank has no row of the first matrix
+    world = sharded.of_all()  # whose last rank has no row of the first matrix
     for mesh, precision in ((machine(transport), "fp32"), (machine(transport), "bf16"), (world, "fp32")):
         replica, model = DistributedDataParallel(network()), shard(network(), mesh)
         start, inputs = whole(model), batches(4, transport.rank)
@@ -376,7 +375,7 @@ def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_a
 
 @on_machines
 def test_models_and_arguments_that_cannot_work_are_refused(transport: Any) -> None:
-    mesh, world = machine(transport), init_device_mesh("cpu", (4,))
+    mesh, world = machine(transport), sharded.of_all()
     in_use = dgc()
     exchange = compress(shard(network(), mesh), in_use, transport=transport)
 

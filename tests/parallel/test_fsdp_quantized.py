@@ -17,7 +17,7 @@ from parallel.ranks import each_rank_of, over, torchrun
 from parallel.sharded import batches, build, kept, loss_of, network, on_gradient, shard, train, whole
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dgc.fsdp import quantize, quantized
@@ -25,10 +25,6 @@ from dgc.gossip.model import local
 from dgc.wire.envelope import PayloadError
 
 on_ranks = each_rank_of(over(torchrun, 3), *(over(torchrun, ranks, pytest.mark.proof) for ranks in (2, 4)))
-
-
-def mesh() -> DeviceMesh:
-    return kept("all", lambda: init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def sgd(model: Any, lr: float = 0.02, **options: Any) -> torch.optim.SGD:
@@ -62,11 +58,11 @@ MODELS = "plain,no sync,repeated,tied,columns,frozen,checkpointed,divided,bf16,b
 @on_ranks
 def test_what_is_sent_and_the_error_are_the_gradients(transport: Any, name: str) -> None:
     """Up to rounding, relative to the largest element."""
-    expected = sum_of_gradients(build(mesh(), name), transport.rank, name == "no sync")
+    expected = sum_of_gradients(build(sharded.of_all(), name), transport.rank, name == "no sync")
     rounding = 2e-2 if name == "bf16 reduce" else 2e-6
     rows: list[Any] = [(8, "float32", rounding), (4, "int8", max(rounding, 5e-3))]
     for bits, error, bound in [*rows, (None, None, 0.0)] if name == "plain" else rows:
-        model = build(mesh(), name)
+        model = build(sharded.of_all(), name)
         quantizer = quantize(model, bits, error=error, hadamard=bits == 4)
         sums = sum_of_gradients(model, transport.rank, name == "no sync")
         errors = quantizer.state_dict()["errors"]
@@ -89,7 +85,7 @@ def test_collectives_overlap_unless_gradients_are_read_during_backward(transport
     real: dict[str, Any] = {"g": dist.all_gather_single, "s": quantized.exchange_rows}
     waits = "gGgsSGsSsS"  # the second gather is prefetched
     for reader, order in (("nothing", "gGgsGsSsSS"), ("parameters", waits), ("all-reduce", waits)):
-        model, early, events = build(mesh()), dict[Tensor, Tensor](), list[str]()
+        model, early, events = build(sharded.of_all()), dict[Tensor, Tensor](), list[str]()
         quantizer = quantize(model, 8, 8)
         for p in model.parameters() if reader == "parameters" else ():
             p.register_post_accumulate_grad_hook(lambda p, early=early: early.update({p: local(p.grad).clone()}))
@@ -123,7 +119,7 @@ def test_collectives_overlap_unless_gradients_are_read_during_backward(transport
 @pytest.mark.parametrize("name", ["plain", "frozen", "bf16", "columns", "resharded"])
 @on_ranks
 def test_forward_and_backward_use_the_same_rounded_weights_and_shards_are_exact(transport: Any, name: str) -> str:
-    model = build(mesh(), name)
+    model = build(sharded.of_all(), name)
     before, layer, used = whole(model), model[0], list[Tensor]()
     quantizer = quantize(model, None, 8)
 
@@ -152,7 +148,7 @@ def test_forward_and_backward_use_the_same_rounded_weights_and_shards_are_exact(
 @on_ranks
 def test_bytes_are_those_of_the_formula(transport: Any) -> None:
     for bits, block, weights in ((8, 256, None), (4, 128, 8), (4, 64, None)):
-        model = build(mesh())
+        model = build(sharded.of_all())
         quantizer = quantize(model, bits, weights, block=block)
         loss_of(model, batches(1, 0)[0]).backward()
         formula = 0
@@ -169,7 +165,7 @@ def test_bytes_are_those_of_the_formula(transport: Any) -> None:
 @on_ranks
 def test_a_nonfinite_gradient_drops_the_step_everywhere(transport: Any) -> dict[str, str]:
     def start(**options: Any) -> tuple[Any, Any, Any]:
-        model = build(mesh())
+        model = build(sharded.of_all())
         return model, quantize(model, 4, **options), sgd(model, momentum=0.9)
 
     reason = f"the gradient of 0.weight on rank {transport.size - 1} has NaN or inf, or is 2**64 or more"
@@ -182,7 +178,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(transport: Any) -> None:
     (first, second), ends = batches(2, transport.rank), []
 
     for fails in (False, True):
-        model = build(mesh())
+        model = build(sharded.of_all())
         quantizer, optimizer = quantize(model, 4), sgd(model)
         train(model, optimizer, [first])
         if fails:
@@ -206,7 +202,7 @@ def test_a_loaded_run_continues_bit_for_bit_also_on_fewer_ranks(
     inputs = batches(6, transport.rank)
 
     def start() -> tuple[Any, Any, Any]:
-        model = build(mesh())
+        model = build(sharded.of_all())
         return model, sgd(model, 0.05, momentum=0.9), quantize(model, 4, 8, error=error)
 
     model, optimizer, quantizer = start()
@@ -243,7 +239,7 @@ def test_a_loaded_run_continues_bit_for_bit_also_on_fewer_ranks(
 
 @on_ranks
 def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any) -> None:
-    model, last = build(mesh()), transport.size - 1
+    model, last = build(sharded.of_all()), transport.size - 1
     start = partial(quantize, model)
     refused("gradients must be one of 8, 4, None, not 3", partial(start, 3))
     refused("weights must be one of 8, None, not 4", partial(start, weights=4))
@@ -271,7 +267,7 @@ def test_a_step_that_cannot_work_is_refused(transport: Any) -> None:
     batch = batches(1, transport.rank)[0]
 
     def check(message: str, change: Callable[[Any], Any] | None = None, model: Any = None) -> None:
-        model = model or build(mesh())
+        model = model or build(sharded.of_all())
         quantizer = quantize(model, 8, 8)
         if change:
             change(model)
@@ -284,8 +280,8 @@ def test_a_step_that_cannot_work_is_refused(transport: Any) -> None:
     mixed = network()
     mixed[0].bias.requires_grad_(False)
     mixed[0].bias.data = mixed[0].bias.data.half()
-    check("are torch.uint8, not torch.float32", model=shard(mixed, mesh()))
-    half = shard(network(), mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    check("are torch.uint8, not torch.float32", model=shard(mixed, sharded.of_all()))
+    half = shard(network(), sharded.of_all(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     check("MixedPrecisionPolicy(reduce_dtype=torch.float32)", model=half)
     inf = "0.weight on rank 0 has NaN or inf, or is 2**64 or more: it cannot be trained further"
     check(inf, lambda model: local(model[0].weight).detach().fill_(float("inf")))
@@ -293,7 +289,7 @@ def test_a_step_that_cannot_work_is_refused(transport: Any) -> None:
 
 @on_ranks
 def test_a_message_that_changed_is_refused_and_training_goes_on(transport: Any) -> None:
-    model, real, batch = build(mesh()), quantized.exchange_rows, batches(1, transport.rank)[0]
+    model, real, batch = build(sharded.of_all()), quantized.exchange_rows, batches(1, transport.rank)[0]
     quantizer = quantize(model)
 
     def damage(arrived: Tensor, *arguments: Any) -> Any:

@@ -233,24 +233,22 @@ def test_what_a_process_imports(tmp_path: Path) -> None:
         program += f"import {name}\nassert {name}.OWNER == 'user'\n"
     (tmp_path / "path" / "mine.py").write_text(program)
     (tmp_path / "mine.yaml").write_text("model: {_target_: mine.Mine, width: 4}\ndata: {num_workers: 1}\n")
-    words = ["--configs", CNN, "mine.yaml", *FLAGS, "--configs.train.batch_size", "700"]
-    result = launch([sys.executable, TRAIN, *words], tmp_path, PYTHONPATH=str(tmp_path / "path"))
-    assert result.returncode == 0 and "Mine(width=4" in result.stdout, result.stderr
+    # and nothing slow is imported before it is needed, with no search for garbage meanwhile
+    (tmp_path / "tell.py").write_text(TELL)
+    words = ["--configs", CNN, "mine.yaml", "tell.py", *FLAGS, "--configs.train.batch_size", "700"]
+    words += ["--devices", "cpu"]
+    done = launch([sys.executable, TRAIN, *words], tmp_path, PYTHONPATH=str(tmp_path / "path"))
+    # libraries complain at the end of a process that has frozen their objects
+    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
+    assert "Mine(width=4" in done.stdout
+    first, last = [line.split() for line in done.stdout.splitlines() if line.startswith(("loading:", "ending:"))]
+    assert first == ["loading:", "False"] and last[:2] == ["ending:", "True"] and "tensorboard" in last
+    assert not {"matplotlib", "scipy", "sklearn", "torchvision"} & {*last}
     # without torch the remedy is told: `-I -S` hides the packages of the environment
     program = f"import runpy, sys; sys.path.insert(0, '{REPOSITORY}'); runpy.run_path('{TRAIN}')"
     result = launch([sys.executable, "-I", "-S", "-c", program], tmp_path)
     assert result.stderr.startswith(f"train.py: {sys.executable} has no torch. Run ") and result.returncode == 2
     assert result.stderr.count("\n") == 1
-    # nothing slow before it is needed, and no search for garbage meanwhile
-    (tmp_path / "tell.py").write_text(TELL)
-    words = ["--configs", CNN, str(tmp_path / "tell.py"), "--run-dir", str(tmp_path / "run"), "--devices", "cpu"]
-    settings = ("train.num_epochs=1", "model.width=1", "train.batch_size=500")
-    done = launch([sys.executable, TRAIN, *words, *(f"--configs.{setting}" for setting in settings)], tmp_path)
-    # libraries complain at the end of a process that has frozen their objects
-    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
-    first, last = [line.split() for line in done.stdout.splitlines() if line.startswith(("loading:", "ending:"))]
-    assert first == ["loading:", "False"] and last[:2] == ["ending:", "True"] and "tensorboard" in last
-    assert not {"matplotlib", "scipy", "sklearn", "torchvision"} & {*last}
     # a data worker imports train.py with the arguments of its rank, but is not started as train.py
     program = "import gc, sys; sys.argv = ['train.py']; "
     program += "import dgc_training.startup.installed; print(gc.isenabled())"
