@@ -115,13 +115,21 @@ def test_layout_of_the_gradient_plays_no_part(row: Row) -> None:
 
 @each(row for row in TABLE if row.by_shape)
 def test_order_in_memory_plays_no_part(row: Row) -> None:
-    """Tensors of one shape, contiguous, channels_last and transposed, give the same, up to the order of sums."""
+    """Tensors of one shape, contiguous, channels_last and transposed, give the same, up to the order of sums.
+
+    So do their states, which each loads from the other before the last step.
+    """
     plain = torch.zeros(8, 6, 5, 3, dtype=torch.float32)
     transposed = torch.zeros(3, 8, 5, 6, dtype=torch.float32).permute(1, 3, 2, 0)
     other = (plain.to(memory_format=torch.channels_last), transposed)
     for like in (*other, torch.zeros(5, 3, 6, 8, dtype=torch.float32).permute(3, 2, 0, 1)):
         fleet, reference = testing.Fleet(row.make, 2, [like]), testing.Fleet(row.make, 2, [plain])
-        for step in range(3):
+        for step in range(4):
+            if step == 3:
+                for pair in zip(fleet.states, reference.states, strict=True):
+                    saved = [states.state_dict() for states in pair]
+                    for states, of_the_other in zip(pair, reversed(saved), strict=True):
+                        states.load_state_dict(of_the_other)
             own = [testing.gradients(rank, step, (plain.shape,)) for rank in range(2)]
             mean, expected = fleet.step(own)[0], reference.step(own)[0].view(plain.shape)
             found = fleet.buckets[0].segments[0].of(mean)
