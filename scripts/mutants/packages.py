@@ -16,13 +16,13 @@ TRAINER_PACKAGES = (
     "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "
     "launcher logging meters random_state schedule startup stepping synchronization tasks"
 )
-ADVISOR = Tests(("tests/test_cost.py",))
+ADVISOR = Tests(("tests/test_cost.py", "tests/test_advise.py"))
 PACKAGES = {
     "dgc/advise": ADVISOR,
     "dgc/aggregate": Tests(("tests/compression/test_powersgd.py", "tests/optim/test_identity.py")),
     "dgc/arguments": Tests(("tests/wire", "tests/test_names.py")),
     "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
-    "dgc/comm": Tests(("tests/comm",), TRANSPORTS),
+    "dgc/comm": Tests(("tests/comm",), (*TRANSPORTS, "tests/parallel/test_hierarchical.py")),
     "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),
     "dgc/cost": ADVISOR,
     "dgc/doctor": ADVISOR,

@@ -85,6 +85,9 @@ def test_coded_payloads() -> None:
     tables = (wire.SignValues(), wire.TwoBitValues(4.0), wire.Int8Values())
     forms += [(tables[i % 3], ("packed", "rice", "int32", "rice")[i % 4]) for i in range(12)]
     given += ([*hard_selections()] * 3)[:12]
+    # values so small that half precision scales them
+    forms += product(VALUES[1:3], ("packed", "rice"))
+    given += [(5000, selection_of(5000, 37, 51, 3, 1e-9))] * 4
     for (values, indices), (numel, selection) in zip(forms, given, strict=True):
         plan = plan_of(values, indices, numel, selection.values.numel())
         before, first = ours.launches, torch.tensor(numel // 2, device=DEVICE)

@@ -74,8 +74,10 @@ def test_what_is_sent_and_the_error_are_the_gradients(transport: Any, name: str)
             kept_back = factor * errors[parameter].full_tensor() if error else 0.0
             difference = float((own + kept_back - e).abs().max()) / largest
             assert difference <= bound, (bits, parameter, difference)
+        sent = quantizer.meter.payload_bytes
+        loss_of(model, batches(1, transport.rank)[0]).backward()
+        assert (0 < sent < quantizer.meter.payload_bytes) if bits else quantizer.meter.payload_bytes == 0
         quantizer.close()
-        assert bits or quantizer.meter.payload_bytes == 0
 
 
 @on_ranks

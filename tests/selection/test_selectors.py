@@ -174,6 +174,13 @@ def test_stages_rise_where_too_few_and_fall_where_too_many_and_no_search_goes_to
     for _ in range(60):
         selector.estimate(Ranges(heavy, plan, 0))
     assert int(plan.history["stages"][0, 0]) != stages[-1]
+    # two stages by hand: the first selects a quarter, by a mean that is that of exponential magnitudes
+    magnitudes, plan = SHAPES["laplace"](N).abs(), plan_of(N, ratio=0.01)
+    plan.history["stages"] = torch.tensor([[2.0, 0.0, 0.0]], dtype=torch.float64)
+    t, _ = selector.estimate(Ranges(magnitudes, plan, 0))
+    first = float(magnitudes.mean()) * math.log(4)
+    excess = float(magnitudes[magnitudes >= first].mean()) - first
+    assert t.tolist() == pytest.approx([first + excess * math.log(0.25 / 0.01)], rel=1e-4)
     # a stage that nothing survives leaves the threshold where it is
     v, plan = torch.full((10_000,), 0.5), plan_of(10_000, ratio=0.001)
     plan.history["stages"] = torch.tensor([[5.0, 0.0, 0.0]], dtype=torch.float64)
