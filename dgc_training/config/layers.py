@@ -98,7 +98,7 @@ class Stack:
             except OmegaConfBaseException as error:  # a formula that cannot be read
                 reason = short(str(error).splitlines()[0], 160)
                 raise ConfigError(f"{origin}: {at} is no value or formula: {reason}") from error
-            if at.startswith("requires.") and at in before and at in after:  # as of two compression methods
+            if at.startswith("requires.") and at in before and at in after:  # layers disagree
                 needs = f"{origin} needs {at.removeprefix('requires.')} to be {after[at]}"
                 other = f"{self.origin(at)} needs {before[at]}"
                 raise ConfigError(f"{needs}, but {other}; leave out the one or the other")
