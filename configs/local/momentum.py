@@ -1,4 +1,4 @@
-"""Ranks continue from the mean of their momenta too, for the bytes of a second model. Before configs/muon/local.
+"""Ranks continue from the mean of their momenta too, for the bytes of a second model. With configs/muon/local.
 
 Compressed in few bits momenta do harm: their errors are returned too late (docs/local.md).
 """

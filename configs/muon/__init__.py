@@ -1,8 +1,9 @@
 """Muon for matrices, AdamW for embeddings, vectors and the output layer. By itself nothing is compressed.
 
-An experiment that has Adam or AdamW keeps the settings of it. In others AdamW's own take their place. Matrices get
-`muon_lr_ratio` times the learning rate. An output layer that is no `classifier` or `head` needs its name in
-`parameter_groups.head`. On a CPU without instructions for bf16, `ns_precision` "fp32" is many times faster.
+An experiment that has Adam or AdamW keeps the settings that it names, except for weight decay. The others are
+those of MuonWithAdamW. Matrices get `muon_lr_ratio` times the learning rate. An output layer that is no
+`classifier` or `head` needs its name in `parameter_groups.head`. On a CPU without instructions for bf16,
+`ns_precision` "fp32" is many times faster.
 """
 
 from dgc.optim import MuonWithAdamW, muon_groups

@@ -84,6 +84,8 @@ class _SlowMomentum(Optimizer):
         for group in self.param_groups:
             lr = group["inner_lr"]
             for z0 in group["params"]:
+                if z0.grad is None:
+                    continue
                 if lr == 0:
                     z0.sub_(z0.grad)  # the limit without momentum, which would grow without bound
                     continue

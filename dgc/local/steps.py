@@ -19,9 +19,10 @@ finite stays in the residual of the compressor, if it has one, and is sent later
 
 With `average_momentum` z has the momentum of each parameter too, whose z0 is always the mean.
 
-Differences from the papers: Each rank keeps its own inner optimizer buffers, which are never reset. The learning
-rate of SlowMo is that of the first parameter group in the step of the exchange. In Streaming DiLoCo a fragment is
-made of transformer blocks, here of any tensors in the order of the model.
+Differences from the papers: Each rank keeps its own inner optimizer buffers, except for momenta that are averaged,
+and they are never reset. The learning rate of SlowMo is that of the first parameter group in the step of the
+exchange. In Streaming DiLoCo a fragment is made of transformer blocks, here of any tensors in the order of the
+model.
 
 Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
 """
@@ -221,7 +222,10 @@ class OuterSteps(Gossip):
         if self.base is not None:
             self.base.start(model, transport, meter, name)
         parts = divide(model.segments, self.fragment_mb)
-        check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
+        what, cure = "model at the start", COMMON_START
+        if self.averages_momentum:
+            what, cure = "model or momentum at the start", f"{cure}; and broadcast_optimizer_state(optimizer)"
+        check_equal(model.z, transport, f"{name}.equal", what, cure)
         # without an outer optimizer, to the mean of all models: z0 = z0 - d
         how = (self.compression, self.outer or partial(SGD, lr=1.0), self.bucket_mb)
         fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]

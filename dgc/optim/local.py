@@ -172,6 +172,17 @@ class LocalOptimizer(Wrapper):
             warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=4)
         return False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's optimizer."""
+        state = self.inner.state_dict()
+        return state if self._momenta is None else without_views(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._momenta is not None:  # a state that is saved before the next step has them too
+            self._momenta.attach()
+            self.model.gather()
+
     # --- the common model -------------------------------------------------------------------------
 
     def more_steps(self, total: int) -> Callable[[], bool] | None:
@@ -228,7 +239,7 @@ class LocalOptimizer(Wrapper):
         """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""
         self._intact.check()
         self.method.flush()
-        return {**super().compression_state_dict(), "optimizer": self.inner.state_dict()}
+        return {**super().compression_state_dict(), "optimizer": self.state_dict()}
 
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         check_is_state(state)
@@ -254,11 +265,11 @@ class Momenta:
     """The momenta of an optimizer's parameters, as tensors that stay where they are when a state is loaded.
 
     Args:
-        optimizer: SGD or Muon, or another optimizer that keeps a `momentum_buffer`.
+        optimizer: SGD or Muon, or another optimizer that keeps a `momentum_buffer` and nothing else.
         named: (name, parameter) pairs.
 
     Attributes:
-        named: (name, momentum) pairs, of zeros before the first step.
+        named: (name, momentum) pairs: those of the optimizer, or zeros before its first step.
     """
 
     def __init__(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]):
@@ -276,22 +287,39 @@ class Momenta:
                 "set its momentum, or leave average_momentum out"
             )
         self.named = [(f"{name}.momentum", momentum) for name, _, momentum in self._parts]
+        self.attach()
 
     @torch.no_grad()
     def attach(self, loads: bool = True) -> None:
-        """Let the optimizer use these tensors. loads: with the values of those that it has made or loaded."""
+        """Let the optimizer use these tensors. loads: with the values of those that it has made or loaded.
+
+        A parameter on which this rank has not stepped gets the momentum of those that have.
+        """
         for name, p, momentum in self._parts:
-            state = self._optimizer.state.get(p)
-            if not state or state.get(BUFFER) is momentum:
+            state = self._optimizer.state.get(p) or {}
+            if state.get(BUFFER) is momentum:
                 continue
-            if state.get(BUFFER) is None:
+            if state.keys() - {BUFFER}:
                 raise ValueError(
-                    f"average_momentum needs the {BUFFER} of {name}, which {type(self._optimizer).__name__} does "
-                    "not keep: leave average_momentum out"
+                    f"average_momentum needs an optimizer that keeps a {BUFFER} and nothing else, such as SGD or "
+                    f"Muon: {type(self._optimizer).__name__} keeps {sorted(state)} of {name}"
                 )
+            if state.get(BUFFER) is None:
+                if local(momentum).any():  # zeros would change the first step of an SGD with dampening
+                    self._optimizer.state[p][BUFFER] = momentum
+                continue
             if loads:
                 local(momentum).copy_(local(state[BUFFER]))
             state[BUFFER] = momentum
+
+
+def without_views(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with copies of its momenta, each of which would be saved with the model that it is a part of."""
+    copies = {
+        i: {key: value.clone() if key == BUFFER and value is not None else value for key, value in own.items()}
+        for i, own in state["state"].items()
+    }
+    return {**state, "state": copies}
 
 
 def check_method(method: Any) -> None:

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from dgc.arguments import NUMBER, require
+from dgc.arguments import FLAG, NUMBER, WHOLE, require
 from dgc.compression.protocol import Compressor
 from dgc.engine.options import check_adam, check_optimizer_state, loss_of
 from dgc.versions import TorchRange
 
 TORCH = TorchRange("optim.MuonWithAdamW", oldest="2.9", newest="2.14", since={"Muon": "2.9"})
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module in torch.compile and checkpoint_wrapper
 HEADS = ("*head.weight", "*classifier.weight", "fc.weight")
 GATES = {nn.LSTM: 4, nn.GRU: 3}
 _LOW_RANK = "loses much with Muon, which makes all singular values alike"
@@ -42,6 +43,7 @@ UNSUITED = {
     **{(f"{kind}Compressor", False, True): _SIGNS for kind in ("DoubleSqueeze", "ScaledSign", "SignSGD")},
 }
 NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ADJUST_LR = ("match_rms_adamw", "original", None)  # None: as "original"
 Parts = int | Sequence[int]
 _ANY = [torch.empty(1, 1, dtype=torch.float32)]  # optimizers take no empty list
 
@@ -56,45 +58,62 @@ def muon_groups(
     matrices that they hold.
 
     Args:
-        model: Its parameters get groups. Its names are those without the prefix of DDP or torch.compile.
+        model: Its parameters get groups. Names are those without DDP, torch.compile and checkpoint_wrapper. A
+            parameter that several modules share has all of its names.
         head: Patterns (as in a shell) of names of parameters for AdamW: the output layer, and matrices that are
             looked up like an embedding. None: "*head.weight", "*classifier.weight" and "fc.weight".
         split: For patterns of names, the number of equal parts of a matrix's rows, or the rows of each part:
             `{"*qkv.weight": 3}`.
 
     Raises:
-        ValueError: A pattern fits no parameter, a matrix has other rows than its parts, or Muon has no matrix.
+        ValueError: A pattern of `head` fits no parameter, or one of `split` no matrix of Muon; a matrix has other
+            rows than its parts, or Muon has no matrix.
 
     Example:
         optimizer = MuonWithAdamW(muon_groups(model), lr=1e-3)
     """
-    split, model = split or {}, _unwrapped(model)
-    named = dict(model.named_parameters())
-    for pattern in (*(head or ()), *split):
-        if not any(fnmatchcase(name, pattern) for name in named):
-            raise ValueError(f"no parameter has a name like {pattern!r}; the first names are {[*named][:5]}")
+    split, names = split or {}, _names(model)
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     known = dict(_fused(model))
-    others, matrices = [], dict[Any, list[Tensor]]()
-    for name, p in named.items():
-        is_head = any(fnmatchcase(name, pattern) for pattern in (HEADS if head is None else head))
-        if p.dim() != 2 or min(p.shape) < 2 or p in embeddings or is_head:
+    others, matrices, used = [], dict[Any, list[Tensor]](), set[str]()
+    for p, own in names.items():
+        used.update(fit := _fitting(HEADS if head is None else head, own))
+        if fit or p.dim() != 2 or min(p.shape) < 2 or p in embeddings:
             others.append(p)
             continue
-        parts = next((parts for pattern, parts in split.items() if fnmatchcase(name, pattern)), known.get(p, 1))
+        used.update(fit := _fitting(split, own))
+        parts = split[fit[0]] if fit else known.get(p, 1)
+        _rows(p.shape, parts)
         matrices.setdefault(parts if isinstance(parts, int) else tuple(parts), []).append(p)
+    for pattern in (*(head or ()), *split):
+        if pattern not in used:
+            what = "matrix of Muon" if pattern in split else "parameter"
+            first = [own[0] for own in names.values()][:5]
+            raise ValueError(f"no {what} has a name like {pattern!r}; the first names are {first}")
     if not matrices:
         raise ValueError("the model has no matrix for Muon, which leaves embeddings and the output layer to AdamW")
     groups: list[dict[str, Any]] = [{"params": others, "muon": False}] if others else []
     return groups + [{"params": ps, "muon": True, "parts": parts} for parts, ps in matrices.items()]
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model in wrappers that put a prefix before the names of parameters: torch.compile, DDP, DataParallel."""
-    model = getattr(model, "_orig_mod", model)
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return _unwrapped(model.module)
-    return model
+def _names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """The names of each parameter, without those of the wrappers DDP, torch.compile and checkpoint_wrapper."""
+    wrapped = {
+        f"{name}.module".lstrip(".")
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    }
+    names: dict[Tensor, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        words = name.split(".")
+        outside = [i for i, w in enumerate(words) if w in WRAPPED or ".".join(words[: i + 1]) in wrapped]
+        names.setdefault(p, []).append(".".join(w for i, w in enumerate(words) if i not in outside))
+    return names
+
+
+def _fitting(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The patterns that fit one of the names."""
+    return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
 def _fused(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
@@ -123,13 +142,13 @@ class MuonWithAdamW(Optimizer):
     """`torch.optim.Muon` for groups with `muon=True` and `torch.optim.AdamW` for others, as one optimizer.
 
     With ns_precision="bf16" it computes the bits of the two. Schedulers and checkpoints see one optimizer. A
-    scheduler that sets absolute rates, such as OneCycleLR, needs one for each group. Parameters may be sharded by
-    FSDP2: each matrix is gathered once per step, in the type of `ns_precision`, and all ranks need the same
-    matrices to have a gradient.
+    scheduler that sets absolute rates, such as OneCycleLR, needs one for each group, and cycle_momentum=False,
+    because the momenta of the two have other names. Parameters may be sharded by FSDP2: each matrix is gathered
+    once per step, in the type of `ns_precision`, and all ranks need the same matrices to have a gradient.
 
     Args:
         params: Parameter groups of `muon_groups(model)`. A group may set what the optimizer has, and `muon` and
-            `parts`, see `muon_groups`.
+            `parts`, see `muon_groups`. The `lr` of a group with muon=True is that of Muon.
         lr: Learning rate of AdamW.
         betas: Coefficients of AdamW's first and second moment, each in [0, 1).
         eps: Added to the root of AdamW's second moment.
@@ -145,8 +164,8 @@ class MuonWithAdamW(Optimizer):
 
     Raises:
         ImportError: torch is older than 2.9, and has no Muon.
-        ValueError: An argument is out of range, no group has muon=True, or a parameter of Muon is no real matrix,
-            or is of bf16 with nesterov=False, where torch's Muon overwrites its momentum.
+        ValueError: An argument or a setting of a group is out of range, no group has muon=True, or a parameter of
+            Muon is no real matrix.
 
     Example:
         optimizer = MuonWithAdamW(muon_groups(model), lr=1e-3)
@@ -169,18 +188,14 @@ class MuonWithAdamW(Optimizer):
         ns_precision: str = "bf16",
     ):
         TORCH.check(torch.optim, TORCH.since)
-        check_adam(betas, 0.0, lr=lr, eps=eps, weight_decay=weight_decay)
-        require("a number", NUMBER, muon_lr_ratio=muon_lr_ratio, momentum=momentum)
-        if not muon_lr_ratio > 0 or not 0 <= momentum < 1 or not 1 <= ns_steps < 100:
-            raise ValueError(
-                "MuonWithAdamW needs muon_lr_ratio above 0, momentum in [0, 1) and ns_steps from 1 to 99, not "
-                f"{muon_lr_ratio}, {momentum} and {ns_steps}"
-            )
-        if ns_precision not in NS:
-            raise ValueError(f"ns_precision must be one of {', '.join(NS)}, not {ns_precision!r}")
+        require("a number", NUMBER, muon_lr_ratio=muon_lr_ratio)
+        if not 0 < muon_lr_ratio < math.inf:
+            raise ValueError(f"muon_lr_ratio must be above 0 and finite, not {muon_lr_ratio}")
         own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        common = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        _check_group({"muon": True, "betas": betas, **own, **common, "ns_precision": ns_precision})
         muon = _muon(lr=lr * muon_lr_ratio, weight_decay=weight_decay, **own)
-        adamw = _adamw(lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
+        adamw = _adamw(**common, betas=(betas[0], betas[1]))
         self._settings = {
             True: {**muon.defaults, "parts": 1, "ns_precision": ns_precision},
             False: adamw.defaults,
@@ -190,28 +205,39 @@ class MuonWithAdamW(Optimizer):
             raise ValueError("no group has muon=True: pass the groups of dgc.optim.muon_groups(model)")
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "muon": False})
 
+    @property
+    def setting_names(self) -> set[str]:
+        """Names of the settings of a group. `defaults` has only those of both kinds."""
+        return {"muon", *self._settings[True], *self._settings[False]}
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, not {type(param_group).__name__}")
         is_muon = bool(param_group.get("muon"))
-        super().add_param_group({**self._settings[is_muon], **param_group, "muon": is_muon})
-        new = self.param_groups[-1]
-        for p in new["params"] if is_muon else ():
-            if p.dim() != 2 or p.is_complex():
+        group = {**self._settings[is_muon], **param_group, "muon": is_muon}
+        _check_group(group)
+        if not isinstance(params := group.get("params"), Tensor | set):
+            group["params"] = params = list(params or [])
+        for each in (params,) if isinstance(params, Tensor) else params if is_muon else ():
+            p = each[1] if isinstance(each, tuple) else each  # of named_parameters()
+            if is_muon and (p.dim() != 2 or p.is_complex()):
                 raise ValueError(f"Muon takes real matrices, not {tuple(p.shape)} of {p.dtype}: see muon_groups")
-            if p.dtype is torch.bfloat16 and not new["nesterov"]:
-                raise ValueError(
-                    "torch.optim.Muon overwrites its momentum if a parameter is of bf16 and nesterov=False: use "
-                    "nesterov=True, or parameters of fp32 with torch.autocast"
-                )
-            _rows(p.shape, new["parts"])
+            if is_muon:
+                _rows(p.shape, group["parts"])
+        super().add_param_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that was saved with the same groups."""
 
         def kinds(groups: Any) -> list[Any]:
-            return [(group.get("muon"), group.get("parts")) for group in groups]
+            parts = [group.get("parts") for group in groups]  # some checkpoints have lists in place of tuples
+            return [
+                (group.get("muon"), tuple(p) if isinstance(p, Sequence) else p)
+                for group, p in zip(groups, parts, strict=True)
+            ]
 
         check_optimizer_state(self, state_dict)
         if kinds(state_dict["param_groups"]) != kinds(self.param_groups):
@@ -244,9 +270,14 @@ class MuonWithAdamW(Optimizer):
             if group["muon"]:
                 muon.param_groups.append({**group, "params": []})
                 for p in group["params"]:
-                    if p.grad is not None and (group["ns_precision"] == "fp32" or hasattr(p, "to_local")):
+                    if p.grad is None:
+                        continue
+                    if p.grad.is_sparse:
+                        shape = tuple(p.shape)
+                        raise ValueError(f"Muon needs dense gradients, and that of a matrix of {shape} is sparse")
+                    if group["ns_precision"] == "fp32" or hasattr(p, "to_local") or _is_overwritten(p, group):
                         self._step_matrix(p, group)
-                    elif p.grad is not None:
+                    else:
                         self._add(muon, p, group)
         muon.step()
         return loss
@@ -293,6 +324,24 @@ class MuonWithAdamW(Optimizer):
         return torch.cat([newton_schulz(part, group).float() * _scale(part.shape, group) for part in parts])
 
 
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a setting of a group is out of range."""
+    if "muon_lr_ratio" in group:
+        raise ValueError("muon_lr_ratio is not a setting of a group: give a group with muon=True an lr of its own")
+    check_adam(group.get("betas", (0.0, 0.0)), 0.0, **{key: group[key] for key in ("lr", "eps", "weight_decay")})
+    if not group["muon"]:
+        return
+    require("a number", NUMBER, momentum=group["momentum"])
+    require("True or False", FLAG, nesterov=group["nesterov"])
+    require("a whole number", WHOLE, ns_steps=group["ns_steps"])
+    if not 0 <= group["momentum"] < 1 or not 1 <= group["ns_steps"] < 100:
+        found = f"{group['momentum']} and {group['ns_steps']}"
+        raise ValueError(f"Muon needs momentum in [0, 1) and ns_steps from 1 to 99, not {found}")
+    for key, known in (("ns_precision", tuple(NS)), ("adjust_lr_fn", ADJUST_LR)):
+        if group[key] not in known:
+            raise ValueError(f"{key} must be one of {', '.join(map(str, known))}, not {group[key]!r}")
+
+
 def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:
     """U [A, B] with singular values near 1, in its type. group: `ns_steps`, `ns_coefficients` and `eps`."""
     (a, b, c), is_tall = group["ns_coefficients"], u.shape[0] > u.shape[1]
@@ -302,6 +351,11 @@ def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:
         k = y @ y.T
         y = torch.addmm(y, torch.addmm(k, k, k, beta=b, alpha=c), y, beta=a)
     return y.T if is_tall else y
+
+
+def _is_overwritten(p: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether torch.optim.Muon's iterations in bf16 overwrite the momentum, which they take without a copy."""
+    return p.dtype is torch.bfloat16 and not group["nesterov"]
 
 
 def _scale(shape: Sequence[int], group: Mapping[str, Any]) -> float:

@@ -60,8 +60,9 @@ def check_hyperparameters(saved: Any, optimizer: Optimizer, schedule: Schedule) 
     The learning rate, and settings that the scheduler may change, are not compared. `saved` is an optimizer's
     state_dict that has passed `check_optimizer_state`.
     """
+    settings = getattr(optimizer, "setting_names", optimizer.defaults.keys())
     for number, (group, now) in enumerate(zip(saved["param_groups"], optimizer.param_groups, strict=True)):
-        for key in sorted(optimizer.defaults.keys() - {"lr"}):
+        for key in sorted(settings & now.keys() & group.keys() - {"lr"}):
             if group[key] != now[key] and not schedule.may_change(key):
                 raise ValueError(
                     f"optimizer.param_groups.{number}.{key} is {group[key]!r}, and {now[key]!r} in the config"

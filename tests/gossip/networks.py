@@ -75,6 +75,7 @@ OUTER = [
     Row("streaming, ramp", lambda: OuterSteps(6, **IN_TWO_PARTS, delay=2, outer_schedule=Ramp(0.4, 1.0, 9))),
     Row("post-local sgd", lambda: OuterSteps(4, warmup_steps=6)),
     Row("momentum", lambda: OuterSteps(3, None, Nesterov(), top_k(), average_momentum=True)),
+    Row("momentum, slowmo", lambda: OuterSteps(3, None, SlowMo(), average_momentum=True)),
 ]
 MORE = [
     Row("sign", lambda: gossip.CHOCO(quantizer=gossip.Sign())),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -12,14 +13,14 @@ from gossip import networks as nets
 from on_ranks import on_ranks
 from optim.nets import alone
 from refusals import check_refusals
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import LocalOptimizer
+from dgc.optim import LocalOptimizer, MuonWithAdamW
 from dgc.wire import RiceIndices, TwoBitValues
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -186,6 +187,71 @@ def test_ranks_continue_from_the_mean_of_their_momenta(optimizer: Any, count: in
     assert nets.same(after, [after[0]] * 3) and after[0].numel() == count
 
 
+def momentum_of(optimizer: LocalOptimizer, p: Tensor) -> Tensor:
+    return optimizer.inner.state[p]["momentum_buffer"].clone()
+
+
+def test_a_rank_that_has_not_stepped_on_a_parameter_gets_the_mean_of_its_momentum() -> None:
+    """Because its gradient had NaN or was missing, as in a layer that only some ranks use."""
+
+    def body(make: Any, missing: bool, transport: Any) -> Any:
+        p, mean = nn.Parameter(torch.eye(4, 3)), []
+        optimizer = LocalOptimizer(
+            make([p]), [("p", p)], OuterSteps(2, average_momentum=True), transport=transport
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            if transport.rank == 0 or step == 2 or not missing:
+                p.grad = torch.full((4, 3), 1.0 if transport.rank == 0 or step == 2 else math.nan)
+            if step == 2:
+                mean.append(optimizer.model.z[12:].view(4, 3).clone())
+            optimizer.step()
+        return mean[0], momentum_of(optimizer, p)
+
+    muon = partial(MuonWithAdamW, momentum=0.9, ns_precision="fp32")
+    for missing in (False, True):
+        for make, share in (
+            (partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), 0.5),
+            (lambda ps: muon([{"params": ps, "muon": True}]), 0.1),
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = LockstepWorld(2).run(partial(body, make, missing))
+            (mean, momentum), (same_mean, other) = found
+            assert mean.any() and mean.equal(same_mean) and momentum.equal(other)
+            assert torch.allclose(momentum, 0.9 * mean + share)
+
+
+def test_a_momentum_that_was_loaded_is_saved_and_sent() -> None:
+    def body(transport: Any) -> Any:
+        def make() -> nets.Trained:
+            return nets.Trained(transport, OuterSteps(4, average_momentum=True))
+
+        own, loaded, resumed = make(), make(), make()
+        own.steps(4)
+        loaded.optimizer.load_state_dict(own.optimizer.state_dict())
+        resumed.resume(loaded.state())
+        given = nets.momentum(own.model.parameters())
+        given.load_state_dict(own.optimizer.state_dict())
+        wrapped = LocalOptimizer(
+            given, own.model.named_parameters(), OuterSteps(4, average_momentum=True), transport=transport
+        )
+        p = own.model[0].weight
+        size = own.optimizer.state_dict()["state"][0]["momentum_buffer"].untyped_storage().nbytes()
+        return (
+            momentum_of(own.optimizer, p),
+            size,
+            [
+                momentum_of(resumed.optimizer, resumed.model[0].weight),
+                momentum_of(wrapped, p),
+                wrapped.model.z[93 : 93 + p.numel()].view_as(p).clone(),
+            ],
+        )
+
+    for momentum, size, others in LockstepWorld(2).run(body):
+        assert nets.same(others, [momentum] * 3) and size == 4 * momentum.numel()
+
+
 def test_the_mean_of_models_and_momenta_in_every_step_is_that_of_gradients() -> None:
     ends = nets.after(6, lambda: OuterSteps(1, average_momentum=True), 3)
     assert nets.off(ends[0][:93], nets.after_joint_steps(6, 3)) < 1e-6
@@ -317,9 +383,27 @@ def test_what_cannot_be_is_refused() -> None:
     with_momenta = partial(nets.Trained, alone(), OuterSteps(2, average_momentum=True))
     own = with_momenta(make_optimizer=lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9))
     own.optimizer.inner.step = lambda: own.optimizer.inner.state[own.model[0].weight].update(exp_avg=1)
+
+    def of_other_momenta(transport: Any) -> None:
+        model = nn.Linear(2, 2)
+        inner = nets.momentum(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + transport.rank)
+        inner.step()
+        for p in model.parameters():
+            p.data.fill_(1.0)
+        LocalOptimizer(inner, model.named_parameters(), OuterSteps(2, average_momentum=True), transport=transport)
+
     check_refusals(
         (lambda: with_momenta(make_optimizer=nets.adam), "of SGD or Muon, and AdamW has none: set its momentum"),
-        (own.step, "needs the momentum_buffer of 0.weight, which SGD does not keep"),
+        (
+            own.step,
+            r"a momentum_buffer and nothing else, .*: SGD keeps \['exp_avg'\] of 0.weight",
+        ),
+        (
+            partial(LockstepWorld(2).run, of_other_momenta),
+            r"another model or momentum.*broadcast_optimizer_st",
+        ),
     )
     starts = (lambda make=make: nets.Trained(alone(), make()) for make, _ in rows)
     check_refusals(*((start, words) for start, (_, words) in zip(starts, rows, strict=True)))

@@ -1,6 +1,7 @@
 """Muon with AdamW: the bits of torch's two optimizers, groups, parts, states, and what is refused."""
 
 import copy
+import math
 import warnings
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from optim import nets
 from refusals import check_refusals
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dgc import compression as methods
 from dgc.local import Nesterov, OuterSteps
@@ -157,37 +159,103 @@ def test_groups() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 def test_groups_of_a_wrapped_model_are_those_of_the_model() -> None:
-    """Although DataParallel, DDP and torch.compile put a prefix before the names of parameters."""
-    model: Any = nn.ModuleDict({"fc": nn.Linear(4, 5), "other": nn.Linear(4, 4, bias=False)})
-    wrapper: Any
-    for wrapper in (model, nn.DataParallel(model), torch.compile(nn.DataParallel(model), backend="eager")):
-        adamw, muon = (group["params"] for group in muon_groups(wrapper, split={"oth*": 2}))
-        assert nets.same(adamw, model.fc.parameters()) and nets.same(muon, [model.other.weight])
+    """Although DataParallel, DDP, torch.compile and checkpoint_wrapper change the names of parameters."""
+    wrap: Any
+    for wrap in (nn.DataParallel, partial(torch.compile, backend="eager"), checkpoint_wrapper):
+        model: Any = nn.ModuleDict({"fc": nn.Linear(4, 5), "other": nn.Linear(4, 4, bias=False)})
+        parts = nn.ModuleDict({name: wrap(part) for name, part in model.items()})
+        wrapper: Any
+        for wrapper in (
+            model,
+            nn.DataParallel(model),
+            torch.compile(nn.DataParallel(model), backend="eager"),
+            parts,
+        ):
+            adamw, muon = (group["params"] for group in muon_groups(wrapper, split={"oth*": 2}))
+            assert nets.same(adamw, model.fc.parameters()) and nets.same(muon, [model.other.weight])
+
+
+def test_a_shared_matrix_has_the_names_of_all_of_its_modules() -> None:
+    model: Any = nn.ModuleDict(
+        {"first": nn.Linear(4, 4, bias=False), "head": nn.Linear(4, 4), "mid": nn.Linear(4, 4)}
+    )
+    model.head.weight = model.first.weight
+    for head in (None, ["head.*"], ["first.weight"]):
+        *_, muon = muon_groups(model, head)
+        assert nets.same(muon["params"], [model.mid.weight])
+
+
+def test_momentum_in_bf16_without_nesterov_is_kept() -> None:
+    """Although torch.optim.Muon would overwrite it, also if parameters are converted later."""
+    momenta = []
+    for converts in (False, True):
+        model = nets.net()
+        own = muon(model, nesterov=False, ns_precision="fp32" if not converts else "bf16")
+        if converts:
+            model.bfloat16()
+        for step in range(3):
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.full_like(p, 1.0 + i + step)
+            own.step()
+        momenta.append(own.state[model.first.weight]["momentum_buffer"].float())
+    assert torch.allclose(momenta[0], momenta[1], rtol=0.01)
+
+
+def test_a_state_with_lists_is_that_with_tuples() -> None:
+    """Full states of torch.distributed.checkpoint have lists in place of tuples."""
+    own = muon(nets.net(), {"first*": [2, 6]})
+    state = own.state_dict()
+    for group in state["param_groups"]:
+        group.update({key: list(value) for key, value in group.items() if isinstance(value, tuple)})
+    muon(nets.net(), {"first*": [2, 6]}).load_state_dict(state)
 
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nets.net()
-    half_net = nn.ModuleDict({"first": nn.Linear(4, 4, dtype=torch.bfloat16), "last": nn.Linear(2, 2)})
     phase = torch.zeros(2, 2, dtype=torch.complex64)
     other = muon(nets.net(), {"spare*": 2})
     wrong = [[{"params": [p], "muon": True}] for p in (phase, torch.zeros(3))]
-    needs = "MuonWithAdamW needs"
-    refused: list[tuple[dict[str, Any], str]] = [
-        *(({"ns_steps": 0}, needs), ({"momentum": 1.0}, needs), ({"muon_lr_ratio": 0.0}, needs)),
+    needs = "Muon needs momentum in"
+    settings: list[tuple[dict[str, Any], str]] = [
+        *(({"ns_steps": 0}, needs), ({"ns_steps": 2.5}, "a whole number"), ({"momentum": 1.0}, needs)),
+        *(
+            ({"nesterov": "no"}, "True or False"),
+            ({"lr": -1.0}, "lr must be 0 or more"),
+            ({"eps": -1.0}, "eps must"),
+        ),
         ({"ns_precision": "fp16"}, "ns_precision must be one of bf16, fp32"),
-        ({"split": {"first*": 3}}, "cannot be split into parts=3"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of match_rms_adamw, original, None"),
     ]
+    refused: list[tuple[dict[str, Any], str]] = [
+        *settings,
+        *(({"muon_lr_ratio": ratio}, "must be above 0 and finite") for ratio in (0.0, math.inf)),
+        ({"betas": (0.9, 1.0)}, "betas must be"),
+        ({"split": {"first*": 3}}, "cannot be split into parts=3"),
+        ({"split": {"last*": 2}}, r"no matrix of Muon has a name like 'last\*'"),
+    ]
+    own = muon(model)
+    of_group = [*settings, ({"muon_lr_ratio": 3.0}, "is not a setting of a group")]
+    added = [({"params": [torch.zeros(2, 2)], "muon": True, **group}, words) for group, words in of_group]
+    added.append(({"params": [torch.zeros(3)], "muon": True}, "Muon takes real matrices"))
+    added.append(({"params": [("name", torch.zeros(2, 2))], "muon": True, "parts": 3}, "into parts=3"))
+    added.append(({"params": [torch.zeros(3)], "betas": (0.9, 2.0)}, "betas must be"))
     check_refusals(
         *((partial(muon, model, **options), words) for options, words in refused),
+        *((partial(own.add_param_group, group), words) for group, words in added),
         (lambda: muon_groups(model, ["output.*"]), "no parameter has a name like 'output.*'"),
         (lambda: muon_groups(nn.Embedding(3, 3)), "the model has no matrix for Muon"),
         (lambda: MuonWithAdamW(model.parameters()), "no group has muon=True"),
-        (lambda: muon(half_net, nesterov=False), "overwrites its momentum"),
         *((partial(MuonWithAdamW, groups), "Muon takes real matrices") for groups in wrong),
         (lambda: muon(model).load_state_dict(other.state_dict()), "other groups of Muon and AdamW"),
         (lambda: nets.wrap(model, nets.alone(), muon, compression=nets.dgc()), "would apply it again"),
     )
-    muon(half_net)  # with Nesterov momentum
+    assert len(own.param_groups) == len(muon(model).param_groups)  # no group was added
+    with pytest.raises(TypeError, match="param_group must be a dict, not list"):
+        own.add_param_group([torch.zeros(2, 2)])
+    own.add_param_group({"params": torch.zeros(4, 2, requires_grad=True), "muon": True, "parts": 2})
+    own.param_groups[-1]["params"][0].grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(ValueError, match=r"needs dense gradients, and that of a matrix of \(4, 2\) is sparse"):
+        own.step()
 
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ImportError, match=r"dgc.optim.MuonWithAdamW works with torch 2.9 to .*no Muon"):

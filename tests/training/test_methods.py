@@ -17,8 +17,9 @@ from simulated import CNN, assert_same_end, rewound, saved, summary_of, train_in
 import train
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor
-from dgc.optim import DistributedOptimizer
+from dgc.optim import DistributedOptimizer, MuonWithAdamW
 from dgc_training import stepping
+from dgc_training.checkpoint.validation import check_hyperparameters
 from dgc_training.config import ConfigError, instantiate, load, to_yaml
 from dgc_training.faults.interruption import Interruption
 from dgc_training.startup.agreement import config_differences
@@ -94,6 +95,30 @@ def test_muon_trains(name: str, tmp_path: Path) -> None:
     assert math.isfinite(summary["best"]["bits_per_character/test"])
     groups = saved(tmp_path)["shared"]["optimizer"]["param_groups"]
     assert [(group["muon"], group.get("parts")) for group in groups] == [(False, None), (True, 3), (True, 1)]
+
+
+def test_files_of_local_steps_and_of_muon_stand_in_any_order() -> None:
+    def of(*names: str) -> Any:
+        files = [Path("configs/pysource/gpt.py"), *(CONFIGS / f"{name}.py" for name in names)]
+        return load(files).train
+
+    for name in ("local/twobit", "local/momentum", "local/streaming"):
+        first, last = of(name, "muon/local"), of("muon/local", name)
+        assert (first.optimizer, first.local) == (last.optimizer, last.local) or name == "local/streaming"
+        assert (first.local.delay, first.local.outer) == (2 if name == "local/streaming" else 0, None)
+    machines = of("muon/local", "local/momentum", "local/machines").local
+    assert machines.base == of("local/momentum", "muon/local").local
+    assert of("gossip/sgp", "muon/local").local.base._target_ == "dgc.gossip.SGP"
+
+
+def test_a_resumed_muon_has_the_settings_of_its_config() -> None:
+    groups: list[Any] = [{"params": [torch.ones(2, 2)], "muon": True}, {"params": [torch.ones(2)]}]
+    saved = MuonWithAdamW(groups).state_dict()
+    schedule: Any = Mock(may_change=Mock(return_value=False))
+    check_hyperparameters(saved, MuonWithAdamW(groups, lr=1.0), schedule)
+    for place, changes in (("0.momentum", {"momentum": 0.5}), ("1.betas", {"betas": (0.9, 0.9)})):
+        with pytest.raises(ValueError, match=rf"param_groups\.{place} is .*, and .* in the config"):
+            check_hyperparameters(saved, MuonWithAdamW(groups, **changes), schedule)
 
 
 @pytest.mark.parametrize("names", GOSSIP, ids="+".join)
