@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from dgc.optim import DGCSGD as DGCSGD
     from dgc.optim import DistributedOptimizer as DistributedOptimizer
     from dgc.optim import LocalOptimizer as LocalOptimizer
+    from dgc.optim import MuonWithAdamW as MuonWithAdamW
     from dgc.optim import OneBitAdam as OneBitAdam
     from dgc.optim import broadcast_optimizer_state as broadcast_optimizer_state
     from dgc.optim import broadcast_parameters as broadcast_parameters
+    from dgc.optim import muon_groups as muon_groups
     from dgc.optim import redistribute as redistribute
 
 __version__ = "0.1.0"
@@ -56,8 +58,8 @@ _PACKAGES = {
     "dgc.gossip": "ADPSGD OSGP SGP",
     "dgc.memory": "DGCSGDMemory ResidualMemory",
     "dgc.optim": (
-        "DGCSGD DistributedOptimizer LocalOptimizer OneBitAdam broadcast_optimizer_state broadcast_parameters "
-        "redistribute"
+        "DGCSGD DistributedOptimizer LocalOptimizer MuonWithAdamW OneBitAdam broadcast_optimizer_state "
+        "broadcast_parameters muon_groups redistribute"
     ),
     "dgc.local": "Nesterov OuterSteps",
 }

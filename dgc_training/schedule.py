@@ -91,7 +91,7 @@ def warmup_cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int, fin
         ValueError: unless 0 <= warmup_steps < total_steps and 0 <= final <= 1.
     """
     if not 0 <= warmup_steps < total_steps:
-        limits = f"it must be from 0 to total_steps - 1, {total_steps - 1}"
+        limits = f"it must be from 0 to total_steps - 1, {total_steps - 1}, by the epochs and their steps"
         raise ValueError(f"warmup_steps is {warmup_steps}; {limits}")
     if not 0 <= final <= 1:
         raise ValueError(f"final is {final}; it must be from 0 to 1")

@@ -17,7 +17,8 @@ configs.train.local.alpha = 0.0  # share of its own model that a rank then keeps
 configs.train.local.outer_schedule = None  # factor of the outer learning rate by step (ramp.py); null: 1
 configs.train.local.average_momentum = False  # exchange momenta with the models (momentum.py)
 configs.train.local.warmup_steps = 0  # first steps, after each of which models are averaged (post-local SGD)
-configs.train.local.update(before or {})
+if before is not None and before._target_ == configs.train.local._target_:
+    configs.train.local.update(before)
 
 configs.requires["train.compression._target_"] = "dgc.compression.DenseCompressor"  # no gradients are compressed
 configs.requires["train.check_replicas_every"] = 0  # models differ between exchanges

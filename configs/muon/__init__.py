@@ -7,8 +7,10 @@ those of MuonWithAdamW. Matrices get `muon_lr_ratio` times the learning rate. An
 """
 
 from dgc.optim import MuonWithAdamW, muon_groups
-from dgc_training.config import Config, configs
+from dgc_training.config import Config, ConfigError, configs
 
+if configs.model is None or configs.train.optimizer is None:
+    raise ConfigError("no file before has a model and an optimizer: stack an experiment before configs/muon")
 if configs.train.optimizer._target_ not in ("torch.optim.Adam", "torch.optim.AdamW"):
     configs.train.optimizer = Config(MuonWithAdamW)
     configs.train.optimizer.lr = 0.001  # for one rank

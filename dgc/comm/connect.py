@@ -26,7 +26,7 @@ def choose_transport(transport: str = "auto") -> Choice:
         >>> choose_transport("torch").transport
         'torch'
     """
-    running = _running()
+    running = running_transports()
     choice = choose(transport, os.environ, find_spec("horovod") is not None, running[0] if running else None)
     if choice.transport not in running:
         check_launcher(os.environ, transport=choice.transport)
@@ -64,7 +64,7 @@ def connect(
     if choice.transport == "torch":
         from dgc.comm import torch_distributed
 
-        if "torch" not in _running():
+        if "torch" not in running_transports():
             os.environ.update(torch_variables(os.environ))
         return torch_distributed.connect(hierarchical, timeout, point_to_point=point_to_point)
     if find_spec("horovod") is None:
@@ -103,7 +103,7 @@ def _end_with_launcher() -> None:
     end_with_launcher(os.environ)
 
 
-def _running() -> list[str]:
+def running_transports() -> list[str]:
     """The transports that are initialised in this process. Nothing is imported for it."""
     horovod, distributed = sys.modules.get("horovod.torch"), sys.modules.get("torch.distributed")
     found = ["horovod"] if horovod is not None and horovod.is_initialized() else []

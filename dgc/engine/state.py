@@ -475,7 +475,8 @@ class HasCompression:
         lacks_state = any(methods[name].state_dict() for name in methods.keys() - state.keys())
         unknown = [state[name] for name in state.keys() - methods.keys()]
         if lacks_state or any(not isinstance(part, Mapping) or part for part in unknown):
-            raise ValueError(f"state of other compressors: it has {sorted(state)}, not {sorted(methods)}")
+            found = f"it has {sorted(state)}, not {sorted(methods)}"
+            raise ValueError(f"state of other compressors: {found}. Use those of the run that saved it")
         for name, part in state.items():
             require("a mapping", (Mapping,), **{str(name): part})
         for name in (name for name in methods if name in state):

@@ -170,7 +170,8 @@ class ModelExchange:
         compressors, saved = named_methods(self.states), state["compression"]
         check_mapping("compression", saved)
         if compressors.keys() != saved.keys():
-            raise ValueError(f"state of other compressors: {sorted(saved)}, not {sorted(compressors)}")
+            found = f"{sorted(saved)}, not {sorted(compressors)}"
+            raise ValueError(f"state of other compressors: {found}. Use those of the run that saved it")
         check_count("dropped", state["dropped"])
         for name, compressor in compressors.items():
             compressor.load_state_dict(saved[name])

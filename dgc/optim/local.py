@@ -1,17 +1,19 @@
 """LocalOptimizer: each rank steps on its own gradients, and ranks exchange models (`dgc.gossip`, `dgc.local`)."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import gc
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isnan
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dgc.comm.collectives import all_reduce, barrier
-from dgc.comm.connect import default_transport
+from dgc.comm.connect import default_transport, running_transports
 from dgc.comm.conversation import Intact
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport, Transport
@@ -95,6 +97,8 @@ class LocalOptimizer(Wrapper):
         named = name_parameters(optimizer, named_parameters)
         if not self._is_sharded:
             check_not_sharded(named, "LocalOptimizer", "use dgc.fsdp.ShardedLocalOptimizer")
+        if not method.needs_groups and ranks.rank == 0:
+            warn_of_ddp({p for _, p in named})
         check_settings(ranks, "local.settings", nonfinite=nonfinite, method=method)
         check_equal_plans([(name, tuple(p.shape), str(p.dtype)) for name, p in named], ranks)
         self._momenta = Momenta(optimizer, named) if method.averages_momentum else None
@@ -320,6 +324,23 @@ def without_views(state: dict[str, Any]) -> dict[str, Any]:
         for i, own in state["state"].items()
     }
     return {**state, "state": copies}
+
+
+def warn_of_ddp(parameters: Container[Tensor]) -> None:
+    """Warn if DistributedDataParallel averages gradients on which each rank should step alone."""
+    if "torch" not in running_transports():
+        return
+    # DDP leaves no mark on its parameters
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
+    for module in modules:
+        size = module.process_group.size()
+        if size > 1 and any(p in parameters for p in module.parameters()):
+            warnings.warn(
+                f"the model is in DistributedDataParallel, which averages the gradients of {size} ranks in every "
+                "step: exchanging models in place of gradients then saves nothing. Train the module without it, "
+                "or in its no_sync()",
+                stacklevel=4,
+            )
 
 
 def check_method(method: Any) -> None:

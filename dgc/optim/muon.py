@@ -72,6 +72,8 @@ def muon_groups(
     Example:
         optimizer = MuonWithAdamW(muon_groups(model), lr=1e-3)
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"muon_groups takes a model, not {type(model).__name__}: muon_groups(model)")
     split, names = split or {}, _names(model)
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     known = dict(_fused(model))
@@ -200,6 +202,10 @@ class MuonWithAdamW(Optimizer):
             True: {**muon.defaults, "parts": 1, "ns_precision": ns_precision},
             False: adamw.defaults,
         }  # by the group's `muon`
+        if isinstance(params, nn.Module):
+            raise ValueError(
+                "MuonWithAdamW takes parameter groups, not a model: MuonWithAdamW(muon_groups(model))"
+            )
         groups = [dict(group) if isinstance(group, dict) else {} for group in params]
         if not any(group.get("muon") for group in groups):
             raise ValueError("no group has muon=True: pass the groups of dgc.optim.muon_groups(model)")
@@ -240,6 +246,8 @@ class MuonWithAdamW(Optimizer):
             ]
 
         check_optimizer_state(self, state_dict)
+        if not any(group.get("muon") for group in state_dict["param_groups"]):
+            raise ValueError("the state is that of an optimizer without Muon, which has no momentum for matrices")
         if kinds(state_dict["param_groups"]) != kinds(self.param_groups):
             raise ValueError(
                 "the state has other groups of Muon and AdamW: call muon_groups as in the run that saved it"

@@ -84,7 +84,8 @@ class Log:
             setattr(meter, name, getattr(progress, name))
         meter.trace = self.trace
         self.dropped_before = progress.dropped_steps
-        self.last = self._snapshot()
+        self.last = self.epoch_began = self._snapshot()
+        self.epoch_steps = 0
         self.resume_timing()
 
     def print(self, text: str) -> None:
@@ -149,6 +150,7 @@ class Log:
         progress.dropped_steps = self.dropped_before + getattr(self.optimizer, "dropped_steps", 0)
         self.loss_sum += loss
         self.steps += 1
+        self.epoch_steps += 1
         if self.steps == self.log_every or progress.step == self.steps_per_epoch:
             self._point()
         self.console.step(progress.epoch, progress.step, self._status())
@@ -206,9 +208,19 @@ class Log:
         self.scalars.write_texts(texts, progress.samples)
         loss = self.scalars.end_epoch()
         best = progress.best_epoch == progress.epoch
-        self.console.end_epoch(progress.epoch, {**self.scalars.last, "train/loss": loss}, best)
+        values = {**self.scalars.last, **self._epoch_bytes(), "train/loss": loss}
+        self.console.end_epoch(progress.epoch, values, best)
         self._explain_dense()
         self._save_trace()
+
+    def _epoch_bytes(self) -> dict[str, float]:
+        """Bytes per step, from this epoch's first step or that of a resumed run. Points have fewer steps."""
+        began, steps, self.epoch_began, self.epoch_steps = self.epoch_began, self.epoch_steps, self.last, 0
+        names = ("bytes/wire_per_step", "bytes/dense_wire_per_step")
+        wire, dense = ((self.last[name] - began[name]) / max(steps, 1) for name in names)
+        if not steps or not dense:
+            return {}
+        return {names[0]: wire, names[1]: dense, "bytes/wire_over_dense": wire / dense}
 
     def _explain_dense(self) -> None:
         """Explains, once, why there are more bytes than compress_ratio suggests."""

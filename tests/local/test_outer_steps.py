@@ -14,6 +14,7 @@ from on_ranks import on_ranks
 from optim.nets import alone
 from refusals import check_refusals
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
@@ -407,6 +408,27 @@ def test_what_cannot_be_is_refused() -> None:
     )
     starts = (lambda make=make: nets.Trained(alone(), make()) for make, _ in rows)
     check_refusals(*((start, words) for start, (_, words) in zip(starts, rows, strict=True)))
+
+
+def test_a_model_in_ddp_is_warned_of() -> None:
+    """DDP would average the gradients of local steps. A group of one rank averages none."""
+    try:
+        for size in (2, 1):
+            torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+            model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+            others = nn.Linear(2, 2)
+            for trained in (others, model):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    own = torch.optim.SGD(trained.parameters(), 0.1)
+                    LocalOptimizer(own, trained.named_parameters(), OuterSteps(2), transport=alone())
+                words = "averages the gradients of 2 ranks in every step: exchanging models in place of gradients"
+                assert [words in str(each.message) for each in caught] == [True] * (trained is model and size == 2)
+            del model, trained
+            torch.distributed.destroy_process_group()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 @on_ranks(2)

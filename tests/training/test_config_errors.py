@@ -124,6 +124,7 @@ def test_files_without_those_before_them_say_what_to_stack(file: Path) -> None:
         assert "has no `message`: stack sgp, osgp or dpsgd" in message
     message = refusal(CNN, "configs/gossip/machines.py", "configs/topology/ring.py")
     assert "configs/gossip/machines after it" in message
+    assert "stack an experiment before configs/muon" in refusal("configs/muon/local.py", "configs/pysource/gpt.py")
     message = refusal(CNN, "configs/selection/laplace.py")
     assert "stack a file of configs/dgc before it" in message and "dgc.compression.DenseCompressor" in message
     lines = refusals(CNN, words="--configs.train.optimizer._target_ torch.optim.Adam")

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,13 @@ def test_files_of_local_steps_and_of_muon_stand_in_any_order() -> None:
     machines = of("muon/local", "local/momentum", "local/machines").local
     assert machines.base == of("local/momentum", "muon/local").local
     assert of("gossip/sgp", "muon/local").local.base._target_ == "dgc.gossip.SGP"
+
+
+def test_the_table_of_epochs_has_the_bytes_of_all_steps(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    """Not only of those since the last point, between whose exchanges nothing may be sent."""
+    words = "train.num_epochs=2 train.log_every=2 train.local.average_every=3"
+    train_in(tmp_path, [CNN, "configs/local/local_sgd.py"], [*SETTINGS, *words.split()])
+    assert re.findall(r" (\S+)% ", capsys.readouterr().out) == ["25", "25"]  # one exchange in four steps
 
 
 def test_a_resumed_muon_has_the_settings_of_its_config() -> None:
