@@ -31,14 +31,13 @@ from dgc.cost.arguments import add_network, asked, check_network, quantity_of
 from dgc.cost.candidates import measure_all
 from dgc.cost.cluster import Cluster, cluster_on_paper, load_average
 from dgc.cost.collectives import measure_network
-from dgc.cost.methods import ADAM, METHODS, NAMES, builder, unfit
+from dgc.cost.methods import FAMILIES, METHODS, NAMES, builder, unfit
 from dgc.cost.paper import Shape, candidate_on_paper, shape_of, workload_on_paper
 from dgc.cost.study import Options, report
 from dgc.cost.workload import LossOf, Passes, Workload, measure_workload
 from dgc.launch import started_by
 from dgc.units import COUNTS, TIMES
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
 ALIKE_ON_PAPER = 1.05  # computing, which is left out, takes more than such a difference
 
 
@@ -54,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parameters", metavar="N", help="on paper: of the model, such as 350M")
     parser.add_argument("--step", metavar="TIME", help="on paper: a step on one rank without communication: 1.2s")
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="a function that returns a model and a batch")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--optimizer", choices=tuple(FAMILIES), default="sgd")
     parser.add_argument("--device", default="auto", help="such as cuda or cpu; auto: a GPU if there is one")
     add_network(parser, NAMES)
     return parser.parse_args(argv)
@@ -182,7 +181,8 @@ def advise(
 
     transport = cluster.transport
     methods = asked(args, METHODS)
-    refused = {of.name: reason for of in methods if (reason := unfit(of, args.optimizer, args.optimizer in ADAM))}
+    family = FAMILIES[args.optimizer]
+    refused = {of.name: reason for of in methods if (reason := unfit(of, args.optimizer, family))}
     fit = [method for method in methods if method.name not in refused]
     by_name = {method.name: method for method in METHODS}
     heading = []
@@ -231,7 +231,7 @@ def advise(
             args.verify_all,
             args.json,
             alike=1.0 if shape is None else ALIKE_ON_PAPER,
-            is_adam=args.optimizer in ADAM,
+            family=family,
         ),
         0.0 if shape is not None else busy,  # on paper nothing is measured
         {"parameters": args.parameters, "model": args.model, "optimizer": args.optimizer},

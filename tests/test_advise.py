@@ -104,17 +104,17 @@ def test_the_fastest_method_is_recommended_where_it_gains_a_tenth() -> None:
 
 
 def test_what_keeps_the_quality_is_recommended() -> None:
-    """What loses quality with Adam is faster here. It is named, and recommended only where nothing else pays."""
-    work, late = Work(0.0, 1.0), Method("late", behind_with_adam="5 % behind")
+    """What loses quality with Muon is faster here. It is named, and recommended only where nothing else pays."""
+    work, late = Work(0.0, 1.0), Method("late", behind_with={"muon": "5 % behind"})
     methods = [candidate("fp16", 10**8), replace(candidate("late", 10**5), method=late)]
     methods += [candidate("b", 10**7), candidate("a", 2 * 10**7)]
     assert advised(methods, work)[1].method == "late"  # with SGD it loses nothing
-    rows, advice = advised(methods, work, is_adam=True)
+    rows, advice = advised(methods, work, family="muon")
     assert advice.method == "b" and "behind" not in advice.reason and as_fast(rows, advice) == []
     assert "\n  Faster, but 5 % behind: late 1.00 s" in sentence(advice, rows, " ".join)
     assert advise(rows, work, alike=1.1).method == "a"  # it sends most of those that are alike
     assert [row.name for row in chosen(rows)] == ["fp16", "b", "a", "late"]
-    rows, advice = advised(methods[:2], work, is_adam=True)
+    rows, advice = advised(methods[:2], work, family="muon")
     assert advice.method == "late" and advice.reason.endswith("10 % faster: this one is 5 % behind")
     assert "Faster, but" not in sentence(advice, rows, " ".join)
     # Method a is the fastest of those that compress once it does so, and loses with its dense steps.
@@ -153,7 +153,13 @@ def test_the_crossing_point(tmp_path: Path) -> None:
 
 def test_the_files_of_all_methods_exist() -> None:
     assert [method.name for method in METHODS][:3] == list(UNCOMPRESSED)
-    assert {of.name for of in METHODS if unfit(of, "torch.optim.SGD")} == {"onebit-adam", "dgc-adam"}
+    for_adam, not_with_adam = {"onebit-adam", "dgc-adam"}, {"2bit-adaptive", "scaled-sign"}
+    for optimizer, names in (
+        ("torch.optim.SGD", for_adam),
+        ("torch.optim.AdamW", not_with_adam),
+        ("dgc.optim.MuonWithAdamW", for_adam | not_with_adam),
+    ):
+        assert {of.name for of in METHODS if unfit(of, optimizer)} == names
     plain = load([CNN]).train
     for method in METHODS:
         train = load([CNN, *method.usage]).train

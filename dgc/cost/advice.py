@@ -61,14 +61,14 @@ class Work:
         return share * self.step(candidate.dense.predict(network)) + (1 - share) * compressed
 
 
-def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, is_adam: bool = False) -> list[Row]:
+def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, family: str = "sgd") -> list[Row]:
     """One row for each candidate. The reference is the best of fp16 and bf16, or dense if there is neither.
 
     Args:
         candidates: What each method sends and computes.
         network: Between the ranks.
         work: Seconds without communication.
-        is_adam: Whether the optimizer is Adam or AdamW, with which some methods lose quality.
+        family: That of the optimizer, with which some methods lose quality: one of `dgc.cost.methods.FAMILIES`.
     """
     found = {candidate.method.name: (candidate, candidate.predict(network)) for candidate in candidates}
     steps = {name: work.mean_step(candidate, network) for name, (candidate, _) in found.items()}
@@ -88,7 +88,7 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, is_a
             reference / steps[name],
             candidate.method.dense_share,
             candidate.method.note,
-            candidate.method.behind_with_adam if is_adam else "",
+            candidate.method.behind_with.get(family, ""),
         )
         for name, (candidate, prediction) in found.items()
     ]

@@ -4,7 +4,7 @@ docs/methods.md says which optimizer goes with which method. The table has what 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 
 from dgc import compression, gossip
 from dgc.comm import Transport
-from dgc.optim import DGCSGD, DGCAdam, DistributedOptimizer, LocalOptimizer, OneBitAdam, Wrapper
+from dgc.optim import (
+    DGCSGD,
+    DGCAdam,
+    DistributedOptimizer,
+    LocalOptimizer,
+    MuonWithAdamW,
+    OneBitAdam,
+    Wrapper,
+    muon_groups,
+)
 
 Build = Callable[[nn.Module, Transport], Wrapper]  # the optimizer of a method, in the phase that is predicted
 
@@ -29,8 +38,9 @@ class Method:
         is_low_rank: Whether its bytes grow with the sides of a matrix, and not with its elements.
         averages_models: Whether each rank trains a model of its own, which it averages with others.
         for_adam: Whether it goes with Adam and AdamW only.
-        not_with_adam: Why it does not go with them. Empty: it does.
-        behind_with_adam: What it loses with them at equal steps on a small GPT, as measured. Empty: at most 1 %.
+        not_with: Why it does not go with an optimizer, by its family. No entry: it does.
+        behind_with: What it loses at equal steps on a small GPT, as measured, by the optimizer's family. No entry:
+            at most 1 %.
         dense_share: Share of the steps of a run in which it sends dense gradients, before it compresses.
         note: What the bytes of its row depend on.
     """
@@ -41,20 +51,30 @@ class Method:
     is_low_rank: bool = False
     averages_models: bool = False
     for_adam: bool = False
-    not_with_adam: str = ""
-    behind_with_adam: str = ""
+    not_with: Mapping[str, str] = field(default_factory=dict)
+    behind_with: Mapping[str, str] = field(default_factory=dict)
     dense_share: float = 0.0
     note: str = ""
 
 
 HALVES = ("fp16", "bf16")
 UNCOMPRESSED = ("dense", *HALVES)  # what a method must be faster than
-ADAM = ("adam", "adamw")
+FAMILIES = {"sgd": "sgd", "adam": "adam", "adamw": "adam", "muon": "muon"}  # of optimizers, by the name of one
 SIZES = "its updates differ in size from step to step, and Adam divides by that"
-# bits per character of a GPT with AdamW, to dense training (docs/language.md)
-LOW_RANK = "17 % behind dense with rank 4 and a small GPT in 1000 steps, 6 % in 4000"
-LATE = "9 % behind dense with a small GPT in 1000 steps, 2 % in 4000"
 ONE_SCALE = "one scale for a whole tensor replaces the second moments of its elements"
+# bits per character of a GPT, to dense training with the same optimizer (docs/language.md, docs/methods.md)
+LOW_RANK = {
+    "adam": "17 % behind dense with rank 4 and a small GPT in 1000 steps, 6 % in 4000",
+    "muon": "12 % behind dense with rank 4 and a small GPT in 1000 steps",
+}
+LATE = {"adam": "9 % behind dense with a small GPT in 1000 steps, 2 % in 4000"}
+
+
+def with_adam(reason: str) -> dict[str, str]:
+    """Why a method does not go with Adam, nor with Muon, which leaves embeddings to AdamW."""
+    return {"adam": reason, "muon": f"embeddings are AdamW's, and {reason}"}
+
+
 # The words are evaluated to build the method: what is printed is what was measured.
 METHODS = (
     Method("dense", ("DenseCompressor()",)),
@@ -73,20 +93,20 @@ METHODS = (
             f"powersgd-{rank}",
             (f"PowerSGDCompressor(rank={rank}, num_iters_per_step=2)",),
             is_low_rank=True,
-            behind_with_adam=LOW_RANK,
+            behind_with=LOW_RANK,
         )
         for rank in (1, 2, 4)
     ),
     Method("int8", ("TwoPhaseCompressor(bits=8)",)),
     Method("int4", ("TwoPhaseCompressor(bits=4)",)),
-    Method("2bit-adaptive", ("ThresholdCompressor(bits=2, threshold=None)",), not_with_adam=SIZES),
-    Method("scaled-sign", ("ScaledSignCompressor(error_feedback=True)",), not_with_adam=ONE_SCALE),
+    Method("2bit-adaptive", ("ThresholdCompressor(bits=2, threshold=None)",), not_with=with_adam(SIZES)),
+    Method("scaled-sign", ("ScaledSignCompressor(error_feedback=True)",), not_with=with_adam(ONE_SCALE)),
     Method("onebit-adam", ("OneBitAdamCompressor(FP16Compressor())",), for_adam=True, dense_share=0.2),
     Method(
         "dgc-adam",
         ('DGCAdamCompressor(0.01, FP16Compressor(), indices="int32")',),
         for_adam=True,
-        behind_with_adam=LATE,
+        behind_with=LATE,
         dense_share=0.15,
     ),
     Method("sgp", ("SGP()",), averages_models=True),
@@ -96,23 +116,24 @@ NAMES = tuple(method.name for method in METHODS)
 GOSSIP = tuple(method.name for method in METHODS if method.averages_models)
 
 
-def unfit(method: Method, optimizer: str, is_adam: bool) -> str | None:
+def unfit(method: Method, optimizer: str, family: str) -> str | None:
     """Why a method does not go with an optimizer. None: it does.
 
     Args:
         method: A row of METHODS.
         optimizer: Its name, for the message.
-        is_adam: Whether it is Adam or AdamW.
+        family: One of FAMILIES.
     """
-    if is_adam and method.corrects_momentum:
-        return f"with {optimizer}, momentum is not corrected: dgc-adam takes its place"
-    if is_adam:
-        return f"with {optimizer}, {method.not_with_adam}" if method.not_with_adam else None
-    return f"it is for Adam and AdamW, and the optimizer is {optimizer}" if method.for_adam else None
+    if family != "sgd" and method.corrects_momentum:
+        cure = ": dgc-adam takes its place" if family == "adam" else ""
+        return f"with {optimizer}, momentum is not corrected{cure}"
+    if method.for_adam and family != "adam":
+        return f"it is for Adam and AdamW, and the optimizer is {optimizer}"
+    return f"with {optimizer}, {method.not_with[family]}" if family in method.not_with else None
 
 
 def builder(method: Method, optimizer: str, gradients: Mapping[str, Tensor]) -> Build:
-    """The optimizer of a method for a script with the optimizer sgd, adam or adamw. Collective if it is called.
+    """The optimizer of a method for a script with the optimizer sgd, adam, adamw or muon. Collective if called.
 
     Args:
         method: A row of METHODS.
@@ -127,7 +148,9 @@ def builder(method: Method, optimizer: str, gradients: Mapping[str, Tensor]) -> 
         inner: Optimizer
         if method.for_adam:
             inner = (OneBitAdam if method.name == "onebit-adam" else DGCAdam)(parameters, freeze_step=1)
-        elif optimizer in ADAM:
+        elif optimizer == "muon":
+            inner = MuonWithAdamW(muon_groups(model))
+        elif FAMILIES[optimizer] == "adam":
             inner = (torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW)(parameters)
         else:
             kind = DGCSGD if method.corrects_momentum else torch.optim.SGD

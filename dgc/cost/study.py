@@ -44,7 +44,7 @@ class Options:
         json: File for all numbers.
         draw: Draws step times against bandwidth, given the best methods, the one without compression and the work.
         alike: As in `advise`.
-        is_adam: As in `tabulate`.
+        family: As in `tabulate`.
     """
 
     verify: int | None = None
@@ -52,7 +52,7 @@ class Options:
     json: Path | None = None
     draw: Draw | None = None
     alike: float = 1.0
-    is_adam: bool = False
+    family: str = "sgd"
 
 
 def report(
@@ -90,7 +90,7 @@ def report(
     if not any(candidate.method.name in UNCOMPRESSED for candidate in candidates):
         raise ValueError(f"the experiment cannot be built: {'; '.join(refused.values())}")
     work = Work(workload.forward, workload.backward)
-    rows = tabulate(candidates, network, work, options.is_adam)
+    rows = tabulate(candidates, network, work, options.family)
     advice = advise(rows, work, options.alike)
     compared = chosen(rows, options.verify_all)
     measured: dict[str, float] = {}

@@ -32,7 +32,7 @@ from dgc_training.startup.build import config_errors
 from dgc_training.startup.setup import choose_kernels, prepare_device, require_complete
 from scripts.advise.arguments import check_arguments, parse_arguments
 from scripts.advise.drawing import draw
-from scripts.advise.methods import ADAM, METHODS, builder, unfit
+from scripts.advise.methods import METHODS, builder, family_of, unfit
 from scripts.advise.workload import measure_workload
 
 
@@ -135,7 +135,7 @@ def study(args: Namespace, tree: DictConfig, overrides: Sequence[str], cluster: 
         lambda files: f"--configs {' '.join([*args.configs, *files])}",
         Options(
             *(args.verify, args.verify_all, args.json, None if args.plot is None else draw_figure),
-            is_adam=tree.train.optimizer._target_ in ADAM,
+            family=family_of(tree.train.optimizer._target_),
         ),
         busy,
         {"configs": args.configs},

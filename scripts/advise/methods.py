@@ -19,14 +19,19 @@ from scripts.methods import files_of
 
 METHODS = tuple(replace(method, usage=files_of(method.name)) for method in methods.METHODS)
 NAMES = methods.NAMES
-ADAM = ("torch.optim.Adam", "torch.optim.AdamW")
+FAMILIES = {"torch.optim.Adam": "adam", "torch.optim.AdamW": "adam", "dgc.optim.MuonWithAdamW": "muon"}
+
+
+def family_of(optimizer: str) -> str:
+    """The family of an experiment's optimizer, by its `_target_`."""
+    return FAMILIES.get(optimizer, "sgd")
 
 
 def unfit(method: Method, optimizer: str) -> str | None:
     """Why a method does not go with an experiment's optimizer, by its `_target_`. None: it does."""
     if method.corrects_momentum:
         return None  # its config files refuse an optimizer that it does not fit
-    return methods.unfit(method, optimizer, is_adam=optimizer in ADAM)
+    return methods.unfit(method, optimizer, family_of(optimizer))
 
 
 def builder(tree: DictConfig, gradients: Mapping[str, Tensor]) -> Build:
