@@ -223,27 +223,24 @@ class MuonWithAdamW(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, not {type(param_group).__name__}")
         is_muon = bool(param_group.get("muon"))
-        group = {**self._settings[is_muon], **param_group, "muon": is_muon}
+        params = param_group["params"]
+        params = params if isinstance(params, Tensor | set) else list(params)
+        group = {**self._settings[is_muon], **param_group, "params": params, "muon": is_muon}
         _check_group(group)
-        if not isinstance(params := group.get("params"), Tensor | set):
-            group["params"] = params = list(params or [])
-        for each in (params,) if isinstance(params, Tensor) else params if is_muon else ():
-            p = each[1] if isinstance(each, tuple) else each  # of named_parameters()
-            if is_muon and (p.dim() != 2 or p.is_complex()):
+        matrices = [] if not is_muon else [params] if isinstance(params, Tensor) else params
+        for p in (each[1] if isinstance(each, tuple) else each for each in matrices):  # of named_parameters() too
+            if p.dim() != 2 or p.is_complex():
                 raise ValueError(f"Muon takes real matrices, not {tuple(p.shape)} of {p.dtype}: see muon_groups")
-            if is_muon:
-                _rows(p.shape, group["parts"])
+            _rows(p.shape, group["parts"])
         super().add_param_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that was saved with the same groups."""
 
         def kinds(groups: Any) -> list[Any]:
-            parts = [group.get("parts") for group in groups]  # some checkpoints have lists in place of tuples
-            return [
-                (group.get("muon"), tuple(p) if isinstance(p, Sequence) else p)
-                for group, p in zip(groups, parts, strict=True)
-            ]
+            both = [(group.get("muon"), group.get("parts")) for group in groups]
+            # some checkpoints have lists in place of tuples
+            return [(is_muon, list(parts) if isinstance(parts, Sequence) else parts) for is_muon, parts in both]
 
         check_optimizer_state(self, state_dict)
         if not any(group.get("muon") for group in state_dict["param_groups"]):
