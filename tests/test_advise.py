@@ -1,7 +1,6 @@
 """The advisor: a known network gives a known recommendation, and bad input one message."""
 
 import json
-import pickle
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -15,8 +14,7 @@ from cases import case
 from refusals import refuse
 from states import assert_equal
 
-from dgc.comm import AllGather, Request
-from dgc.comm.collectives import with_checksum
+from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
 from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, collectives, message_of
 from dgc.cost.advice import Work, advise, as_fast, crossing, describe_crossings, format_table, step_at, tabulate
@@ -378,16 +376,11 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: Patch
     assert [network.bandwidth, network.inner_bandwidth] == pytest.approx([1e7, 1e9], rel=0.1)
     assert [network.latency, network.inner_latency] == pytest.approx([1e-3, 1e-5], rel=0.1)
 
-    class Uneven(FirstRank):
-        def reply(self, request: Request) -> Any:
-            found = super().reply(request)
-            if isinstance(request, AllGather) and request.tensor.dtype == torch.uint8:
-                seven = pickle.dumps(7)
-                length = with_checksum(len(seven).to_bytes(8, "little"))
-                found = (found[0], length if request.tensor.numel() == length.numel() else with_checksum(seven))
-            return found
+    def on_uneven_machines(transport: Any) -> None:
+        transport.local_size += 6 * transport.rank
+        refuse(r"as many ranks on each machine, not \[1, 7\]", levels, transport)
 
-    refuse("as many ranks on each machine, not", levels, Uneven(2))
+    LockstepWorld(2, 1).run(on_uneven_machines)
 
 
 def test_a_launcher_s_network_is_measured(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:

@@ -4,7 +4,6 @@ python -m dgc.advise and python -m dgc.doctor: for a model of one's own, on pape
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -65,14 +64,11 @@ class Asks(StatelessCompressor):
         return [(Fleet(DenseCompressor, 1, LIKE).buckets[0], self)]
 
 
-def planned(make: Callable[[], Compressor]) -> Callable[[int, int], Planned]:
-    def plan(size: int, rank: int) -> Planned:
-        compressor, bucket = make(), Fleet(DenseCompressor, 1).buckets[0]
-        for segment, gradient in zip(bucket.segments, gradients(rank, 0), strict=True):
-            segment.of(bucket.flat).copy_(gradient)
-        return [(bucket, compressor)]
-
-    return plan
+def plan(make: Callable[[], Compressor], size: int, rank: int) -> Planned:
+    compressor, bucket = make(), Fleet(DenseCompressor, 1).buckets[0]
+    for segment, gradient in zip(bucket.segments, gradients(rank, 0), strict=True):
+        segment.of(bucket.flat).copy_(gradient)
+    return [(bucket, compressor)]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
@@ -80,11 +76,11 @@ def test_recorded_bytes_are_those_of_the_meter(row: Row) -> None:
     for size in (2, 3, 4, 8):
         with case(size, "ranks"):
             if size == 3 and row.make().point_to_point:
-                refuse("record a power of two of ranks", record, planned(row.make), size)
+                refuse("record a power of two of ranks", record, partial(plan, row.make), size)
                 continue
             fleet = Fleet(row.make, size)
             fleet.step([gradients(rank, 0) for rank in range(size)])
-            meter, traffic = fleet.world.meters[-1], record(planned(row.make), size)
+            meter, traffic = fleet.world.meters[-1], record(partial(plan, row.make), size)
             assert traffic.total("payload") == meter.payload_bytes
             assert traffic.total("wire") == pytest.approx(meter.wire_bytes)
 
@@ -97,11 +93,11 @@ def test_an_early_end_loses_no_message() -> None:
         fleet.step([gradients(rank, 0) for rank in range(16)])
         with case(exchange), pytest.MonkeyPatch.context() as patch:
             patch.setattr("dgc.cost.computing.DECODED_BYTES", 0)
-            traffic = record(planned(make), 16)
+            traffic = record(partial(plan, make), 16)
             assert traffic.total("wire") == pytest.approx(fleet.world.meters[-1].wire_bytes)
             assert (traffic.decode is None) == (exchange != "gtopk")
             patch.undo()
-            assert record(planned(make), 16).buckets == traffic.buckets
+            assert record(partial(plan, make), 16).buckets == traffic.buckets
 
 
 def message(kind: str, size: int, payload: int, wire: float, **more: Any) -> Message:
@@ -158,10 +154,10 @@ def test_a_prediction_adds_messages_and_computing() -> None:
     assert [bucket.computing for bucket in silent.buckets] == [(0.2,), (0.2,)]
     refuse("for each of 2 buckets", predict, traffic, ALONE, Compute(), (1.0,))
     # more ranks take longer, and less bandwidth too
-    plan = planned(lambda: DGCCompressor(0.05, ResidualMemory()))
-    times = [predict(record(plan, 2**j), ALONE, Compute()).exchange for j in range(1, 13)]
+    dgc = partial(plan, lambda: DGCCompressor(0.05, ResidualMemory()))
+    times = [predict(record(dgc, 2**j), ALONE, Compute()).exchange for j in range(1, 13)]
     assert times == sorted(set(times))
-    assert predict(record(plan, 8), replace(ALONE, bandwidth=1e5), Compute()).exchange > times[2]
+    assert predict(record(dgc, 8), replace(ALONE, bandwidth=1e5), Compute()).exchange > times[2]
 
 
 def test_overlap_by_hand() -> None:
@@ -261,8 +257,9 @@ def test_bad_input_is_refused() -> None:
     for name, value in (("bandwidth", 0.0), ("latency", -1.0), ("inner_bandwidth", -1.0), ("cores", 0)):
         refuse(f"Network: {name} must be", Network, **{"latency": 1e-3, "bandwidth": 1e6, name: value})
     refuse("do not fill machines of 4", replace(NETWORK, ranks_per_machine=4).local_size, 6)
-    refuse("local_size must divide", record, planned(DenseCompressor), 6, 4)
-    refuse("2 ranks per machine", predict, record(planned(DenseCompressor), 4, 2), ALONE, Compute())
+    dense = partial(plan, DenseCompressor)
+    refuse("local_size must divide", record, dense, 6, 4)
+    refuse("2 ranks per machine", predict, record(dense, 4, 2), ALONE, Compute())
     from_rank_0 = Exchange({}, {0: torch.empty(5)})
     refuse("the reply cannot be made", record, Asks(lambda bucket: [(from_rank_0,)]).plan, 2)
     refuse("1 messages need 2 times", BucketWork, 0.5, (1.0,), (1.0,))
@@ -294,10 +291,6 @@ def make() -> Any:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     batch = {"x": torch.randn(8, 64), "y": torch.randint(10, (8,))}
     return model, batch, lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def nothing() -> Any:
-    return nn.Linear(2, 2)
 
 
 def test_on_paper(tmp_path: Path, capsys: Printed) -> None:
@@ -356,9 +349,8 @@ def test_rows_on_paper_are_built_from_their_words_and_one_narrow_layer_stands_fo
             assert len(found.ready) == len(found.traffic.buckets) and found.ready[-1] == 1.0
 
 
-def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed) -> None:
     file, names = tmp_path / "advice.json", ["fp16", "dgc-fp16-packed", "powersgd-1", "sgp", "onebit-adam"]
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     words = f"--model test_cost:make --repeats 1 --device cpu --json {file}"
     assert main([*words.split(), *HOSTS, "--methods", *names]) == 0
     out, result = capsys.readouterr().out, json.loads(file.read_text())
@@ -369,13 +361,10 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed, monkeypatch: pytes
     assert result["methods"]["fp16"]["wire_bytes"] == pytest.approx(2 * count * 2 * 7 / 8, rel=0.02)
 
     # the loss may be what the model returns
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-            return scale * x.sum()
-
-    x = torch.ones(2)
+    model, x = nn.Module(), torch.ones(2)
+    model.forward = lambda x, scale=1.0: scale * x.sum()
     for batch, loss in (((x,), 2), ([x, 3.0], 6), ({"x": x, "scale": 2.0}, 4), (x, 2)):
-        assert loss_of_model(Model(), batch).item() == loss and type(moved(batch, CPU)) is type(batch), batch
+        assert loss_of_model(model, batch).item() == loss and type(moved(batch, CPU)) is type(batch), batch
     refuse("the model returns no loss; return", loss_of_model, nn.Identity(), x)
 
 
@@ -412,7 +401,7 @@ def test_a_machine_sends_what_its_ranks_send() -> None:
 
 
 def test_bad_input_is_one_message(capsys: Printed) -> None:
-    own = ["--model", "test_cost:nothing", *HOSTS]
+    own = ["--model", "torch.nn:Identity", *HOSTS]
     for given, message in (
         (HOSTS, "give --parameters and --step for a prediction on paper, or --model"),
         ([*PAPER, *own], "give --parameters and --step"),
@@ -429,7 +418,6 @@ def test_bad_input_is_one_message(capsys: Printed) -> None:
         ([*own, "--device", "abacus"], "--device abacus"),
         ([*PAPER, *HOSTS, "--dense-share", "1"], "--dense-share is 1.0; it must be at least 0 and below 1"),
     ):
-        sys.path.insert(0, str(Path(__file__).parent))
         assert main(given) == 2
         printed = capsys.readouterr()
         assert printed.err.startswith("advise: ") and message in printed.err and printed.out == "", message

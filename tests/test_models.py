@@ -31,19 +31,13 @@ from dgc_models.transformer_layers import DecoderState
 
 # the name, the parameters, the tensors, the matrices, the features
 MODELS = [
-    ("resnet20", 269_722, 59, 20, 64),
-    ("resnet56", 853_018, 167, 56, 64),
-    ("resnet110", 1_727_962, 329, 110, 64),
-    ("resnet18", 11_173_962, 62, 21, 512),
-    ("resnet50", 23_520_842, 161, 54, 2048),
-    ("resnet101", 42_512_970, 314, 105, 2048),
-    ("vgg16_bn", 14_728_266, 54, 14, 512),
-    ("vgg19_bn", 20_040_522, 66, 17, 512),
-    ("alexnet", 2_472_266, 12, 6, 256),
-    ("densenet121", 6_956_298, 362, 121, 1024),
-    ("densenet169", 12_493_322, 506, 169, 1664),
-    ("senet18", 11_260_354, 88, 37, 512),
-]
+    ("resnet20", 269_722, 59, 20, 64), ("resnet56", 853_018, 167, 56, 64),
+    ("resnet110", 1_727_962, 329, 110, 64), ("resnet18", 11_173_962, 62, 21, 512),
+    ("resnet50", 23_520_842, 161, 54, 2048), ("resnet101", 42_512_970, 314, 105, 2048),
+    ("vgg16_bn", 14_728_266, 54, 14, 512), ("vgg19_bn", 20_040_522, 66, 17, 512),
+    ("alexnet", 2_472_266, 12, 6, 256), ("senet18", 11_260_354, 88, 37, 512),
+    ("densenet121", 6_956_298, 362, 121, 1024), ("densenet169", 12_493_322, 506, 169, 1664),
+]  # fmt: skip
 ENDS: Any = {"begin": BEGIN, "end": END}
 TRAIN = [("ein Haus", "a house"), ("ein Hund", "a dog"), ("das Haus", "the house"), ("der Hund", "the dog")]
 TEST = [("das Hundehaus", "the doghouse"), ("ein\u2028Haus", "a house")]
@@ -280,29 +274,21 @@ def test_impossible_arguments_are_refused() -> None:
     refuse("a sentence has 21 tokens; max_length of the model is 20", model.encode, torch.full((1, 21), 4))
 
 
-def write(folder: Path, split: str, pairs: Any) -> None:
+def written(folder: Path, **splits: Any) -> Path:
+    """The folder, after the files of these splits were written, or those of the usual ones."""
     folder.mkdir(exist_ok=True)
-    for language, side in zip(("de", "en"), zip(*pairs, strict=True), strict=True):
-        (folder / f"{split}.{language}").write_text("".join(f"{text}\n" for text in side), encoding="utf-8")
-
-
-def written(folder: Path) -> Path:
-    write(folder, "train", TRAIN * 5)
-    write(folder, "test", TEST)
+    for split, pairs in (splits or {"train": TRAIN * 5, "test": TEST}).items():
+        for language, side in zip(("de", "en"), zip(*pairs, strict=True), strict=True):
+            (folder / f"{split}.{language}").write_text("".join(f"{text}\n" for text in side), encoding="utf-8")
     return folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return written(tmp_path)
 
 
 def read(folder: Path, vocabulary_size: int = 32, **options: Any) -> ParallelText:
     return ParallelText(str(folder), "de", "en", vocabulary_size, character_coverage=1.0, **options)
 
 
-def test_items_are_the_lines_of_both_files(folder: Path) -> None:
-    data = read(folder)
+def test_items_are_the_lines_of_both_files(tmp_path: Path) -> None:
+    data = read(written(tmp_path))
     assert set(data) == {"train", "test"} and len(data.vocabulary) == 32
     for split, pairs in (("train", TRAIN * 5), ("test", TEST)):
         assert len(data[split]) == len(pairs)
@@ -316,8 +302,8 @@ def test_items_are_the_lines_of_both_files(folder: Path) -> None:
     assert data.texts("test") == tuple(map(list, zip(*TEST, strict=True)))
 
 
-def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = read(folder)
+def test_the_text_is_encoded_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = read(folder := written(tmp_path))
     monkeypatch.setattr("dgc_datasets.translation.parallel_text.train_vocabulary", Mock(side_effect=TypeError))
     (cache,) = folder.glob("tokens-*")
     cache.chmod(0o555)
@@ -326,7 +312,7 @@ def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: py
     for index in range(len(TRAIN)):
         assert all(map(torch.equal, first["train"][index], again["train"][index]))
     monkeypatch.undo()
-    write(folder, "test", [*TEST, ("das Haus", "the house")])
+    written(folder, test=[*TEST, ("das Haus", "the house")])
     assert len(read(folder)["test"]) == 3 and len(list(folder.glob("tokens-*"))) == 2
     assert read(folder, vocabulary_size=30).fingerprint != first.fingerprint
     assert not list(folder.glob(".writing-*"))
@@ -340,14 +326,14 @@ def test_the_text_is_encoded_once_until_it_changes(folder: Path, monkeypatch: py
     assert [path.name for path in new.iterdir() if path.is_dir()] == [] and len(read(new)["test"]) == 2
 
 
-def test_empty_and_long_pairs_are_left_out_and_files_that_do_not_fit_are_refused(folder: Path) -> None:
-    write(folder, "train", [*TRAIN, ("", "nothing"), ("Haus " * 40, "house")])
+def test_empty_and_long_pairs_are_left_out_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    written(folder := written(tmp_path), train=[*TRAIN, ("", "nothing"), ("Haus " * 40, "house")])
     warning = r"train\.de: 2 of the 6 training pairs \(33\.3 %\) are left out, .*dataset\.max_length, 30; raise it"
     with pytest.warns(UserWarning, match=warning):
         data = read(folder, max_length=30)
     assert len(data["train"]) == 4 and data["train"].pairs_left_out == 2
     for left_out in (1, 2):  # of 101 pairs: up to 1 % is usual
-        write(folder, "train", [*TRAIN * 25, ("", "nothing")][left_out - 1 :] + [("", "x")] * (left_out - 1))
+        written(folder, train=[*TRAIN * 25, ("", "nothing")][left_out - 1 :] + [("", "x")] * (left_out - 1))
         with pytest.warns(UserWarning) if left_out == 2 else nullcontext():
             assert read(folder, max_length=30)["train"].pairs_left_out == left_out
     cases: list[tuple[str, bytes | None, str]] = [
@@ -361,9 +347,8 @@ def test_empty_and_long_pairs_are_left_out_and_files_that_do_not_fit_are_refused
         damaged = written(folder / str(number))
         (damaged / name).unlink() if content is None else (damaged / name).write_bytes(content)
         refuse(message, read, damaged)
-    message = "vocabulary_size is 5000, which is not possible with this text: .*<= "
-    refuse(message, read, folder, vocabulary_size=5000)
-    refuse("vocabulary_size is 1; it must be at least 2", read, folder, vocabulary_size=1)
+    refuse("vocabulary_size is 5000, which is not possible with this text: .*<= ", read, folder, 5000)
+    refuse("vocabulary_size is 1; it must be at least 2", read, folder, 1)
     refuse("no sentence of at most 2 tokens", read, folder, max_length=2)
     refuse("not a sentencepiece model", Vocabulary, b"nothing")
     refuse("max_tokens is 8, fewer than the 9 tokens", TokenBatches, np.array([3, 9]), 8)
@@ -433,13 +418,12 @@ def test_the_preparation_of_wmt16(tmp_path: Path, capsys: pytest.CaptureFixture[
         (tmp_path / f"news-deen-{name}.sgm").write_text(sgml.format(text, text), encoding="utf-8")
     for name in ("src.en", "ref.de"):
         (tmp_path / f"news-{name}.sgm").rename(tmp_path / f"news-deen-{name}.sgm")
-    for direction, expected in ((("en", "de"), "one\n"), (("de", "en"), "wrong\n")):
-        new = tmp_path / "-".join(direction)
-        source, target = direction
+    expected = {("en", "de"): ("one\n", texts["test.de"]), ("de", "en"): ("wrong\n", "falsch\nfalsch\n")}
+    for (source, target), (english_end, german_text) in expected.items():
+        new = tmp_path / f"{source}-{target}"
         main([*words[:-1], str(new), "--source", source, "--target", target])
-        assert (new / "test.en").read_text(encoding="utf-8").endswith(expected)
-    assert (tmp_path / "en-de" / "test.de").read_text(encoding="utf-8") == texts["test.de"]
-    assert (tmp_path / "de-en" / "test.de").read_text(encoding="utf-8") == "falsch\nfalsch\n"
+        assert (new / "test.en").read_text(encoding="utf-8").endswith(english_end)
+        assert (new / "test.de").read_text(encoding="utf-8") == german_text
 
     def refused(message: str, *more: str) -> None:
         with pytest.raises(SystemExit, match="^1$"):

@@ -39,7 +39,6 @@ from benchmarks.stand_ins import ANNOTATIONS, cases, load_tests
 from benchmarks.step_overhead import resnet50
 from benchmarks.step_times import add_network, row_of
 from benchmarks.time_to_accuracy import reached
-from benchmarks.time_to_accuracy import row_of as row_of_time
 from benchmarks.train_step import MODELS, Work, make, make_work
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import PHASES
@@ -163,7 +162,6 @@ def step(whole: float, update: float, wire: float, link: float) -> dict[str, flo
 
 
 def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
-
     assert {"lstm", "vgg16"} <= set(MODELS) and {"dense", "fp16", "2bit"} <= set(GRADIENTS)
     work = make_work("lstm", batch=1, image=0, rank=0)  # without a step, which takes long
     assert sum(p.numel() for p in work.model.parameters()) == 28869 * 651 + 3 * 8 * 650 * 651
@@ -247,11 +245,11 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it(capsys: pyt
     found = [reached(dense, 98.5, digits, target) for target in (None, 50.0, 99.5)]
     assert found == [(20.0, 200.0), (10.0, 100.0), None]
     assert reached(bits, 2.0, pysource) == (2.0, 20.0) and reached(bits, 1.9, pysource) is None
-    row = row_of_time([fast], [dense], digits)
+    row = time_to_accuracy.row_of([fast], [dense], digits)
     assert (row["seconds_to_reach"], row["mb_to_reach"], row["quality"], row["seconds"]) == (1.0, 1e-5, 97.6, 3.0)
-    both = row_of_time([fast, never], [dense, dense], digits)
+    both = time_to_accuracy.row_of([fast, never], [dense, dense], digits)
     assert "seconds_to_reach" not in both and both["reached"] == "1 of 2"
-    both = row_of_time([fast, dense], [dense, dense], digits, target=97.6)
+    both = time_to_accuracy.row_of([fast, dense], [dense, dense], digits, target=97.6)
     assert (both["seconds_to_reach"], both["reached"]) == (11.5, "2 of 2")
     # simulated seconds are those of the bytes
     words = "--simulate --hosts 2 --rate 8mbit --epochs 1 --target 1 --methods fp16 -- --configs.model.width=4"
@@ -260,32 +258,18 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it(capsys: pyt
     assert row["mb_to_reach"] == row["wire_mb"] == pytest.approx(row["seconds"]) and row["seconds"] > 0
 
 
-class SlowRanks(AlikeRanks):
-    """Messages of neighbours arrive only when they are waited for."""
-
-    works = 0
-
-    def launch(self, name: str, requests: Any, communicator: str = "") -> Any:
-        self.works += 1
-        return super().launch(name, requests, communicator)
-
-    def poll(self, work: Any) -> bool:
-        return False
-
-    def wait(self, work: Any) -> Any:
-        self.works -= 1
-        return super().wait(work)
-
-
 def test_a_step_of_gossip_ends_when_its_messages_have_arrived() -> None:
     """Otherwise they arrive while the next method is measured, and the wait for them is not timed."""
     for name in GOSSIP:
-        transport, model = SlowRanks(4), torch.nn.Linear(8, 8)
+        transport: Any = AlikeRanks(4)
+        model, launched, arrived = torch.nn.Linear(8, 8), Mock(wraps=transport.launch), Mock(wraps=transport.wait)
+        # messages of neighbours arrive only when they are waited for
+        transport.launch, transport.wait, transport.poll = launched, arrived, lambda work: False
         method = make(name, Work(model, lambda wrapped: wrapped(torch.ones(1, 8)).sum()), 0.1, transport)
         for _ in range(3):
             sent = method.meter.wire_bytes
             method.step()
-            assert transport.works == 0 and method.meter.wire_bytes > sent, name
+            assert launched.call_count == arrived.call_count and method.meter.wire_bytes > sent, name
 
 
 # A machine with PyTorch and Triton, of the packages that this one has.
@@ -304,18 +288,14 @@ def run(code: str, **variables: str) -> Any:
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
 
 
-def run_gpu(words: Any, absent: Any = ()) -> Any:
-    return run(BARE.format(absent=absent, words=words))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    done = run_gpu([])
+    done = run(BARE.format(absent=(), words=[]))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "sees no GPU" in done.stderr
 
 
 def test_a_missing_package_is_named_with_its_cure() -> None:
-    done = run_gpu([], absent=("triton",))
+    done = run(BARE.format(absent=("triton",), words=[]))
     assert done.returncode == 2 and "-m pip install triton" in done.stderr
 
 
@@ -419,13 +399,10 @@ def test_laws_load_without_pytest_and_training_without_numpy() -> None:
 
 
 def test_what_fails_or_is_late_does_not_stop_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(error: BaseException) -> None:
-        raise error
-
     parts, done = Parts(1), list[str]()
     for name, part, share in (
-        ("kernel", partial(fail, ValueError("no such register")), 1),
-        ("ranks", partial(fail, SystemExit("a rank ended with status 1")), 1),
+        ("kernel", Mock(side_effect=ValueError("no such register")), 1),
+        ("ranks", Mock(side_effect=SystemExit("a rank ended with status 1")), 1),
         ("late", partial(done.append, "late"), 0),
         ("last", partial(done.append, "last"), 1),
     ):
@@ -449,9 +426,7 @@ def test_what_fails_or_is_late_does_not_stop_the_rest(tmp_path: Path, capsys: py
 
 
 def test_the_exchange_with_checks_compares_the_means_of_all_ranks(monkeypatch: Patch) -> None:
-    def body(transport: Any) -> float:
-        return stress(transport, torch.device("cpu"), 2, 1, lambda: False)
-
+    body = partial(stress, device=torch.device("cpu"), steps=2, scale=1, is_over=lambda: False)
     assert min(LockstepWorld(2).run(body)) > 0
     gather = gpu_steps.all_gather_object
     monkeypatch.setattr(gpu_steps, "all_gather_object", lambda t, found: gather(t, [*found, t.rank]))
@@ -466,7 +441,7 @@ def test_a_dry_run_with_torch_and_triton_alone(tmp_path: Path) -> None:
     absent = ("jaxtyping", "pytest", "torchvision", "horovod", "mpi4py")
     page = tmp_path / "gpu.md"
     page.write_text(PAGE.read_text())
-    done = run_gpu(["--dry-run", "--write", str(page)], absent)
+    done = run(BARE.format(absent=absent, words=["--dry-run", "--write", str(page)]))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "jaxtyping is not installed" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])

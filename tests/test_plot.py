@@ -5,6 +5,7 @@ import json
 import statistics
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,8 @@ from scripts.plot_runs import check_comparable, is_lower_better, metric_of, unit
 from scripts.report_runs import read_reported
 from scripts.run_files import PlotError
 
-REFERENCE = (
-    "Epoch,itr,BT(s),avg:BT(s),std:BT(s),NT(s),avg:NT(s),std:NT(s),DT(s),avg:DT(s),std:DT(s),"
-    "Loss,avg:Loss,Prec@1,avg:Prec@1,Prec@5,avg:Prec@5,val"
-)
+REFERENCE = "Epoch,itr,BT(s),avg:BT(s),std:BT(s),NT(s),avg:NT(s),std:NT(s),DT(s),avg:DT(s),std:DT(s),"
+REFERENCE += "Loss,avg:Loss,Prec@1,avg:Prec@1,Prec@5,avg:Prec@5,val"
 PER_EPOCH = 8
 OPENED: list[CsvLog] = []
 draw: Any = plot_figures  # a figure may be None
@@ -64,8 +63,8 @@ def train(out: CsvLog, start: tuple[int, int], end: tuple[int, int]) -> CsvLog:
         first, last = start[1] if epoch == start[0] else 0, end[1] if epoch == end[0] else PER_EPOCH
         for itr in range(first, last):
             loss = torch.tensor(10.0 - epoch - itr / 10)
-            metrics = {"payload_bytes": 100.0, "wire_bytes": 150.0, "wait(s)": 0.5, "weight": 0.5}
-            metrics["staleness"] = float(itr % 2)
+            sent = {"payload_bytes": 100.0, "wire_bytes": 150.0}
+            metrics = {**sent, "wait(s)": 0.5, "weight": 0.5, "staleness": float(itr % 2)}
             samples = 32 if itr < PER_EPOCH - 1 else 8
             out.step(epoch, itr, seconds(epoch, itr), 0.25, loss, 25.0, 50.0, samples, metrics)
         if epoch < end[0]:
@@ -174,17 +173,14 @@ def test_errors_of_the_log(tmp_path: Path) -> None:
     refuse(r"not \[n, c\] and \[n\]", scores, outputs, targets[:2])
 
 
-def write_run(
-    directory: Path,
-    target: str | None = "dgc.gossip.SGP",
-    ranks: int = 2,
-    batch: int = 32,
-    compression: str = "Dense",
-    **other: str,
-) -> Path:
+def named(kind: str, **more: Any) -> dict[str, Any]:
+    return {"_target_": f"dgc.{kind}", **more}
+
+
+def write_run(directory: Path, kind: Any = "gossip.SGP", ranks: int = 2, batch: int = 32, **other: Any) -> Path:
     """Rank r takes 1 + r seconds per step, 10 for the first. Accuracy: 50, 60, ... %; in validation 2 r more."""
-    gossip = {"gossip": {"_target_": target} if target else None}
-    train = {**gossip, "compression": {"_target_": f"dgc.compression.{compression}Compressor"}}
+    compression = named(f"compression.{other.pop('compression', 'Dense')}Compressor")
+    train = {"gossip": named(kind) if kind else None, "compression": compression}
     directory.mkdir(parents=True)
     config = {"dataset": {"_target_": "dgc_datasets.Digits"}, "model": {"_target_": "dgc_models.DigitsCNN"}}
     (directory / "config.yaml").write_text(yaml.safe_dump({**config, **other, "train": train}))
@@ -200,13 +196,8 @@ def write_run(
     return directory
 
 
-def ydata(line: Any) -> list[float]:
-
-    return np.asarray(line.get_ydata()).tolist()
-
-
-def xdata(line: Any) -> list[float]:
-    return np.asarray(line.get_xdata()).tolist()
+def data(line: Any, axis: str = "y") -> list[float]:
+    return np.asarray(line.get_data()["xy".index(axis)]).tolist()
 
 
 def test_the_values_of_a_run(tmp_path: Path) -> None:
@@ -240,18 +231,16 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "iterations differ: SGP 32, SGP 64" in capsys.readouterr().err
     (run / "csv" / "out_r1_n2.csv").unlink()
     assert main([str(run), *options]) == 0 and "drawing 1 of 2 ranks" in capsys.readouterr().err
-    log = CsvLog(tmp_path / "new", rank=0, size=1, batch_size=32)
-    log.step(0, 0, 1.0, 0.0, 2.0, 10.0, 50.0, 32)
-    log.close()
+    log(tmp_path / "new", rank=0, size=1).step(0, 0, 1.0, 0.0, 2.0, 10.0, 50.0, 32)
     assert main([f"new={tmp_path / 'new'}", *options]) == 0
     output = capsys.readouterr()
     assert "no figure 'error'" in output.err and "no figure 'bytes'" in output.err and output.out.count("svg") == 2
     # all figures of two runs
-    words = [str(write_run(tmp_path / "a=b")), f"AR-SGD={write_run(tmp_path / 'ar', target=None)}"]
+    words = [str(write_run(tmp_path / "a=b")), f"AR-SGD={write_run(tmp_path / 'ar', None)}"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     output = capsys.readouterr()
-    names_ = ("error", "bytes", "scaling", "loss")
-    expected = [tmp_path / "out" / f"{name}.{kind}" for name in names_ for kind in ("png", "svg")]
+    figures = product(("error", "bytes", "scaling", "loss"), ("png", "svg"))
+    expected = [tmp_path / "out" / f"{name}.{kind}" for name, kind in figures]
     assert output.out.splitlines() == [str(path) for path in expected] and not output.err
     for path in expected:
         if path.suffix == ".svg":
@@ -260,11 +249,7 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
-def named(kind: str, **more: Any) -> dict[str, Any]:
-    return {"_target_": f"dgc.{kind}", **more}
-
-
-POWER = named("compression.PowerSGDCompressor")
+NESTEROV, POWER = named("local.Nesterov"), named("compression.PowerSGDCompressor")
 LABELS: dict[str, dict[str, Any]] = {
     "AR-SGD": {"gossip": None, "compression": named("compression.DenseCompressor")},
     "DGC": {"compression": named("compression.DGCCompressor")},
@@ -273,9 +258,7 @@ LABELS: dict[str, dict[str, Any]] = {
     "OSGP + PGA": {"gossip": named("gossip.Periodic", base=named("gossip.OSGP"))},
     "local SGD": {"gossip": named("gossip.Periodic", base=None)},
     "local SGD + SlowMo": {"gossip": {"_target_": "Periodic", "base": None, "outer": {"_target_": "a.SlowMo"}}},
-    "local SGD + Nesterov + PowerSGD": {
-        "gossip": named("local.OuterSteps", outer=named("local.Nesterov"), compression=POWER)
-    },
+    "local SGD + Nesterov + PowerSGD": {"gossip": named("local.OuterSteps", outer=NESTEROV, compression=POWER)},
 }
 
 
@@ -296,19 +279,20 @@ def test_labels_names_and_colours(tmp_path: Path) -> None:
 
 def test_figures(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"{n}", ranks=n)) for n in (1, 2, 4)]
-    runs.append(read_run(write_run(tmp_path / "ar", target=None)))
+    runs.append(read_run(write_run(tmp_path / "ar", None)))
     by_time, by_step = draw.error_figure(runs).axes
     assert by_time.get_xlabel() == "training time (seconds)" and by_step.get_xlabel() == "iterations"
-    assert [ydata(line) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
+    assert [data(line) for line in by_step.lines[:2]] == [[50.0, 40.0, 30.0]] * 2
     times, rates = draw.scaling_figure(runs).axes
     assert times.get_ylabel() == "time per iteration (s)" and rates.get_ylabel() == "throughput (samples/s)"
-    assert [xdata(line) for line in times.lines] == [[2], [1, 2, 4]] and ydata(times.lines[1]) == [1.0, 1.5, 2.5]
-    assert ydata(rates.lines[1]) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
+    assert [data(line, "x") for line in times.lines] == [[2], [1, 2, 4]]
+    assert data(times.lines[1]) == [1.0, 1.5, 2.5]
+    assert data(rates.lines[1]) == [32.0, 2 * 32 / 1.5, 4 * 32 / 2.5]
     assert len(draw.loss_figure(runs).axes[0].lines) == 2 * len(runs)
     assert [time_unit(seconds)[1] for seconds in (100, 1000, 20000)] == ["seconds", "minutes", "hours"]
     (axes,) = draw.bytes_figure(runs[1:3]).axes
-    assert axes.get_xscale() == "log" and xdata(axes.lines[1]) == [24_000, 48_000, 72_000]
-    assert ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
+    assert axes.get_xscale() == "log" and data(axes.lines[1], "x") == [24_000, 48_000, 72_000]
+    assert data(axes.lines[0]) == [51.0, 61.0, 71.0]
     # runs of one method on several numbers of ranks differ by marker or line style, and name; others by colour
     ranks = {"a": 1, "b": 2, "c": 4, "d": 4}
     runs = [read_run(write_run(tmp_path / name, None, n, compression="DGC")) for name, n in ranks.items()]
@@ -336,18 +320,17 @@ def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
         runs.append(run := read_run(directory))
         assert run.training.y == [] and run.validation.y == [51.0, 61.0, 71.0]
         for axes in draw.error_figure([run]).axes:
-            assert axes.get_ylabel() == label and ydata(axes.lines[1]) == shown
+            assert axes.get_ylabel() == label and data(axes.lines[1]) == shown
         (axes,) = draw.bytes_figure([run]).axes
-        assert axes.get_ylabel() == f"{shown_as}, validation" and ydata(axes.lines[0]) == [51.0, 61.0, 71.0]
+        assert axes.get_ylabel() == f"{shown_as}, validation" and data(axes.lines[0]) == [51.0, 61.0, 71.0]
     with pytest.raises(PlotError, match="cannot be compared: metric is"):
         check_comparable(runs)
 
 
 def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
-    (tmp_path / "loss.py").write_text(
-        "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
-        "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
-    )
+    settings = "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
+    settings += "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
+    (tmp_path / "loss.py").write_text(settings)
     directory = tmp_path / "run"
     train_in(directory, [CNN, tmp_path / "loss.py"], ["train.num_epochs=1", "model.width=8"], size=1)
     assert summary_of(directory)["lower_is_better"] is True

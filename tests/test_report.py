@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ PAGE = set("!doctype html head meta title style body h1 h2 p b br div span table
 PAGE |= set("figure figcaption svg defs g path use clippath rect text line".split())
 
 
-def csv_log(*rows: str, head: str = HEAD, start: str = "BEGIN-TRAINING", batch: str = "Batch-Size,8") -> str:
-    """A CSV log of one rank: two steps of an epoch and its validation."""
-    return "\n".join([start, "World-Size,1", "Num-DLWorkers,0", batch, head, *rows, ""])
+def log(*rows: str, head: str = HEAD, start: str = "BEGIN-TRAINING", batch: str = "Batch-Size,8") -> bytes:
+    """A CSV log of one rank: these rows, or two steps of an epoch and its validation."""
+    return "\n".join([start, "World-Size,1", "Num-DLWorkers,0", batch, head, *(rows or ROWS), ""]).encode()
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path
 def test_a_run_with_csv_files_only(tmp_path: Path) -> None:
     """As after training with configs/gossip, when the TensorBoard files were removed: seconds, data and waits."""
     (tmp_path / "csv").mkdir()
-    (tmp_path / LOG).write_text(csv_log(*ROWS))
+    (tmp_path / LOG).write_bytes(log())
     (run,) = read_reported([f"old={tmp_path}"])
     assert run.quality == [55.0] and run.traffic.wire == [100.0, 300.0] and run.dense_wire_bytes is None
     assert run.phases == dict.fromkeys(PHASES, 0.0) | {"data": 1.0, "wait": 0.5, "other": 0.5}
@@ -193,29 +193,22 @@ def test_a_run_with_csv_files_only(tmp_path: Path) -> None:
     assert ratios == ["10 B (100× fewer) ", "1.00 kB (as dense) ", "2.00 kB (2× dense) "]
 
 
-def bits(directory: Path, name: str, values: list[float], old: bool, **summary: Any) -> Path:
-    """The directory of a run that has reached these bits per character. old: its config has no meter."""
-    run = directory / name
-    (run / "csv").mkdir(parents=True)
-    rows = [f"{e},0,2,1,2,3,50,-1,100,0,{2 * e + 2}\n{e},-1,2,1,2,2,60,{value},0,0,{2 * e + 2}"
-            for e, value in enumerate(values)]  # fmt: skip
-    (run / LOG).write_text(csv_log(*rows))
-    meters = {"bits_per_character/{}": {"_target_": "dgc_training.meters.BitsPerToken"}}
-    (run / "config.yaml").write_bytes(config(metric=BITS, num_epochs=5, meters={} if old else meters))
-    if summary:
-        (run / "summary.json").write_text(json.dumps({"metric": BITS, "epochs": len(values), **summary}))
-    return run
-
-
 def test_fewer_bits_are_better(tmp_path: Path) -> None:
     """Also in the summaries of earlier versions, which do not have the direction, and without a summary."""
     curves = {"good": [2.5, 1.7, 1.8], "bad": [3.9, 3.45, 3.5], "unfinished": [4.0, 2.6, 3.0]}
-    for old in (False, True):
-        words, direction = [], {} if old else {"lower_is_better": True}
+    meter = {"bits_per_character/{}": {"_target_": "dgc_training.meters.BitsPerToken"}}
+    row = "{0},0,2,1,2,3,50,-1,100,0,{1}\n{0},-1,2,1,2,2,60,{2},0,0,{1}"
+    for direction, meters in (({"lower_is_better": True}, meter), ({}, {})):  # as now, and as in earlier versions
+        words = []
         for name, values in curves.items():
+            rows = [row.format(epoch, 2 * epoch + 2, value) for epoch, value in enumerate(values)]
+            directory = made(tmp_path / str(len(meters)) / name, LOG, log(*rows))
+            (directory / "config.yaml").write_bytes(config(metric=BITS, num_epochs=5, meters=meters))
             reached = {"final": {BITS: values[-1]}, "best": {BITS: min(values)}, "best_epoch": 2, **direction}
-            reached = {} if name == "unfinished" else reached
-            words.append(f"{name}={bits(tmp_path / str(old), name, values, old, **reached)}")
+            (directory / "summary.json").write_bytes(summary(metric=BITS, epochs=len(values), **reached))
+            if name == "unfinished":
+                (directory / "summary.json").unlink()
+            words.append(f"{name}={directory}")
         text, head = page(read_reported(words)), [f"{BITS},final", f"{BITS},best (epoch)"]
         expected = [["1.80", "1.70 (2)"], ["3.50", "3.45 (2)"], ["3.00", "2.60 (2)"]]
         assert [row[3:5] for row in table(text)[:4]] == [head, *expected]
@@ -231,9 +224,8 @@ def test_fewer_bits_are_better(tmp_path: Path) -> None:
 
 def chromium(tmp_path: Path, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
-    quiet = "quic", "background-networking", "component-update", "sync", "gpu"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--no-first-run", "--enable-logging=stderr"]
-    command += [f"--disable-{name}" for name in quiet]
+    command += [f"--disable-{of}" for of in ("quic", "background-networking", "component-update", "sync", "gpu")]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,1900", *options, file.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=patient(100), check=True)
 
@@ -278,19 +270,11 @@ def config(**changes: Any) -> bytes:
     return yaml.safe_dump({"train": {**TRAIN, **changes}}).encode()
 
 
-def log(*rows: str, **changes: str) -> bytes:
-    return csv_log(*(rows or ROWS), **changes).encode()
-
-
 def row(**changes: str) -> bytes:
     """A log in which a column of the second row has another value."""
     cells = dict(zip(HEAD.split(","), ROWS[1].split(","), strict=True))
     assert set(changes) <= set(cells)
     return log(ROWS[0], ",".join({**cells, **changes}.values()), ROWS[2])
-
-
-def renamed(name: str) -> Callable[[Path], Any]:
-    return lambda path: path.rename(path.with_name(name))
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -301,35 +285,29 @@ FILES: dict[str, list[Damage]] = {
     "summary.json": [
         summary()[:40], '{"metric": "é'.encode()[:-1], bytes(100), summary().decode().encode("utf-16"), b"[]",
         b"3", b"null", b'"epochs"', b"{}", b'{"loss": 3}', summary() * 2, b'{"epochs": 1, "a": ' + b"[" * 100_000,
-        b'{"epochs": ' + b"9" * 10_000 + b"}",
-    ],
+        b'{"epochs": ' + b"9" * 10_000 + b"}"],
     "config.yaml": [
         b"train: {metric: ", b"train: \x01", b"- 1\n- 2\n", b"train", b"train:\n\tmetric: 3\n", b"train: 5",
         b"train: [1]", b"train: {num_epochs: 2}", b"train: !!python/object/apply:os.system ['true']",
         b"? [1, 2]\n: 3\n? {a: b}\n: 4\n", b"train: 2001-99-99", b"train: *there", b"train: &a {b: *a}",
-        BOMB.encode(), b"[" * 20_000, b"train: {num_epochs: " + b"9" * 10_000 + b"}", b"seed: 0x" + b"f" * 10_000,
-    ],
+        BOMB.encode(), b"[" * 20_000, b"train: {num_epochs: " + b"9" * 10_000 + b"}", b"seed: 0x" + b"f" * 10_000],
     LOG: [
         b"BEGIN-TRAINING\n", log(head=HEAD.replace("Loss", "Cost")), log(start="BEGIN"), log(batch="Batch,8"),
         log(batch="Batch-Size,x"), log(batch="Batch-Size,0"), log(""), log(ROWS[2]), log(ROWS[0], "0,1", ROWS[2]),
-        renamed("out_r5_n2.csv"), renamed("out_r0_n0.csv"),
-    ],
+        *(lambda path, to=to: path.rename(path.with_name(to)) for to in ("out_r5_n2.csv", "out_r0_n0.csv"))],
 }  # fmt: skip
 # ... one value of the summary, of the config's train, and of a row
 VALUES: dict[str, list[tuple[str, list[Any]]]] = {
     "summary.json": [
         ("epochs", [EVIL, NAN, INF, -1, True, [2], 10**400]), ("best_epoch", [EVIL]), ("wire_bytes", ["400", NAN]),
         ("dropped_steps", [EVIL, {EVIL: 1}]), ("final", [55.0, [55.0], {METRIC: EVIL}]), ("metric", [[METRIC]]),
-        ("best", [{METRIC: [60.0]}, METRIC]), ("dense_wire_bytes", [EVIL, 1e300]), ("lower_is_better", ["no"]),
-    ],
+        ("best", [{METRIC: [60.0]}, METRIC]), ("dense_wire_bytes", [EVIL, 1e300]), ("lower_is_better", ["no"])],
     "config.yaml": [
         ("num_epochs", [EVIL, [2], NAN, 10**300]), ("metric", [5]), ("meters", [[METRIC], {METRIC: "_target_"}]),
-        ("compression", ["_target_", {"_target_": 5}, {"_target_": {"a": 1}}]), ("gossip", [["_target_"]]),
-    ],
+        ("compression", ["_target_", {"_target_": 5}, {"_target_": {"a": 1}}]), ("gossip", [["_target_"]])],
     LOG: [
         ("Epoch", ["nan", "inf", "9" * 400, "-3"]), ("itr", ["inf", "1e300"]), ("BT(s)", ["nan", "inf"]),
-        ("Loss", [EVIL]), ("wire_bytes", ["-5e20"]), ("wait(s)", ["inf"]), ("elapsed(s)", ["1e305"]),
-    ],
+        ("Loss", [EVIL]), ("wire_bytes", ["-5e20"]), ("wait(s)", ["inf"]), ("elapsed(s)", ["1e305"])],
 }  # fmt: skip
 NO_ALGORITHMS = {"_target_": "dgc.local.OuterSteps", "base": 5, "outer": [EVIL], "compression": EVIL}
 # damages with which the report is written
@@ -343,15 +321,13 @@ SHOWN: dict[str, list[Damage]] = {
     "config.yaml": [
         Path.unlink, config(num_epochs="${derive:" + EVIL + "}"), config(metric=EVIL), config(local=NO_ALGORITHMS),
         config(compression={"_target_": EVIL}), config() + b"5: {null: 1, 2.5: <b>}\n2001-01-01: 3\n",
-        config() + b"a: !!binary aGk=\nb: !!set {x, y}\n", config(kernels="a\x1b[31m\u202e\x00"),
-    ],
+        config() + b"a: !!binary aGk=\nb: !!set {x, y}\n", config(kernels="a\x1b[31m\u202e\x00")],
     LOG: [
         log()[:-9], log(*ROWS, *ROWS), *(row(Loss=value) for value in ("nan", "inf", "-1e308")),
         log(*(re.sub(",[23],([56]0)", r",nan,\1", line) for line in ROWS)),  # every loss
         log(*(re.sub(r"^(0,-?\d),2,1,2", r"\1,0,0,0", line) for line in ROWS)),  # 0 seconds
         log(*(line.replace(",100,", ",-1,").replace(",300,", ",-1,") for line in ROWS)),  # unknown bytes
-        log().replace(b"\n", b"\r\n"),
-    ],
+        log().replace(b"\n", b"\r\n")],
 }  # fmt: skip
 
 
@@ -379,16 +355,13 @@ def assert_harmless(text: str) -> None:
     assert set(re.findall(r"<[^>]* (on\w+)=", text)) == set()
 
 
-def damages(name: str) -> Iterator[Damage]:
-    yield from (b"", bytes(range(256)) * 4, *FILES[name])
-    yield from (lambda path: (path.unlink(), path.mkdir()), lambda path: (path.unlink(), path.symlink_to(path)))
-    make: Any = {"summary.json": summary, "config.yaml": config, LOG: row}[name]
-    yield from (make(**{key: value}) for key, wrong in VALUES[name] for value in wrong)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_one_line_names_a_damaged_file(name: str, tmp_path: Path, capsys: Printed) -> None:
-    for number, damage in enumerate(damages(name)):
+    damages: list[Any] = [b"", bytes(range(256)) * 4, *FILES[name]]
+    damages += [lambda path: (path.unlink(), path.mkdir()), lambda path: (path.unlink(), path.symlink_to(path))]
+    make: Any = {"summary.json": summary, "config.yaml": config, LOG: row}[name]
+    damages += [make(**{key: value}) for key, wrong in VALUES[name] for value in wrong]
+    for number, damage in enumerate(damages):
         with case(number, damage if callable(damage) else damage[:200]):
             run = made(tmp_path / f"run{number}", name, damage)
             line = refused(capsys, run)

@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import count, product
 from math import inf
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +14,7 @@ import pytest
 import torch
 from channels import ChannelWorld
 from environment import patient
-from refusals import check_refusals
+from refusals import check_refusals, refuse
 
 from dgc import gossip
 from dgc.comm import TrafficMeter
@@ -41,14 +41,9 @@ def tree(size: Any) -> Any:
 
 
 GRAPHS = {
-    bipartite_complete: (2, 3, 4, 5, 8, 16),
-    line: (2, 3, 8, 17),
-    tree: (5, 8, 16),
-    gossip.ring: (5, 8),
-    gossip.grid: (9,),
-    gossip.full: (5,),
-    gossip.exponential: (8,),
-}
+    bipartite_complete: (2, 3, 4, 5, 8, 16), line: (2, 3, 8, 17), tree: (5, 8, 16),
+    gossip.ring: (5, 8), gossip.grid: (9,), gossip.full: (5,), gossip.exponential: (8,),
+}  # fmt: skip
 CASES: list[Any] = [pytest.param(graph, n, id=f"{graph.__name__}-{n}") for graph, ns in GRAPHS.items() for n in ns]
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -101,7 +96,9 @@ class Simulation:
             protocol.count_step()
         self.run(looks)
 
-    def drain(self) -> None:
+    def drain(self, looks: int = 0) -> None:
+        """After so many looks each rank has no more steps."""
+        self.run(looks)
         for rank in self.random.sample(range(self.topology.size), self.topology.size):
             self.protocols[rank].is_draining = True
             self.run(self.random.randrange(20 * self.topology.size))
@@ -125,8 +122,7 @@ class Simulation:
 def test_averages_keep_the_sum_come_together_and_end(graph: Any, size: Any) -> None:
     simulation = Simulation(graph(size), seed=size)
     before, spread = total(simulation.xs), simulation.spread()
-    simulation.run(40 * size)
-    simulation.drain()
+    simulation.drain(40 * size)
     torch.testing.assert_close(total(simulation.xs), before, rtol=0, atol=2e-6 * size)
     assert simulation.spread() < 0.95 * spread
     active = sum(m.averagings for m in simulation.protocols if m.is_active)
@@ -189,21 +185,17 @@ def test_averages_are_bounded_by_steps_and_messages_as_long_as_documented_and_no
     simulation = Simulation(bipartite_complete(2), averagings_per_step=1.0)
     for _ in range(10):
         simulation.protocols[1].count_step()
-    simulation.run(500)
-    simulation.drain()
+    simulation.drain(500)
     assert simulation.protocols[1].averagings == 1
     idle = Simulation(bipartite_complete(5), averagings_per_step=1.0, timeout=10.0)
-    idle.run(10_000)
-    idle.drain()
+    idle.drain(10_000)
     assert all(protocol.averagings == 0 for protocol in idle.protocols)
     stopped = Simulation(bipartite_complete(2), averagings_per_step=1.0, timeout=1.0)
     stopped.run(500)
     stopped.now += 10_000
-    stopped.run(500)
-    stopped.drain()
+    stopped.drain(500)
     simulation = Simulation(bipartite_complete(4), numel=101)
-    simulation.run(200)
-    simulation.drain()
+    simulation.drain(200)
     header = 8 * (6 + 4)
     for protocol, without_x in zip(simulation.protocols, (3, 3, 1, 3), strict=True):
         assert protocol.sent_bytes == protocol.averagings * (header + 8 * 51) + without_x * header
@@ -234,14 +226,12 @@ def test_a_lost_rank_is_reported_to_all_others(size: Any) -> None:
 
 def noisy(world: ChannelWorld, number: int, byte: int) -> Any:
     """`world.send`, which changes one bit of the `number`-th message of rank 1."""
-    sent: list[int] = []
+    numbers = count()
 
     def send(source: int, to: int, message: torch.Tensor, tag: int) -> Any:
-        if source == 1:
-            sent.append(to)
-            if len(sent) == number + 1:
-                message = message.clone()
-                message.view(torch.uint8)[byte] ^= 4
+        if source == 1 and next(numbers) == number:
+            message = message.clone()
+            message.view(torch.uint8)[byte] ^= 4
         return ChannelWorld.send(world, source, to, message, tag)
 
     return send
@@ -349,10 +339,8 @@ def test_a_state_goes_on_where_it_was_and_a_rank_without_a_step_in_an_epoch_hold
         steps(own, z, 1)
         own.synchronize_messages()
         assert own.progress == 12
-        check_refusals(
-            (lambda: own.load_state_dict({"z": saved[0]["x"], "steps": 3}), "state of another algorithm"),
-            (lambda: own.load_state_dict({"x": torch.zeros(2), "steps": 3}), r"x has shape \(2,\), not \(11,\)"),
-        )
+        refuse("state of another algorithm", own.load_state_dict, {"z": saved[0]["x"], "steps": 3})
+        refuse(r"x has shape \(2,\), not \(11,\)", own.load_state_dict, {"x": torch.zeros(2), "steps": 3})
 
     together(2, body)
 
@@ -411,11 +399,9 @@ def test_closing_receives_what_is_on_its_way_and_no_rank_trains_before_all_are_c
 def test_errors_of_the_user_and_a_failure_in_one_thread_is_one_of_every_rank() -> None:
     (channel,) = ChannelWorld(1).channels
     own, z, refused = ADPSGD(), torch.zeros(3), partial(check_refusals, kind=RuntimeError)
-    check_refusals(
-        (lambda: begin(ADPSGD(lambda size: gossip.full(2)), z, channel), "for 2 ranks, not for 1"),
-        (lambda: ADPSGD(averagings_per_step=0), "averagings_per_step"),
-        (lambda: ADPSGD(timeout=0), "timeout"),
-    )
+    refuse("for 2 ranks, not for 1", begin, ADPSGD(lambda size: gossip.full(2)), z, channel)
+    refuse("averagings_per_step", ADPSGD, averagings_per_step=0)
+    refuse("timeout", ADPSGD, timeout=0)
     refused((own.synchronize_messages, "not been started"))
     begin(own, z, channel)
     refused((lambda: begin(own, z, channel), "started"))

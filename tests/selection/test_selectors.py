@@ -4,6 +4,7 @@ import math
 from functools import cache, partial
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,28 +29,17 @@ from dgc_models import DigitsCNN
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SELECTORS = {
-    "exact": selectors.Exact(),
-    "exact of the bucket": selectors.Exact(per_bucket=True),
-    "radix": selectors.Radix(),
-    "histogram": selectors.Histogram(),
-    "predicted": selectors.Predicted(),
-    "sampled": Sampled(),
-    "sampled at random": Sampled(strided_sample=False),
-    "sampled without resampling": Sampled(resample=False),
+    "exact": selectors.Exact(), "exact of the bucket": selectors.Exact(per_bucket=True),
+    "radix": selectors.Radix(), "histogram": selectors.Histogram(), "predicted": selectors.Predicted(),
+    "sampled": Sampled(), "half sampled": Sampled(sample_ratio=0.5),
+    "sampled at random": Sampled(strided_sample=False), "sampled without resampling": Sampled(resample=False),
     "sampled without adaptation": Sampled(max_adaptation_iters=0),
     "sampled tightly": Sampled(compress_upper_bound=1.0, compress_lower_bound=1.0, resample=False),
-    "half sampled": Sampled(sample_ratio=0.5),
-    "trimmed": selectors.Trimmed(),
-    "bisection": selectors.Bisection(),
-    "mstopk": selectors.MSTopk(),
-    "laplace": Laplace(),
-    "laplace, redsync": Laplace(stop="redsync"),
-    "laplace, exact": Laplace(stop="exact"),
-    "laplace, secant": Laplace(method="secant"),
-    "laplace, warm": Laplace(warm_start=True),
-    "exponential": Exponential(),
-    "gaussian": Gaussian(),
-}
+    "trimmed": selectors.Trimmed(), "bisection": selectors.Bisection(), "mstopk": selectors.MSTopk(),
+    "laplace": Laplace(), "laplace, redsync": Laplace(stop="redsync"), "laplace, exact": Laplace(stop="exact"),
+    "laplace, secant": Laplace(method="secant"), "laplace, warm": Laplace(warm_start=True),
+    "exponential": Exponential(), "gaussian": Gaussian(),
+}  # fmt: skip
 # These send the k largest of every tensor, whatever the numbers.
 EXACT = ("exact", "radix", "histogram", "predicted", "trimmed", "mstopk")
 
@@ -113,13 +103,10 @@ def test_nothing_a_single_element_equal_ones_all_of_them_nan_and_inf(selector: A
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    library, made = kernels.of(torch.empty(0)).selection, []
-
-    def noting(name: str, inner: Any) -> Any:
-        return lambda *arguments: made.append(name) or inner(*arguments)  # type: ignore[func-returns-value]
-
+    library, made = kernels.of(torch.empty(0)).selection, Mock()
     for name in ("moments", "tail"):
-        monkeypatch.setattr(library, name, noting(name, getattr(library, name)))
+        made.attach_mock(Mock(wraps=getattr(library, name)), name)
+        monkeypatch.setattr(library, name, getattr(made, name))
     return made
 
 
@@ -155,10 +142,10 @@ FITS = [
 @pytest.mark.parametrize("ratio", [0.001, 0.01])
 def test_estimates_where_they_should_hold(ratio: Any, passes: Any) -> None:
     for selector, shape, steps, counts, most in FITS:
-        passes.clear()
+        passes.reset_mock()
         with case(selector, shape):
             assert counts[0] <= estimates(selector, SHAPES[shape](N, 3), ratio, steps) <= counts[1]
-            assert len(passes) <= most
+            assert len(passes.mock_calls) <= most
 
 
 def test_stages_rise_where_too_few_and_fall_where_too_many_and_no_search_goes_to_and_fro() -> None:
@@ -195,9 +182,9 @@ def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
     v, plan, selector = SHAPES["wall"](N), plan_of(N, ratio=0.001), Laplace(warm_start=True)
     for scale in (1.0, 8.0):
         selector.estimate(Ranges(scale * v, plan, 0))
-        passes.clear()
+        passes.reset_mock()
         selector.estimate(Ranges(scale * v, plan, 0))
-        assert passes == ["moments", "tail"]  # the first count is accepted
+        assert [name for name, *_ in passes.mock_calls] == ["moments", "tail"]  # the first count is accepted
 
 
 def test_bad_options_and_every_estimator_is_in_the_table() -> None:
@@ -205,18 +192,15 @@ def test_bad_options_and_every_estimator_is_in_the_table() -> None:
         (Laplace, "stop is one of redsync, tight, exact", {"stop": "loose"}),
         (Laplace, "method is one of bisection, secant", {"method": "newton"}),
         *((kind, "passes", {"passes": 0}) for kind in (Laplace, selectors.Bisection, Gaussian)),
-        (selectors.Bisection, "lower", {"lower": 1.5}),
-        (Exponential, "period", {"period": 0}),
-        (Exponential, "upper", {"upper": 0.9}),
-        (selectors.Trimmed, "step", {"step": 0.0}),
-        (selectors.Fixed, "threshold", {"threshold": 0.0}),
-        (selectors.Predicted, "margin", {"margin": 0.0}),
+        (selectors.Bisection, "lower", {"lower": 1.5}), (selectors.Trimmed, "step", {"step": 0.0}),
+        (Exponential, "period", {"period": 0}), (Exponential, "upper", {"upper": 0.9}),
+        (selectors.Fixed, "threshold", {"threshold": 0.0}), (selectors.Predicted, "margin", {"margin": 0.0}),
         *((Sampled, "sample_ratio", {"sample_ratio": ratio}) for ratio in (0.0, 1.1)),
         (Sampled, "compress_upper_bound", {"compress_upper_bound": 0.9}),
         *((Sampled, "compress_lower_bound", {"compress_lower_bound": bound}) for bound in (0.0, 1.1)),
         (Sampled, "max_adaptation_iters", {"max_adaptation_iters": -1}),
         (selectors.TopKPerChunk, "chunk_size must be 1 element or more, not 0", {"chunk_size": 0}),
-    ]
+    ]  # fmt: skip
     check_refusals(*((partial(kind, **options), words) for kind, words, options in wrong))
     estimators = {kind for base in Estimator.__subclasses__() for kind in (base, *base.__subclasses__())}
     of_product = {e.__name__ for e in estimators if e.__module__.startswith("dgc.")}
@@ -250,6 +234,7 @@ def test_a_fixed_threshold_and_the_largest_of_each_chunk_but_no_zeros() -> None:
 DRAWS, LENGTH, RATIO, DECILES = 60, 20_000, 0.01, 10
 # chi-square with 9 degrees of freedom exceeds this once in 10 ** 6 draws
 LIMIT = 45.0
+drawn = cache(laplace)
 
 
 class WidePlan(Sampled):
@@ -264,14 +249,10 @@ def chi_square(cut: Any) -> Any:
     """Of the counts per tenth of the tensor, over many draws of data without any order."""
     plan, counts = plan_of(LENGTH, ratio=RATIO), torch.zeros(DECILES)
     for seed in range(DRAWS):
-        counts += torch.bincount(cut(drawn(seed), plan, seed) * DECILES // LENGTH, minlength=DECILES)
+        indices = cut(drawn(LENGTH, 1000 + seed), plan, seed)
+        counts += torch.bincount(indices * DECILES // LENGTH, minlength=DECILES)
     expected = counts.sum() / DECILES
     return float(((counts - expected) ** 2 / expected).sum())
-
-
-@cache
-def drawn(seed: int) -> Any:
-    return laplace(LENGTH, 1000 + seed)
 
 
 @pytest.mark.parametrize("selector", [*SELECTORS.values(), WidePlan()])
@@ -352,23 +333,21 @@ def test_too_few_lower_the_threshold_too_many_raise_it_or_are_resampled_until_th
         counted.append(int(counts))
         return counts
 
+    def counts_of(selector: Any, ratio: Any) -> Any:
+        counted.clear()
+        assert reaching(selector, RAMP, ratio) == counted[-1]
+        return [*counted]
+
     monkeypatch.setattr(Ranges, "count", noted)
-    assert reaching(first_at(9.95), RAMP, 0.4) == 363
-    assert counted == [5, 204, 363]
-    counted.clear()
     assert indices_of(first_at(0.5), RAMP, plan_of(1000, ratio=0.1), 0).tolist() == list(range(900, 1000))
     assert counted == [950], "resampled at once"
-    counted.clear()
-    assert reaching(first_at(0.5, resample=False), RAMP, 0.6) == counted[-1]
-    assert counted == pytest.approx([100 * (10 - 0.5 * 1.3**i) for i in range(7)], abs=1)
-    assert counted[-2] > 1.3 * 600 >= counted[-1]
-    counted.clear()
-    reaching(first_at(0.5, resample=False, max_adaptation_iters=3), RAMP, 0.001)
-    assert len(counted) == 4
-    counted.clear()
-    reaching(first_at(9.95, max_adaptation_iters=0), RAMP, 0.4)
-    reaching(first_at(1.0), RAMP, 0.85)
-    assert counted == [5, 900]
+    assert counts_of(first_at(9.95), 0.4) == [5, 204, 363]
+    *_, last_but_one, last = found = counts_of(first_at(0.5, resample=False), 0.6)
+    assert found == pytest.approx([100 * (10 - 0.5 * 1.3**i) for i in range(7)], abs=1)
+    assert last_but_one > 1.3 * 600 >= last
+    assert len(counts_of(first_at(0.5, resample=False, max_adaptation_iters=3), 0.001)) == 4
+    assert counts_of(first_at(9.95, max_adaptation_iters=0), 0.4) == [5]
+    assert counts_of(first_at(1.0), 0.85) == [900]
 
 
 WARM, STEPS = 20, 30

@@ -19,6 +19,7 @@ from cases import case
 from documented import code, table
 from optim.nets import dgc, dgc_sgd, wrap
 from pytest import MonkeyPatch
+from refusals import refuse
 from simulated import train_on
 from states import assert_equal
 from torch import nn
@@ -192,8 +193,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
             return (os.mkdir, (str(tmp_path / "made"),))
 
     torch.save({"x": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(ValueError, match=r"evil\.pt cannot be read"):
-        read_tensors(tmp_path / "evil.pt")
+    refuse(r"evil\.pt cannot be read", read_tensors, tmp_path / "evil.pt")
     assert not (tmp_path / "made").exists()
 
 
@@ -218,12 +218,8 @@ def test_a_crash_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: Monk
 
 def fill_the_disk_of(name: str, monkeypatch: MonkeyPatch) -> None:
     """Files whose names contain this are written to a disk without space."""
-
     monkeypatch.setattr(
-        atomic_write,
-        "open",
-        lambda path, mode: open("/dev/full" if name in str(path) else path, mode),
-        raising=False,
+        atomic_write, "open", lambda at, mode: open("/dev/full" if name in str(at) else at, mode), raising=False
     )
 
 
@@ -316,8 +312,7 @@ def test_your_own_loop(tmp_path: Path) -> None:
 
     def smaller(transport: Any) -> torch.Tensor:
         model, optimizer = made(transport)
-        with pytest.raises(ValueError, match="saved by 4 ranks, not 2"):
-            scope["resume"](tmp_path, model, optimizer)
+        refuse("saved by 4 ranks, not 2", scope["resume"], tmp_path, model, optimizer)
         optimizer.load_compression_state_dict(scope["own_share"](tmp_path, 4, optimizer))
         return velocity(optimizer)
 
@@ -408,15 +403,12 @@ def test_values_that_cannot_be_summed_and_parts_that_contradict_are_reported() -
     zeros, ones = torch.zeros(2), torch.ones(2).long()
     two: list[Any] = [(1, 2), (1, 1.0), ([1], [1, 2]), (zeros, torch.zeros(3)), (ones, 2 * ones)]
     for first, second in two:
-        with pytest.raises(ValueError, match=r"^state\.a"):
-            blend({0: {"a": first}, 1: {"a": second}}, shares(2, 1, 0))
-    with pytest.raises(ValueError, match="^state has different keys"):
-        blend({0: {"a": 1}, 1: {"b": 1}}, shares(2, 1, 0))
+        refuse(r"^state\.a", blend, {0: {"a": first}, 1: {"a": second}}, shares(2, 1, 0))
+    refuse("^state has different keys", blend, {0: {"a": 1}, 1: {"b": 1}}, shares(2, 1, 0))
     assert merge([{"steps": 0, "v": {}}, {"steps": 3, "v": {"w": 1.5}}]) == {"steps": 3, "v": {"w": 1.5}}
     assert merge([{"kind": "a"}, {"kind": "a"}]) == {"kind": "a"}
     for first, second in (("a", "b"), (zeros, torch.ones(2)), (True, 1), (zeros, None)):
-        with pytest.raises(ValueError, match=r"^state\.a differs between ranks of one machine"):
-            merge([{"a": first}, {"a": second}])
+        refuse(r"^state\.a differs between ranks of one machine", merge, [{"a": first}, {"a": second}])
 
 
 def test_other_buckets_only_move_tensors_between_the_ranks_of_a_machine() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from pytest import CaptureFixture, MonkeyPatch
-from refusals import check_refusals
+from refusals import refuse
 from sacrebleu.metrics.bleu import BLEU
 from simulated import events_of, rewound, summary_of, train_in
 from states import assert_equal
@@ -52,11 +52,9 @@ def test_texts(tmp_path: Path) -> None:
     first = data["train"][:10].tolist()
     assert first[0] == first[4] == 1 and first[7] == 0 and len(set(first)) == 9
     assert data["val"][70:75].tolist() == [0] * 5 and int(data["val"][75]) == first[9]
-    check_refusals(
-        (lambda: PythonSources(vocabulary_size=1), r"dataset\.vocabulary_size is 1; it must be at least"),
-        (lambda: PythonSources(characters=5), r"dataset\.characters is 5; it must be at least"),
-        (lambda: WikiText2(str(tmp_path)), r"wiki\.train\.tokens, .* not found in .*put the three files"),
-    )
+    refuse(r"dataset\.vocabulary_size is 1; it must be at least", PythonSources, vocabulary_size=1)
+    refuse(r"dataset\.characters is 5; it must be at least", PythonSources, characters=5)
+    refuse(r"wiki\.train\.tokens, .* not found in .*put the three files", WikiText2, str(tmp_path))
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -134,11 +132,11 @@ def test_a_state_continues_and_a_decoder_is_causal() -> None:
     assert torch.allclose(gpt(tokens)[:, :5], gpt(changed)[:, :5], atol=1e-6)
     assert not torch.allclose(gpt(tokens)[:, 5:], gpt(changed)[:, 5:], atol=1e-3)
     assert gpt(tokens[:, :3]).shape == (2, 3, 11)
-    check_refusals(
-        (lambda: GPT(11, width=10, heads=4), "width 10 cannot be divided into 4 heads"),
-        (lambda: GPT(11, dropout=1.0), "dropout must be"), (lambda: LSTM(11, dropout=-0.1), "dropout must be"),
-        (lambda: GPT(0), "vocabulary_size must be at least 1"), (lambda: LSTM(11, layers=0), "layers must be at"),
-    )  # fmt: skip
+    refuse("width 10 cannot be divided into 4 heads", GPT, 11, width=10, heads=4)
+    refuse("dropout must be", GPT, 11, dropout=1.0)
+    refuse("dropout must be", LSTM, 11, dropout=-0.1)
+    refuse("vocabulary_size must be at least 1", GPT, 0)
+    refuse("layers must be at", LSTM, 11, layers=0)
 
 
 def test_meters_of_uniform_predictions() -> None:
@@ -162,8 +160,7 @@ def test_warmup_then_cosine_and_clipping() -> None:
         scheduler.step()
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0]) and rates[14] == pytest.approx(1.1)
     assert rates[24:] == pytest.approx([0.2, 0.2])
-    with pytest.raises(ValueError, match="warmup_steps is 5; it must be from 0 to total_steps - 1, 4"):
-        warmup_cosine(optimizer, 5, 5)
+    refuse("warmup_steps is 5; it must be from 0 to total_steps - 1, 4", warmup_cosine, optimizer, 5, 5)
     # with DGC, gradients are clipped before compression
     settings = load(["configs/wikitext/lstm.py", "configs/dgc/wm5.py"]).train
     assert settings.clip_norm is None and settings.compression.memory.gradient_clipping.max_norm == 0.4
@@ -380,10 +377,8 @@ def test_other_or_too_little_data_and_other_vocabularies_are_refused(data: Numbe
 
     LockstepWorld(2).run(with_own_vocabulary)
     setup = Setup(load(TINY), Digits(), torch.nn.Linear(2, 2), transport := LockstepWorld(1).transports[0], CPU)
-    check_refusals(
-        (lambda: Translation(setup), "task is Translation, but dataset is a Digits"),
-        (lambda: batches(data, 0, 50, 2), "too few for one step of 50 ranks x 2 passes"),
-    )
+    refuse("task is Translation, but dataset is a Digits", Translation, setup)
+    refuse("too few for one step of 50 ranks x 2 passes", batches, data, 0, 50, 2)
     # a lower likelihood is no better checkpoint
     for metric, lower in (("nll", True), ("bleu", False)):
         tree = load(TINY, [f"--configs.train.metric=translation/test_{metric}"])
