@@ -445,7 +445,7 @@ def test_a_dry_run_with_torch_and_triton_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "jaxtyping is not installed" in done.stdout
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["laws"]["failed"] == [] and found["laws"]["number"] > 80
+    assert found["laws"]["failed"] == [] and found["laws"]["number"] > 60
     assert found["failed"] == found["not_run"] == []
     ranks = ("DDP, torch's PowerSGD, rank 4", "DDP, our DGC", "DGC, 3 steps with checks")
     rows = {"torch.topk of |v| alone", "PowerSGD, rank 1", *(f"2 ranks, gloo: {name}" for name in ranks)}
