@@ -79,7 +79,7 @@ def test_the_launcher_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("gloo", {}, installed=True)
     # what is initialised is taken
     for running, name in ((["torch"], "torch.distributed"), (["horovod", "torch"], "Horovod")):
-        monkeypatch.setattr(dgc.comm.connect, "_running", lambda running=running: running)
+        monkeypatch.setattr(dgc.comm.connect, "running_transports", lambda running=running: running)
         assert str(choose_transport()) == f"{name} (initialised already)"
     assert choose_transport("torch").transport == "torch"
     # ranks on one machine are known where the launcher says so
