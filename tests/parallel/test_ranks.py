@@ -123,7 +123,8 @@ def train(
     broadcast_parameters(model.state_dict(), transport=transport)
     corrected = getattr(compression, "correction", None)
     nesterov = corrected is not None and corrected.nesterov
-    inner = DGCSGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4, nesterov=nesterov)
+    # products with a power of two are exact: a backend for GPUs leaves dense steps to torch, which rounds once
+    inner = DGCSGD(model.parameters(), lr=2**-6, momentum=0.9, weight_decay=1e-4, nesterov=nesterov)
     options = {"transport": transport, "bucket_mb": 0.02, **options}
     optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, **options)
     generator = torch.Generator().manual_seed(100 + transport.rank)
