@@ -309,7 +309,8 @@ class Momenta:
                     f"Muon: {type(self._optimizer).__name__} keeps {sorted(state)} of {name}"
                 )
             if state.get(BUFFER) is None:
-                if local(momentum).any():  # zeros would change the first step of an SGD with dampening
+                # zeros would change the first step of an SGD with dampening; without a gradient there is no step
+                if p.grad is not None and local(momentum).any():
                     self._optimizer.state[p][BUFFER] = momentum
                 continue
             if loads:
