@@ -67,8 +67,6 @@ _PACKAGE_OF = {name: package for package, names in _PACKAGES.items() for name in
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("GossipOptimizer", "outer"):
-        raise AttributeError(f"dgc.{name} is now dgc.{'LocalOptimizer' if name == 'GossipOptimizer' else 'local'}")
     if name not in _PACKAGE_OF:
         raise AttributeError(f"module 'dgc' has no attribute {name!r}")
     return getattr(import_module(_PACKAGE_OF[name]), name)

@@ -1,7 +1,7 @@
 """A run as `scripts.plot` draws it: its label and the metric, with its unit, come from its config.
 
-summary.json says whether lower is better. An unfinished run, or one of an earlier version, has the meter in its
-config. The metrics of a translation have no meter: their names decide.
+summary.json says whether lower is better. An unfinished run has the meter in its config. The metrics of a
+translation have no meter: their names decide.
 """
 
 import math

@@ -1,8 +1,23 @@
-"""Comparison of the states in two checkpoints."""
+"""States of ranks: with identities, on another number of ranks, and compared."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from dgc.engine.state import KEY, Identity, identified
+from dgc.optim import redistribute
+
+
+def of_rank(state: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The state of a compressor as a checkpoint of this rank has it."""
+    return identified(state, Identity(rank, size, step=0))
+
+
+def redistributed(states: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
+    """The states of a compressor on the ranks of one run, for another number of ranks."""
+    mixed = redistribute([of_rank(state, rank, len(states)) for rank, state in enumerate(states)], size)
+    return [{key: value for key, value in state.items() if key != KEY} for state in mixed]
 
 
 def assert_equal(a: Any, b: Any, where: str = "") -> None:

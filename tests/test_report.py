@@ -194,11 +194,11 @@ def test_a_run_with_csv_files_only(tmp_path: Path) -> None:
 
 
 def test_fewer_bits_are_better(tmp_path: Path) -> None:
-    """Also in the summaries of earlier versions, which do not have the direction, and without a summary."""
+    """Also in a summary without the direction, and without a summary."""
     curves = {"good": [2.5, 1.7, 1.8], "bad": [3.9, 3.45, 3.5], "unfinished": [4.0, 2.6, 3.0]}
     meter = {"bits_per_character/{}": {"_target_": "dgc_training.meters.BitsPerToken"}}
     row = "{0},0,2,1,2,3,50,-1,100,0,{1}\n{0},-1,2,1,2,2,60,{2},0,0,{1}"
-    for direction, meters in (({"lower_is_better": True}, meter), ({}, {})):  # as now, and as in earlier versions
+    for direction, meters in (({"lower_is_better": True}, meter), ({}, {})):
         words = []
         for name, values in curves.items():
             rows = [row.format(epoch, 2 * epoch + 2, value) for epoch, value in enumerate(values)]

@@ -109,9 +109,8 @@ def redistribute(
     """Redistribute the states of all ranks of a run to another number of ranks. Their mean is unchanged.
 
     Args:
-        states: What `compression_state_dict()` returned on every rank, in any order; without identities, in the
-            order of the ranks. Of a model that FSDP2 shards, the number of shards stays, and ranks are counted
-            machine by machine.
+        states: What `compression_state_dict()` returned on every rank, in any order. Of a model that FSDP2 shards,
+            the number of shards stays, and ranks are counted machine by machine.
         size: The new number of ranks.
         parts: For two levels (`hierarchical`), the `part` of the new optimizer of each rank.
 
@@ -124,22 +123,24 @@ def redistribute(
         FixedSize: Values differ between ranks and cannot be summed. The message has the key.
 
     Example:
-        >>> states = [{"errors": torch.full((2,), float(rank))} for rank in range(4)]
-        >>> redistribute(states, 2)[1]
-        {'errors': tensor([2.5000, 2.5000])}
+        >>> from dgc.engine.state import Identity, identified
+        >>> own = [{"errors": torch.full((2,), float(rank))} for rank in range(4)]
+        >>> states = [identified(state, Identity(rank, 4, step=7)) for rank, state in enumerate(own)]
+        >>> redistribute(states, 2)[1]["errors"]
+        tensor([2.5000, 2.5000])
     """
-    known = [identity for identity in map(identity_of, states) if identity is not None]
-    shards = known[0].shards if known else 1
+    known = [identity_of(state) for state in states]
+    if not known:
+        raise ValueError("there are no states: pass the state of every rank once")
+    shards = known[0].shards
     if size < 1 or size % shards:
         raise ValueError(f"{size} ranks cannot have {shards} shards on each machine")
-    if known:
-        owners = [(identity.rank, identity.shard) for identity in known]
-        wanted = [(rank, shard) for rank in range(known[0].size) for shard in range(shards)]
-        if sorted(owners) != wanted or len(known) < len(states):
-            raise ValueError(
-                f"{len(states)} states, those of {', '.join(map(str, known))}: pass the state of every rank once"
-            )
-        states = [state for _, state in sorted(zip(owners, states, strict=True), key=lambda pair: pair[0])]
+    owners = [(identity.rank, identity.shard) for identity in known]
+    if sorted(owners) != [(rank, shard) for rank in range(known[0].size) for shard in range(shards)]:
+        raise ValueError(
+            f"{len(states)} states, those of {', '.join(map(str, known))}: pass the state of every rank once"
+        )
+    states = [state for _, state in sorted(zip(owners, states, strict=True), key=lambda pair: pair[0])]
     new = []
     for rank in range(size):
         old = [dict(state) for state in states[rank % shards :: shards]]
@@ -173,9 +174,10 @@ def share_of(
     weights = shares(max(machines) + 1, states, own)
     ranks = {old: [rank for rank, machine in enumerate(machines) if machine == old] for old in weights}
     saved = {old: [dict(read(rank)) for rank in ranks[old]] for old in weights}
-    identity = _common_identity([state.pop(KEY, None) for of in saved.values() for state in of])
+    identity = _common_identity([identity_of(state) for of in saved.values() for state in of])
     for state in (state for of in saved.values() for state in of):
         state.pop("part", None)
+        del state[KEY]
     try:
         merged = {old: merge(parts) for old, parts in saved.items()}
         mixed: dict[str, Any] = blend(merged, weights, "compression")
@@ -183,13 +185,11 @@ def share_of(
         raise FixedSize(str(error)) from error
     if part is not None:
         mixed = {**select(mixed, part), "part": part}
-    return mixed if identity is None else identified(mixed, replace(identity, rank=rank, size=size))
+    return identified(mixed, replace(identity, rank=rank, size=size))
 
 
-def _common_identity(saved: Sequence[Any]) -> Identity | None:
-    """The identity of one of the states, whose step, size and settings all have. None if one has no identity."""
-    identities = [identity_of({KEY: identity}) for identity in saved]
-    known = [identity for identity in identities if identity is not None]
+def _common_identity(known: Sequence[Identity]) -> Identity:
+    """The identity of one of the states. The step, size and settings are equal in all of them."""
     for identity in known:
         if replace(identity, rank=known[0].rank) != known[0]:
             others = ", with other settings" if identity.settings != known[0].settings else ""
@@ -197,7 +197,7 @@ def _common_identity(saved: Sequence[Any]) -> Identity | None:
                 f"the states are not those of one run at one step: that of {known[0]} is of step {known[0].step}, "
                 f"that of {identity} of step {identity.step}{others}"
             )
-    return known[0] if len(known) == len(saved) else None
+    return known[0]
 
 
 def _blend_tensors(parts: list[Tensor], weights: list[float], where: str) -> Tensor:

@@ -5,7 +5,6 @@ The residual of another rank has the same names and shapes. States therefore car
 `identity`: rank, step, and the settings that their meaning depends on. Every loader verifies it.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, sqrt
@@ -126,16 +125,18 @@ def check_is_state(state: Any) -> None:
         raise ValueError(f"state must be what compression_state_dict() returned, not {state!r}")
 
 
-def identity_of(state: Mapping[str, Any]) -> Identity | None:
-    """Return the identity of a state. None: it was saved without one.
+def identity_of(state: Mapping[str, Any]) -> Identity:
+    """Return the identity of a state.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: It has none, or it is damaged.
     """
     check_is_state(state)
     saved = state.get(KEY)
     if saved is None:
-        return None
+        raise ValueError(
+            f"the state has no {KEY}, which says whose it is: load what compression_state_dict() returned, whole"
+        )
     try:
         identity = Identity(**saved)
         if any(isinstance(value, Tensor) for value in identity.settings.values()):
@@ -150,24 +151,17 @@ def identity_of(state: Mapping[str, Any]) -> Identity | None:
 def verified(
     state: Mapping[str, Any], own: Identity, allow_other_rank: bool = False
 ) -> tuple[dict[str, Any], int | None]:
-    """Check that a state belongs to this rank and fits its settings. Warns if it has no identity.
+    """Check that a state belongs to this rank and fits its settings.
 
     own: The identity of this rank. allow_other_rank: Accept the state of another rank, or of another number of
-    ranks, but not of another shard. Returns the state without its identity, and its step, None if it has none.
+    ranks, but not of another shard. Returns the state without its identity, and its step. None: ranks take
+    different numbers of steps.
 
     Raises:
-        ValueError: The state belongs elsewhere. The message names whose it is, and the cures.
+        ValueError: The state has no identity, or belongs elsewhere. The message names whose it is, and the cures.
     """
     identity = identity_of(state)
     content = {name: value for name, value in state.items() if name != KEY}
-    if identity is None:
-        if not allow_other_rank:
-            warnings.warn(
-                "this state does not say whose it is, because an earlier version saved it: make sure that it is "
-                f"that of {own}",
-                stacklevel=4,
-            )
-        return content, None
     if (identity.shard, identity.shards) != (own.shard, own.shards):
         raise ValueError(
             f"this state is that of {identity}, and {own} loads it: shards are different parts of the model. Load "
@@ -298,8 +292,9 @@ class BucketStates:
         Raises:
             ValueError: It is that of another method or model, or damaged.
         """
+        check_mapping("state of a compressor", saved)
         own, names = self.state_dict(), {s.name for bucket, _ in self._of.values() for s in bucket.segments}
-        tables = current_form(saved, names)
+        tables = dict(saved)
         others = [table for table in tables.keys() ^ own.keys() if own.get(table) or tables.get(table)]
         if others:
             raise ValueError(f"state of another compressor: it has {sorted(saved)}, not {sorted(own)}")
@@ -313,40 +308,6 @@ class BucketStates:
         loaded = [(bucket, state.loaded(bucket, tables)) for bucket, state in self._of.values()]
         self._of = {bucket.name: (bucket, state) for bucket, state in loaded}
         self._dropped.clear()
-
-
-def current_form(saved: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the tables of a state that may be in one of the forms of earlier versions.
-
-    They had the tables of a memory in a table of its own, one number of steps for all parameters, one ratio for a
-    selector's history, and one epoch for Accordion.
-
-    names: The parameters that it must have. Raises ValueError if it is no mapping, or damaged.
-    """
-    check_mapping("state of a compressor", saved)
-    tables = dict(saved)
-    if "memory" in tables:
-        memory = tables.pop("memory")
-        check_mapping("state of a memory", memory)
-        tables = {**tables, **memory}
-    for key in ("steps", "half_steps"):
-        if isinstance(tables.get(key), int):
-            tables[key] = dict.fromkeys(names, tables[key])
-    history, accordion = tables.get("history"), tables.get("accordion")
-    if isinstance(history, Mapping) and history.keys() == {"ratio", "tensors"}:
-        check_mapping("tensors of the history", history["tensors"])
-        tables["history"] = {
-            name: {"ratio": history["ratio"], **rows} if isinstance(rows, Mapping) else rows
-            for name, rows in history["tensors"].items()
-        }
-    if isinstance(accordion, Mapping) and accordion.keys() == {"epoch", "norms", "ranks"}:
-        norms, ranks = accordion["norms"], accordion["ranks"]
-        check_mapping("norms of accordion", norms)
-        check_mapping("ranks of accordion", ranks)
-        tables["accordion"] = {
-            name: {"epoch": accordion["epoch"], "norm": norms.get(name), "rank": ranks.get(name)} for name in names
-        }
-    return tables
 
 
 @runtime_checkable

@@ -1,7 +1,5 @@
 """FSDP2: compression between machines that each shard the model, and quantized collectives over all ranks."""
 
-from typing import Any
-
 # first, since it refuses other versions of torch
 from dgc.fsdp.compatibility import TORCH as _TORCH  # noqa: F401
 from dgc.fsdp.exchange import FSDPExchange as FSDPExchange
@@ -10,9 +8,3 @@ from dgc.fsdp.local import ShardedLocalOptimizer as ShardedLocalOptimizer
 from dgc.fsdp.quantized import FSDPQuantizer as FSDPQuantizer
 from dgc.fsdp.quantized import quantize as quantize
 from dgc.fsdp.shards import local_mesh as local_mesh
-
-
-def __getattr__(name: str) -> Any:
-    if name == "ShardedGossipOptimizer":
-        raise AttributeError("dgc.fsdp.ShardedGossipOptimizer is now dgc.fsdp.ShardedLocalOptimizer")
-    raise AttributeError(f"module 'dgc.fsdp' has no attribute {name!r}")

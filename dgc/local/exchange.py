@@ -294,8 +294,7 @@ class OuterExchange(ModelExchange):
                 raise ValueError(f"{part} of another model: of {sorted(saved)}, not {sorted(names)}")
         flight, fields_of = None, {f.name for f in fields(Flight)}
         if (saved := state["flight"]) is not None:
-            # older states lack what has a default
-            if not isinstance(saved, Mapping) or not {"fragments", "due", "lr"} <= saved.keys() <= fields_of:
+            if not isinstance(saved, Mapping) or saved.keys() != fields_of:
                 raise ValueError(f"flight must have {sorted(fields_of)}, not {saved!r}")
             flight = Flight(**saved)
         numbers = set() if flight is None else set(flight.fragments)

@@ -1,7 +1,5 @@
 """The distributed optimizer, and DGC's SGD."""
 
-from typing import Any
-
 from dgc.engine.redistribute import redistribute as redistribute
 from dgc.engine.state import ResidualPart as ResidualPart
 from dgc.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
@@ -14,9 +12,3 @@ from dgc.optim.muon import muon_groups as muon_groups
 from dgc.optim.onebit_adam import OneBitAdam as OneBitAdam
 from dgc.optim.sgd import DGCSGD as DGCSGD
 from dgc.optim.wrapper import Wrapper as Wrapper
-
-
-def __getattr__(name: str) -> Any:
-    if name == "GossipOptimizer":
-        raise AttributeError("dgc.optim.GossipOptimizer is now dgc.optim.LocalOptimizer")
-    raise AttributeError(f"module 'dgc.optim' has no attribute {name!r}")

@@ -8,7 +8,6 @@ from dgc.comm.meter import BYTES as BYTES
 from dgc_training.checkpoint.validation import check_structure
 
 MAX_COUNT = 2**62
-OPTIONAL = ("cross_wire_bytes", "dense_cross_wire_bytes")  # missing in checkpoints of earlier versions
 
 
 @dataclass
@@ -51,8 +50,7 @@ class TrainingProgress:
 def check_progress(saved: Any) -> None:
     """Raises ValueError unless `saved` is `asdict` of a TrainingProgress."""
     fresh = asdict(TrainingProgress())
-    missing = [key for key in OPTIONAL if isinstance(saved, dict) and key not in saved]
-    expected = {key: None if key in ("best", "latest") else fresh[key] for key in fresh if key not in missing}
+    expected = {key: None if key in ("best", "latest") else fresh[key] for key in fresh}
     check_structure(saved, expected, "progress")
     for key, value in saved.items():
         if isinstance(fresh[key], dict):

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from dgc.comm import Transport, all_gather_object
-from dgc.engine.state import KEY
 from dgc.optim import Wrapper
 from dgc_training.checkpoint.files import Loaded
 from dgc_training.checkpoint.progress import TrainingProgress, check_progress
@@ -171,10 +170,9 @@ class RunState:
         with loading("shared.pt"):
             self.optimizer.load_state_dict(shared["optimizer"])
         with loading(own_file):
-            compression = own["compression"]
-            # islands take over states of other numbers; the files of earlier versions have no identities
-            moved = islands is not None or KEY not in compression
-            self.optimizer.load_compression_state_dict(compression, allow_other_rank=moved)
+            # islands take over states of other numbers
+            moved = islands is not None
+            self.optimizer.load_compression_state_dict(own["compression"], allow_other_rank=moved)
             if islands is not None and self.transport.rank in islands.joined:
                 self.optimizer.join()
         with loading("shared.pt"):

@@ -12,7 +12,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dgc_training.config.tree import Config, assign_, copied, declare_, leaves, merge_
 from dgc_training.config_files import ROOT_BASE, bases_of, show
-from dgc_training.earlier import converted
 from dgc_training.errors import ConfigError, closest, collecting, short
 
 UNDER_CONSTRUCTION: ContextVar[Config | None] = ContextVar("configs", default=None)
@@ -53,7 +52,7 @@ class Stack:
             if layer.suffix == ".py":
                 self.apply(show(layer), execute, layer, declares=layer in bases[:1])
             elif is_first and not bases:
-                content = converted(parse_yaml(layer))
+                content = parse_yaml(layer)
                 # A first file with all declared keys is the config.yaml of a run. It replaces the tree, and may
                 # have further keys, which its own stack declared.
                 is_saved = leaves(self.declared).keys() <= leaves(content).keys()
@@ -70,15 +69,12 @@ class Stack:
             if word.startswith("--") and not equals and rest and not rest[0].startswith("--"):
                 text = rest.pop(0)
             key = flag.removeprefix(PREFIX)
-            local = key.replace("train.gossip.", "train.local.")  # where an earlier version's key is now
             with collecting(problems):
                 if key in ("", flag):
                     near = closest(flag, self.words()) or f"; overrides are written {PREFIX}KEY VALUE"
                     raise ConfigError(f"unexpected {word!r} on the command line{near}")
                 if not text.strip():
                     raise ConfigError(f"{flag} has no value; write null for none, '\"\"' for the empty string")
-                if key not in (known := leaves(self.tree)) and local in known:
-                    raise ConfigError(f"{flag}: local steps are not gossip; write {PREFIX}{local}")
                 self.apply(f"command line, {flag}", assign_, key, literal(text.strip(), flag))
 
     def apply(self, origin: str, change: Callable[..., None], *args: Any, declares: bool = False) -> None:

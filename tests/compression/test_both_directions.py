@@ -7,10 +7,10 @@ import pytest
 import torch
 from cases import case
 from compression.ranks import Ranks, normal
+from states import redistributed
 
 from dgc.compression import DoubleSqueezeCompressor, TwoPhaseCompressor
 from dgc.compression.double_squeeze import divide_into_chunks
-from dgc.engine.redistribute import redistribute
 from dgc.paper.onebit_adam import compress
 from dgc.testing import flat, gradients
 
@@ -62,7 +62,7 @@ def test_another_number_of_ranks_or_other_buckets_keep_the_mean_of_the_errors(ma
     ranks = trained(make, 3)
     states = [own.state_dict() for own in ranks.states]
     for size in (1, 2, 3, 4, 6):
-        others = loaded(make, SHAPES, redistribute(states, size))
+        others = loaded(make, SHAPES, redistributed(states, size))
         with case(size):
             now, before = (torch.stack(own.errors()).double().mean(0) for own in (others, ranks))
             torch.testing.assert_close(now, before, rtol=0, atol=1e-6)

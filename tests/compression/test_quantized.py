@@ -8,12 +8,12 @@ import pytest
 import torch
 from compression.ranks import Ranks, normal
 from optim import nets
+from states import redistributed
 
 from dgc import compression as methods
 from dgc import paper
 from dgc.compression.signs import rows_of
 from dgc.compression.svd import inclusion
-from dgc.engine.redistribute import redistribute
 from dgc.memory import ResidualMemory
 from dgc.optim import MuonWithAdamW, muon_groups
 from dgc.wire.envelope import sealed_bytes
@@ -209,7 +209,7 @@ def test_ef21_by_definition_and_estimates_and_momenta_differ_by_the_errors() -> 
             for states, bucket in zip(ranks.states, ranks.buckets, strict=True):
                 states.rollback(bucket)
     saved: list[Any] = [states.state_dict() for states in ranks.states]
-    for loaded in (saved, redistribute(saved, 2), redistribute(saved, 5)):
+    for loaded in (saved, redistributed(saved, 2), redistributed(saved, 5)):
         for name, shape in zip(("p0", "p1"), TWO_MATRICES, strict=True):
             parts = [[state[table][name].double() for state in loaded] for table in ("momentum", "residuals")]
             difference = sum(m - e for m, e in zip(*parts, strict=True)) / len(loaded)

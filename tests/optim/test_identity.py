@@ -1,12 +1,9 @@
-"""Whose state it is: that of this rank loads, and that of an earlier version, and any other is refused by name."""
+"""Whose state it is: only the state of this rank loads, and any other is refused by name."""
 
 import copy
-import io
-import lzma
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +11,20 @@ import torch
 import torch.distributed as dist
 from gossip.networks import Trained, top_k
 from on_ranks import on_ranks
-from optim.nets import alone, dgc, dgc_sgd, loss_of, momentum_sgd, net, train, wrap
+from optim.nets import alone, dgc, dgc_sgd, loss_of, net, train, wrap
 from refusals import refuse
 from states import assert_equal
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc import compression as methods
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
 from dgc.ddp import compress
-from dgc.gossip import CHOCO, DPSGD, OSGP, SGP, PowerGossip, TopK
-from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
+from dgc.gossip import OSGP, SGP
+from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
-from dgc.optim import DGCAdam, LocalOptimizer, OneBitAdam, broadcast_optimizer_state, redistribute
+from dgc.optim import broadcast_optimizer_state, redistribute
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -137,8 +132,8 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
         if name not in OWN_PARTS:
             assert_equal(*(without(its, "identity", "part") for its in (again.state(), other)))
         refuse("identity of the state is damaged", again.load, {**state, "identity": {"owner": 1}})
-        with pytest.warns(UserWarning, match="an earlier version saved it: make sure that it is that of rank"):
-            again.load(without(state, "identity"))
+        for allowed in (False, True):
+            refuse("the state has no identity", again.load, without(state, "identity"), allow_other_rank=allowed)
         again.train(range(3, 5))
 
     world(name).run(body)
@@ -229,7 +224,8 @@ def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
     for wrong in (states[:2], [first, second, second], [*states, first]):
         refuse(once, redistribute, wrong, 2)
     refuse(steps, redistribute, [first, later, third], 1)
-    assert not any("identity" in state for state in redistribute([without(s, "identity") for s in states], 2))
+    refuse("the state has no identity", redistribute, [first, second, without(third, "identity")], 2)
+    refuse("there are no states", redistribute, [], 2)
 
 
 def test_states_are_redistributed_to_two_levels_and_back() -> None:
@@ -272,115 +268,3 @@ def test_steps_of_asynchronous_ranks_are_not_compared_and_another_memory_is_refu
     state = optimizer(alone(), compression=SparseCompressor(0.1, DGCSGDMemory())).state()
     found = r"state of another compressor: it has \['history', 'momentums', 'steps', 'velocities'\]"
     refuse(found, optimizer(alone(), compression=SparseCompressor(0.1, ResidualMemory())).load, state)
-
-
-# The states of two ranks after 3 steps by case, and the models 3 steps later: `write` in a checkout makes a file.
-FILES = {
-    "older": "no identity, and one number of steps for all parameters",
-    "nested": "the state of a memory, and the ratio of a history, in tables of their own",
-}
-SAVED, CONTINUED = range(3), range(3, 6)
-
-
-def loss_of_small(model: nn.Module, step: int, rank: int) -> Tensor:
-    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1000 * step + rank))
-    return (model(inputs) - inputs[:, :2].sin()).square().mean()
-
-
-def started(transport: Any, make: Any) -> tuple[nn.Module, Any, Adapter]:
-    model, generator = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)), torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=generator) / 2)
-    optimizer, owner = make(model, transport)
-
-    def step(number: int) -> None:
-        if optimizer is owner:
-            train(model, optimizer, [number], transport.rank, loss=loss_of_small)
-        else:
-            loss_of_small(model, number, transport.rank).backward()
-            optimizer_step(optimizer, owner)
-
-    return model, optimizer, Adapter(owner, step)
-
-
-def continued(model: nn.Module, adapter: Adapter) -> list[Tensor]:
-    adapter.train(CONTINUED)
-    if isinstance(adapter.owner, LocalOptimizer):
-        adapter.owner.method.flush()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def exchanging(compression: Callable[[], Any], make: Any = momentum_sgd) -> Any:
-    return lambda model, t: (wrap(model, t, make, compression=compression(), bucket_mb=1e-4),) * 2
-
-
-def mixing(algorithm: Callable[[], Any], make: Any = momentum_sgd) -> Any:
-    return lambda model, t: (LocalOptimizer(make(model), model.named_parameters(), algorithm(), transport=t),) * 2
-
-
-def adam(kind: Any, **options: Any) -> Any:
-    return lambda model: kind(model.parameters(), lr=0.05, **options)
-
-
-low_rank = partial(methods.PowerSGDCompressor, rank=1)
-
-CASES: dict[str, Any] = {
-    "dgc": exchanging(lambda: dgc(0.1), partial(dgc_sgd, weight_decay=1e-2)),
-    "top-k, vectors as int8": exchanging(lambda: SparseCompressor(0.1, ResidualMemory(), dense_values="int8")),
-    "PowerSGD": exchanging(partial(low_rank, min_compression_rate=1)),
-    "PowerSGD, adaptive": exchanging(partial(low_rank, high_rank=2, min_compression_rate=0)),
-    "QSGD": exchanging(methods.QSGDCompressor),
-    "signs": exchanging(methods.ScaledSignCompressor),
-    "2 bits": exchanging(partial(methods.ThresholdCompressor, threshold=0.05)),
-    "DoubleSqueeze": exchanging(methods.DoubleSqueezeCompressor),
-    "random k": exchanging(partial(methods.RandomKCompressor, 0.5)),
-    "chunks": exchanging(lambda: methods.ChunkCompressor(0.3, ResidualMemory(), 8)),
-    "1-bit Adam": exchanging(methods.OneBitAdamCompressor, adam(OneBitAdam, freeze_step=2)),
-    "DGC for Adam": exchanging(partial(methods.DGCAdamCompressor, 0.2), adam(DGCAdam, freeze_step=2)),
-    "aggregate": lambda model, t: (momentum_sgd(model), PowerSGD(model.parameters(), Config(1, 1.0, 1, 1), t)),
-    "SGP": mixing(SGP),
-    "OSGP": mixing(OSGP),
-    "D-PSGD": mixing(DPSGD),
-    "CHOCO": mixing(lambda: CHOCO(quantizer=TopK(0.25))),
-    "PowerGossip": mixing(partial(PowerGossip, rank=1)),
-    "SlowMo": mixing(lambda: OuterSteps(2, OSGP(), SlowMo())),
-    "DiLoCo, top-k": mixing(lambda: OuterSteps(2, None, Nesterov(), top_k())),
-    "streaming": mixing(lambda: OuterSteps(4, None, Nesterov(), fragment_mb=40 * 4 / 2**20, delay=2)),
-    "0/1 Adam": mixing(partial(ZeroOneSteps, 2, 1, 1, 3), adam(ZeroOneAdam)),
-}
-
-
-def write(file: Path) -> None:
-    def body(transport: Any, make: Any) -> Any:
-        model, optimizer, adapter = started(transport, make)
-        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), adapter.train(SAVED).state()))
-        return state, continued(model, adapter)
-
-    found, whole = (
-        {name: LockstepWorld(2).run(partial(body, make=make)) for name, make in CASES.items()},
-        io.BytesIO(),
-    )
-    torch.save(found, whole, _use_new_zipfile_serialization=False)
-    file.write_bytes(lzma.compress(whole.getvalue(), preset=9))
-
-
-@cache
-def read(name: str) -> Any:
-    content = lzma.decompress(Path(__file__).with_name(f"{name}_states.pt.xz").read_bytes())
-    return torch.load(io.BytesIO(content), weights_only=True)
-
-
-@pytest.mark.filterwarnings("ignore:this state does not say whose it is")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("file", FILES)
-def test_a_state_of_an_earlier_version_continues(file: str, name: str) -> None:
-    def body(transport: Any) -> None:
-        (weights, inner, own), result = read(file)[name][transport.rank]
-        model, optimizer, adapter = started(transport, CASES[name])
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(copy.deepcopy(inner))
-        adapter.load(own)
-        # matrix products differ in the last bits between processors
-        torch.testing.assert_close(continued(model, adapter), result, rtol=1e-3, atol=1e-4)
-
-    LockstepWorld(2).run(body)

@@ -21,7 +21,7 @@ from optim.nets import dgc, dgc_sgd, wrap
 from pytest import MonkeyPatch
 from refusals import refuse
 from simulated import train_on
-from states import assert_equal
+from states import assert_equal, of_rank
 from torch import nn
 
 from dgc.comm import all_gather_object
@@ -139,12 +139,13 @@ def test_machines_that_see_different_checkpoints_are_refused() -> None:
 
 
 def test_another_number_of_ranks_redistributes_the_residual(tmp_path: Path) -> None:
-    def own(rank: int) -> Any:
-        return {"compression": {"velocities": {"w": torch.full((4,), float(rank))}, "steps": 7}}
+    def own(rank: int, size: int) -> Any:
+        state = {"velocities": {"w": torch.full((4,), float(rank))}, "steps": 7}
+        return {"compression": of_rank(state, rank, size)}
 
     for old, new in ((2, 3), (3, 2)):
         directory = tmp_path / f"{old} to {new}"
-        save(directory, ["e0001"], old, own=own)
+        save(directory, ["e0001"], old, own=partial(own, size=old))
         loaded = load(directory, "latest", size=new)
         assert all(part.size == old and part.shared["name"] == "e0001" for part in loaded)
         assert all(part.own["compression"]["steps"] == 7 for part in loaded)
@@ -153,7 +154,9 @@ def test_another_number_of_ranks_redistributes_the_residual(tmp_path: Path) -> N
     (tmp_path / "3 to 2/e0001/rank2.pt").unlink()
     with pytest.raises(UsageError, match=r"rank2\.pt is missing on .* \(needed because 2 ranks resume 3\)"):
         load(tmp_path / "3 to 2", "latest", size=2)
-    save(tmp_path, ["e0001s00004"], own=lambda rank: {"compression": {f"message from {rank}": 1}})
+    save(
+        tmp_path, ["e0001s00004"], own=lambda rank: {"compression": of_rank({f"message from {rank}": 1}, rank, 2)}
+    )
     with pytest.raises(UsageError, match="was saved by 2 ranks and cannot be resumed by 1: .*Start 2 ranks"):
         load(tmp_path, "latest", size=1)
 

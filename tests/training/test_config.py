@@ -1,17 +1,15 @@
-"""Stacks of config files: what they become, also those of the original DGC code and of earlier versions.
+"""Stacks of config files: what they become, also those of the original DGC code.
 
 What they refuse is in test_config_errors.py. Those of the original code have the edits of docs/migrating.md.
 """
 
 import os
 import re
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from documented import DOCS, table
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ReadonlyConfigError
@@ -29,7 +27,6 @@ from dgc_training.config.check import argument, refusal
 from dgc_training.config.layers import literal
 from dgc_training.config_files import REPOSITORY, config_files
 from dgc_training.constructors import import_path, import_target, keywords
-from dgc_training.earlier import converted
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.build import parameter_groups
 from dgc_training.startup.run_directory import check_run_directory
@@ -419,66 +416,20 @@ def test_files_in_the_original_form_load_and_train(tmp_path: Path, monkeypatch: 
         load(["configs/images/small.py"])
 
 
-def earlier(saved: str) -> dict[str, Any]:
-    """The config that the version before saved for the same stack of files."""
-    content: dict[str, Any] = yaml.safe_load(saved.replace("dgc.local.", "dgc.outer."))
-    train, requires = content["train"], content["requires"]
-    top = steps = train.pop("local")
-    while "HierarchicalGossip" in steps["_target_"]:
-        steps = steps["base"]
-    if "base" in steps:
-        assert steps["base"] == "${train.gossip}"
-        steps["base"] = train["gossip"]
-    train["gossip"] = top
-    if "train.gossip" in requires:
-        del requires["train.gossip"]
-        requires["train.gossip._target_"] = requires.pop("train.local._target_")
-    return content
-
-
 def test_a_saved_config_is_that_of_the_present_files(tmp_path: Path) -> None:
     for stack in STACKS:
         tree = load([CNN, *stack])
-        old = earlier(to_yaml(tree))
-        assert "dgc.outer." in yaml.safe_dump(old) and "local" not in old["train"]
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+        (tmp_path / "config.yaml").write_text(to_yaml(tree))
         assert load([tmp_path / "config.yaml"]) == tree, stack
-    # a run directory is resumed
+
+
+def test_a_run_directory_with_another_setting_is_refused(tmp_path: Path) -> None:
     tree = load([CNN, DILOCO], ["--configs.train.local.average_every", "7"])
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier(to_yaml(tree))))
+    (tmp_path / "config.yaml").write_text(to_yaml(tree))
     transport = LockstepWorld(1).transports[0]
     check_run_directory(tmp_path, tree, transport, "cure")
     with pytest.raises(UsageError, match=r"train.local.average_every: 7 -> 50"):
         check_run_directory(tmp_path, load([CNN, DILOCO]), transport, "cure")
-
-
-def test_names_of_still_earlier_versions_are_converted_and_other_configs_stay(tmp_path: Path) -> None:
-    sgp, slowmo = {"_target_": "dgc.gossip.SGP"}, {"_target_": "dgc.gossip.SlowMo", "beta": 0.5}
-    machines = {"_target_": "dgc.gossip.Machines", "base": sgp}
-    gossip = {"_target_": "dgc.gossip.Periodic", "average_every": 48, "base": machines, "outer": slowmo}
-    derived = {"steps": '${derive:"2 * train.gossip.average_every"}'}
-    outer = {"base": "${train.gossip}", "outer": {"_target_": "dgc.local.SlowMo", "beta": 0.5}}
-    assert converted({"train": {"gossip": gossip, "scheduler": derived}})["train"] == {
-        "gossip": {"_target_": "dgc.gossip.HierarchicalGossip", "base": sgp},
-        "local": {"_target_": "dgc.local.OuterSteps", "average_every": 48, **outer},
-        "scheduler": {"steps": '${derive:"2 * train.local.average_every"}'},
-    }
-    # other configs stay, but for csv files, which are a recorder
-    saved = tmp_path / "config.yaml"
-    stack: list[str]
-    for stack in ([], [SGP], [DILOCO]):
-        tree = load([CNN, *stack])
-        content = yaml.safe_load(to_yaml(tree))
-        before = deepcopy(content)
-        assert converted(content) == before
-        if stack != [DILOCO]:
-            del content["train"]["local"]  # a run that was saved before the key
-            assert converted(deepcopy(content)) == before
-            del content["train"]["recorder"]
-            content["train"]["csv"] = stack == [SGP]
-            saved.write_text(yaml.safe_dump(content))
-            assert load([saved]) == tree and bool(tree.train.recorder) == (stack == [SGP])
-    assert converted({"train": 3}) == {"train": 3} and converted({}) == {}
 
 
 def test_the_command_line_and_the_page_name_what_is_there() -> None:
@@ -488,14 +439,7 @@ def test_the_command_line_and_the_page_name_what_is_there() -> None:
     assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
     (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
     assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
-    for stack in ([DILOCO], [SGP, DILOCO], [ZERO_ONE]):
-        key = "local_step_clipper" if stack == [ZERO_ONE] else "average_every"
-        message = f"--configs.train.gossip.{key}: .*write --configs.train.local.{key}"
-        with pytest.raises(ConfigError, match=message):
-            load([CNN, *stack], [f"--configs.train.gossip.{key}=4"])
     stack = [CNN, SGP, DILOCO]
     assert load(stack, ["--configs.train.gossip.blocking", "true"]).train.gossip.blocking
     with pytest.raises(ConfigError, match="train.gossip._target_ is nosuch.SGP: there is no module"):
         load(stack, ["--configs.train.gossip._target_", "nosuch.SGP"])
-    with pytest.raises(ConfigError, match=r"write --configs.train.local.outer.momentum$"):
-        load(stack, ["--configs.train.gossip.outer.momentum", "0.5"])

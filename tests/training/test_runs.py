@@ -1,6 +1,5 @@
 """Runs that are resumed at any step, by as many ranks or others; runs that do not fit; the output of a run."""
 
-import json
 import os
 import pty
 import re
@@ -18,11 +17,9 @@ from cases import case
 from environment import patient
 from pytest import CaptureFixture, MonkeyPatch
 from simulated import CNN, assert_same_end, rewound, saved, summary_of, train_in
-from states import assert_equal
 
 from dgc import kernels
 from dgc_training.checkpoint.progress import TrainingProgress
-from dgc_training.checkpoint.reading import fingerprint, read_tensors
 from dgc_training.config import ConfigError, load
 from dgc_training.config.layers import FLAGS
 from dgc_training.config_files import REPOSITORY
@@ -156,26 +153,6 @@ def test_a_resumed_run_ends_bit_identical(row: Row, tmp_path: Path) -> None:
             assert (size == row.size) != (part in text)
         if row.name == "DGC":  # 5 steps of 2 ranks are 3 steps of 3 ranks. The rest of the epoch follows.
             assert summary_of(again)["samples"] == 1438 + 5 * 64 * 2 + (479 - 3 * 64) * 3
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
-    """In which the files of ranks do not say whose state they have."""
-    stack, start = [CNN, WM5], "e0001s00005"
-    train_in(tmp_path / "whole", stack, TWICE)
-    folder = rewound(tmp_path / "whole", tmp_path / "old", start) / "checkpoints" / start
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for rank in range(2):
-        path = folder / f"rank{rank}.pt"
-        own = read_tensors(path)
-        assert own["compression"].pop("identity")["rank"] == rank
-        torch.save(own, path)
-        manifest["files"][path.name] = fingerprint(path)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    train_in(tmp_path / "old", stack, TWICE)
-    expected, found = saved(tmp_path / "whole"), saved(tmp_path / "old")
-    for own in (end[file] for end in (expected, found) for file in ("rank0", "rank1")):
-        del own["random"], own["compression"]["identity"]  # its step counts from here
-    assert_equal(expected, found)
 
 
 # what does not fit each experiment: files, a setting, and the message
