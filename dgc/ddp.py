@@ -265,6 +265,7 @@ class DDPExchange(HasGatheredState):
         self._engine = Engine(groups, self.transport, self.meter, prefix, self._begin_step, self._loss_scale)
         self._buffers: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # DDP's buckets of this step
         self._views: dict[Tensor, Tensor] = {}  # one-dimensional view of each gradient in DDP's buckets
+        self._pass: weakref.ref[Callable[[], None]] | None = None  # of a backward pass, while that has not ended
         self._epochs.begin()
         model.register_comm_hook(self, _hook)
         model._comm_hooks = NoCopies(model._comm_hooks)
@@ -311,6 +312,13 @@ class DDPExchange(HasGatheredState):
                 "therefore does not average it: build DistributedDataParallel and compress after you unfreeze it"
             )
         self._check_momentum()
+        if torch._C._current_graph_task_id() != -1:
+
+            def end() -> None:
+                """Autograd drops it when the pass ends, also with an exception."""
+
+            self._pass = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _reset(self) -> None:
         self._buffers = []
@@ -319,10 +327,8 @@ class DDPExchange(HasGatheredState):
             plan.bucket.destinations = None
         self._engine.reset()
 
-    def compression_state_dict(self) -> dict[str, Any]:
-        """Return this rank's residual. It differs between ranks: save it on each, or use `gather_state`."""
-        self._engine.check_ended("backward()")
-        return super().compression_state_dict()
+    def _check_idle(self, call: str) -> None:
+        self._engine.check_idle(call, self._pass is not None and self._pass() is not None)
 
     def _start(self, b: int) -> None:
         plan = self._planned[b]

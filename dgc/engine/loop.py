@@ -244,6 +244,16 @@ class Engine:
             self.intact.fail(f"in {where}, while gradients were exchanged")
         self.intact.check()
 
+    def check_idle(self, call: str, is_running: bool) -> None:
+        """Raise RuntimeError if `call` would meet an incomplete step. Nothing changes if the step still runs."""
+        if self.in_flight and is_running:
+            raise RuntimeError(
+                f"{call} while gradients are exchanged: some buckets are in the state before this step, and "
+                "others in that after it. Call it when the step is complete: a hook or a signal handler can set a "
+                "flag for that"
+            )
+        self.check_ended("backward()")
+
     def reset(self) -> None:
         """Begin a step: no bucket has gradients or has started."""
         self.order.reset()

@@ -359,6 +359,9 @@ class HasCompression:
         if self._epochs.steps_per_epoch is not None:
             self._epochs.begin_step()
 
+    def _check_idle(self, call: str) -> None:
+        """Raise RuntimeError if `call` would meet a step that is not complete. Adapters say when that is."""
+
     def _identity(self) -> Identity:
         ranks, named = self._ranks, named_methods(self._methods)
         step = self._steps if self._takes_common_steps else None
@@ -381,6 +384,7 @@ class HasCompression:
                 f"begin_epoch() was called, but steps_per_epoch={self._epochs.steps_per_epoch} counts the epochs: "
                 "keep one of the two"
             )
+        self._check_idle("begin_epoch()")
         self._set_epoch(epoch)
         return self.compress_ratio
 
@@ -403,7 +407,13 @@ class HasCompression:
         return sqrt(sum(float(error.norm(dtype=torch.float64)) ** 2 for error in self.errors()))
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """Return this rank's residual. Unlike `state_dict()` it differs between ranks: save it on each."""
+        """Return this rank's residual. Unlike `state_dict()` it differs between ranks: save it on each.
+
+        Raises:
+            RuntimeError: Gradients are being exchanged, so that a part of the residual is that before the step. Or
+                an exception has ended an earlier step.
+        """
+        self._check_idle("compression_state_dict()")
         states = {name: method.state_dict() for name, method in named_methods(self._methods).items()}
         part = {} if self.part is None else {"part": self.part}
         return identified({**states, **part, **self._epochs.state_dict()}, self._identity())
@@ -420,8 +430,10 @@ class HasCompression:
 
         Raises:
             ValueError: The state is that of another rank, of another method or model, or of other settings.
+            RuntimeError: As `compression_state_dict`.
         """
         require("True or False", FLAG, allow_other_rank=allow_other_rank)
+        self._check_idle("load_compression_state_dict()")
         state, step = verified(state, self._identity(), allow_other_rank)
         saved, epochs = state.pop("part", None), state.pop("epochs", None)
         self._epochs.check(epochs)

@@ -357,10 +357,8 @@ class FSDPExchange(HasGatheredState):
         if self.dropped_steps == 1 and not self._loss_scale.enabled and self._ranks.rank == 0:
             warn_of_drop(reason, "every rank drops this step, in which every .grad is None")
 
-    def compression_state_dict(self) -> dict[str, Any]:
-        """Return the residual of this rank's rows. It differs between ranks: save it on each."""
-        self._engine.check_ended("backward()")
-        return super().compression_state_dict()
+    def _check_idle(self, call: str) -> None:
+        self._engine.check_idle(call, self._end is not None and self._end() is not None)
 
     # --- steps of optimizers ----------------------------------------------------------------------
 
@@ -375,7 +373,7 @@ class FSDPExchange(HasGatheredState):
                 if p in steps and p.requires_grad and p not in self._parameters:
                     raise_not_exchanged(name)
             self._momentum[optimizer] = MomentumCheck(optimizer, self._planned, self._ranks)
-        self._engine.check_ended("backward()")
+        self._check_idle("optimizer.step()")
         check_ended([self._groups[0].module])
         check_all_exchanged(self._groups)
         self._loss_scale.check_before_step(optimizer)

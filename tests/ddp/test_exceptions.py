@@ -82,6 +82,35 @@ def test_after_an_exception_of_a_compressor_its_reason_is_told() -> None:
                 act()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda exchange, state: exchange.compression_state_dict(),
+        lambda exchange, state: exchange.gather_state(),
+        lambda exchange, state: exchange.load_compression_state_dict(state),
+        lambda exchange, state: exchange.begin_epoch(1),
+    ],
+    ids=["save", "gather", "load", "begin_epoch"],
+)
+def test_a_call_that_is_refused_while_gradients_are_exchanged_changes_nothing(call: Any) -> None:
+    (model, exchange), (other, _) = build(top_k()), build(top_k())
+    state = exchange.compression_state_dict()
+    gradients(model), gradients(other)  # from the second pass on, exchanges start during backward
+    told = []
+
+    def called(gradient: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="while gradients are exchanged: some buckets") as raised:
+            call(exchange, state)
+        told.append(str(raised.value))
+
+    handle = model.module.layers[0].weight.register_hook(called)
+    gradients(model), gradients(other)
+    handle.remove()
+    assert len(told) == 1
+    assert all(map(torch.equal, gradients(model), gradients(other)))
+    assert exchange.compression_state_dict()["identity"]["step"] == 3
+
+
 def test_exchanges_start_in_the_order_of_backward_and_an_exception_outside_of_it_changes_nothing() -> None:
     """Before it rebuilds its buckets, DDP has one, in the order of the model."""
     (model, exchange), (other, _) = build(top_k()), build(top_k())

@@ -80,6 +80,35 @@ def test_after_an_exception_the_exchange_is_clean_or_refuses(
     assert not reset or has_started or one.exchange.error_norm() == other.exchange.error_norm() > 0
 
 
+def test_a_call_that_is_refused_while_gradients_are_exchanged_changes_nothing(transport: Transport) -> None:
+    one, other = both = Trainer(transport), Trainer(transport)
+    for trainer in 2 * both:
+        trainer.step()
+    state, told = one.exchange.compression_state_dict(), []
+
+    def call(gradient: Tensor) -> None:
+        for act in (
+            one.exchange.compression_state_dict,
+            lambda: one.exchange.load_compression_state_dict(state),
+            one.optimizer.step,
+        ):
+            with pytest.raises(RuntimeError, match="while gradients are exchanged: some buckets") as raised:
+                act()
+            told.append(str(raised.value))
+
+    def hook(module: Any, inputs: Any, output: Tensor) -> None:
+        output.register_hook(call)
+
+    handle = one.model.layers[0].register_forward_hook(hook)
+    for trainer in both:
+        trainer.step()
+    handle.remove()
+    assert len(told) == 3
+    for trainer in both:
+        trainer.step()
+    assert all(map(torch.equal, one.weights, other.weights))
+
+
 def test_an_exception_in_forward_changes_nothing(transport: Transport) -> None:
     one, other = Trainer(transport), Trainer(transport)
     for layer in (0, LAYERS - 1, 0):
