@@ -1,6 +1,7 @@
 """Gradient compression and gossip for distributed training over slow networks.
 
-    from dgc import DGCCompressor, compress
+    from torch.nn.parallel import DistributedDataParallel
+    from dgc import DGCSGD, DGCCompressor, compress
 
     model = DistributedDataParallel(net)
     optimizer = DGCSGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -64,6 +65,7 @@ _PACKAGES = {
     "dgc.local": "Nesterov OuterSteps",
 }
 _PACKAGE_OF = {name: package for package, names in _PACKAGES.items() for name in names.split()}
+__all__ = ["init", *_PACKAGE_OF]  # a star import loads them
 
 
 def __getattr__(name: str) -> Any:

@@ -369,3 +369,13 @@ def test_examples_run(monkeypatch: Patch, request: pytest.FixtureRequest) -> Non
         except Exception as error:
             failed.append(f"{name}: {type(error).__name__}: {error}\n{text}")
     assert not failed, "\n".join(failed)
+
+
+def test_the_first_example_of_the_package_runs_as_it_stands(request: pytest.FixtureRequest) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    assert dgc.__doc__ is not None
+    block = "\n".join(line for line in dgc.__doc__.splitlines() if line.startswith("    "))
+    found: dict[str, Any] = {"net": nn.Linear(4, 4)}
+    exec(dedent(block), found)
+    assert isinstance(found["model"], DistributedDataParallel) and found["model"]._comm_hooks

@@ -81,6 +81,13 @@ print(sorted({'horovod', 'mpi4py', 'scipy', 'torch._dynamo'} & {*sys.modules}))
     assert found.stdout.split("\n") == ["[]", "[]", ""]
 
 
+def test_a_star_import_has_every_name_of_the_list_and_no_other() -> None:
+    found: dict[str, Any] = {}
+    exec("from dgc import *", found)
+    del found["__builtins__"]
+    assert found == {name: getattr(dgc, name) for name in [*dgc._PACKAGE_OF, "init"]}
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the changes are made to a torch that has FSDP2")
 def test_fsdp_is_refused_at_its_import_and_ddp_is_not() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_FSDP2], capture_output=True, text=True)
