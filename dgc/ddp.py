@@ -148,12 +148,17 @@ def drop_gradients(parameters: Iterable[Tensor], error: Exception | None = None)
 
 
 def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
-    """Set the gradient of parameters that no rank used: DDP does not, but their residual may be sent."""
+    """Set the gradient of parameters that no rank used, if their residual was sent.
+
+    DDP leaves these gradients as they were. It has written zeros at least where some rank used the parameter. None
+    therefore remains without a residual: an optimizer would move the parameter by a gradient of zero.
+    """
     for plan in planned:
         for p, mean in zip(plan.parameters, plan.views, strict=True):
-            if p.grad is None and p.requires_grad:
-                p.grad = mean.clone()
-            elif p.grad is not None and not torch.equal(p.grad, mean):
+            if p.grad is None:
+                if p.requires_grad and mean.any():
+                    p.grad = mean.clone()
+            elif not torch.equal(p.grad, mean):
                 p.grad.copy_(mean)
 
 

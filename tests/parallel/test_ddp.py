@@ -59,7 +59,10 @@ def test_a_run_with_other_kinds_of_parameters_is_that_of_distributed_optimizer(t
 @pytest.mark.parametrize("method", SOME)
 @each_rank_of(*ON_RANKS)
 def test_a_parameter_without_a_gradient_counts_as_zero_and_its_error_is_sent(transport: Any, method: str) -> Any:
-    """Branch 1 is used by the last rank only, branch 2 by every rank in the first step and by none later."""
+    """Branch 1 is used by the last rank only, branch 2 by every rank in the first step and by none later.
+
+    DistributedOptimizer has zeros in the place of None.
+    """
     last = transport.rank == transport.size - 1
     other = Trainer(transport, method, "optimizer", net=Branches)
     options: Any = {"find_unused_parameters": True, "net": Branches}
@@ -67,10 +70,33 @@ def test_a_parameter_without_a_gradient_counts_as_zero_and_its_error_is_sent(tra
     for step in range(4):
         for trainer in (other, *both):
             trainer.model.used = {2} if step == 0 else {1} if last else set()
-            trainer.step(step)
+        other.step(step)
+        for ddp in both:
+            ddp.backward(step)
+            for p in ddp.model.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            ddp.inner.step()
         assert all(ddp.model.branches[2].weight.grad.any() for ddp in both), step
     assert all(ddp.findings == other.findings for ddp in both)
     return other.weights
+
+
+@pytest.mark.parametrize("method", ["dense", *SOME])
+@each_rank_of(*ON_RANKS)
+def test_ranks_agree_whether_a_parameter_that_few_or_none_use_has_a_gradient(transport: Any, method: str) -> Any:
+    """Branch 1 is used by the last rank only, where its gradient is zero, and branch 2 by no rank."""
+    last, found = transport.rank == transport.size - 1, []
+    for view in (False, True):
+        options: Any = {"find_unused_parameters": True, "net": Branches, "gradient_as_bucket_view": view}
+        trainer = Trainer(transport, method, **options)
+        for step in range(2):
+            trainer.model.used = {1} if last else set()
+            trainer.backward(step, 0.0)
+            _, few, none = (branch.weight.grad for branch in trainer.model.branches)
+            assert few is not None and not few.any() and none is None, (view, step)
+            trainer.inner.step()
+        found.append(trainer.weights)
+    return found
 
 
 def with_a_bad_step(trainer: Trainer, train: Callable[[int, bool], None]) -> Finding:
