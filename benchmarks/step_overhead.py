@@ -28,7 +28,7 @@ import dgc.kernels as kernels
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
 from benchmarks.step_methods import Copy, Eager, Ours, Step, TopK, floors
 from dgc.bucket import Segment, lay_out
-from dgc.selection import Exact, Histogram, Predicted
+from dgc.selection import Exact, Predicted
 from dgc.wire import CastValues, PlainIndices, SparseFormat
 
 TAKES = "30 s"
@@ -91,7 +91,6 @@ def make_steps(args: argparse.Namespace, buckets: list[tuple[Segment, ...]], gra
     first.settle()
     others: list[Step] = [
         *floors("native", buckets, MOMENTUM, "cpu"),
-        ours("native", Histogram()),
         ours("native", Exact()),
         ours("reference", Exact()),
         Eager(buckets, args.ratio, MOMENTUM, "cpu"),

@@ -322,15 +322,10 @@ MEMORIES: dict[str, Callable[[], Memory]] = {"dgc": DGCSGDMemory, "residual": Re
 SELECTORS: dict[str, Callable[[], Selector]] = {
     "predicted": selectors.Predicted,
     "exact": selectors.Exact,
-    "histogram": selectors.Histogram,
     "radix": selectors.Radix,
     "sampled": selectors.Sampled,
     "laplace": selectors.Laplace,
-    "exponential": selectors.Exponential,
-    "gaussian": selectors.Gaussian,
     "trimmed": selectors.Trimmed,
-    "bisection": selectors.Bisection,
-    "mstopk": selectors.MSTopk,
 }
 VALUES: dict[str, Callable[[], ValueFormat]] = {
     "fp32": partial(CastValues, "fp32"),

@@ -1,16 +1,11 @@
 """Selectors, which choose the elements to send, and the plan of how many each tensor sends."""
 
-from dgc.selection.estimators import Bisection as Bisection
 from dgc.selection.estimators import Estimator as Estimator
-from dgc.selection.estimators import Exponential as Exponential
 from dgc.selection.estimators import Fixed as Fixed
-from dgc.selection.estimators import Gaussian as Gaussian
 from dgc.selection.estimators import Laplace as Laplace
-from dgc.selection.estimators import MSTopk as MSTopk
 from dgc.selection.estimators import Sampled as Sampled
 from dgc.selection.estimators import Trimmed as Trimmed
 from dgc.selection.exact import Exact as Exact
-from dgc.selection.exact import Histogram as Histogram
 from dgc.selection.exact import Predicted as Predicted
 from dgc.selection.exact import Radix as Radix
 from dgc.selection.exact import TopKPerChunk as TopKPerChunk

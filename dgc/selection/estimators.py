@@ -241,77 +241,6 @@ class Sampled(Estimator):
         return v[start::stride]
 
 
-FIRST_DENSITY = 0.25
-
-
-@checked
-@dataclass(frozen=True)
-class Exponential(Estimator):
-    """SIDCo with exponential stages (Abdelmoniem, Elzanaty, Alouini, Canini: MLSys 2021, arXiv 2101.10761).
-
-    If |v| is exponentially distributed, its excess over any threshold is so too. M stages together reach the
-    density D = k/n. The first stage reaches D_1 = 1/4, and each other stage multiplies by q:
-
-        q = (D / D_1) ** (1 / (M - 1))
-        t_1 = -mean|v| ln D_1                            (M = 1: -mean|v| ln D)
-        t_j = t_{j-1} - mean(|v| - t_{j-1} : |v| >= t_{j-1}) ln q
-
-    Every 5 steps M changes by one, within 1 .. ceil(log2(1/D)). It decreases if more than 1.2 k elements were
-    selected on average, and increases if fewer than 0.8 k were. The cost is one pass for the mean, one for each
-    further stage and one that counts.
-
-    Differences from the paper and its code: Each tensor has its own M, which begins at 1. The excess is measured
-    from the threshold, not from the smallest element above it. A stage that no element survives therefore leaves
-    the threshold unchanged.
-
-    Args:
-        period (int): steps between changes of the number of stages M.
-        lower (float): M increases if the mean count, divided by k, is below this. In (0, 1].
-        upper (float): M decreases if the mean count, divided by k, is above this. At least 1.
-
-    Raises:
-        ValueError: if an argument is out of range.
-    """
-
-    period: int = 5
-    lower: float = 0.8
-    upper: float = 1.2
-    remembers = True
-
-    def __post_init__(self) -> None:
-        require_around_one(lower=self.lower, upper=self.upper)
-        require("at least 1", WHOLE, least=1, period=self.period)
-
-    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
-        k, density = segments.k, segments.density
-        start = torch.stack([torch.ones_like(density), torch.zeros_like(density), torch.zeros_like(density)], 1)
-        # numbers of stages are no longer integers after the states of several ranks were averaged
-        stages, total, steps = segments.plan.history.get("stages", start).unbind(1)
-        stages = stages.round()
-        several = (stages > 1) & (density < FIRST_DENSITY)
-        first = density.new_full((), FIRST_DENSITY).where(several, density)
-        t = segments.threshold(-segments.mean * first.log())
-        fall = -(density / first).log() / (stages - 1).clamp(min=1)
-        for stage in range(1, int(stages.max()) if stages.numel() else 1):
-            tail = segments.tail(t.where(several & (stage < stages), torch.inf))
-            excess = tail.sums / tail.counts.clamp(min=1) - t
-            t = segments.threshold(t + excess * fall).where(tail.counts > 0, t)
-        counts = segments.count(t, k > 0)
-        total, steps = total + counts / k.float().clamp(min=1), steps + 1
-        self._adapt(segments, stages, total, steps)
-        return t, counts
-
-    def _adapt(self, segments: Ranges, stages: Tensor, total: Tensor, steps: Tensor) -> None:
-        inputs = steps >= self.period
-        mean = total / steps
-        change = (mean < self.lower).double() - (mean > self.upper).double()
-        most = (1 / segments.density).log2().ceil().clamp(min=1)
-        stages = (stages + change).clamp(min=1).minimum(most).where(inputs, stages)
-        segments.plan.history["stages"] = torch.stack(
-            [stages, total.masked_fill(inputs, 0.0), steps.masked_fill(inputs, 0.0)], 1
-        )
-
-
 STOP = {"redsync": (1.0, 2.0), "tight": (0.8, 1.25), "exact": (1.0, 1.0)}
 METHODS = ("bisection", "secant")
 
@@ -396,47 +325,6 @@ class Laplace(Estimator):
 
 @checked
 @dataclass(frozen=True)
-class Gaussian(Estimator):
-    """GaussianK: the threshold of a fitted normal distribution (Shi, Chu, Cheung, See 2019, arXiv 1911.08772).
-
-        t = mean(v) + std(v) * z,   z = the standard normal quantile of 1 - D/2
-        at most 4 times:  c = #{|v| >= t};   c < 2/3 k:  t = t / 2;    c > 4/3 k:  t = 1.5 t;    otherwise done
-
-    The search takes one pass for mean and deviation and one for each count.
-
-    Differences from the paper: After one threshold was too high and one too low, the next lies between them,
-    because halving and multiplying by 1.5 may alternate forever. If no count is accepted, the candidates of the
-    last threshold with too many elements are cut by magnitude. If there was no such threshold, all elements are
-    candidates.
-
-    Args:
-        passes (int): largest number of counts; 4 in the paper.
-
-    Raises:
-        ValueError: if passes is less than 1.
-    """
-
-    passes: int = 4
-
-    def __post_init__(self) -> None:
-        require("at least 1", WHOLE, least=1, passes=self.passes)
-
-    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
-        n, moments = segments.n.clamp(min=1), segments.moments
-        mean = moments.sums / n
-        deviation = (moments.squares / n - mean**2).clamp(min=0).sqrt()
-        t = segments.threshold(mean + deviation * torch.special.ndtri(1 - segments.density / 2))
-
-        def propose(bracket: Bracket) -> Thresholds:
-            too_low, too_high = bracket.low > 0, bracket.high < segments.largest
-            outside = (1.5 * bracket.low).where(too_low, bracket.high / 2)
-            return bracket.middle.where((too_low & too_high) | (outside >= bracket.high), outside)
-
-        return narrow(segments, t, torch.zeros_like(t), 2 / 3, 4 / 3, self.passes, propose)
-
-
-@checked
-@dataclass(frozen=True)
 class Trimmed(Estimator):
     """RedSync's trimmed top-k (Fang, Fu, Yang, Hsieh 2019, J. Parallel Distrib. Comput. 133,
     doi 10.1016/j.jpdc.2019.05.016).
@@ -476,70 +364,6 @@ class Trimmed(Estimator):
             if not bool((count < k).any()):
                 break
         return t.masked_fill(count < k, 0.0), k
-
-
-@checked
-@dataclass(frozen=True)
-class Bisection(Estimator):
-    """RedSync's threshold search by bisection (Fang, Fu, Yang, Hsieh 2019, J. Parallel Distrib. Comput. 133,
-    doi 10.1016/j.jpdc.2019.05.016).
-
-        l = 0, r = 1;  until r - l < 0.001:
-            q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
-            k <= c <= 2 k:  done;    c < k:  r = q;    c > 2 k:  l = q
-
-    The search takes one pass for mean and maximum and at most 10 counts. A single outlier widens the bracket, and
-    then the last step may be too coarse.
-
-    Differences from the paper: For k/2 <= c < k the paper moves l up, away from the threshold it searches for, and
-    it never accepts such a count. This code moves r. If fewer than k elements reach the mean, which is the lower
-    end of the bracket, all elements are candidates.
-
-    Args:
-        lower (float): smallest accepted count, as a multiple of k. In (0, 1].
-        upper (float): largest accepted count, as a multiple of k. At least 1.
-        passes (int): largest number of counts. With 10 the search ends at r - l < 0.001, as in the paper.
-
-    Raises:
-        ValueError: if an argument is out of range.
-    """
-
-    lower: float = 1.0
-    upper: float = 2.0
-    passes: int = 10
-
-    def __post_init__(self) -> None:
-        require_around_one(lower=self.lower, upper=self.upper)
-        require("at least 1", WHOLE, least=1, passes=self.passes)
-
-    def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
-        low = segments.threshold(segments.mean)
-        start = low + (segments.largest - low) / 2
-        return narrow(segments, start, low, self.lower, self.upper, self.passes, lambda bracket: bracket.middle)
-
-
-@checked
-@dataclass(frozen=True)
-class MSTopk(Bisection):
-    """MSTopk, a threshold search by bisection that selects exactly k elements (Shi et al.: MLSys 2021, "Towards
-    Scalable Distributed Training of Deep Learning on Public Cloud Clusters", arXiv 2010.10458).
-
-        l = 0, r = 1;  N times:
-            q = (l + r) / 2;  t = mean|v| + q (max|v| - mean|v|);  c = #{|v| >= t}
-            c <= k:  r = q;    c > k:  l = q
-
-    The selection has exactly k elements: those above the last threshold with c <= k, and the remaining number from
-    between it and the last threshold with c > k.
-
-    Differences from the paper: The remaining elements are the largest in that range, not neighbours from a random
-    position, so the selection equals an exact top-k. The search ends early if c = k. If fewer than k elements
-    reach the mean, all elements are candidates.
-
-    Args and Raises as `Bisection`. `passes` is N in the paper.
-    """
-
-    upper: float = 1.0
-    passes: int = 30
 
 
 @checked

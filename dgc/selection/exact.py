@@ -1,7 +1,7 @@
 """Exact top-k by magnitude, of whole tensors or buckets, or of chunks of tensors.
 
-The first four selectors differ only in their passes over the n elements of a bucket: all choose the same elements.
-History changes only the time, so a resumed run does not need it.
+The first three selectors differ only in their passes over the n elements of a bucket: all choose the same
+elements. History changes only the time, so a resumed run does not need it.
 """
 
 from dataclasses import dataclass
@@ -56,24 +56,6 @@ class Radix(Exact):
 
 @checked
 @dataclass(frozen=True)
-class Histogram(Exact):
-    """Exact top-k by magnitude, from a histogram of the bits of |v| and without history.
-
-    It counts first the upper bits, then the lower bits of the elements with equal upper bits, until the k-th
-    largest is known. On a CPU it first counts a sample of cache lines, whose k-th largest element, less five
-    deviations, is a lower bound for the pass that updates u and v. All of v is counted only if that is wrong.
-
-    Args:
-        per_bucket (bool): see `Exact`.
-    """
-
-    def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
-        chosen = kernels.of(inputs.v).selection.accumulate_and_select_(inputs, self.budget(plan), None)
-        return SelectorResult(chosen.elements, chosen.first_nonfinite)
-
-
-@checked
-@dataclass(frozen=True)
 class Predicted(Exact):
     """Exact top-k by magnitude, with a lower bound predicted from the last two thresholds. The default of
     DGCCompressor.
@@ -84,7 +66,9 @@ class Predicted(Exact):
 
         lower bound = margin * t1 * min(max(t1 / t2, 0.97), 1.2)
 
-    If the lower bound is too high, or there is no history yet, the tensor is searched as by `Histogram`.
+    If the lower bound is too high, or there is no history yet, the tensor is searched by a histogram of the upper
+    bits of |v|, then of the lower bits of the elements with equal upper bits. On a CPU a sample of cache lines is
+    counted first: its k-th largest element, less five deviations, is the lower bound of the pass.
 
     Args:
         per_bucket (bool): see `Exact`.

@@ -150,7 +150,7 @@ CLIPPING = DGCSGDMemory(0.9, True, ClipByNorm(1.0))
 METHODS = {
     "DGC": lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), values="fp16", indices="int32"),
     "clipping": lambda: DGCCompressor(0.02, CLIPPING, values="int8", indices="rice"),
-    "top-k": lambda: SparseCompressor(0.02, ResidualMemory(), "histogram", values="bf16"),
+    "top-k": lambda: SparseCompressor(0.02, ResidualMemory(), "predicted", values="bf16"),
 }
 
 

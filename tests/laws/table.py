@@ -158,8 +158,9 @@ def powersgd(name: str, settings: dict[str, Any]) -> Row:
 
 
 ESTIMATORS = (
-    *(selection.Trimmed(), selection.Bisection(), selection.MSTopk(), selection.Laplace(warm_start=True)),
-    *(selection.Exponential(), selection.Gaussian(), selection.Histogram()),
+    selection.Trimmed(),
+    selection.Radix(),
+    selection.Laplace(warm_start=True),
 )
 SMALL_SAMPLE: dict[str, Any] = {"sample_ratio": 0.01, "strided_sample": False, "resample": False}
 PER_CHUNK = selection.TopKPerChunk(64)

@@ -12,7 +12,7 @@ from dgc import paper
 from dgc.bucket import make_bucket
 from dgc.compression import DGCCompressor, ThresholdCompressor, TwoPhaseCompressor
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
-from dgc.selection import Exact, Histogram, Laplace, Predicted
+from dgc.selection import Exact, Laplace, Predicted, Radix
 from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -91,7 +91,7 @@ def same_momenta(fast: Any, definition: Any) -> None:
 def test_dgc() -> None:
     """With an exact selector, in steps that are sent sparse: the paper has no others."""
     cases = [(0.9, *options) for options in product((False, True), (True, False), (None, 5.0))]
-    selectors, others, histories = cycle([Exact(), Histogram(), Predicted()]), cycle([1, 3, 3]), []
+    selectors, others, histories = cycle([Exact(), Radix(), Predicted()]), cycle([1, 3, 3]), []
     for momentum, nesterov, masking, limit in [*cases, (0.0, False, True, None)]:
         options = (0.07, momentum, nesterov, masking, limit, 4 if nesterov ^ masking ^ (limit is None) else 0)
         makes = partial(fast_dgc, *options, next(selectors)), partial(paper.DGC, *options)
@@ -99,7 +99,7 @@ def test_dgc() -> None:
         histories.append(run(*makes, 2, after=sparse_at_the_same_ratio))
     assert len(set(histories)) == len(histories) == 9  # each option matters
     # Of equal ones the first is sent, never a zero, and a zero keeps its momentum.
-    for size, selector in zip(SIZES, (Exact(), Histogram(), Predicted()), strict=True):
+    for size, selector in zip(SIZES, (Exact(), Radix(), Predicted()), strict=True):
         equal = (0.05, 0.5, False, True, None, 0)
         makes = partial(fast_dgc, *equal, selector), partial(paper.DGC, *equal)
         run(*makes, size, draw=in_halves, after=same_momenta)

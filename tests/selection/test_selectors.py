@@ -20,7 +20,7 @@ from dgc.kernels import PassInputs
 from dgc.kernels.selection import largest
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc.selection import Exponential, Gaussian, Laplace, Sampled
+from dgc.selection import Laplace, Sampled
 from dgc.selection.estimators import Estimator, Ranges
 from dgc.selection.selector import share
 from dgc.wire import PackedIndices, RiceIndices
@@ -30,18 +30,16 @@ from dgc_models import DigitsCNN
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SELECTORS = {
     "exact": selectors.Exact(), "exact of the bucket": selectors.Exact(per_bucket=True),
-    "radix": selectors.Radix(), "histogram": selectors.Histogram(), "predicted": selectors.Predicted(),
+    "radix": selectors.Radix(), "predicted": selectors.Predicted(), "trimmed": selectors.Trimmed(),
     "sampled": Sampled(), "half sampled": Sampled(sample_ratio=0.5),
     "sampled at random": Sampled(strided_sample=False), "sampled without resampling": Sampled(resample=False),
     "sampled without adaptation": Sampled(max_adaptation_iters=0),
     "sampled tightly": Sampled(compress_upper_bound=1.0, compress_lower_bound=1.0, resample=False),
-    "trimmed": selectors.Trimmed(), "bisection": selectors.Bisection(), "mstopk": selectors.MSTopk(),
     "laplace": Laplace(), "laplace, redsync": Laplace(stop="redsync"), "laplace, exact": Laplace(stop="exact"),
     "laplace, secant": Laplace(method="secant"), "laplace, warm": Laplace(warm_start=True),
-    "exponential": Exponential(), "gaussian": Gaussian(),
 }  # fmt: skip
 # These send the k largest of every tensor, whatever the numbers.
-EXACT = ("exact", "radix", "histogram", "predicted", "trimmed", "mstopk")
+EXACT = ("exact", "radix", "predicted", "trimmed")
 
 
 def chosen_by(selector: Any, v: Any, plan: Any, seed: Any) -> Any:
@@ -128,13 +126,6 @@ FITS = [
     (Laplace(stop="redsync"), "normal", 1, (1.0, 2.0), 9),
     (Laplace(stop="exact", passes=40), "normal", 1, (1.0, 1.0), 30),
     (Laplace(warm_start=True), "wall", 2, (0.8, 1.25), 13 + 2),
-    (Exponential(), "laplace", 1, (0.8, 1.25), 2),
-    (Exponential(), "laplace", 30, (0.8, 1.25), 5 * 30),
-    (Gaussian(), "normal", 1, (2 / 3, 4 / 3), 2),
-    (Gaussian(), "laplace", 1, (2 / 3, 4 / 3), 5),
-    (selectors.Bisection(), "laplace", 1, (1.0, 2.0), 11),
-    (selectors.Bisection(), "wall", 1, (1.0, 2.0), 11),
-    (selectors.MSTopk(), "normal", 1, (1.0, 1.0), 31),
     (selectors.Trimmed(), "heavy tails", 1, (1.0, 1.0), 6),
 ]
 
@@ -146,36 +137,6 @@ def test_estimates_where_they_should_hold(ratio: Any, passes: Any) -> None:
         with case(selector, shape):
             assert counts[0] <= estimates(selector, SHAPES[shape](N, 3), ratio, steps) <= counts[1]
             assert len(passes.mock_calls) <= most
-
-
-def test_stages_rise_where_too_few_and_fall_where_too_many_and_no_search_goes_to_and_fro() -> None:
-    """On the wall a single stage selects next to nothing: M grows, each period by one."""
-    v, plan, selector = SHAPES["wall"](N), plan_of(N, ratio=0.01), Exponential()
-    stages = []
-    for _ in range(20):
-        selector.estimate(Ranges(v, plan, 0))
-        stages.append(int(plan.history["stages"][0, 0]))
-    assert stages[:4] == [1] * 4 and stages[4:9] == [2] * 5 and max(stages) > 2
-    assert all(1 <= m <= math.ceil(math.log2(100)) for m in stages)
-    heavy = SHAPES["heavy tails"](N)
-    for _ in range(60):
-        selector.estimate(Ranges(heavy, plan, 0))
-    assert int(plan.history["stages"][0, 0]) != stages[-1]
-    # two stages by hand: the first selects a quarter, by a mean that is that of exponential magnitudes
-    magnitudes, plan = SHAPES["laplace"](N).abs(), plan_of(N, ratio=0.01)
-    plan.history["stages"] = torch.tensor([[2.0, 0.0, 0.0]], dtype=torch.float64)
-    t, _ = selector.estimate(Ranges(magnitudes, plan, 0))
-    first = float(magnitudes.mean()) * math.log(4)
-    excess = float(magnitudes[magnitudes >= first].mean()) - first
-    assert t.tolist() == pytest.approx([first + excess * math.log(0.25 / 0.01)], rel=1e-4)
-    # a stage that nothing survives leaves the threshold where it is
-    v, plan = torch.full((10_000,), 0.5), plan_of(10_000, ratio=0.001)
-    plan.history["stages"] = torch.tensor([[5.0, 0.0, 0.0]], dtype=torch.float64)
-    t, counts = selector.estimate(Ranges(v, plan, 0))
-    assert 0 < float(t) <= 0.5 and int(counts) == 10_000
-    # A count that doubles and halves around the accepted ones: 3 k at t, k/3 at 1.5 t.
-    v = torch.cat([torch.full((300,), 1.0), torch.full((30,), 1.4), torch.full((20,), 2.0), torch.zeros(99_650)])
-    assert 2 / 3 <= estimates(Gaussian(passes=20), v, 0.0005) <= 4 / 3
 
 
 def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
@@ -191,9 +152,7 @@ def test_bad_options_and_every_estimator_is_in_the_table() -> None:
     wrong: list[tuple[Any, str, dict[str, Any]]] = [
         (Laplace, "stop is one of redsync, tight, exact", {"stop": "loose"}),
         (Laplace, "method is one of bisection, secant", {"method": "newton"}),
-        *((kind, "passes", {"passes": 0}) for kind in (Laplace, selectors.Bisection, Gaussian)),
-        (selectors.Bisection, "lower", {"lower": 1.5}), (selectors.Trimmed, "step", {"step": 0.0}),
-        (Exponential, "period", {"period": 0}), (Exponential, "upper", {"upper": 0.9}),
+        (Laplace, "passes", {"passes": 0}), (selectors.Trimmed, "step", {"step": 0.0}),
         (selectors.Fixed, "threshold", {"threshold": 0.0}), (selectors.Predicted, "margin", {"margin": 0.0}),
         *((Sampled, "sample_ratio", {"sample_ratio": ratio}) for ratio in (0.0, 1.1)),
         (Sampled, "compress_upper_bound", {"compress_upper_bound": 0.9}),
