@@ -137,7 +137,7 @@ def test_a_fit_is_the_distance_between_distributions_and_reads_are_counted_by_te
     large, small = laplace(30_000), normal(10_000)
     found = fit_tensors([torch.cat([large, small])], [[30_000, 10_000]])
     assert found.gauss == pytest.approx((3 * fit(large).gauss + fit(small).gauss) / 4)
-    # The first tensor is found in one count; of the second one element reaches the fit, and it is counted once more.
+    # The first tensor is found in one count. Of the second too few reach the fit, so it is counted once more.
     v = torch.cat([torch.full((20_000,), 0.1), torch.full((3000,), 0.5)])
     v[:30], v[-5:] = torch.linspace(0.9, 1.0, 30), torch.tensor([1.0, 1.0, 1.0, 1.0, 1.5])
     plan, counts, before = plan_selection(SEGMENTS, 0.001), Counts(), kernels.of

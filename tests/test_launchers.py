@@ -1,6 +1,7 @@
 """The launch scripts: their commands and errors; the job of SLURM, its signals, and when it is requeued."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -388,3 +389,9 @@ def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytes
     # The requeued job runs the same command.
     train_on(2, words)
     assert "resumed from checkpoint e000" in capsys.readouterr().out and (run / "summary.json").exists()
+
+
+def test_config_files_that_scripts_name_exist() -> None:
+    for script in (REPOSITORY / "scripts").rglob("*.sh"):
+        for name in re.findall(r"\bconfigs/[\w/]+\.\w*", script.read_text()):
+            assert (REPOSITORY / name).exists(), f"{script} names {name}"

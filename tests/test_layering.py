@@ -42,33 +42,6 @@ OUTSIDE = {
 }
 NAME = re.compile(r"\w+(\.\w+)+")
 
-# an import, and a part of the name of a contract that it breaks
-PLANTED = [
-    ("dgc_models.digits_cnn", "dgc.optim", "Folders"),
-    ("dgc.wire.values", "dgc.selection", "Packages of dgc"),
-    ("dgc.bucket", "dgc", "Packages of dgc"),
-    ("dgc_training.data", "dgc_training.faults.failure", "Packages of the trainer"),
-    ("dgc_training.startup.build", TRAIN, "Packages of the trainer"),
-    ("dgc.kernels.quantize", "dgc.kernels.codec", "Families"),
-    ("dgc.comm.lockstep", "dgc.comm.horovod", "Transports"),
-    ("dgc.compression.sparse", "dgc.compression.dgc", "in one direction"),
-    ("dgc.selection.exact", "dgc.comm.meter", "Selection and states"),
-    ("dgc.gossip.protocol", "dgc.compression.dense", "Gossip"),
-    ("dgc.paper.choco", "dgc.kernels", "no fast implementation"),
-    ("dgc", "dgc.paper", "Only tests"),
-    ("dgc.optim.distributed", "dgc.compression", "no compressor by name"),
-    ("dgc.optim.distributed", "dgc.compression.dgc", "no compressor by name"),
-    ("dgc_training.data", "dgc.gossip", "no algorithm"),
-    (TRAIN, "dgc.compression", "no algorithm"),
-    ("scripts.demo", "dgc.optim", "Of the scripts"),
-    (TRAIN, "dgc_models", "models and data sets"),
-    ("dgc.fsdp.local", "dgc.comm.horovod", "imports a transport"),
-    ("dgc.optim.sgd", "dgc.kernels.selection", "family of kernels"),
-    ("dgc.compression.dense", "horovod", "imports Horovod"),
-    ("dgc.comm.channel", "mpi4py", "imports mpi4py"),
-]
-CYCLES = {"dgc.bucket": "dgc.optim.distributed", "dgc.comm.requests": "dgc.comm.meter"}
-CYCLES["dgc.selection.selector"] = "dgc.selection"
 TESTS = Path(__file__).parent
 # .run(..., timeout=60), .wait(60), .join(60), time.monotonic() + 60; of less than 5 seconds it is a pause
 WITHIN = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"  # parentheses
@@ -107,16 +80,10 @@ def graph() -> grimp.ImportGraph:
     return found
 
 
-def planted(importer: str, imported: str) -> grimp.ImportGraph:
-    changed = deepcopy(graph())
-    changed.add_import(importer=importer, imported=imported)
-    return changed
-
-
-def broken(imports: grimp.ImportGraph, part: str = "") -> set[str]:
-    """The contracts that the imports break, of those with the part in their names. The reasons are printed."""
+def broken(imports: grimp.ImportGraph) -> set[str]:
+    """The contracts that the imports break. The reasons are printed."""
     found = set()
-    for options in (options for options in CONFIG["contracts_options"] if part in options["name"]):
+    for options in CONFIG["contracts_options"]:
         contract = KINDS[options["type"]](options["name"], CONFIG["session_options"], options)
         check = contract.check(deepcopy(imports), verbose=False)
         if not check.kept:
@@ -147,16 +114,6 @@ def test_the_contracts_hold_and_packages_import_nothing_else_from_outside() -> N
     assert {path.parent.name for path in REPOSITORY.glob("[!.]*/*.py")} - {"build", "tests"} == set(PACKAGES)
     named = [(TRAIN, "dgc.optim"), ("configs.wmt16", "dgc_training.schedule"), ("dgc.comm.connect", "horovod")]
     assert all(graph().direct_import_exists(importer=module, imported=other) for module, other in named)
-
-
-def test_every_contract_can_break() -> None:
-    found = set()
-    for module, imported, part in PLANTED:
-        names = broken(planted(module, imported), part)
-        assert names, (module, imported)
-        found |= names
-    assert found == {options["name"] for options in CONFIG["contracts_options"]}
-    assert all(module in cycle(planted(module, imported)) for module, imported in CYCLES.items())
 
 
 @pytest.mark.timeout(50)
