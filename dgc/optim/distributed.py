@@ -5,12 +5,14 @@ started. `step()` waits for all exchanges and then steps the wrapped optimizer o
 rank exchanges all buckets, in the same order. A parameter without a gradient counts as zero.
 """
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -161,7 +163,6 @@ class DistributedOptimizer(Wrapper):
         self._engine = Engine(buckets, self.transport, self.meter, prefix, self._begin_step, self._loss_scale)
         self._epochs.begin()
         self._should_synchronize, self._averaged_for_scaler = True, False
-        self._had_backward = False
         self._averaged = False  # whether .grad holds the averages, with nothing added since
         self._dropped = False  # whether the last averaged gradients were not finite
         self._is_first_step, self._created_state = True, None
@@ -188,7 +189,7 @@ class DistributedOptimizer(Wrapper):
     def _hook(self, b: int, i: int, p: Tensor) -> None:
         """Called when parameter i of bucket b has received a gradient."""
         with self._lock:
-            self._had_backward, self._averaged = True, False
+            self._averaged = False
             left = self._passes_left[b]
             if left[i] == 0:
                 raise RuntimeError(
@@ -318,7 +319,7 @@ class DistributedOptimizer(Wrapper):
         if self._momentum.watched:
             self._momentum.check(self.inner)
         loss = None if closure is None else loss_of(closure)
-        if not self._had_backward and self._is_state_initialisation():
+        if not self._engine.in_flight and _is_called_by("broadcast_optimizer_state"):
             if not self.inner.state:
                 if isinstance(self.inner, SparseAdam):
                     self._make_sparse()
@@ -349,22 +350,6 @@ class DistributedOptimizer(Wrapper):
                 self.meter.add_time("step", "optimizer", start, perf_counter())
         self._averaged = False
         return loss
-
-    def _is_state_initialisation(self) -> bool:
-        """Whether hvd.broadcast_optimizer_state called step() on zero gradients to create optimizer state.
-
-        Only the ranks without state do so, so nothing may be exchanged.
-        """
-        foreign = [
-            p.grad
-            for plan in self.planned
-            for i, p in enumerate(plan.parameters)
-            if p.grad is not None and not plan.is_view(i, p.grad)
-        ]
-        if not foreign or len(foreign) < len(self._slots):
-            return False
-        # small ones first: one of them usually ends the search
-        return not any(g.count_nonzero() for g in sorted(foreign, key=Tensor.numel))
 
     def _synchronize_sparse(self) -> list[SparseUpdate]:
         """Like synchronize(), but return sparse results that need no momentum instead of making them dense."""
@@ -414,3 +399,16 @@ class DistributedOptimizer(Wrapper):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, size={self.transport.size})"
+
+
+def _is_called_by(function: str) -> bool:
+    """Whether a function of this name is among the callers.
+
+    hvd.broadcast_optimizer_state calls step() on gradients of zero, to create state, on the ranks that have none.
+    Nothing may be exchanged then. The gradients do not tell, since those that a program sets itself may be zero on
+    one rank only.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None

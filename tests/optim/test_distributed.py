@@ -249,6 +249,31 @@ def test_a_step_that_was_left_out_after_synchronize(zero: Any) -> None:
     nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, [0, 2]))
 
 
+@pytest.mark.parametrize("masked", [0, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_set_by_hand_are_exchanged_where_they_are_zero_on_one_rank_too(
+    masked: int, set_to_none: bool
+) -> None:
+    """As those of a masked loss, by autograd.grad: a rank that sent nothing would be a step behind the others."""
+
+    def loss(model: Any, step: int, rank: int) -> Any:
+        return nets.loss_of(model, step, rank) * (step != masked or rank == 0)
+
+    def body(model: Any, transport: Any) -> None:
+        optimizer = nets.wrap(model, transport)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none)
+            own = torch.autograd.grad(loss(model, step, transport.rank), [*model.parameters()])
+            for p, gradient in zip(model.parameters(), own, strict=True):
+                p.grad = gradient
+            optimizer.step()
+
+    def joint(model: Any, step: int, size: int) -> Any:
+        return sum(loss(model, step, rank) for rank in range(size)) / size
+
+    nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, range(4), loss=joint))
+
+
 @nets.each_rank(2)
 def test_two_optimizers_on_one_transport(model: Any, transport: Any) -> None:
     first, last = (nets.wrap(module, transport) for module in (model.first, model.last))

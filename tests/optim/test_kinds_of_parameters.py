@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim import nets
+from optim import horovods, nets
 from refusals import check_refusals
 from torch import nn
 
@@ -127,9 +127,7 @@ def test_sparse_adam_steps_on_the_rows_of_all_ranks(compression: Any) -> None:
 
     def body(model: Any, transport: Any) -> None:
         optimizer = nets.wrap(model, transport, adam, compression=compression and compression())
-        for p in model.parameters():  # as hvd.broadcast_optimizer_state
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
+        horovods.broadcast_optimizer_state(optimizer, transport)
         for step in range(3):
             optimizer.zero_grad()
             if step == 0 or transport.rank == 0:

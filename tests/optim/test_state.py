@@ -10,12 +10,12 @@ import pytest
 import torch
 from cases import case
 from on_ranks import on_ranks
-from optim import nets
+from optim import horovods, nets
 from refusals import refuse
 from states import assert_equal
 from torch import nn
 
-from dgc.comm.collectives import all_gather_object, broadcast_object
+from dgc.comm.collectives import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, OneBitAdamCompressor, PowerSGDCompressor
 from dgc.engine.gathered import on_cpu
@@ -70,20 +70,6 @@ def test_copying_the_optimizer_is_an_error_with_a_cure_and_copies_of_the_model_a
             copied(optimizer)
 
 
-def horovods_broadcast_optimizer_state(optimizer: Any, transport: Any) -> None:
-    """As hvd.broadcast_optimizer_state: ranks without state create it by step(), then rank 0's is broadcast."""
-    if not optimizer.state_dict()["state"]:
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            p.grad = p.data.new(p.size()).zero_()
-        optimizer.step()
-    state = optimizer.state_dict()
-    tensors = {f"{i}.{name}": t for i, own in state["state"].items() for name, t in own.items()}
-    broadcast_parameters(tensors, transport=transport)
-    options = [{key: v for key, v in group.items() if key != "params"} for group in state["param_groups"]]
-    for group, values in zip(optimizer.param_groups, broadcast_object(transport, options), strict=True):
-        group.update(values)
-
-
 HOROVODS: list[tuple[Any, Any]] = [
     (lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1), lambda: None),
     (partial(nets.momentum_sgd, weight_decay=0.1, dampening=0.1), lambda: None),
@@ -99,7 +85,7 @@ def test_horovods_broadcast_of_optimizer_state(make: Any, compression: Any) -> N
 
     def fresh(model: Any, transport: Any) -> None:
         optimizer = nets.wrap(model, transport, make, compression=compression())
-        horovods_broadcast_optimizer_state(optimizer, transport)
+        horovods.broadcast_optimizer_state(optimizer, transport)
         nets.assert_same(model, nets.net(), exactly=True)
         assert optimizer.meter.payload_bytes == 0
         nets.train(model, optimizer, range(3), transport.rank)
@@ -111,13 +97,13 @@ def test_horovods_broadcast_of_optimizer_state(make: Any, compression: Any) -> N
         optimizer = nets.wrap(model, transport, make, compression=compression())
         weights, state, errors = copy.deepcopy(checkpoints[transport.rank])
         if everywhere:
-            horovods_broadcast_optimizer_state(optimizer, transport)
+            horovods.broadcast_optimizer_state(optimizer, transport)
         if everywhere or transport.rank == 0:
             model.load_state_dict(weights)
             optimizer.load_state_dict(state)
         if not everywhere:
             broadcast_parameters(model.state_dict(), transport=transport)
-            horovods_broadcast_optimizer_state(optimizer, transport)
+            horovods.broadcast_optimizer_state(optimizer, transport)
         optimizer.load_compression_state_dict(errors)
         nets.train(model, optimizer, range(3, 6), transport.rank)
 
@@ -260,9 +246,7 @@ def test_steps_are_counted_into_epochs() -> None:
 def test_every_kind_of_step_counts_once() -> None:
     model = nets.net()
     optimizer = counting(model, nets.alone(), backward_passes_per_step=2)
-    for p in model.parameters():  # as hvd.broadcast_optimizer_state: no step
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
+    horovods.broadcast_optimizer_state(optimizer, optimizer.transport)  # no step
     ratios = advance(model, optimizer, range(6), passes=2, finish=nets.through_gradients)
     assert ratios == [0.5, 0.5, 0.3, 0.3, 0.2, 0.2]
     dropping = counting(other := nets.net(), nets.alone())
