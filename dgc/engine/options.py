@@ -80,7 +80,7 @@ def name_parameters(
 
 
 def check_not_sharded(named_parameters: Iterable[tuple[str, Tensor]], wrapper: str, cure: str) -> None:
-    """Raise ValueError for a parameter of which each rank has another part, as of FSDP2.
+    """Raise ValueError for a parameter of which each rank has another part, as of FSDP2 and of its predecessor.
 
     wrapper: the class that cannot exchange them. cure: what to do.
     """
@@ -89,6 +89,11 @@ def check_not_sharded(named_parameters: Iterable[tuple[str, Tensor]], wrapper: s
             raise ValueError(
                 f"{name} is sharded: ranks have different parts of it, which {wrapper} would exchange as one and "
                 f"the same: {cure}"
+            )
+        if getattr(p, "_fsdp_flattened", False):
+            raise ValueError(
+                f"{name} belongs to a FullyShardedDataParallel (FSDP1): ranks have different parts of it, which "
+                f"{wrapper} would exchange as one and the same: use fully_shard (FSDP2) in its place, and {cure}"
             )
 
 

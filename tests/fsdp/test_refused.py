@@ -11,7 +11,7 @@ import torch
 from parallel import sharded
 from parallel.sharded import batches, loss_of, top_k, train
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.transport import Transport
@@ -125,6 +125,17 @@ def test_a_second_exchange(transport: Transport) -> None:
     train(compressed, sgd(compressed), INPUTS)
     assert second.error_norm() > 0
     compress(in_outer_steps, top_k(), transport=transport)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_parameters_that_fsdp1_has_sharded_are_refused(transport: Transport) -> None:
+    for uses_originals in (True, False):
+        options: Any = {"use_orig_params": uses_originals, "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(network(), **options)
+        arguments = sgd(model), list(model.named_parameters())
+        message = f"{arguments[1][0][0]} belongs to a FullyShardedDataParallel (FSDP1): ranks have different parts"
+        refused(message, DistributedOptimizer, *arguments, transport=transport)
+        refused(message, LocalOptimizer, *arguments, OuterSteps(2), transport=transport)
 
 
 def test_gradients_that_machines_would_not_exchange(transport: Transport) -> None:
