@@ -99,6 +99,7 @@ class PowerSGD(Aggregator):
 
     Attributes:
         step_counter: Number of steps, including uncompressed ones and excluding dropped ones.
+        dropped_steps: Number of steps that NonFiniteGradientError has ended.
 
     Raises:
         ValueError: `params` is empty.
@@ -126,6 +127,10 @@ class PowerSGD(Aggregator):
     def check_parameters(self, params: Sequence[Tensor]) -> None:
         if [*map(id, params)] != [*map(id, self.params)]:
             raise ValueError("PowerSGD was built with other parameters than the optimizer, or in another order")
+
+    @property
+    def dropped_steps(self) -> int:
+        return self._exchange.dropped_steps
 
     @property
     def uncompressed_num_floats(self) -> int:
@@ -173,7 +178,7 @@ class _Exchange:
     """Buckets for tensors with these shapes, in their order, and their exchange with one compressor."""
 
     def __init__(self, like: Sequence[Tensor], compressor: Compressor, transport: Transport):
-        self.transport, self.meter = transport, TrafficMeter()
+        self.transport, self.meter, self.dropped_steps = transport, TrafficMeter(), 0
         self._shapes = [tensor.shape for tensor in like]
         named = [(f"param{i}", tensor) for i, tensor in enumerate(like)]
         self._numbers = {name: i for i, (name, _) in enumerate(named)}
@@ -203,6 +208,7 @@ class _Exchange:
             if g is not None:
                 g.zero_()
         if outcome.nonfinite is not None:
+            self.dropped_steps += 1
             raise NonFiniteGradientError(outcome.nonfinite)
         for plan, result in outcome.results:
             result.write_to(plan.bucket)

@@ -373,10 +373,10 @@ class DDPExchange(HasGatheredState):
     def _drop(self, reason: str) -> None:
         for _, buffer in self._buffers:
             buffer.fill_(float("nan"))
+        self.dropped_steps += 1
         if self.nonfinite == "raise":
             after_ddp(partial(drop_gradients, self._slots, NonFiniteGradientError(reason)))
             return
-        self.dropped_steps += 1
         if not self._loss_scale.enabled:
             after_ddp(partial(drop_gradients, self._slots))
             if self.dropped_steps == 1 and self.transport.rank == 0:

@@ -118,9 +118,9 @@ class ShardedLocalOptimizer(LocalOptimizer):
             return True
         if raised is not None:
             raise raised
+        self.dropped_steps += is_finite
         if self.nonfinite == "raise":
             raise NonFiniteGradientError("a gradient on another rank of this machine has NaN or inf")
-        self.dropped_steps += is_finite
         return False
 
     def close(self) -> None:

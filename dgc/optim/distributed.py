@@ -281,9 +281,9 @@ class DistributedOptimizer(Wrapper):
                 self.inner.state.clear()
         self._dropped = outcome.nonfinite is not None
         if outcome.nonfinite is not None:
+            self.dropped_steps += 1
             if self.nonfinite == "raise":
                 raise NonFiniteGradientError(outcome.nonfinite)
-            self.dropped_steps += 1
             if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
                 warn_of_drop(outcome.nonfinite, "every rank drops this step", stacklevel=4)
         return outcome.results

@@ -169,9 +169,9 @@ class LocalOptimizer(Wrapper):
         if first is None:
             return True
         reason = f"the gradient of {first} on rank {self._ranks.rank} has NaN or inf"
+        self.dropped_steps += 1
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(reason)
-        self.dropped_steps += 1
         if self.dropped_steps == 1:
             warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=4)
         return False
