@@ -111,15 +111,21 @@ def check_nothing_lost(make: Make, size: int, tolerance: float = ROUNDING) -> No
 
 
 def check_state(make: Make, size: int) -> None:
-    fleet, other = Fleet(make, size), Fleet(make, size, seed=1)
-    for step in range(4):
-        fleet.step([gradients(rank, step) for rank in range(size)])
-    for old, new in zip(fleet.states, other.states, strict=True):
-        new.load_state_dict(old.state_dict())
-    for step in range(4, 8):
-        own = [gradients(rank, step) for rank in range(size)]
-        here, there = ([f.step(own)[0], *f.errors()] for f in (fleet, other))
-        assert all(map(torch.equal, here, there)), "state: a step after loading differs"
+    for last in ("applied", "dropped"):
+        fleet, other = Fleet(make, size), Fleet(make, size, seed=1)
+        for step in range(4):
+            own = [gradients(rank, step) for rank in range(size)]
+            if step == 3 and last == "dropped":
+                own[-1][4][3:50] = torch.nan
+            fleet.step(own)
+        for old, new in zip(fleet.states, other.states, strict=True):
+            new.load_state_dict(old.state_dict())
+        for step in range(4, 8):
+            own = [gradients(rank, step) for rank in range(size)]
+            here, there = ([f.step(own)[0], *f.errors()] for f in (fleet, other))
+            assert all(map(torch.equal, here, there)), (
+                f"state: after loading one of a step that was {last}, it differs"
+            )
 
 
 def check_dropped_step(make: Make, size: int, conserves: bool = True) -> None:
@@ -131,7 +137,13 @@ def check_dropped_step(make: Make, size: int, conserves: bool = True) -> None:
     fleet.step(own)
     report, who = str(fleet.nonfinite[0]), f"p4 on rank {size - 1} "
     assert fleet.nonfinite == [report] * size and who in report, f"dropped steps: {fleet.nonfinite} are reported"
+    states = fleet.states[0]
+    has_residual = any(True for _ in states.errors())
     for old, gradient, new in zip(before, own, fleet.errors(), strict=True):
-        expected = old.float() + flat(gradient).nan_to_num(0.0, 0.0, 0.0) if conserves else new.float()
-        assert torch.equal(new.float(), expected), "dropped steps: what was sent does not return to the error"
         assert bool(new.isfinite().all()), "dropped steps: the residual is not finite"
+        if conserves and has_residual:
+            expected = old.float() + flat(gradient).nan_to_num(0.0, 0.0, 0.0)
+            # the error of a server is added in another order
+            limit = ROUNDING * float(expected.abs().max()) if states.compressor.keeps_server_errors else 0.0
+            difference = float((new.float() - expected).abs().max())
+            assert difference <= limit, "dropped steps: what was sent does not return to the error"

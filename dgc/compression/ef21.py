@@ -27,7 +27,7 @@ from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, Vector
-from dgc.kernels.selection import remove_nonfinite_
+from dgc.kernels.selection import usable
 from dgc.state import State, Tables, zeros
 
 
@@ -35,7 +35,7 @@ from dgc.state import State, Tables, zeros
 class EF21State(State):
     """local: "momentum", m_i, and "estimate", h.
 
-    inner: The state of C.
+    inner: The state of C. Its number of steps is the saved one, because C's random numbers depend on it.
     changes: The bucket of C, which holds d_i and then the mean of c_i, in fp32.
     """
 
@@ -46,7 +46,7 @@ class EF21State(State):
         return list(self.inner.unsent(self.changes))
 
     def saved(self, bucket: Bucket) -> Tables:
-        return {**self.inner.saved(self.changes), **super().saved(bucket)}
+        return {**super().saved(bucket), **self.inner.saved(self.changes)}
 
     def loaded(self, bucket: Bucket, tables: Tables) -> "EF21State":
         return replace(super().loaded(bucket, tables), inner=self.inner.loaded(self.changes, tables))
@@ -56,22 +56,21 @@ class EF21State(State):
 class EF21Compressor(Compressor):
     """Sends the changes of each rank's momentum through a compressor, and returns the sum of their means.
 
-    The optimizer must have no momentum for its parameters: with Muon take `MuonWithAdamW(..., momentum=0.0)`.
+    Unless beta is 1, the optimizer must have no momentum for its parameters: with Muon take
+    `MuonWithAdamW(..., momentum=0.0)`.
 
     Args:
         compressor (Compressor): exchanges the changes: one with a residual, or DenseCompressor.
         beta (float): share of the new gradient in the momentum, in (0, 1].
 
     Raises:
-        ValueError: if beta is out of range, or the compressor has momentum or no residual.
+        ValueError: if beta is out of range, or the compressor has momentum or no residual, or is EF21 itself.
 
     Example:
         >>> compression = EF21Compressor(SparseCompressor(0.05, "residual", values="fp16"))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
-
-    has_momentum = True
 
     def __init__(self, compressor: Compressor, beta: float = 0.05):
         require("a number", NUMBER, beta=beta)
@@ -82,12 +81,18 @@ class EF21Compressor(Compressor):
                 f"EF21 has momentum, and the memory of {type(compressor).__name__} too: give it "
                 "memory=ResidualMemory()"
             )
+        if isinstance(compressor, EF21Compressor):
+            raise ValueError("EF21 exchanges changes already: give it the compressor of the inner EF21Compressor")
         self.compressor, self.beta = compressor, beta
         self.point_to_point, self.keeps_server_errors = compressor.point_to_point, compressor.keeps_server_errors
 
     @property
     def class_name(self) -> str:
         return f"EF21Compressor.{self.compressor.class_name}"
+
+    @property
+    def has_momentum(self) -> bool:  # type: ignore[override]
+        return self.beta < 1
 
     @property
     def compress_ratio(self) -> float:
@@ -114,9 +119,10 @@ class EF21Compressor(Compressor):
     def reduce(self, bucket: Bucket, state: EF21State) -> Conversation[Reduced]:
         m, h, changes = state.local["momentum"], state.local["estimate"], state.changes
         torch.sub(bucket.flat, m, out=changes.flat).mul_(self.beta)
-        counted = changes.flat.clone()
-        remove_nonfinite_(counted)
-        m = m + counted
+        unusable = ~usable(changes.flat)
+        m = m + changes.flat.masked_fill(unusable, 0.0)
+        # every C then reports what m does not have, also one that would send large finite values
+        changes.flat.masked_fill_(unusable, torch.nan)
         # a dropped step leaves the change in the residual, so it stays in the momentum too
         keeps = bool(state.inner.unsent(changes))
         reduced = yield from self.compressor.reduce(changes, state.inner)

@@ -325,7 +325,10 @@ class MomentumCheck:
     ):
         assign_momentum(optimizer, planned)
         share_momentum(optimizer, planned, transport, factor)
-        warn_of_unsuited(optimizer, {p: plan.compressor for plan in planned for p in plan.parameters}, transport)
+        compressors = {p: plan.compressor for plan in planned for p in plan.parameters}
+        warn_of_unsuited(optimizer, compressors, transport)
+        if transport.rank == 0:
+            warn_of_momentum_twice(optimizer, compressors)
         corrected = {p for plan in planned if plan.compressor.correction is not None for p in plan.parameters}
         self.watched = [
             (g, group.get("momentum", 0.0))
@@ -341,6 +344,18 @@ class MomentumCheck:
                     f"the momentum of group {g} was {momentum} and is now {now}, but the compression's memory "
                     "applies momentum: it must not change (set cycle_momentum=False in a scheduler that cycles it)"
                 )
+
+
+def warn_of_momentum_twice(optimizer: Optimizer, compressors: Mapping[Tensor, Compressor]) -> None:
+    """Warn if a compressor returns a momentum of gradients, to which the optimizer applies its own."""
+    for group in optimizer.param_groups:
+        found = {type(c).__name__ for p in group["params"] if (c := compressors.get(p)) and c.has_momentum}
+        if found and group.get("momentum"):
+            kind = type(optimizer).__name__
+            warnings.warn(
+                f"{min(found)} has momentum, and {kind} applies its own again: set momentum=0.0", stacklevel=5
+            )
+            return
 
 
 def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:

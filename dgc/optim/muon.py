@@ -253,11 +253,7 @@ class MuonWithAdamW(Optimizer):
 
     def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
         """Warn of compressors that do not suit Muon, or gradients for AdamW: see docs/methods.md."""
-        of_muon = {p: group["momentum"] for group in self.param_groups if group["muon"] for p in group["params"]}
-        if of_gradients and any(c.has_momentum for p, c in compressors.items() if of_muon.get(p)):
-            warnings.warn(
-                "EF21Compressor has momentum, and Muon applies its own again: set momentum=0.0", stacklevel=5
-            )
+        of_muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
         known = {(type(c).__name__, p in of_muon, of_gradients) for p, c in compressors.items() if p.dim() > 1}
         for kind in sorted(known & UNSUITED.keys()):
             warnings.warn(f"{kind[0]} {UNSUITED[kind]}: use TwoPhaseCompressor(bits=4)", stacklevel=5)

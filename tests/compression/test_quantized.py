@@ -8,6 +8,7 @@ import pytest
 import torch
 from compression.ranks import Ranks, normal
 from optim import nets
+from refusals import refuse
 from states import redistributed
 
 from dgc import compression as methods
@@ -16,6 +17,7 @@ from dgc.compression.signs import rows_of
 from dgc.compression.svd import inclusion
 from dgc.memory import ResidualMemory
 from dgc.optim import MuonWithAdamW, muon_groups
+from dgc.testing import Fleet
 from dgc.wire.envelope import sealed_bytes
 
 N = 600
@@ -215,6 +217,34 @@ def test_ef21_by_definition_and_estimates_and_momenta_differ_by_the_errors() -> 
             difference = sum(m - e for m, e in zip(*parts, strict=True)) / len(loaded)
             assert difference.shape == shape
             torch.testing.assert_close(difference, loaded[0]["estimate"][name].double(), rtol=0, atol=1e-6)
+
+
+EF21_INNER = [
+    methods.DenseCompressor,
+    partial(methods.QSGDCompressor, error_feedback=True),
+    methods.TwoPhaseCompressor,
+]
+
+
+@pytest.mark.parametrize("inner", EF21_INNER)
+def test_ef21_drops_a_step_with_a_gradient_that_is_too_large_for_its_momentum(inner: Any) -> None:
+    """Otherwise the estimates would have what the momenta do not have."""
+    fleet = Fleet(lambda: methods.EF21Compressor(inner(), 0.05), 2, [torch.zeros(40)])
+    own = [[torch.ones(40)] for _ in range(2)]
+    fleet.step(own)
+    before = [states.state_dict()["estimate"]["p0"] for states in fleet.states]
+    fleet.step([[own[0][0].where(torch.arange(40) > 0, 1e21)], own[1]])
+    assert fleet.nonfinite == ["the gradient of p0 on rank 0 has NaN or inf, or is 2**64 or more"] * 2
+    assert nets.same([states.state_dict()["estimate"]["p0"] for states in fleet.states], before)
+    for _ in range(200):
+        mean = fleet.step(own)[0]
+    torch.testing.assert_close(mean, torch.ones(40), rtol=0, atol=1e-3)
+
+
+def test_ef21_of_ef21_is_refused() -> None:
+    refuse(
+        "EF21 exchanges changes already", methods.EF21Compressor, methods.EF21Compressor(methods.DenseCompressor())
+    )
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")

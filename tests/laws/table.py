@@ -305,6 +305,7 @@ def ef21(name: str, make: Make, payload: Payload, by_size: bool = False) -> Row:
     return Row(f"ef21-{name}", lambda: methods.EF21Compressor(make(), beta=0.5), payload, False, **options)
 
 
+feedback_qsgd = partial(methods.QSGDCompressor, 8, error_feedback=True)
 above = partial(dgc, ResidualMemory, selector=selection.Fixed(0.01))
 chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
 full_chunks, full_precise_chunks = chunks(ratio=1.0), chunks(ratio=1.0, dtype="fp32")
@@ -340,6 +341,9 @@ QUANTIZED = [
     Row("chunks-residual-fp32", chunks(dtype="fp32"), partial(chunk_bytes, 4), dense_limit=full_precise_chunks),
     ef21("dense", methods.DenseCompressor, lambda bucket, *_: 4 * bucket.numel),
     ef21("top-k", dgc(ResidualMemory), dgc_bytes()),
+    ef21("sampled", dgc(ResidualMemory, sample_ratio=0.01), dgc_bytes()),
+    ef21("qsgd", feedback_qsgd, lambda bucket, *_: sealed_bytes(feedback_qsgd().nbytes(bucket))),
+    ef21("random-k", partial(methods.RandomKCompressor, 0.5), partial(half_bytes, 4)),
     ef21("int4", partial(methods.TwoPhaseCompressor, 4, 128), partial(two_phase_bytes, 4, 128), by_size=True),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
     chunks_of_dgc("chunks-dgc", chunks(PLAIN_MOMENTUM), partial(chunk_bytes, 2)),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import warnings
 from functools import partial
 from itertools import product
@@ -72,6 +73,28 @@ OF_THEIR_OWN: list[Any] = [
     *(partial(OneBitAdam, freeze_step=1), partial(DGCAdam, freeze_step=1)),
     partial(torch.optim.RMSprop, momentum=0.9),
 ]
+
+
+HEAVY_BALL = partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("make", "beta", "warns"),
+    [
+        *((HEAVY_BALL, 0.5, True), (partial(torch.optim.RMSprop, momentum=0.9), 0.5, True)),
+        *((HEAVY_BALL, 1.0, False), (torch.optim.SGD, 0.5, False)),
+    ],
+)
+def test_momentum_of_ef21_and_of_the_optimizer_give_a_warning(make: Any, beta: float, warns: bool) -> None:
+    def optimizer(model: Any) -> Any:
+        return make(model.parameters(), lr=0.1)
+
+    method = methods.EF21Compressor(methods.DGCCompressor(0.1, ResidualMemory()), beta)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nets.wrap(nets.net(), nets.alone(), optimizer, compression=method)
+    words = "EF21Compressor has momentum, and .* applies its own again: set momentum=0.0"
+    assert [bool(re.search(words, str(found.message))) for found in caught] == [True] * warns
 
 
 def test_momentum_correction_is_refused_where_the_optimizer_has_momentum() -> None:

@@ -17,7 +17,10 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, MuonWithAdamW, muon_groups
 
-pytestmark = pytest.mark.usefixtures("no_type_checks")
+pytestmark = [
+    pytest.mark.usefixtures("no_type_checks"),
+    pytest.mark.filterwarnings("ignore:EF21Compressor has momentum"),  # one optimizer for all methods
+]
 
 
 METHODS: dict[str, Callable[[], Any]] = {

@@ -101,7 +101,7 @@ def test_states_and_ranks_with_four_bits() -> None:
 
 
 POWER, SIGNS = partial(methods.PowerSGDCompressor, 2), methods.ScaledSignCompressor
-OF_MOMENTUM = "EF21Compressor has momentum, and Muon applies its own again"
+OF_MOMENTUM = "EF21Compressor has momentum, and MuonWithAdamW applies its own again: set momentum=0.0"
 WARNINGS: list[tuple[Any, str, str]] = [
     (POWER, "spare*", "PowerSGDCompressor loses much with Muon"),
     (SIGNS, "last*", "ScaledSignCompressor of embeddings ruins AdamW's step"),

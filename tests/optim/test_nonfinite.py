@@ -1,5 +1,6 @@
 """NaN and inf in a gradient: all ranks drop the step, or raise, also with a GradScaler and in LocalOptimizer."""
 
+import copy
 from functools import partial
 from itertools import product
 from typing import Any
@@ -135,6 +136,33 @@ def test_large_gradients_stay_in_range_and_arrive_in_the_end(size: Any, bits: An
 
 SOME = ("dense", "bf16", "dgc", "dgc dense")
 some_compressions = pytest.mark.parametrize("name", SOME)
+
+
+@pytest.mark.filterwarnings("ignore:.*drops this step")
+@pytest.mark.parametrize("size", [2, (4, 2)])
+@pytest.mark.parametrize(
+    "inner", [partial(methods.QSGDCompressor, error_feedback=True), partial(methods.RandomKCompressor, 0.5)]
+)
+def test_a_state_of_ef21_that_is_saved_after_a_dropped_step_goes_on_with_the_same_random_numbers(
+    inner: Any, size: Any
+) -> None:
+    def body(model: Any, transport: Any) -> None:
+        def wrapped(model: Any) -> Any:
+            sgd = partial(torch.optim.SGD, lr=0.1)
+            return nets.wrap(
+                model, transport, lambda m: sgd(m.parameters()), compression=methods.EF21Compressor(inner(), 0.5)
+            )
+
+        optimizer, other = wrapped(model), copy.deepcopy(model)
+        nets.train(model, optimizer, range(2), transport.rank, loss=spoilt)
+        resumed = wrapped(other)
+        other.load_state_dict(model.state_dict())
+        resumed.load_compression_state_dict(optimizer.compression_state_dict())
+        for one, own in ((other, resumed), (model, optimizer)):
+            nets.train(one, own, range(2, 6), transport.rank)
+        nets.assert_same(model, other, exactly=True)
+
+    nets.run(size, body)
 
 
 def new_scaler(**options: Any) -> Any:

@@ -113,7 +113,8 @@ def optimizer_of(model: nn.Module, method: Any, compression: Any) -> torch.optim
     if method == "muon":
         return MuonWithAdamW(muon_groups(model, ["last.*"], {"layers.1.weight": 2}), lr=0.01, ns_precision="fp32")
     sgd = torch.optim.SGD if getattr(compression, "correction", None) is None else DGCSGD
-    return sgd(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    momentum = 0.0 if getattr(compression, "has_momentum", False) else 0.9
+    return sgd(model.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-3)
 
 
 def data_of(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
