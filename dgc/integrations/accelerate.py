@@ -4,8 +4,11 @@ Accelerate's own `register_for_checkpointing` saves an object on the main proces
 and `load_state` run on every rank, with the folder.
 """
 
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
@@ -21,6 +24,40 @@ except ModuleNotFoundError as error:
     if error.name != "accelerate":
         raise
     raise rank_files.missing("accelerate") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A compressed model whose exchange an Accelerator saves and loads.
+
+    model: A weak reference. files: Of all ranks. hooks: Handles of the Accelerator.
+    """
+
+    model: weakref.ref[Any]
+    files: set[str]
+    hooks: tuple[Any, Any]
+
+
+_kept: WeakKeyDictionary[Accelerator, list[Kept]] = WeakKeyDictionary()
+
+
+def check_files(accelerator: Accelerator, files: set[str]) -> list[Kept]:
+    """Return the compressed models of an Accelerator that are in use. The hooks of others are removed.
+
+    Raises:
+        ValueError: One of them has one of these files.
+    """
+    kept = [other for other in _kept.get(accelerator, []) if other.model() is not None]
+    if taken := sorted(file for other in kept for file in other.files & files):
+        raise ValueError(
+            f"another compressed model of this Accelerator is saved in {taken[0]}, which this one would replace: "
+            "give each its own name, as in compress(..., name='critic')"
+        )
+    for other in _kept.get(accelerator, []):
+        if other not in kept:
+            for hook in other.hooks:
+                hook.remove()
+    return kept
 
 
 def compress(
@@ -39,8 +76,8 @@ def compress(
 
     From then on `accelerator.save_state` saves one file for each rank beside the rest, `exchange0.pt` and so on,
     with what the rank has not sent, and `accelerator.load_state` loads it. If no rank finds a file, the checkpoint
-    was saved without compression: it begins then, with a warning. If only some ranks find one, ValueError is
-    raised.
+    was saved without compression: it begins then, with a warning. If only some ranks find one, or one cannot
+    read its own, all ranks raise ValueError.
 
     Args:
         accelerator: Its grad scaler, if any, is that of the exchange.
@@ -51,12 +88,15 @@ def compress(
         name: Beginning of the names of the files. Each compressed model of an Accelerator needs its own.
 
     Raises:
-        ValueError: The model is not in DistributedDataParallel, and as `dgc.ddp.compress`.
+        ValueError: Another model has this name, the model is not in DistributedDataParallel, and as
+            `dgc.ddp.compress`.
 
     Example:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         >>> exchange = compress(accelerator, model, PowerSGDCompressor(rank=4, num_iters_per_step=2))
     """
+    files = {rank_files.file_name(name, rank) for rank in range(accelerator.num_processes)}
+    others = check_files(accelerator, files)
     exchange = DDPExchange(
         model,
         compression,
@@ -69,11 +109,11 @@ def compress(
     )
 
     def save(models: Any, weights: Any, folder: str) -> None:
-        rank_files.save(exchange, Path(folder, f"{name}{exchange.transport.rank}.pt"))
+        rank_files.save(exchange, lambda rank: Path(folder, rank_files.file_name(name, rank)))
 
     def load(models: Any, folder: str) -> None:
-        rank_files.load(exchange, lambda rank: Path(folder, f"{name}{rank}.pt"))
+        rank_files.load(exchange, lambda rank: Path(folder, rank_files.file_name(name, rank)))
 
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    hooks = accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)
+    _kept[accelerator] = [*others, Kept(weakref.ref(model), files, hooks)]
     return exchange

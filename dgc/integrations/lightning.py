@@ -36,7 +36,8 @@ class CompressionCallback(Callback):
 
     Each checkpoint gets one file for each rank beside it, `last.ckpt.exchange0.pt` and so on, with what the rank
     has not sent. A run that resumes loads it, and goes on bit for bit. If no rank finds a file, the checkpoint was
-    saved without compression: it begins then, with a warning. If only some ranks find one, ValueError is raised.
+    saved without compression: it begins then, with a warning. If only some ranks find one, or one cannot read its
+    own, all ranks raise ValueError.
 
     Without DistributedDataParallel, in a single process, nothing is compressed, with a warning.
 
@@ -98,8 +99,8 @@ class CompressionCallback(Callback):
 
         def save_both(checkpoint: Any, filepath: Any, *args: Any, **others: Any) -> None:
             if self.exchange is not None:
-                rank_files.save(self.exchange, file_of(filepath, rank))
-            strategy.barrier()  # the files of all ranks are complete before the checkpoint is there
+                # returns when the files of all ranks are complete
+                rank_files.save(self.exchange, lambda rank: file_of(filepath, rank))
             save(checkpoint, filepath, *args, **others)
 
         def remove_both(filepath: Any) -> None:

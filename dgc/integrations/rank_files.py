@@ -3,12 +3,16 @@
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dgc.comm.collectives import all_gather_object
+from dgc.comm.transport import Transport
 from dgc.ddp import DDPExchange
+from dgc.engine.state import HasCompression
 
 
 def missing(library: str) -> ModuleNotFoundError:
@@ -16,12 +20,44 @@ def missing(library: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"dgc.integrations.{library} needs {library}: pip install {library}", name=library)
 
 
-def save(exchange: DDPExchange, file: Path) -> None:
-    """Save this rank's state. Whenever the process ends, the file is complete or not there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    torch.save(exchange.compression_state_dict(), unfinished)
-    os.replace(unfinished, file)
+def file_name(name: str, rank: int) -> str:
+    """The name of a rank's file in a folder with a checkpoint. name: That of the exchange."""
+    return f"{name}{rank}.pt"
+
+
+def first_problem(transport: Transport, act: Callable[[], object]) -> tuple[int, str] | None:
+    """Call `act`. Return the first rank on which it raised an exception, with the exception as text. Collective.
+
+    Otherwise the other ranks would go on, and wait for this one in their next step.
+    """
+    problem = ""
+    try:
+        act()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}".removesuffix(": ")
+    found = all_gather_object(transport, problem, "state_of_the_exchange")
+    return next(((rank, text) for rank, text in enumerate(found) if text), None)
+
+
+def save(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
+    """Save the state of each rank in `file_of(rank)`. Collective.
+
+    Whenever the process ends, a file is complete or not there.
+
+    Raises:
+        RuntimeError: On every rank, if one cannot save its state.
+    """
+    file = file_of(exchange.transport.rank)
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f"{file.name}.unfinished")
+        torch.save(exchange.compression_state_dict(), unfinished)
+        os.replace(unfinished, file)
+
+    if found := first_problem(exchange.transport, write):
+        rank, problem = found
+        raise RuntimeError(f"rank {rank} cannot save what it has not sent in {file_of(rank)}: {problem}")
 
 
 def load(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
@@ -30,7 +66,7 @@ def load(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
     If no rank has a file, compression is new in this run: it begins with nothing unsent, and rank 0 warns.
 
     Raises:
-        ValueError: Only some ranks have a file, on every rank. Or the state belongs elsewhere.
+        ValueError: On every rank, if only some ranks have a file, or one rank cannot read or use its own.
     """
     transport = exchange.transport
     own = file_of(transport.rank)
@@ -51,4 +87,25 @@ def load(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
             "Resume from an older one, or with as many ranks. For another number of ranks convert the files with "
             "dgc.optim.redistribute (page Checkpoints of the documentation)"
         )
-    exchange.load_compression_state_dict(torch.load(own, map_location="cpu", weights_only=True))
+    read = partial(torch.load, own, map_location="cpu", weights_only=True)
+    load_on_every_rank(exchange, transport, read, lambda rank: str(file_of(rank)))
+
+
+def load_on_every_rank(
+    exchange: HasCompression, transport: Transport, read: Callable[[], Any], name_of: Callable[[int], str]
+) -> None:
+    """Load what `read` returns on each rank. Collective.
+
+    name_of: Where the state of a rank was saved, for messages. Raises ValueError on every rank, with the rank and
+    this name, if one cannot read or use its state. Nothing is loaded unless all ranks have read theirs.
+    """
+    states: list[Any] = []
+    if found := first_problem(transport, lambda: states.append(read())):
+        rank, problem = found
+        reason = problem.splitlines()[0].split(". ")[0]  # torch goes on with advice to run code of the file
+        raise ValueError(
+            f"rank {rank} cannot read {name_of(rank)}, which is damaged ({reason}): resume from an older one"
+        )
+    if found := first_problem(transport, lambda: exchange.load_compression_state_dict(states[0])):
+        rank, problem = found
+        raise ValueError(f"rank {rank} cannot use {name_of(rank)}: {problem.removeprefix('ValueError: ')}")

@@ -18,9 +18,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from dgc.comm.torch_distributed import connect
+from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.fsdp import FSDPExchange
+from dgc.integrations import rank_files
 
 
 class OneReplica:
@@ -86,7 +88,7 @@ def compressed(
         exchange = FSDPExchange(
             model, compression, transport=transport, nonfinite=nonfinite, steps_per_epoch=steps_per_epoch
         )
-        keep_in_checkpoints(exchange, optimizers, f"dgc.exchange.rank{transport.rank}")
+        keep_in_checkpoints(exchange, optimizers, transport)
 
     config.model_spec = replace(spec, parallelize_fn=parallelize_machine, post_optimizer_build_fn=compress_built)
     config.training.disable_cuda_graphs = True
@@ -113,9 +115,14 @@ def check(dims: Any, training: Any, parallelism: Any) -> None:
             raise ValueError(f"dgc.integrations.torchtitan does not support {what}")
 
 
-def keep_in_checkpoints(exchange: FSDPExchange, optimizers: Any, key: str) -> None:
+def entry_of(rank: int) -> str:
+    """The name of a rank's entry in the state of torchtitan's optimizers."""
+    return f"dgc.exchange.rank{rank}"
+
+
+def keep_in_checkpoints(exchange: FSDPExchange, optimizers: Any, transport: Transport) -> None:
     """Add this rank's state to that of torchtitan's optimizers: as bytes, whose number may change."""
-    own, load = optimizers.state_dict, optimizers.load_state_dict
+    own, load, key = optimizers.state_dict, optimizers.load_state_dict, entry_of(transport.rank)
 
     def state_dict() -> dict[str, Any]:
         state = own()
@@ -123,7 +130,10 @@ def keep_in_checkpoints(exchange: FSDPExchange, optimizers: Any, key: str) -> No
         return {**state, key: file.getvalue()}
 
     def load_state_dict(state: dict[str, Any]) -> None:
+        def read() -> Any:
+            return torch.load(io.BytesIO(state[key]), weights_only=True)
+
+        rank_files.load_on_every_rank(exchange, transport, read, lambda rank: f"the entry {entry_of(rank)}")
         load({name: value for name, value in state.items() if name != key})
-        exchange.load_compression_state_dict(torch.load(io.BytesIO(state[key]), weights_only=True))
 
     optimizers.exchange, optimizers.state_dict, optimizers.load_state_dict = exchange, state_dict, load_state_dict

@@ -33,7 +33,8 @@ class CompressionCallback(TrainerCallback):
 
     Each checkpoint gets one file for each rank, `exchange0.pt` and so on, with what the rank has not sent. A run
     that resumes loads it, and goes on bit for bit. If no rank finds a file, the checkpoint was saved without
-    compression: it begins then, with a warning. If only some ranks find one, ValueError is raised.
+    compression: it begins then, with a warning. If only some ranks find one, or one cannot read its own, all ranks
+    raise ValueError.
 
     Gradients are not clipped in steps in which `.grad` is a momentum, those of OneBitAdam and DGCAdam from their
     freeze_step on, whatever max_grad_norm is. In a single process nothing is compressed, with a warning.
@@ -110,7 +111,7 @@ class CompressionCallback(TrainerCallback):
         if self._resumed_from:
             assert self.exchange is not None
             folder = get_last_checkpoint(args.output_dir) if self._resumed_from is True else self._resumed_from
-            rank_files.load(self.exchange, lambda rank: Path(folder, f"exchange{rank}.pt"))
+            rank_files.load(self.exchange, lambda rank: Path(folder, rank_files.file_name("exchange", rank)))
 
     @staticmethod
     def _check_alone(args: TrainingArguments, model: Any) -> None:
@@ -147,4 +148,4 @@ class CompressionCallback(TrainerCallback):
         # a search has folders of its own, and resumes nothing; nor does a checkpoint without its optimizer
         if self.exchange is not None and not args.save_only_model and not state.is_hyper_param_search:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            rank_files.save(self.exchange, folder / f"exchange{self.exchange.transport.rank}.pt")
+            rank_files.save(self.exchange, lambda rank: folder / rank_files.file_name("exchange", rank))

@@ -1,14 +1,21 @@
 """The adapters to other trainers in one process: what they set and refuse; their libraries are optional."""
 
+import gc
+import shutil
 import subprocess
+from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import warm
 from integrations.titan import config_of, dims_of, parallelized
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (Lightning and transformers import torchvision)
 from dgc.comm.lockstep import LockstepWorld
@@ -40,27 +47,145 @@ for library in libraries:
     assert done.returncode == 0, done.stderr
 
 
+class Exchange:
+    """Of one rank: keeps the state that it loads. It refuses that of another rank."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport, self.state = transport, dict[str, Any]()
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        return {"rank": self.transport.rank, "errors": torch.full((3,), self.transport.rank + 1.0)}
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        if state["rank"] != self.transport.rank:
+            raise ValueError("this state is that of another rank")
+        self.state = state
+
+
+def save(transport: Any, folder: Path) -> None:
+    exchange: Any = Exchange(transport)
+    rank_files.save(exchange, lambda rank: folder / f"exchange{rank}.pt")
+
+
+def saved(folder: Path) -> LockstepWorld:
+    world = LockstepWorld(2)
+    world.run(partial(save, folder=folder))
+    return world
+
+
+def loaded(transport: Any, folder: Path) -> Any:
+    """The state that a rank loads, or the error."""
+    exchange: Any = Exchange(transport)
+    try:
+        rank_files.load(exchange, lambda rank: folder / f"exchange{rank}.pt")
+    except ValueError as error:
+        return str(error)
+    return exchange.state
+
+
+@pytest.mark.usefixtures("no_type_checks")
 def test_each_rank_loads_its_own_file(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-
-    def loaded(transport: Any) -> list[float]:
-        found: list[Any] = []
-        exchange: Any = SimpleNamespace(transport=transport, load_compression_state_dict=found.append)
-        rank_files.load(exchange, lambda rank: folder / f"exchange{rank}.pt")
-        return [float(state["errors"][0]) for state in found]
-
-    world = LockstepWorld(2)
     with pytest.warns(UserWarning, match="nothing unsent"):
-        assert world.run(loaded) == [[], []]
-    for rank in (0, 1):
-        state = {"errors": torch.full((3,), rank + 1.0)}
-        exchange: Any = SimpleNamespace(compression_state_dict=lambda state=state: state)
-        rank_files.save(exchange, folder / f"exchange{rank}.pt")
-    assert world.run(loaded) == [[1.0], [2.0]]
+        assert LockstepWorld(2).run(partial(loaded, folder=folder)) == [{}, {}]
+    world = saved(folder)
+    assert [float(state["errors"][0]) for state in world.run(partial(loaded, folder=folder))] == [1.0, 2.0]
     assert sorted(path.name for path in folder.iterdir()) == ["exchange0.pt", "exchange1.pt"]
     (folder / "exchange0.pt").unlink()
-    with pytest.raises(ValueError, match="rank 0 has no file .*exchange0.pt"):
-        world.run(loaded)
+    (told,) = set(world.run(partial(loaded, folder=folder)))
+    assert told.startswith(f"rank 0 has no file {folder / 'exchange0.pt'}")
+
+
+DAMAGES: dict[str, Any] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "text": lambda file: file.write_text("error: disk full"),
+    "half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "an object": lambda file: torch.save(Path("/"), file),
+}
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_one_error_on_all_ranks_with_rank_and_file(damage: str, tmp_path: Path) -> None:
+    world = saved(tmp_path)
+    DAMAGES[damage](tmp_path / "exchange1.pt")
+    (told,) = set(world.run(partial(loaded, folder=tmp_path)))
+    assert told.startswith(f"rank 1 cannot read {tmp_path / 'exchange1.pt'}, which is damaged (")
+    assert told.endswith("): resume from an older one") and len(told) < 300
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_the_file_of_another_rank_is_one_error_on_all_ranks(tmp_path: Path) -> None:
+    world = saved(tmp_path)
+    shutil.copy(tmp_path / "exchange1.pt", tmp_path / "exchange0.pt")
+    (told,) = set(world.run(partial(loaded, folder=tmp_path)))
+    assert told == f"rank 0 cannot use {tmp_path / 'exchange0.pt'}: this state is that of another rank"
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_file_that_cannot_be_written_is_one_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "exchange1.pt").mkdir()
+
+    def told(transport: Any) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            save(transport, tmp_path)
+        return str(raised.value)
+
+    (text,) = set(LockstepWorld(2).run(told))
+    assert text.startswith(
+        f"rank 1 cannot save what it has not sent in {tmp_path / 'exchange1.pt'}: IsADirectoryError"
+    )
+
+
+class FakeAccelerator:
+    """The parts of an Accelerator that its adapter uses."""
+
+    scaler, num_processes = None, 1
+
+    def __init__(self) -> None:
+        self.saves: dict[int, Any] = OrderedDict()
+        self.loads: dict[int, Any] = OrderedDict()
+
+    def register_save_state_pre_hook(self, hook: Any) -> RemovableHandle:
+        handle = RemovableHandle(self.saves)
+        self.saves[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Any) -> RemovableHandle:
+        handle = RemovableHandle(self.loads)
+        self.loads[handle.id] = hook
+        return handle
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_two_models_of_one_accelerator_need_two_names(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("accelerate")
+    from dgc.integrations.accelerate import compress
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+
+    def model() -> Any:
+        return DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    accelerator, another = cast(Any, FakeAccelerator()), cast(Any, FakeAccelerator())
+    actor, critic = model(), model()
+    compress(accelerator, actor, DenseCompressor())
+    with pytest.raises(
+        ValueError, match=r"is saved in exchange0\.pt, which this one would replace: give each its own"
+    ):
+        compress(accelerator, critic, DenseCompressor())
+    assert not critic._comm_hooks and len(accelerator.saves) == 1
+    compress(another, model(), DenseCompressor())
+    compress(accelerator, critic, DenseCompressor(), name="critic")
+    for save in accelerator.saves.values():
+        save([], [], str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["critic0.pt", "exchange0.pt"]
+    del actor
+    gc.collect()
+    compress(accelerator, model(), DenseCompressor())  # in place of the first
+    assert len(accelerator.saves) == len(accelerator.loads) == 2
 
 
 def test_the_callback_needs_its_trainer_and_ddp() -> None:
