@@ -1,8 +1,6 @@
-// The kernels of decode.h, shared by all instruction sets. The compiler splits groups of lanes into the vectors of
-// each. Everything is in an anonymous namespace: no other file may link to a copy compiled for AVX-512.
+// The kernels of decode.h, shared by all instruction sets. Everything is in an anonymous namespace: no other file may
+// link to a copy compiled for AVX-512.
 #include "decode.h"
-
-#include <algorithm>
 
 #include "common/float_bits.h"
 
@@ -13,22 +11,27 @@
 namespace dgc {
 namespace {
 
+// One vector register. GCC takes wider vectors apart into single elements where a comparison is involved.
+#if defined(__AVX512F__)
 constexpr int64_t lanes = 16;
-constexpr uint32_t infinity_bits = 0x7F800000;
+#elif defined(__AVX__)
+constexpr int64_t lanes = 8;
+#else
+constexpr int64_t lanes = 4;
+#endif
+constexpr int32_t infinity_bits = 0x7F800000;
 
-using Floats = float __attribute__((vector_size(64), may_alias));
-using Words = uint32_t __attribute__((vector_size(64), may_alias));
+using Floats = float __attribute__((vector_size(lanes * sizeof(float)), may_alias));
+using Words = int32_t __attribute__((vector_size(lanes * sizeof(float)), may_alias));
 
 // Stores past the caches. A store through them reads each line from memory before it is overwritten.
 inline void stream(float* to, const Floats& group) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(to, reinterpret_cast<const __m512&>(group));
 #elif defined(__AVX__)
-    const __m256* const parts = reinterpret_cast<const __m256*>(&group);
-    for (int i = 0; i < 2; ++i) _mm256_stream_ps(to + 8 * i, parts[i]);
+    _mm256_stream_ps(to, reinterpret_cast<const __m256&>(group));
 #elif defined(__x86_64__)
-    const __m128* const parts = reinterpret_cast<const __m128*>(&group);
-    for (int i = 0; i < 4; ++i) _mm_stream_ps(to + 4 * i, parts[i]);
+    _mm_stream_ps(to, reinterpret_cast<const __m128&>(group));
 #else
     __builtin_memcpy(to, &group, sizeof group);
 #endif
@@ -45,7 +48,7 @@ inline void end_of_stream() {
 template <class Quotient>
 bool divide_by(float* sums, int64_t n, float factor, float size, bool streaming, float* means, Quotient quotient) {
     streaming &= reinterpret_cast<uintptr_t>(means) % sizeof(Floats) == 0;
-    Words tops = {};
+    Words lost = {};
     int64_t i = 0;
     for (; i + lanes <= n; i += lanes) {
         Floats& sum = *reinterpret_cast<Floats*>(sums + i);
@@ -54,18 +57,17 @@ bool divide_by(float* sums, int64_t n, float factor, float size, bool streaming,
         sum = Floats{};
         if (streaming) stream(means + i, mean);
         else __builtin_memcpy(means + i, &mean, sizeof mean);
-        const Words magnitude = reinterpret_cast<const Words&>(mean) & 0x7FFFFFFFu;
-        tops = magnitude > tops ? magnitude : tops;
+        lost |= (reinterpret_cast<const Words&>(mean) & 0x7FFFFFFF) >= infinity_bits;
     }
     if (streaming) end_of_stream();
-    uint32_t top = 0;
-    for (int64_t lane = 0; lane < lanes; ++lane) top = std::max(top, tops[lane]);
+    bool finite = true;
+    for (int64_t lane = 0; lane < lanes; ++lane) finite &= lost[lane] == 0;
     for (; i < n; ++i) {
         means[i] = sums[i] * factor / size;
         sums[i] = 0.0f;
-        top = std::max(top, bits_of(means[i]) & 0x7FFFFFFFu);
+        finite &= (bits_of(means[i]) & 0x7FFFFFFFu) < infinity_bits;
     }
-    return top < infinity_bits;
+    return finite;
 }
 
 bool divide(float* sums, int64_t n, float factor, float size, bool streaming, float* means) {
@@ -77,12 +79,12 @@ bool divide(float* sums, int64_t n, float factor, float size, bool streaming, fl
         return divide_by(sums, n, factor, size, streaming, means, product);
     }
     return divide_by(sums, n, factor, size, streaming, means, [=](const Floats& sum, Floats& mean) {
+        mean = sum * factor;
         // most groups of a sparse sum are zero, and a division takes as long as ten products
-        uint64_t words[sizeof sum / 8], any = 0;
-        __builtin_memcpy(words, &sum, sizeof sum);
+        uint64_t words[sizeof mean / 8], any = 0;
+        __builtin_memcpy(words, &mean, sizeof mean);
         for (uint64_t word : words) any |= word;
-        mean = sum;
-        if (any) mean = sum * factor / size;
+        if (any) mean = mean / size;
     });
 }
 
