@@ -83,7 +83,7 @@ def check_compressor(make: Make, *, conserves: bool = True, tolerance: float = R
         AssertionError: A law does not hold.
 
     Example:
-        >>> check_compressor(lambda: RandomKCompressor(0.5))
+        >>> check_compressor(lambda: SparseCompressor(0.5, "residual"))
     """
     for size in (1, 2, 3):
         check_replicas(make, size)

@@ -121,10 +121,10 @@ COMPRESSORS: dict[str, Words] = {
     "int4-hadamard": ("configs/quant/int4.py", f"{COMPRESSION}.hadamard=True"),
     "topk": ("configs/sparse/topk.py",),
     "threshold-v": ("configs/sparse/threshold_v.py",),
-    "random-k": ("configs/sparse/random_k.py",),
-    "random-block": ("configs/sparse/random_block.py",),
-    "svd": ("configs/sparse/svd.py",),
-    "atomo": ("configs/sparse/atomo.py",),
+    "random-k": ("configs/contrib/random_k.py",),
+    "random-block": ("configs/contrib/random_block.py",),
+    "svd": ("configs/contrib/svd.py",),
+    "atomo": ("configs/contrib/atomo.py",),
 }
 WITH_ADAM: dict[str, Words] = {
     "dgc-residual": ("configs/adam/dgc.py",),

@@ -97,7 +97,7 @@ def test_the_site_has_every_page_and_public_name_once_and_its_search_prefers_des
     names = Counter(re.findall(r"[-:] (\S+\.md)$", navigation, re.M))
     assert set(names.values()) == {1} and set(names) - {str(place(path)) for path in reached()} == pages
     # the public names are those that the __init__ of a package collects for its users
-    for package in "optim fsdp compression selection wire gossip local comm".split():
+    for package in "optim fsdp compression contrib selection wire gossip local comm".split():
         tree = ast.parse((ROOT / "dgc" / package / "__init__.py").read_text())
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         public = {name.name for node in imports for name in node.names if name.asname == name.name}

@@ -1,1 +1,1 @@
-"""Sparse and low-rank gradients with plain error feedback: one file per method, stacked after an experiment."""
+"""Sparse gradients with plain error feedback: one file per method, stacked after an experiment."""

@@ -18,16 +18,12 @@ from dgc.compression.protocol import Reduced as Reduced
 from dgc.compression.protocol import Result as Result
 from dgc.compression.protocol import SparseResult as SparseResult
 from dgc.compression.protocol import StatelessCompressor as StatelessCompressor
-from dgc.compression.random_k import RandomBlockCompressor as RandomBlockCompressor
-from dgc.compression.random_k import RandomKCompressor as RandomKCompressor
 from dgc.compression.route import Route as Route
 from dgc.compression.route import Rule as Rule
 from dgc.compression.signs import OneBitCompressor as OneBitCompressor
 from dgc.compression.signs import ScaledSignCompressor as ScaledSignCompressor
 from dgc.compression.signs import SignSGDCompressor as SignSGDCompressor
 from dgc.compression.sparse import SparseCompressor as SparseCompressor
-from dgc.compression.svd import AtomoCompressor as AtomoCompressor
-from dgc.compression.svd import SVDCompressor as SVDCompressor
 from dgc.compression.threshold import ThresholdCompressor as ThresholdCompressor
 from dgc.compression.two_phase import TwoPhaseCompressor as TwoPhaseCompressor
 from dgc.compression.uniform import BlockwiseCompressor as BlockwiseCompressor

@@ -13,7 +13,7 @@ LAWS = ("tests/laws/test_laws.py",)
 TRANSPORTS = ("tests/parallel/test_ranks.py", "tests/parallel/test_transports.py")
 TRAINER = Tests(("tests/training",), ("tests/training/test_failure.py",))
 TRAINER_PACKAGES = (
-    "atomic_write checkpoint config config_files constructors data earlier errors evaluation faults formulas "
+    "atomic_write checkpoint config config_files constructors data errors evaluation faults formulas "
     "launcher logging meters random_state schedule startup stepping synchronization tasks"
 )
 ADVISOR = Tests(("tests/test_cost.py", "tests/test_advise.py"))
@@ -24,6 +24,7 @@ PACKAGES = {
     "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
     "dgc/comm": Tests(("tests/comm",), (*TRANSPORTS, "tests/parallel/test_hierarchical.py")),
     "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),
+    "dgc/contrib": Tests(("tests/compression", *LAWS)),
     "dgc/cost": ADVISOR,
     "dgc/doctor": ADVISOR,
     "dgc/ddp": Tests(("tests/ddp", "tests/engine"), ("tests/parallel/test_ddp.py",)),

@@ -11,6 +11,7 @@ from compression.ranks import Ranks
 from refusals import check_refusals
 
 from dgc import compression as methods
+from dgc import contrib
 from dgc.compression import DGCCompressor, SparseCompressor
 from dgc.compression.matrices import Accordion
 from dgc.compression.sparse import INDICES, MEMORIES, SELECTORS, VALUES, RatioWarmup
@@ -158,10 +159,10 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     (methods.QSGDCompressor, {"block": 0}, "block"),
     (methods.TernGradCompressor, {"clip": 0.0}, "clip"),
     (methods.SignSGDCompressor, {"momentum": 1.0}, "momentum"),
-    (methods.RandomKCompressor, {"compress_ratio": 0.0}, "compress_ratio"),
-    (methods.RandomKCompressor, {"compress_ratio": math.inf}, "compress_ratio"),
-    (partial(methods.RandomKCompressor, 0.1), {"values": "bf16"}, "one of fp32, fp16"),
-    (methods.SVDCompressor, {"rank": 0}, "rank"),
+    (contrib.RandomKCompressor, {"compress_ratio": 0.0}, "compress_ratio"),
+    (contrib.RandomKCompressor, {"compress_ratio": math.inf}, "compress_ratio"),
+    (partial(contrib.RandomKCompressor, 0.1), {"values": "bf16"}, "one of fp32, fp16"),
+    (contrib.SVDCompressor, {"rank": 0}, "rank"),
     (methods.ThresholdCompressor, {"bits": 3}, "bits must be 1 or 2"),
     (methods.ThresholdCompressor, {"threshold": 0.0}, "threshold must be positive"),
     (methods.ThresholdCompressor, {"threshold": -1.0}, "threshold must be positive"),

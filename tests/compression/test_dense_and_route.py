@@ -11,6 +11,7 @@ from optim.nets import alone
 from torch import Tensor, nn
 
 from dgc import compression as methods
+from dgc import contrib
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Route, Rule
@@ -113,7 +114,7 @@ def test_fallbacks_take_what_is_not_accepted_equal_ones_are_one_and_their_values
         return [route.compressor_for(segment(f"{i}.bias", 3)) for i in range(len(compressors))]
 
     plain = [methods.DGCCompressor(ratio, ResidualMemory()) for ratio in (0.01, 0.1)]
-    found = chosen(*plain, methods.DenseCompressor(), methods.SVDCompressor(2))
+    found = chosen(*plain, methods.DenseCompressor(), contrib.SVDCompressor(2))
     assert all(compressor is plain[0].fallback for compressor in found)
     for pair, are_one in (
         ((clipped(1.0), clipped(1.0)), True),

@@ -12,9 +12,9 @@ from refusals import refuse
 from states import redistributed
 
 from dgc import compression as methods
-from dgc import paper
+from dgc import contrib, paper
 from dgc.compression.signs import rows_of
-from dgc.compression.svd import inclusion
+from dgc.contrib.svd import inclusion
 from dgc.memory import ResidualMemory
 from dgc.optim import MuonWithAdamW, muon_groups
 from dgc.testing import Fleet
@@ -63,9 +63,9 @@ STOCHASTIC = {
     "qsgd, l2": lambda: methods.QSGDCompressor(bits=8, norm="l2"),
     "terngrad": lambda: methods.TernGradCompressor(clip=None),
     "natural": methods.NaturalCompressor,
-    "random k": lambda: methods.RandomKCompressor(0.1, error_feedback=False),
-    "random block": lambda: methods.RandomBlockCompressor(0.1, error_feedback=False),
-    "atomo": lambda: methods.AtomoCompressor(3),
+    "random k": lambda: contrib.RandomKCompressor(0.1, error_feedback=False),
+    "random block": lambda: contrib.RandomBlockCompressor(0.1, error_feedback=False),
+    "atomo": lambda: contrib.AtomoCompressor(3),
 }
 
 
@@ -120,13 +120,13 @@ def test_levels_of_stochastic_methods_and_the_nearest_level_of_a_block() -> None
 
 def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks_and_random_blocks_one_stretch() -> None:
     """Blocks go on around the end."""
-    ranks = Ranks(3, partial(methods.RandomKCompressor, 0.1), [(100,), (7,)])
+    ranks = Ranks(3, partial(contrib.RandomKCompressor, 0.1), [(100,), (7,)])
     mean = ranks.step([torch.ones(107) * r for r in (1, 2, 3)])
     chosen = mean.nonzero().view(-1)
     assert [int(i) // 10 for i in chosen if i < 100] == list(range(10)) and int((chosen >= 100).sum()) == 1
     assert (mean[chosen] == 2).all()
-    assert methods.RandomKCompressor(20).compress_ratio == 1 / 20
-    ranks, starts = Ranks(1, partial(methods.RandomBlockCompressor, 0.3, error_feedback=False), [(10,)]), set()
+    assert contrib.RandomKCompressor(20).compress_ratio == 1 / 20
+    ranks, starts = Ranks(1, partial(contrib.RandomBlockCompressor, 0.3, error_feedback=False), [(10,)]), set()
     for _ in range(60):
         chosen = ranks.step([torch.ones(10)]).nonzero().view(-1).tolist()
         start = next(i for i in range(10) if i in chosen and (i - 1) % 10 not in chosen)
@@ -140,11 +140,11 @@ def test_svd_is_the_best_approximation_and_probabilities_of_atomo_add_up() -> No
     U, s, Vh = torch.linalg.svd(M.double())  # in fp32 some CPUs' LAPACK is a hundred times less exact than ours
     for rank in (1, 3):
         best = U[:, :rank] * s[:rank] @ Vh[:rank]
-        found = once(partial(methods.SVDCompressor, rank), M).double()
+        found = once(partial(contrib.SVDCompressor, rank), M).double()
         torch.testing.assert_close(found, best, rtol=1e-5, atol=2e-6)
     shapes = [(3, 40), (2, 2), (40,), (), (0, 4), (30, 4, 5)]
-    segments = Ranks(1, methods.SVDCompressor, shapes).buckets[0].segments
-    assert [methods.SVDCompressor(2).accepts(s) for s in segments] == [True, False, False, False, False, True]
+    segments = Ranks(1, contrib.SVDCompressor, shapes).buckets[0].segments
+    assert [contrib.SVDCompressor(2).accepts(s) for s in segments] == [True, False, False, False, False, True]
     for s, r, expected in (
         ([1.0, 1, 1, 1], 2, [0.5] * 4),
         ([100.0, 1, 1], 2, [1, 0.5, 0.5]),

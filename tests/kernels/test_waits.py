@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from benchmarks.gpu_steps import COUNTED, DGC_BYTES, FORMATS, bytes_of_dgc, launches_of
 from benchmarks.step_methods import Ours
 from benchmarks.step_overhead import plan_buckets, resnet50
-from dgc import compression, kernels, wire
+from dgc import compression, contrib, kernels, wire
 from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import AllGather, AllToAll, next_requests
 from dgc.engine.state import BucketStates
@@ -91,7 +91,7 @@ def test_no_method_waits_elsewhere() -> None:
         compression.ThresholdCompressor(wire="scatter"),
         compression.TwoPhaseCompressor(4, hadamard=True),
         compression.DGCCompressor(1.0, DGCSGDMemory(0.9)),
-        compression.RandomKCompressor(0.1),
+        contrib.RandomKCompressor(0.1),
         compression.SparseCompressor(0.05, decaying, TopKPerChunk(32), wire.TwoBitValues(), vectors="sparse"),
     ):
         assert set(waits_of(method)) == READ, type(method).__name__

@@ -10,7 +10,7 @@ import torch
 from optim.nets import Half
 
 from dgc import compression as methods
-from dgc import paper, selection, wire
+from dgc import contrib, paper, selection, wire
 from dgc.bucket import Bucket
 from dgc.compression.dense import CastCompressor
 from dgc.compression.error_feedback import AllGatherCompressor
@@ -309,7 +309,7 @@ feedback_qsgd = partial(methods.QSGDCompressor, 8, error_feedback=True)
 above = partial(dgc, ResidualMemory, selector=selection.Fixed(0.01))
 chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
 full_chunks, full_precise_chunks = chunks(ratio=1.0), chunks(ratio=1.0, dtype="fp32")
-svd: dict[str, Any] = {"dense_limit": partial(methods.SVDCompressor, 1000), "tolerance": 64 * 2.0**-24}
+svd: dict[str, Any] = {"dense_limit": partial(contrib.SVDCompressor, 1000), "tolerance": 64 * 2.0**-24}
 QUANTIZED = [
     dense_values("int8", 1, 4, 7),
     dense_values("bf16", 2, 4, 4),
@@ -331,10 +331,10 @@ QUANTIZED = [
     unbiased("qsgd", methods.QSGDCompressor),
     unbiased("terngrad", methods.TernGradCompressor),
     unbiased("natural", methods.NaturalCompressor),
-    biased("atomo", partial(methods.AtomoCompressor, 2), by_shape=True),
-    coded_row("svd", partial(methods.SVDCompressor, 2), by_shape=True, **svd),
-    half("random-k", methods.RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
-    half("random-block-fp16", methods.RandomBlockCompressor, "fp16", 2, HALF),
+    biased("atomo", partial(contrib.AtomoCompressor, 2), by_shape=True),
+    coded_row("svd", partial(contrib.SVDCompressor, 2), by_shape=True, **svd),
+    half("random-k", contrib.RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
+    half("random-block-fp16", contrib.RandomBlockCompressor, "fp16", 2, HALF),
     vectors("exact", None),
     vectors("sampled", selection.Sampled(0.01)),
     Row("chunks-residual", chunks(), partial(chunk_bytes, 2), dense_limit=full_chunks, tolerance=HALF),

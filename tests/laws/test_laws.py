@@ -13,13 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves_with_path
 
 from dgc import testing
-from dgc.compression import (
-    Compressor,
-    DenseCompressor,
-    DoubleSqueezeCompressor,
-    RandomKCompressor,
-    TwoPhaseCompressor,
-)
+from dgc.compression import Compressor, DenseCompressor, DoubleSqueezeCompressor, TwoPhaseCompressor
+from dgc.contrib import RandomKCompressor
 from dgc.state import State
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dgc import compression as methods
+from dgc import contrib
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo, ZeroOneAdam, ZeroOneSteps
@@ -485,7 +486,7 @@ STREAMING: dict[str, Callable[[], Any]] = {
     "alpha": lambda: streaming(outer=Nesterov(), alpha=0.5),
     "top-k": lambda: streaming(compression=nets.top_k()),
     "stochastic": lambda: streaming(compression=methods.QSGDCompressor()),
-    "random k": lambda: streaming(compression=methods.RandomKCompressor(0.2), delay=1),
+    "random k": lambda: streaming(compression=contrib.RandomKCompressor(0.2), delay=1),
     "rank 1": lambda: streaming(compression=rank_1(), delay=3),
     "momentum": lambda: OuterSteps(PERIOD, compression=nets.top_k(), delay=2, average_momentum=True),
     "whole": lambda: OuterSteps(PERIOD, outer=Nesterov(), compression=methods.FP16Compressor(), delay=5),

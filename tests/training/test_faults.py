@@ -27,7 +27,8 @@ from warm import python
 
 from dgc.comm import barrier
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import AtomoCompressor, DGCCompressor, SVDCompressor
+from dgc.compression import DGCCompressor
+from dgc.contrib import AtomoCompressor, SVDCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.faults.error_growth import ErrorGrowthMonitor

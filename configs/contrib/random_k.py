@@ -1,6 +1,6 @@
 """Random-k: the same random elements on every rank, so that only values are sent."""
 
-from dgc.compression import RandomKCompressor
+from dgc.contrib import RandomKCompressor
 from dgc_training.config import Config, configs, derived
 
 configs.train.compression = Config(RandomKCompressor)

@@ -1,6 +1,6 @@
 """Random block: consecutive elements from a random start, equal on every rank."""
 
-from dgc.compression import RandomBlockCompressor
+from dgc.contrib import RandomBlockCompressor
 from dgc_training.config import Config, configs, derived
 
 configs.train.compression = Config(RandomBlockCompressor)

@@ -1,6 +1,6 @@
 """Atomo (Wang et al. 2018): unbiased random choice of singular vectors. Slow."""
 
-from dgc.compression import AtomoCompressor
+from dgc.contrib import AtomoCompressor
 from dgc_training.config import Config, configs, derived
 
 configs.train.compression = Config(AtomoCompressor)

@@ -1,6 +1,6 @@
 """The best low-rank approximation of each rank's gradient, by singular value decomposition. Slow."""
 
-from dgc.compression import SVDCompressor
+from dgc.contrib import SVDCompressor
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(SVDCompressor)

@@ -1,0 +1,1 @@
+"""Methods of dgc.contrib: one file per method, stacked after an experiment."""

@@ -1,0 +1,9 @@
+"""Methods outside the core: one file each, in plain PyTorch, against the same interface as methods of users.
+
+They keep the laws of `dgc.testing` and have no kernels of their own. The paper is in the docstring of each file.
+"""
+
+from dgc.contrib.random_k import RandomBlockCompressor as RandomBlockCompressor
+from dgc.contrib.random_k import RandomKCompressor as RandomKCompressor
+from dgc.contrib.svd import AtomoCompressor as AtomoCompressor
+from dgc.contrib.svd import SVDCompressor as SVDCompressor
