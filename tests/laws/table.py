@@ -343,7 +343,7 @@ QUANTIZED = [
     ef21("top-k", dgc(ResidualMemory), dgc_bytes()),
     ef21("sampled", dgc(ResidualMemory, sample_ratio=0.01), dgc_bytes()),
     ef21("qsgd", feedback_qsgd, lambda bucket, *_: sealed_bytes(feedback_qsgd().nbytes(bucket))),
-    ef21("random-k", partial(methods.RandomKCompressor, 0.5), partial(half_bytes, 4)),
+    ef21("random-k", partial(contrib.RandomKCompressor, 0.5), partial(half_bytes, 4)),
     ef21("int4", partial(methods.TwoPhaseCompressor, 4, 128), partial(two_phase_bytes, 4, 128), by_size=True),
     # of two chunks, each is sent and masked in every other step, so momentum has no time to build up
     chunks_of_dgc("chunks-dgc", chunks(PLAIN_MOMENTUM), partial(chunk_bytes, 2)),

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from dgc import compression as methods
+from dgc import contrib
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import SGP
@@ -141,7 +142,7 @@ some_compressions = pytest.mark.parametrize("name", SOME)
 @pytest.mark.filterwarnings("ignore:.*drops this step")
 @pytest.mark.parametrize("size", [2, (4, 2)])
 @pytest.mark.parametrize(
-    "inner", [partial(methods.QSGDCompressor, error_feedback=True), partial(methods.RandomKCompressor, 0.5)]
+    "inner", [partial(methods.QSGDCompressor, error_feedback=True), partial(contrib.RandomKCompressor, 0.5)]
 )
 def test_a_state_of_ef21_that_is_saved_after_a_dropped_step_goes_on_with_the_same_random_numbers(
     inner: Any, size: Any
