@@ -30,6 +30,7 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from dgc.comm.channel import Channel, MessageTags
+from dgc.comm.presence import Address, Presence, explain
 from dgc.comm.requests import (
     AllGather,
     AllReduce,
@@ -109,7 +110,8 @@ class TorchTransport(GroupedTransport):
                 dist.init_process_group(backend, timeout=duration, rank=0, world_size=1, store=dist.HashStore())
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.point_to_point = "nccl" not in backend  # an Exchange uses Gloo
-        self._place = find_groups()
+        self._presence = Presence()
+        self._place, self._addresses = find_groups(self._presence.address)
         machine = self._place.members["local"]
         self.local_rank, self.local_size = machine.index(self.rank), len(machine)
         if hierarchical == "auto":
@@ -159,14 +161,25 @@ class TorchTransport(GroupedTransport):
     def wait(self, work: TorchWork) -> tuple[Reply, ...]:
         replies = []
         for request, operations, output in zip(work.requests, work.operations, work.outputs, strict=True):
-            for operation in operations:
-                operation.result() if isinstance(operation, Future) else operation.wait()
+            for i, operation in enumerate(operations):
+                try:
+                    operation.result() if isinstance(operation, Future) else operation.wait()
+                except RuntimeError as error:
+                    reason = explain(self._partners(request, i), self._addresses)
+                    raise type(error)(f"{reason}. The network's own message: {error}") from error
             if isinstance(request, (AllReduce, ReduceScatter)) and request.op == "mean":
                 size = self.group_size(request.group)
                 output = output.div_(size) if size > 1 else output
             replies.append(output)
         self._unfinished.discard(work)
         return tuple(replies)
+
+    def _partners(self, request: Request, i: int) -> list[int]:
+        """The ranks that operation number i of a request waits for."""
+        members = self.members(request.group)
+        if isinstance(request, Exchange):
+            return [[members[source] for source in request.receives if members[source] != self.rank][i]]
+        return [rank for rank in members if rank != self.rank]
 
     def close(self) -> None:
         """Destroy the process groups of the communicators, and the default group if this transport initialised it.
@@ -176,6 +189,7 @@ class TorchTransport(GroupedTransport):
         SIGABRT or SIGSEGV. If an operation is unfinished, as after an exception, only messages end, since the
         destruction of a group might wait for another rank.
         """
+        self._presence.close()
         groups = self._threads.close()
         if self._unfinished:
             return
@@ -239,15 +253,17 @@ def _close_all() -> None:
         _open.pop().close()
 
 
-def find_groups() -> Groups:
-    """Return the groups of all ranks. Collective.
+def find_groups(address: Address | None) -> tuple[Groups, list[Address | None]]:
+    """Return the groups and the addresses of all ranks. Collective.
 
     A machine is a host, or one agent of torchrun on a host. The local rank counts within the machine.
     """
-    machines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, (socket.gethostname(), os.environ.get("GROUP_RANK", "")))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, ((socket.gethostname(), os.environ.get("GROUP_RANK", "")), address))
+    machines, addresses = zip(*found, strict=True)
     names = dict.fromkeys(machines)
-    return Groups(dist.get_rank(), [[r for r, other in enumerate(machines) if other == name] for name in names])
+    groups = [[r for r, other in enumerate(machines) if other == name] for name in names]
+    return Groups(dist.get_rank(), groups), list(addresses)
 
 
 def destroy(groups: list[Any]) -> None:

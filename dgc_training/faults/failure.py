@@ -136,7 +136,7 @@ def _reporting(rank: int, size: int, leave: Callable[[int], None]) -> Iterator[N
         time.sleep(SECONDARY_DELAY if secondary else MESSAGE_DELAY if rank else 0.0)
         sys.stdout.flush()
         if secondary:
-            where = f" {str(error).splitlines()[0]}" if type(error).__name__.startswith("Dist") else ""
+            where = "" if type(error).__name__ == "HorovodInternalError" else f" {str(error).splitlines()[0]}"
             print(
                 f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank exited or did not "
                 f"respond within train.timeout. See its message, or Horovod's list of missing ranks.{where}",
