@@ -43,6 +43,7 @@ from dgc_training.schedule import Schedule, is_due, scale_learning_rate
 from dgc_training.startup.agreement import check_agreement
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.build import (
+    Described,
     build,
     build_method,
     config_errors,
@@ -157,7 +158,8 @@ def run(
         elif args.run_dir is None and not args.no_resume:
             warn_of_other_run(directory, rank)
         log = Log(directory, state, sync, recorder, tree, task.batches.steps_per_epoch, task.item)
-        log.begin(kernels, description, task.results, latest)
+        choices = [part.description() for part in (groups, inner) if isinstance(part, Described)]
+        log.begin(kernels, description, task.results, latest, choices)
 
         def save(best: bool = False) -> None:
             checkpoint = checkpoint_name(progress.epoch, progress.step)

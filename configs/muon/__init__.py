@@ -1,9 +1,9 @@
 """Muon for matrices, AdamW for embeddings, vectors and the output layer. By itself nothing is compressed.
 
 An experiment that has Adam or AdamW keeps the settings that it names, except for weight decay. The others are
-those of MuonWithAdamW. Matrices get `muon_lr_ratio` times the learning rate. An output layer that is no
-`classifier` or `head` needs its name in `parameter_groups.head`. On a CPU without instructions for bf16,
-`ns_precision` "fp32" is many times faster.
+those of MuonWithAdamW. Matrices get `muon_lr_ratio` times the learning rate. The log shows which parameters are
+Muon's: an output layer among them needs its name in `parameter_groups.head`. On a CPU without instructions for
+bf16, `ns_precision` "fp32" is many times faster.
 """
 
 from dgc.optim import MuonWithAdamW, muon_groups
@@ -21,8 +21,6 @@ configs.train.optimizer.weight_decay = 0.1  # of the weights themselves, not of 
 configs.train.parameter_groups = Config(muon_groups)
 if configs.model._target_ == "dgc_models.GPT":
     configs.train.parameter_groups.split = {"*queries_keys_values*": 3}
-if configs.model._target_ == "dgc_models.DigitsCNN":
-    configs.train.parameter_groups.head = ["classifier.2.*"]
 configs.train.optimize_bn_separately = False
 
 configs.requires["train.dgc"] = False  # momentum before compression is not for Muon

@@ -16,8 +16,7 @@ several matrices, each with NS and s of its own.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,12 +26,10 @@ from torch.optim import AdamW, Optimizer
 from dgc.arguments import FLAG, NUMBER, WHOLE, require
 from dgc.compression.protocol import Compressor
 from dgc.engine.options import check_adam, check_optimizer_state, loss_of
+from dgc.optim.muon_rule import rows_of
 from dgc.versions import TorchRange
 
 TORCH = TorchRange("optim.MuonWithAdamW", oldest="2.9", newest="2.14", since={"Muon": "2.9"})
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module in torch.compile and checkpoint_wrapper
-HEADS = ("*head.weight", "*classifier.weight", "fc.weight")
-GATES = {nn.LSTM: 4, nn.GRU: 3}
 _LOW_RANK = "loses much with Muon, which makes all singular values alike"
 _SIGNS = "of embeddings ruins AdamW's step, because rows of rare tokens become as large as others"
 # why a compressor does not suit: its name, whether the parameter is of Muon, whether it exchanges gradients
@@ -44,100 +41,7 @@ UNSUITED = {
 }
 NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADJUST_LR = ("match_rms_adamw", "original", None)  # None: as "original"
-Parts = int | Sequence[int]
 _ANY = [torch.empty(1, 1, dtype=torch.float32)]  # optimizers take no empty list
-
-
-def muon_groups(
-    model: nn.Module, head: Sequence[str] | None = None, split: Mapping[str, Parts] | None = None
-) -> list[dict[str, Any]]:
-    """The parameter groups of `MuonWithAdamW`: first those of AdamW, then those of Muon.
-
-    Muon takes matrices. AdamW takes vectors, convolutions, weights of nn.Embedding, also where the output layer
-    shares them, and the output layer. Weights of nn.MultiheadAttention, nn.LSTM and nn.GRU are split into the
-    matrices that they hold.
-
-    Args:
-        model: Its parameters get groups. Names are those without DDP, torch.compile and checkpoint_wrapper. A
-            parameter that several modules share has all of its names.
-        head: Patterns (as in a shell) of names of parameters for AdamW: the output layer, and matrices that are
-            looked up like an embedding. None: "*head.weight", "*classifier.weight" and "fc.weight".
-        split: For patterns of names, the number of equal parts of a matrix's rows, or the rows of each part:
-            `{"*qkv.weight": 3}`.
-
-    Raises:
-        ValueError: A pattern of `head` fits no parameter, or one of `split` no matrix of Muon; a matrix has other
-            rows than its parts, or Muon has no matrix.
-
-    Example:
-        optimizer = MuonWithAdamW(muon_groups(model), lr=1e-3)
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"muon_groups takes a model, not {type(model).__name__}: muon_groups(model)")
-    split, names = split or {}, _names(model)
-    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    known = dict(_fused(model))
-    others, matrices, used = [], dict[Any, list[Tensor]](), set[str]()
-    for p, own in names.items():
-        used.update(fit := _fitting(HEADS if head is None else head, own))
-        if fit or p.dim() != 2 or min(p.shape) < 2 or p in embeddings:
-            others.append(p)
-            continue
-        used.update(fit := _fitting(split, own))
-        parts = split[fit[0]] if fit else known.get(p, 1)
-        _rows(p.shape, parts)
-        matrices.setdefault(parts if isinstance(parts, int) else tuple(parts), []).append(p)
-    for pattern in (*(head or ()), *split):
-        if pattern not in used:
-            what = "matrix of Muon" if pattern in split else "parameter"
-            first = [own[0] for own in names.values()][:5]
-            raise ValueError(f"no {what} has a name like {pattern!r}; the first names are {first}")
-    if not matrices:
-        raise ValueError("the model has no matrix for Muon, which leaves embeddings and the output layer to AdamW")
-    groups: list[dict[str, Any]] = [{"params": others, "muon": False}] if others else []
-    return groups + [{"params": ps, "muon": True, "parts": parts} for parts, ps in matrices.items()]
-
-
-def _names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """The names of each parameter, without those of the wrappers DDP, torch.compile and checkpoint_wrapper."""
-    wrapped = {
-        f"{name}.module".lstrip(".")
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    }
-    names: dict[Tensor, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        words = name.split(".")
-        outside = [i for i, w in enumerate(words) if w in WRAPPED or ".".join(words[: i + 1]) in wrapped]
-        names.setdefault(p, []).append(".".join(w for i, w in enumerate(words) if i not in outside))
-    return names
-
-
-def _fitting(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The patterns that fit one of the names."""
-    return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
-
-
-def _fused(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """The weights that hold several matrices in modules of torch, and how many."""
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
-            yield module.in_proj_weight, 3
-        for kind, gates in GATES.items():
-            if isinstance(module, kind):
-                of = (p for name, p in module.named_parameters() if name.startswith(("weight_ih", "weight_hh")))
-                yield from ((p, gates) for p in of)
-
-
-def _rows(shape: Sequence[int], parts: Parts) -> list[int]:
-    """The rows of each part of a matrix."""
-    if not isinstance(parts, int):
-        rows = list(parts)
-    else:
-        rows = [shape[0] // parts] * parts if parts > 0 else []
-    if not rows or min(rows) < 1 or sum(rows) != shape[0]:
-        raise ValueError(f"a matrix of shape {tuple(shape)} cannot be split into parts={parts}")
-    return rows
 
 
 class MuonWithAdamW(Optimizer):
@@ -231,7 +135,7 @@ class MuonWithAdamW(Optimizer):
         for p in (each[1] if isinstance(each, tuple) else each for each in matrices):  # of named_parameters() too
             if p.dim() != 2 or p.is_complex():
                 raise ValueError(f"Muon takes real matrices, not {tuple(p.shape)} of {p.dtype}: see muon_groups")
-            _rows(p.shape, group["parts"])
+            rows_of(p.shape, group["parts"])
         super().add_param_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -291,7 +195,7 @@ class MuonWithAdamW(Optimizer):
 
     def _add(self, muon: Optimizer, p: Tensor, group: dict[str, Any]) -> None:
         """Give the matrices of a parameter to the last group of Muon."""
-        rows = _rows(p.shape, group["parts"])
+        rows = rows_of(p.shape, group["parts"])
         assert p.grad is not None
         parts = (tensor.split(rows) for tensor in (p.detach(), p.grad, self._momentum(p)))
         for matrix, gradient, momentum in zip(*parts, strict=True):
@@ -321,7 +225,7 @@ class MuonWithAdamW(Optimizer):
 
     def _steps(self, u: Tensor, group: dict[str, Any]) -> Tensor:
         """s NS(U) of each matrix of a parameter, in fp32."""
-        parts = u.split(_rows(u.shape, group["parts"]))
+        parts = u.split(rows_of(u.shape, group["parts"]))
         return torch.cat([newton_schulz(part, group).float() * _scale(part.shape, group) for part in parts])
 
 

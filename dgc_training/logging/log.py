@@ -92,7 +92,14 @@ class Log:
         """Prints one or more lines to standard output, on rank 0 only."""
         self.console.print(text)
 
-    def begin(self, kernels: str, transport: str, results: Sequence[str], resumed: str | None) -> None:
+    def begin(
+        self,
+        kernels: str,
+        transport: str,
+        results: Sequence[str],
+        resumed: str | None,
+        choices: Sequence[str] = (),
+    ) -> None:
         """Prints the settings of the run and its starting point.
 
         Args:
@@ -100,6 +107,7 @@ class Log:
             transport: description of the transport, with the reason for it.
             results: names of the evaluation's results.
             resumed: name of the checkpoint that the run resumes from; None for a new run.
+            choices: what parts of the run have chosen, such as the parameters that go to Muon.
         """
         if self.transport.rank:
             return
@@ -112,6 +120,8 @@ class Log:
             f"transport: {transport}\n"
             f"settings that differ from the defaults (config.yaml has all):\n{changed_settings(self.tree)}"
         )
+        for choice in choices:
+            self.print(choice)
         if (part := self.optimizer.part) is not None:
             self.print(f"gradients are compressed between {part['machines']} machines, and dense inside them")
         if resumed is not None:

@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 from omegaconf import DictConfig
 from torch import nn
@@ -101,6 +101,13 @@ def wrap_optimizer(
     )
 
 
+@runtime_checkable
+class Described(Protocol):
+    """Parameter groups, or an optimizer, that say at the start of a run what they have chosen."""
+
+    def description(self) -> str: ...
+
+
 def parameter_groups(
     model: nn.Module, optimize_bn_separately: bool, made_by: DictConfig | None = None
 ) -> list[dict[str, Any]]:
@@ -113,7 +120,7 @@ def parameter_groups(
     if made_by is not None:
         if optimize_bn_separately:
             raise ValueError("train.parameter_groups and train.optimize_bn_separately both make groups: use one")
-        return list(build(made_by, model))
+        return cast(list[dict[str, Any]], build(made_by, model))
     if not optimize_bn_separately:
         return [{"params": list(model.parameters())}]
     normalization: dict[int, nn.Parameter] = {}

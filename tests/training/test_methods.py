@@ -82,6 +82,15 @@ def test_compression_trains_and_sends_less(name: str, tmp_path: Path) -> None:
     assert 0 < summary["wire_over_dense"] < 1.0 and math.isfinite(summary["best"]["acc/test_top1"])
 
 
+def test_the_log_shows_once_which_parameters_are_of_muon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = "dataset.characters=20000 task.context=16 task.steps_per_epoch=1 model.width=32 model.layers=1"
+    settings += " train.num_epochs=1 train.batch_size=2 train.scheduler.warmup_steps=0 train.checkpoint_every=null"
+    train_in(tmp_path, ["configs/pysource/gpt.py", "configs/muon/muon.py"], settings.split())
+    assert capsys.readouterr().out.count("optimizer  reason") == 1
+
+
 @pytest.mark.filterwarnings("ignore:PowerSGDCompressor loses much with Muon")
 @pytest.mark.parametrize("name", ["muon", "fourbit", "powersgd", "ef21", "muloco", "local"])
 def test_muon_trains(name: str, tmp_path: Path) -> None:
