@@ -1,11 +1,15 @@
 """Gradient compression and gossip for distributed training over slow networks.
 
+    import torch
     from torch.nn.parallel import DistributedDataParallel
-    from dgc import DGCSGD, DGCCompressor, compress
+    from dgc import TwoPhaseCompressor, compress
 
     model = DistributedDataParallel(net)
-    optimizer = DGCSGD(net.parameters(), lr=0.1, momentum=0.9)
-    compress(model, DGCCompressor(0.001, warmup_epochs=5), optimizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)  # or any other
+    exchange = compress(model, TwoPhaseCompressor(bits=4), optimizer)
+
+4 bits send 7.8 times fewer bytes than fp32. For SGD with momentum, `DGCCompressor` and the optimizer `DGCSGD` send
+fewer.
 
 The names of the list below are loaded when they are first used. All others are imported from the packages, which
 are, from the ground up (an import only ever points down): `kernels`, `comm`, `wire`, `selection`, `memory`,

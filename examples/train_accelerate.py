@@ -1,4 +1,4 @@
-"""Trains on handwritten digits with Accelerate and PowerSGD. Saves every epoch, and resumes from there.
+"""Trains on handwritten digits with Accelerate and 4 bits. Saves every epoch, and resumes from there.
 
 torchrun --nproc-per-node 2 examples/train_accelerate.py FOLDER [EPOCHS]
 """
@@ -10,16 +10,16 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from dgc.compression import PowerSGDCompressor
+from dgc import TwoPhaseCompressor
 from dgc.integrations.accelerate import compress
 from digits import Digits, network
 
 folder, epochs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 net, data = network(), Digits(rank=0, size=1)  # prepare() divides the batches among the ranks
-sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-model, optimizer, loader = accelerator.prepare(net, sgd, data.loader)
-exchange = compress(accelerator, model, PowerSGDCompressor(rank=4, num_iters_per_step=2))
+adamw = torch.optim.AdamW(net.parameters(), lr=0.003)
+model, optimizer, loader = accelerator.prepare(net, adamw, data.loader)
+exchange = compress(accelerator, model, TwoPhaseCompressor(bits=4), optimizer)
 
 newest = folder / "newest"
 start = int(newest.read_text()) if newest.exists() else 0

@@ -1,4 +1,4 @@
-"""Trains on handwritten digits with DDP and PowerSGD. Rank 0 alone saves, as in nanoGPT: every epoch. Resumes.
+"""Trains on handwritten digits with DDP and 4 bits. Rank 0 alone saves, as in nanoGPT: every epoch. Resumes.
 
 torchrun --nproc-per-node 2 examples/train_rank0.py FOLDER [EPOCHS]
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc import PowerSGDCompressor, compress
+from dgc import TwoPhaseCompressor, compress
 from digits import Digits, network
 
 folder, epochs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 10
@@ -23,8 +23,8 @@ saved = torch.load(file) if file.exists() else None  # on every rank: the model;
 if saved:
     net.load_state_dict(saved["model"])
 model = DistributedDataParallel(net)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-exchange = compress(model, PowerSGDCompressor(rank=4, num_iters_per_step=2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+exchange = compress(model, TwoPhaseCompressor(bits=4), optimizer)
 if saved:
     optimizer.load_state_dict(saved["optimizer"])
     exchange.load_gathered(saved["exchange"])  # rank 0 sends each rank its part

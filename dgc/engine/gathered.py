@@ -25,7 +25,7 @@ class HasGatheredState(HasCompression):
 
         Example:
             >>> model = DistributedDataParallel(model)
-            >>> exchange = compress(model, PowerSGDCompressor(rank=2))
+            >>> exchange = compress(model, TwoPhaseCompressor(bits=4))
             >>> sorted(exchange.gather_state())  # on every rank; rank 0 saves it
             ['ranks']
         """

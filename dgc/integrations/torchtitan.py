@@ -59,7 +59,7 @@ def compressed(
 
     Example:
         >>> def llama3_8b_powersgd():
-        ...     return compressed(llama3_8b(), PowerSGDCompressor(rank=32))
+        ...     return compressed(llama3_8b(), TwoPhaseCompressor(bits=4))
     """
     spec = config.model_spec
     parallelize: Callable[..., Any] = spec.parallelize_fn

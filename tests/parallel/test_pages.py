@@ -53,16 +53,18 @@ print("trained")
 LINE = re.compile(r"step (\d+): loss ([\d.]+), sent ([\d.]+) of ([\d.]+) MB, residual ([\d.]+), dropped (\d+)")
 
 
-def changed(framework: str) -> tuple[str, int]:
-    """The lines of the README's script after the change, and how many of them are new."""
-    (change,) = [text for text in CHANGES if framework in text]
-    lines = [line for line in change.splitlines() if not line.startswith("-")]
-    return "\n".join(line[1:] for line in lines), sum(line.startswith("+") for line in lines)
+def changed(framework: str) -> list[tuple[str, int]]:
+    """The lines of each of the README's scripts after the change, and how many of them are new."""
+    changes = [text.splitlines() for text in CHANGES if framework in text]
+    return [
+        ("\n".join(line[1:] for line in lines if line[:1] != "-"), sum(line[:1] == "+" for line in lines))
+        for lines in changes
+    ]
 
 
 @pytest.mark.horovod
 def test_the_readmes_change_to_a_horovod_script(tmp_path: Path) -> None:
-    lines, _ = changed("horovod")
+    ((lines, _),) = changed("horovod")
     assert "DGCCompressor" in lines and "hvd.DistributedOptimizer" not in lines
     assert "import HorovodTransport" not in lines  # an import for its side effects counts as unused
     model = "\nmodel = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.Linear(200, 10))\nepochs = 7\n"
@@ -73,12 +75,14 @@ def test_the_readmes_change_to_a_horovod_script(tmp_path: Path) -> None:
     assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_readmes_change_to_a_script_with_ddp_is_of_three_lines(tmp_path: Path) -> None:
-    lines, new = changed("DistributedDataParallel")
+def test_the_readmes_changes_to_a_script_with_ddp_are_of_two_and_three_lines(tmp_path: Path) -> None:
+    (first, two), (second, three) = changed("DistributedDataParallel")
+    assert "AdamW" in first and "bits=4" in first and "DGCSGD" in second
     script = tmp_path / "script.py"
-    script.write_text(BEFORE_DDP + lines + AFTER_DDP)
+    script.write_text(BEFORE_DDP + first + AFTER_DDP + second + AFTER_DDP)
     done = torchrun(2, [str(script)])
-    assert done.returncode == 0 and done.stdout.count("trained") == 2 and new == 3, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("trained") == 4, done.stdout + done.stderr
+    assert (two, three) == (2, 3)
 
 
 @pytest.mark.timeout(300)
