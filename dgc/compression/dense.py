@@ -10,12 +10,21 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, Result, StatelessCompressor, check_means
+from dgc.compression.protocol import (
+    Compressor,
+    DenseResult,
+    Reduced,
+    Result,
+    StatelessCompressor,
+    Vector,
+    check_means,
+)
 from dgc.memory import Clipping
 from dgc.state import State
-from dgc.wire.envelope import envelope_of, no_segments
+from dgc.wire.envelope import blank, envelope_of, no_segments
 
 
 class DenseCompressor(StatelessCompressor):
@@ -37,26 +46,44 @@ class FP16Compressor(StatelessCompressor):
     """
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        own = bucket.probe()
-        (mean,) = yield (AllReduce(bucket.flat.to(torch.float16)),)
+        message = state.scratch.get("message")
+        if message is None:
+            message = torch.empty(bucket.numel, dtype=torch.float16, device=bucket.device)
+        own = kernels.of(message).quantize.round_(bucket.gradients, message)
+        bucket.release()
+        (mean,) = yield (AllReduce(message),)
         bucket.flat.copy_(mean)
-        return Reduced(DenseResult(own=own), state)
+        return Reduced(DenseResult(own=own), state.changed(scratch=kept_on_cpu(message=message)))
 
 
 class BF16Compressor(StatelessCompressor):
     """All-gather of bf16 as bytes, summed in fp32 in rank order. Horovod cannot sum bf16."""
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
-        own = bucket.probe()
+        quantizers, nbytes = kernels.of(bucket.bounds).quantize, 2 * bucket.numel
         none, bounds = no_segments(bucket.device)  # the mean shows what is not finite
         envelope = envelope_of(bucket, bounds, 0.5, "BF16Compressor")
-        codes = bucket.flat.to(torch.bfloat16).view(torch.uint8)
-        payloads, _ = yield from envelope.gather(codes, none)
-        total = torch.zeros_like(bucket.flat, dtype=torch.float32)
-        for payload in payloads:
-            total += payload.view(torch.bfloat16)
-        bucket.flat.copy_(total.div_(len(payloads)))
-        return Reduced(DenseResult(own=own), state)
+        payloads, (codes,) = blank(1, nbytes, bucket.bounds, state.scratch.get("message"))
+        scratch = kept_on_cpu(message=payloads)
+        own = quantizers.round_(bucket.gradients, codes.view(torch.bfloat16))
+        bucket.release()
+        parts, _ = yield from envelope.gather_filled(payloads[0], nbytes, none)
+        mean = place_of_mean(bucket)
+        quantizers.halves_mean_(parts, torch.bfloat16, len(parts), mean)
+        bucket.flat.copy_(mean)
+        return Reduced(DenseResult(own=own), state.changed(scratch=scratch))
+
+
+def kept_on_cpu(**memory: Tensor) -> dict[str, Tensor]:
+    """Memory for `State.scratch`: what is on a CPU. PyTorch itself keeps the memory of other devices."""
+    return {use: tensor for use, tensor in memory.items() if tensor.is_cpu}
+
+
+def place_of_mean(bucket: Bucket) -> Vector:
+    """Where to write an fp32 mean with its final bits: into the bucket, if it is of that type, without a copy."""
+    if bucket.dtype is torch.float32:
+        return bucket.flat
+    return torch.empty(bucket.numel, dtype=torch.float32, device=bucket.device)
 
 
 def for_gradients(compressor: StatelessCompressor | None) -> StatelessCompressor:

@@ -13,7 +13,7 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.compression.dense import DenseCompressor
+from dgc.compression.dense import DenseCompressor, kept_on_cpu, place_of_mean
 from dgc.compression.protocol import Compressor, DenseResult, Position, Reduced, Vector, first_nonfinite_message
 from dgc.state import State, zeros
 from dgc.wire.envelope import Envelope, envelope_of
@@ -50,8 +50,9 @@ class ErrorFeedbackCompressor(Compressor):
     def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         """Returns (mean [n] fp32, residual [n] fp32, for each rank its first non-finite tensor, from 1, or 0).
 
-        v must not change, and the residual must be a separate tensor. Without error feedback the residual is not
-        used. The mean may be `place_of_mean(bucket)`, which without error feedback is v.
+        v must not change, and the residual must be a separate tensor, such as `state.scratch.get("errors")`.
+        Without error feedback the residual is not used. The mean may be `place_of_mean(bucket)`, which without
+        error feedback is v.
         """
 
     def init(self, bucket: Bucket, size: int, rank: int) -> State:
@@ -99,8 +100,12 @@ class ErrorFeedbackCompressor(Compressor):
         return self._outcome(bucket, state, result, kept)
 
     def _outcome(self, bucket: Bucket, state: State, result: DenseResult, kept: Tensor) -> Reduced:
-        errors = {"errors": kept} if self.error_feedback else {}
-        return Reduced(result, state.next(errors=errors), dropped=state.next())
+        if not self.error_feedback:
+            new = state.next()
+            return Reduced(result, new, dropped=new)
+        # the next step overwrites the residual of the state that is not taken
+        new = state.next(errors={"errors": kept}, scratch=kept_on_cpu(errors=state.errors["errors"]))
+        return Reduced(result, new, dropped=state.next(scratch=kept_on_cpu(errors=kept)))
 
     def envelope(self, bucket: Bucket) -> Envelope:
         """The envelope of this bucket's payloads."""
@@ -154,11 +159,10 @@ def accumulated(bucket: Bucket, state: State) -> tuple[Vector, Position]:
     return v, kernels.of(v).selection.assign_(gradients, v)
 
 
-def place_of_mean(bucket: Bucket) -> Vector:
-    """Where to write an fp32 mean with its final bits: into the bucket, if it is of that type, without a copy."""
-    if bucket.dtype is torch.float32:
-        return bucket.flat
-    return torch.empty(bucket.numel, dtype=torch.float32, device=bucket.device)
+def clone(v: Vector, state: State) -> Vector:
+    """A copy of v, which becomes the residual."""
+    memory = state.scratch.get("errors")
+    return v.clone() if memory is None else memory.copy_(v)
 
 
 def join(header: Float32[Tensor, "length"], codes: Codes) -> UInt8[Tensor, "both"]:

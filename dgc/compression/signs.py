@@ -32,13 +32,13 @@ class SignCompressor(AllGatherCompressor):
         return sum(4 + 4 * -(-s.numel // 32) for s in bucket.segments)
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
-        return self.signs(bucket, v, self.error_feedback)
+        return self.signs(bucket, v, self.error_feedback, state.scratch.get("errors"))
 
-    def signs(self, bucket: Bucket, v: Vector, keep: bool) -> tuple[Codes, Vector]:
+    def signs(self, bucket: Bucket, v: Vector, keep: bool, into: Vector | None = None) -> tuple[Codes, Vector]:
         """Returns (codes, v minus the decoded codes if `keep`)."""
         scales = self.scales(v, bucket.bounds)
         values = (torch.zeros_like(scales), -scales, scales)
-        codes, kept = kernels.of(v).quantize.sign_encode(v, bucket.bounds, *values, keep)
+        codes, kept = kernels.of(v).quantize.sign_encode(v, bucket.bounds, *values, keep, into)
         return join(scales, codes), kept
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
@@ -84,7 +84,9 @@ class SignSGDCompressor(SignCompressor):
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         codes, nothing = self.signs(bucket, v, keep=False)
-        return codes, v * self.momentum if self.error_feedback else nothing
+        if not self.error_feedback:
+            return codes, nothing
+        return codes, torch.mul(v, self.momentum, out=state.scratch.get("errors"))
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         """Writes the majority, the sign of the sum."""
@@ -153,7 +155,8 @@ class OneBitCompressor(AllGatherCompressor):
         means = torch.stack([lows.float(), highs.float()])
         cuts = torch.zeros_like(means[0])
         values = (cuts, means[0], means[1])
-        codes, kept = kernels.of(v).quantize.sign_encode(v, rows, *values, self.error_feedback)
+        how = (self.error_feedback, state.scratch.get("errors"))
+        codes, kept = kernels.of(v).quantize.sign_encode(v, rows, *values, *how)
         return join(means.view(-1), codes), kept
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:

@@ -36,7 +36,8 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean, place_of_mean
+from dgc.compression.dense import place_of_mean
+from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean
 from dgc.compression.protocol import Position, Vector, check_choice
 from dgc.state import State
 
@@ -121,13 +122,13 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             (t,) = yield (AllReduce((self.factor * squares.sqrt()).float()),)
             # t = 0 means that the tensor is zero on every rank. If the mean overflows fp32, nothing is sent.
             t = t.nan_to_num(torch.inf)
-        quantizers = kernels.of(v).quantize
+        quantizers, how = kernels.of(v).quantize, (self.error_feedback, state.scratch.get("errors"))
         if self.bits == 2:
-            codes, kept = quantizers.tern_encode(v, bounds, t, self.error_feedback)
+            codes, kept = quantizers.tern_encode(v, bounds, t, *how)
             unit = t.nan_to_num(0.0, posinf=0.0)
         else:
             unit = torch.ones_like(t)
-            codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit, self.error_feedback)
+            codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit, *how)
         if self._gathers(state):
             parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)

@@ -40,9 +40,9 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.compression.dense import DenseCompressor
+from dgc.compression.dense import DenseCompressor, place_of_mean
 from dgc.compression.double_squeeze import ServerState
-from dgc.compression.error_feedback import accumulated, place_of_mean
+from dgc.compression.error_feedback import accumulated
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, Vector, first_nonfinite_message
 from dgc.kernels import BlockCode
 from dgc.kernels.blocks import SIZES

@@ -86,7 +86,7 @@ class UniformCompressor(AllGatherCompressor):
         blocks = state.constants["blocks"]
         scales = self.scales(v, blocks).float()
         seed = self.noise(bucket, state) if self.random else None
-        how = (self.levels, self.bits, seed, self.error_feedback)
+        how = (self.levels, self.bits, seed, self.error_feedback, state.scratch.get("errors"))
         codes, kept = kernels.of(v).quantize.uniform_encode(v, blocks, scales, *how)
         return join(scales, codes), kept
 
@@ -240,7 +240,7 @@ class NaturalCompressor(AllGatherCompressor):
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         seed = self.noise(bucket, state) if self.random else None
-        return kernels.of(v).quantize.natural_encode(v, seed, self.error_feedback)
+        return kernels.of(v).quantize.natural_encode(v, seed, self.error_feedback, state.scratch.get("errors"))
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         kernels.of(mean).quantize.natural_mean_(codes, state.size, mean)
@@ -304,7 +304,7 @@ class DenseValuesCompressor(BlockwiseCompressor):
         if self._gathers(bucket, state):
             return (yield from super().exchange(bucket, state, v, first_nonfinite))
         sent = self._reduced.quantize(v, state.size, bucket.dtype)
-        kept = v - sent.float()
+        kept = torch.sub(v, sent.float(), out=state.scratch.get("errors"))
         message = sent.clone()  # the reply may overwrite it
         mean, nonfinite = yield from self.envelope(bucket).reduce(message, first_nonfinite)
         return mean.float(), kept, nonfinite
@@ -319,15 +319,13 @@ class DenseValuesCompressor(BlockwiseCompressor):
         if self.values == "int8":
             return super().encode(bucket, state, v)
         cast = CastValues(self.values).quantize(v, result=bucket.dtype)
-        return cast.view(torch.uint8), v - cast.float()
+        return cast.view(torch.uint8), torch.sub(v, cast.float(), out=state.scratch.get("errors"))
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         if self.values == "int8":
             return super().mean_(bucket, state, codes, mean)
-        mean.zero_()
-        for own in codes:
-            mean += own.view(CastValues(self.values).torch_dtype)
-        mean.div_(state.size)
+        dtype = CastValues(self.values).torch_dtype
+        kernels.of(mean).quantize.halves_mean_(codes, dtype, state.size, mean)
 
 
 def make_fallback(dense_values: str | None, values: ValueFormat, clipping: Clipping | None) -> Compressor:

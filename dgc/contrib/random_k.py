@@ -20,7 +20,8 @@ from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.bucket import Bucket
-from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean, place_of_mean
+from dgc.compression.dense import place_of_mean
+from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean, clone
 from dgc.compression.protocol import Position, Vector, check_choice, fraction_of
 from dgc.selection.selector import share
 from dgc.state import State
@@ -70,7 +71,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
                 factors.append(torch.ones(k, dtype=torch.float32) * (1 if self.error_feedback else factor))
         indices, scale = torch.cat(parts).to(v.device), torch.cat(factors).to(v.device)
         values = self._cast.quantize(v[indices] * scale, state.size, bucket.dtype)
-        kept = v.clone()
+        kept = clone(v, state)
         kept[indices] -= values.float()
         received, nonfinite = yield from self.envelope(bucket).reduce(values, first_nonfinite)
         mean = place_of_mean(bucket).zero_()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
-from dgc.compression.error_feedback import AllGatherCompressor, Codes
+from dgc.compression.error_feedback import AllGatherCompressor, Codes, clone
 from dgc.compression.protocol import Vector
 from dgc.state import State
 
@@ -60,7 +60,7 @@ class SVDCompressor(AllGatherCompressor):
 
     def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
         generator = torch.Generator().manual_seed(self.noise(bucket, state))
-        kept, factors = v.clone(), [v.new_empty(0)]
+        kept, factors = clone(v, state), [v.new_empty(0)]
         for s in bucket.segments:
             n, m, r = self.sizes(s)
             if r == 0:

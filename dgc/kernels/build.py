@@ -22,8 +22,8 @@ SOURCES = Path(__file__).parent / "cpp"
 LIBRARY = Path(__file__).parent / "libdgc_kernels.so"
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra")
-AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
+AVX2 = ("-mavx2", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
 
 def compiler() -> list[str]:

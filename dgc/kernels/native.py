@@ -157,6 +157,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_mean_signs": (None, (*_RANKS, *_RANGES, EACH_F32, EACH_F32, F32, c_float, F32, c_int)),
     "dgc_mean_ternary": (None, (*_RANKS, *_RANGES, EACH_F32, F32, c_float, F32, c_int)),
     "dgc_mean_levels": (None, (*_RANKS, *_RANGES, EACH_F32, c_int, c_float, F32, c_int)),
+    "dgc_mean_bf16": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
+    "dgc_round": (c_int, (EACH_F32, c_void_p, c_int, c_int, U8, c_int64, c_int)),
     "dgc_mean_natural": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
     "dgc_pack_sums": (None, (*_RANKS, c_int64, c_int, c_int, U8, c_int)),
     "dgc_mean_sums": (None, (*_RANKS, c_int64, c_int, *_RANGES, c_int, F32, F32, c_int)),
@@ -173,6 +175,8 @@ PLAIN_MOMENTUM, NESTEROV, RESIDUAL, NONE = range(4)
 WORTH_A_THREAD = 65536  # elements
 INVALID = -1  # returned by dgc_decode_mean
 
+# what `round_` returns: an element is not finite, or all are
+_PROBES = (torch.tensor(inf, dtype=FP32), torch.tensor(0.0, dtype=FP32))
 _FLAGS = (torch.tensor(False, dtype=torch.bool), torch.tensor(True, dtype=torch.bool))
 
 
@@ -547,9 +551,16 @@ class NativeQuantizers(Native, Quantizers):
         return found
 
     def sign_encode(
-        self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each, keep: bool = True
+        self,
+        v: Dense,
+        bounds: Bounds,
+        cuts: Each,
+        lows: Each,
+        highs: Each,
+        keep: bool = True,
+        into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
-        codes, residual = empty_codes(bounds, 1, WORD), empty_residual(v, keep)
+        codes, residual = empty_codes(bounds, 1, WORD), empty_residual(v, keep, into)
         values, threads = (cuts, lows, highs), torch.get_num_threads()
         self._library.dgc_quantize_signs(v, *_ranges(bounds, 1, WORD), *values, codes, residual, threads)
         return codes, residual
@@ -571,8 +582,10 @@ class NativeQuantizers(Native, Quantizers):
         given, threads = (*_by_rank(codes, lows, highs), *_ranges(bounds, 1, WORD)), torch.get_num_threads()
         self._library.dgc_mean_signs(*given, lows, highs, factors, size, mean, threads)
 
-    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True) -> tuple[Codes, Residual]:
-        codes, residual = empty_codes(bounds, 2, WORD), empty_residual(v, keep)
+    def tern_encode(
+        self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True, into: Dense | None = None
+    ) -> tuple[Codes, Residual]:
+        codes, residual = empty_codes(bounds, 2, WORD), empty_residual(v, keep, into)
         sent, threads = thresholds_or(torch.inf, thresholds), torch.get_num_threads()
         self._library.dgc_quantize_ternary(v, *_ranges(bounds, 2, WORD), sent, codes, residual, threads)
         return codes, residual
@@ -599,8 +612,9 @@ class NativeQuantizers(Native, Quantizers):
         bits: int,
         seed: int | None,
         keep: bool = True,
+        into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
-        codes, residual = empty_codes(bounds, bits, 1), empty_residual(v, keep)
+        codes, residual = empty_codes(bounds, bits, 1), empty_residual(v, keep, into)
         how = (*level_factors(scales, levels, bits), levels, bits, *_random(seed))
         made = (codes, residual, torch.get_num_threads())
         self._library.dgc_quantize_levels(v, *_ranges(bounds, bits, 1), *how, *made)
@@ -626,14 +640,28 @@ class NativeQuantizers(Native, Quantizers):
         given = (*_by_rank(codes, steps), *_ranges(bounds, bits, 1))
         self._library.dgc_mean_levels(*given, steps, bits, size, mean, threads)
 
-    def natural_encode(self, v: Dense, seed: int | None, keep: bool = True) -> tuple[Codes, Residual]:
-        codes, residual = torch.empty(4 + v.numel(), dtype=UINT8), empty_residual(v, keep)
+    def natural_encode(
+        self, v: Dense, seed: int | None, keep: bool = True, into: Dense | None = None
+    ) -> tuple[Codes, Residual]:
+        codes, residual = torch.empty(4 + v.numel(), dtype=UINT8), empty_residual(v, keep, into)
         made = (codes, residual, torch.get_num_threads())
         self._library.dgc_quantize_natural(v, v.numel(), *_random(seed), *made)
         return codes, residual
 
     def natural_mean_(self, codes: Sequence[Codes], size: int, mean: Dense) -> None:
         self._library.dgc_mean_natural(*_by_rank(codes), mean.numel(), size, mean, torch.get_num_threads())
+
+    def round_(self, g: tuple[Tensor, ...], halves: Tensor) -> Tensor:
+        if halves.dtype not in CASTS or any(piece.dtype != FP32 for piece in g):
+            return super().round_(g, halves)
+        how = (halves.dtype == torch.bfloat16, halves.view(UINT8), halves.numel(), torch.get_num_threads())
+        return _PROBES[self._library.dgc_round(*_pieces(g, halves), *how)]
+
+    def halves_mean_(self, codes: Sequence[Codes], dtype: torch.dtype, size: int, mean: Dense) -> None:
+        if dtype != torch.bfloat16:
+            super().halves_mean_(codes, dtype, size, mean)
+            return
+        self._library.dgc_mean_bf16(*_by_rank(codes), mean.numel(), size, mean, torch.get_num_threads())
 
     def pack_sums(self, codes: Sequence[Codes], whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
         fields = codes[0].numel() * 8 // width

@@ -2,8 +2,8 @@
 
 v is finite, and bounds divide it into segments, which may be empty. Encoding does not change v and returns
 (codes, residual). The residual is v minus the decoded values, one fp32 subtraction per element, or an empty tensor
-unless `keep`. The `add_` operations add decoded values to `total`, one fp32 addition per element. Codes are
-little-endian.
+unless `keep`. `into`, another tensor like v, takes the residual in place of new memory. The `add_` operations add
+decoded values to `total`, one fp32 addition per element. Codes are little-endian.
 
 The `mean_` operations overwrite `mean` with that of all ranks, in one call: the sum of what `add_` adds to zeros,
 in the order of ranks, times the factor of the segment, if there are factors, divided by `size`. All of these
@@ -54,7 +54,14 @@ class Quantizers:
         return torch.cat([bounds.new_zeros(1), (v > 0).cumsum(0)])[bounds].diff()
 
     def sign_encode(
-        self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each, keep: bool = True
+        self,
+        v: Dense,
+        bounds: Bounds,
+        cuts: Each,
+        lows: Each,
+        highs: Each,
+        keep: bool = True,
+        into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
         """Encode 1 bit per element: v > cut of its segment. A 1 decodes to high, a 0 to low.
 
@@ -64,7 +71,7 @@ class Quantizers:
         each = range_of_each(bounds, v.numel())
         fields = v > cuts[each]
         codes = _packed(fields, bounds, 1, WORD, highest_first=True)
-        return codes, v - torch.where(fields, highs[each], lows[each]) if keep else v[:0]
+        return codes, _residual(v, torch.where(fields, highs[each], lows[each]), keep, into)
 
     def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
         each = range_of_each(bounds, total.numel())
@@ -86,7 +93,9 @@ class Quantizers:
             self.sign_add_(code, bounds, low, high, mean)
         self._scale_(mean, bounds, factors, size)
 
-    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True) -> tuple[Codes, Residual]:
+    def tern_encode(
+        self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True, into: Dense | None = None
+    ) -> tuple[Codes, Residual]:
         """Encode 2 bits per element: 11 for v >= t decodes to t, 10 for v <= -t decodes to -t, else 00, zero.
 
         The layout is that of MXNet's 2-bit compression: element i of a segment is in its byte i / 4, the first in
@@ -96,7 +105,7 @@ class Quantizers:
         t = thresholds_or(torch.inf, thresholds)[range_of_each(bounds, v.numel())]
         up, down = v >= t, v <= -t
         codes = _packed(3 * up.byte() + 2 * down.byte(), bounds, 2, WORD, highest_first=True)
-        return codes, v - torch.where(up, t, torch.where(down, -t, 0.0)) if keep else v[:0]
+        return codes, _residual(v, torch.where(up, t, torch.where(down, -t, 0.0)), keep, into)
 
     def tern_add_(self, codes: Codes, bounds: Bounds, thresholds: Each, total: Dense) -> None:
         t = thresholds_or(0.0, thresholds)[range_of_each(bounds, total.numel())]
@@ -120,6 +129,7 @@ class Quantizers:
         bits: int,
         seed: int | None,
         keep: bool = True,
+        into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
         """Encode a level and a sign per element in 2, 4 or 8 bits, with levels < 2**(bits - 1).
 
@@ -137,7 +147,7 @@ class Quantizers:
         level = (v.abs() * inverses[each] + r).clamp(max=levels).floor()
         negative = (v < 0) & (level > 0)
         codes = _packed(level.byte() + (negative.byte() << bits - 1), bounds, bits, 1)
-        return codes, v - _signed(steps[each] * level, negative) if keep else v[:0]
+        return codes, _residual(v, _signed(steps[each] * level, negative), keep, into)
 
     def uniform_add_(
         self, codes: Codes, bounds: Bounds, scales: Each, levels: int, bits: int, total: Dense
@@ -155,7 +165,9 @@ class Quantizers:
             self.uniform_add_(code, bounds, own, levels, bits, mean)
         _divide_(mean, size)
 
-    def natural_encode(self, v: Dense, seed: int | None, keep: bool = True) -> tuple[Codes, Residual]:
+    def natural_encode(
+        self, v: Dense, seed: int | None, keep: bool = True, into: Dense | None = None
+    ) -> tuple[Codes, Residual]:
         """Encode powers of two: |v| in [2^e, 2^(e+1)) is rounded up with probability |v| / 2^e - 1, else down.
 
         The codes are int32 E, then one byte per element: the sign in the highest bit, below it c = 1 .. 127 for
@@ -175,7 +187,7 @@ class Quantizers:
         codes[:4] = top.view(1).view(torch.uint8)
         codes[4:] = c.byte() + (negative.byte() << 7)
         powers = torch.where(c > 0, exponent << 23, 0).view(torch.float32)
-        return codes, v - _signed(powers, negative) if keep else v[:0]
+        return codes, _residual(v, _signed(powers, negative), keep, into)
 
     def natural_add_(self, codes: Codes, total: Dense) -> None:
         c = codes[4:].int() & 127
@@ -186,6 +198,22 @@ class Quantizers:
         mean.zero_()
         for code in codes:
             self.natural_add_(code, mean)
+        _divide_(mean, size)
+
+    def round_(self, g: tuple[Tensor, ...], halves: Tensor) -> Tensor:
+        """Write a gradient into `halves` [n], of any 16-bit floating point type, rounded to nearest, ties to even.
+
+        g: pieces, as in `PassInputs`. Returns a number that is not finite if an element is not.
+        """
+        whole = torch.cat(g) if len(g) > 1 else g[0]
+        halves.copy_(whole)
+        return whole.sum(dtype=torch.promote_types(whole.dtype, torch.float32))
+
+    def halves_mean_(self, codes: AllCodes, dtype: torch.dtype, size: int, mean: Dense) -> None:
+        """Overwrite `mean` with that of numbers of this 16-bit type."""
+        mean.zero_()
+        for code in codes:
+            mean += code.view(dtype)
         _divide_(mean, size)
 
     def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
@@ -267,8 +295,15 @@ def empty_codes(bounds: Bounds, width: int, unit: int) -> Codes:
     return torch.empty(layout_of(bounds, width, unit).nbytes, dtype=torch.uint8, device=bounds.device)
 
 
-def empty_residual(v: Dense, keep: bool) -> Residual:
-    return torch.empty_like(v) if keep else v[:0]
+def empty_residual(v: Dense, keep: bool, into: Dense | None = None) -> Residual:
+    """Return memory for the residual: `into`, if there is any, or new. Nothing unless `keep`."""
+    if not keep:
+        return v[:0]
+    return torch.empty_like(v) if into is None else into
+
+
+def _residual(v: Dense, values: Dense, keep: bool, into: Dense | None) -> Residual:
+    return torch.sub(v, values, out=empty_residual(v, keep, into)) if keep else v[:0]
 
 
 def thresholds_or(instead: float, thresholds: Float32[Tensor, "*S"]) -> Float32[Tensor, "*S"]:

@@ -286,17 +286,26 @@ class TritonQuantizers(Quantizers):
         return found.view(torch.float32)
 
     def sign_encode(
-        self, v: Dense, bounds: Bounds, cuts: Each, lows: Each, highs: Each, keep: bool = True
+        self,
+        v: Dense,
+        bounds: Bounds,
+        cuts: Each,
+        lows: Each,
+        highs: Each,
+        keep: bool = True,
+        into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
-        codes, residual = empty_codes(bounds, 1, WORD), empty_residual(v, keep)
+        codes, residual = empty_codes(bounds, 1, WORD), empty_residual(v, keep, into)
         self._each(sign_encode, v, bounds, 1, WORD, v, cuts, lows, highs, codes, residual, keep)
         return codes, residual
 
     def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
         self._each(sign_add, total, bounds, 1, WORD, codes, lows, highs, total)
 
-    def tern_encode(self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True) -> tuple[Codes, Residual]:
-        codes, residual = empty_codes(bounds, 2, WORD), empty_residual(v, keep)
+    def tern_encode(
+        self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True, into: Dense | None = None
+    ) -> tuple[Codes, Residual]:
+        codes, residual = empty_codes(bounds, 2, WORD), empty_residual(v, keep, into)
         given = (thresholds_or(torch.inf, thresholds), codes, residual, keep)
         self._each(tern_encode, v, bounds, 2, WORD, v, *given)
         return codes, residual
@@ -313,8 +322,9 @@ class TritonQuantizers(Quantizers):
         bits: int,
         seed: int | None,
         keep: bool = True,
+        into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
-        codes, residual = empty_codes(bounds, bits, 1), empty_residual(v, keep)
+        codes, residual = empty_codes(bounds, bits, 1), empty_residual(v, keep, into)
         values = (*level_factors(scales, levels, bits), float(levels), *keys_as_int32(seed))
         made = (codes, residual, keep, seed is not None, bits)
         self._each(uniform_encode, v, bounds, bits, 1, v, *values, *made)

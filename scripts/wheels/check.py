@@ -16,7 +16,7 @@ from zipfile import ZipFile
 MOST_BYTES = 1_000_000
 NEWEST_GLIBC = 28
 LIBRARY = "dgc/kernels/libdgc_kernels.so"
-LEAVES = {"avx512": "avx512f avx512bw avx512dq avx512vl", "avx2": "avx2 bmi1 bmi2 abm popcnt"}
+LEAVES = {"avx512": "avx512f avx512bw avx512dq avx512vl", "avx2": "avx2 f16c bmi1 bmi2 abm popcnt"}
 
 FIRST_IMPORT = """
 import torch, dgc

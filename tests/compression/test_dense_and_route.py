@@ -45,6 +45,23 @@ def test_only_a_compressor_that_decides_has_a_dense_share_and_dense_leaves_nan_t
     assert ranks.buckets[0].flat.isnan().nonzero().tolist() == [[7]]
 
 
+@pytest.mark.parametrize("make", [methods.FP16Compressor, methods.BF16Compressor])
+def test_a_cast_takes_the_memory_of_its_message_once_and_gradients_are_read_where_they_lie(make: Any) -> None:
+    ranks, used = Ranks(1, make, [(N,)]), set[int]()
+    (states,), (bucket,) = ranks.states, ranks.buckets
+    for g in gradients(3):
+        bucket.use_gradient(0, g)
+        before = bucket._flat.clone()
+        conversation = states.reduce(bucket)
+        requests: Any = next(conversation)
+        assert torch.equal(bucket._flat, before)
+        used.add(requests[0].tensor.data_ptr())
+        conversation.close()
+        ranks.step([g])
+        used.add(states[bucket].scratch["message"].data_ptr())
+    assert len(used) == 2  # the first conversation ended without a state
+
+
 def test_bf16_adds_in_fp32_what_each_rank_rounds_once_and_nothing_is_kept_between_steps() -> None:
     """256 + 1 + 1 is 256 where bf16 adds, and 258 in fp32."""
     own = [torch.full((N,), value) for value in (256.0, 1.0, 1.0)]

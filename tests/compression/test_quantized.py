@@ -14,6 +14,7 @@ from states import redistributed
 from dgc import compression as methods
 from dgc import contrib, paper
 from dgc.compression.signs import rows_of
+from dgc.compression.uniform import DenseValuesCompressor
 from dgc.contrib.svd import inclusion
 from dgc.memory import ResidualMemory
 from dgc.optim import MuonWithAdamW, muon_groups
@@ -55,6 +56,32 @@ def test_signs_their_majority_their_average_and_the_mean_of_each_side_of_each_ro
     assert (g - sent).norm() < (g - g.sign() * g.abs().mean()).norm()
     segments = Ranks(1, methods.OneBitCompressor, [(5, 3, 2), (7,), (), (0, 4)]).buckets[0].segments
     assert [rows_of(s) for s in segments] == [5, 1, 1, 1]
+
+
+KEEPING: dict[str, Any] = {
+    "signs": methods.ScaledSignCompressor,
+    "momentum": partial(methods.SignSGDCompressor, momentum=0.9),
+    "ternary": methods.ThresholdCompressor,
+    "levels": partial(methods.QSGDCompressor, error_feedback=True),
+    "fp16 values": partial(DenseValuesCompressor, "fp16"),
+    "random": partial(contrib.RandomKCompressor, 0.1, error_feedback=True),
+}
+
+
+@pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
+def test_residuals_take_turns_in_two_vectors_and_a_dropped_step_keeps_its_own(make: Any) -> None:
+    """New memory in each step would cost more than the codes: the system clears it page by page."""
+    ranks, used = Ranks(1, make, [(N,)]), list[int]()
+    for step in range(6):
+        g, before = normal(N, seed=step), ranks.errors()[0].clone()
+        g[3] = float("nan") if step == 3 else g[3]
+        (result,), _ = ranks.exchange([g])
+        assert (result.nonfinite is not None) == (step == 3)
+        if step == 3:
+            ranks.states[0].rollback(ranks.buckets[0])
+            assert torch.equal(ranks.errors()[0], before + g.nan_to_num())
+        used.append(ranks.errors()[0].data_ptr())
+    assert len(set(used)) == 2 and used[2] == used[3]
 
 
 STOCHASTIC = {

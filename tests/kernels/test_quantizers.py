@@ -75,6 +75,30 @@ def test_statistics(quantizers: Any) -> None:
     assert not quantizers.largest(v[:0], torch.tensor([0])).numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_rounded_as_by_torch_and_what_is_not_finite_is_reported(quantizers: Any, dtype: Any) -> None:
+    for n in SIZES:
+        v = wild(n).clamp(-1e30, 1e30)
+        halves, middle = torch.empty(n + 1, dtype=dtype)[1:], n // 3  # at any address
+        assert quantizers.round_((v[:middle], v[middle:]), halves).isfinite()
+        assert same(halves, v.to(dtype)), n
+        for bad in (INF, -INF, NAN) if n else ():
+            v[n - 1] = bad
+            assert not quantizers.round_((v,), halves).isfinite()
+            assert same(halves[:-1], v[:-1].to(dtype)) and not halves[-1:].isfinite().any(), (n, bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_mean_of_halves_is_added_in_fp32_in_the_order_of_ranks(quantizers: Any, dtype: Any) -> None:
+    for n, ranks in product((0, 1, 33, 70_001), (2, 3)):
+        codes = [(random(n, r) * 50.0**r).to(dtype).view(torch.uint8) for r in range(ranks)]
+        mean, right = torch.full((n,), NAN), torch.zeros(n)
+        for code in codes:
+            right += code.view(dtype).float()
+        quantizers.halves_mean_(codes, dtype, ranks, mean)
+        assert same(mean, right / ranks), (n, ranks)
+
+
 @cache
 def mean_cases() -> Any:
     """(n, bounds, values of the ranks, factors, size, codes and mean by operation), at the ends of groups."""

@@ -28,7 +28,7 @@ Isa best_of_cpu() {
     unsigned a, b, c, d, extended_c, structured_b;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return Isa::portable;
     const bool saves_registers = has(c, bit_OSXSAVE) && has(c, bit_AVX);  // else xgetbv itself is illegal
-    const bool counts = has(c, bit_POPCNT);
+    const bool counts_and_halves = has(c, bit_POPCNT | bit_F16C);
     if (!saves_registers || !__get_cpuid_count(7, 0, &a, &structured_b, &c, &d)) return Isa::portable;
     if (!__get_cpuid(0x80000001, &a, &b, &extended_c, &d)) return Isa::portable;
     unsigned saved, high;
@@ -37,7 +37,8 @@ Isa best_of_cpu() {
     const unsigned of_avx2 = bit_AVX2 | bit_BMI | bit_BMI2;
     const unsigned of_avx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     const unsigned lzcnt = 1u << 5;  // in the extended leaf; compilers name it differently
-    if (!counts || !has(extended_c, lzcnt) || !has(structured_b, of_avx2) || !has(saved, ymm)) return Isa::portable;
+    if (!counts_and_halves || !has(extended_c, lzcnt) || !has(structured_b, of_avx2) || !has(saved, ymm))
+        return Isa::portable;
     return has(structured_b, of_avx512) && has(saved, zmm) ? Isa::avx512 : Isa::avx2;
 }
 

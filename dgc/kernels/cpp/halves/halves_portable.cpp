@@ -1,0 +1,7 @@
+#include "halves_body.h"
+
+namespace dgc {
+
+const HalvesKernels halves_portable = table;
+
+}  // namespace dgc
