@@ -1,6 +1,7 @@
 """Execution of one conversation: the generator of an algorithm, driven with a transport and a meter."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import inf
 from time import perf_counter
 from types import TracebackType
@@ -13,13 +14,16 @@ from dgc.comm.requests import Conversation, Read, T
 from dgc.comm.staging import HostCopy
 from dgc.comm.transport import Transport
 
+# of every type of device; torch.autocast(..., enabled=False) is for one
+without_autocast = getattr(torch._C, "_DisableAutocast", nullcontext)
+
 
 class RunningConversation(Generic[T]):
     """One conversation in progress. The constructor launches the first round.
 
     `advance` continues while replies are available and does not block. `finish` blocks. Requests of the ranks are
     matched by name and round, so a conversation must have the same number of rounds on every rank. A `Read` is not
-    a round.
+    a round. The algorithm runs with autocast off: inside torch.autocast, matrix products would lose digits, or fail.
 
     Args:
         name: Name of the conversation, the same on every rank.
@@ -88,7 +92,8 @@ class RunningConversation(Generic[T]):
         if self._meter.trace is not None and replies is not None and self._awaited is self._transport:
             self._meter.trace.add("in flight", self.name, self._launched, start, network=True)
         try:
-            requests = next(self._conversation) if replies is None else self._conversation.send(replies)
+            with without_autocast():
+                requests = next(self._conversation) if replies is None else self._conversation.send(replies)
         except StopIteration as stop:
             self.done, self.result, self._work = True, stop.value, None
             self._meter.add_time("decode", self.name, start, perf_counter())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves_with_path
 
 from dgc import testing
+from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Compressor, DenseCompressor, DoubleSqueezeCompressor, TwoPhaseCompressor
 from dgc.contrib import RandomKCompressor
+from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.state import State
 
 
@@ -50,6 +53,26 @@ def test_nothing_is_lost_and_a_reloaded_state_goes_on_bit_for_bit(row: Row, size
     testing.check_state(row.make, size)
     for make in filter(None, (row.make, row.dense_limit)):
         testing.check_dropped_step(make, size, row.conserves)
+
+
+@every_row
+@pytest.mark.filterwarnings("ignore:.*sends .* tensors dense")
+def test_a_step_inside_autocast_has_the_same_bits(row: Row) -> None:
+    def ends(transport: Any, inside: bool) -> Any:
+        model = torch.nn.ParameterList(like.clone() for like in testing.LIKE)
+        correction = row.make().correction
+        momentum = {} if correction is None else {"momentum": correction.momentum, "nesterov": correction.nesterov}
+        optimizer = DGCSGD(model.parameters(), lr=0.1, **momentum)
+        wrapped = DistributedOptimizer(optimizer, model.named_parameters(), row.make(), transport=transport)
+        for step in range(2):
+            for p, gradient in zip(model, testing.gradients(transport.rank, step), strict=True):
+                p.grad = gradient
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                wrapped.step()
+        return [*(p.detach() for p in model), *wrapped.errors()]
+
+    found, expected = (LockstepWorld(2).run(partial(ends, inside=inside)) for inside in (True, False))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @each(row for row in TABLE if row.dense_limit)

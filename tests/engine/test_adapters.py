@@ -1,0 +1,134 @@
+"""What all adapters have in common. Each trains the same small model, on one rank."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc import ddp, fsdp
+from dgc.aggregate import Config, PowerSGD, optimizer_step
+from dgc.comm.torch_distributed import connect
+from dgc.comm.transport import Transport
+from dgc.compression import PowerSGDCompressor
+from dgc.local import Nesterov, OuterSteps
+from dgc.optim import DistributedOptimizer, LocalOptimizer
+
+pytestmark = [
+    pytest.mark.usefixtures("no_type_checks"),
+    pytest.mark.filterwarnings("ignore:.*sends .* tensors dense"),
+]
+
+
+@pytest.fixture(scope="module")
+def transport() -> Iterator[Transport]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield connect(hierarchical=True)
+    dist.destroy_process_group()
+
+
+class Scaled(nn.Module):
+    """Its backward pass has no matrix product, so that autocast does not change the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(12, 8, generator=generator))
+        self.vector = nn.Parameter(torch.randn(8, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.matrix * self.vector).sin()
+
+
+@dataclass
+class Trained:
+    """A model with its adapter. owner: what has the state of the exchange."""
+
+    model: Any
+    owner: Any
+    optimizer: Any
+    step: Callable[[], object]
+
+    def backward(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        x = torch.randn(5, 12, 8, generator=torch.Generator().manual_seed(number))
+        self.model(x).square().mean().backward()
+
+    def state(self) -> Any:
+        return getattr(self.owner, "compression_state_dict", None) or self.owner.state_dict
+
+    def weights(self) -> list[Tensor]:
+        return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in self.model.parameters()]
+
+
+def compression() -> PowerSGDCompressor:
+    return PowerSGDCompressor(2, min_compression_rate=0, orthogonalization="gram_schmidt")
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def in_optimizer(transport: Any) -> Trained:
+    model = Scaled()
+    own = DistributedOptimizer(sgd(model), model.named_parameters(), compression(), transport=transport)
+    return Trained(model, own, own, own.step)
+
+
+def in_ddp(transport: Any) -> Trained:
+    model = DistributedDataParallel(Scaled())
+    exchange, own = ddp.compress(model, compression(), transport=transport), sgd(model)
+    return Trained(model, exchange, own, own.step)
+
+
+def in_fsdp(transport: Any) -> Trained:
+    model = fully_shard(Scaled(), mesh=fsdp.local_mesh(transport))
+    exchange, own = fsdp.compress(model, compression(), transport=transport), sgd(model)
+    return Trained(model, exchange, own, own.step)
+
+
+def in_quantized_fsdp(transport: Any) -> Trained:
+    model = fully_shard(Scaled(), mesh=init_device_mesh("cpu", (1,)))
+    quantizer, own = fsdp.quantize(model, 4, 8, hadamard=True), sgd(model)
+    return Trained(model, quantizer, own, own.step)
+
+
+def in_local_steps(transport: Any) -> Trained:
+    model, steps = Scaled(), OuterSteps(1, None, Nesterov(), compression())
+    own = LocalOptimizer(sgd(model), model.named_parameters(), steps, transport=transport)
+    return Trained(model, own, own, own.step)
+
+
+def in_aggregator(transport: Any) -> Trained:
+    model, config = Scaled(), Config(2, 0, 1, 0, "gram_schmidt")
+    own, powersgd = sgd(model), PowerSGD(model.parameters(), config, transport)
+    return Trained(model, powersgd, own, lambda: optimizer_step(own, powersgd))
+
+
+ADAPTERS = {
+    "DistributedOptimizer": in_optimizer,
+    "DDP": in_ddp,
+    "FSDP2": in_fsdp,
+    "FSDP2, quantized": in_quantized_fsdp,
+    "LocalOptimizer": in_local_steps,
+    "aggregate": in_aggregator,
+}
+every_adapter = pytest.mark.parametrize("build", ADAPTERS.values(), ids=ADAPTERS)
+
+
+@every_adapter
+def test_backward_and_step_inside_autocast_have_the_same_bits(transport: Transport, build: Any) -> None:
+    inside, outside = build(transport), build(transport)
+    for number in range(3):
+        outside.backward(number)
+        outside.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            inside.backward(number)
+            inside.step()
+    assert all(map(torch.equal, inside.weights(), outside.weights()))
