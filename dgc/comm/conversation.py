@@ -23,7 +23,7 @@ class RunningConversation(Generic[T]):
 
     `advance` continues while replies are available and does not block. `finish` blocks. Requests of the ranks are
     matched by name and round, so a conversation must have the same number of rounds on every rank. A `Read` is not
-    a round. The algorithm runs with autocast off: inside torch.autocast, matrix products would lose digits, or fail.
+    a round. The algorithm runs with autocast off: inside it, matrix products would lose digits, or raise an error.
 
     Args:
         name: Name of the conversation, the same on every rank.
