@@ -88,13 +88,13 @@ def in_ddp(transport: Any) -> Trained:
 
 
 def in_fsdp(transport: Any) -> Trained:
-    model = fully_shard(Scaled(), mesh=fsdp.local_mesh(transport))
+    model: Any = fully_shard(Scaled(), mesh=fsdp.local_mesh(transport))
     exchange, own = fsdp.compress(model, compression(), transport=transport), sgd(model)
     return Trained(model, exchange, own, own.step)
 
 
 def in_quantized_fsdp(transport: Any) -> Trained:
-    model = fully_shard(Scaled(), mesh=init_device_mesh("cpu", (1,)))
+    model: Any = fully_shard(Scaled(), mesh=init_device_mesh("cpu", (1,)))
     quantizer, own = fsdp.quantize(model, 4, 8, hadamard=True), sgd(model)
     return Trained(model, quantizer, own, own.step)
 

@@ -61,7 +61,9 @@ def test_a_step_inside_autocast_has_the_same_bits(row: Row) -> None:
     def ends(transport: Any, inside: bool) -> Any:
         model = torch.nn.ParameterList(like.clone() for like in testing.LIKE)
         correction = row.make().correction
-        momentum = {} if correction is None else {"momentum": correction.momentum, "nesterov": correction.nesterov}
+        momentum: Any = (
+            {} if correction is None else {"momentum": correction.momentum, "nesterov": correction.nesterov}
+        )
         optimizer = DGCSGD(model.parameters(), lr=0.1, **momentum)
         wrapped = DistributedOptimizer(optimizer, model.named_parameters(), row.make(), transport=transport)
         for step in range(2):
