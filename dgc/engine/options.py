@@ -1,7 +1,9 @@
 """Checks and conversions of the arguments of all adapters, and the assignment of momentum."""
 
+import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
 
@@ -160,6 +162,30 @@ def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
                 f"the state is that of another optimizer than {type(optimizer).__name__}: it has {unknown} and "
                 f"lacks {missing}. Load it into an optimizer of the class that saved it"
             )
+    if isinstance(optimizer, ChecksStates):
+        optimizer.check_state(state)
+
+
+@runtime_checkable
+class ChecksStates(Protocol):
+    """An optimizer that refuses states which it could load, and not continue from."""
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a setting of a group that is out of range, and for what else is its own."""
+
+
+def check_saved_groups(
+    optimizer: Optimizer, state: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Raise ValueError, with the number of the group, if `check` refuses a group of a state.
+
+    Settings that the state lacks, because another version of torch saved it, are those of the optimizer.
+    """
+    for g, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+        try:
+            check({**own, **saved})
+        except ValueError as error:
+            raise ValueError(f"group {g} of the optimizer's state cannot be loaded: {error}") from None
 
 
 @runtime_checkable
@@ -184,15 +210,28 @@ def load_optimizer_state(optimizer: Optimizer, state: Any) -> None:
         ) from error
 
 
-def check_adam(betas: Sequence[float], floor: float, **others: float) -> None:
-    """Raise ValueError if an argument of an Adam is out of range. others: numbers of 0 or more, by name."""
-    for name, value in others.items():
-        if not value >= 0:
-            raise ValueError(f"{name} must be 0 or more, not {value}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas}")
-    if not 0 <= floor <= 1:
-        raise ValueError(f"floor must be a fraction from 0 to 1, not {floor}")
+def check_adam(betas: Any, floor: Any, **rates: Any) -> None:
+    """Raise ValueError if an argument of an Adam is out of range. rates: see `check_rates`."""
+    check_rates(**rates)
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not is_pair or not all(0 <= as_number(beta) < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas!r}")
+    if not 0 <= as_number(floor) <= 1:
+        raise ValueError(f"floor must be a fraction from 0 to 1, not {floor!r}")
+
+
+def check_rates(**rates: Any) -> None:
+    """Raise ValueError for a learning rate, or another number by its name, that is negative or not finite."""
+    for name, value in rates.items():
+        if not 0 <= as_number(value) < math.inf:
+            raise ValueError(f"{name} must be a finite number of 0 or more, not {value!r}")
+
+
+def as_number(value: Any) -> float:
+    """The number that a setting is, also as a tensor of one element, which torch's optimizers take. NaN: none."""
+    if isinstance(value, Tensor):
+        return math.nan if value.numel() != 1 or value.is_complex() else float(value)
+    return math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

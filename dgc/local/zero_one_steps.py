@@ -51,7 +51,7 @@ from dgc.compression.protocol import Compressor, StatelessCompressor
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_equal, check_settings
 from dgc.engine.buckets import plan_buckets
-from dgc.engine.options import as_route, check_adam, loss_of
+from dgc.engine.options import as_route, check_adam, check_saved_groups, loss_of
 from dgc.engine.state import BucketStates
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
@@ -86,7 +86,6 @@ class ZeroOneAdam(Optimizer):
         bias_correction: bool = True,
         floor: float = 0.01,
     ):
-        check_adam(betas, floor, lr=lr, eps=eps, weight_decay=weight_decay)
         # u of each parameter, fp32, to which the steps add what moves it while they leave the second moments
         self.buffers: Mapping[Tensor, Tensor] | None = None
         self._updates_variance = False
@@ -95,7 +94,15 @@ class ZeroOneAdam(Optimizer):
         )
         super().__init__(params, defaults)
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        check_saved_groups(self, state, _check_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.check_state(state_dict)
+        super().load_state_dict(state_dict)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         first, new = self.param_groups[0], self.param_groups[-1]
         for count in ("steps", "variance_steps"):
@@ -155,6 +162,13 @@ class ZeroOneAdam(Optimizer):
             u.add_(m, alpha=rate)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.addcdiv_(m, self.denominator(v, group), value=-rate)
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a setting of a group is out of range."""
+    check_adam(group["betas"], group["floor"], **{key: group[key] for key in ("lr", "eps", "weight_decay")})
+    for count in ("steps", "variance_steps"):
+        require("a whole number of at least 0", WHOLE, least=0, **{count: group.get(count, 0)})
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.optim import AdamW, Optimizer
 
 from dgc.arguments import FLAG, NUMBER, WHOLE, require
 from dgc.compression.protocol import Compressor
-from dgc.engine.options import check_adam, check_optimizer_state, loss_of
+from dgc.engine.options import as_number, check_adam, check_optimizer_state, check_saved_groups, loss_of
 from dgc.optim.muon_rule import rows_of
 from dgc.versions import TorchRange
 
@@ -40,6 +40,7 @@ UNSUITED = {
     **{(f"{kind}Compressor", False, True): _SIGNS for kind in ("DoubleSqueeze", "ScaledSign", "SignSGD")},
 }
 NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BUFFER, MOMENTS = "momentum_buffer", {"step", "exp_avg", "exp_avg_sq"}
 ADJUST_LR = ("match_rms_adamw", "original", None)  # None: as "original"
 _ANY = [torch.empty(1, 1, dtype=torch.float32)]  # optimizers take no empty list
 
@@ -138,21 +139,28 @@ class MuonWithAdamW(Optimizer):
             rows_of(p.shape, group["parts"])
         super().add_param_group(group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that was saved with the same groups."""
-
-        def kinds(groups: Any) -> list[Any]:
-            both = [(group.get("muon"), group.get("parts")) for group in groups]
-            # some checkpoints have lists in place of tuples
-            return [(is_muon, list(parts) if isinstance(parts, Sequence) else parts) for is_muon, parts in both]
-
-        check_optimizer_state(self, state_dict)
-        if not any(group.get("muon") for group in state_dict["param_groups"]):
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        groups, states = state["param_groups"], state["state"]
+        if not any(group.get("muon") for group in groups):
             raise ValueError("the state is that of an optimizer without Muon, which has no momentum for matrices")
-        if kinds(state_dict["param_groups"]) != kinds(self.param_groups):
+        if _kinds(groups) != _kinds(self.param_groups):
             raise ValueError(
                 "the state has other groups of Muon and AdamW: call muon_groups as in the run that saved it"
             )
+        check_saved_groups(self, state, _check_group)
+        for own, saved in zip(self.param_groups, groups, strict=True):
+            kept = {BUFFER} if own["muon"] else MOMENTS
+            for i in saved.get("params", ()):
+                if states.get(i) and not kept <= states[i].keys():
+                    kind = "Muon" if own["muon"] else "AdamW"
+                    raise ValueError(
+                        f"parameter {i} of the state is of {kind}, which needs {sorted(kept)}, and has "
+                        f"{sorted(states[i])}: call muon_groups as in the run that saved it"
+                    )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that was saved with the same groups."""
+        check_optimizer_state(self, state_dict)
         super().load_state_dict(state_dict)
 
     def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
@@ -189,9 +197,9 @@ class MuonWithAdamW(Optimizer):
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(cast(Tensor, p.grad))
-        return cast(Tensor, state["momentum_buffer"])
+        if BUFFER not in state:
+            state[BUFFER] = torch.zeros_like(cast(Tensor, p.grad))
+        return cast(Tensor, state[BUFFER])
 
     def _add(self, muon: Optimizer, p: Tensor, group: dict[str, Any]) -> None:
         """Give the matrices of a parameter to the last group of Muon."""
@@ -200,7 +208,7 @@ class MuonWithAdamW(Optimizer):
         parts = (tensor.split(rows) for tensor in (p.detach(), p.grad, self._momentum(p)))
         for matrix, gradient, momentum in zip(*parts, strict=True):
             matrix.grad = gradient
-            muon.state[matrix] = {"momentum_buffer": momentum}
+            muon.state[matrix] = {BUFFER: momentum}
             muon.param_groups[-1]["params"].append(matrix)
 
     def _step_matrix(self, p: Any, group: dict[str, Any]) -> None:
@@ -229,6 +237,12 @@ class MuonWithAdamW(Optimizer):
         return torch.cat([newton_schulz(part, group).float() * _scale(part.shape, group) for part in parts])
 
 
+def _kinds(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Whether each group is of Muon, and its parts. Some checkpoints have lists in place of tuples."""
+    both = [(group.get("muon"), group.get("parts")) for group in groups]
+    return [(is_muon, list(parts) if isinstance(parts, Sequence) else parts) for is_muon, parts in both]
+
+
 def _check_group(group: Mapping[str, Any]) -> None:
     """Raise ValueError if a setting of a group is out of range."""
     if "muon_lr_ratio" in group:
@@ -242,6 +256,13 @@ def _check_group(group: Mapping[str, Any]) -> None:
     if not 0 <= group["momentum"] < 1 or not 1 <= group["ns_steps"] < 100:
         found = f"{group['momentum']} and {group['ns_steps']}"
         raise ValueError(f"Muon needs momentum in [0, 1) and ns_steps from 1 to 99, not {found}")
+    coefficients = group.get("ns_coefficients", (0.0,) * 3)
+    if (
+        not isinstance(coefficients, Sequence)
+        or len(coefficients) != 3
+        or not all(math.isfinite(as_number(each)) for each in coefficients)
+    ):
+        raise ValueError(f"ns_coefficients must be three numbers, not {coefficients!r}")
     for key, known in (("ns_precision", tuple(NS)), ("adjust_lr_fn", ADJUST_LR)):
         if group[key] not in known:
             raise ValueError(f"{key} must be one of {', '.join(map(str, known))}, not {group[key]!r}")

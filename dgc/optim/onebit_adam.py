@@ -18,15 +18,15 @@ C[x] has one magnitude for all elements of a piece, and one with a far smaller v
 has had no gradient in the warm-up does not move after it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import WHOLE, require
-from dgc.engine.options import OF_SCHEDULERS, check_adam, check_optimizer_state, loss_of
+from dgc.arguments import FLAG, WHOLE, require
+from dgc.engine.options import OF_SCHEDULERS, check_adam, check_optimizer_state, check_saved_groups, loss_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -81,8 +81,6 @@ class OneBitAdam(Optimizer):
         bias_correction: bool = True,
         floor: float = 0.01,
     ):
-        check_adam(betas, floor, lr=lr, eps=eps, weight_decay=weight_decay)
-        require("a whole number of at least 1", WHOLE, least=1, freeze_step=freeze_step)
         self._receives_momentum: frozenset[Tensor] = frozenset()
         defaults = dict(
             lr=lr,
@@ -96,6 +94,7 @@ class OneBitAdam(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         first, new = self.param_groups[0], self.param_groups[-1]
         if any(p.is_complex() for p in new["params"]):
@@ -157,6 +156,9 @@ class OneBitAdam(Optimizer):
         ]
         return {"state": moments, "param_groups": kept + list(groups[len(kept) :])}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        check_saved_groups(self, state, _check_group)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch.optim.AdamW: see `converted`."""
         state = self.converted(state_dict)
@@ -203,3 +205,11 @@ class OneBitAdam(Optimizer):
             return 1.0, 1.0
         (beta1, beta2), steps = group["betas"], group["steps"]
         return 1 - beta1**steps, 1 - beta2 ** min(steps, group["freeze_step"])
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a setting of a group is out of range."""
+    check_adam(group["betas"], group["floor"], **{key: group[key] for key in ("lr", "eps", "weight_decay")})
+    require("a whole number of at least 1", WHOLE, least=1, freeze_step=group["freeze_step"])
+    require("a whole number of at least 0", WHOLE, least=0, steps=group.get("steps", 0))
+    require("True or False", FLAG, bias_correction=group["bias_correction"])

@@ -10,6 +10,7 @@ A corrected gradient may be sparse, and then changes only the elements in its in
 p = p - lr wd p for all parameters, without momentum (SGDW, Loshchilov and Hutter 2019, arXiv 1711.05101).
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import dgc.kernels as kernels
+from dgc.arguments import FLAG, require
 from dgc.bucket import fills_a_block
 from dgc.engine.buckets import SparseUpdate
-from dgc.engine.options import loss_of
+from dgc.engine.options import as_number, check_rates, check_saved_groups, loss_of
 
 
 class DGCSGD(Optimizer):
@@ -53,11 +55,6 @@ class DGCSGD(Optimizer):
         nesterov: bool = False,
         decoupled_weight_decay: bool = False,
     ):
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value < 0:
-                raise ValueError(f"{name} must be 0 or more, not {value}")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("nesterov=True needs momentum above 0 and dampening=0")
         defaults = dict(
             lr=lr,
             momentum=momentum,
@@ -68,6 +65,17 @@ class DGCSGD(Optimizer):
         )
         super().__init__(params, defaults)
         self._corrected: frozenset[Tensor] = frozenset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        check_saved_groups(self, state, _check_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.check_state(state_dict)
+        super().load_state_dict(state_dict)
 
     def skip_momentum_of(self, parameters: Iterable[Tensor]) -> None:
         """Treat the gradients of these parameters as containing momentum already."""
@@ -132,6 +140,17 @@ class DGCSGD(Optimizer):
         else:
             buffer.mul_(momentum).add_(direction, alpha=1 - group["dampening"])
         return direction.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a setting of a group is out of range."""
+    check_rates(**{key: group[key] for key in ("lr", "momentum", "weight_decay")})
+    if not math.isfinite(as_number(group["dampening"])):
+        raise ValueError(f"dampening must be a finite number, not {group['dampening']!r}")
+    flags = ("nesterov", "decoupled_weight_decay")
+    require("True or False", FLAG, **{key: group[key] for key in flags})
+    if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise ValueError("nesterov=True needs momentum above 0 and dampening=0")
 
 
 def _subtract(update: SparseUpdate, lrs: Mapping[Tensor, float]) -> None:

@@ -192,7 +192,7 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: ZeroOneSteps(1, compression=DGCCompressor(0.1)), "ResidualMemory"),
         (lambda: ZeroOneSteps(0), "var_freeze_step must be a whole number of at least 1, not 0"),
         (lambda: ZeroOneSteps(1, local_step_clipper=half), "local_step_clipper must be a whole number"),
-        (lambda: adam(net().parameters(), lr=-1.0), "lr must be 0 or more, not -1.0"),
+        (lambda: adam(net().parameters(), lr=-1.0), "lr must be a finite number of 0 or more, not -1.0"),
         (lambda: adam(net().parameters(), betas=(0.9, 1.0)), "betas must be two numbers from 0 to below 1"),
         (lambda: adam(net().parameters(), floor=2.0), "floor must be a fraction from 0 to 1"),
         (lambda: adam(net().parameters()).step(), "ZeroOneAdam steps only within ZeroOneSteps"),

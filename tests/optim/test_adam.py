@@ -413,8 +413,8 @@ def test_wrong_arguments() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"freeze_step": 0}, "freeze_step must be a whole number of at least 1, not 0"),
         ({"freeze_step": 1.5}, "freeze_step must be a whole number"),
-        ({"lr": -1.0}, "lr must be 0 or more"),
-        ({"eps": float("nan")}, "eps must be 0 or more"),
+        ({"lr": -1.0}, "lr must be a finite number of 0 or more"),
+        ({"eps": float("nan")}, "eps must be a finite number of 0 or more"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
         ({"floor": 1.5}, "floor must be a fraction from 0 to 1, not 1.5"),
         ({"betas": (0.9,)}, "betas must be two numbers"),

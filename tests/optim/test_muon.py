@@ -220,7 +220,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         *(({"ns_steps": 0}, needs), ({"ns_steps": 2.5}, "a whole number"), ({"momentum": 1.0}, needs)),
         *(
             ({"nesterov": "no"}, "True or False"),
-            ({"lr": -1.0}, "lr must be 0 or more"),
+            ({"lr": -1.0}, "lr must be a finite number of 0 or more"),
             ({"eps": -1.0}, "eps must"),
         ),
         ({"ns_precision": "fp16"}, "ns_precision must be one of bf16, fp32"),
