@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dgc.arguments import FLAG, NUMBER, WHOLE, checked, require
 from dgc.bucket import Bucket
-from dgc.comm.collectives import all_gather_object, all_reduce
+from dgc.comm.collectives import all_gather_object
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, Reduced, Result
@@ -191,13 +191,12 @@ def compare_steps(transport: Transport, step: int) -> None:
     Raises:
         ValueError: They are not. Raised on every rank, with the steps of all ranks.
     """
-    name = "load_compression_state_dict_on_every_rank"  # shown where a rank waits for others
-    both = torch.tensor([step, -step], dtype=torch.int64)
-    if all_reduce(transport, both, "max", name).tolist() == [step, -step]:
-        return
     ranks: dict[int, list[str]] = {}
-    for rank, other in enumerate(all_gather_object(transport, step, f"{name}.steps")):
+    # the name is shown where a rank waits for others
+    for rank, other in enumerate(all_gather_object(transport, step, "load_compression_state_dict_on_every_rank")):
         ranks.setdefault(other, []).append(str(rank))
+    if len(ranks) == 1:
+        return
     found = "; ".join(
         f"{'ranks' if len(its) > 1 else 'rank'} {', '.join(its)}: step {other}" for other, its in ranks.items()
     )
