@@ -54,7 +54,7 @@ class SelectorStep(Ours):
         super().__init__("auto", build(name).selector, buckets, ratio, MOMENTUM, WIRE, "cpu")
         self.name = name
         # whether a first step differs from later ones
-        self.needs_history = self.selector.remembers or isinstance(self.selector, Predicted)
+        self.needs_history = bool(self.selector.rows) or isinstance(self.selector, Predicted)
 
 
 @dataclass

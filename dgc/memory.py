@@ -6,6 +6,7 @@ the next step, which reads and writes v anyway, removes it. A dropped step is th
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -20,7 +21,7 @@ from dgc.comm.requests import AllReduce, Conversation
 from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.selection import remove_nonfinite_
 from dgc.selection import Plan
-from dgc.state import State, Tables, check_mapping, zeros
+from dgc.state import State, Tables, check_mapping, check_tensor, zeros
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,7 +34,7 @@ class SparseState(State):
         returned: Parts of the ranks' sum that no rank has received. They are added to v as they are.
         plan: Number of elements per tensor, and the history of the selector. None before the first step.
         exchange: How the ranks sum what this plan selects (`SparseExchange`).
-        remembers: Whether the selector needs its history.
+        rows: Names and shapes of what the selector needs of its history, for each parameter.
         history: That of a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
         graph: The CUDA graph of the encoding (`dgc.compression.cuda_graphs`), if there is one.
     """
@@ -43,7 +44,7 @@ class SparseState(State):
     returned: SparseVector | None = None
     plan: Plan | None = None
     exchange: Any = None
-    remembers: bool = False
+    rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     history: dict[str, dict[str, Any]] = field(default_factory=dict)
     graph: Any = None
     partial: tuple[str, ...] = ("history",)
@@ -89,20 +90,23 @@ class SparseState(State):
 
     def saved(self, bucket: Bucket) -> Tables:
         history = self.history
-        if self.plan is not None and self.remembers:
+        if self.plan is not None and self.rows and self.plan.history:
             history = self.plan.rows_of_history()
         return {**State.saved(self.settled(), bucket), "history": dict(history)}
 
     def loaded(self, bucket: Bucket, tables: Tables) -> "SparseState":
         history = {s.name: tables["history"][s.name] for s in bucket.segments if s.name in tables["history"]}
-        for name, rows in history.items():
-            check_mapping(f"history of {name}", rows)
-            for key, row in rows.items():
-                what = f"history of {name}: {key}"
-                expected, kinds = ("a number", NUMBER) if key == "ratio" else ("a tensor", (Tensor,))
-                require(expected, kinds, **{what: row})
-                if isinstance(row, Tensor) and bool(row.isnan().any()):
-                    raise ValueError(f"{what} has NaN")
+        for name, row in history.items():
+            check_mapping(f"history of {name}", row)
+            require("a number", NUMBER, **{f"history of {name}: ratio": (ratio := row.get("ratio"))})
+            if not 0 < ratio <= 1:
+                raise ValueError(f"history of {name}: ratio must be in (0, 1], not {ratio}")
+            if self.rows and row.keys() != (keys := {"ratio", *self.rows}):
+                found = f"{sorted(map(str, row))}, not {sorted(keys)}"
+                raise ValueError(f"history of {name} has {found}: use the selector that saved it")
+            for key, shape in self.rows.items():
+                check_tensor(f"history of {name}: {key}", row[key], shape, least=0)
+        history = history if self.rows else {}
         fresh = replace(self, sent=None, returned=None, plan=None, history=history)
         return State.loaded(fresh, bucket, tables)
 

@@ -15,6 +15,7 @@ from dgc.bucket import Bucket
 
 S = TypeVar("S", bound="State")
 Tables = dict[str, dict[str, Any]]  # name of a table -> name of a parameter -> value
+LARGEST = 2.0**96  # magnitude of an element of a state: 2**32 times the largest gradient (TOO_LARGE)
 
 
 @dataclass(eq=False)
@@ -93,7 +94,7 @@ def flat_from(what: str, bucket: Bucket, parts: Mapping[str, Any]) -> Tensor:
     flat = zeros(bucket)
     for s in bucket.segments:
         check_tensor(f"{what} of {s.name}", parts[s.name], s.shape)
-        s.of(flat).copy_(parts[s.name])
+        s.of(flat).copy_(parts[s.name].detach())
     return flat
 
 
@@ -111,19 +112,39 @@ def check_mapping(what: str, saved: Any) -> None:
 
 
 def check_count(what: str, saved: Any) -> None:
-    """Raise ValueError, with `what`, if a saved count is not a whole number of 0 or more."""
+    """Raise ValueError, with `what`, if a saved count is not a whole number from 0 to below 2**63."""
     require("a whole number of 0 or more", WHOLE, least=0, **{what: saved})
+    if saved >= 2**63:
+        raise ValueError(f"{what} must be below 2**63, not {saved}")
 
 
 def check_tensor(
-    what: str, saved: Any, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
+    what: str,
+    saved: Any,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    least: float | None = None,
+    most: float = LARGEST,
 ) -> None:
-    """Raise ValueError, with `what`, unless `saved` is a finite tensor of this dtype, and of the shape if any."""
+    """Raise ValueError, with `what`, unless `saved` is a finite tensor of this dtype, and of the shape if any.
+
+    It must have values in memory of its own: not be on the device "meta", sparse, or a part of a sharded tensor.
+    least, most: Bounds of its elements, and of their magnitudes.
+    """
     if not isinstance(saved, Tensor):
         raise ValueError(f"{what} is of type {type(saved).__name__}, not a tensor")
+    if saved.is_meta:
+        raise ValueError(f"{what} is on the device meta and has no values")
+    if saved.layout != torch.strided or saved.is_nested or hasattr(saved, "to_local"):
+        raise ValueError(f"{what} is a sparse, nested or sharded tensor, not a plain one")
     if shape is not None and tuple(saved.shape) != tuple(shape):
         raise ValueError(f"{what} has shape {tuple(saved.shape)}, not {tuple(shape)}")
     if saved.dtype != dtype:
         raise ValueError(f"{what} has type {saved.dtype}, not {dtype}")
     if not bool(saved.isfinite().all()):
         raise ValueError(f"{what} has NaN or inf")
+    if least is not None and bool((saved < least).any()):
+        raise ValueError(f"{what} has elements below {least:g}")
+    if saved.is_floating_point() and bool((saved.abs() > most).any()):
+        raise ValueError(f"{what} has magnitudes above {most:g}, which no method keeps")

@@ -179,7 +179,9 @@ def test_damaged_states_of_methods_are_named() -> None:
     refuse_damaged(wrapped(), message, {"ratio": torch.ones(2)}, "history", "weight")
     outer = local(OuterSteps(2, outer=Nesterov()))
     buffer = {name: {"momentum_buffer": "text"} for name in ("weight", "bias")}
-    refuse_damaged(outer, "^outer momentum_buffer of weight is text: 'text'", buffer, "outer")
+    refuse_damaged(
+        outer, "^outer momentum_buffer of weight must be a number, a tensor or None, not 'text'", buffer, "outer"
+    )
     refuse_damaged(outer, "^outer state of weight must be a mapping, not 3", {"weight": 3, "bias": {}}, "outer")
     refuse_damaged(outer, "^dropped must be a whole number", None, "dropped")
     for key in ("z0", "outer", "compression"):

@@ -175,11 +175,16 @@ class Regime:
         for name, saved in own.items():
             check_mapping(f"accordion of {name}", saved)
             if saved.keys() != {"epoch", "norm", "rank"}:
-                raise ValueError(f"accordion of {name} must have epoch, norm and rank, not {sorted(saved)}")
+                raise ValueError(
+                    f"accordion of {name} must have epoch, norm and rank, not {sorted(map(str, saved))}"
+                )
             for key, kinds in (("epoch", WHOLE), ("norm", NUMBER), ("rank", WHOLE)):
                 if saved[key] is not None:
                     expected = "a whole number or None" if kinds is WHOLE else "a number or None"
-                    require(expected, kinds, least=0, **{f"{key} in accordion of {name}": saved[key]})
+                    what = f"{key} in accordion of {name}"
+                    require(expected, kinds, least=0, **{what: saved[key]})
+                    if saved[key] >= 2**63:
+                        raise ValueError(f"{what} must be below 2**63, not {saved[key]}")
         norms, ranks, epochs = (
             {name: saved[key] for name, saved in own.items() if saved[key] is not None}
             for key in ("norm", "rank", "epoch")

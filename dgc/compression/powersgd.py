@@ -149,6 +149,7 @@ class PowerSGDState(State):
         `tables` does not have are random. Excess rows are dropped.
         """
         layout = self.rule.layout(self.layout.bucket, self.steps, self.regime)
+        check_factors(layout, tables)
         v = torch.zeros(layout.numel, dtype=torch.float32, device=error.device)
         for i, s in enumerate(layout.segments):
             layout.part_of(v, i).copy_(s.of(error))
@@ -159,8 +160,6 @@ class PowerSGDState(State):
         none, sums = torch.zeros(2, dtype=torch.float64), []
         for batch in layout.batches:
             pairs = {name: tables["sums"].get(name, none) for name in layout.names(batch)}
-            for name, pair in pairs.items():
-                check_tensor(f"sums of {name}", pair, (2,), torch.float64)
             sums.append(torch.stack([pair.to(error.device) for pair in pairs.values()]))
         ratio = self.rule.floats_sent(layout) / max(1, layout.bucket.numel)
         envelope = envelope_of(layout.bucket, layout.bounds, ratio, self.settings)
@@ -189,17 +188,34 @@ def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Flo
     return stacked if device == stacked.device else stacked.pin_memory().to(device, non_blocking=True)
 
 
+def check_factors(layout: Layout, tables: Tables) -> None:
+    """Raise ValueError if the factors and sums of a checkpoint cannot be those of the matrices of a layout."""
+    for batch in layout.batches:
+        for name in layout.names(batch):
+            found = [table for table in ("P", "Q", "sums") if name in tables[table]]
+            if not found:
+                continue
+            if len(found) < 3:
+                raise ValueError(f"{name} has {' and '.join(found)} alone, and needs all of P, Q and sums")
+            P, Q = factors = [tables[side][name] for side in ("P", "Q")]
+            for side, factor in zip(("P", "Q"), factors, strict=True):
+                _, _, length = batch.factor_shape(side)
+                check_tensor(f"{side} of {name}", factor)
+                if factor.dim() != 2 or factor.shape[0] != length:
+                    raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not ({length}, rank)")
+            if P.shape[1] != Q.shape[1]:
+                raise ValueError(f"P and Q of {name} have different ranks, {P.shape[1]} and {Q.shape[1]}")
+            check_tensor(f"sums of {name}", tables["sums"][name], (2,), torch.float64, least=0, most=torch.inf)
+
+
 def restored(
     layout: Layout, batch: Batch, side: str, saved: Mapping[str, Any], seed: int
 ) -> Float32[Tensor, "B r d"]:
-    """The factors of a batch from those of a checkpoint. Raises ValueError if a shape is wrong, or for NaN."""
+    """The factors of a batch from those of a checkpoint, which have been checked."""
     _, r, length = batch.factor_shape(side)
     factors = []
     for name in layout.names(batch):
         factor = torch.empty(length, 0, dtype=torch.float32) if name not in saved else saved[name]
-        check_tensor(f"{side} of {name}", factor)
-        if factor.dim() != 2 or factor.shape[0] != length:
-            raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not ({length}, rank)")
         rows = factor[:, :r].T
         if len(rows) < r:
             rows = torch.cat([rows.cpu(), draw(seed, f"{name} {side}", r, length)[len(rows) :]])

@@ -245,7 +245,7 @@ class SparseCompressor(Compressor):
         self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices
         state = self.memory.init(bucket, size, rank)
         graph = graph_of(bucket) if self.selector.repeats and state.errors else None
-        return replace(state, dense=False, remembers=self.selector.remembers, graph=graph)
+        return replace(state, dense=False, rows=self.selector.rows, graph=graph)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ The residual of another rank has the same names and shapes. States therefore car
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import inf, sqrt
+from math import sqrt
 from types import GeneratorType
 from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
@@ -20,7 +20,7 @@ from dgc.comm.collectives import all_gather_object
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, Reduced, Result
-from dgc.state import State, Tables, check_mapping
+from dgc.state import State, Tables, check_count, check_mapping
 
 
 def check_steps_per_epoch(steps: Any) -> None:
@@ -61,8 +61,8 @@ class EpochCount:
         """Raise ValueError if a saved position is needed and `epochs` is None, or if it is no position."""
         if epochs is not None:
             require("a number of 0 or more", NUMBER, least=0, **{"epochs of the state": epochs})
-            if epochs == inf:
-                raise ValueError("epochs of the state must be finite")
+            if epochs >= 2**53:
+                raise ValueError(f"epochs of the state must be finite and below 2**53, not {epochs}")
         if self.steps_per_epoch is not None and epochs is None:
             raise ValueError(
                 "this state was saved without steps_per_epoch, so it has no epoch: build the optimizer without "
@@ -76,7 +76,7 @@ class EpochCount:
             self.begin()
 
 
-KEY = "identity"
+KEY, METHOD = "identity", "method"
 
 
 class ResidualPart(TypedDict):
@@ -119,6 +119,11 @@ def identified(state: Mapping[str, Any], identity: Identity) -> dict[str, Any]:
     return {**state, KEY: asdict(identity)}
 
 
+def texts(keys: Iterable[Any]) -> list[str]:
+    """Return keys, which may be of any type, sorted for a message."""
+    return sorted(map(str, keys))
+
+
 def check_is_state(state: Any) -> None:
     """Raise ValueError for what is no state at all."""
     if not isinstance(state, Mapping):
@@ -139,8 +144,8 @@ def identity_of(state: Mapping[str, Any]) -> Identity:
         )
     try:
         identity = Identity(**saved)
-        if any(isinstance(value, Tensor) for value in identity.settings.values()):
-            raise ValueError("a setting is a tensor")
+        if any(isinstance(v, Tensor) or not isinstance(k, str) for k, v in identity.settings.items()):
+            raise ValueError("a setting is a tensor, or its name is no text")
         if identity.step is None or 0 <= identity.step < 2**63:
             return identity
     except (TypeError, ValueError):
@@ -174,6 +179,10 @@ def verified(
             "into a file of its own, and load this rank's file. For another number of ranks, use "
             "dgc.optim.redistribute on the states of all ranks. allow_other_rank=True loads it nevertheless "
             "(page Checkpoints of the documentation)"
+        )
+    if (identity.step is None) != (own.step is None):
+        raise ValueError(
+            f"this state is of step {identity.step}, which says that another kind of exchange saved it"
         )
     for name in sorted({*identity.settings, *own.settings}):
         saved, here = identity.settings.get(name), own.settings.get(name)
@@ -277,8 +286,15 @@ class BucketStates:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def state_dict(self) -> Tables:
-        """This rank's state: tables from the names of parameters to tensors, numbers and mappings."""
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: tables from the names of parameters to tensors, numbers and mappings.
+
+        The key "method" has the name of the method, if it keeps anything. Tables of others may have equal names.
+        """
+        tables = self._tables()
+        return {METHOD: self.compressor.class_name, **tables} if tables else {}
+
+    def _tables(self) -> Tables:
         tables: Tables = {}
         for bucket, state in self._of.values():
             for table, values in state.saved(bucket).items():
@@ -291,22 +307,31 @@ class BucketStates:
         Raises:
             ValueError: It is that of another method or model, or damaged.
         """
+        self.loader(saved)()
+
+    def loader(self, saved: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a state, as `load_state_dict`, and return the function that takes it over and cannot fail."""
         check_mapping("state of a compressor", saved)
-        own, names = self.state_dict(), {s.name for bucket, _ in self._of.values() for s in bucket.segments}
-        tables = dict(saved)
-        others = [table for table in tables.keys() ^ own.keys() if own.get(table) or tables.get(table)]
-        if others:
-            raise ValueError(f"state of another compressor: it has {sorted(saved)}, not {sorted(own)}")
-        tables = {table: tables.get(table, {}) for table in own}
+        own, names = self._tables(), {s.name for bucket, _ in self._of.values() for s in bucket.segments}
+        tables, kind = {key: table for key, table in saved.items() if key != METHOD}, self.compressor.class_name
+        for table in tables.keys() ^ own.keys():
+            if table in own or tables[table] != {}:
+                raise ValueError(f"state of another compressor: it has {texts(tables)}, not {texts(own)}")
+        if saved.get(METHOD, None if own else kind) != kind:
+            raise ValueError(f"state of another compressor: of {saved.get(METHOD)!r}, not {kind}")
         partial = {table for _, state in self._of.values() for table in state.partial}
-        for table, values in tables.items():
-            check_mapping(table, values)
+        for table in own:
+            check_mapping(table, values := tables[table])
             if table not in partial and own[table].keys() != values.keys():
-                missing, extra = sorted(names - values.keys()), sorted(values.keys() - names)
-                raise ValueError(f"{table} of another model: missing {missing}, unknown {extra}")
-        loaded = [(bucket, state.loaded(bucket, tables)) for bucket, state in self._of.values()]
-        self._of = {bucket.name: (bucket, state) for bucket, state in loaded}
-        self._dropped.clear()
+                missing, extra = names - values.keys(), values.keys() - names
+                raise ValueError(f"{table} of another model: missing {texts(missing)}, unknown {texts(extra)}")
+        loaded = {b.name: (b, state.loaded(b, tables)) for b, state in self._of.values()}
+
+        def take() -> None:
+            self._of = loaded
+            self._dropped.clear()
+
+        return take
 
 
 @runtime_checkable
@@ -324,6 +349,7 @@ class Method(Protocol):
     def errors(self) -> Iterable[Tensor]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def loader(self, state: dict[str, Any]) -> Callable[[], None]: ...
 
 
 def named_methods(methods: Iterable[Any]) -> dict[str, Any]:
@@ -436,6 +462,7 @@ class HasCompression:
         state, step = verified(state, self._identity(), allow_other_rank)
         saved, epochs = state.pop("part", None), state.pop("epochs", None)
         self._epochs.check(epochs)
+        _check_part(saved)
         if _division(saved, allow_other_rank) != _division(self.part, allow_other_rank):
             raise ValueError(
                 f"this residual is {_describe(saved)}, and this rank needs {_describe(self.part)}: load it "
@@ -447,12 +474,13 @@ class HasCompression:
         lacks_state = any(methods[name].state_dict() for name in methods.keys() - state.keys())
         unknown = [state[name] for name in state.keys() - methods.keys()]
         if lacks_state or any(not isinstance(part, Mapping) or part for part in unknown):
-            found = f"it has {sorted(state)}, not {sorted(methods)}"
+            found = f"it has {texts(state)}, not {texts(methods)}"
             raise ValueError(f"state of other compressors: {found}. Use those of the run that saved it")
         for name, part in state.items():
             require("a mapping", (Mapping,), **{str(name): part})
-        for name in (name for name in methods if name in state):
-            methods[name].load_state_dict(state[name])
+        # all are checked before the first one changes
+        for load in [method.loader(state[name]) for name, method in methods.items() if name in state]:
+            load()
         self._steps, self._compares_steps = self._steps if step is None else step, True
         self._epochs.load(epochs)
 
@@ -461,6 +489,19 @@ class HasCompression:
             f"a {type(self).__name__} cannot be copied or pickled: save state_dict() and, on each rank, "
             "compression_state_dict(), and load them into a new one"
         )
+
+
+def _check_part(part: Any) -> None:
+    """Raise ValueError for what is neither None nor a ResidualPart."""
+    if part is None:
+        return
+    check_mapping("part of the state", part)
+    if part.keys() != ResidualPart.__required_keys__:
+        raise ValueError(f"part of the state must have {texts(ResidualPart.__required_keys__)}, not {texts(part)}")
+    for key in ("machine", "machines"):
+        check_count(f"{key} of the state's part", part[key])
+    for key in ("tensors", "others"):
+        require("a list of names", (list, tuple), **{f"{key} of the state's part": part[key]})
 
 
 def _division(part: ResidualPart | None, allow_other_rank: bool) -> Any:

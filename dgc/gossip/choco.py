@@ -232,11 +232,12 @@ class CHOCO(DifferenceGossip):
         copies = {"xhat": self.xhat, "d": self.d}
         return {**super()._state(), **copies, "copies_valid": self._copies_valid, "graph": self._digest}
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        is_of_these_ranks = state["size"] == self.size
-        if is_of_these_ranks and state["graph"] != self._digest:
+    def _check_content(self, state: Mapping[str, Any]) -> None:
+        if state["size"] == self.size and state["graph"] != self._digest:
             raise ValueError("state of another graph or mixing, in which d is a sum over other neighbours")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)
         self.xhat.copy_(state["xhat"])
         self.d.copy_(state["d"])
-        self._copies_valid = is_of_these_ranks and state["copies_valid"]
+        self._copies_valid = state["size"] == self.size and state["copies_valid"]

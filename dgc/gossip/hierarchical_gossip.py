@@ -214,12 +214,15 @@ class HierarchicalGossip(Gossip):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "base": self.base.state_dict()}
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _check_content(self, state: Mapping[str, Any]) -> None:
         if list(state["slice"]) != [self._slice.start, self._slice.stop]:
             raise ValueError(
                 "state of another slice of the model: HierarchicalGossip resumes only with the same number "
                 "of ranks on each machine"
             )
+        self.base.loader(state["base"])
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self.z.copy_(state["z"])
         self.base.load_state_dict(state["base"])
         self.model.scatter()

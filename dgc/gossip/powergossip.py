@@ -202,10 +202,13 @@ class PowerGossip(DifferenceGossip):
             row[2 : 2 + factors.numel()] = factors
         return {**super()._state(), "edges": rows}
 
+    def _check_content(self, state: Mapping[str, Any]) -> None:
+        rows = state["edges"]
+        if state["size"] == self.size and (rows.dim() != 2 or rows.shape[1] != self._row_length):
+            raise ValueError("state of another model, or of PowerGossip with another rank")
+
     def _load(self, state: Mapping[str, Any]) -> None:
         rows, is_of_these_ranks = state["edges"].to(self.z), state["size"] == self.size
-        if is_of_these_ranks and (rows.dim() != 2 or rows.shape[1] != self._row_length):
-            raise ValueError("state of another model, or of PowerGossip with another rank")
         super()._load(state)
         self._edges = {}
         for row in rows if is_of_these_ranks else ():

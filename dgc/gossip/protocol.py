@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -124,8 +125,12 @@ class Gossip(ABC):
         """Tensors, numbers, flags and mappings that `state_dict` copies, unless the algorithm replaces it."""
         return {}
 
+    def _check_content(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state with the names, shapes and types of `_state` that cannot be loaded."""
+        return None
+
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state with the entries of `_state`. Raises ValueError before any change."""
+        """Takes over a state that has been checked."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,11 +138,16 @@ class Gossip(ABC):
         self._check_flushed()
         return {name: v.clone() if isinstance(v, Tensor) else v for name, v in self._state().items()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the state. Raises ValueError, before any change, if it is not finite or of another model."""
+        self.loader(state)()
+
+    def loader(self, state: dict[str, Any]) -> Callable[[], None]:
+        """Checks the state as `load_state_dict`. Returns the function that takes it over."""
+        check_mapping("state of an algorithm", state)
         check_state(state, self._state(), self._resizable)
-        self._load(state)
+        self._check_content(state)
+        return partial(torch.no_grad()(self._load), state)
 
 
 class DifferenceGossip(Gossip):
@@ -227,7 +237,7 @@ def check_state(
     The content of mappings is not checked. resizable: tensors of any shape. prefix: of the names in errors.
     """
     if saved.keys() != own.keys():
-        raise ValueError(f"state of another algorithm: it has {sorted(saved)}, not {sorted(own)}")
+        raise ValueError(f"state of another algorithm: it has {sorted(map(str, saved))}, not {sorted(own)}")
     for name, value in own.items():
         what, found = f"{prefix}{name}", saved[name]
         if isinstance(value, Tensor):
@@ -238,6 +248,8 @@ def check_state(
             check_count(what, found)
         elif isinstance(value, dict):
             check_mapping(what, found)
+        elif type(found) is not type(value):
+            raise ValueError(f"{what} must be of type {type(value).__name__}, not {found!r}")
 
 
 @runtime_checkable

@@ -29,6 +29,7 @@ from dgc.gossip.graphs import n_peer_exponential
 from dgc.gossip.messages import WEIGHT_NBYTES, FP32Message, Message, blank, exchange, weight_of
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, check_state
 from dgc.gossip.topology import Graph, Mixing, Topology, build_topology, check_mixing, uniform
+from dgc.state import check_mapping
 
 POLL_INTERVAL = 5e-4  # seconds
 Share = tuple[Tensor, float]  # of x and of w
@@ -271,11 +272,18 @@ class SGP(Gossip):
         state = {"z": self.z, "x": self.z * self.w, "size": self.size, "w": fp64(self.w), "received": received}
         return {**state, "round": self.round, "graph_epoch": self._graph_epoch}
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _check_content(self, state: Mapping[str, Any]) -> None:
+        if not state["w"] > 0:
+            raise ValueError(f"w must be positive, not {float(state['w'])}")
         if (epoch := state["graph_epoch"]) not in self._graphs:
             raise ValueError(f"state of another graph_from_epoch: its graph begins with epoch {epoch}")
-        for share in state["received"].values():
+        for distance, share in state["received"].items():
+            if not isinstance(distance, str) or not distance.isdecimal():
+                raise ValueError(f"a distance of received shares is {distance!r}, not a whole number as text")
+            check_mapping(f"received share of distance {distance}", share)
             check_state(share, {"x": self.z, "w": fp64(self.w)}, prefix="received ")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         received = {
             (self.rank + int(distance)) % self.size: (share["x"].to(self.z.device), float(share["w"]))
             for distance, share in state["received"].items()

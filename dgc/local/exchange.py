@@ -3,16 +3,17 @@
 A fragment is a part of a model that is exchanged together, with buckets and an outer optimizer of its own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import checked
+from dgc.arguments import FLAG, NOTHING, NUMBER, checked, require
 from dgc.bucket import Segment
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
@@ -21,7 +22,7 @@ from dgc.engine.agreement import Agreement
 from dgc.engine.buckets import MEGABYTE, PlannedBucket, keep_states, plan_buckets, states_in_order
 from dgc.engine.loop import Engine, warn_of_drop
 from dgc.engine.options import register_compressors
-from dgc.engine.state import named_methods
+from dgc.engine.state import named_methods, texts
 from dgc.gossip.model import FlatModel
 from dgc.local.optimizers import OuterOptimizer
 from dgc.state import check_count, check_mapping, check_tensor, zeros
@@ -166,15 +167,19 @@ class ModelExchange:
         compression = {name: states.state_dict() for name, states in named_methods(self.states).items()}
         return {"compression": compression, "dropped": self.dropped}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check(self, state: Mapping[str, Any]) -> list[Callable[[], None]]:
+        """Raise ValueError for a state that cannot be loaded. Returns what loads those of the compressors."""
         compressors, saved = named_methods(self.states), state["compression"]
         check_mapping("compression", saved)
         if compressors.keys() != saved.keys():
-            found = f"{sorted(saved)}, not {sorted(compressors)}"
+            found = f"{texts(saved)}, not {texts(compressors)}"
             raise ValueError(f"state of other compressors: {found}. Use those of the run that saved it")
         check_count("dropped", state["dropped"])
-        for name, compressor in compressors.items():
-            compressor.load_state_dict(saved[name])
+        return [compressor.loader(saved[name]) for name, compressor in compressors.items()]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for load in self.check(state):
+            load()
         self.dropped = state["dropped"]
 
 
@@ -285,31 +290,53 @@ class OuterExchange(ModelExchange):
             "means": {s.name: mean.clone() for f in self._in_flight() for s, _, mean in f.tensors},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check(self, state: Mapping[str, Any]) -> list[Callable[[], None]]:
         z0, outer, means = state["z0"], state["outer"], state["means"]
         names = {name for fragment in self.fragments for name, _ in fragment.named}
         for part, saved in (("z0", z0), ("outer", outer)):
             check_mapping(part, saved)
             if names != saved.keys():
-                raise ValueError(f"{part} of another model: of {sorted(saved)}, not {sorted(names)}")
-        flight, fields_of = None, {f.name for f in fields(Flight)}
-        if (saved := state["flight"]) is not None:
+                raise ValueError(f"{part} of another model: of {texts(saved)}, not {sorted(names)}")
+        saved, fields_of = state["flight"], {f.name for f in fields(Flight)}
+        if saved is not None:
             if not isinstance(saved, Mapping) or saved.keys() != fields_of:
                 raise ValueError(f"flight must have {sorted(fields_of)}, not {saved!r}")
-            flight = Flight(**saved)
-        numbers = set() if flight is None else set(flight.fragments)
+            Flight(**saved)
+            for key in ("lr", "outer_factor"):
+                if saved[key] is not None and not 0 <= saved[key] < inf:
+                    raise ValueError(f"flight has {key} {saved[key]}, which must be finite and 0 or more")
+            if not saved["arrived"]:
+                raise ValueError("the exchange in flight must have arrived")
+            for number in saved["fragments"]:
+                check_count("a fragment in flight", number)
+            check_count("the step when the exchange in flight is due", saved["due"])
+        numbers = set() if saved is None else set(saved["fragments"])
         if not numbers <= set(range(len(self.fragments))):
             raise ValueError(f"an exchange of fragments {sorted(numbers)} is in flight: use the same fragment_mb")
         check_mapping("means", means)
         for i, fragment in enumerate(self.fragments):
             for segment, _, _ in fragment.tensors:
-                _check_outer_state(segment.name, outer[segment.name])
+                _check_outer_state(segment.name, outer[segment.name], segment.shape)
                 check_tensor(f"z0 of {segment.name}", z0[segment.name], segment.shape)
                 if i in numbers:
                     check_tensor(f"mean of {segment.name}", means.get(segment.name), segment.shape)
+            kinds = [
+                {key: getattr(value, "dtype", type(value)) for key, value in outer[name].items()}
+                for name, _ in fragment.named
+                if name not in fragment.model.momenta
+            ]
+            if any(of != kinds[0] for of in kinds):
+                raise ValueError(f"outer states of parameters that are stepped together differ: they have {kinds}")
+        return super().check(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        loads, (z0, outer, means) = self.check(state), (state[part] for part in ("z0", "outer", "means"))
         self.arrive()  # what is in flight ends here: its means and errors are replaced below
-        super().load_state_dict(state)
-        self.flight = flight
+        for load in loads:
+            load()
+        self.dropped = state["dropped"]
+        self.flight = None if state["flight"] is None else Flight(**state["flight"])
+        numbers = set() if self.flight is None else set(self.flight.fragments)
         for i, fragment in enumerate(self.fragments):
             for segment, own, mean in fragment.tensors:
                 own.copy_(z0[segment.name])
@@ -320,10 +347,12 @@ class OuterExchange(ModelExchange):
                     mean.copy_(means[segment.name])
 
 
-def _check_outer_state(name: str, state: Any) -> None:
+def _check_outer_state(name: str, state: Any, shape: Sequence[int]) -> None:
+    """Raise ValueError for what no optimizer keeps of a tensor: numbers, and tensors of its shape or of none."""
     check_mapping(f"outer state of {name}", state)
     for key, value in state.items():
+        require("text", (str,), **{f"a key of the outer state of {name}": key})
         if isinstance(value, Tensor):
-            check_tensor(f"outer {key} of {name}", value, None, value.dtype)
-        elif isinstance(value, str):
-            raise ValueError(f"outer {key} of {name} is text: {value!r}")
+            check_tensor(f"outer {key} of {name}", value, shape if value.dim() else (), value.dtype)
+        else:
+            require("a number, a tensor or None", (*NUMBER, *FLAG, *NOTHING), **{f"outer {key} of {name}": value})

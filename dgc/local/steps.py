@@ -27,7 +27,7 @@ model.
 Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, nan
@@ -45,11 +45,12 @@ from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.engine.agreement import check_equal
 from dgc.engine.options import as_route
+from dgc.engine.state import texts
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
 from dgc.local.exchange import Flight, Fragment, OuterExchange, divide
 from dgc.local.optimizers import OuterOptimizer
-from dgc.state import check_count, check_tensor
+from dgc.state import check_count, check_mapping, check_tensor
 
 COMMON_START = (
     "call dgc.optim.broadcast_parameters(model.state_dict()) before LocalOptimizer, because ranks exchange only "
@@ -384,15 +385,22 @@ class OuterSteps(Gossip):
         own: dict[str, Any] = {"z": self.z.clone()} if self.base is None else {"base": self.base.state_dict()}
         return {"steps": self.steps, **own, **self.exchange.state_dict()}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def loader(self, state: dict[str, Any]) -> Callable[[], None]:
+        check_mapping("state of an algorithm", state)
         own = "z" if self.base is None else "base"
         wanted = {"steps", own, "z0", "outer", "compression", "flight", "means", "dropped"}
         if state.keys() != wanted:
-            raise ValueError(f"state of another algorithm: it has {sorted(state)}, not {sorted(wanted)}")
+            raise ValueError(f"state of another algorithm: it has {texts(state)}, not {texts(wanted)}")
         check_count("steps", state["steps"])
         if self.base is None:
             check_tensor("z", state["z"], self.z.shape)
+        else:
+            self.base.loader(state["base"])
+        self.exchange.check(state)
+        return partial(torch.no_grad()(self._load), state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if self.base is None:
             self.z.copy_(state["z"])
             self.model.scatter()
         else:

@@ -437,15 +437,18 @@ class ZeroOneSteps(Gossip):
         parts = {part: {t.name: getattr(t, part).clone() for t in self._tensors} for part in PARTS}
         return {**parts, "rates": list(self.rates), "local_steps": self.local_steps, **self.exchange.state_dict()}
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _check_content(self, state: Mapping[str, Any]) -> None:
         for part in PARTS:
             if (found := state[part].keys()) != (names := {tensor.name for tensor in self._tensors}):
-                raise ValueError(f"{part} of another model: of {sorted(found)}, not {sorted(names)}")
+                raise ValueError(f"{part} of another model: of {sorted(map(str, found))}, not {sorted(names)}")
             for tensor in self._tensors:
                 check_tensor(f"{part} of {tensor.name}", state[part][tensor.name], tensor.z.shape)
         if len(state["rates"]) != len(self.rates):
             raise ValueError(f"state of {len(state['rates'])} parameter groups, not {len(self.rates)}")
         require("a list of numbers", NUMBER, **{f"rates[{i}]": rate for i, rate in enumerate(state["rates"])})
+        self.exchange.check(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self.exchange.load_state_dict(state)
         for tensor in self._tensors:
             for part in PARTS:

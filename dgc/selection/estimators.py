@@ -294,8 +294,8 @@ class Laplace(Estimator):
         require("at least 1", WHOLE, least=1, passes=self.passes)
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        return self.warm_start
+    def rows(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
+        return {"threshold": ()} if self.warm_start else {}
 
     def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
         b, k, history = segments.mean, segments.k.clamp(min=1), segments.plan.history

@@ -24,8 +24,8 @@ class Plan:
     """Tuples with one entry per tensor of the bucket. The payload holds `capacity` elements.
 
     ratio: that of tensors of two or more dimensions. ratios: those of all tensors.
-    history: tensors that a selector keeps for its next step. If the selector `remembers`, each tensor in it has
-    one row per tensor of the bucket.
+    history: tensors that a selector keeps for its next step. Those in the selector's `rows` have one row
+    per tensor of the bucket.
     """
 
     segments: tuple[Segment, ...]
@@ -131,11 +131,12 @@ class SelectorResult:
 class Selector(ABC):
     """Base class of selectors. A selector chooses at most `plan.capacity` elements of a bucket and never a zero.
 
-    remembers: whether the selection depends on `plan.history`, which must then be saved in checkpoints.
+    rows: what of `plan.history` the selection depends on, which is saved in checkpoints: for each name, the shape
+        of a tensor's row, in fp32 and not negative.
     repeats: whether each step does the same on a GPU, without a seed and without waiting. It can be a CUDA graph.
     """
 
-    remembers = False
+    rows: Mapping[str, tuple[int, ...]] = {}
     repeats = False
 
     @abstractmethod

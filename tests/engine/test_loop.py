@@ -114,7 +114,7 @@ class Run:
 
     def means_and_states(self) -> Any:
         means = [group[0].bucket.flat.clone() for group in self.engine.groups]
-        return means, [states.state_dict() for states in self.kept]
+        return means, [{**states.state_dict(), "method": None} for states in self.kept]
 
 
 class Rounds(methods.StatelessCompressor):

@@ -26,7 +26,7 @@ class Held(BucketStates):
     """The steps of one rank. `rollback` undoes what was sent since the last pass."""
 
     def __init__(self, memory: Memory):
-        super().__init__(cast(Compressor, SimpleNamespace(init=memory.init)))
+        super().__init__(cast(Compressor, SimpleNamespace(init=memory.init, class_name=type(memory).__name__)))
         self.memory = memory
 
     def plan(self, bucket: Bucket) -> None:

@@ -51,7 +51,8 @@ def sent_(memory: Any, bucket: Any, indices: Any, values: Any) -> None:
 
 def bits(memory: Any) -> Any:
     """Copies of the tensors. Beside them there are numbers of steps."""
-    named = {f"{kind}.{name}": x for kind, part in memory.state_dict().items() for name, x in part.items()}
+    tables = {kind: part for kind, part in memory.state_dict().items() if kind != "method"}
+    named = {f"{kind}.{name}": x for kind, part in tables.items() for name, x in part.items()}
     return {name: x.clone() for name, x in named.items() if isinstance(x, torch.Tensor)}
 
 
