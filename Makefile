@@ -66,7 +66,7 @@ parallel: setup
 # pytest ends with 5 where no test is marked as a proof
 CHECKED := --jaxtyping-packages=dgc,typecheck.checked
 # the oldest and the newest torch on which the adapters' tests are run
-TORCHES ?= 2.4.1 2.14.1
+TORCHES ?= 2.4.1 2.15.0
 proof: setup
 	@$(BIN)/python -m pytest $(CHECKED) --ignore tests/parallel
 	@$(BIN)/python -m pytest $(CHECKED) -m proof || test $$? -eq 5

@@ -47,7 +47,7 @@ from dgc.versions import TorchRange
 TORCH = TorchRange(
     "ddp",
     oldest="2.4",
-    newest="2.14",
+    newest="2.15",
     since={
         "_build_params_for_reducer": "2.1",
         "_comm_hooks": "2.1",

@@ -91,17 +91,17 @@ def test_a_star_import_has_every_name_of_the_list_and_no_other() -> None:
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the changes are made to a torch that has FSDP2")
 def test_fsdp_is_refused_at_its_import_and_ddp_is_not() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_FSDP2], capture_output=True, text=True)
-    refusal = "dgc.fsdp works with torch 2.13 to 2.14, and not with torch 2."
+    refusal = "dgc.fsdp works with torch 2.13 to 2.15, and not with torch 2."
     assert [line.startswith(refusal) for line in done.stdout.splitlines()] == [True] * 3, done
 
 
 def test_a_version_is_older_by_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    supported = TorchRange("ddp", "2.4", "2.14")
-    for version in ("2.4.0a0+git", "2.10.1", "2.15.0+cpu", "3.0"):
+    supported = TorchRange("ddp", "2.4", "2.15")
+    for version in ("2.4.0a0+git", "2.10.1", "2.16.0+cpu", "3.0"):
         monkeypatch.setattr(torch, "__version__", version)
         supported.check_version()
     monkeypatch.setattr(torch, "__version__", "2.3.1")
-    with pytest.raises(ImportError, match="dgc.ddp works with torch 2.4 to 2.14, and not with torch 2.3.1"):
+    with pytest.raises(ImportError, match="dgc.ddp works with torch 2.4 to 2.15, and not with torch 2.3.1"):
         supported.check_version()
     with pytest.raises(ImportError, match=", whose object has no absent"):
         supported.check(object(), ["__class__", "absent"])

@@ -10,7 +10,7 @@ from dgc.versions import TorchRange
 TORCH = TorchRange(
     "fsdp",
     oldest="2.13",
-    newest="2.14",
+    newest="2.15",
     since={  # of FSDPModule
         "_get_fsdp_state": "2.6",
         "set_all_reduce_hook": "2.9",

@@ -29,7 +29,7 @@ from dgc.engine.options import as_number, check_adam, check_optimizer_state, che
 from dgc.optim.muon_rule import rows_of
 from dgc.versions import TorchRange
 
-TORCH = TorchRange("optim.MuonWithAdamW", oldest="2.9", newest="2.14", since={"Muon": "2.9"})
+TORCH = TorchRange("optim.MuonWithAdamW", oldest="2.9", newest="2.15", since={"Muon": "2.9"})
 _LOW_RANK = "loses much with Muon, which makes all singular values alike"
 _SIGNS = "of embeddings ruins AdamW's step, because rows of rare tokens become as large as others"
 # why a compressor does not suit: its name, whether the parameter is of Muon, whether it exchanges gradients
