@@ -123,6 +123,7 @@ class HorovodTransport(GroupedTransport):
     point_to_point = False  # an all-to-all of all ranks takes the place of an Exchange
 
     def __init__(self, hierarchical: bool | str = False, timeout: float | None = None, process_set: Any = None):
+        self.timeout = timeout
         if not hvd.is_initialized():
             check_launcher(os.environ)
             if timeout is not None:

@@ -101,6 +101,7 @@ class TorchTransport(GroupedTransport):
     """
 
     def __init__(self, hierarchical: bool | str = False, timeout: float | None = None, backend: str = "gloo"):
+        self.timeout = timeout
         duration = timedelta(seconds=DEFAULT_TIMEOUT if timeout is None else timeout)
         self._owns_default_group = not dist.is_initialized()
         if self._owns_default_group:

@@ -30,6 +30,11 @@ class Transport(Protocol):
     def local_size(self) -> int: ...
 
     @property
+    def timeout(self) -> float | None:
+        """Seconds that the program gave for operations that some ranks never join. None: it gave none."""
+        ...
+
+    @property
     def point_to_point(self) -> bool:
         """Whether an Exchange, also of tensors of the transport's own device, goes straight from rank to rank."""
         ...
@@ -63,6 +68,7 @@ class GroupedTransport(ABC):
     """Base class of transports that list the ranks of each group, and need no preparation of communicators."""
 
     rank: int
+    timeout: float | None = None
 
     @abstractmethod
     def members(self, group: Group) -> list[int]:
@@ -97,7 +103,7 @@ class WrappingTransport:
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
-        self.point_to_point = inner.point_to_point
+        self.timeout, self.point_to_point = inner.timeout, inner.point_to_point
 
     def group_size(self, group: Group) -> int:
         return self.inner.group_size(group)

@@ -66,6 +66,7 @@ class AlikeRanks:
         512
     """
 
+    timeout: float | None = None
     point_to_point = True
 
     def __init__(self, size: int, local_size: int = 1, local_rank: int | None = None):

@@ -11,10 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from dgc.comm.collectives import all_gather_object, broadcast_object
+from dgc.comm.meeting import meet
 from dgc.engine.redistribute import redistribute
 from dgc.engine.state import HasCompression
 
 RANKS = "ranks"
+GATHER = "Call it on all ranks, outside of `if rank == 0`, and save what it returns on rank 0"
+LOAD = "Call it on all ranks, outside of `if rank == 0`: only rank 0 needs the file, the others may pass None"
 
 
 class HasGatheredState(HasCompression):
@@ -23,6 +26,10 @@ class HasGatheredState(HasCompression):
     def gather_state(self) -> dict[str, Any] | None:
         """Return on rank 0 the `compression_state_dict()` of all ranks, and None on the others. Collective.
 
+        Raises:
+            RuntimeError: Some ranks have not called it within the seconds of `connect(timeout=)`, or 60 if none
+                were given. Ranks that wait for rank 0 wait for half an hour.
+
         Example:
             >>> model = DistributedDataParallel(model)
             >>> exchange = compress(model, TwoPhaseCompressor(bits=4))
@@ -30,6 +37,7 @@ class HasGatheredState(HasCompression):
             ['ranks']
         """
         own, ranks, states = on_cpu(self.compression_state_dict()), self._ranks, []
+        meet(ranks, "gather_state()", GATHER)
         for rank in range(ranks.size):
             state = broadcast_object(ranks, own, rank, f"state.gather{rank}")
             if ranks.rank == 0:
@@ -47,8 +55,10 @@ class HasGatheredState(HasCompression):
         Raises:
             ValueError: On every rank, if rank 0 has no such state, or as `load_compression_state_dict` and
                 `redistribute` do.
+            RuntimeError: Some ranks have not called it, as in `gather_state`.
         """
         ranks, states, problem = self._ranks, list[dict[str, Any]](), ""
+        meet(ranks, "load_gathered()", LOAD)
         parts = all_gather_object(ranks, self.part, "state.parts")
         if ranks.rank == 0:
             try:

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 
 from dgc.comm.collectives import all_gather_object
+from dgc.comm.meeting import meet
 from dgc.comm.transport import Transport
 from dgc.ddp import DDPExchange
 from dgc.engine.state import HasCompression
+
+ON_EVERY_RANK = (
+    "Save and load checkpoints on all ranks: the trainer itself writes its shared files on rank 0 alone"
+)
 
 
 def missing(library: str) -> ModuleNotFoundError:
@@ -47,6 +52,7 @@ def save(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
     Raises:
         RuntimeError: On every rank, if one cannot save its state.
     """
+    meet(exchange.transport, "the trainer's saving of a checkpoint", ON_EVERY_RANK)
     file = file_of(exchange.transport.rank)
 
     def write() -> None:
@@ -69,6 +75,7 @@ def load(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
         ValueError: On every rank, if only some ranks have a file, or one rank cannot read or use its own.
     """
     transport = exchange.transport
+    meet(transport, "the trainer's loading of a checkpoint", ON_EVERY_RANK)
     own = file_of(transport.rank)
     there = all_gather_object(transport, own.is_file(), "files_of_the_exchange")
     if not any(there):

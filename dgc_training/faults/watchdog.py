@@ -99,7 +99,7 @@ class WatchedTransport:
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
-        self.point_to_point = inner.point_to_point
+        self.timeout, self.point_to_point = inner.timeout, inner.point_to_point
         self._since: tuple[float, str] | None = None
 
     @property

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from environment import patient
 from parallel.ddp_trainer import METHODS, OPTIONS, SAVED, SOME, Branches, Convolutions, Net, Trainer, data_of
 from parallel.found import Finding
-from parallel.ranks import Group, each_rank_of, over, torchrun
+from parallel.ranks import Group, each_rank_of, mpirun, over, torchrun
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.comm import all_gather_object
+from dgc.comm import all_gather_object, barrier, meeting
 from dgc.compression import DenseCompressor, DGCCompressor, NonFiniteGradientError
 from dgc.ddp import compress
 from dgc.memory import DGCSGDMemory
@@ -301,3 +301,22 @@ def test_a_state_continues_bit_for_bit_also_in_other_buckets_optimizers_and_proc
     found = group.run(checkpoints, tmp_path)
     group.run(failure, last=True)
     assert group.run(resumed, tmp_path) == found
+
+
+@pytest.mark.parametrize("call", ["gather_state", "load_gathered"])
+@each_rank_of(over(torchrun, 3), over(mpirun, 2))
+def test_rank_0_alone_gets_an_error_that_names_the_others_and_then_all_may_call(transport: Any, call: str) -> bool:
+    trainer = Trainer(transport, "4 bits", "optimizer").train()
+    exchange, others = trainer.exchange, "rank 1" if transport.size == 2 else "ranks 1, 2"
+    given = () if call == "gather_state" else (exchange.gather_state(),)
+    if transport.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meeting, "LIMIT", 0.5)
+            message = (
+                rf"called {call}\(\) and waited for [01] seconds, without an answer from {others}: every rank"
+            )
+            with pytest.raises(RuntimeError, match=message):
+                getattr(exchange, call)(*given)
+    barrier(transport)
+    found = getattr(exchange, call)(*given)
+    return (found is None) == (transport.rank > 0 or call == "load_gathered")
