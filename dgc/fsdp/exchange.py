@@ -220,6 +220,7 @@ class FSDPExchange(HasGatheredState):
         self._groups = groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
         for group in groups:
             group.check_no_hook()
+            group.check_elements()
         self._name, self._machines = unique_prefix(transport), transport.group_size("cross")
         self._plans = plan_groups(groups, route, self._name)
         self._planned = [bucket for plan in self._plans for bucket in plan.buckets]

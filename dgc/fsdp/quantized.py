@@ -52,8 +52,12 @@ from dgc.engine.options import check_nonfinite
 from dgc.fsdp.shards import ParameterGroup, Place, parameter_groups, sharded_like
 from dgc.gossip.model import local
 from dgc.kernels import BlockCode
+from dgc.kernels.selection import usable
+from dgc.state import check_mapping, check_tensor
 from dgc.wire.envelope import Unchecked, blank, envelope
 
+UNUSABLE = "{name} on rank {rank} has NaN or inf, or is 2**64 or more"
+FP16 = torch.finfo(torch.float16).max
 WEIGHTS = ERROR = BlockCode(8, 256)
 TAG = 8 << 20  # of the messages of the first group
 # FSDP2 divides fp16 gradients by a factor that depends on the number of ranks before it sums them
@@ -112,16 +116,40 @@ class _ReduceScatter(_Collective):
 
     tag: Of its messages on a CPU. kept: Of all elements, blocks of ERROR or fp32, [ranks, bytes or numel].
     changed: The same after this backward pass. None: zeros, or unchanged.
+    alone: On one rank, the buffers of this backward pass: by turns the gradients, and the result.
     """
 
     tag = TAG
     kept: Tensor | None = None
     changed: Tensor | None = None
 
+    def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _Layout):
+        super().__init__(owner, group, layout, "gradients")
+        self.alone: list[Tensor] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = super().allocate(size, dtype=dtype, device=device)
+        if self.layout.ranks == 1:  # FSDP2 copies gradients to the result itself
+            self._check(buffer, self.layout.numel)
+            self._owner.begin()
+            self.alone.append(buffer)
+        return buffer
+
+    def nonfinite_alone(self) -> str | None:
+        """On one rank, return the first parameter with NaN or inf in a result of this backward pass."""
+        for result in self.alone[1::2]:
+            unscaled = result.to(torch.float32, copy=self._owner.scale.enabled)
+            if self._owner.scale.enabled:
+                self._owner.scale.divide_(unscaled)
+            if problem := _first_unusable(self.layout.names, unscaled.split(self.layout.sizes)):
+                return problem
+        return None
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         owner, layout, ranks = self._owner, self.layout, self.layout.ranks
+        self.alone.clear()  # a version of FSDP2 that leaves nothing out
         self._check(input_tensor, ranks * layout.numel)
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
@@ -138,7 +166,7 @@ class _ReduceScatter(_Collective):
         payload, room = blank(ranks, layout.row_bytes, v)
         first = backend.blocks.add_encode_((input_tensor,), v, layout.rows, layout.code, room, residual)
         if residual is not None:
-            self.changed = self._stored(residual)
+            self.changed = self.stored(residual)
 
         self._envelope.seal_rows_(payload, first)
         arrived, works = torch.empty_like(payload), list[dist.Work]()
@@ -179,17 +207,14 @@ class _ReduceScatter(_Collective):
         kernels.of(out).blocks.decode(list(kept), self.layout.rows, ERROR, 1, (out,))
         return out
 
-    def _stored(self, error: Tensor) -> Tensor:
+    def stored(self, error: Tensor) -> Tensor:
+        """Return what is kept of an error, fp32 [ranks numel]."""
         if self._owner.error == "float32":
             return error.view(self.layout.ranks, -1)
         nbytes = ERROR.row_bytes(sum(-(-size // ERROR.size) for size in self.layout.sizes))
         rows = torch.zeros(self.layout.ranks, nbytes, dtype=torch.uint8, device=error.device)
         kernels.of(error).blocks.encode_(error, self.layout.rows, ERROR, rows, False)
         return rows
-
-    def store(self, error: Tensor) -> None:
-        """Keep an error, fp32 [ranks numel]."""
-        self.kept = self._stored(error)
 
     def parts(self, kept: Tensor) -> list[list[Tensor]]:
         """Return for each parameter the views of `kept` that have its error, [ranks, some]."""
@@ -207,8 +232,7 @@ class _ReduceScatter(_Collective):
     def exact(self) -> Tensor:
         """Return what is kept, or its zeros."""
         if self.kept is None:
-            self.store(self.error(None))
-        assert self.kept is not None
+            self.kept = self.stored(self.error(None))
         return self.kept
 
 
@@ -243,6 +267,8 @@ class _AllGather(_Collective):
             out = output_tensor if output_tensor.dtype == torch.float32 else output_tensor.float()
             backend.blocks.decode(opened.contents, layout.rows, layout.code, 1, (out,))
             if out is not output_tensor:
+                if output_tensor.dtype == torch.float16:  # the scale of a block is rounded up, to 65536 too
+                    out.clamp_(-FP16, FP16)
                 output_tensor.copy_(out)
 
         if work is not None:
@@ -345,7 +371,7 @@ class FSDPQuantizer:
             "hadamard": (hadamard, (True, False)),
         }
         for name, (value, allowed) in choices.items():
-            if value not in allowed or isinstance(value, float):
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
         self.error, self.scale = error, LossScale(grad_scaler, ())
         self.meter, self.dropped_steps, self._nonfinite = TrafficMeter(), 0, nonfinite
@@ -358,12 +384,14 @@ class FSDPQuantizer:
         undo = []
         for group in self._groups:
             group.check_own_collectives()
+            if gradients is not None:
+                group.check_elements()
         for group in self._groups:
             reduce_scatter = all_gather = None
             if gradients is not None and group.parameters:
                 code = BlockCode(gradients, block, hadamard)
                 layout = _Layout(group.names, group.places, ranks, code, group.device)
-                reduce_scatter = _ReduceScatter(self, group, layout, "gradients")
+                reduce_scatter = _ReduceScatter(self, group, layout)
                 reduce_scatter.tag = TAG + len(self._sums)
                 self._sums.append(reduce_scatter)
             if weights is not None:
@@ -371,6 +399,8 @@ class FSDPQuantizer:
                 all_gather = _AllGather(self, group, layout, "weights")
             undo.append(group.use_collectives(reduce_scatter, all_gather))
             group.claim(self)
+        if weights is not None and ranks == 1:  # FSDP2 gathers nothing
+            undo.append(model.register_forward_pre_hook(lambda *_: self._check_own_weights()).remove)
         self._undo: list[Callable[[], None]] = undo
         self._reports: list[_Report] = []
         self._sum: _Sum | None = None
@@ -378,8 +408,7 @@ class FSDPQuantizer:
         self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
 
     def _check_settings(self, own: Mapping[str, object]) -> None:
-        found: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(found, own, group=self._mesh.get_group())
+        found = self._of_each_rank(own)
         for rank, other in enumerate(found):
             for name, value in found[0].items():
                 if other[name] != value:
@@ -429,6 +458,7 @@ class FSDPQuantizer:
         self._sum = None
         for collective in self._sums:
             collective.changed = None
+            collective.alone.clear()
 
     def report(self, collective: _Collective, opened: Unchecked[Tensor]) -> None:
         """Take what the headers of a collective say. A GPU is not waited for before the end of backward."""
@@ -444,6 +474,13 @@ class FSDPQuantizer:
         if problem := _nonfinite(waiting):
             raise RuntimeError(f"{problem}: it cannot be trained further. Load a checkpoint")
 
+    @torch.no_grad()
+    def _check_own_weights(self) -> None:
+        """As `_check_weights`, on one rank."""
+        for group in self._groups:
+            if problem := _first_unusable(group.gathered_names, [local(p) for p in group.gathered]):
+                raise RuntimeError(f"{problem}: it cannot be trained further. Load a checkpoint")
+
     def count(self, payload: int, wire: float, dense: float) -> None:
         self.meter.payload_bytes += payload
         self.meter.wire_bytes += wire
@@ -458,7 +495,8 @@ class FSDPQuantizer:
             self.finish_sum()
             self._check_weights()
             reports, self._reports = self._reports, []
-            problem = _nonfinite(reports)
+            alone = (collective.nonfinite_alone() for collective in self._sums)
+            problem = _nonfinite(reports) or next(filter(None, alone), None)
             for collective in self._sums if problem is None else ():
                 if collective.changed is not None:
                     collective.kept = collective.changed
@@ -482,8 +520,9 @@ class FSDPQuantizer:
     def close(self) -> None:
         """Give the model FSDP2's own collectives again. The error is lost."""
         self._forget()
-        for undo, group in zip(self._undo, self._groups, strict=True):
+        for undo in self._undo:
             undo()
+        for group in self._groups:
             group.release(self)
         self._undo, self._groups = [], []
 
@@ -521,39 +560,90 @@ class FSDPQuantizer:
         Without the error of each rank, all ranks get the mean error. Collective.
 
         Raises:
-            ValueError: The state has not the error of these parameters, or was saved with another `error`.
+            ValueError: On every rank, if the state of one has not the error of these parameters, was saved with
+                another `error`, or is damaged. Nothing is changed then.
         """
-        if not isinstance(state, Mapping) or not {"errors", "ranks"} <= state.keys():
-            raise ValueError("the state is not what state_dict() of a FSDPQuantizer returned")
-        exact = bool(state["ranks"])
-        names = [name for own in self._sums if self.error for name in own.group.names]
-        if missing := [n for n in names if n not in state["ranks" if exact else "errors"]]:
-            raise ValueError(f"the state has no error of {missing[0]}: it was saved with another model or error=")
+        exact, problem = False, None
+        try:
+            exact = self._check_state(state)
+        except ValueError as error:
+            problem = str(error)
+        # a rank that refuses alone would leave the others waiting
+        found = self._of_each_rank((problem, exact))
+        for rank, (refusal, way) in enumerate(found):
+            if refusal is not None:
+                raise ValueError(f"{refusal} (on rank {rank})")
+            if way != found[0][1]:
+                raise ValueError(
+                    f"ranks 0 and {rank} load differently: one has the error of each rank, one the mean"
+                )
+        loaded = []
         for own in self._sums if self.error else ():
             kept = own.exact().clone()
             if exact:
                 for name, views in zip(own.group.names, own.parts(kept), strict=True):
                     stored, widths = local(state["ranks"][name]), [view.shape[1] for view in views]
-                    expected = (1, len(kept) * sum(widths))
-                    if stored.shape != expected or stored.dtype != kept.dtype:
-                        raise ValueError(
-                            f"the error of {name} is {stored.dtype} {list(stored.shape)} on this rank, not "
-                            f"{kept.dtype} {list(expected)}: it was saved with another error= or number of ranks. "
-                            "Load the checkpoint into state_dict(of_each_rank=False)"
-                        )
                     for view, part in zip(views, stored.view(len(kept), -1).split(widths, 1), strict=True):
                         view.copy_(part)
-                own.kept = kept
-                continue
-            rows = []
-            for name, p, dim in zip(own.group.names, own.group.parameters, own.group.dims, strict=True):
-                error = state["errors"][name]
-                if error.shape != p.shape:
+            else:
+                wholes = (state["errors"][name].full_tensor().to(kept.device) for name in own.group.names)
+                rows = [_divided(w, dim, own.layout.ranks) for w, dim in zip(wholes, own.group.dims, strict=True)]
+                kept = own.stored(torch.cat(rows, 1).view(-1))
+            loaded.append((own, kept))
+        for own, kept in loaded:
+            own.kept = kept
+
+    def _check_state(self, state: Any) -> bool:
+        """Raise ValueError for what this rank cannot load. Returns whether it has the error of each rank."""
+        if not isinstance(state, Mapping) or state.keys() != {"errors", "ranks"}:
+            raise ValueError("the state is not what state_dict() of a FSDPQuantizer returned")
+        errors, each = state["errors"], state["ranks"]
+        check_mapping("errors of the state", errors)
+        check_mapping("ranks of the state", each)
+        names = {name for own in self._sums if self.error for name in own.group.names}
+        for table in (errors, *([each] if each else [])):
+            if missing := sorted(names - table.keys()):
+                raise ValueError(
+                    f"the state has no error of {missing[0]}: it was saved with another model or error="
+                )
+            if unknown := sorted(map(str, table.keys() - names)):
+                raise ValueError(
+                    f"the state has an error of {unknown[0]}, which was saved with another model or error="
+                )
+        for own in self._sums if self.error else ():
+            parts = own.parts(own.exact())
+            for name, p, views in zip(own.group.names, own.group.parameters, parts, strict=True):
+                what, error = f"the error of {name}", errors[name]
+                if not isinstance(error, DTensor) or error.placements != p.placements or error.shape != p.shape:
                     raise ValueError(
-                        f"the error of {name} is {list(error.shape)}, and the parameter {list(p.shape)}"
+                        f"{what} is not sharded as the parameter, of shape {list(p.shape)}: {error!r}"
                     )
-                rows.append(_divided(error.full_tensor().to(kept.device), dim, own.layout.ranks))
-            own.store(torch.cat(rows, 1).view(-1))
+                check_tensor(what, local(error), local(p).shape)
+                if each:
+                    self._check_stored(what, each[name], own.layout.ranks, views)
+        return bool(each)
+
+    def _check_stored(self, what: str, error: Any, ranks: int, views: Sequence[Tensor]) -> None:
+        """Raise ValueError unless `error` has what this rank can keep in these views of it."""
+        (first, *_), numel = views, sum(view.numel() for view in views)
+        expected = (ranks, numel)
+        if not isinstance(error, DTensor) or error.placements != (Shard(0),) or tuple(error.shape) != expected:
+            raise ValueError(
+                f"{what} is {getattr(error, 'dtype', type(error))} {list(getattr(error, 'shape', ()))}, not "
+                f"{first.dtype} {list(expected)}, a row for each rank: it was saved with another error= or number "
+                "of ranks. Load the checkpoint into state_dict(of_each_rank=False)"
+            )
+        stored = local(error)
+        check_tensor(what, stored, (1, numel), first.dtype)
+        if self.error == "int8":  # the first view has the scales, which are bfloat16
+            scales = stored.view(ranks, -1)[:, : first.shape[1]].contiguous().view(torch.bfloat16).float()
+            check_tensor(f"a scale of {what}", scales, least=0)
+
+    def _of_each_rank(self, own: Any) -> list[Any]:
+        """Return what all ranks have, in their order. Collective."""
+        found: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(found, own, group=self._mesh.get_group())
+        return found
 
 
 def _joined(rows: Tensor, shape: Sequence[int], dim: int) -> Tensor:
@@ -578,8 +668,16 @@ def _nonfinite(reports: Sequence[_Report]) -> str | None:
         names = report.collective.layout.names
         for rank, number in enumerate(report.opened.wait()[1]):
             if number and found is None:
-                found = f"{names[(number - 1) % len(names)]} on rank {rank} has NaN or inf, or is 2**64 or more"
+                found = UNUSABLE.format(name=names[(number - 1) % len(names)], rank=rank)
     return found
+
+
+def _first_unusable(names: Sequence[str], parts: Sequence[Tensor]) -> str | None:
+    """Return the same for the only rank, whose parameters or gradients are `parts`."""
+    flags = [usable(part.detach().float()).all() for part in parts]
+    if not flags or bool(torch.stack(flags).all()):
+        return None
+    return UNUSABLE.format(name=names[[bool(flag) for flag in flags].index(False)], rank=0)
 
 
 quantize = FSDPQuantizer

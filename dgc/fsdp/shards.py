@@ -137,6 +137,15 @@ class ParameterGroup:
         is_read = any(p.grad is not None or p._post_accumulate_grad_hooks for p in ps)
         return output.dtype == ps[0].dtype and not is_read and self._group._all_reduce_hook is None
 
+    def check_elements(self) -> None:
+        """Raise ValueError for a parameter without elements, of which FSDP2 cannot reduce zeros."""
+        for name, p in zip(self.names, self.parameters, strict=True):
+            if not p.numel():
+                raise ValueError(
+                    f"{name} has no elements, and FSDP2 cannot reduce the gradient of such a parameter: set its "
+                    "requires_grad to False"
+                )
+
     def check_own_collectives(self) -> None:
         """Raise ValueError if the group does not use FSDP2's own reduce-scatter and all-gather."""
         for comm in (self._group._reduce_scatter_comm, self._group._all_gather_comm):

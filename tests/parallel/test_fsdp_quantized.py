@@ -148,6 +148,19 @@ def test_forward_and_backward_use_the_same_rounded_weights_and_shards_are_exact(
 
 
 @on_ranks
+def test_fp16_weights_that_round_beyond_its_largest_number_stay_finite(transport: Any) -> None:
+    """The scale of a block is rounded up: that of 65504 to 65536."""
+    model = shard(network(), sharded.of_all(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    quantizer = quantize(model, None, 8)
+    with torch.no_grad():
+        local(model[0].weight).fill_(65500.0)
+    model[0].unshard()
+    assert torch.equal(model[0].weight, torch.full_like(model[0].weight, 65504.0))
+    model[0].reshard()
+    quantizer.close()
+
+
+@on_ranks
 def test_bytes_are_those_of_the_formula(transport: Any) -> None:
     for bits, block, weights in ((8, 256, None), (4, 128, 8), (4, 64, None)):
         model = build(sharded.of_all())
@@ -256,6 +269,14 @@ def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any
     state, exact = first.state_dict(), first.state_dict()
     state["ranks"].pop("0.bias")
     refused("the state has no error of 0.bias", partial(first.load_state_dict, state))
+    state, before = first.state_dict(), exact_error(first)
+    if transport.rank == last:
+        local(state["ranks"]["0.bias"]).view(torch.bfloat16)[0, 0] = torch.nan  # the scale of a block
+    damaged = f"a scale of the error of 0.bias has NaN or inf (on rank {last})"
+    refused(damaged, partial(first.load_state_dict, state))
+    way = {**exact, "ranks": {}} if transport.rank == last else exact
+    refused(f"ranks 0 and {last} load differently", partial(first.load_state_dict, way))
+    assert exact_error(first) == before
     first.close()
     second = start(error="float32")
     refused("it was saved with another error= or number of ranks", partial(second.load_state_dict, exact))
