@@ -13,6 +13,9 @@ Differences from the paper: Neighbours are taken in turn, not at random. Any gra
 connect all ranks. A rank initiates a limited number of averages per step, so that a fast network is not flooded.
 An average takes effect on the two ranks one after the other, and steps in between are kept.
 
+What else changes z, such as a limit of its norm, moves x alike. While gossip is paused, as before the first step,
+x becomes z, so that weights may be loaded.
+
 Host memory on each rank: x, two messages of its size (even ranks: one more for each reply in flight), and z once.
 """
 
@@ -99,7 +102,7 @@ class ADPSGD(Gossip):
         if self._thread is not None:
             raise RuntimeError("this ADPSGD has been started already")
         pairs = bipartite_subgraph(build_topology(self.graph, self.size))
-        self._counted, self._buffer = (0, 0), torch.empty_like(self.z)
+        self._counted, self._seen = (0, 0), self.z.clone()  # z as far as x has its changes
         x = self.z.to("cpu", copy=True)
         channel, local_size = open_channel(self._transport), self._meter.local_size
         self._protocol = AveragingProtocol(x, pairs, channel, self.averagings_per_step, self.timeout, local_size)
@@ -128,6 +131,7 @@ class ADPSGD(Gossip):
 
     def begin_step(self) -> None:
         self.resume()
+        self._take_changes()
         self._update_z()
         self._in_step = True
 
@@ -135,7 +139,20 @@ class ADPSGD(Gossip):
     def _update_z(self) -> None:
         with self._protocol.lock:
             self.z.copy_(self._protocol.x)
+        self._seen.copy_(self.z)
         self.model.scatter()
+
+    @torch.no_grad()
+    def _take_changes(self) -> None:
+        """Changes x by what has changed z since the two were compared, or makes it equal to z during a pause."""
+        if torch.equal(self.z, self._seen):
+            return
+        with self._protocol.lock:
+            if self._is_paused:
+                self._protocol.x.copy_(self.z)
+            else:
+                self._protocol.x.add_(torch.sub(self.z, self._seen, out=self._seen).cpu())
+        self._seen.copy_(self.z)
 
     @torch.no_grad()
     def update(self, step: Callable[[], object], lr: float = 0.0) -> None:
@@ -144,13 +161,11 @@ class ADPSGD(Gossip):
         if self._is_paused or not self._in_step:
             raise RuntimeError(MISSING_ZERO_GRAD)
         self._in_step = False
-        before = self._buffer.copy_(self.z)
         with torch.enable_grad():
             step()
         self.model.gather()
-        difference = torch.sub(self.z, before, out=before).cpu()
+        self._take_changes()
         with self._changed:
-            self._protocol.x.add_(difference)
             self._protocol.count_step()
             self._changed.notify_all()
         self._update_meter()
@@ -169,6 +184,7 @@ class ADPSGD(Gossip):
 
     def synchronize_messages(self) -> None:
         self._check()
+        self._take_changes()
         with self._changed:
             self._protocol.is_draining = True
             self._changed.notify_all()
@@ -180,7 +196,9 @@ class ADPSGD(Gossip):
     def flush(self) -> None:
         """Same as `synchronize_messages`, because messages in flight cannot be separated from completed ones."""
         self._check()
-        if not self._is_paused:
+        if self._is_paused:
+            self._take_changes()
+        else:
             self.synchronize_messages()
 
     def restart(self) -> None:
@@ -195,6 +213,9 @@ class ADPSGD(Gossip):
     def resume(self) -> None:
         """Continues gossip if it is paused. Collective, within `timeout` of the first rank's call."""
         self._check()
+        if self._is_paused:
+            self.model.gather()
+            self._take_changes()
         with self._changed:
             if self._is_paused:
                 self._protocol.begin()

@@ -164,7 +164,7 @@ class CHOCO(DifferenceGossip):
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), CHOCO(quantizer=TopK(0.01)))
     """
 
-    static = True
+    static = keeps_start = True
 
     def __init__(
         self,
@@ -217,6 +217,10 @@ class CHOCO(DifferenceGossip):
         for source in peers:
             self.d.add_(replies[source].view(self.z.dtype) - self.xhat, alpha=weights[source])
         self._copies_valid = True
+
+    @torch.no_grad()
+    def begin_from(self, z: Tensor) -> None:
+        self.xhat.copy_(z)
 
     @torch.no_grad()
     def restart(self) -> None:

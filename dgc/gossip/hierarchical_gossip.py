@@ -85,6 +85,9 @@ class HierarchicalGossip(Gossip):
         self.base.start(part, CrossMachineTransport(self._transport), self._meter, f"{self.name}.cross")
         self.compress_ratio = self.base.compress_ratio
 
+    def begin_from(self, z: Tensor) -> None:
+        self.base.begin_from(z[self._slice])
+
     def begin_epoch(self, epoch: int) -> None:
         self.base.begin_epoch(epoch)
 
@@ -187,6 +190,14 @@ class HierarchicalGossip(Gossip):
     @property
     def averages_momentum(self) -> bool:  # type: ignore[override]
         return self.base.averages_momentum
+
+    @property
+    def keeps_start(self) -> bool:  # type: ignore[override]
+        return self.base.keeps_start
+
+    @property
+    def needs_common_start(self) -> bool:  # type: ignore[override]
+        return self.base.needs_common_start
 
     @property
     def island(self) -> int | None:  # type: ignore[override]

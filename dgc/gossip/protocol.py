@@ -36,6 +36,8 @@ class Gossip(ABC):
         is_synchronous: Whether every rank takes the same number of steps.
         needs_groups: Whether the transport must have the groups `local` and `cross`.
         averages_momentum: Whether the momenta of the optimizer are exchanged with the parameters.
+        keeps_start: Whether it keeps a copy of the model that the ranks begin with: see `begin_from`.
+        needs_common_start: Whether the ranks must begin with equal models.
         progress: Steps of all ranks together, as far as this rank has been informed. Only if asynchronous.
         island: After `start`, the number of this rank's island: a rank, or the ranks of a machine that have one
             model together. Islands may be lost and join while the others keep their states. None: no island can
@@ -48,6 +50,8 @@ class Gossip(ABC):
     is_synchronous: bool = True
     needs_groups: bool = False
     averages_momentum: bool = False
+    keeps_start: bool = False
+    needs_common_start: bool = False
     progress: int
     island: int | None = None
     _conversation: RunningConversation[Any] | None = None  # in flight
@@ -62,6 +66,10 @@ class Gossip(ABC):
 
     def _prepare(self) -> None:
         """Called by `start`, when the model and the number of ranks are known."""
+        return None
+
+    def begin_from(self, z: Tensor) -> None:
+        """Takes z [n], with which all ranks begin the first step, in place of the model of `start`."""
         return None
 
     @property

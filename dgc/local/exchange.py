@@ -68,12 +68,12 @@ class Fragment:
         if not isinstance(self.optimizer, Optimizer):
             raise ValueError(f"outer must return an optimizer of torch for tensors, not {self.optimizer!r}")
         self._rates: list[Any] = [group.get("lr") for group in self.optimizer.param_groups]
-        self.restart()
+        self.restart(model.z)
 
-    def restart(self) -> None:
-        """Begin from the present model, which is the same on all ranks."""
+    def restart(self, z: Tensor) -> None:
+        """Begin from z [n], a model that is the same on all ranks."""
         for segment, z0, _ in self.tensors:
-            z0.copy_(segment.of(self.model.z))
+            z0.copy_(segment.of(z))
 
     def fill(self, x: Tensor, bias: float | Tensor) -> None:
         """Store bias z0 - x, the pseudo-gradient, in the buckets.

@@ -132,6 +132,8 @@ class OuterSteps(Gossip):
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), diloco)
     """
 
+    keeps_start = needs_common_start = True
+
     def __init__(
         self,
         average_every: int,
@@ -241,6 +243,13 @@ class OuterSteps(Gossip):
         )
         self.island = transport.rank if can_join else None
 
+    @torch.no_grad()
+    def begin_from(self, z: Tensor) -> None:
+        if self.base is not None:
+            self.base.begin_from(z)
+        for fragment in self.exchange.fragments:
+            fragment.restart(z)
+
     def _check_fit(self, count: int) -> None:
         """Raise ValueError if the number of fragments, the outer optimizer or a compressor does not fit."""
         H = self.average_every
@@ -349,7 +358,7 @@ class OuterSteps(Gossip):
         if self.base is not None:
             self.base.restart()
         for fragment in self.exchange.fragments:
-            fragment.restart()
+            fragment.restart(self.z)
 
     @torch.no_grad()
     def join(self) -> None:

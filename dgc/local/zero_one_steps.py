@@ -288,6 +288,8 @@ class ZeroOneSteps(Gossip):
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), steps)
     """
 
+    keeps_start = needs_common_start = True
+
     def __init__(
         self,
         var_freeze_step: int,
@@ -343,6 +345,10 @@ class ZeroOneSteps(Gossip):
             for s, p in zip(model.segments, model.parameters, strict=True)
         ]
         adam.buffers = {tensor.parameter: tensor.u for tensor in self._tensors}
+
+    @torch.no_grad()
+    def begin_from(self, z: Tensor) -> None:
+        self._z0.copy_(z)
 
     def _common(self) -> dict[str, object]:
         """What is equal on every rank in the step of an exchange."""

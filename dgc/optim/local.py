@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dgc.comm.collectives import all_reduce, barrier
+from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.connect import default_transport, running_transports
 from dgc.comm.conversation import Intact
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.engine.agreement import check_settings
+from dgc.engine.agreement import check_settings, checksum
 from dgc.engine.buckets import check_equal_plans
 from dgc.engine.loop import warn_of_drop
 from dgc.engine.options import (
@@ -33,7 +33,7 @@ from dgc.engine.options import (
     unique_prefix,
     warn_of_unsuited,
 )
-from dgc.engine.state import check_is_state
+from dgc.engine.state import check_is_state, identity_of
 from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
@@ -46,8 +46,10 @@ class LocalOptimizer(Wrapper):
     """Wraps a torch optimizer for ranks that step on their own gradients and exchange models.
 
     Parameters and optimizer state differ between ranks. The model of the run is the mean of the parameters, which
-    `consensus` loads. All ranks must start with the same parameters: see broadcast_parameters. With a
-    torch.amp.GradScaler call `scaler.step(optimizer)`. Each rank has its own scale.
+    `consensus` loads. All ranks must start with the same parameters: see broadcast_parameters. Weights may be
+    loaded until the first zero_grad(), also after this optimizer was built. A later change, such as a limit of
+    their norm, counts as progress of this rank. With a torch.amp.GradScaler call `scaler.step(optimizer)`. Each
+    rank has its own scale.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -58,7 +60,8 @@ class LocalOptimizer(Wrapper):
             `dropped_steps`; other ranks are not affected. "raise" raises NonFiniteGradientError.
 
     Raises:
-        ValueError: An argument is invalid, or settings or models differ between ranks.
+        ValueError: An argument is invalid, or settings or models differ between ranks, which the first step checks
+            again.
 
     Example:
         optimizer = LocalOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), SGP())
@@ -104,6 +107,10 @@ class LocalOptimizer(Wrapper):
         self._momenta = Momenta(optimizer, named) if method.averages_momentum else None
         self.model = FlatModel(named, () if self._momenta is None else self._momenta.named)
         self._trained = {p for _, p in named}
+        self._begins, self._is_settled = True, False  # until a step or a loaded state; until the next step
+        self._start: Tensor | None = None  # this rank's model before the first forward pass
+        self._loaded: int | None = None  # digest of the parameters that a state has brought
+        self._is_replaced = False  # whether they were changed before they were used
         if isinstance(method, UsesOptimizer):
             method.use_optimizer(optimizer)
         method.start(self.model, self.transport, self.meter, f"{unique_prefix(self.transport)}.local")
@@ -119,13 +126,19 @@ class LocalOptimizer(Wrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients and add the messages of neighbours. Call it before the forward pass of each step."""
         self.inner.zero_grad(set_to_none)
+        self._gather()
+        if self._begins and self.method.keeps_start:
+            self._start = self.model.z.clone()
         self._timed("wait", self.method.begin_step)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
         self.meter.count_dense(self.model.numel, self.transport.size)
-        self._begin_step()  # collective in the first step: before what may raise an error on some ranks only
+        # both are collective in the first step: before what may raise an error on some ranks only
+        self._settle()
+        self._begin_step()
+        self._begins = False
         step = self._step if self._has_finite_gradients() else lambda: None
         self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
         return loss
@@ -136,6 +149,56 @@ class LocalOptimizer(Wrapper):
         self.inner.step()
         if self._momenta is not None:
             self._momenta.attach()
+
+    def _gather(self) -> None:
+        """Take over what was changed in the parameters, before messages change them."""
+        self.model.gather()
+        if self._loaded is not None:
+            self._is_replaced, self._loaded = self._digest_of_parameters() != self._loaded, None
+
+    def _digest_of_parameters(self) -> int:
+        return checksum(self.model.z[: self.model.numel])
+
+    def _settle(self) -> None:
+        """Before the first step, or the first one after a load: begin from the weights that the ranks have now.
+
+        Raises:
+            ValueError: The ranks have different ones, or a rank has others than those of the state that it loaded.
+                Raised on every rank.
+        """
+        if self._is_settled:
+            return
+        start, self._start, self._loaded = self._start, None, None
+        if self._takes_common_steps:
+            if start is None:
+                self.model.gather()
+                start = self.model.z
+            shard = self._ranks.group_rank("local") if self._is_sharded else 0
+            digest = checksum(start) if self._begins and self.method.keeps_start else None
+            found = all_gather_object(self._ranks, (shard, digest, self._is_replaced), "local.start")
+            self._compare_starts(found)
+            if digest is not None and all((shard, digest) == one[:2] for one in found if one[0] == shard):
+                self.method.begin_from(start)
+        self._is_settled = True
+
+    def _compare_starts(self, found: Sequence[tuple[int, int | None, bool]]) -> None:
+        """found: of each rank its shard, the digest of its start, and whether its parameters were replaced."""
+        first: dict[int, tuple[int, int]] = {}
+        for rank, (shard, digest, is_replaced) in enumerate(found):
+            if is_replaced:
+                raise ValueError(
+                    f"the parameters of rank {rank} were changed after load_compression_state_dict(), which loads "
+                    "this rank's model: load other weights before it"
+                )
+            if digest is None:
+                continue
+            other, expected = first.setdefault(shard, (rank, digest))
+            if digest != expected and self.method.needs_common_start:
+                raise ValueError(
+                    f"rank {rank} has another model at the first step than rank {other}: load the same weights on "
+                    "every rank, or call dgc.optim.broadcast_parameters(model.state_dict()), because ranks "
+                    "exchange only changes"
+                )
 
     def _timed(self, phase: str, work: Callable[[], object]) -> None:
         before, start = dict(self.meter.seconds), perf_counter()
@@ -187,6 +250,10 @@ class LocalOptimizer(Wrapper):
             self._momenta.attach()
             self.model.gather()
 
+    def _set_epoch(self, epoch: int) -> None:
+        self._gather()  # some algorithms then complete what is in flight
+        super()._set_epoch(epoch)
+
     # --- the common model -------------------------------------------------------------------------
 
     def more_steps(self, total: int) -> Callable[[], bool] | None:
@@ -196,6 +263,7 @@ class LocalOptimizer(Wrapper):
 
     def synchronize_messages(self) -> None:
         self._intact.check()
+        self._gather()
         self.method.synchronize_messages()
 
     @contextmanager
@@ -205,6 +273,7 @@ class LocalOptimizer(Wrapper):
         Sets `consensus_distance`, the L2 distance of this rank's parameters from the mean. Collective.
         """
         self._intact.check()
+        self._gather()
         self.method.flush()
         z = self.model.z
         mean = all_reduce(self.transport, self.method.biased_parameters(), "mean", "consensus")
@@ -237,11 +306,13 @@ class LocalOptimizer(Wrapper):
     def join(self) -> None:
         if self.island is None:
             super().join()
+        self._gather()
         self.method.join()
 
     def compression_state_dict(self) -> dict[str, Any]:
         """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""
         self._intact.check()
+        self._gather()
         self.method.flush()
         return {**super().compression_state_dict(), "optimizer": self.state_dict()}
 
@@ -257,6 +328,11 @@ class LocalOptimizer(Wrapper):
         self._load_optimizer(optimizer)
         if self._momenta is not None:
             self._momenta.attach(loads=False)  # the algorithm has loaded them
+        identity = identity_of(state)
+        self._begins = identity is not None and identity.step == 0  # the ranks may still begin from other weights
+        self._loaded = None if self._begins else self._digest_of_parameters()
+        self._is_settled = self._is_replaced = False
+        self._start = None
 
     def _load_optimizer(self, state: Any) -> None:
         load_optimizer_state(self.inner, state)

@@ -140,6 +140,12 @@ class Trained:
     def algorithm(self) -> Any:
         return self.optimizer.method
 
+    def go_apart(self) -> None:
+        """Takes the first step, which some algorithms must begin from one model."""
+        if self.algorithm.needs_common_start:
+            self.only_gossip()
+            self.finish()
+
     def scatter(self, seed: int = 0, of: int | None = None) -> "Trained":
         """Adds the noise of this rank, or `of` another."""
         generator = torch.Generator().manual_seed(1000 * seed + (self.rank if of is None else of))

@@ -396,6 +396,32 @@ def test_closing_receives_what_is_on_its_way_and_no_rank_trains_before_all_are_c
     LockstepWorld(2).run(connecting)
 
 
+def test_weights_that_are_loaded_are_the_start_and_later_changes_are_kept() -> None:
+    """Before the first step, during a pause, and between two steps."""
+    world = ChannelWorld(2)
+
+    def on_rank(rank: Any) -> Any:
+        p, found = torch.nn.Parameter(torch.zeros(3)), []
+        optimizer = optimizer_of(p, AgreedTransport(world.channels[rank]), 0.0)
+        for start in (0.1, 0.7):
+            p.data.fill_(start)
+            with optimizer.consensus():
+                found.append(p.tolist())
+            for step in range(4):
+                optimizer.zero_grad()
+                p.grad = torch.ones(3)
+                optimizer.step()
+                if step == 1:
+                    p.data.add_(1.0)
+            optimizer.synchronize_messages()
+            found.append(p.tolist())
+        optimizer.close()
+        return torch.tensor(found)
+
+    mean = sum(in_threads(2, on_rank)) / 2
+    torch.testing.assert_close(mean[:, 0], torch.tensor([0.1, 1.1, 0.7, 1.7]))
+
+
 def test_errors_of_the_user_and_a_failure_in_one_thread_is_one_of_every_rank() -> None:
     (channel,) = ChannelWorld(1).channels
     own, z, refused = ADPSGD(), torch.zeros(3), partial(check_refusals, kind=RuntimeError)

@@ -23,8 +23,9 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 def stepped(transport: Any, algorithm: Any, steps: Any) -> Any:
-    own = Trained(transport, algorithm).scatter()
-    own.steps(steps)
+    own = Trained(transport, algorithm)
+    own.go_apart()
+    own.scatter().steps(steps)
     own.finish()
     return own
 

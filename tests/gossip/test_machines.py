@@ -25,6 +25,7 @@ each_size = pytest.mark.parametrize(("size", "local"), [(6, 2), (6, 3)])
 @each_size
 def test_without_gradients_the_mean_over_machines_is_kept(base: Any, size: Any, local: Any) -> None:
     def body(own: Any) -> Any:
+        own.go_apart()
         start = own.scatter(of=own.rank // local).z.double()
         own.only_gossip(7)
         return start, own.biased_parameters(), own.finish()

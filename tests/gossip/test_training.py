@@ -28,6 +28,7 @@ def check_the_mean(row: Any, size: Any, steps: Any) -> Any:
     """Steps without gradients keep it. Returns the largest distance at the end, and its share of the first one."""
 
     def body(own: Any) -> Any:
+        own.go_apart()
         start = own.scatter().z.double()
         for step in range(steps):
             own.optimizer.begin_epoch(3 * step // steps)

@@ -505,7 +505,7 @@ def test_a_state_loaded_at_any_position_goes_on_bit_for_bit(transport: Any, name
         own.step()
         models.append(own.z.clone())
     for position in range(PERIOD):
-        other = nets.Trained(transport, STREAMING[name]()).scatter(3)
+        other = nets.Trained(transport, STREAMING[name]()).scatter(3, of=0)
         other.steps(PERIOD + position)
         for step, state in saved:  # the next state is loaded at another position
             other.resume(copy.deepcopy(state))

@@ -25,6 +25,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def standing(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
 def method(make: Any) -> OuterSteps:
     return OuterSteps(3, outer=Nesterov(), average_momentum=make is muon)
 
@@ -114,6 +118,24 @@ def test_a_loaded_run_of_compressed_outer_steps_continues_bit_for_bit(transport:
         own.close()
     assert ends[0] == ends[1]
     return ends[0]
+
+
+@on_machines
+def test_weights_that_are_loaded_after_the_optimizer_was_built_are_the_start(transport: Any) -> str:
+    model, own = outer(transport, standing, OuterSteps(2, outer=Nesterov()))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(3.0 * p)
+    expected = whole(model)
+    train(model, own, batches(4, transport.rank))
+    assert torch.equal(whole(model), expected)
+    own.close()
+    model, own = outer(transport, standing, OuterSteps(2))
+    with torch.no_grad():
+        model[0].weight.to_local().add_(transport.rank // 2)
+    refused("rank 2 has another model at the first step than rank 0: load", own.step)
+    own.close()
+    return digest([expected])
 
 
 @on_machines

@@ -1,0 +1,138 @@
+"""LocalOptimizer around every algorithm: weights that are loaded after it was built, dropped steps, states."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gossip import networks as nets
+from on_ranks import on_ranks
+from refusals import refuse
+from torch import Tensor, nn
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.gossip import SGP
+from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
+from dgc.optim import LocalOptimizer
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+
+METHODS: dict[str, Callable[[], Any]] = {row.name: row.make for row in (*nets.ROWS, *nets.OUTER, *nets.MORE)}
+METHODS |= {f"{name}, machines": nets.of_machines(base) for name, base in nets.BASES.items()}
+METHODS |= {"0/1 adam": partial(ZeroOneSteps, 2, local_step_scaler=2, local_step_clipper=4)}
+STANDING: dict[str, Any] = {"0/1 adam": partial(ZeroOneAdam, lr=0.0)}
+# of messages in 8 bits, and the weight decay of an outer optimizer
+ROUNDING = {name: 0.5 for name in METHODS if "int8" in name} | {"outer adam, signs": 0.1}
+WEIGHTS = torch.arange(1.0, 94.0)  # of nets.Trained
+
+
+def standing(name: str, transport: Any, **options: Any) -> nets.Trained:
+    """One whose steps change nothing."""
+    make = STANDING.get(name, partial(torch.optim.SGD, lr=0.0, momentum=0.9))
+    return nets.Trained(transport, METHODS[name](), make, **options)
+
+
+def load(own: nets.Trained, weights: Tensor) -> None:
+    """As `model.load_state_dict` does."""
+    with torch.no_grad():
+        for p, part in zip(own.model.parameters(), weights.split([54, 9, 27, 3]), strict=True):
+            p.copy_(part.view_as(p))
+
+
+def values(own: nets.Trained) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in own.model.parameters()])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_that_are_loaded_after_the_optimizer_was_built_are_the_start(name: str) -> None:
+    def body(transport: Any) -> Tensor:
+        own = standing(name, transport)
+        load(own, WEIGHTS)
+        own.steps(8)
+        own.finish()
+        return values(own)
+
+    for found in LockstepWorld(2, 1).run(body):
+        torch.testing.assert_close(found, WEIGHTS, rtol=0, atol=ROUNDING.get(name, 1e-4))
+
+
+def test_diloco_leaves_loaded_weights_as_they_are() -> None:
+    """Not what they were when the optimizer was built, which outer momentum would amplify."""
+
+    def body(transport: Any, outer: Any) -> Any:
+        p = nn.Parameter(torch.zeros(4))
+        inner = torch.optim.SGD([p], lr=0.0)
+        optimizer = LocalOptimizer(inner, [("p", p)], OuterSteps(2, outer=outer), transport=transport)
+        optimizer.zero_grad()
+        p.data.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        for _ in range(8):
+            optimizer.zero_grad()
+            p.grad = torch.ones(4)
+            optimizer.step()
+        return p.tolist()
+
+    for outer in (Nesterov(), SlowMo(), None):
+        assert LockstepWorld(2).run(partial(body, outer=outer)) == [[1.0, 2.0, 3.0, 4.0]] * 2
+
+
+@pytest.mark.parametrize("name", ["diloco, top-k", "pga", "local sgd, machines", "0/1 adam"])
+@on_ranks(2, 1)
+def test_different_weights_that_ranks_have_loaded_are_an_error_of_every_rank(transport: Any, name: str) -> None:
+    own = standing(name, transport)
+    load(own, WEIGHTS + transport.rank)
+    for _ in range(2):
+        refuse("rank 1 has another model at the first step than rank 0: load the same weights on every", own.step)
+
+
+@on_ranks(2)
+def test_what_a_rank_changes_in_its_first_forward_pass_is_its_progress(transport: Any) -> None:
+    """As an embedding with max_norm does."""
+    own = standing("local sgd", transport)
+    load(own, WEIGHTS)
+    own.optimizer.zero_grad()
+    load(own, WEIGHTS + transport.rank)
+    own.optimizer.step()
+    own.steps(3)
+    torch.testing.assert_close(values(own), WEIGHTS + 0.5, rtol=0, atol=1e-5)
+
+
+@on_ranks(2)
+def test_a_change_of_half_precision_parameters_between_steps_is_not_lost_with_the_messages(transport: Any) -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        own = nets.Trained(transport, SGP(), partial(torch.optim.SGD, lr=0.0), dtype)
+        for _ in range(3):
+            own.step()
+            with torch.no_grad():
+                own.model[2].bias += 4.0
+        found.append(own.finish())
+    torch.testing.assert_close(*found, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["local sgd", "sgp", "choco", "0/1 adam"])
+@on_ranks(2)
+def test_weights_that_are_loaded_after_a_state_are_refused(transport: Any, name: str) -> None:
+    own = standing(name, transport)
+    own.steps(3)
+    state, expected = own.state(), values(own)
+    other = standing(name, transport)
+    load(other, WEIGHTS)
+    other.resume(state)
+    assert torch.equal(values(other), expected)
+    other.step()
+    other.resume(state)
+    if transport.rank == 1:
+        load(other, WEIGHTS)
+    refuse("the parameters of rank 1 were changed after load_compression_state_dict", other.step)
+
+
+@on_ranks(2)
+def test_a_state_that_was_saved_before_the_first_step_lets_weights_be_loaded(transport: Any) -> None:
+    own = standing("diloco", transport)
+    own.resume(own.state())
+    load(own, WEIGHTS)
+    with own.optimizer.consensus():
+        assert torch.equal(values(own), WEIGHTS)
+    own.steps(4)
+    assert torch.equal(values(own), WEIGHTS)
