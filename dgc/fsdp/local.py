@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.compression.protocol import NonFiniteGradientError
 from dgc.fsdp.shards import check_ended, check_ranks, machines, parameter_groups, sharded_like
 from dgc.gossip.model import local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
@@ -100,7 +99,7 @@ class ShardedLocalOptimizer(LocalOptimizer):
         for module in self._modules:
             module.reshard()
 
-    def _has_finite_gradients(self) -> bool:
+    def _nonfinite(self) -> str | None:
         if getattr(self, "grad_scale", None) is not None:
             raise ValueError(
                 "a GradScaler has a loss scale for each rank, and the ranks of a machine need one together: train "
@@ -109,19 +108,13 @@ class ShardedLocalOptimizer(LocalOptimizer):
         check_ended(self._modules)
         for group in self._groups:
             group.check_not_replaced("ShardedLocalOptimizer")
-        raised: NonFiniteGradientError | None = None
-        try:
-            is_finite = super()._has_finite_gradients()
-        except NonFiniteGradientError as error:
-            is_finite, raised = False, error
-        if RunningConversation("local.finite", _all_are(is_finite), self._ranks, self.meter).finish():
-            return True
-        if raised is not None:
-            raise raised
-        self.dropped_steps += is_finite
-        if self.nonfinite == "raise":
-            raise NonFiniteGradientError("a gradient on another rank of this machine has NaN or inf")
-        return False
+        reason = super()._nonfinite()
+        if RunningConversation("local.finite", _all_are(reason is None), self._ranks, self.meter).finish():
+            return None
+        if reason is None:
+            self.dropped_steps += 1
+            reason = "a gradient on another rank of this machine has NaN or inf"
+        return reason
 
     def close(self) -> None:
         super().close()

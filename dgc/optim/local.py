@@ -4,6 +4,8 @@ import gc
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from inspect import Parameter, signature
 from math import isnan
 from time import perf_counter
 from typing import Any
@@ -56,8 +58,9 @@ class LocalOptimizer(Wrapper):
         named_parameters: `model.named_parameters()`. None: names are made from groups and positions.
         method: How models are exchanged: an algorithm of `dgc.gossip` or `dgc.local`.
         transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries messages of two ranks.
-        nonfinite: Response to NaN or inf in this rank's gradient. "skip" drops this rank's step and counts it in
-            `dropped_steps`; other ranks are not affected. "raise" raises NonFiniteGradientError.
+        nonfinite: Response to NaN or inf in this rank's gradient. Its step is dropped and counted in
+            `dropped_steps`; other ranks are not affected. "raise" then raises NonFiniteGradientError, unless it is
+            a GradScaler that has found it. Training may go on.
 
     Raises:
         ValueError: An argument is invalid, or settings or models differ between ranks, which the first step checks
@@ -107,6 +110,9 @@ class LocalOptimizer(Wrapper):
         self._momenta = Momenta(optimizer, named) if method.averages_momentum else None
         self.model = FlatModel(named, () if self._momenta is None else self._momenta.named)
         self._trained = {p for _, p in named}
+        self._is_stepping, self._shares_steps = False, method.needs_groups or self._is_sharded
+        if self._shares_steps and needs_closure(optimizer):
+            raise ValueError(self._no_closures())
         self._begins, self._is_settled = True, False  # until a step or a loaded state; until the next step
         self._start: Tensor | None = None  # this rank's model before the first forward pass
         self._loaded: int | None = None  # digest of the parameters that a state has brought
@@ -126,12 +132,21 @@ class LocalOptimizer(Wrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients and add the messages of neighbours. Call it before the forward pass of each step."""
         self.inner.zero_grad(set_to_none)
+        if self._is_stepping:  # in a closure
+            return
         self._gather()
         if self._begins and self.method.keeps_start:
             self._start = self.model.z.clone()
         self._timed("wait", self.method.begin_step)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, alone or with an exchange. closure: As of the wrapped optimizer, called at least once.
+
+        Raises:
+            NonFiniteGradientError: Gradients are not finite. Of a closure these are the ones of its first call.
+        """
+        if closure is None and needs_closure(self.inner):
+            raise ValueError(f"{type(self.inner).__name__} computes the loss in its step: call step(closure)")
         loss = loss_of(closure)
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
         self.meter.count_dense(self.model.numel, self.transport.size)
@@ -139,16 +154,44 @@ class LocalOptimizer(Wrapper):
         self._settle()
         self._begin_step()
         self._begins = False
-        step = self._step if self._has_finite_gradients() else lambda: None
+        reason = self._nonfinite()
+        step = partial(self._step, closure, loss) if reason is None else lambda: None
         self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
+        # after the exchange, in which other ranks wait for this one
+        if reason is not None and self.nonfinite == "raise" and getattr(self, "found_inf", None) is None:
+            raise NonFiniteGradientError(reason)
         return loss
 
-    def _step(self) -> None:
+    def _step(self, closure: Callable[[], Any] | None, loss: Any) -> None:
         if self._momenta is not None:
             self._momenta.attach()  # if a state was loaded
-        self.inner.step()
+        self._is_stepping = True
+        try:
+            self.inner.step() if closure is None else self.inner.step(self._from_second_call(closure, loss))
+        finally:
+            self._is_stepping = False
         if self._momenta is not None:
             self._momenta.attach()
+
+    def _from_second_call(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
+        """The closure, whose first call has been made already and returned `loss`."""
+        known = [loss]
+
+        def evaluate() -> Any:
+            if known:
+                return known.pop()
+            if self._shares_steps:
+                raise ValueError(self._no_closures())
+            return closure()
+
+        return evaluate
+
+    def _no_closures(self) -> str:
+        return (
+            f"{type(self.inner).__name__} computes the loss several times in a step, as often as its own rank "
+            "needs, and the ranks of a machine take one step together: use another optimizer, or LocalOptimizer "
+            "without HierarchicalGossip and FSDP2"
+        )
 
     def _gather(self) -> None:
         """Take over what was changed in the parameters, before messages change them."""
@@ -208,36 +251,38 @@ class LocalOptimizer(Wrapper):
         counted = sum(self.meter.seconds[name] - before[name] for name in before)
         self.meter.seconds[phase] += max(0.0, perf_counter() - start - counted)
 
-    def _has_finite_gradients(self) -> bool:
-        """Whether this rank's gradients are finite. If a GradScaler has scaled them, they are unscaled first."""
+    def _nonfinite(self) -> str | None:
+        """Why this rank drops its step, which it counts, or None: its gradients are finite.
+
+        If a GradScaler has scaled them, they are unscaled first.
+        """
+        reason = self._nonfinite_of_gradients()
+        if reason is None:
+            return None
+        self.dropped_steps += 1
+        if self.dropped_steps == 1 and self.nonfinite == "skip" and getattr(self, "found_inf", None) is None:
+            warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=4)
+        return reason
+
+    def _nonfinite_of_gradients(self) -> str | None:
         owned = [(segment.name, local(p.grad)) for p, segment in self.model.pairs() if p.grad is not None]
         if not owned:
-            return True
+            return None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             torch._foreach_mul_([gradient for _, gradient in owned], float(1 / scale.double()))
         if found_inf is not None:
-            is_finite = not float(found_inf)
-            self.dropped_steps += not is_finite
-            return is_finite
+            return "the GradScaler has found inf" if float(found_inf) else None
         every = [(name, g.coalesce().values() if g.is_sparse else g) for name, g in owned]
         named = [(name, values) for name, values in every if values.numel()]
         if not named:
-            return True
+            return None
         # sums take a tenth of the time of a look at each element, but may overflow
         sums = torch.stack([values.sum(dtype=torch.float32) for _, values in named])
         if bool(sums.isfinite().all()):
-            return True
+            return None
         first = next((name for name, values in named if not bool(values.isfinite().all())), None)
-        if first is None:
-            return True
-        reason = f"the gradient of {first} on rank {self._ranks.rank} has NaN or inf"
-        self.dropped_steps += 1
-        if self.nonfinite == "raise":
-            raise NonFiniteGradientError(reason)
-        if self.dropped_steps == 1:
-            warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=4)
-        return False
+        return None if first is None else f"the gradient of {first} on rank {self._ranks.rank} has NaN or inf"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's optimizer."""
@@ -418,6 +463,12 @@ def warn_of_ddp(parameters: Container[Tensor]) -> None:
                 "or in its no_sync()",
                 stacklevel=4,
             )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer cannot step without a closure."""
+    closure = signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
 
 
 def check_method(method: Any) -> None:

@@ -119,7 +119,12 @@ class Trained:
     """One rank's model, optimizer and data; the same start on every rank."""
 
     def __init__(
-        self, transport: Any, algorithm: Any, make_optimizer: Any = momentum, dtype: Any = torch.float32
+        self,
+        transport: Any,
+        algorithm: Any,
+        make_optimizer: Any = momentum,
+        dtype: Any = torch.float32,
+        nonfinite: str = "skip",
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
         generator = torch.Generator().manual_seed(0)
@@ -127,7 +132,7 @@ class Trained:
         for p in self.model.parameters():
             p.data.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float32))
         inner, named = make_optimizer(self.model.parameters()), self.model.named_parameters()
-        self.optimizer = LocalOptimizer(inner, named, algorithm, transport=transport)
+        self.optimizer = LocalOptimizer(inner, named, algorithm, transport=transport, nonfinite=nonfinite)
         generator.manual_seed(100 + self.rank)
         self.inputs = torch.randn(40, 6, generator=generator, dtype=torch.float32).to(dtype)
         self.targets = self.inputs[:, :3].tanh()

@@ -12,6 +12,7 @@ from refusals import refuse
 from torch import Tensor, nn
 
 from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import NonFiniteGradientError
 from dgc.gossip import SGP
 from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
 from dgc.optim import LocalOptimizer
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 METHODS: dict[str, Callable[[], Any]] = {row.name: row.make for row in (*nets.ROWS, *nets.OUTER, *nets.MORE)}
 METHODS |= {f"{name}, machines": nets.of_machines(base) for name, base in nets.BASES.items()}
 METHODS |= {"0/1 adam": partial(ZeroOneSteps, 2, local_step_scaler=2, local_step_clipper=4)}
-STANDING: dict[str, Any] = {"0/1 adam": partial(ZeroOneAdam, lr=0.0)}
+OPTIMIZERS: dict[str, Any] = {"0/1 adam": ZeroOneAdam}  # that a method needs
 # of messages in 8 bits, and the weight decay of an outer optimizer
 ROUNDING = {name: 0.5 for name in METHODS if "int8" in name} | {"outer adam, signs": 0.1}
 WEIGHTS = torch.arange(1.0, 94.0)  # of nets.Trained
@@ -29,8 +30,8 @@ WEIGHTS = torch.arange(1.0, 94.0)  # of nets.Trained
 
 def standing(name: str, transport: Any, **options: Any) -> nets.Trained:
     """One whose steps change nothing."""
-    make = STANDING.get(name, partial(torch.optim.SGD, lr=0.0, momentum=0.9))
-    return nets.Trained(transport, METHODS[name](), make, **options)
+    make = OPTIMIZERS.get(name, partial(torch.optim.SGD, momentum=0.9))
+    return nets.Trained(transport, METHODS[name](), partial(make, lr=0.0), **options)
 
 
 def load(own: nets.Trained, weights: Tensor) -> None:
@@ -136,3 +137,96 @@ def test_a_state_that_was_saved_before_the_first_step_lets_weights_be_loaded(tra
         assert torch.equal(values(own), WEIGHTS)
     own.steps(4)
     assert torch.equal(values(own), WEIGHTS)
+
+
+# --- gradients that are not finite ----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient of .* on rank 1 has NaN or inf")
+@pytest.mark.parametrize(("name", "size", "local_size"), [*((n, 2, 1) for n in METHODS), ("sgp, machines", 4, 2)])
+def test_ranks_go_on_together_after_an_error_about_a_gradient_of_one(
+    name: str, size: int, local_size: int
+) -> None:
+    """As if its step was skipped."""
+
+    def body(transport: Any, nonfinite: str) -> Any:
+        make = partial(OPTIMIZERS.get(name, nets.momentum), lr=0.01)
+        own, raised = nets.Trained(transport, METHODS[name](), make, nonfinite=nonfinite), 0
+        for step in range(7):
+            own.optimizer.zero_grad()
+            own.loss().backward()
+            if (step, transport.rank) in ((0, 1), (3, 1)):
+                own.model[0].bias.grad[2] = torch.nan
+            try:
+                own.optimizer.step()
+            except NonFiniteGradientError:
+                raised += 1
+        return own.finish(), own.optimizer.dropped_steps, raised
+
+    skipped, found = (
+        LockstepWorld(size, local_size).run(partial(body, nonfinite=how)) for how in ("skip", "raise")
+    )
+    assert [raised for *_, raised in found] == [dropped for _, dropped, _ in skipped] == [0, 2, 0, 0][:size]
+    assert [dropped for _, dropped, _ in found] == [dropped for _, dropped, _ in skipped]
+    assert nets.same([z for z, *_ in found], [z for z, *_ in skipped])
+
+
+# --- closures -------------------------------------------------------------------------------------------
+
+
+def closure_of(own: nets.Trained, calls: list[int]) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        calls.append(1)
+        own.optimizer.zero_grad()
+        loss = own.loss()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@on_ranks(1)
+def test_lbfgs_takes_its_own_steps_within_a_local_step(transport: Any) -> None:
+    lbfgs = partial(torch.optim.LBFGS, lr=0.5, max_iter=5)
+    own, alone = (nets.Trained(transport, OuterSteps(100), lbfgs) for _ in range(2))
+    calls: tuple[list[int], list[int]] = ([], [])
+    for _ in range(3):
+        loss = own.optimizer.step(closure_of(own, calls[0]))
+        expected = alone.optimizer.inner.step(closure_of(alone, calls[1]))
+        assert torch.equal(loss, expected)
+    assert torch.equal(values(own), values(alone)) and len(calls[0]) == len(calls[1]) > 6
+    refuse(r"LBFGS computes the loss in its step: call step\(closure\)", own.optimizer.step)
+
+
+@pytest.mark.parametrize("name", ["osgp", "choco", "diloco, top-k"])
+@on_ranks(2)
+def test_ranks_that_step_with_lbfgs_go_on_from_a_saved_state(transport: Any, name: str) -> None:
+    lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
+    own = nets.Trained(transport, METHODS[name](), lbfgs)
+    for _ in range(4):
+        own.optimizer.step(closure_of(own, []))
+    other = nets.Trained(transport, METHODS[name](), lbfgs).resume(own.state())
+    for one in (own, other):
+        for _ in range(4):
+            one.optimizer.step(closure_of(one, []))
+    assert torch.equal(values(own), values(other))
+
+
+@pytest.mark.parametrize("name", ["diloco, top-k", "sgp", "0/1 adam", "sgp, machines"])
+def test_an_optimizer_that_calls_its_closure_once_steps_as_without_one(name: str) -> None:
+    def body(transport: Any, with_closure: bool) -> Tensor:
+        own = nets.Trained(transport, METHODS[name](), partial(OPTIMIZERS.get(name, nets.momentum), lr=0.01))
+        for _ in range(5):
+            own.optimizer.step(closure_of(own, [])) if with_closure else own.step()
+        return own.finish()
+
+    assert nets.same(*(LockstepWorld(2, 1).run(partial(body, with_closure=how)) for how in (True, False)))
+
+
+@on_ranks(2)
+def test_steps_that_a_machine_takes_together_have_no_further_calls_of_a_closure(transport: Any) -> None:
+    islands = METHODS["sgp, machines"]
+    refuse("LBFGS computes the loss several times", nets.Trained, transport, islands(), torch.optim.LBFGS)
+    own = nets.Trained(transport, islands())
+    own.optimizer.inner.step = lambda closure: (closure(), closure())
+    refuse("SGD computes the loss several times", own.optimizer.step, closure_of(own, []))
