@@ -373,8 +373,7 @@ class LocalOptimizer(Wrapper):
         self._load_optimizer(optimizer)
         if self._momenta is not None:
             self._momenta.attach(loads=False)  # the algorithm has loaded them
-        identity = identity_of(state)
-        self._begins = identity is not None and identity.step == 0  # the ranks may still begin from other weights
+        self._begins = identity_of(state).step == 0  # the ranks may still begin from other weights
         self._loaded = None if self._begins else self._digest_of_parameters()
         self._is_settled = self._is_replaced = False
         self._start = None
