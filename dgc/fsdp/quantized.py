@@ -51,8 +51,7 @@ from dgc.engine.loop import LossScale, warn_of_drop
 from dgc.engine.options import check_nonfinite
 from dgc.fsdp.shards import ParameterGroup, Place, parameter_groups, sharded_like
 from dgc.gossip.model import local
-from dgc.kernels import BlockCode
-from dgc.kernels.selection import usable
+from dgc.kernels import BlockCode, usable
 from dgc.state import check_mapping, check_tensor
 from dgc.wire.envelope import Unchecked, blank, envelope
 

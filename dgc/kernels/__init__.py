@@ -40,6 +40,7 @@ from dgc.kernels.selection import SelectionKernels as SelectionKernels
 from dgc.kernels.selection import SparseVector as SparseVector
 from dgc.kernels.selection import Tail as Tail
 from dgc.kernels.selection import TopKResult as TopKResult
+from dgc.kernels.selection import usable as usable
 from dgc.launch import started_by
 
 BACKENDS = ("auto", "reference", "native", "triton")
