@@ -40,7 +40,11 @@ def choose_compiler() -> list[str]:
     is_sdist = (ROOT / "PKG-INFO").exists()  # its wheel may go to other machines
     by_zig = ZIG if find_spec("ziglang") else []
     local = ["c++"] if shutil.which("c++") else []
-    found = shlex.split(os.environ.get("CXX", "")) or (is_sdist and by_zig) or local or by_zig
+    try:
+        given = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        sys.exit(f"CXX is {os.environ['CXX']!r}, which is no command: {error}")
+    found = given or (is_sdist and by_zig) or local or by_zig
     if wanted == "0" or sys.platform != "linux":
         return []
     if not found or not shutil.which(found[0]):

@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import shlex
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,12 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
 
 def compiler() -> list[str]:
-    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    """Return the command of the compiler. Raises RuntimeError if CXX is no command."""
+    given = os.environ.get("CXX", "")
+    try:
+        return shlex.split(given) or ["c++"]
+    except ValueError as error:
+        raise RuntimeError(f"CXX is {given!r}, which is no command: {error}") from None
 
 
 def flags_of(source: Path) -> tuple[str, ...]:
@@ -52,7 +58,7 @@ def sources_digest() -> str:
 def commands_digest() -> str:
     """Return a digest of the compiler command and version, the flags and the machine type."""
     words = [*compiler(), *FLAGS, *AVX2, *AVX512, platform.machine()]
-    version = subprocess.run([*compiler(), "--version"], check=True, capture_output=True, text=True).stdout
+    version = _run([*compiler(), "--version"])
     return hashlib.sha256("\0".join([*words, version]).encode()).hexdigest()[:20]
 
 
@@ -60,18 +66,37 @@ def stamp(sources: str, commands: str = "") -> str:
     return f"dgc-kernels:{sources}:{commands}"
 
 
+def is_whole(library: Path) -> bool:
+    """Return whether a shared library has all bytes that the loader maps; without some, the process would end."""
+    size = library.stat().st_size
+    with library.open("rb") as file:
+        head = file.read(64)
+        if len(head) < 64:
+            return False
+        if head[:6] != b"\x7fELF\x02\x01":  # not ELF of 64 bits, little-endian: the loader refuses it
+            return True
+        (segments,), (width, count) = struct.unpack_from("<Q", head, 32), struct.unpack_from("<HH", head, 54)
+        file.seek(segments)
+        table = file.read(width * count)
+    ends = [sum(struct.unpack_from("<QQQQ", table, at + 8)[::3]) for at in range(0, len(table) - width + 1, width)]
+    return len(table) == width * count and max(ends, default=0) <= size
+
+
 def build() -> bool:
-    """Build LIBRARY from the present sources if it is out of date. Returns whether it was built.
+    """Build LIBRARY from the present sources if it is out of date or damaged. Returns whether it was built.
 
     Raises:
-        RuntimeError: There is no compiler, or compilation failed.
+        RuntimeError: There is no compiler, compilation failed, or the folder of LIBRARY cannot be written.
     """
     try:
-        expected = stamp(sources_digest(), commands_digest())
-    except FileNotFoundError:
-        missing = shlex.join(compiler())
-        raise RuntimeError(f"no C++ compiler: {missing} was not found; install one or set CXX") from None
-    if LIBRARY.exists() and expected.encode() in LIBRARY.read_bytes():
+        return _build()
+    except OSError as error:
+        raise RuntimeError(f"{error.filename or LIBRARY.parent}: {error.strerror}") from error
+
+
+def _build() -> bool:
+    expected = stamp(sources_digest(), commands_digest())
+    if LIBRARY.exists() and is_whole(LIBRARY) and expected.encode() in LIBRARY.read_bytes():
         return False
     files = sorted(SOURCES.rglob("*.cpp"))
     # In the library's folder: a rename within one file system is atomic.
@@ -91,16 +116,23 @@ def build() -> bool:
     return True
 
 
-def _run(words: list[str]) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def _run(words: list[str]) -> str:
+    """Run the compiler and return its output."""
+    try:
+        done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    except FileNotFoundError:
+        raise RuntimeError(f"no C++ compiler: {words[0]} was not found; install one or set CXX") from None
+    except OSError as error:
+        raise RuntimeError(f"the C++ compiler {words[0]} cannot be started: {error.strerror}") from None
     if done.returncode:
-        raise RuntimeError(f"{shlex.join(words)}\n{done.stderr}")
+        raise RuntimeError(f"{shlex.join(words)} ended with status {done.returncode}\n{done.stderr}".rstrip())
+    return done.stdout
 
 
 def main() -> None:
     try:
         if build():
-            print(f"built {LIBRARY}")
+            print(f"built {LIBRARY}", file=sys.stderr)  # which prints any path in any encoding
     except RuntimeError as error:
         sys.exit(f"the native kernels could not be built: {error}")
 

@@ -82,24 +82,35 @@ def supported_isas() -> tuple[str, ...]:
     return ISAS[: _open().dgc_best_isa() + 1]
 
 
+def _cure() -> str:
+    from dgc.kernels import build
+
+    words = "run `python -m dgc.kernels.build`"
+    try:
+        is_found = shutil.which(build.compiler()[0]) is not None
+    except RuntimeError:  # CXX is no command
+        is_found = False
+    if not is_found:
+        words = f"install a C++ compiler (Debian, Ubuntu: apt install g++) or set CXX, then {words}"
+    return f"install a wheel of dgc-torch (Linux, x86-64 or aarch64), or {words}"
+
+
 @cache
 def _open() -> ctypes.CDLL:
     from dgc.kernels import build  # not with the package, since `python -m dgc.kernels.build` imports that first
 
-    cure = "run `python -m dgc.kernels.build`"
-    if shutil.which(build.compiler()[0]) is None:
-        cure = f"install a C++ compiler (Debian, Ubuntu: apt install g++) or set CXX, then {cure}"
-    cure = f"install a wheel of dgc-torch (Linux, x86-64 or aarch64), or {cure}"
     if not build.LIBRARY.exists():
-        raise KernelsUnavailable(f"the native kernels are not built: {cure}")
+        raise KernelsUnavailable(f"the native kernels are not built: {_cure()}")
     try:
+        if not build.is_whole(build.LIBRARY):
+            raise OSError(f"{build.LIBRARY} is cut off")
         library = ctypes.CDLL(str(build.LIBRARY))
         built_from = library.dgc_stamp
     except (OSError, AttributeError) as error:
-        raise KernelsUnavailable(f"the native kernels do not load ({error}): {cure}") from error
+        raise KernelsUnavailable(f"the native kernels do not load ({error}): {_cure()}") from error
     built_from.restype = ctypes.c_char_p
     if not built_from().decode().startswith(build.stamp(build.sources_digest())):
-        raise KernelsUnavailable(f"the native kernels were built from other sources: {cure}")
+        raise KernelsUnavailable(f"the native kernels were built from other sources: {_cure()}")
     library.dgc_choose_isa.restype, library.dgc_choose_isa.argtypes = ctypes.c_char_p, (ctypes.c_char_p,)
     return library
 

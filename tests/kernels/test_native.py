@@ -10,6 +10,7 @@ from ctypes import ArgumentError, string_at
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,9 +187,57 @@ def test_a_library_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
         library._open.__wrapped__()
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler: no-such-compiler was not found"):
         build.build()
-    missing.write_bytes(b"nothing of the kind")
+    missing.write_bytes(100 * b"nothing of the kind")
     with pytest.raises(KernelsUnavailable, match="do not load"):
         library._open.__wrapped__()
+
+
+def test_a_library_that_is_cut_off_is_refused_before_it_is_opened_and_built_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "isa.cpp").write_text('extern "C" const char* stamp() { return DGC_STAMP; }')
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "lib.so")
+    assert build.build() and build.is_whole(build.LIBRARY)
+    whole = build.LIBRARY.read_bytes()
+    monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=AssertionError("opened")))
+    for length in (0, 10, 64, 200, len(whole) // 2):
+        build.LIBRARY.write_bytes(whole[:length])
+        with pytest.raises(KernelsUnavailable, match=r"do not load \(.*lib\.so is cut off\): install a wheel"):
+            library._open.__wrapped__()
+    assert build.build() and build.LIBRARY.read_bytes() == whole
+
+
+def test_kernels_that_are_built_load_whatever_cxx_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ 'open")
+    assert library._open.__wrapped__().dgc_best_isa() >= 0
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        ("false", "false --version ended with status 1"),
+        ("g++ 'open", r"CXX is \"g\+\+ 'open\", which is no command: No closing quotation"),
+        ("/", "the C\\+\\+ compiler / cannot be started: Permission denied"),
+    ],
+)
+def test_a_compiler_that_does_not_work_is_one_message(
+    compiler: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(SystemExit, match=f"^the native kernels could not be built: {message}"):
+        build.main()
+
+
+def test_a_folder_that_cannot_be_written_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "lib.so")
+    monkeypatch.setattr(
+        "tempfile.mkdtemp", Mock(side_effect=PermissionError(13, "Permission denied", str(tmp_path)))
+    )
+    with pytest.raises(
+        SystemExit, match=f"^the native kernels could not be built: {tmp_path}: Permission denied$"
+    ):
+        build.main()
 
 
 def test_one_rank_of_a_machine_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
