@@ -27,6 +27,7 @@ from dgc.comm import Transport
 from dgc.comm.connect import choose_transport, connect
 from dgc.launch import LaunchError
 from dgc.optim import broadcast_parameters
+from dgc.terminal import escape_unprintable
 from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
 from dgc_training.checkpoint.progress import TrainingProgress
 from dgc_training.checkpoint.state import RunState
@@ -261,6 +262,7 @@ def put_repository_last_on_path() -> None:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     gc.freeze()  # searches for garbage, in training and at the end of the process, skip what has been imported
     put_repository_last_on_path()
     sys.exit(main())

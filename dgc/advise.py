@@ -36,6 +36,7 @@ from dgc.cost.paper import Shape, candidate_on_paper, shape_of, workload_on_pape
 from dgc.cost.study import Options, report
 from dgc.cost.workload import LossOf, Passes, Workload, measure_workload
 from dgc.launch import started_by
+from dgc.terminal import escape_unprintable
 from dgc.units import COUNTS, TIMES
 
 ALIKE_ON_PAPER = 1.05  # computing, which is left out, takes more than such a difference
@@ -239,4 +240,5 @@ def advise(
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     sys.exit(main())

@@ -6,14 +6,18 @@ missing is imported here.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, files, version
 
 import dgc
+from dgc.terminal import escape_unprintable
 
 TORCH = """
 import json, torch, torch.distributed as dist
@@ -59,30 +63,81 @@ if dist.get_rank() == 0:
     print(json.dumps({"size": dist.get_world_size(), "sum": value.item()}), flush=True)
 dist.destroy_process_group()
 """
+LIMITS_S = (90.0, 300.0)  # of the first attempt and of the second: a busy machine takes longer
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The answer of one probe, or, without an answer, the last lines of its error output."""
+    """The answer of one probe. Without one: the last lines of its error output, or that it took too long."""
 
     answer: Mapping[str, object] | None = None
     error: str = ""
+    timed_out: bool = False
+
+    def cure(self, otherwise: str) -> str:
+        """The cure of a time-out, or `otherwise`, that of the error."""
+        if not self.timed_out:
+            return otherwise
+        return f"repeat it when no other program uses this machine; if none does: {otherwise}"
 
 
-def run_probe(argv: list[str], env: Mapping[str, str] | None = None, timeout_s: float = 90.0) -> Probe:
-    """Runs a command. Its answer is the last line of its output that is a JSON object."""
-    try:
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
-    except FileNotFoundError:
-        return Probe(error=f"{argv[0]} not found")
-    except subprocess.TimeoutExpired:
-        return Probe(error=f"no answer after {timeout_s:.0f} s")
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not answers:
-        output = [line for line in (done.stderr or done.stdout).splitlines() if line.strip(" -")]
-        return Probe(error="\n".join(output[-6:]) or f"exit status {done.returncode}")
+def run_probe(
+    argv: list[str], env: Mapping[str, str] | None = None, limits_s: Sequence[float] = LIMITS_S
+) -> Probe:
+    """Runs a command, again with the next limit if it takes too long.
+
+    Its answer is the last line of its output that is a JSON object.
+    """
+    for number, limit in enumerate(limits_s):
+        try:
+            status, output, error = run_within(limit, argv, env)
+            break
+        except FileNotFoundError:
+            return Probe(error=f"{argv[0]} not found")
+        except subprocess.TimeoutExpired:
+            said = f"no answer after {limit:.0f} s, at a load average of {busy()}"
+            if number + 1 < len(limits_s):
+                print(f"doctor: {said}; again with {limits_s[number + 1]:.0f} s", file=sys.stderr, flush=True)
+    else:
+        return Probe(error=said, timed_out=True)
+    answers = [line for line in output.splitlines() if line.startswith("{")]
+    if status or not answers:
+        lines = [line for line in (error or output).splitlines() if line.strip(" -")]
+        return Probe(error="\n".join(lines[-6:]) or f"exit status {status}")
     return Probe(answer=json.loads(answers[-1]))
+
+
+def run_within(limit_s: float, argv: list[str], env: Mapping[str, str] | None) -> tuple[int, str, str]:
+    """Runs a command and returns its status, output and error output.
+
+    Raises:
+        FileNotFoundError: There is no such command.
+        subprocess.TimeoutExpired: It took longer, and was ended with all processes that it had started.
+    """
+    with subprocess.Popen(
+        argv,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, error = process.communicate(timeout=limit_s)
+        except BaseException:
+            for number in (signal.SIGTERM, signal.SIGKILL):  # a launcher ends its ranks at the first
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.communicate(timeout=10)
+            raise
+    return process.returncode, output, error
+
+
+def busy() -> str:
+    """The load average of the last minute, and the number of cores."""
+    return f"{os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores"
 
 
 def is_other_project() -> bool:
@@ -141,23 +196,29 @@ def problems(facts: Facts) -> Iterator[tuple[str, str]]:
             "pip uninstall dgc, then pip install --force-reinstall --no-deps with the wheel of dgc-torch",
         )
     if facts.torch.answer is None:
-        yield f"PyTorch does not load: {facts.torch.error}", "install PyTorch: https://pytorch.org/get-started"
+        cure = facts.torch.cure("install PyTorch: https://pytorch.org/get-started")
+        yield f"PyTorch does not load: {facts.torch.error}", cure
         return
     if facts.kernels.answer is None:
         yield (
             f"the kernels do not load, plain PyTorch takes their place: {facts.kernels.error.splitlines()[-1]}",
-            "install a wheel of dgc-torch, or a C++ compiler and run python -m dgc.kernels.build",
+            facts.kernels.cure(
+                "install a wheel of dgc-torch, or a C++ compiler and run python -m dgc.kernels.build"
+            ),
         )
+    if facts.adapters.answer is None:
+        yield f"the adapters do not load: {facts.adapters.error}", facts.adapters.cure("see the message")
     for name, said in (facts.adapters.answer or {}).items():
         if not str(said).startswith("works"):
             yield f"dgc.{name} does not load: {said}", "install a PyTorch of the range that the message names"
     if facts.versions["horovod"] is not None and facts.horovod.answer is None:
-        yield f"Horovod does not load: {facts.horovod.error}", "reinstall it; under torchrun dgc needs no Horovod"
+        cure = facts.horovod.cure("reinstall it; under torchrun dgc needs no Horovod")
+        yield f"Horovod does not load: {facts.horovod.error}", cure
     ranks = facts.two_ranks.answer
     if ranks is None or (ranks["size"], ranks["sum"]) != (2, 3.0):
         yield (
             f"a test with two ranks under torchrun failed: {facts.two_ranks.error or ranks}",
-            "see the message; if this machine does not find its own name: export GLOO_SOCKET_IFNAME=lo",
+            facts.two_ranks.cure("if this machine does not find its own name: export GLOO_SOCKET_IFNAME=lo"),
         )
 
 
@@ -192,4 +253,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     raise SystemExit(main())

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dgc.launch import started_by
+from dgc.terminal import escape_unprintable as escape_unprintable
 
 LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 # Options of mpirun that prefix or redirect lines. A progress bar, which redraws its line, does not work with them.

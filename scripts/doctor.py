@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dgc.doctor import Probe
+from dgc.terminal import escape_unprintable
 from scripts.facts import Facts, collect
 from scripts.launch import ROOT_VARIABLES
 
@@ -58,7 +59,7 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
     if missing:
         yield Finding(f"not installed: {', '.join(missing)}", "make setup")
     elif facts.torch.answer is None:
-        yield Finding(f"torch does not load: {facts.torch.error}", "make clean setup")
+        yield Finding(f"torch does not load: {facts.torch.error}", facts.torch.cure("make clean setup"))
 
 
 def check_library(facts: Facts) -> Iterator[Finding]:
@@ -84,7 +85,7 @@ def check_horovod(facts: Facts) -> Iterator[Finding]:
             problem = "Horovod was built for another torch"
         else:
             problem = "Horovod does not load"
-        yield Finding(f"{problem}: {error}", REBUILD)
+        yield Finding(f"{problem}: {error}", facts.horovod.cure(REBUILD))
         return
     for controller, name in (("mpi", "MPI"), ("gloo", "Gloo")):
         if not built[controller]:
@@ -123,7 +124,7 @@ def check_mpi4py(facts: Facts) -> Iterator[Finding]:
     if facts.versions.get("mpi4py") is None:
         return
     if facts.mpi4py.answer is None:
-        yield Finding(f"mpi4py does not load: {facts.mpi4py.error}", "make setup")
+        yield Finding(f"mpi4py does not load: {facts.mpi4py.error}", facts.mpi4py.cure("make setup"))
         return
     library = str(facts.mpi4py.answer["library"])
     release = re.search(r"\d+\.\d+\.\d+", facts.mpirun or "")
@@ -141,7 +142,7 @@ def check_hello(facts: Facts) -> Iterator[Finding]:
     if answer is None:
         yield Finding(
             f"a test with two ranks under mpirun failed: {facts.hello.error}",
-            "see the message above; if a firewall separates the ranks: mpirun --mca btl_tcp_if_include lo",
+            facts.hello.cure("if a firewall separates the ranks: mpirun --mca btl_tcp_if_include lo"),
         )
     elif answer["size"] != 2:
         yield Finding(
@@ -164,7 +165,7 @@ def check_torchrun(facts: Facts) -> Iterator[Finding]:
     if answer is None:
         yield Finding(
             f"a test with two ranks under torchrun failed: {facts.torch_hello.error}",
-            "see the message above; if this machine does not find its own name: export GLOO_SOCKET_IFNAME=lo",
+            facts.torch_hello.cure("if this machine does not find its own name: export GLOO_SOCKET_IFNAME=lo"),
         )
     elif (answer["size"], answer["sum"]) != (2, 3.0):
         yield Finding(
@@ -176,7 +177,8 @@ def check_torchrun(facts: Facts) -> Iterator[Finding]:
 def check_kernels(facts: Facts) -> Iterator[Finding]:
     if facts.torch.answer is not None and facts.kernels.answer is None:
         reason = facts.kernels.error.splitlines()[-1]
-        yield Finding(f"the native kernels do not load ({reason}); compression will be slow", "make setup")
+        cure = facts.kernels.cure("make setup")
+        yield Finding(f"the native kernels do not load ({reason}); compression will be slow", cure)
 
 
 def check_torchvision(facts: Facts) -> Iterator[Finding]:
@@ -189,7 +191,8 @@ def check_torchvision(facts: Facts) -> Iterator[Finding]:
             note=True,
         )
     else:
-        yield Finding(f"torchvision does not load: {facts.torchvision.error}", "make clean setup")
+        cure = facts.torchvision.cure("make clean setup")
+        yield Finding(f"torchvision does not load: {facts.torchvision.error}", cure)
 
 
 def check_surroundings(facts: Facts) -> Iterator[Finding]:
@@ -277,4 +280,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     raise SystemExit(main())

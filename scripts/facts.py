@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dgc.doctor import HOROVOD, TORCH, TWO_RANKS, Probe, installed, run_probe
+from dgc.doctor import HOROVOD, LIMITS_S, TORCH, TWO_RANKS, Probe, installed, run_probe, run_within
 from scripts.launch import ROOT_VARIABLES, environment, mpirun, torchrun, usable_cores
 
 PACKAGES = (
@@ -32,6 +32,13 @@ import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 print(json.dumps({"library": MPI.Get_library_version().splitlines()[0].strip(chr(0))}))
+"""
+# Without the working directory, which may be this checkout.
+ORIGIN = """
+import sys; sys.path.remove("")
+import json, importlib.util
+found = importlib.util.find_spec("dgc")
+print(json.dumps({"origin": found and found.origin}))
 """
 HELLO = """
 import json, torch, horovod.torch as hvd
@@ -84,20 +91,18 @@ class Facts:
 
 def source_of_library(env: Mapping[str, str]) -> str | None:
     """The folder from which a script outside of this checkout imports dgc; None if the import fails."""
-    code = 'import importlib.util as u; s = u.find_spec("dgc"); print(s.origin if s and s.origin else "")'
-    argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, env=env, cwd=sys.prefix, capture_output=True, text=True, timeout=30, check=True)
-    origin = done.stdout.strip()
-    return str(Path(origin).resolve().parents[1]) if origin else None
+    found = run_probe([sys.executable, "-c", ORIGIN], env).answer
+    origin = None if found is None else found["origin"]
+    return str(Path(str(origin)).resolve().parents[1]) if origin else None
 
 
 def first_line(argv: list[str], env: Mapping[str, str]) -> str | None:
     """The first line that a command prints; None if the command cannot be run."""
     try:
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30)
+        _, output, error = run_within(LIMITS_S[-1], argv, env)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = (done.stdout or done.stderr).splitlines()
+    lines = (output or error).splitlines()
     return re.sub(r"^mpirun \((.*)\)", r"\1", lines[0]) if lines else None
 
 

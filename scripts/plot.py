@@ -24,6 +24,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from dgc_training.launcher import escape_unprintable
 from scripts.gossip.csv_runs import has_csv, read_run
 from scripts.plot_events import read_events
 from scripts.plot_figures import STYLE, bytes_figure, error_figure, loss_figure, scaling_figure
@@ -94,4 +95,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     sys.exit(main())

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from dgc_training.launcher import escape_unprintable
 from dgc_training.logging.formatting import plural
 from scripts.report_page import page
 from scripts.report_runs import read_reported
@@ -45,4 +46,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     sys.exit(main())

@@ -448,6 +448,7 @@ def test_the_doctor_names_each_problem_with_its_cure() -> None:
         "plain PyTorch takes their place: not built": {"kernels": Probe(error="a\nnot built")},
         "dgc.fsdp does not load: too old": {"adapters": Probe({"ddp": "works", "fsdp": "too old"})},
         "Horovod does not load: undefined": {"horovod": Probe(error="undefined")},
+        "the adapters do not load: no answer after 90 s": {"adapters": Probe(error="no answer after 90 s")},
         "two ranks under torchrun failed: no route": {"two_ranks": Probe(error="no route")},
         "{'size': 1, 'sum': 1.0}": {"two_ranks": Probe({"size": 1, "sum": 1.0})},
     }

@@ -23,6 +23,7 @@ from dgc.cost.collectives import measure_network
 from dgc.cost.methods import Build
 from dgc.cost.study import Options, report
 from dgc.cost.workload import Progress
+from dgc.terminal import escape_unprintable
 from dgc.units import plural
 from dgc_training.config import load
 from dgc_training.faults.failure import UsageError, end_process, ending_all_ranks
@@ -147,4 +148,5 @@ def print_progress(name: str, number: int, count: int) -> None:
 
 
 if __name__ == "__main__":
+    escape_unprintable()
     sys.exit(main())
