@@ -185,6 +185,8 @@ def measure(laboratory: Laboratory, seconds: float = 0.5) -> Link:
 
 def ranks_per_host(ranks: int, hosts: int) -> int:
     """Raise ValueError unless all hosts have the same number of ranks."""
+    if hosts < 1:
+        raise ValueError(f"the number of hosts must be at least 1, not {hosts}")
     each, rest = divmod(ranks, hosts)
     if rest or ranks < 1:
         raise ValueError(f"the number of ranks must be a multiple of the {hosts} hosts, not {ranks}")

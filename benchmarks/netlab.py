@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("command", nargs="+", help="after --: a script and its arguments")
     args = parser.parse_args()
     words = args.command[1:] if args.command[0] in ("python", "python3") else args.command
-    ranks = args.ranks or args.hosts
+    ranks = args.hosts if args.ranks is None else args.ranks
     try:
         ranks_per_host(ranks, args.hosts)
         with Laboratory(args.hosts, args.rate, args.latency) as laboratory:

@@ -18,7 +18,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -27,17 +30,24 @@ from torch import Tensor, nn
 import dgc.kernels as kernels
 from dgc.comm import Transport
 from dgc.comm.connect import connect
-from dgc.cost.arguments import add_network, asked, check_network, quantity_of
+from dgc.cost.arguments import add_network, asked, check_network
 from dgc.cost.candidates import measure_all
 from dgc.cost.cluster import Cluster, cluster_on_paper, load_average
 from dgc.cost.collectives import measure_network
 from dgc.cost.methods import FAMILIES, METHODS, NAMES, builder, unfit
-from dgc.cost.paper import Shape, candidate_on_paper, shape_of, workload_on_paper
+from dgc.cost.paper import (
+    VALID_PARAMETERS,
+    VALID_STEP,
+    Shape,
+    candidate_on_paper,
+    shape_of,
+    workload_on_paper,
+)
 from dgc.cost.study import Options, report
-from dgc.cost.workload import LossOf, Passes, Workload, measure_workload
+from dgc.cost.workload import LossOf, Passes, Workload, WorkloadError, measure_workload
 from dgc.launch import started_by
 from dgc.terminal import escape_unprintable
-from dgc.units import COUNTS, TIMES
+from dgc.units import COUNTS, TIMES, quantity
 
 ALIKE_ON_PAPER = 1.05  # computing, which is left out, takes more than such a difference
 
@@ -68,7 +78,7 @@ def main(argv: Sequence[str] | None = None, connect: Callable[..., Transport] = 
     ranks = 1 if started is None else started.size
     try:
         check_arguments(args, ranks)
-        shape = None if args.parameters is None else shape_of(round(quantity_of(args, "parameters", COUNTS)))
+        on_paper = None if args.parameters is None else described_work(args)
         make = None if args.model is None else function_of(args.model)
         if ranks == 1:
             cluster = cluster_on_paper(args)
@@ -78,7 +88,7 @@ def main(argv: Sequence[str] | None = None, connect: Callable[..., Transport] = 
             transport = connect(hierarchical="auto")
             device = device_of(args.device, transport.rank % transport.local_size)
             cluster = Cluster(transport, *measure_network(transport, device, args.repeats))
-        advise(args, shape, make, cluster, device, busy)
+        advise(args, on_paper, make, cluster, device, busy)
     except ValueError as error:
         where = "" if started is None or started.rank == 0 else f"rank {started.rank}: "
         print(f"advise: {where}{error}", file=sys.stderr)
@@ -97,6 +107,12 @@ def check_arguments(args: argparse.Namespace, ranks: int) -> None:
     if args.parameters is not None and ranks > 1:
         raise ValueError("under a launcher the work is measured: --model in place of --parameters")
     check_network(args, ranks)
+
+
+def described_work(args: argparse.Namespace) -> tuple[Shape, float]:
+    """The model and the seconds of a step that --parameters and --step describe."""
+    parameters = quantity(args.parameters, COUNTS, "--parameters", VALID_PARAMETERS)
+    return shape_of(round(parameters)), quantity(args.step, TIMES, "--step", VALID_STEP)
 
 
 def device_of(name: str, local_rank: int) -> torch.device:
@@ -118,23 +134,47 @@ def function_of(path: str) -> Callable[[], Any]:
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ValueError(f"--model is {path!r}; write MODULE:FUNCTION, such as my_package.my_module:make")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(
+            f"--model is {path!r}, but {module!r} is no name of a module, as in an import; start in the folder of "
+            "the file, or add the folder to PYTHONPATH"
+        )
     sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {path}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"--model {path}: {name} is not a function")
+    with errors_of(path):
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise WorkloadError(str(error)) from error
+        if not callable(found):
+            raise WorkloadError(f"{name} is not a function")
     return found
+
+
+@contextmanager
+def errors_of(path: str) -> Iterator[None]:
+    """Any error of the code of --model is a ValueError with the line that raised it."""
+    try:
+        yield
+    except WorkloadError as error:
+        raise ValueError(f"--model {path}: {error}") from error
+    except Exception as error:
+        ours = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+        places = [of for of in extract_tb(error.__traceback__) if not of.filename.startswith((*ours, "<frozen"))]
+        at = f" ({places[-1].filename}, line {places[-1].lineno}, in {places[-1].name})" if places else ""
+        raise ValueError(f"--model {path}: {type(error).__name__}: {error}{at}") from error
 
 
 def own_workload(make: Callable[[], Any], device: torch.device, repeats: int, progress: Any) -> Workload:
     """The measured work of a function's model on its batch, at every step."""
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise ValueError("--model: the function must return (model, batch) or (model, batch, loss)")
+        raise WorkloadError("the function must return (model, batch) or (model, batch, loss)")
     model, batch = made[0].to(device).train(), moved(made[1], device)
     loss: LossOf = made[2] if len(made) == 3 else loss_of_model
+    if not callable(loss):
+        raise WorkloadError(
+            f"the third value of the function is a {type(loss).__name__}, not a loss(model, batch)"
+        )
 
     def steps() -> Iterator[Passes]:
         while True:
@@ -151,7 +191,7 @@ def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
         output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError("--model: the model returns no loss; return (model, batch, loss) with loss(model, batch)")
+        raise WorkloadError("the model returns no loss; return (model, batch, loss) with loss(model, batch)")
     return loss
 
 
@@ -162,13 +202,14 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(moved(value, device) for value in batch)
+        values = [moved(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # a named tuple, or not
     return batch
 
 
 def advise(
     args: argparse.Namespace,
-    shape: Shape | None,
+    on_paper: tuple[Shape, float] | None,
     make: Callable[[], Any] | None,
     cluster: Cluster,
     device: torch.device,
@@ -177,7 +218,7 @@ def advise(
     """Measures what is not given, predicts all methods, and prints the result. Collective."""
 
     def progress(name: str, number: int, count: int) -> None:
-        if cluster.prints and shape is None:
+        if cluster.prints and on_paper is None:
             print(f"advise: measuring {name} ({number} of {count})", file=sys.stderr, flush=True)
 
     transport = cluster.transport
@@ -187,8 +228,9 @@ def advise(
     fit = [method for method in methods if method.name not in refused]
     by_name = {method.name: method for method in METHODS}
     heading = []
-    if shape is not None:
-        workload = workload_on_paper(shape, quantity_of(args, "step", TIMES), device)
+    if on_paper is not None:
+        shape, seconds = on_paper
+        workload = workload_on_paper(shape, seconds, device)
         candidates = []
         for method in fit:
             try:
@@ -203,7 +245,9 @@ def advise(
         ]
     else:
         assert make is not None
-        workload = own_workload(make, device, args.repeats, progress).slowest(transport)
+        with errors_of(args.model):
+            workload = own_workload(make, device, args.repeats, progress)
+        workload = workload.slowest(transport)
         candidates, unbuilt = measure_all(
             fit,
             lambda method: builder(method, args.optimizer, workload.gradients[0]),
@@ -231,10 +275,10 @@ def advise(
             args.verify,
             args.verify_all,
             args.json,
-            alike=1.0 if shape is None else ALIKE_ON_PAPER,
+            alike=1.0 if on_paper is None else ALIKE_ON_PAPER,
             family=family,
         ),
-        0.0 if shape is not None else busy,  # on paper nothing is measured
+        0.0 if on_paper is not None else busy,  # on paper nothing is measured
         {"parameters": args.parameters, "model": args.model, "optimizer": args.optimizer},
     )
 

@@ -7,18 +7,34 @@ TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def quantity(text: str, units: dict[str, float], what: str) -> float:
-    """The number in "1gbit", "50 us" or "350M". Raises ValueError, with the option `what`, for another form."""
-    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*?)(?:/s|ps)?", text.strip().lower())
+def quantity(text: str, units: dict[str, float], what: str, valid: tuple[str, str]) -> float:
+    """The number in "1gbit", "50 us" or "350M".
+
+    Args:
+        text: A number and a unit.
+        units: The factor of each unit.
+        what: The option, for the message.
+        valid: The smallest and the largest valid quantity, as text.
+
+    Raises:
+        ValueError: The text has another form, or its number is out of range.
+    """
     try:
-        if found is None or found[2] not in units:
-            raise ValueError
-        value = float(found[1]) * units[found[2]]
+        value = _parsed(text, units)
     except ValueError:
-        raise ValueError(
-            f"{what} is {text!r}: write a number and a unit of {', '.join(filter(None, units))}"
-        ) from None
+        known = ", ".join(filter(None, units))
+        raise ValueError(f"{what} is {text!r}: write a number and a unit of {known}") from None
+    least, most = valid
+    if not _parsed(least, units) <= value <= _parsed(most, units):
+        raise ValueError(f"{what} is {text!r}; it must be from {least} to {most}")
     return value
+
+
+def _parsed(text: str, units: dict[str, float]) -> float:
+    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*?)(?:/s|ps)?", text.strip().lower())
+    if found is None or found[2] not in units:
+        raise ValueError
+    return float(found[1]) * units[found[2]]
 
 
 def plural(count: int, noun: str) -> str:

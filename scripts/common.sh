@@ -14,11 +14,15 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$root/.venv/bin/python" ]; then PATH=$root
 
 die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 2; }
 
+whole() { # whole NAME VALUE: it must be a whole number, from 1 to 999999
+    case $2 in *[!0-9]* | 0* | "" | ???????*) die "$1 is $2; it must be a whole number, at least 1 and at most 999999" ;; esac
+}
+
 count_slots() { # server0:8,server1:8 has 16 slots; a machine without a number has one
-    local host sum=0
+    local host entry='[^:, ]+(:0*[1-9][0-9]{0,5})?' sum=0
+    [[ $1 =~ ^$entry(,$entry)*$ ]] || die "HOSTS is $1; it must have the form server0:8,server1:8"
     for host in ${1//,/ }; do
         case $host in
-            *:*[!0-9]* | *: | :*) die "HOSTS is $1; it must have the form server0:8,server1:8" ;;
             *:*) sum=$((sum + 10#${host##*:})) ;;
             *) sum=$((sum + 1)) ;;
         esac
@@ -29,7 +33,7 @@ count_slots() { # server0:8,server1:8 has 16 slots; a machine without a number h
 complete_settings() { # sets RANKS and HOSTS, and variables that a single machine needs
     local found cores
     [ "$#" -gt 0 ] || die "no arguments for train.py; begin with --configs configs/cifar/resnet20.py"
-    case ${RANKS:-1} in *[!0-9]* | 0*) die "RANKS is ${RANKS:-}; it must be a whole number, at least 1" ;; esac
+    whole RANKS "${RANKS:-1}"
     if [ -n "${HOSTS:-}" ]; then
         found=$(count_slots "$HOSTS") || exit
         RANKS=${RANKS:-$found}

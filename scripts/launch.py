@@ -10,6 +10,7 @@ there are more ranks than cores, and the two variables that Open MPI requires to
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,12 @@ def replace_process(ranks: int, words: Sequence[str]) -> None:
     os.execvpe(argv[0], argv, env)
 
 
+def main(words: Sequence[str]) -> None:
+    """Starts the ranks that the words of the command line ask for."""
+    if len(words) < 2 or not re.fullmatch(r"[1-9][0-9]{0,5}", words[0]):
+        raise SystemExit("usage: python -m scripts.launch RANKS SCRIPT [ARGUMENT...], with RANKS from 1 to 999999")
+    replace_process(int(words[0]), words[1:])
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or not sys.argv[1].isdigit() or int(sys.argv[1]) < 1:
-        raise SystemExit("usage: python -m scripts.launch RANKS SCRIPT [ARGUMENT...]")
-    replace_process(int(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1:])

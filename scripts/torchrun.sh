@@ -33,10 +33,6 @@ fi
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ "$#" -gt 0 ] || die "no arguments for train.py; begin with --configs configs/cifar/resnet20.py, or --help"
 
-whole() { # whole NAME VALUE: it must be a whole number, at least 1
-    case $2 in *[!0-9]* | 0* | "") die "$1 is $2; it must be a whole number, at least 1" ;; esac
-}
-
 is_here() { # whether a name is that of this machine
     local short
     short=$(hostname -s 2>/dev/null || hostname)
@@ -67,7 +63,8 @@ for name in RANKS MIN_MACHINES MAX_MACHINES RESTARTS LAST_CALL; do whole "$name"
 alone=
 if [ -z "${HOSTS:-}${RENDEZVOUS:-}" ]; then alone=1; fi
 RENDEZVOUS=${RENDEZVOUS:-$first:29400}
-[[ $RENDEZVOUS =~ ^[^:]+:[0-9]+$ ]] || die "RENDEZVOUS is $RENDEZVOUS; it must have the form server0:29400"
+[[ $RENDEZVOUS =~ ^[^:]+:([1-9][0-9]{0,4})$ && ${BASH_REMATCH[1]} -lt 65536 ]] ||
+    die "RENDEZVOUS is $RENDEZVOUS; it must have the form server0:29400, with a port from 1 to 65535"
 
 # torchrun would otherwise keep one store for all attempts, in which restarted ranks find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -407,7 +407,7 @@ def test_bad_input_is_one_message(capsys: Printed) -> None:
         ([*PAPER, *own], "give --parameters and --step"),
         (["--parameters", "350M", *HOSTS], "--parameters and --step go together"),
         (["--parameters", "many", "--step", "1s", *HOSTS], "--parameters is 'many': write a number and a unit"),
-        (["--parameters", "12", "--step", "1s", *HOSTS], "must be from 100 thousand to 10 trillion"),
+        (["--parameters", "12", "--step", "1s", *HOSTS], "--parameters is '12'; it must be from 100k to 10t"),
         (["--parameters", "1B", "--step", "fast", *HOSTS], "--step is 'fast'"),
         (PAPER, "there is no network"),
         (["--model", "no_colon", *HOSTS], "write MODULE:FUNCTION"),
@@ -417,19 +417,107 @@ def test_bad_input_is_one_message(capsys: Printed) -> None:
         (own, "the function must return (model, batch)"),
         ([*own, "--device", "abacus"], "--device abacus"),
         ([*PAPER, *HOSTS, "--dense-share", "1"], "--dense-share is 1.0; it must be at least 0 and below 1"),
+        ([*PAPER, *HOSTS, "--json", "."], "--json: . is a folder; name a file"),
+        (["--model", "../test_cost:make", *HOSTS], "'../test_cost' is no name of a module"),
     ):
         assert main(given) == 2
         printed = capsys.readouterr()
         assert printed.err.startswith("advise: ") and message in printed.err and printed.out == "", message
 
 
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--parameters", ("0", "1e400", "1e-400", "99t")),
+        ("--step", ("0s", "1e400s", "1e-400s", "1e7s")),
+        ("--rate", ("0gbit", "1e400gbit", "1e-400gbit", "1e9tbit")),
+        ("--inner-rate", ("0gbit", "1e400gbit")),
+        ("--latency", ("1e400s", "101s")),
+        ("--hosts", ("0", "-1", "1000000", "1" + 30 * "0")),
+        ("--ranks-per-host", ("0", "100000", "16384")),
+        ("--repeats", ("0", "-1", "1" + 30 * "0")),
+        ("--dense-share", ("nan", "inf", "1e400", "-1e-9")),
+    ],
+)
+def test_a_number_out_of_range_is_one_message_before_any_work(
+    option: str, values: Sequence[str], capsys: Printed
+) -> None:
+    for value in values:
+        with case(value):
+            assert main([*PAPER, *HOSTS, "--ranks-per-host", "2", f"{option}={value}"]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"advise: {option} ") and "it must be" in line
+
+
+def test_the_number_of_ranks_on_paper_is_bounded(capsys: Printed) -> None:
+    assert main([*PAPER, "--rate", "1gbit", "--hosts", "16384", "--ranks-per-host", "2"]) == 2
+    assert "--hosts times --ranks-per-host is 32768; it must be at most 16384" in capsys.readouterr().err
+
+
+def without_parameters() -> Any:
+    return nn.ReLU(), torch.ones(2), lambda model, batch: model(batch).sum()
+
+
+def frozen() -> Any:
+    return nn.Linear(2, 2).requires_grad_(False), torch.ones(2), lambda model, batch: model(batch).sum()
+
+
+def with_a_loss_that_is_nan() -> Any:
+    return nn.Linear(2, 2), torch.ones(2), lambda model, batch: model(batch).sum() * torch.nan
+
+
+def with_a_gradient_that_is_nan() -> Any:
+    return nn.Linear(2, 2), torch.zeros(2), lambda model, batch: (model(batch).sum() * 0).sqrt()
+
+
+def with_a_detached_loss() -> Any:
+    return nn.Linear(2, 2), torch.ones(2), lambda model, batch: model(batch).sum().detach()
+
+
+def with_several_losses() -> Any:
+    return nn.Linear(2, 2), torch.ones(2), lambda model, batch: model(batch)
+
+
+def that_raises() -> Any:
+    raise KeyError("no data")
+
+
+def with_another_batch() -> Any:
+    return nn.Linear(2, 2), torch.ones(3), lambda model, batch: model(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("without_parameters", "the model has no parameter that requires a gradient"),
+        ("frozen", "the model has no parameter that requires a gradient"),
+        ("with_a_loss_that_is_nan", "the loss of the first batch is nan"),
+        ("with_a_gradient_that_is_nan", "the gradient of weight is not finite in the first step"),
+        ("with_a_detached_loss", "the loss depends on no parameter"),
+        ("with_several_losses", "the loss is a Tensor of shape (2,), not a tensor of one element"),
+        ("that_raises", "KeyError: 'no data' ("),
+        ("with_another_batch", "RuntimeError: "),
+    ],
+)
+def test_work_that_cannot_be_measured_is_one_message(function: str, message: str, capsys: Printed) -> None:
+    assert main(["--model", f"test_cost:{function}", "--repeats", "1", "--device", "cpu", *HOSTS]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"advise: --model test_cost:{function}: {message}")
+    assert "Error: " not in error or f"{__file__}, line " in error
+
+
 def test_quantities() -> None:
     rates = {"1gbit": 1e9, "2.5 Gbit/s": 2.5e9, "100mbit": 1e8, "1e3kbit": 1e6}
-    assert {text: quantity(text, RATES, "--rate") for text in rates} == rates
-    assert quantity("50us", TIMES, "--latency") == pytest.approx(5e-5)
-    refuse("--rate is '10MB': write a number and a unit of bit, kbit", quantity, "10MB", RATES, "--rate")
+    valid_rate, valid_time = ("1kbit", "10tbit"), ("0s", "1s")
+    assert {text: quantity(text, RATES, "--rate", valid_rate) for text in rates} == rates
+    assert quantity("50us", TIMES, "--latency", valid_time) == pytest.approx(5e-5)
+    refuse(
+        "--rate is '10MB': write a number and a unit of bit, kbit", quantity, "10MB", RATES, "--rate", valid_rate
+    )
     for text in ("50", "us", "1.2.3us", "-1us", ""):
-        refuse(f"--latency is '{text}': write a number and a unit", quantity, text, TIMES, "--latency")
+        refuse(f"--latency is '{text}': write a number and a unit", quantity, text, TIMES, "--latency", valid_time)
+    for text in ("1001ms", "1e400s"):
+        refuse(f"'{text}'; it must be from 0s to 1s", quantity, text, TIMES, "--latency", valid_time)
     assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
     assert [human_time(seconds) for seconds in (0.0, 5e-5, 9.996e-4)] == ["0.00 us", "50.0 us", "1.00 ms"]
     assert [human_time(seconds) for seconds in (0.6319, 0.9996, 19.6)] == ["632 ms", "1.00 s", "19.6 s"]

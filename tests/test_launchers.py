@@ -85,6 +85,13 @@ def test_errors_of_launchers() -> None:
         *((name, {}, TRAIN, "set the number of ranks") for name in ("mpirun", "torchrun")),
         *((name, {"RANKS": "2"}, [], "no arguments for train.py") for name in ("mpirun", "torchrun")),
         ("mpirun", {"RANKS": "two"}, TRAIN, "RANKS is two"),
+        *(("mpirun", {"RANKS": "9" * digits}, TRAIN, "at most 999999") for digits in (7, 20)),
+        *(
+            ("mpirun", {"HOSTS": hosts}, TRAIN, f"HOSTS is {hosts}; it must have")
+            for hosts in ("a:0", ",", "a:4,,b:2")
+        ),
+        *(("torchrun", {"RANKS": "2", "RENDEZVOUS": f"a:{port}"}, TRAIN, "a port from") for port in (0, 65536)),
+        ("torchrun", {"RANKS": "2", "MAX_MACHINES": "9" * 20}, TRAIN, "at most 999999"),
         ("horovodrun", {"HOSTS": "a:x"}, TRAIN, "HOSTS is a:x"),
         ("horovodrun", {"HOSTS": "a:2,b", "RANKS": "4"}, TRAIN, "HOSTS has 3 slots"),
         ("imagenet/batch256", {}, [], "must be a model"),

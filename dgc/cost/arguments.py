@@ -1,12 +1,15 @@
 """Options of the advisor's command lines: the network on paper, the methods, and what is written."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dgc.cost.methods import UNCOMPRESSED, Method
-from dgc.units import quantity
+
+LARGEST = {"hosts": 16384, "ranks_per_host": 1024, "repeats": 10_000, "verify": 1_000_000}
+MOST_RANKS = 16384  # the traffic of one rank takes a minute to record, in a time that grows with their number
 
 
 def add_network(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
@@ -41,11 +44,6 @@ def asked(args: argparse.Namespace, methods: Sequence[Method]) -> list[Method]:
     return [replace(method, dense_share=args.dense_share if method.dense_share else 0.0) for method in named]
 
 
-def quantity_of(args: argparse.Namespace, name: str, units: dict[str, float]) -> float:
-    """The value of an option with a unit. Raises ValueError if it has another form."""
-    return quantity(getattr(args, name), units, f"--{name.replace('_', '-')}")
-
-
 def check_network(args: argparse.Namespace, ranks: int) -> None:
     """Raises ValueError if the options contradict each other or the launcher, or name no network.
 
@@ -62,18 +60,21 @@ def check_network(args: argparse.Namespace, ranks: int) -> None:
             "there is no network: start the advisor on several ranks (mpirun, horovodrun, torchrun), or describe "
             "one with --hosts and --rate"
         )
-    for name in ("hosts", "ranks_per_host", "repeats", "verify"):
+    for name, most in LARGEST.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if value is not None and not 1 <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be from 1 to {most}")
     if args.dense_share is not None and not 0 <= args.dense_share < 1:
         raise ValueError(f"--dense-share is {args.dense_share}; it must be at least 0 and below 1")
     if args.verify_all and args.verify is None:
         raise ValueError("--verify-all needs the number of steps: add --verify N")
     if args.verify is not None and ranks == 1:
         raise ValueError("--verify needs the ranks: start the advisor with mpirun, horovodrun or torchrun")
-    if ranks == 1 and args.hosts * (args.ranks_per_host or 1) < 2:
+    described = (args.hosts or 1) * (args.ranks_per_host or 1)
+    if ranks == 1 and described < 2:
         raise ValueError("one rank exchanges nothing: --hosts or --ranks-per-host must be 2 or more")
+    if described > MOST_RANKS:
+        raise ValueError(f"--hosts times --ranks-per-host is {described}; it must be at most {MOST_RANKS}")
     unused = [name for name in ("--rate", "--latency") if name in given]
     if ranks == 1 and args.hosts == 1 and unused:
         raise ValueError(
@@ -84,10 +85,17 @@ def check_network(args: argparse.Namespace, ranks: int) -> None:
         raise ValueError("--inner-rate is that between ranks of one machine: add --ranks-per-host of 2 or more")
     if args.methods is not None and not set(args.methods) & set(UNCOMPRESSED):
         raise ValueError(f"--methods needs one of {', '.join(UNCOMPRESSED)} to compare with")
-    check_folder(args.json, "--json")
+    check_output(args.json, "--json")
 
 
-def check_folder(file: Path | None, option: str) -> None:
-    """Raises ValueError if a file that will be written has no folder."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise ValueError(f"{option}: there is no folder {file.absolute().parent}")
+def check_output(file: Path | None, option: str) -> None:
+    """Raises ValueError if a file that will be written cannot be: it is a folder, or has none, or is protected."""
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{option}: there is no folder {folder}")
+    if file.is_dir():
+        raise ValueError(f"{option}: {file} is a folder; name a file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"{option}: {file} cannot be written")

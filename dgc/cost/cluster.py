@@ -10,6 +10,7 @@ from dgc.cost.model import Network
 from dgc.units import RATES, TIMES, human_rate, plural, quantity
 
 LATENCY, INNER_RATE = "50us", "80gbit"  # on paper; the second is 10 GB/s, about that of shared memory
+VALID_LATENCY, VALID_RATE = ("0s", "100s"), ("1kbit", "1000tbit")
 BUSY = 0.5  # load average per core above which other programs delay the measurements
 
 
@@ -42,15 +43,10 @@ class Cluster:
 def cluster_on_paper(args: Namespace) -> Cluster:
     """The cluster that the options describe. A single machine has only the rate inside it."""
     local_size = args.ranks_per_host or 1
-    latency = quantity(args.latency or LATENCY, TIMES, "--latency")
-    inner = quantity(args.inner_rate or INNER_RATE, RATES, "--inner-rate")
-    rate = inner if args.hosts == 1 else quantity(args.rate, RATES, "--rate")
-    try:
-        network = Network(latency, rate / 8, local_size, inner_bandwidth=inner / 8)
-    except ValueError as error:
-        options = {"--rate": args.rate, "--latency": args.latency or LATENCY, "--inner-rate": args.inner_rate}
-        given = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
-        raise ValueError(f"{given}: {error}") from error
+    latency = quantity(args.latency or LATENCY, TIMES, "--latency", VALID_LATENCY)
+    inner = quantity(args.inner_rate or INNER_RATE, RATES, "--inner-rate", VALID_RATE)
+    rate = inner if args.hosts == 1 else quantity(args.rate, RATES, "--rate", VALID_RATE)
+    network = Network(latency, rate / 8, local_size, inner_bandwidth=inner / 8)
     inside = "as given" if args.inner_rate else "assumed (--inner-rate)"
     return Cluster(AlikeRanks(args.hosts * local_size, local_size), network, inside=inside)
 

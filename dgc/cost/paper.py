@@ -24,6 +24,8 @@ from dgc.cost.workload import Workload
 WIDEST = 256
 LAYERS_OF_WIDTH = 1 / 43
 FORWARD = 1 / 3  # of the time of a step
+VALID_PARAMETERS = "100k", "10t"  # no network needs to compress fewer
+VALID_STEP = "1us", "1e6s"
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,7 @@ class Shape:
 
 
 def shape_of(parameters: int) -> Shape:
-    """The shape. Raises ValueError for fewer than 100,000 parameters, which no network needs to compress."""
-    if not 100_000 <= parameters < 10**13:
-        raise ValueError(f"--parameters is {parameters:,}; it must be from 100 thousand to 10 trillion")
+    """The shape. parameters: within VALID_PARAMETERS."""
     width = max(64, 64 * round((parameters / (12 * LAYERS_OF_WIDTH)) ** (1 / 3) / 64))
     return Shape(parameters, width, max(1, round(parameters / (12 * width**2))))
 

@@ -1,6 +1,6 @@
 """The work of one rank without communication: seconds of forward and backward, and gradients of real batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -18,6 +18,10 @@ GRADIENT_SETS = 3  # of different batches
 Passes = Sequence[Any]  # the batches of a step's backward passes
 Progress = Callable[[str, int, int], None]  # what is measured, its number, and the number of all
 LossOf = Callable[[nn.Module, Any], Tensor]  # forward pass and mean loss of a batch
+
+
+class WorkloadError(ValueError):
+    """The work cannot be measured. The message says why."""
 
 
 @dataclass
@@ -98,6 +102,9 @@ def measure_workload(
         device: Device of the model.
         repeats: Number of measured steps.
         progress: Called before each step: a step of a large model takes minutes.
+
+    Raises:
+        WorkloadError: The model trains no parameter, or its first loss or gradients are not finite.
     """
     steps = steps_of(repeats)
     stamps: dict[str, Any] = {}
@@ -106,6 +113,8 @@ def measure_workload(
         return lambda parameter: stamps.__setitem__(name, stamp(device))
 
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise WorkloadError("the model has no parameter that requires a gradient, so that nothing is exchanged")
     hooks = [p.register_post_accumulate_grad_hook(note(name)) for name, p in named]
     forward, backward, shares = [], [], []
     gradients: list[dict[str, Tensor]] = []
@@ -117,11 +126,16 @@ def measure_workload(
         stamps.clear()
         start = stamp(device)
         for number, batch in enumerate(passes, 1):
-            loss = loss_of(model, batch) / len(passes)
+            loss = loss_of(model, batch)
+            if step == 0:  # it is not timed, so that it may wait for a GPU
+                check_loss(loss)
+            loss = loss / len(passes)
             if number == len(passes):
                 middle = stamp(device)
             loss.backward()
         end = stamp(device)
+        if step == 0:
+            check_gradients({name: p.grad for name, p in named if p.grad is not None})
         if step < WARMUP:
             continue
         forward.append(seconds_between(start, middle))
@@ -135,3 +149,23 @@ def measure_workload(
     model.zero_grad()
     ready = {name: median(share.get(name, 1.0) for share in shares) for name, _ in named}
     return Workload(model, loss_of, inputs, median(forward), median(backward), ready, kept, gradients)
+
+
+def check_loss(loss: Any) -> None:
+    """Raises WorkloadError for a loss without a backward pass, or one that is not finite."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise WorkloadError(f"the loss is a {type(loss).__name__}{shape}, not a tensor of one element")
+    if not loss.requires_grad:
+        raise WorkloadError("the loss depends on no parameter that requires a gradient")
+    if not loss.isfinite().all():
+        raise WorkloadError(f"the loss of the first batch is {loss.item()}: check the model and the batch")
+
+
+def check_gradients(gradients: Mapping[str, Tensor]) -> None:
+    """Raises WorkloadError if there is no gradient, or one that is not finite."""
+    if not gradients:
+        raise WorkloadError("backward gives no parameter a gradient")
+    for name, gradient in gradients.items():
+        if not gradient.isfinite().all():
+            raise WorkloadError(f"the gradient of {name} is not finite in the first step: check model and batch")

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from typing import NoReturn
 
@@ -52,7 +53,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     )
     parser.add_argument("--suffix", default="", metavar="TEXT", help="added to the run directory's name")
     parser.add_argument("--run-dir", metavar="DIR", help="use this run directory instead of runs/NAME")
-    parser.add_argument("--minutes", type=float, default=inf, help="save and stop after so many, with status 75")
+    parser.add_argument(
+        "--minutes", type=_minutes, default=inf, metavar="N", help="save and stop after so many, with status 75"
+    )
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--evaluate", action="store_true", help="evaluate the run's best checkpoint and stop")
     either.add_argument(
@@ -60,3 +63,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     return parser.parse_known_args(argv)
+
+
+def _minutes(text: str) -> float:
+    with suppress(ValueError):
+        if (number := float(text)) >= 0:
+            return number
+    raise argparse.ArgumentTypeError(f"it is {text!r}; it must be a number of minutes, 0 or more")

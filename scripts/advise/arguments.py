@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dgc.cost.arguments import add_network, check_folder, check_network
+from dgc.cost.arguments import add_network, check_network, check_output
 from dgc_training.startup.arguments import ConfigsParser
 from scripts.advise.methods import NAMES
 
@@ -51,8 +51,8 @@ def check_arguments(args: argparse.Namespace, ranks: int) -> None:
         ranks: number of ranks that the launcher started; 1 without a launcher.
     """
     check_network(args, ranks)
-    if args.input_shape is not None and min(args.input_shape) < 1:
-        raise ValueError(f"--input-shape is {args.input_shape}; every length must be at least 1")
-    check_folder(args.plot, "--plot")
+    if args.input_shape is not None and not all(1 <= length < 2**31 for length in args.input_shape):
+        raise ValueError(f"--input-shape is {args.input_shape}; every length must be at least 1 and below 2**31")
+    check_output(args.plot, "--plot")
     if args.plot is not None and args.plot.suffix not in (".png", ".svg"):
         raise ValueError(f"--plot: {args.plot} must end in .png or .svg")
