@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.arguments import NUMBER, WHOLE, checked, require
+from dgc.comm.conversation import without_autocast
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.dense import for_gradients
@@ -145,10 +146,11 @@ class ZeroOneAdam(Optimizer):
                 "model.named_parameters(), ZeroOneSteps(...)), or use torch.optim.AdamW"
             )
         loss = loss_of(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.numel():
-                    self._update(p, p.grad, self.buffers[p], group)
+        with without_autocast():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None and p.numel():
+                        self._update(p, p.grad, self.buffers[p], group)
         return loss
 
     def _update(self, p: Tensor, gradient: Tensor, u: Tensor, group: dict[str, Any]) -> None:

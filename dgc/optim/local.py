@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.connect import default_transport, running_transports
-from dgc.comm.conversation import Intact
+from dgc.comm.conversation import Intact, without_autocast
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
@@ -245,7 +245,7 @@ class LocalOptimizer(Wrapper):
 
     def _timed(self, phase: str, work: Callable[[], object]) -> None:
         before, start = dict(self.meter.seconds), perf_counter()
-        with self._intact:
+        with self._intact, without_autocast():
             work()
         # time that a conversation has already counted is subtracted
         counted = sum(self.meter.seconds[name] - before[name] for name in before)

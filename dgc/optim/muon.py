@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dgc.arguments import FLAG, NUMBER, WHOLE, require
+from dgc.comm.conversation import without_autocast
 from dgc.compression.protocol import Compressor
 from dgc.engine.options import as_number, check_adam, check_optimizer_state, check_saved_groups, loss_of
 from dgc.optim.muon_rule import rows_of
@@ -173,6 +174,11 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
+        with without_autocast():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         # made for each step, because loading a state replaces groups and state
         adamw, muon = _adamw(), _muon()
         adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
@@ -193,7 +199,6 @@ class MuonWithAdamW(Optimizer):
                     else:
                         self._add(muon, p, group)
         muon.step()
-        return loss
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.arguments import FLAG, WHOLE, require
+from dgc.comm.conversation import without_autocast
 from dgc.engine.options import OF_SCHEDULERS, check_adam, check_optimizer_state, check_saved_groups, loss_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -172,10 +173,11 @@ class OneBitAdam(Optimizer):
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             for group in self.param_groups:
                 group["steps"] += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group, frozen)
+        with without_autocast():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._update(p, p.grad, group, frozen)
         return loss
 
     def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], frozen: bool) -> None:

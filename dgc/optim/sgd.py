@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 import dgc.kernels as kernels
 from dgc.arguments import FLAG, require
 from dgc.bucket import fills_a_block
+from dgc.comm.conversation import without_autocast
 from dgc.engine.buckets import SparseUpdate
 from dgc.engine.options import as_number, check_rates, check_saved_groups, loss_of
 
@@ -89,15 +90,16 @@ class DGCSGD(Optimizer):
         for update in sparse:
             updated.update(update.parameters)
         lrs: dict[Tensor, float] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                lrs[p] = group["lr"]
-                if p in updated and p.requires_grad:
-                    self._apply_dense(p, None, group)
-                elif p.grad is not None:
-                    self._apply_dense(p, p.grad, group)
-        for update in sparse:
-            _subtract(update, lrs)
+        with without_autocast():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    lrs[p] = group["lr"]
+                    if p in updated and p.requires_grad:
+                        self._apply_dense(p, None, group)
+                    elif p.grad is not None:
+                        self._apply_dense(p, p.grad, group)
+            for update in sparse:
+                _subtract(update, lrs)
         return loss
 
     def _apply_dense(self, p: Tensor, gradient: Tensor | None, group: dict[str, Any]) -> None:
