@@ -212,15 +212,17 @@ def restored(
     layout: Layout, batch: Batch, side: str, saved: Mapping[str, Any], seed: int
 ) -> Float32[Tensor, "B r d"]:
     """The factors of a batch from those of a checkpoint, which have been checked."""
-    _, r, length = batch.factor_shape(side)
+    (_, r, length), device = batch.factor_shape(side), layout.bucket.device
     factors = []
     for name in layout.names(batch):
         factor = torch.empty(length, 0, dtype=torch.float32) if name not in saved else saved[name]
         rows = factor[:, :r].T
         if len(rows) < r:
-            rows = torch.cat([rows.cpu(), draw(seed, f"{name} {side}", r, length)[len(rows) :]])
+            drawn = draw(seed, f"{name} {side}", r, length)[len(rows) :]
+            # on the device, because the backend of its kernels may not run on a CPU
+            rows = torch.cat([rows.to(device), drawn.to(device)])
             (rows,) = orthonormalize([rows[None]])[0]
-        factors.append(rows.to(layout.bucket.device))
+        factors.append(rows.to(device))
     return stack(layout, batch, side, factors)
 
 
