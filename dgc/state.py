@@ -3,7 +3,7 @@
 A checkpoint holds tables by the name of a parameter. It can therefore be loaded with other buckets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -104,6 +104,17 @@ def largest_count(counts: Mapping[str, int], bucket: Bucket) -> int:
     for name, count in own.items():
         check_count(f"steps of {name}", count)
     return max(own.values(), default=0)
+
+
+def with_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a state, or any part of one, with each of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: with_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(with_tensors(change, item) for item in value)
+    return value
 
 
 def check_mapping(what: str, saved: Any) -> None:

@@ -2,7 +2,7 @@
 
 equal replicas    every rank gets the same mean gradient, bit for bit
 nothing lost      mean over ranks of (gradient + old error) = mean gradient + mean over ranks of new error
-state             a compressor that loads another one's state continues as that one, bit for bit
+state             a compressor that loads a copy of another one's state continues as that one, bit for bit
 dropped steps     every rank reports a NaN by parameter and rank, and what a rank sent returns to its error
 """
 
@@ -16,6 +16,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Conversation
 from dgc.compression.protocol import Compressor, Result, check_means
 from dgc.engine.state import BucketStates
+from dgc.state import with_tensors
 
 Make = Callable[[], Compressor]
 SHAPES: tuple[tuple[int, ...], ...] = ((40, 25), (3, 3), (7, 11, 13), (1,), (2000,))
@@ -118,14 +119,25 @@ def check_state(make: Make, size: int) -> None:
             if step == 3 and last == "dropped":
                 own[-1][4][3:50] = torch.nan
             fleet.step(own)
-        for old, new in zip(fleet.states, other.states, strict=True):
-            new.load_state_dict(old.state_dict())
+        saved = [states.state_dict() for states in fleet.states]
+        before = with_tensors(torch.clone, saved)
+        for states, new in zip(saved, other.states, strict=True):
+            new.load_state_dict(states)
         for step in range(4, 8):
             own = [gradients(rank, step) for rank in range(size)]
             here, there = ([f.step(own)[0], *f.errors()] for f in (fleet, other))
             assert all(map(torch.equal, here, there)), (
                 f"state: after loading one of a step that was {last}, it differs"
             )
+        assert all(map(torch.equal, tensors_of(saved), tensors_of(before))), (
+            "state: steps change one that was saved and loaded: copy tensors in saved() and loaded()"
+        )
+
+
+def tensors_of(state: object) -> list[Tensor]:
+    found: list[Tensor] = []
+    with_tensors(found.append, state)
+    return found
 
 
 def check_dropped_step(make: Make, size: int, conserves: bool = True) -> None:

@@ -14,6 +14,7 @@ from dgc.comm.collectives import all_gather_object, broadcast_object
 from dgc.comm.meeting import meet
 from dgc.engine.redistribute import redistribute
 from dgc.engine.state import HasCompression
+from dgc.state import with_tensors
 
 RANKS = "ranks"
 GATHER = "Call it on all ranks, outside of `if rank == 0`, and save what it returns on rank 0"
@@ -36,7 +37,7 @@ class HasGatheredState(HasCompression):
             >>> sorted(exchange.gather_state())  # on every rank; rank 0 saves it
             ['ranks']
         """
-        own, ranks, states = on_cpu(self.compression_state_dict()), self._ranks, []
+        own, ranks, states = with_tensors(Tensor.cpu, self.compression_state_dict()), self._ranks, []
         meet(ranks, "gather_state()", GATHER)
         for rank in range(ranks.size):
             state = broadcast_object(ranks, own, rank, f"state.gather{rank}")
@@ -82,14 +83,3 @@ def states_for(gathered: Any, size: int, parts: Any) -> list[dict[str, Any]]:
             "load_gathered needs on rank 0 what gather_state() returned there, the states of all ranks"
         )
     return states if len(states) == size else redistribute(states, size, parts)
-
-
-def on_cpu(value: Any) -> Any:
-    """The same with its tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping):
-        return {key: on_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(on_cpu, value))
-    return value

@@ -20,7 +20,6 @@ from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.fsdp.shards import check_ended, check_ranks, machines, parameter_groups, sharded_like
-from dgc.gossip.model import local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.local import LocalOptimizer, check_method
 
@@ -120,16 +119,6 @@ class ShardedLocalOptimizer(LocalOptimizer):
         super().close()
         for group in self._groups:
             group.release(self)
-
-    def compression_state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards, algorithm state and optimizer state, without DTensors. Collective."""
-        state = super().compression_state_dict()
-        optimizer = state["optimizer"]
-        plain = {
-            i: {key: local(value) if isinstance(value, Tensor) else value for key, value in own.items()}
-            for i, own in optimizer["state"].items()
-        }
-        return {**state, "optimizer": {**optimizer, "state": plain}}
 
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         super().load_compression_state_dict(state, allow_other_rank=allow_other_rank)

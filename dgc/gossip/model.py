@@ -16,12 +16,21 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def of_own_storage(view: Tensor) -> Tensor:
+    """The memory of a view as a tensor whose storage is this part alone.
+
+    torch.save and deepcopy take the whole storage of a tensor. The memory lives as long as one of its tensors.
+    """
+    # DLPack gives dimensions of size 1 another stride
+    return torch.from_dlpack(view).as_strided(view.shape, view.stride())
+
+
 @checked
 class FlatModel:
     """A model as one flat vector z [n] fp32: all parameters that are not empty, and then their momenta.
 
-    fp32 parameters are views of z, others are rounded copies. Of what FSDP2 has sharded, z has a copy of this
-    rank's part. Call `scatter` after a change of z, and `gather` after a change of the parameters.
+    fp32 parameters share the memory of z, others are rounded copies. Of what FSDP2 has sharded, z has a copy of
+    this rank's part. Call `scatter` after a change of z, and `gather` after a change of the parameters.
 
     Args:
         named_parameters (sequence): (name, parameter) pairs.
@@ -79,11 +88,11 @@ class FlatModel:
             elif part.data_ptr() != view.data_ptr():
                 view.copy_(part)
                 if part is p:
-                    p.data = view
+                    p.data = of_own_storage(view)
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Copies z to the parameters that are not views of it."""
+        """Copies z to the parameters that do not share its memory."""
         for p, view in zip(self._tensors, self._views, strict=True):
             part = local(p)
             if part.data_ptr() != view.data_ptr():

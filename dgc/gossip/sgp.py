@@ -285,7 +285,7 @@ class SGP(Gossip):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         received = {
-            (self.rank + int(distance)) % self.size: (share["x"].to(self.z.device), float(share["w"]))
+            (self.rank + int(distance)) % self.size: (share["x"].to(self.z.device, copy=True), float(share["w"]))
             for distance, share in state["received"].items()
         }
         self.w = float(state["w"])

@@ -39,6 +39,7 @@ from dgc.engine.state import check_is_state, identity_of
 from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
+from dgc.state import with_tensors
 
 BUFFER = "momentum_buffer"  # what torch calls the momentum of SGD and Muon
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
@@ -286,8 +287,7 @@ class LocalOptimizer(Wrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's optimizer."""
-        state = self.inner.state_dict()
-        return state if self._momenta is None else without_views(state)
+        return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -355,18 +355,22 @@ class LocalOptimizer(Wrapper):
         self.method.join()
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """Return this rank's model, algorithm state and optimizer state, for a checkpoint. Collective."""
+        """Return copies of this rank's model, algorithm state and optimizer state, for a checkpoint. Collective.
+
+        Of a sharded model they are plain tensors, this rank's shards.
+        """
         self._intact.check()
         self._gather()
         self.method.flush()
-        return {**super().compression_state_dict(), "optimizer": self.state_dict()}
+        own = with_tensors(lambda tensor: local(tensor).clone(), self.state_dict())
+        return {**super().compression_state_dict(), "optimizer": own}
 
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         check_is_state(state)
         algorithm = dict(state)
         if "optimizer" not in algorithm:
             raise ValueError("the state is not that of a LocalOptimizer: it has no optimizer state of this rank")
-        optimizer = algorithm.pop("optimizer")
+        optimizer = with_tensors(torch.clone, algorithm.pop("optimizer"))  # torch's optimizers keep the tensors
         check_optimizer_state(self.inner, optimizer)
         # before the optimizer, because it refuses other algorithms
         super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
@@ -436,15 +440,6 @@ class Momenta:
             if loads:
                 local(momentum).copy_(local(state[BUFFER]))
             state[BUFFER] = momentum
-
-
-def without_views(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with copies of its momenta, each of which would be saved with the model that it is a part of."""
-    copies = {
-        i: {key: value.clone() if key == BUFFER and value is not None else value for key, value in own.items()}
-        for i, own in state["state"].items()
-    }
-    return {**state, "state": copies}
 
 
 def warn_of_ddp(parameters: Container[Tensor]) -> None:

@@ -299,6 +299,21 @@ class Restarts(Whole):
         return Restarted(**vars(super().init(bucket, size, rank)))
 
 
+class Shared(State):
+    def saved(self, bucket: Any) -> Any:
+        parts = {s.name: s.of(self.local["count"]) for s in bucket.segments}
+        return {**super().saved(bucket), "count": parts}
+
+
+class Shares(Whole):
+    def init(self, bucket: Any, size: int, rank: int) -> Shared:
+        return Shared(**{**vars(super().init(bucket, size, rank)), "local": {"count": bucket.flat.clone()}})
+
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        state.local["count"].add_(1.0)
+        return (yield from super().reduce(bucket, state))
+
+
 class KeepsDropped(Whole):
     def reduce(self, bucket: Any, state: Any) -> Any:
         reduced = yield from super().reduce(bucket, state)
@@ -309,6 +324,7 @@ BROKEN: list[tuple[Callable[[], Compressor], str]] = [
     (broken(lambda rank, mean, kept, numbers: (mean + 1e-6 * rank, kept, numbers)), "equal replicas"),
     (broken(lambda rank, mean, kept, numbers: (mean, 0.999 * kept, numbers)), "nothing lost"),
     (Restarts, "state"),
+    (Shares, "state: steps change one that was saved"),
     (KeepsDropped, "dropped steps: what was sent"),
     (broken(lambda rank, mean, kept, numbers: (mean, kept, [0] * len(numbers))), "dropped steps: .* reported"),
 ]

@@ -1,5 +1,7 @@
 """LocalOptimizer around every algorithm: weights that are loaded after it was built, dropped steps, states."""
 
+import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from gossip import networks as nets
 from on_ranks import on_ranks
 from refusals import refuse
+from states import assert_equal
 from torch import Tensor, nn
 
 from dgc.comm.lockstep import LockstepWorld
@@ -16,6 +19,7 @@ from dgc.compression import NonFiniteGradientError
 from dgc.gossip import SGP
 from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
 from dgc.optim import LocalOptimizer
+from dgc.state import with_tensors
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -230,3 +234,81 @@ def test_steps_that_a_machine_takes_together_have_no_further_calls_of_a_closure(
     own = nets.Trained(transport, islands())
     own.optimizer.inner.step = lambda closure: (closure(), closure())
     refuse("SGD computes the loss several times", own.optimizer.step, closure_of(own, []))
+
+
+# --- states ---------------------------------------------------------------------------------------------
+
+
+def copied(state: Any) -> Any:
+    return with_tensors(torch.clone, state)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@on_ranks(2, 1)
+def test_training_changes_neither_a_saved_state_nor_one_that_was_loaded(transport: Any, name: str) -> None:
+    def make() -> nets.Trained:
+        return nets.Trained(transport, METHODS[name](), partial(OPTIMIZERS.get(name, nets.momentum), lr=0.01))
+
+    own, loaded = make(), make()
+    own.steps(7)
+    state = own.optimizer.compression_state_dict()
+    expected = copied(state)
+    own.steps(3)
+    assert_equal(state, expected)
+    loaded.resume(state).steps(3)
+    assert_equal(state, expected)
+    own.finish(), loaded.finish()
+    assert torch.equal(values(own), values(loaded)) or "2 steps" in name  # OSGP's messages come at any time
+
+
+@pytest.mark.parametrize("average_momentum", [False, True])
+@on_ranks(1)
+def test_a_part_of_the_model_is_saved_without_the_rest(transport: Any, average_momentum: bool) -> None:
+    """Parameters and momenta share the memory of one vector, and torch saves and copies whole storages."""
+    own = nets.Trained(transport, OuterSteps(2, average_momentum=average_momentum))
+    own.steps(3)
+    for module in (own.model[2], copy.deepcopy(own.model)[2]):
+        saved = io.BytesIO()
+        torch.save(module.state_dict(), saved)
+        saved.seek(0)
+        tensors = torch.load(saved)
+        assert [tensor.untyped_storage().nbytes() for tensor in tensors.values()] == [4 * 27, 4 * 3]
+        assert torch.equal(torch.cat([tensor.flatten() for tensor in tensors.values()]), own.z[63:93])
+    states = own.optimizer.state_dict()["state"].values()
+    assert [state["momentum_buffer"].untyped_storage().nbytes() for state in states] == [
+        4 * 54,
+        4 * 9,
+        4 * 27,
+        4 * 3,
+    ]
+    assert all(p.data_ptr() == s.of(own.z).data_ptr() for p, s in own.optimizer.model.pairs())
+
+
+@on_ranks(2)
+def test_parameters_whose_memory_was_moved_or_resized_stay_those_of_the_model(transport: Any) -> None:
+    """As torch.multiprocessing moves what is sent to another process."""
+
+    def body(moves: bool) -> Tensor:
+        own = nets.Trained(transport, OuterSteps(2, SGP()))
+        for step in range(5):
+            own.optimizer.zero_grad()
+            own.loss().backward()
+            if moves and step % 2:
+                own.model.share_memory()
+            own.optimizer.step()
+            if moves and not step % 2:
+                own.model[0].weight.data = own.model[0].weight.data.clone()
+        own.finish()
+        return values(own)
+
+    assert torch.equal(body(True), body(False))
+
+
+@on_ranks(2)
+def test_compiled_models_and_fused_optimizers_step_on_the_memory_of_the_model(transport: Any) -> None:
+    own = nets.Trained(transport, OuterSteps(2), partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True))
+    other = nets.Trained(transport, OuterSteps(2), partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+    own.model = torch.compile(own.model, backend="eager")
+    for one in (own, other):
+        one.steps(4)
+    torch.testing.assert_close(own.z, other.z)
