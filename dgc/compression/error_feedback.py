@@ -59,18 +59,18 @@ class ErrorFeedbackCompressor(Compressor):
         return State(size, rank, errors={"errors": zeros(bucket)} if self.error_feedback else {})
 
     def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
-        """The code of the elements, if a GPU's kernels encode it in place of `exchange`."""
+        """The code of the elements, if kernels for whole steps may encode it in place of `exchange`."""
         return None
 
     def given(self, state: State, measured: kernels.Measured) -> Conversation[Tensor | None]:
-        """The cuts or thresholds of the code, if it has them, after the first launch of a GPU's kernels."""
+        """The cuts or thresholds of the code, if it has them, after the first pass of kernels for whole steps."""
         yield from ()
         return None
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         coder = kernels.of(bucket.bounds).coder
         code = None if coder is None else self.code(bucket, state)
-        if coder is not None and code is not None:
+        if coder is not None and code is not None and coder.takes(code):
             return (yield from self._reduce_coded(coder, code, bucket, state))
         v, first = accumulated(bucket, state)
         mean, kept, nonfinite = yield from self.exchange(bucket, state, v, first)
@@ -80,7 +80,7 @@ class ErrorFeedbackCompressor(Compressor):
     def _reduce_coded(
         self, coder: kernels.ElementCoder, code: kernels.ElementCode, bucket: Bucket, state: State
     ) -> Conversation[Reduced]:
-        """As `reduce`, with the same bits, in two launches before the payloads are gathered and one after it."""
+        """As `reduce`, with the same bits, in two passes before the payloads are gathered and one after it."""
         gradients = bucket.gradients
         if not self.error_feedback:
             bucket.release()  # the bucket's own memory takes v, and would copy them
@@ -89,7 +89,7 @@ class ErrorFeedbackCompressor(Compressor):
         bucket.release()
         given = yield from self.given(state, measured)
         envelope, seed = self.envelope(bucket), self.noise(bucket, state) if code.random else None
-        how = (given, seed, self.error_feedback, envelope.bounds, envelope.terms)
+        how = (given, seed, self.error_feedback, envelope.bounds, envelope.terms, state.scratch.get("errors"))
         payload, kept = coder.encode(code, v, measured, *how)
 
         def decode(payloads: list[Tensor]) -> Tensor:

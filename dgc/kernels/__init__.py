@@ -25,6 +25,7 @@ from dgc.kernels.lowrank import LowRank as LowRank
 from dgc.kernels.native import (
     NativeBlocks,
     NativeCodec,
+    NativeElementCoder,
     NativeLowRank,
     NativeMeanDecoder,
     NativeQuantizers,
@@ -103,7 +104,7 @@ def _backend(asked: str, device: torch.device) -> Backend:
         if name == "native":
             native = NativeSelection()
             families = NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeBlocks()
-            return Backend(native, *families, NativeMeanDecoder())
+            return Backend(native, *families, NativeMeanDecoder(), NativeElementCoder())
         if name == "triton":
             return _triton(kind)
     except KernelsUnavailable as missing:

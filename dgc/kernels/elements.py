@@ -105,6 +105,10 @@ class Measured:
 class ElementCoder(ABC):
     """Makes payloads from gradients in two launches, and the mean from all ranks' payloads in one."""
 
+    def takes(self, code: ElementCode) -> bool:
+        """Whether it has this code. All others are made from single operations."""
+        return True
+
     @abstractmethod
     def measure_(self, code: ElementCode, g: tuple[Tensor, ...], v: Dense, adds: bool) -> Measured:
         """Compute v = v + g if `adds`, else v = g, as `accumulate_` and `assign_`, and the numbers of v."""
@@ -120,11 +124,13 @@ class ElementCoder(ABC):
         keep: bool,
         tensors: Int64[Tensor, "bounds"],
         terms: Terms,
+        into: Dense | None = None,
     ) -> tuple[UInt8[Tensor, "nbytes"], Residual]:
         """Encode v.
 
         given: The cut or threshold of each segment, if the form has them. tensors: Bounds of the tensors that the
-        header counts. Returns (payload, residual), which is empty unless `keep`.
+        header counts. into: Another tensor like v, which takes the residual in place of new memory. Returns
+        (payload, residual), which is empty unless `keep`.
         """
 
     @abstractmethod

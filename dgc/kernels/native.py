@@ -32,6 +32,7 @@ from dgc.kernels.codec import (
     Terms,
     ValueKind,
 )
+from dgc.kernels.elements import ElementCode, ElementCoder, Form, Measured, Scale
 from dgc.kernels.library import Address, Addresses, address, load
 from dgc.kernels.lowrank import (
     Batches,
@@ -154,9 +155,13 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         None,
         (EACH_U8, *_RANGES, c_int64, c_int, c_int, c_int64, c_float, EACH_F32, c_int, c_int),
     ),
-    "dgc_mean_signs": (None, (*_RANKS, *_RANGES, EACH_F32, EACH_F32, F32, c_float, F32, c_int)),
-    "dgc_mean_ternary": (None, (*_RANKS, *_RANGES, EACH_F32, F32, c_float, F32, c_int)),
-    "dgc_mean_levels": (None, (*_RANKS, *_RANGES, EACH_F32, c_int, c_float, F32, c_int)),
+    "dgc_measure": (
+        c_int64,
+        (EACH_F32, c_void_p, c_int, F32, c_int, I64, c_int64, c_int, F64, c_int),
+    ),
+    "dgc_mean_signs": (c_int, (*_RANKS, *_RANGES, EACH_F32, EACH_F32, F32, c_float, c_int, F32, c_int)),
+    "dgc_mean_ternary": (c_int, (*_RANKS, *_RANGES, EACH_F32, F32, c_float, F32, c_int)),
+    "dgc_mean_levels": (c_int, (*_RANKS, *_RANGES, EACH_F32, c_int, c_float, F32, c_int)),
     "dgc_mean_bf16": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
     "dgc_round": (c_int, (EACH_F32, c_void_p, c_int, c_int, U8, c_int64, c_int)),
     "dgc_mean_natural": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
@@ -175,6 +180,8 @@ PLAIN_MOMENTUM, NESTEROV, RESIDUAL, NONE = range(4)
 WORTH_A_THREAD = 65536  # elements
 INVALID = -1  # returned by dgc_decode_mean
 
+# of a payload that is not sparse
+_NO_COUNT, _NO_SCALE = torch.tensor(0, dtype=INT32), torch.tensor(1.0, dtype=FP32)
 # what `round_` returns: an element is not finite, or all are
 _PROBES = (torch.tensor(inf, dtype=FP32), torch.tensor(0.0, dtype=FP32))
 _FLAGS = (torch.tensor(False, dtype=torch.bool), torch.tensor(True, dtype=torch.bool))
@@ -580,7 +587,7 @@ class NativeQuantizers(Native, Quantizers):
         mean: Dense,
     ) -> None:
         given, threads = (*_by_rank(codes, lows, highs), *_ranges(bounds, 1, WORD)), torch.get_num_threads()
-        self._library.dgc_mean_signs(*given, lows, highs, factors, size, mean, threads)
+        self._library.dgc_mean_signs(*given, lows, highs, factors, size, False, mean, threads)
 
     def tern_encode(
         self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True, into: Dense | None = None
@@ -681,6 +688,111 @@ class NativeQuantizers(Native, Quantizers):
     ) -> None:
         given = (*_by_rank(packed), fields, bits, *_ranges(bounds, width, WORD), width)
         self._library.dgc_mean_sums(*given, factors, mean, torch.get_num_threads())
+
+
+# what dgc_measure finds for a scale
+NOTHING, LARGEST, MAGNITUDES, SQUARES = range(4)
+FOUND = {
+    Scale.NONE: NOTHING,
+    Scale.NONZERO: LARGEST,
+    Scale.LARGEST: LARGEST,
+    Scale.MEAN: MAGNITUDES,
+    Scale.NORM: SQUARES,
+    Scale.SPREAD: SQUARES,
+}
+
+
+class NativeElementCoder(Native, ElementCoder):
+    """Steps of codes whose scale is in FOUND.
+
+    The scale is found while the elements are in the cache, and codes are written to their place in the payload.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._codec = NativeCodec()
+
+    def takes(self, code: ElementCode) -> bool:
+        return code.scale in FOUND
+
+    def measure_(self, code: ElementCode, g: tuple[Tensor, ...], v: Dense, adds: bool) -> Measured:
+        bounds, found = code.bounds, torch.empty(code.bounds.numel() - 1, dtype=FP64)
+        how = (v, adds, bounds, found.numel(), FOUND[code.scale], found, torch.get_num_threads())
+        first = self._library.dgc_measure(*_pieces(g, v), *how)
+        match code.scale:
+            case Scale.NONZERO:
+                found = found > 0
+            case Scale.MEAN:
+                found = found / bounds.diff().clamp(min=1)
+            case Scale.NORM:
+                found = found.sqrt()
+            case Scale.SPREAD:
+                found = code.factor * (found / bounds.diff().clamp(min=1)).sqrt()
+        values = found.float()
+        return Measured(values[None], torch.full((1,), first, dtype=INT32))
+
+    def encode(
+        self,
+        code: ElementCode,
+        v: Dense,
+        measured: Measured,
+        given: Each | None,
+        seed: int | None,
+        keep: bool,
+        tensors: Int64[Tensor, "bounds"],
+        terms: Terms,
+        into: Dense | None = None,
+    ) -> tuple[UInt8[Tensor, "nbytes"], Residual]:
+        payload, residual = torch.empty(code.nbytes, dtype=UINT8), empty_residual(v, keep, into)
+        payload[-8:] = 0  # the codes need not fill the last word
+        values = measured.values[0]
+        payload[HEADER_BYTES : code.begin] = values[: code.rows * values.numel()].view(UINT8)
+        scaling = code.momentum is not None
+        made = (payload[code.begin :], residual[:0] if scaling else residual, torch.get_num_threads())
+        where = (v, *_ranges(code.bounds, code.bits, code.unit))
+        match code.form:
+            case Form.TERNARY:
+                assert given is not None
+                self._library.dgc_quantize_ternary(*where, thresholds_or(inf, given), *made)
+            case Form.LEVELS:
+                how = (*level_factors(values, code.levels, code.bits), code.levels, code.bits, *_random(seed))
+                self._library.dgc_quantize_levels(*where, *how, *made)
+            case _:
+                ends = values if given is None else torch.ones_like(given)
+                cuts = torch.zeros_like(ends) if given is None else given
+                self._library.dgc_quantize_signs(*where, cuts, -ends, ends, *made)
+        if keep and code.momentum is not None:
+            torch.mul(v, code.momentum, out=residual)
+        self._codec.seal_(payload, _NO_COUNT, measured.unusable.long().view(()), tensors, _NO_SCALE, terms)
+        return payload, residual
+
+    def mean_into_(
+        self, flat: Tensor, code: ElementCode, payloads: Sequence[UInt8[Tensor, "nbytes"]], given: Each | None
+    ) -> Int32[Tensor, "numbers"]:
+        segments, ranks, threads = code.bounds.numel() - 1, len(payloads), torch.get_num_threads()
+        words = self._codec.words_of(payloads)
+        mean = flat if flat.dtype == FP32 else torch.empty(flat.numel(), dtype=FP32)
+        codes = [payload[code.begin :] for payload in payloads]
+        table = [payload[HEADER_BYTES : code.begin].clone().view(FP32) for payload in payloads]
+        where = (codes, ranks, *_ranges(code.bounds, code.bits, code.unit))
+        match code.form:
+            case Form.TERNARY:
+                assert given is not None
+                unit = torch.ones(segments, dtype=FP32)
+                how = ([unit] * ranks, thresholds_or(0.0, given), ranks, mean, threads)
+                is_finite = self._library.dgc_mean_ternary(*where, *how)
+            case Form.LEVELS:
+                steps = [level_factors(own, code.levels, code.bits)[1] for own in table]
+                is_finite = self._library.dgc_mean_levels(*where, steps, code.bits, ranks, mean, threads)
+            case _:
+                highs = table if given is None else [torch.ones_like(given)] * ranks
+                lows = list(map(Tensor.neg, highs))
+                options = (ranks, code.majority, mean, threads)
+                is_finite = self._library.dgc_mean_signs(*where, lows, highs, None, *options)
+        if mean is not flat:
+            flat.copy_(mean)
+            is_finite = bool(flat.isfinite().all())
+        return torch.tensor([*words, is_finite], dtype=INT32)
 
 
 class NativeBlocks(Native, Blocks):

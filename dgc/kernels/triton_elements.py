@@ -412,10 +412,11 @@ class TritonElementCoder(ElementCoder):
         keep: bool,
         tensors: Int64[Tensor, "bounds"],
         terms: Terms,
+        into: Dense | None = None,
     ) -> tuple[UInt8[Tensor, "nbytes"], Residual]:
         where, tiles, layout = self._where(code, v)
         payload = torch.empty(code.nbytes, dtype=torch.uint8, device=v.device)
-        residual, kept = empty_residual(v, keep), KEEPS_NOTHING
+        residual, kept = empty_residual(v, keep, into), KEEPS_NOTHING
         if keep:
             kept = KEEPS_REST if code.momentum is None else KEEPS_SCALED
         values = measured.values if given is None else given

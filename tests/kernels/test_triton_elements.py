@@ -4,7 +4,6 @@ import warnings
 from dataclasses import replace
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,88 +12,15 @@ from kernels import comparison
 from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, numbers, random, same
 from kernels.interpreter import DEVICE, ORDERS
 from kernels.interpreter import interpreter as interpreter
+from kernels.steps import METHODS, NUMEL, Steps, gradients_of
 from kernels.waits import watching
 
 from dgc import compression, kernels
-from dgc.bucket import Bucket, lay_out
-from dgc.comm.requests import AllGather, next_requests
-from dgc.engine.state import BucketStates
 from dgc.kernels.codec import Codec, Terms
 from dgc.kernels.triton_blocks import TritonBlocks
 from dgc.kernels.triton_codec import TritonCodec
 from dgc.kernels.triton_elements import TritonElementCoder, sums_on
 from dgc.wire.envelope import PayloadError
-
-METHODS = {
-    "scaled signs": compression.ScaledSignCompressor,
-    "signSGD": compression.SignSGDCompressor,
-    "Signum": lambda: compression.SignSGDCompressor(0.9),
-    "1 bit": compression.OneBitCompressor,
-    "2 bits": lambda: compression.ThresholdCompressor(wire="gather"),
-    "2 bits from the data": lambda: compression.ThresholdCompressor(2, None, 0.7, wire="gather"),
-    "1 bit of MXNet": lambda: compression.ThresholdCompressor(1, 0.1, wire="gather"),
-    "QSGD": compression.QSGDCompressor,
-    "QSGD of the norm": lambda: compression.QSGDCompressor(8, None, "l2", error_feedback=True),
-    "TernGrad": compression.TernGradCompressor,
-    "int8 blocks": compression.BlockwiseCompressor,
-    "blocks of 2 bits": lambda: compression.BlockwiseCompressor(2, 50),
-    "natural": compression.NaturalCompressor,
-    "natural, nearest": lambda: compression.NaturalCompressor(False, True),
-}
-SHAPES = [(2, 70), (33,), (0, 5), (65,)]
-NUMEL = 140 + 33 + 65
-
-
-class Steps:
-    """Steps of some ranks with one backend. `payloads` has what they have gathered."""
-
-    def __init__(self, make: Any, backend: Any, ranks: int, dtype: Any, flat: bool) -> None:
-        tensors = [(str(i), torch.empty(shape, device="meta")) for i, shape in enumerate(SHAPES)]
-        self.backend, self.flat = backend, flat
-        self.buckets = [Bucket("b", lay_out(tensors), dtype, torch.device(DEVICE)) for _ in range(ranks)]
-        self.states = [BucketStates(make()) for _ in range(ranks)]
-        for rank, (states, bucket) in enumerate(zip(self.states, self.buckets, strict=True)):
-            states.add(bucket, ranks, rank)
-        self.payloads: list[Any] = []
-
-    def step(self, gradients: Any, change: Any = lambda payloads: None) -> list[Any]:
-        """Returns the results, what the buckets hold, and the residuals."""
-        for bucket, gradient in zip(self.buckets, gradients, strict=True):
-            if self.flat:
-                bucket.flat.copy_(gradient)
-            else:
-                for i, s in enumerate(bucket.segments):
-                    bucket.use_gradient(i, gradient[s.offset : s.offset + s.numel].to(bucket.dtype))
-        talks = [states.reduce(bucket) for states, bucket in zip(self.states, self.buckets, strict=True)]
-        replies, ended = list[Any]([None] * len(talks)), list[Any]()
-        while not ended:
-            requests: list[Any] = []
-            for talk, reply in zip(talks, replies, strict=True):
-                with patch.object(kernels, "_backend", lambda asked, device: self.backend):
-                    try:
-                        requests.append(next_requests(talk, reply)[0])
-                    except StopIteration as stop:
-                        ended.append(stop.value)
-            tensors = [request.tensor for request in requests]
-            if requests and isinstance(requests[0], AllGather):
-                self.payloads = list(torch.stack(tensors).unbind())
-                change(self.payloads)
-                replies = [(tuple(self.payloads),) for _ in talks]
-            elif requests:
-                replies = [(torch.stack(tensors).mean(0),) for _ in talks]
-        errors = [error for states in self.states for error in states.errors()]
-        return [ended, [bucket.flat.clone() for bucket in self.buckets], errors]
-
-
-def gradients_of(ranks: int, step: int) -> list[Any]:
-    """Of few bits, so that sums of them and of their squares are exact in any order."""
-    found = [(comparison.random(NUMEL, 10 * step + r, DEVICE) * 64).round() / 64 for r in range(ranks)]
-    for gradient in found:
-        gradient[140:173:2], gradient[141:173:2] = 0.0, -0.0
-        gradient[180:220:7] *= 16
-    if step == 2:
-        found[-1][[200, 173]] = torch.tensor([float("nan"), float("inf")], device=DEVICE)
-    return found
 
 
 def backends(coder: Any) -> tuple[Any, Any]:
@@ -105,10 +31,12 @@ def backends(coder: Any) -> tuple[Any, Any]:
 def compare(make: Any, ranks: int, dtype: Any, flat: bool, steps: Any) -> None:
     """Payloads, means, residuals and reports; and the number of launches."""
     coder = TritonElementCoder(64)
-    ours, theirs = (Steps(make, backend, ranks, dtype, flat) for backend in backends(coder))
+    ours, theirs = (Steps(make, backend, ranks, dtype, flat, DEVICE) for backend in backends(coder))
     for step in steps:
         before = coder.launches
-        (mine, *found), (expected, *right) = (each.step(gradients_of(ranks, step)) for each in (ours, theirs))
+        (mine, *found), (expected, *right) = (
+            each.step(gradients_of(ranks, step, DEVICE)) for each in (ours, theirs)
+        )
         assert coder.launches - before == 3 * ranks
         assert all(map(same, ours.payloads, theirs.payloads)), (ranks, step)
         assert all(map(same, sum(found, []), sum(right, []))), (ranks, step)
@@ -132,7 +60,7 @@ def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     backend, _ = backends(TritonElementCoder(64))
     expected: list[Any] = []
     for name, order in product(("1 bit", "TernGrad"), ORDERS):
-        steps = Steps(METHODS[name], backend, 2, torch.float32, False)
+        steps = Steps(METHODS[name], backend, 2, torch.float32, False, DEVICE)
         monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
         _, means, errors = steps.step([comparison.random(NUMEL, seed, DEVICE) for seed in range(2)])
         found = [*steps.payloads, *means, *errors]
@@ -143,7 +71,7 @@ def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_a_changed_byte_is_found() -> None:
     """In header, table and padding. The next step counts from zero."""
     backend, reference = backends(TritonElementCoder(64))
-    ours, theirs = (Steps(METHODS["1 bit"], each, 2, torch.float32, True) for each in (backend, reference))
+    ours, theirs = (Steps(METHODS["1 bit"], each, 2, torch.float32, True, DEVICE) for each in (backend, reference))
     nbytes = 24 + 8 * -(-compression.OneBitCompressor().nbytes(ours.buckets[0]) // 8)
     for place in (7, 9, 17, 24, nbytes - 1):
 
@@ -154,7 +82,7 @@ def test_a_changed_byte_is_found() -> None:
         for steps in (ours, theirs):
             with warnings.catch_warnings(), pytest.raises(PayloadError, match="rank 1 ") as refused:
                 warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of an inf in a table
-                steps.step(gradients_of(2, 1), change)
+                steps.step(gradients_of(2, 1, DEVICE), change)
             messages.append(str(refused.value))
         assert messages[0] == messages[1], place
     assert not sums_on(torch.device(DEVICE), 0, 2).any()
@@ -163,7 +91,7 @@ def test_a_changed_byte_is_found() -> None:
 def test_a_mean_that_overflows_and_waits() -> None:
     """The residual makes it too large for fp16. Only the result of `read` is waited for."""
     backend, _ = backends(TritonElementCoder(64))
-    steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True)
+    steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True, DEVICE)
     steps.step([torch.full((NUMEL,), 3e4, device=DEVICE)])
     next(iter(steps.states[0].errors())).fill_(1e5)
     with warnings.catch_warnings(), watching() as watch:

@@ -100,9 +100,12 @@ struct PassKernels {
     int64_t (*magnitudes_within)(const float* values, int64_t n, uint32_t low, uint32_t high, uint32_t* found);
     // b = m b + wd p, p -= lr (b, or wd p + m b if nesterov)
     void (*decay)(float* p, float* b, int64_t n, float lr, float weight_decay, float momentum, int nesterov);
-    // `moments` and `above` give the same bits with every instruction set and at any address. v must be finite and
+    // These sums give the same bits with every instruction set and at any address. v must be finite and
     // n below 2**31.
     Sums (*moments)(const float* v, int64_t n);
+    // Single sums of it.
+    double (*sum_of_magnitudes)(const float* v, int64_t n);
+    double (*sum_of_squares)(const float* v, int64_t n);
     // Covers the elements with magnitude bits >= `lower_bound`, where `lower_bound` >= 1.
     Above (*above)(const float* v, int64_t n, uint32_t lower_bound);
 };

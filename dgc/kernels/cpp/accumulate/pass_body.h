@@ -335,6 +335,24 @@ Sums moments(const float* v, int64_t n) {
     return {sum_of(lanes[0]), sum_of(lanes[1]), sum_of(lanes[2]), static_cast<float>(most)};
 }
 
+// The sum of term(eight elements in fp64).
+template <class Term>
+inline double single_sum(const float* v, int64_t n, Term&& term) {
+    Lanes::D sum = Lanes::zero();
+    for_eights(v, n, [&](const float* p) { sum = Lanes::add(sum, term(Lanes::widen(p))); });
+    double lanes[sum_lanes];
+    Lanes::spread(sum, lanes);
+    return sum_of(lanes);
+}
+
+double sum_of_magnitudes(const float* v, int64_t n) {
+    return single_sum(v, n, [](Lanes::D x) { return Lanes::abs(x); });
+}
+
+double sum_of_squares(const float* v, int64_t n) {
+    return single_sum(v, n, [](Lanes::D x) { return Lanes::mul(x, x); });
+}
+
 Above above(const float* v, int64_t n, uint32_t lower_bound) {
     Lanes::D magnitudes = Lanes::zero();
     Lanes::Counts counts = Lanes::none();
@@ -360,6 +378,8 @@ constexpr PassKernels table{
     magnitudes_within,
     decay,
     moments,
+    sum_of_magnitudes,
+    sum_of_squares,
     above,
 };
 

@@ -3,6 +3,7 @@
 #include "mean.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -36,6 +37,11 @@ struct Mean {
     float size;
     float* mean;
     bool streaming;
+    bool majority = false;  // the signs of the sums in place of their mean
+    mutable std::atomic<bool> finite{true};  // all of the mean
+
+    Mean(const uint8_t* const* codes, int ranks, const float* factors, float size, float* mean, bool streaming)
+        : codes(codes), ranks(ranks), factors(factors), size(size), mean(mean), streaming(streaming) {}
 
     float factor(int64_t segment) const { return factors ? factors[segment] : 1.0f; }
 };
@@ -49,7 +55,9 @@ void mean_of_unit(const Mean& of, int64_t segment, int64_t begin, int64_t n, Sum
     for (int64_t i = 0; i < n; i += tile) {
         const int64_t m = std::min(tile, n - i);
         sum(i, m, sums);
-        divide(sums, m, of.factor(segment), of.size, streaming, of.mean + begin + i);
+        if (of.majority) mean_kernels().signs(sums, m);
+        if (!divide(sums, m, of.factor(segment), of.majority ? 1.0f : of.size, streaming, of.mean + begin + i))
+            of.finite = false;
     }
 }
 
@@ -118,41 +126,50 @@ float unit_value(int width, uint32_t field) {
 using namespace dgc;
 
 // In all functions: codes has one address per rank; bounds, starts and factors as in quantize.cpp and Mean; all other
-// per-segment arrays have one address per rank. mean: sum * factor / size of every element.
-DGC_EXPORT void dgc_mean_signs(const uint8_t* const* codes, int ranks, const int64_t* bounds, const int64_t* starts,
-                               int64_t segments, const float* const* lows, const float* const* highs,
-                               const float* factors, float size, float* mean, int threads) {
-    const Mean of{codes, ranks, factors, size, mean, bounds[segments] >= large};
+// per-segment arrays have one address per rank. mean: sum * factor / size of every element. All but the
+// last return whether it is finite. majority: the sign of the sum in place of the mean.
+DGC_EXPORT int dgc_mean_signs(const uint8_t* const* codes, int ranks, const int64_t* bounds, const int64_t* starts,
+                              int64_t segments, const float* const* lows, const float* const* highs,
+                              const float* factors, float size, int majority, float* mean, int threads) {
+    Mean of{codes, ranks, factors, size, mean, bounds[segments] >= large};
+    of.majority = majority != 0;
     mean_of_fields({Fields::one, 1, 4}, of, {bounds, starts, segments}, threads,
                    [=](int r, int64_t s, uint32_t field) { return field ? highs[r][s] : lows[r][s]; });
+    return of.finite;
 }
 
 // A threshold that sends nothing is zero.
-DGC_EXPORT void dgc_mean_ternary(const uint8_t* const* codes, int ranks, const int64_t* bounds,
-                                 const int64_t* starts, int64_t segments, const float* const* thresholds,
-                                 const float* factors, float size, float* mean, int threads) {
+DGC_EXPORT int dgc_mean_ternary(const uint8_t* const* codes, int ranks, const int64_t* bounds,
+                                const int64_t* starts, int64_t segments, const float* const* thresholds,
+                                const float* factors, float size, float* mean, int threads) {
     const Mean of{codes, ranks, factors, size, mean, bounds[segments] >= large};
     mean_of_fields({Fields::two, 2, 4}, of, {bounds, starts, segments}, threads,
                    [=](int r, int64_t s, uint32_t field) {
                        if (field < 2) return 0.0f;
                        return field == 3 ? thresholds[r][s] : -thresholds[r][s];
                    });
+    return of.finite;
 }
 
 // `levels` of 2, 4 or 8 bits with the sign
-DGC_EXPORT void dgc_mean_levels(const uint8_t* const* codes, int ranks, const int64_t* bounds, const int64_t* starts,
-                                int64_t segments, const float* const* steps, int bits, float size, float* mean,
-                                int threads) {
+DGC_EXPORT int dgc_mean_levels(const uint8_t* const* codes, int ranks, const int64_t* bounds, const int64_t* starts,
+                               int64_t segments, const float* const* steps, int bits, float size, float* mean,
+                               int threads) {
     const Mean of{codes, ranks, nullptr, size, mean, bounds[segments] >= large};
     if (bits == 8) {
-        const auto kernel = quantize_kernels().uniform_add;
+        const auto add_levels = mean_kernels().add_levels;
         for_units({bounds, starts, segments}, bits, threads, [&](int64_t s, int64_t begin, int64_t n, int64_t place) {
             mean_of_unit(of, s, begin, n, [&](int64_t i, int64_t m, float* sums) {
-                if (i == 0) std::fill_n(sums, m, 0.0f);  // afterwards they are: `divide` leaves zeros
-                for (int r = 0; r < ranks; ++r) kernel(codes[r] + place + i, m, steps[r][s], bits, sums);
+                for (int r = 0; r < ranks; r += together) {
+                    const int some = std::min(together, ranks - r);
+                    const uint8_t* starts_of[together];
+                    float steps_of[together];
+                    for (int k = 0; k < some; ++k) starts_of[k] = codes[r + k] + place + i, steps_of[k] = steps[r + k][s];
+                    add_levels(starts_of, steps_of, some, m, r == 0, sums);
+                }
             });
         });
-        return;
+        return of.finite;
     }
     const Fields fields = bits == 2 ? Fields::two_reversed : Fields::four;
     mean_of_fields({fields, bits, 1}, of, {bounds, starts, segments}, threads,
@@ -160,6 +177,7 @@ DGC_EXPORT void dgc_mean_levels(const uint8_t* const* codes, int ranks, const in
                        const uint32_t level = field & ((1u << (bits - 1)) - 1), negative = field >> (bits - 1);
                        return float_of(bits_of(steps[r][s] * static_cast<float>(level)) | negative << 31);
                    });
+    return of.finite;
 }
 
 // codes: 4 + n bytes of each rank

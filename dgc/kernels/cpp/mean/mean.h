@@ -23,6 +23,10 @@ struct MeanKernels {
     // 1 <= ranks <= together. first: the sums count as zero. They begin at a multiple of 64 bytes.
     void (*look_up)(Fields fields, const uint8_t* const* codes, const Table* tables, int ranks, int64_t groups,
                     bool first, float* sums);
+    // The same for levels of 7 bits below a sign, which stand for step * level, and any number n of elements.
+    void (*add_levels)(const uint8_t* const* codes, const float* steps, int ranks, int64_t n, bool first, float* sums);
+    // Each sum becomes its sign: -1, 0 or 1.
+    void (*signs)(float* sums, int64_t n);
     // sums = step * level - offset
     void (*widen)(const uint8_t* levels, int64_t n, float step, float offset, float* sums);
     // levels = (sum + offset) / step. step: 1 or 2

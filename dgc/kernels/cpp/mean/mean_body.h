@@ -1,5 +1,6 @@
 // The kernel of mean.h, shared by all instruction sets. Everything is in an anonymous namespace: no other file may link
 // to a copy compiled for another instruction set.
+#include "common/float_bits.h"
 #include "mean.h"
 #include "mean_lanes.h"
 
@@ -59,6 +60,44 @@ void look_up(Fields fields, const uint8_t* const* codes, const Table* tables, in
     }
 }
 
+template <int ranks, bool first>
+void add_levels_as(const uint8_t* const* codes, const float* steps, int64_t n, float* __restrict sums) {
+    const uint8_t* const rows[together] = {codes[0], codes[ranks > 1 ? 1 : 0], codes[ranks > 2 ? 2 : 0],
+                                           codes[ranks > 3 ? 3 : 0]};
+    const float by[together] = {steps[0], steps[ranks > 1 ? 1 : 0], steps[ranks > 2 ? 2 : 0],
+                                steps[ranks > 3 ? 3 : 0]};
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+        float sum = first ? 0.0f : sums[i];
+#pragma GCC unroll 4
+        for (int r = 0; r < ranks; ++r) {
+            const int32_t field = rows[r][i];
+            const float magnitude = by[r] * static_cast<float>(field & 127);
+            sum += float_of(bits_of(magnitude) | static_cast<uint32_t>(field & 128) << 24);
+        }
+        sums[i] = sum;
+    }
+}
+
+template <bool first>
+void add_levels_in(const uint8_t* const* codes, const float* steps, int ranks, int64_t n, float* sums) {
+    switch (ranks) {
+        case 1: return add_levels_as<1, first>(codes, steps, n, sums);
+        case 2: return add_levels_as<2, first>(codes, steps, n, sums);
+        case 3: return add_levels_as<3, first>(codes, steps, n, sums);
+        default: return add_levels_as<4, first>(codes, steps, n, sums);
+    }
+}
+
+void add_levels(const uint8_t* const* codes, const float* steps, int ranks, int64_t n, bool first, float* sums) {
+    if (first) return add_levels_in<true>(codes, steps, ranks, n, sums);
+    add_levels_in<false>(codes, steps, ranks, n, sums);
+}
+
+void signs(float* sums, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) sums[i] = static_cast<float>((sums[i] > 0.0f) - (sums[i] < 0.0f));
+}
+
 void widen(const uint8_t* levels, int64_t n, float step, float offset, float* sums) {
     for (int64_t i = 0; i < n; ++i) sums[i] = step * static_cast<float>(levels[i]) - offset;
 }
@@ -69,7 +108,7 @@ void narrow(const float* sums, int64_t n, float step, float offset, uint8_t* lev
         levels[i] = static_cast<uint8_t>(static_cast<int32_t>((sums[i] + offset) * inverse));
 }
 
-constexpr MeanKernels mean_table{look_up, widen, narrow};
+constexpr MeanKernels mean_table{look_up, add_levels, signs, widen, narrow};
 
 }  // namespace
 }  // namespace dgc

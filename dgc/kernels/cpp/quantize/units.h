@@ -43,9 +43,9 @@ static inline std::vector<Span> units_of(const int64_t* bounds, int64_t segments
     return units;
 }
 
-// Calls visit(i) for each of the units. A thread takes many short ones at a time.
+// Calls visit(begin, end) for shares of the units, consecutive ones of about as many elements as a long unit has.
 template <class Visit>
-static void for_units(const std::vector<Span>& units, int threads, Visit&& visit) {
+static void for_shares(const std::vector<Span>& units, int threads, Visit&& visit) {
     const int64_t count = static_cast<int64_t>(units.size());
     std::vector<int64_t> shares;  // the first unit of each
     for (int64_t i = 0, taken = unit; i < count; ++i) {
@@ -57,8 +57,15 @@ static void for_units(const std::vector<Span>& units, int threads, Visit&& visit
     }
     const int64_t parts = static_cast<int64_t>(shares.size());
     shares.push_back(count);
-    share_out(parts, static_cast<int>(std::min<int64_t>(threads, parts)), [&](int64_t part, int) {
-        for (int64_t i = shares[part]; i < shares[part + 1]; ++i) visit(i);
+    share_out(parts, static_cast<int>(std::min<int64_t>(threads, parts)),
+              [&](int64_t part, int) { visit(shares[part], shares[part + 1]); });
+}
+
+// Calls visit(i) for each of the units. A thread takes many short ones at a time.
+template <class Visit>
+static void for_units(const std::vector<Span>& units, int threads, Visit&& visit) {
+    for_shares(units, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) visit(i);
     });
 }
 
