@@ -2,6 +2,7 @@
 
     python -m benchmarks.methods [--elements 25 100] [--tensors 24] [--ranks 4] [--threads 2] [--methods qsgd dgc]
     python -m benchmarks.methods --models resnet50 transformer-big --ranks 2 --methods dense fp16 dgc powersgd-2
+    python -m benchmarks.methods --isas avx512 avx2 portable --busy
 
 The model has --elements million elements in --tensors equal matrices, or the shapes of a model:
 
@@ -13,6 +14,8 @@ transformer-big    configs/wmt16/big.py (Vaswani et al. 2017): 209,125,376 param
 The conversations of one rank of --ranks run without a transport, by buckets of 25 MB. The replies to its requests
 are copies of what it sends, made outside the measured time.
 
+Each method has a row for each instruction set of --isas, which take turns in each round.
+
 payload   bytes that the rank contributes per step. fewer: how many times fewer it sends than dense fp32
 state     bytes of error states and momenta per element, which it keeps from step to step
 encode    from the gradient to the last request. Floor: the time to read the gradient, to read and write each error
@@ -23,15 +26,16 @@ floors    memory that is read and written in turn moves at the rate of v.add_(g)
 peer      the strongest known program for both, as a multiple of ours: torch's hooks, torch.topk with error
           feedback, or the definition of the method in plain PyTorch
 
-ns are nanoseconds per element of both, us microseconds per tensor. docs/results.md has the reason of each ratio
-above 3.
+ns are nanoseconds per element of both, us microseconds per tensor. With --busy, times are the least of all rounds
+on the CPU clock of one thread, which other programs disturb little, and peers are left out. docs/results.md has
+the reason of each ratio above 3.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from math import isqrt
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +55,7 @@ from dgc.comm.requests import next_requests
 from dgc.compression import Route, Rule
 from dgc.cost import AlikeRanks
 from dgc.engine.buckets import keep_states, plan_buckets
+from dgc.kernels.library import ISAS, choose_isa
 from dgc_models import resnet18, transformer_big
 from dgc_training.config import load
 from scripts.methods import build
@@ -71,19 +76,20 @@ NAMES = [*DEFAULT, "dense", *(f"{name}-paper" for name in POWERSGD), "svd", "ato
 MODELS = ("resnet18", "lstm", "resnet50", "transformer-big")
 MILLION = 10**6
 BUCKET_MB = 25.0
+Clock = Callable[[], float]
 
 
 class Method:
     """The buckets of a method on the last of some ranks, whose replies are those of equal ranks."""
 
-    def __init__(self, name: str, tensors: Sequence[tuple[str, Tensor]], ranks: int):
+    def __init__(self, name: str, tensors: Sequence[tuple[str, Tensor]], ranks: int, clock: Clock = perf_counter):
         method = build(name)
         method = getattr(method, "compression", method)
         route = method if isinstance(method, Route) else Route([Rule(method)])
         self.plans = plan_buckets(tensors, route.compressor_for, BUCKET_MB, "bucket")
         keep_states(self.plans, ranks, ranks - 1)
         self.numel = sum(plan.bucket.numel for plan in self.plans)
-        self._ranks = AlikeRanks(ranks)
+        self._ranks, self._clock = AlikeRanks(ranks), clock
         self._kept: dict[tuple[str, int, int], list[Tensor]] = {}
         self.sent = self.between = self.received = 0  # bytes of the last step; received: of the last rounds
         self.payload, self.wire = 0, 0.0  # by the meter, of the last step
@@ -107,15 +113,15 @@ class Method:
         conversation, seconds, replies = plan.states.reduce(plan.bucket), [], None
         received = 0
         while True:
-            start = perf_counter()
+            start = self._clock()
             try:
                 requests = next_requests(conversation, replies)
             except StopIteration as stop:
-                seconds.append(perf_counter() - start)
+                seconds.append(self._clock() - start)
                 assert stop.value.nonfinite is None
                 self.received += received
                 return sum(seconds[:-1]), seconds[-1]
-            seconds.append(perf_counter() - start)
+            seconds.append(self._clock() - start)
             self.between += received
             answers = [self._ranks.reply(request) for request in requests]
             parts = [self._copied((plan.bucket.name, len(seconds), i), answer) for i, answer in enumerate(answers)]
@@ -138,15 +144,16 @@ class Method:
 class Floors:
     """Seconds per byte: of v.add_(g), of a fill, and of a sum."""
 
-    def __init__(self, numel: int):
+    def __init__(self, numel: int, clock: Clock):
         even = numel + numel % 2  # to be read as int64
+        self._clock = clock
         self.g, self.v = torch.zeros(even), torch.zeros(even)
 
     def measure(self) -> tuple[float, float, float]:
-        times = [perf_counter()]
+        times = [self._clock()]
         for work in (lambda: self.v.add_(self.g), self.v.zero_, self.g.view(torch.int64).sum):
             work()
-            times.append(perf_counter())
+            times.append(self._clock())
         update, fill, read = ((after - before) / self.g.nbytes for before, after in pairwise(times))
         return update / 3, fill, read
 
@@ -281,36 +288,51 @@ def sizes(args: Any) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
 
 
 def measure(
-    method: Method, tensors: int, peer: Callable[[Tensor], float] | None, rounds: int, ranks: int
-) -> dict[str, Any]:
-    """The row of a method: milliseconds, and ratios to the floors and to the peer."""
+    method: Method, tensors: int, peer: Callable[[Tensor], float] | None, args: Any, clock: Clock
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each instruction set its row: milliseconds, and ratios to the floors and to the peer."""
     generator = torch.Generator().manual_seed(0)
-    numel, floors = method.numel, Floors(method.numel)
+    numel, floors = method.numel, Floors(method.numel, clock)
     pool = torch.randn(numel + 64, generator=generator)
 
     def gradient(number: int) -> Tensor:
         return pool[number % 4 * 16 :][:numel]
 
+    def step(isa: str, number: int) -> tuple[float, float]:
+        if isa in ISAS:
+            choose_isa(isa)
+        return method.step(gradient(number))
+
     works: dict[str, Callable[[int], Any]] = {
-        "method": lambda number: method.step(gradient(number)),
+        **{isa: partial(step, isa) for isa in args.isas},
         "floors": lambda number: floors.measure(),
     }
     if peer is not None:
         works["peer"] = lambda number: peer(gradient(number))
-    found = in_turns(works, rounds, warm_up=3, slow=["peer"])
-    times, least = found["method"], {i: floors.of(method, rates) for i, rates in found["floors"].items()}
-    row: dict[str, Any] = {"payload_bytes": method.payload, "wire_bytes": method.wire}
-    row["fewer"] = all_reduce_wire_bytes(4 * numel, ranks) / method.wire
-    for i, what in enumerate(("encode", "decode")):
-        own, floor = ({number: 1e3 * both[i] for number, both in of.items()} for of in (times, least))
-        row |= {f"{what}_ms": middle(own), f"{what}_floor_ms": middle(floor), what: ratio(own, floor)}
-    whole = {number: sum(both) for number, both in times.items()}
-    row["step"] = ratio(whole, {number: sum(both) for number, both in least.items()})
-    row |= {"ns": 1e9 * middle(whole) / numel, "state_bytes": method.state_bytes / numel}
-    row["us_per_tensor"] = 1e6 * middle(whole) / tensors
-    if peer is not None:
-        row["peer"] = ratio(found["peer"], whole)
-    return row
+    found = in_turns(works, args.rounds, warm_up=3, slow=["peer"])
+    rates = found["floors"]
+    if args.busy:
+        rates = {0: least(rates.values())}
+    floor = {i: floors.of(method, each) for i, each in rates.items()}
+    for isa in args.isas:
+        times = {0: least(found[isa].values())} if args.busy else found[isa]
+        row: dict[str, Any] = {"isa": isa, "payload_bytes": method.payload, "wire_bytes": method.wire}
+        row["fewer"] = all_reduce_wire_bytes(4 * numel, args.ranks) / method.wire
+        for i, what in enumerate(("encode", "decode")):
+            own, under = ({number: 1e3 * both[i] for number, both in of.items()} for of in (times, floor))
+            row |= {f"{what}_ms": middle(own), f"{what}_floor_ms": middle(under), what: ratio(own, under)}
+        whole = {number: sum(both) for number, both in times.items()}
+        row["step"] = ratio(whole, {number: sum(both) for number, both in floor.items()})
+        row |= {"ns": 1e9 * middle(whole) / numel, "state_bytes": method.state_bytes / numel}
+        row["us_per_tensor"] = 1e6 * middle(whole) / tensors
+        if peer is not None:
+            row["peer"] = ratio(found["peer"], whole)
+        yield isa, row
+
+
+def least(found: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """The least of each number."""
+    return tuple(map(min, zip(*found, strict=True)))
 
 
 def main() -> None:
@@ -321,13 +343,24 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", default=[24])
     parser.add_argument("--ranks", type=int, default=4, help="2 or more")
     parser.add_argument("--peers-up-to", type=float, default=25, help="millions of elements; 0 leaves peers out")
+    parser.add_argument("--isas", nargs="+", choices=ISAS, help="default: the best one, or DGC_KERNELS_ISA")
+    parser.add_argument("--busy", action="store_true", help="one thread's CPU time, the least of all rounds")
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error("--ranks: one rank sends nothing")
+    kernel, clock = kernels.of(torch.empty(0)).selection, perf_counter
+    args.isas = args.isas or [getattr(kernel, "isa", kernel.name)]
+    if args.busy:
+        args.threads, args.peers_up_to, clock = 1, 0, thread_time
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for torch's hooks
     print(f"{kernels.describe(torch.device('cpu'))}, {args.threads} threads, {args.ranks} ranks")
-    columns = [("payload_bytes", "payload", "13,d"), ("fewer", "fewer", "8.1f"), ("state_bytes", "state", "7.2f")]
+    columns = [
+        ("isa", "isa", "10s"),
+        ("payload_bytes", "payload", "13,d"),
+        ("fewer", "fewer", "8.1f"),
+        ("state_bytes", "state", "7.2f"),
+    ]
     for what in ("encode", "decode"):
         columns += [(f"{what}_floor_ms", "floor ms", "10.1f"), (f"{what}_ms", f"{what} ms", "11.1f")]
         columns.append((what, "ratio", "7.2f"))
@@ -337,14 +370,16 @@ def main() -> None:
         for shapes_are, shapes in sizes(args):
             numel = sum(tensor.numel() for _, tensor in shapes)
             print(f"\n{(title := f'{shapes_are}, {numel:,} elements')}", end="")
-            table = Table("", 17, [*columns, ("peer", "peer", "7.2f"), ("peer_is", "", "22s")])
+            table = Table(
+                "", 17 if len(args.isas) == 1 else 26, [*columns, ("peer", "peer", "7.2f"), ("peer_is", "", "22s")]
+            )
             for name in args.methods:
-                method = Method(name, shapes, args.ranks)
+                method = Method(name, shapes, args.ranks, clock)
                 words, peer = "", None
                 if numel <= args.peers_up_to * MILLION:
                     words, peer = peer_of(name, method, shapes, args.ranks)
-                row = measure(method, len(shapes), peer, args.rounds, args.ranks)
-                table.add(name, {**row, "peer_is": f"  {words}"})
+                for isa, row in measure(method, len(shapes), peer, args, clock):
+                    table.add(f"{name} {isa}", {**row, "peer_is": f"  {words}"})
             result["found"][title] = table.rows
     dist.destroy_process_group()
     print_json(result)

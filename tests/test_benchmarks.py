@@ -19,7 +19,7 @@ import dgc.kernels as kernels
 from benchmarks import decoding, harness, outer_speed, scale, selectors
 from benchmarks.__main__ import main as print_list
 from benchmarks.convergence import draw, main, report, rows_of
-from benchmarks.methods import Method, parameters_of
+from benchmarks.methods import Method, measure, parameters_of
 from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
 from benchmarks.runs import TASKS, WITH_ADAM, Task, simulate, summary_of, to_train
 from benchmarks.selectors import Counts, SelectorStep, count_step, counting, fit_tensors
@@ -28,6 +28,7 @@ from dgc.bucket import lay_out
 from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
+from dgc.kernels.library import choose_isa, supported_isas
 from dgc.selection import Laplace, plan_selection
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
@@ -229,6 +230,20 @@ def test_bytes_are_those_of_the_meter_and_of_the_publication() -> None:
         with torch.no_grad():
             seconds = method.step(torch.ones(2058))
         assert method.payload == method.wire == expected and min(seconds) > 0, name  # 2 ranks
+
+
+def test_each_instruction_set_has_a_row_and_on_a_busy_machine_the_least_times_count() -> None:
+    args = Namespace(isas=supported_isas(), rounds=2, ranks=2, busy=True)
+    method = Method("scaled-sign", [("matrix", torch.empty(64, 512))], 2, time.thread_time)
+    try:
+        rows = dict(measure(method, 1, None, args, time.thread_time))
+    finally:
+        choose_isa("")
+    assert tuple(rows) == supported_isas()
+    for isa, row in rows.items():
+        assert row["isa"] == isa and row["payload_bytes"] == 24 + 4096 + 8
+        assert row["encode"] == pytest.approx(row["encode_ms"] / row["encode_floor_ms"])
+        assert row["ns"] == pytest.approx(1e6 * (row["encode_ms"] + row["decode_ms"]) / method.numel)
 
 
 def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypatch: pytest.MonkeyPatch) -> None:

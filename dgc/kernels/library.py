@@ -68,13 +68,22 @@ def load(signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> ctypes.CDLL:
             or the CPU does not support DGC_KERNELS_ISA.
     """
     library = _open()
-    refusal = library.dgc_choose_isa(os.environ.get("DGC_KERNELS_ISA", "").encode())
-    if refusal is not None:
-        raise KernelsUnavailable(refusal.decode())
+    choose_isa(os.environ.get("DGC_KERNELS_ISA", ""))
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def choose_isa(name: str) -> None:
+    """Use this instruction set in all later calls, or the best that the CPU supports if `name` is empty.
+
+    Raises:
+        KernelsUnavailable: The library is not available, or the CPU does not support `name`.
+    """
+    refusal = _open().dgc_choose_isa(name.encode())
+    if refusal is not None:
+        raise KernelsUnavailable(refusal.decode())
 
 
 def supported_isas() -> tuple[str, ...]:
