@@ -183,3 +183,17 @@ def test_a_compiled_model() -> None:
     assert exchange.error_norm() > 0
     other: Any = torch.compile(nn.Linear(8, 8), backend="eager")
     refuse("compress needs a model in DistributedDataParallel", compress, other, ScaledSignCompressor())
+
+
+@pytest.mark.filterwarnings("ignore:.*drops this step")
+@pytest.mark.parametrize("compression", [DenseCompressor, ScaledSignCompressor, top_k])
+def test_one_rank_drops_a_step_with_nan(compression: Any) -> None:
+    model, exchange = build(compression())
+    gradients(model)
+    first = next(model.parameters())
+    handle = first.register_hook(lambda gradient: gradient * torch.nan)
+    model.zero_grad()
+    model(torch.ones(2, SIZE)).backward()
+    assert exchange.dropped_steps == 1 and first.grad is None
+    handle.remove()
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(model))

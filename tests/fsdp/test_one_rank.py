@@ -112,7 +112,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(transport: Transport, er
     for exact in (True, False):
         for part in ("errors", "ranks") if exact else ("errors",):
             for kind, damage in {**TENSORS, **NUMBERS}.items():
-                state = quantizer.state_dict(of_each_rank=exact)
+                state: Any = quantizer.state_dict(of_each_rank=exact)
                 name, valid = next(iter(state[part].items()))
                 if kind in NUMBERS and error == "int8" and part == "ranks":
                     damaged = local(valid).clone()  # the scale of the first block
@@ -125,7 +125,9 @@ def test_a_damaged_state_is_refused_and_changes_nothing(transport: Transport, er
                 refuse("the error of|a scale of", quantizer.load_state_dict, state)
                 assert_equal(errors_of(quantizer), before, kind)
                 number += 1
-        for other in (None, 3, "state", {}, {"errors": {}}, {"errors": {}, "ranks": {}}, {**state, "more": {}}):
+        empty: dict[str, Any] = {}
+        other: Any
+        for other in (None, 3, "state", empty, {"errors": {}}, {"errors": {}, "ranks": {}}, {**state, "more": {}}):
             refuse("state", quantizer.load_state_dict, other)
     assert number == 48
     quantizer.load_state_dict(quantizer.state_dict())
